@@ -1,0 +1,212 @@
+"""The exception tree: every error of ours, what it carries, and how it travels between ranks."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+__all__ = [
+    "CorruptError",
+    "IncompleteError",
+    "InvalidArgumentError",
+    "MissingExtraError",
+    "NotFoundError",
+    "NotInitializedError",
+    "OverlapError",
+    "PeerError",
+    "ReplicaError",
+    "StallError",
+    "StateExchangeError",
+    "StorageError",
+    "TargetExistsError",
+    "UnsafeError",
+    "UnsupportedError",
+    "from_record",
+    "to_record",
+]
+
+_ATTRIBUTES = ("rank", "path", "name", "expected", "found")
+
+
+class StateExchangeError(Exception):
+    """Base of every error raised on purpose; the message ends with the rank, tensor and path it is about.
+
+    Attributes: ``rank`` (int), ``path`` (str), ``name`` (a tensor's dotted path), ``expected``, ``found``;
+    each None where it does not apply. Instances can be pickled.
+    """
+
+    code: ClassVar[str] = "INTERNAL"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        path: object = None,
+        name: str | None = None,
+        expected: object = None,
+        found: object = None,
+    ) -> None:
+        self.message = message
+        self.rank = rank
+        self.path = None if path is None else str(path)
+        self.name = name
+        self.expected = expected
+        self.found = found
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        about = [] if self.name is None else [f"tensor {self.name!r}"]
+        about += [] if self.rank is None else [f"rank {self.rank}"]
+        about += [] if self.path is None else [self.path]
+        both = "" if self.expected is None and self.found is None else f": expected {self.expected}, found {self.found}"
+        return self.message + both + (f" [{', '.join(about)}]" if about else "")
+
+    def __str__(self) -> str:
+        return self._text()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, {key: getattr(self, key) for key in _ATTRIBUTES})
+
+
+class InvalidArgumentError(StateExchangeError, ValueError):
+    """An argument cannot be right, whatever the state of the world."""
+
+    code = "USAGE"
+
+
+class NotInitializedError(StateExchangeError, RuntimeError):
+    """A launcher speaks of several ranks, but no communicator has been set up."""
+
+    code = "USAGE"
+
+
+class MissingExtraError(StateExchangeError, ImportError):
+    """An optional dependency is needed; the message says how to install it."""
+
+    code = "USAGE"
+
+
+class NotFoundError(StateExchangeError, FileNotFoundError):
+    """There is no such path, or nothing of ours in it."""
+
+    code = "NOT_FOUND"
+
+
+class CorruptError(StateExchangeError, ValueError):
+    """A header, digest, index or manifest contradicts the bytes, or contradicts another one."""
+
+    code = "CORRUPT"
+
+
+class OverlapError(CorruptError):
+    """Two ranks claim the same region of a tensor with different boxes."""
+
+
+class ReplicaError(CorruptError):
+    """Copies of one box that must be equal differ between ranks."""
+
+
+class IncompleteError(StateExchangeError, ValueError):
+    """A rank, a file or a region of a tensor is missing."""
+
+    code = "INCOMPLETE"
+
+
+class TargetExistsError(StateExchangeError, FileExistsError):
+    """The target exists, or another process is writing it."""
+
+    code = "UNSAFE"
+
+
+class UnsafeError(StateExchangeError, ValueError):
+    """Refused, because going on could lose or run something."""
+
+    code = "UNSAFE"
+
+
+class UnsupportedError(StateExchangeError, TypeError):
+    """A dtype, layout or type that cannot be represented faithfully."""
+
+    code = "UNSAFE"
+
+
+class StorageError(StateExchangeError, OSError):
+    """The operating system refused a read or write; ``errno`` is kept."""
+
+    code = "IO"
+
+    def __init__(self, message: str, *, errno: int | None = None, **about: Any) -> None:
+        super().__init__(message, **about)
+        self.errno = errno
+
+    @classmethod
+    def of(cls, error: OSError, doing: str, **about: Any) -> StorageError:
+        """The same failure with what was being done, and to which path."""
+        return cls(f"cannot {doing}: {error.strerror or error}", errno=error.errno, **about)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rebuild, (cls, message, about) = super().__reduce__()
+        return rebuild, (cls, message, {**about, "errno": self.errno})
+
+
+class StallError(StateExchangeError, TimeoutError):
+    """A wait ran out; ``missing`` lists all ranks that did not arrive."""
+
+    code = "TIMEOUT"
+
+    def __init__(self, message: str, *, missing: tuple[int, ...] = (), **about: Any) -> None:
+        super().__init__(message, **about)
+        self.missing = tuple(missing)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rebuild, (cls, message, about) = super().__reduce__()
+        return rebuild, (cls, message, {**about, "missing": self.missing})
+
+
+class PeerError(StateExchangeError, RuntimeError):
+    """A rank failed: ``rank`` says which, ``phase`` where, ``cause`` why. The same on every rank."""
+
+    code = "IO"
+
+    def __init__(self, rank: int, phase: str, cause: str) -> None:
+        self.phase = phase
+        self.cause = cause
+        super().__init__(f"rank {rank} failed in {phase}: {cause}")
+        self.rank = rank
+
+    def _text(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.rank, self.phase, self.cause)
+
+
+def _rebuild(cls: type[StateExchangeError], message: str, about: dict[str, Any]) -> StateExchangeError:
+    return cls(message, **about)
+
+
+def _tree(cls: type[StateExchangeError]) -> dict[str, type[StateExchangeError]]:
+    return {cls.__name__: cls} | {k: v for sub in cls.__subclasses__() for k, v in _tree(sub).items()}
+
+
+def to_record(error: BaseException, rank: int, phase: str) -> dict[str, Any]:
+    """A JSON object that carries `error` to the other ranks."""
+    if isinstance(error, PeerError):
+        return {"type": "PeerError", "rank": error.rank, "phase": error.phase, "cause": error.cause}
+    if not isinstance(error, StateExchangeError):
+        return {"type": "PeerError", "rank": rank, "phase": phase, "cause": f"{type(error).__name__}: {error}"}
+    about = error.__reduce__()[1][2]
+    about = {k: v if isinstance(v, int | str | tuple) or v is None else str(v) for k, v in about.items()}
+    return {"type": type(error).__name__, "message": error.message, "about": {**about, "rank": _first(error.rank, rank)}}
+
+
+def _first(*values: int | None) -> int | None:
+    return next((value for value in values if value is not None), None)
+
+
+def from_record(record: dict[str, Any]) -> StateExchangeError:
+    """The error that `to_record` described."""
+    if record["type"] == "PeerError":
+        return PeerError(record["rank"], record["phase"], record["cause"])
+    cls = _tree(StateExchangeError).get(record["type"], StateExchangeError)
+    return cls(record["message"], **record["about"])

@@ -1,0 +1,202 @@
+"""The one JSON codec: Python values to JSON and back, with nothing imported by name and nothing run.
+
+Plain JSON values stay themselves. Everything else is an object with one key ``"$"`` that says what it is: tuple, dict
+(keys other than str), float (NaN, infinities), dtype, enum, namedtuple, dataclass, or an outside leaf such as a tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+__all__ = ["decode", "encode", "register_config", "types_of"]
+
+_TAG = "$"
+_MAX_DEPTH = 200
+_registered: dict[str, type] = {}
+
+Leaf = Callable[[object, str], "str | None"]
+
+
+def register_config(cls: type) -> type:
+    """Let values of dataclass, namedtuple or Enum `cls` come back as `cls` in this process; usable as a decorator.
+
+    Not collective.
+    """
+    if not (dataclasses.is_dataclass(cls) or issubclass(cls, enum.Enum) or hasattr(cls, "_fields")):
+        raise TypeError(f"{cls!r} is no dataclass, namedtuple or Enum")
+    _registered[_type_name(cls)] = cls
+    return cls
+
+
+def _type_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def encode(value: object, leaf: Leaf | None = None) -> str:
+    """`value` as JSON text. Not collective.
+
+    `leaf(object, path)` may take an object over by returning the name under which the caller keeps it, or return
+    None. An unknown type is a TypeError, a cycle a ValueError; both name the path.
+    """
+    return json.dumps(_encode(value, "", leaf, 0), allow_nan=False, separators=(",", ":"))
+
+
+def _encode(value: Any, path: str, leaf: Leaf | None, depth: int) -> Any:
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"value at {path or 'the top'} is nested deeper than {_MAX_DEPTH}, or contains itself")
+    kept = leaf(value, path) if leaf is not None else None
+    if kept is not None:
+        return {_TAG: "leaf", "name": kept}
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
+
+    def inner(child: object, step: str) -> Any:
+        return _encode(child, path + step, leaf, depth + 1)
+
+    if isinstance(value, enum.Enum):
+        return _typed("enum", kind, value=inner(value.value, ".value"))
+    if dataclasses.is_dataclass(value):
+        fields = {f.name: inner(getattr(value, f.name), f".{f.name}") for f in dataclasses.fields(value)}
+        return _typed("dataclass", kind, value=fields)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return _typed("namedtuple", kind, value={k: inner(v, f".{k}") for k, v in zip(value._fields, value, strict=True)})
+    if kind in (list, tuple):
+        items = [inner(v, f"[{i}]") for i, v in enumerate(value)]
+        return items if kind is list else {_TAG: "tuple", "value": items}
+    if isinstance(value, Mapping):
+        if all(type(k) is str for k in value) and _TAG not in value:
+            return {k: inner(v, f".{k}") for k, v in value.items()}
+        pairs = [[inner(k, f"<key {k!r}>"), inner(v, f"[{k!r}]")] for k, v in value.items()]
+        return {_TAG: "dict", "value": pairs}
+    if kind.__module__ == "torch" and kind.__name__ == "dtype":
+        return {_TAG: "dtype", "value": str(value).removeprefix("torch.")}
+    raise TypeError(f"cannot write a {kind.__module__}.{kind.__qualname__} as JSON, at {path or 'the top'}")
+
+
+def _typed(tag: str, cls: type, value: Any) -> dict[str, Any]:
+    return {_TAG: tag, "type": _type_name(cls), "value": value}
+
+
+def types_of(value: object) -> dict[str, type]:
+    """The dataclass, namedtuple and Enum types found in `value`, by qualified name: what `decode` may build."""
+    found: dict[str, type] = {}
+    _collect(value, found, set())
+    return found
+
+
+def _collect(value: Any, found: dict[str, type], seen: set[int]) -> None:
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    children: Iterable[object] = ()
+    if isinstance(value, enum.Enum):
+        found[_type_name(type(value))] = type(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        found[_type_name(type(value))] = type(value)
+        children = [getattr(value, f.name) for f in dataclasses.fields(value)]
+    elif isinstance(value, Mapping):
+        children = value.values()
+    elif isinstance(value, list | tuple):
+        if hasattr(value, "_fields"):
+            found[_type_name(type(value))] = type(value)
+        children = value
+    for child in children:
+        _collect(child, found, seen)
+
+
+def decode(text: str | bytes, *, types: Mapping[str, type] | None = None, leaf: Callable[[str], Any] | None = None) -> Any:
+    """The value that `encode` wrote. Not collective.
+
+    Dataclasses, namedtuples and Enums come back as the type in `types` or one given to `register_config`; of an
+    unknown type comes a dict of its fields with ``"__name__"``. `leaf(name)` supplies what `encode`'s leaf kept.
+    Malformed text is a ValueError.
+    """
+    return _Decoder({**_registered, **(types or {})}, leaf).value(json.loads(text))
+
+
+class _Decoder:
+    """Rebuilds values from parsed JSON; one method per tag."""
+
+    def __init__(self, types: Mapping[str, type], leaf: Callable[[str], Any] | None) -> None:
+        self._types = types
+        self._leaf = leaf
+
+    def value(self, raw: Any) -> Any:
+        """The value of one parsed JSON node."""
+        if isinstance(raw, list):
+            return [self.value(item) for item in raw]
+        if not isinstance(raw, dict):
+            return raw
+        if _TAG not in raw:
+            return {key: self.value(item) for key, item in raw.items()}
+        build = self._BUILDERS.get(raw[_TAG])
+        if build is None:
+            raise ValueError(f"unknown value tag {raw[_TAG]!r}")
+        return build(self, raw)
+
+    def _float(self, raw: dict[str, Any]) -> float:
+        return float(raw["value"])
+
+    def _tuple(self, raw: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(self.value(item) for item in raw["value"])
+
+    def _dict(self, raw: dict[str, Any]) -> dict[Any, Any]:
+        return {self.value(key): self.value(item) for key, item in raw["value"]}
+
+    def _dtype(self, raw: dict[str, Any]) -> Any:
+        torch = sys.modules.get("torch")
+        name = str(raw["value"])
+        dtype = getattr(torch, name, None)
+        return dtype if torch is not None and isinstance(dtype, torch.dtype) else f"torch.{name}"
+
+    def _kept(self, raw: dict[str, Any]) -> Any:
+        if self._leaf is None:
+            raise ValueError(f"value refers to {raw['name']!r}, which is not here")
+        return self._leaf(raw["name"])
+
+    def _enum(self, raw: dict[str, Any]) -> Any:
+        cls = self._types.get(raw["type"])
+        value = self.value(raw["value"])
+        return cls(value) if cls is not None else {"__name__": _short(raw), "value": value}
+
+    def _namedtuple(self, raw: dict[str, Any]) -> Any:
+        cls = self._types.get(raw["type"])
+        fields = {key: self.value(item) for key, item in raw["value"].items()}
+        return cls(**fields) if cls is not None else {"__name__": _short(raw), **fields}
+
+    def _dataclass(self, raw: dict[str, Any]) -> Any:
+        cls = self._types.get(raw["type"])
+        fields = {key: self.value(item) for key, item in raw["value"].items()}
+        if cls is None:
+            return {"__name__": _short(raw), **fields}
+        unknown = fields.keys() - {f.name for f in dataclasses.fields(cls)}
+        if unknown:
+            raise ValueError(f"{raw['type']} has no field {sorted(unknown)[0]!r} here")
+        instance = cls.__new__(cls)
+        for key, item in fields.items():  # not __init__: the fields are the whole state, and nothing is run
+            object.__setattr__(instance, key, item)
+        return instance
+
+    _BUILDERS: ClassVar[dict[str, Callable[[_Decoder, dict[str, Any]], Any]]] = {
+        "float": _float,
+        "tuple": _tuple,
+        "dict": _dict,
+        "dtype": _dtype,
+        "leaf": _kept,
+        "enum": _enum,
+        "namedtuple": _namedtuple,
+        "dataclass": _dataclass,
+    }
+
+
+def _short(raw: dict[str, Any]) -> str:
+    return str(raw["type"]).rpartition(".")[2]
