@@ -1,0 +1,234 @@
+"""The communicator: ranks of one group that agree on values and on failure."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from statexchange import values
+from statexchange.comm.control_page import ControlPage
+from statexchange.errors import InvalidArgumentError, PeerError, StateExchangeError, from_record, to_record
+from statexchange.shared_memory import Kind
+
+__all__ = ["Abandoned", "Backend", "Communicator", "Place"]
+
+
+class Abandoned(Exception):
+    """Raised inside a trip when another rank has failed: come to the agreement, which says who and why."""
+
+
+class Backend(ABC):
+    """How ranks exchange messages without a control page. An implementation never blocks without a deadline."""
+
+    name: str
+    rank: int
+    world_size: int
+
+    @abstractmethod
+    def exchange(self, payload: bytes, timeout_s: float, doing: str) -> list[bytes]:
+        """Every rank's payload in rank order. Collective."""
+
+    @abstractmethod
+    def subset(self, ranks: Sequence[int]) -> Backend:
+        """A backend over `ranks` of this one. Collective over those ranks only."""
+
+    def close(self) -> None:
+        """Free what the backend holds. Not collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is: its host among hosts, and itself among the ranks of its host."""
+
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+
+
+class Communicator:
+    """Ranks of one group.
+
+    Made by `init`, `from_process_group` or `from_mpi`. Attributes: `rank`, `world_size`, `local_rank` (within the
+    host), `local_world_size`, `node_rank`, `num_nodes`, `backend` (its name), `run` (an identity that all its ranks
+    share and no other job has), `timeout_s` (of waits for peers).
+    """
+
+    def __init__(self, backend: Backend, page: ControlPage | None, place: Place, run: str, timeout_s: float) -> None:
+        self._backend = backend
+        self._page = page
+        self._place = place
+        self._subsets: dict[tuple[int, ...], Communicator] = {}
+        self._dead: StateExchangeError | None = None
+        self.run = run
+        self.timeout_s = timeout_s
+
+    def __repr__(self) -> str:
+        return f"Communicator({self.backend!r}, rank {self.rank} of {self.world_size})"
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._backend.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._backend.world_size
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend."""
+        return self._backend.name
+
+    @property
+    def local_rank(self) -> int:
+        """This rank among the ranks of its host."""
+        return self._place.local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        """Number of ranks on this host."""
+        return self._place.local_world_size
+
+    @property
+    def node_rank(self) -> int:
+        """This host among the hosts."""
+        return self._place.node_rank
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of hosts."""
+        return self._place.num_nodes
+
+    @property
+    def shared_memory(self) -> Kind | None:
+        """How all ranks can share memory, or None if they cannot."""
+        if self.world_size == 1:
+            return "memfd"
+        return self._page.kind if self._page is not None else None
+
+    def exchange(self, payload: bytes, *, root: int | None = None, timeout_s: float | None = None, doing: str = "an exchange") -> list[bytes]:
+        """Every rank's bytes in rank order; if `root` is given, [] on other ranks.
+
+        Collective. Blocks until all ranks have called; `timeout_s` None means this communicator's, inf no deadline.
+        """
+        if self._dead is not None:
+            raise self._dead
+        if self.world_size == 1:
+            return [payload]
+        wait = self.timeout_s if timeout_s is None else timeout_s
+        try:
+            if self._page is not None:
+                return self._page.exchange(payload, root, None if wait == float("inf") else wait, doing)
+            answers = self._backend.exchange(payload, wait, doing)
+        except StateExchangeError as error:
+            self._dead = error
+            raise
+        return answers if root is None or root == self.rank else []
+
+    def gather_object(self, obj: Any, *, root: int = 0) -> list[Any]:
+        """The JSON values (see `values`) of all ranks in rank order on `root`, [] elsewhere. Collective."""
+        self._check_root(root)
+        answers = self.exchange(_encoded(obj), root=root, doing="gather_object")
+        return [values.decode(answer, types=values.types_of(obj)) for answer in answers]
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """The JSON values of all ranks in rank order, on every rank. Collective."""
+        answers = self.exchange(_encoded(obj), doing="all_gather_object")
+        return [values.decode(answer, types=values.types_of(obj)) for answer in answers]
+
+    def broadcast_object(self, obj: Any = None, *, root: int = 0) -> Any:
+        """Root's JSON value, on every rank; the others' `obj` only lends its types. Collective."""
+        self._check_root(root)
+        payload = _encoded(obj) if self.rank == root else b""
+        return values.decode(self.exchange(payload, doing="broadcast_object")[root], types=values.types_of(obj))
+
+    def barrier(self, timeout_s: float | None = None, tag: str | None = None) -> None:
+        """Return when all ranks have called. Collective.
+
+        A StallError after `timeout_s` seconds (default: the communicator's) names all ranks that did not come.
+        """
+        self.exchange(b"", timeout_s=timeout_s, doing=f"barrier {tag!r}" if tag else "a barrier")
+
+    def agree(self, error: Exception | None = None, *, phase: str = "its own code", timeout_s: float | None = None) -> None:
+        """A barrier that carries failure: if any rank passes an error, all raise the same one. Collective.
+
+        An error of ours is raised as itself on every rank, with the rank where it happened; any other error as
+        `PeerError(rank, phase, cause)`. The communicator stays usable, since all ranks have met.
+        """
+        if self.world_size == 1:
+            if error is not None:
+                raise error
+            return
+        if self._page is not None:
+            self._page.flag_failure(error is not None)
+        record = None if error is None or isinstance(error, Abandoned) else to_record(error, self.rank, phase)
+        answers = self.exchange(values.encode(record).encode(), timeout_s=timeout_s, doing=f"the end of {phase}")
+        if self._page is not None:
+            self._page.flag_failure(False)
+        failures = [values.decode(answer) for answer in answers if answer != b"null"]
+        if failures:
+            raise from_record(failures[0]) from error
+
+    @contextlib.contextmanager
+    def phase(self, name: str, *, timeout_s: float | None = None) -> Iterator[None]:
+        """A block that ends in `agree`: what any rank raises in it, all raise. Collective.
+
+        An interrupt (KeyboardInterrupt, SystemExit) leaves the communicator at once, and the others raise PeerError.
+        """
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 (agree raises it again, on every rank)
+            if error is self._dead:
+                raise
+            self.agree(error, phase=name, timeout_s=timeout_s)
+            raise AssertionError("agree must raise") from error
+        except BaseException as error:
+            self.close(error)
+            raise
+        self.agree(phase=name, timeout_s=timeout_s)
+
+    def progress(self) -> None:
+        """Say that bytes move; raises Abandoned once another rank has failed. Not collective."""
+        if self._page is not None and not self._page.progress():
+            raise Abandoned
+
+    def subset(self, ranks: Sequence[int]) -> Communicator:
+        """The communicator of `ranks` (of this one), in that order; made once, then the same.
+
+        Collective over `ranks`: nobody else has to call. ValueError if ranks repeat, are out of range or lack the caller.
+        """
+        key = tuple(ranks)
+        if len(set(key)) != len(key) or not key or any(not 0 <= r < self.world_size for r in key):
+            raise InvalidArgumentError(f"ranks must be distinct and within 0..{self.world_size - 1}, not {list(ranks)}")
+        if self.rank not in key:
+            raise InvalidArgumentError(f"rank {self.rank} is not among ranks {list(ranks)}", rank=self.rank)
+        if key == tuple(range(self.world_size)):
+            return self
+        if key not in self._subsets:
+            from statexchange.comm.world import communicator
+
+            self._subsets[key] = communicator(self._backend.subset(key), self.timeout_s)
+        return self._subsets[key]
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave: peers that still wait for this rank raise PeerError, with `error` as its cause. Not collective."""
+        for subset in self._subsets.values():
+            subset.close(error)
+        if self._page is not None:
+            self._page.leave(error)
+        if self._dead is None and self.world_size > 1:
+            self._dead = PeerError(self.rank, "a later call", "this communicator is closed")
+        self._backend.close()
+
+    def _check_root(self, root: int) -> None:
+        if not 0 <= root < self.world_size:
+            raise InvalidArgumentError(f"root {root} is not a rank of this communicator of {self.world_size}", rank=self.rank)
+
+
+def _encoded(obj: Any) -> bytes:
+    return values.encode(obj).encode()

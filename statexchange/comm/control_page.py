@@ -1,0 +1,263 @@
+"""The control page: one page of shared memory through which ranks of one host exchange messages and notice failure.
+
+Each rank has a row of words and two message slots. An exchange is a full barrier: a rank writes its message into the
+slot of the exchange's parity, then its arrival number; it reads when everybody has arrived. Nobody can arrive at the
+next exchange but one before all have read, so two slots suffice. Words are aligned and stored whole, and x86-64 keeps
+stores in order; elsewhere the page is not used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from typing import Any
+
+from statexchange.errors import PeerError, StallError, StateExchangeError, from_record, to_record
+from statexchange.shared_memory import Arena, ArenaPool, Attached, Kind, attach
+
+__all__ = ["ControlPage", "host_identity", "meet"]
+
+_ROW_WORDS = 16
+_PID, _START, _ARRIVED, _LEFT, _PROGRESS, _FAILING = range(6)
+_SLOT_BYTES = 4096
+_GONE_QUIETLY, _GONE_WITH_ERROR = 1, 2
+_LIVENESS_PERIOD_S = 0.05
+_SPINS = 200
+_LENGTH_BYTES = 8
+_SPILLED = 1 << 63
+
+
+def supported() -> bool:
+    """Whether this machine keeps stores in order and has what the page needs."""
+    return platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
+
+
+def process_start(pid: int) -> int | None:
+    """When `pid` started, in clock ticks since boot; None if it has ended (a zombie has)."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def process_is_alive(pid: int, start: int) -> bool:
+    """Whether the process that had `pid` at time `start` still runs."""
+    return process_start(pid) == start
+
+
+class ControlPage:
+    """One rank's side of the page. Collective calls must be made by all ranks in the same order."""
+
+    def __init__(self, memory: memoryview, rank: int, world_size: int, kind: Kind = "memfd", *, threads: bool = False) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.kind: Kind = kind
+        self._threads = threads
+        self._words = memory[: world_size * _ROW_WORDS * 8].cast("Q")
+        self._slots = memory[world_size * _ROW_WORDS * 8 :]
+        self._count = 0
+        self._spill: dict[int, Arena] = {}
+        self._pool = ArenaPool(kind)
+        self._attached: dict[int, tuple[str, Attached]] = {}
+        self._dead: StateExchangeError | None = None
+        self._set(_START, process_start(os.getpid()) or 0)
+        self._set(_PID, os.getpid())
+
+    @staticmethod
+    def nbytes(world_size: int) -> int:
+        """Size of a page for `world_size` ranks."""
+        return world_size * (_ROW_WORDS * 8 + 3 * _SLOT_BYTES)
+
+    def _set(self, word: int, value: int) -> None:
+        self._words[self.rank * _ROW_WORDS + word] = value
+
+    def _get(self, rank: int, word: int) -> int:
+        return int(self._words[rank * _ROW_WORDS + word])
+
+    def exchange(self, payload: bytes, root: int | None, timeout_s: float | None, doing: str) -> list[bytes]:
+        """Every rank's payload, in rank order, on `root` and [] elsewhere; on all ranks if root is None. Collective.
+
+        Blocks until all ranks have arrived: a rank that has left or died is a PeerError within about a second, one
+        that does not arrive while nobody makes progress for `timeout_s` seconds a StallError naming all missing.
+        """
+        self.raise_if_dead()
+        parity = (self._count + 1) & 1
+        self._post(payload, parity)
+        try:
+            self._arrive(timeout_s, doing)
+            reads = root is None or root == self.rank
+            answers = [self._read(r, parity) for r in range(self.world_size)] if reads else []
+            if any(_read_slot(self._slot(r, parity))[1] for r in range(self.world_size)):
+                self._arrive(timeout_s, doing)  # a long message lives in its writer, who may leave once all have read
+        except BaseException as error:
+            self._dead = error if isinstance(error, StateExchangeError) else None
+            self.leave(error)
+            raise
+        return answers
+
+    def _slot(self, rank: int, which: int) -> memoryview:
+        begin = (rank * 3 + which) * _SLOT_BYTES
+        return self._slots[begin : begin + _SLOT_BYTES]
+
+    def _post(self, payload: bytes, parity: int) -> None:
+        flag = 0
+        if len(payload) > _SLOT_BYTES - _LENGTH_BYTES:
+            payload, flag = self._spilled(payload, parity), _SPILLED
+        _write_slot(self._slot(self.rank, parity), payload, flag)
+
+    def _spilled(self, payload: bytes, parity: int) -> bytes:
+        """Put a long message into an arena of its own; its address goes into the slot."""
+        arena = self._spill.get(parity)
+        if arena is None or arena.nbytes < len(payload):
+            if arena is not None:
+                arena.close()
+            arena = self._spill[parity] = Arena.create(2 * len(payload), self.kind)
+        arena.view[: len(payload)] = payload
+        return json.dumps({**arena.address, "length": len(payload)}).encode()
+
+    def _read(self, rank: int, parity: int) -> bytes:
+        data, flag = _read_slot(self._slot(rank, parity))
+        if not flag:
+            return data
+        address = json.loads(data)
+        key = rank * 2 + parity
+        if key not in self._attached or self._attached[key][0] != address["id"]:
+            self._attached[key] = (address["id"], attach(address))
+        return bytes(self._attached[key][1].view[: address["length"]])
+
+    def _arrive(self, timeout_s: float | None, doing: str) -> None:
+        self._count += 1
+        self._set(_ARRIVED, self._count)
+        missing = [r for r in range(self.world_size) if self._get(r, _ARRIVED) < self._count]
+        started = checked = moved = time.monotonic()
+        progress, spins, nap = -1, 0, 2e-5
+        while missing:
+            missing = [r for r in missing if self._get(r, _ARRIVED) < self._count]
+            if spins < _SPINS:
+                spins += 1
+                os.sched_yield()
+                continue
+            now = time.monotonic()
+            if now - checked >= _LIVENESS_PERIOD_S or now - started < 2 * nap:
+                checked = now
+                self._raise_for_gone(missing, doing)
+                latest = sum(self._get(r, _PROGRESS) for r in range(self.world_size))
+                if latest != progress:
+                    progress, moved = latest, now
+                if timeout_s is not None and now - moved > timeout_s:
+                    raise StallError(f"ranks {missing} did not reach {doing} in {timeout_s:g} s", missing=tuple(missing), rank=missing[0])
+            time.sleep(nap)
+            nap = min(nap * 1.5, 2e-3)
+
+    def _raise_for_gone(self, ranks: list[int], doing: str) -> None:
+        for rank in ranks:
+            if self._get(rank, _ARRIVED) >= self._count:
+                continue
+            left = self._get(rank, _LEFT)
+            if left == _GONE_WITH_ERROR:
+                raise from_record(json.loads(_read_slot(self._slot(rank, 2))[0]))
+            if left == _GONE_QUIETLY:
+                raise PeerError(rank, doing, "it closed its communicator")
+            pid = self._get(rank, _PID)
+            if pid and not self._threads and not process_is_alive(pid, self._get(rank, _START)):
+                raise PeerError(rank, doing, f"its process {pid} died")
+
+    def raise_if_dead(self) -> None:
+        """After a failure every later call raises the same error."""
+        if self._dead is not None:
+            raise self._dead
+        if self._get(self.rank, _LEFT):
+            raise PeerError(self.rank, "a later call", "this communicator is closed")
+
+    def progress(self) -> bool:
+        """Say that bytes move, so that nobody's stall deadline fires; False once a rank has flagged a failure."""
+        self._set(_PROGRESS, self._get(self.rank, _PROGRESS) + 1)
+        return not any(self._get(r, _FAILING) for r in range(self.world_size))
+
+    def flag_failure(self, failing: bool) -> None:
+        """Tell ranks that poll `progress` to come to the agreement early."""
+        self._set(_FAILING, int(failing))
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Say that this rank will not arrive any more, and why."""
+        if self._get(self.rank, _LEFT):
+            return
+        if error is not None:
+            record = json.dumps(to_record(error, self.rank, "its own code")).encode()
+            if len(record) > _SLOT_BYTES - _LENGTH_BYTES:
+                record = json.dumps(to_record(RuntimeError(str(error)[:500]), self.rank, "its own code")).encode()
+            _write_slot(self._slot(self.rank, 2), record, 0)
+        self._set(_LEFT, _GONE_WITH_ERROR if error is not None else _GONE_QUIETLY)
+        for arena in self._spill.values():
+            arena.close()
+        self._spill.clear()
+        self._attached.clear()
+
+
+def _write_slot(slot: memoryview, data: bytes, flag: int) -> None:
+    slot[:_LENGTH_BYTES] = (len(data) | flag).to_bytes(_LENGTH_BYTES, "little")
+    slot[_LENGTH_BYTES : _LENGTH_BYTES + len(data)] = data
+
+
+def _read_slot(slot: memoryview) -> tuple[bytes, bool]:
+    word = int.from_bytes(slot[:_LENGTH_BYTES], "little")
+    length = word & ~_SPILLED
+    return bytes(slot[_LENGTH_BYTES : _LENGTH_BYTES + length]), bool(word & _SPILLED)
+
+
+def meet(rank: int, world_size: int, exchange: Callable[[bytes], list[bytes]]) -> ControlPage | None:
+    """Set up a page for ranks that can only `exchange` messages so far; None, on all, where that is impossible.
+
+    Collective. It is tried, not guessed: ranks of several hosts or with separate /proc and /dev/shm get None.
+    """
+    ours = json.dumps([host_identity(), supported()]).encode()
+    hosts = [json.loads(answer) for answer in exchange(ours)]
+    if any(host != hosts[0] or not host[1] for host in hosts):
+        return None
+    for kind in ("memfd", "file"):
+        page = _try_kind(kind, rank, world_size, exchange)
+        if page is not None:
+            return page
+    return None
+
+
+def host_identity() -> str:
+    """What ranks of one host have in common: the kernel's boot id."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return platform.node()
+
+
+def _try_kind(kind: Kind, rank: int, world_size: int, exchange: Callable[[bytes], list[bytes]]) -> ControlPage | None:
+    arena: Arena | None = None
+    offer: dict[str, Any] | None = None
+    if rank == 0:
+        try:
+            arena = Arena.create(ControlPage.nbytes(world_size), kind)
+            offer = arena.address
+        except StateExchangeError:
+            offer = None  # said to the others as "no": all fall back together
+    address = json.loads(exchange(json.dumps(offer).encode())[0])
+    attached = _try_attach(address)
+    everybody = all(answer == b"1" for answer in exchange(b"1" if attached is not None else b"0"))
+    if arena is not None:
+        arena.close()
+    if not everybody or attached is None:
+        return None
+    page = ControlPage(attached.view, rank, world_size, kind)
+    exchange(b"")  # every row carries its pid before anybody looks for the dead
+    return page
+
+
+def _try_attach(address: dict[str, Any] | None) -> Attached | None:
+    try:
+        return attach(address) if address is not None else None
+    except StateExchangeError:
+        return None

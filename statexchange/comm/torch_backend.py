@@ -1,0 +1,139 @@
+"""Messages through a torch ProcessGroup that can move CPU tensors (Gloo)."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from statexchange.comm.communicator import Backend
+from statexchange.errors import NotInitializedError, PeerError, StallError
+from statexchange.settings import Launch
+
+__all__ = ["TorchBackend", "cpu_group", "default_group", "mesh_group", "start_gloo"]
+
+_MAX_NAP_S = 0.01
+
+
+def default_group() -> dist.ProcessGroup | None:
+    """torch.distributed's default group, if it is initialised."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def cpu_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """`group` itself if it moves CPU tensors; else a sibling Gloo group of its ranks, so that the training group is
+    left alone. Collective over `group`."""
+    if "cpu:gloo" in dist.get_backend_config(group) or dist.get_backend(group) == "gloo":
+        return group
+    return _sibling(dist.get_process_group_ranks(group))
+
+
+def _sibling(global_ranks: Sequence[int]) -> dist.ProcessGroup:
+    group = dist.new_group(list(global_ranks), backend="gloo", use_local_synchronization=True)
+    if not isinstance(group, dist.ProcessGroup):
+        raise NotInitializedError(f"torch.distributed made no group for ranks {list(global_ranks)}")
+    return group
+
+
+def start_gloo(launch: Launch, *, default: bool, timeout_s: float) -> dist.ProcessGroup:
+    """A Gloo group of the ranks that the launcher started; torch's default group if `default`. Collective."""
+    running = default_group()
+    if running is not None:
+        return running
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, size = _store(launch, timeout)
+    if default:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+        return dist.group.WORLD  # type: ignore[return-value]
+    return dist.ProcessGroupGloo(dist.PrefixStore("statexchange", store), rank, size, timeout)
+
+
+def _store(launch: Launch, timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """torchrun's own store; under MPI one whose port the system picks on root and MPI tells the others."""
+    if launch.launcher == "torchrun":
+        store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+        return store, rank, size
+    if launch.launcher in ("openmpi", "mpich"):
+        from statexchange.comm import mpi_backend
+
+        backend = mpi_backend.MPIBackend(mpi_backend.world())
+        return _store_by_mpi(backend, timeout), backend.rank, backend.world_size
+    if launch.world_size > 1:
+        raise NotInitializedError(f"no rendezvous for Gloo under {launch.launcher}; call torch.distributed.init_process_group")
+    return dist.HashStore(), 0, 1
+
+
+def _store_by_mpi(backend: Backend, timeout: timedelta) -> dist.Store:
+    host = socket.gethostname()
+    served = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout) if backend.rank == 0 else None
+    offer = json.dumps([host, served.port if served is not None else 0]).encode()
+    host, port = json.loads(backend.exchange(offer, timeout.total_seconds(), "the choice of a port")[0])
+    return served if served is not None else dist.TCPStore(host, port, is_master=False, timeout=timeout)
+
+
+def mesh_group(mesh: Any) -> dist.ProcessGroup:
+    """The group of all ranks of a DeviceMesh. Collective over them unless torch has it already."""
+    ranks = mesh.mesh.flatten().tolist()
+    world = default_group()
+    if world is not None and ranks == list(range(dist.get_world_size())):
+        return world
+    group = mesh.get_group() if mesh.ndim == 1 else _sibling(ranks)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+class TorchBackend(Backend):
+    """One rank of a ProcessGroup. Works are polled, never waited for, so that a deadline holds."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.name = str(dist.get_backend(group))
+        self._group = cpu_group(group)
+        self.rank = self._group.rank()
+        self.world_size = self._group.size()
+        self._abandoned: list[Any] = []
+
+    def exchange(self, payload: bytes, timeout_s: float, doing: str) -> list[bytes]:
+        """Every rank's payload, by two all-gathers: sizes, then padded bytes."""
+        deadline = time.monotonic() + timeout_s
+        sizes = self._all_gather(torch.tensor([len(payload)]), deadline, doing)
+        counts = [int(size) for size in sizes]
+        padded = torch.zeros(max(counts), dtype=torch.uint8)
+        if payload:
+            padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        if not max(counts):
+            return [b""] * self.world_size
+        gathered = self._all_gather(padded, deadline, doing)
+        return [bytes(row[:count].numpy()) for row, count in zip(gathered, counts, strict=True)]
+
+    def _all_gather(self, tensor: torch.Tensor, deadline: float, doing: str) -> list[torch.Tensor]:
+        rows = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        try:
+            work = self._group.allgather([rows], [tensor])
+            self._poll(work, deadline, doing)
+        except RuntimeError as error:
+            self._abandoned += [rows, tensor]  # the transport may still write into them
+            if isinstance(error, StallError):
+                raise
+            raise PeerError(-1, doing, str(error).splitlines()[0]) from error
+        return rows
+
+    def _poll(self, work: dist.Work, deadline: float, doing: str) -> None:
+        nap = 2e-5
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                self._abandoned.append(work)
+                raise StallError(f"not all ranks reached {doing} in time", rank=self.rank)
+            time.sleep(nap)
+            nap = min(nap * 1.5, _MAX_NAP_S)
+        work.wait()  # completed: this only raises what went wrong
+
+    def subset(self, ranks: Sequence[int]) -> Backend:
+        """A Gloo group of `ranks`; only they take part in making it."""
+        everybody = dist.get_process_group_ranks(self._group)
+        return TorchBackend(_sibling([everybody[rank] for rank in ranks]))

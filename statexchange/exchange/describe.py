@@ -1,0 +1,187 @@
+"""Describe live state: a module or state dict as named shards with the tensors that hold their bytes."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from statexchange.errors import InvalidArgumentError, UnsupportedError
+from statexchange.exchange.buffers import dtype_name, host_bytes, is_tensor, same_memory
+from statexchange.layout.shards import Box, Shard, full_box
+
+__all__ = ["Description", "HeldTensor", "Layout", "describe", "named_tensors", "resolve_layout"]
+
+# What wrappers put into module names: torch.compile, FSDP1, activation checkpointing.
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+Layout = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTensor:
+    """One tensor of this rank's: its shard, and for each box the tensor that holds it.
+
+    `cut_dim` is set for a plain tensor that a layout rule calls one of equal-rank parts: its true box is known once all
+    ranks' parts are.
+    """
+
+    shard: Shard
+    tensors: tuple[Any, ...]
+    cut_dim: int | None = None
+
+    def box_bytes(self, index: int) -> memoryview:
+        """Bytes of one box in C order."""
+        return host_bytes(self.tensors[index], self.shard.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """All tensors of a state on this rank, in order; `aliases` maps a tied name to the one that is kept."""
+
+    held: Mapping[str, HeldTensor]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+
+def describe(state: Any, layout: Layout | None = None) -> Description:
+    """Describe a module, a mapping of names to tensors, or a list of modules (pipeline parts). Not collective.
+
+    Raises UnsupportedError, naming the tensor, for what has no faithful representation: a Partial placement, sparse,
+    quantised or meta tensors.
+    """
+    held: dict[str, HeldTensor] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    rules = _Rules(layout or {})
+    for name, tensor in named_tensors(state):
+        if name in held:
+            raise InvalidArgumentError("two parts of the state use this name", name=name)
+        held[name] = _hold(name, tensor, rules.rule_for(name))
+        key = same_memory(held[name].tensors[0]) if held[name].tensors else None
+        if key is not None and seen.setdefault(key, name) != name:
+            aliases[name] = seen[key]
+    rules.check_all_used()
+    return Description(held, aliases)
+
+
+def named_tensors(state: Any) -> Iterator[tuple[str, Any]]:
+    """The (name, tensor) pairs of a state; a value that is no tensor is an InvalidArgumentError naming it."""
+    parts = state if isinstance(state, list | tuple) else [state]
+    for part in parts:
+        items = _module_items(part) if hasattr(part, "state_dict") and hasattr(part, "modules") else part
+        if not isinstance(items, Mapping):
+            raise InvalidArgumentError(f"state must be a module, a mapping or a list of modules, not {type(part)!r}")
+        for name, value in items.items():
+            if not isinstance(name, str) or not is_tensor(value):
+                raise InvalidArgumentError(f"state[{name!r}] is a {type(value).__name__}, not a tensor")
+            yield name, value
+
+
+def _module_items(module: Any) -> dict[str, Any]:
+    """A module's state dict under the names that it has without wrappers."""
+    while type(module).__name__ in ("DistributedDataParallel", "AveragedModel", "OptimizedModule"):
+        inner = "_orig_mod" if type(module).__name__ == "OptimizedModule" else "module"
+        module = getattr(module, inner)
+    clean = {}
+    for name, value in module.state_dict().items():
+        parts = [part for part in name.split(".") if part not in _WRAPPERS]
+        if is_tensor(value):  # a module's extra state may be anything; it is no tensor of the model
+            clean[".".join(parts)] = value
+    return clean
+
+
+def _hold(name: str, tensor: Any, rule: Any) -> HeldTensor:
+    dtype = dtype_name(tensor, name)
+    shape = tuple(int(size) for size in tensor.shape)
+    if hasattr(tensor, "__create_chunk_list__"):
+        return _hold_chunks(name, dtype, shape, tensor)
+    if rule is None:
+        return HeldTensor(Shard(name, dtype, shape, (full_box(shape),)), (tensor,))
+    if isinstance(rule, int):
+        if not -len(shape) <= rule < len(shape):
+            raise InvalidArgumentError(f"layout says dim {rule}, but the shape is {shape}", name=name)
+        return HeldTensor(Shard(name, dtype, shape, (full_box(shape),)), (tensor,), rule % len(shape))
+    global_shape, box = rule
+    if box.shape != shape:
+        raise InvalidArgumentError("layout box and tensor differ in shape", name=name, expected=box.shape, found=shape)
+    return HeldTensor(Shard(name, dtype, global_shape, (box,)), (tensor,))
+
+
+def _hold_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Any) -> HeldTensor:
+    """A tensor that tells its own chunks by torch's protocol, as DTensor and its placements do."""
+    partial = [str(p) for p in getattr(tensor, "placements", ()) if p.is_partial()]
+    if partial:
+        raise UnsupportedError(f"placement {partial[0]} holds an unfinished sum; redistribute it first", name=name)
+    boxes = []
+    parts = []
+    for chunk in tensor.__create_chunk_list__():
+        box = Box(tuple(int(o) for o in chunk.offsets), tuple(int(s) for s in chunk.sizes))
+        part = _chunk_tensor(name, tensor, chunk)
+        if tuple(part.shape) != box.shape:
+            raise UnsupportedError("the local part does not fit its box", name=name, expected=box.shape, found=tuple(part.shape))
+        boxes.append(box)
+        parts.append(part)
+    return HeldTensor(Shard(name, dtype, shape, tuple(boxes)), tuple(parts))
+
+
+def _chunk_tensor(name: str, tensor: Any, chunk: Any) -> Any:
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    if hasattr(tensor, "to_local"):
+        return tensor.to_local()
+    return tensor.__get_tensor_shard__(MetadataIndex(name, chunk.offsets))
+
+
+class _Rules:
+    """Layout rules by name pattern; each gives None (replicated), a dim, or (global shape, box)."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._rules = [(pattern, _parse_rule(pattern, rule)) for pattern, rule in layout.items()]
+        self._unused = set(layout)
+
+    def rule_for(self, name: str) -> Any:
+        for pattern, rule in self._rules:
+            if fnmatch.fnmatchcase(name, pattern):
+                self._unused.discard(pattern)
+                return rule
+        return None
+
+    def check_all_used(self) -> None:
+        if self._unused:
+            raise InvalidArgumentError(f"layout pattern {sorted(self._unused)[0]!r} matches no tensor")
+
+
+def _parse_rule(pattern: str, rule: Any) -> Any:
+    """torch's Shard(dim) and Replicate(), ``{"dim": 0}``, or ``{"global_shape": ..., "offsets": ..., "shape": ...}``."""
+    if type(rule).__name__ == "Replicate":
+        return None
+    if type(rule).__name__ == "Shard":
+        return int(rule.dim)
+    if isinstance(rule, Mapping) and rule.keys() == {"dim"}:
+        return int(rule["dim"])
+    if isinstance(rule, Mapping) and rule.keys() == {"global_shape", "offsets", "shape"}:
+        return tuple(rule["global_shape"]), Box(tuple(rule["offsets"]), tuple(rule["shape"]))
+    raise InvalidArgumentError(f"layout rule for {pattern!r} must be Shard(dim), Replicate(), a dim or a box, not {rule!r}")
+
+
+def resolve_layout(described: Sequence[Sequence[tuple[Shard, int | None]]]) -> list[list[Shard]]:
+    """Every rank's shards, with parts that a layout rule cuts along a dim placed one after another in rank order."""
+    begins: dict[str, int] = {}
+    totals: dict[str, int] = {}
+    for shards in described:
+        for shard, dim in shards:
+            if dim is not None:
+                totals[shard.name] = totals.get(shard.name, 0) + shard.global_shape[dim]
+    return [[_placed(shard, dim, begins, totals) for shard, dim in shards] for shards in described]
+
+
+def _placed(shard: Shard, dim: int | None, begins: dict[str, int], totals: dict[str, int]) -> Shard:
+    if dim is None:
+        return shard
+    shape = shard.global_shape
+    begin = begins.get(shard.name, 0)
+    begins[shard.name] = begin + shape[dim]
+    offsets = tuple(begin if d == dim else 0 for d in range(len(shape)))
+    global_shape = tuple(totals[shard.name] if d == dim else size for d, size in enumerate(shape))
+    return Shard(shard.name, shard.dtype, global_shape, (Box(offsets, shape),))

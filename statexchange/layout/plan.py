@@ -1,0 +1,334 @@
+"""The merge plan: proof that every element is supplied exactly once, by whom, and where it goes.
+
+`holders` are whoever has bytes: live ranks, or the files that ranks left behind. A plan is a pure function of what
+they hold and of `PlanOptions`; the same input gives the same plan and the same digest everywhere.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
+
+from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, OverlapError
+from statexchange.layout.shards import ITEMSIZE, Box, Shard, full_box
+
+__all__ = [
+    "FilePlan",
+    "Holding",
+    "Piece",
+    "Plan",
+    "PlanOptions",
+    "Rename",
+    "TensorPlan",
+    "parse_size",
+    "plan_merge",
+    "prove_cover",
+]
+
+Rename = Callable[[str], str] | Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """How tensors are selected, named and dealt to files.
+
+    `include`/`exclude` are shell patterns of source names; `rename` a function or (regex, replacement) pairs applied
+    in order; `max_shard_bytes` starts a new file before a tensor that would exceed it; `replicas` "equal" or "root".
+    """
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    rename: Rename = ()
+    max_shard_bytes: int = 5_000_000_000
+    filename_pattern: str = "model{suffix}.safetensors"
+    replicas: Literal["equal", "root"] = "equal"
+
+    def __post_init__(self) -> None:
+        if self.max_shard_bytes <= 0:
+            raise InvalidArgumentError(f"max_shard_size must be positive, not {self.max_shard_bytes}")
+        if "{suffix}" not in self.filename_pattern or "/" in self.filename_pattern:
+            raise InvalidArgumentError(f"filename_pattern {self.filename_pattern!r} must be a file name with {{suffix}}")
+        if self.replicas not in ("equal", "root"):
+            raise InvalidArgumentError(f"replicas must be 'equal' or 'root', not {self.replicas!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one holder has. `rank` names it in errors; `aliases` maps a tied name to the name that is kept."""
+
+    rank: int
+    shards: Sequence[Shard]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One box of an output tensor, supplied by box `box_index` of holder `holder`'s shard.
+
+    `replicas` are the other (holder, box_index) that have the same box.
+    """
+
+    box: Box
+    holder: int
+    box_index: int
+    replicas: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """One output tensor: `source` is its name at the holders, `begin` its byte offset in its file's data section."""
+
+    name: str
+    source: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return full_box(self.shape).numel * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """One output file; `tensors` in the order of their bytes."""
+
+    name: str
+    tensors: tuple[TensorPlan, ...]
+
+    @property
+    def data_nbytes(self) -> int:
+        """Bytes of the data section."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that a merge or export will write. `digest` identifies it (32 hex digits)."""
+
+    files: tuple[FilePlan, ...]
+    aliases: Mapping[str, str]
+    digest: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(file.data_nbytes for file in self.files)
+
+    @property
+    def num_tensors(self) -> int:
+        """Number of output tensors."""
+        return sum(len(file.tensors) for file in self.files)
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of `size`: an int, or a number with KB, MB, GB, TB (powers of 1000) or KiB ... (of 1024)."""
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?\s*", size, re.IGNORECASE)
+    if match is None:
+        raise InvalidArgumentError(f"{size!r} is not a size like '5GB' or '512MiB'")
+    number, unit, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
+
+
+def plan_merge(holdings: Sequence[Holding], options: PlanOptions | None = None) -> Plan:
+    """The plan that merges `holdings`. Not collective.
+
+    Raises IncompleteError (a region nobody holds), OverlapError (a region claimed by different boxes) or CorruptError
+    (dtype or global shape differ between holders); each names tensor, region and ranks.
+    """
+    options = options or PlanOptions()
+    by_name = _select(_by_name(holdings), options)
+    aliases = _aliases(holdings, by_name)
+    for alias in aliases:
+        by_name.pop(alias, None)
+    renamed = _renamed(by_name, options.rename)
+    load = [0] * len(holdings)
+    tensors = [_plan_tensor(new, by_name[old], holdings, options, load) for new, old in renamed.items()]
+    files = _deal(tensors, options)
+    return Plan(files, aliases, _digest(files, aliases))
+
+
+def _by_name(holdings: Sequence[Holding]) -> dict[str, list[tuple[int, Shard]]]:
+    found: dict[str, list[tuple[int, Shard]]] = {}
+    for holder, holding in enumerate(holdings):
+        for shard in holding.shards:
+            found.setdefault(shard.name, []).append((holder, shard))
+    return found
+
+
+def _select(
+    by_name: dict[str, list[tuple[int, Shard]]], options: PlanOptions
+) -> dict[str, list[tuple[int, Shard]]]:
+    def wanted(name: str) -> bool:
+        included = not options.include or any(fnmatch.fnmatchcase(name, p) for p in options.include)
+        return included and not any(fnmatch.fnmatchcase(name, p) for p in options.exclude)
+
+    for pattern in options.include:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in by_name):
+            raise InvalidArgumentError(f"include pattern {pattern!r} matches no tensor")
+    return {name: held for name, held in by_name.items() if wanted(name)}
+
+
+def _aliases(holdings: Sequence[Holding], by_name: Mapping[str, object]) -> dict[str, str]:
+    """Tied names that may be dropped: every holder of the alias says so, and the kept name is written."""
+    claimed: dict[str, set[str]] = {}
+    for holding in holdings:
+        names = {shard.name for shard in holding.shards}
+        for alias, kept in holding.aliases.items():
+            claimed.setdefault(alias, set()).add(kept)
+        for name in names - holding.aliases.keys():
+            claimed.setdefault(name, set()).add(name)
+    only = {alias: next(iter(kept)) for alias, kept in claimed.items() if len(kept) == 1}
+    return {a: k for a, k in only.items() if a != k and a in by_name and k in by_name}
+
+
+def _renamed(names: Iterable[str], rename: Rename) -> dict[str, str]:
+    renamed: dict[str, str] = {}
+    for old in names:
+        new = _apply(rename, old)
+        if new in renamed:
+            raise OverlapError(f"rename gives {new!r} to both {renamed[new]!r} and {old!r}", name=new)
+        renamed[new] = old
+    return renamed
+
+
+def _apply(rename: Rename, name: str) -> str:
+    if callable(rename):
+        return rename(name)
+    for pattern, replacement in rename:
+        try:
+            name = re.sub(pattern, replacement, name)
+        except re.error as error:
+            raise InvalidArgumentError(f"rename pattern {pattern!r}: {error}") from None
+    return name
+
+
+def _plan_tensor(
+    new: str, held: list[tuple[int, Shard]], holdings: Sequence[Holding], options: PlanOptions, load: list[int]
+) -> TensorPlan:
+    first = held[0][1]
+    for holder, shard in held[1:]:
+        for what in ("dtype", "global_shape"):
+            ours, theirs = getattr(first, what), getattr(shard, what)
+            if ours != theirs:
+                raise CorruptError(
+                    f"ranks {holdings[held[0][0]].rank} and {holdings[holder].rank} disagree on the {what}",
+                    name=first.name,
+                    rank=holdings[holder].rank,
+                    expected=ours,
+                    found=theirs,
+                )
+    owners: dict[Box, list[tuple[int, int]]] = {}
+    for holder, shard in held:
+        for index, box in enumerate(shard.boxes):
+            if box.numel:
+                owners.setdefault(box, []).append((holder, index))
+    prove_cover(first.name, first.global_shape, {b: [holdings[h].rank for h, _ in o] for b, o in owners.items()})
+    pieces = tuple(_piece(box, who, options, load, ITEMSIZE[first.dtype]) for box, who in _in_order(owners))
+    return TensorPlan(new, first.name, first.dtype, first.global_shape, 0, pieces)
+
+
+def _in_order(owners: Mapping[Box, list[tuple[int, int]]]) -> list[tuple[Box, list[tuple[int, int]]]]:
+    """Boxes in the order of their first element, so that a merge reads and writes forward."""
+    return sorted(owners.items(), key=lambda item: item[0].offsets)
+
+
+def _piece(box: Box, who: list[tuple[int, int]], options: PlanOptions, load: list[int], itemsize: int) -> Piece:
+    """Of equal replicas the least loaded holder writes; with "root", the first one."""
+    chosen = who[0] if options.replicas == "root" else min(who, key=lambda h: load[h[0]])
+    load[chosen[0]] += box.numel * itemsize
+    return Piece(box, *chosen, tuple(h for h in who if h != chosen))
+
+
+def prove_cover(name: str, shape: tuple[int, ...], boxes: Mapping[Box, Sequence[int]]) -> None:
+    """Raise unless the non-empty `boxes` (mapped to the ranks that hold them) tile a tensor of `shape` exactly."""
+    if not full_box(shape).numel:
+        return
+    flaw = _flaw((), (), shape, list(boxes))
+    if flaw is None:
+        return
+    region, rivals = flaw
+    if not rivals:
+        held = sorted({rank for ranks in boxes.values() for rank in ranks})
+        raise IncompleteError(f"no rank holds region {region} of shape {shape}; ranks {held} hold the rest", name=name)
+    one, other = rivals[:2]
+    raise OverlapError(
+        f"region {region} is claimed twice: as {one} by rank {boxes[one][0]} and as {other} by rank {boxes[other][0]}",
+        name=name,
+        rank=boxes[other][0],
+    )
+
+
+def _flaw(lows: tuple[int, ...], highs: tuple[int, ...], shape: tuple[int, ...], boxes: list[Box]) -> tuple[Box, list[Box]] | None:
+    """The first region that is not covered exactly once, and who claims it; None if there is none.
+
+    The region is cut, one dim after another, at every coordinate where a box begins or ends. In a slab that no box
+    edge crosses every box spans the slab, so that after the last dim exactly one box must be left.
+    """
+    dim = len(lows)
+    if len(boxes) == 1 and _fills(boxes[0], dim, shape):
+        return None
+    if dim == len(shape) or not boxes:
+        region = Box((*lows, *(0,) * (len(shape) - dim)), (*(h - l for l, h in zip(lows, highs, strict=True)), *shape[dim:]))
+        return None if len(boxes) == 1 else (region, boxes)
+    cuts = sorted({0, shape[dim], *(b.offsets[dim] for b in boxes), *(b.ends[dim] for b in boxes)})
+    slabs: list[list[Box]] = [[] for _ in cuts]
+    for box in boxes:
+        for slab in slabs[bisect_left(cuts, box.offsets[dim]) : bisect_left(cuts, box.ends[dim])]:
+            slab.append(box)
+    for slab, (low, high) in zip(slabs, pairwise(cuts), strict=False):
+        flaw = _flaw((*lows, low), (*highs, high), shape, slab)
+        if flaw is not None:
+            return flaw
+    return None
+
+
+def _fills(box: Box, dim: int, shape: tuple[int, ...]) -> bool:
+    return not any(box.offsets[dim:]) and box.shape[dim:] == shape[dim:]
+
+
+def _deal(tensors: list[TensorPlan], options: PlanOptions) -> tuple[FilePlan, ...]:
+    """Tensors to files, greedily in their order; in a file by descending alignment, then name, as safetensors does."""
+    groups: list[list[TensorPlan]] = []
+    current: list[TensorPlan] = []
+    size = 0
+    for tensor in tensors:
+        if tensor.nbytes > options.max_shard_bytes:
+            groups.append([tensor])
+            continue
+        if size + tensor.nbytes > options.max_shard_bytes:
+            groups.append(current)
+            current, size = [], 0
+        current.append(tensor)
+        size += tensor.nbytes
+    if current or not groups:
+        groups.append(current)
+    return tuple(_file_plan(i, len(groups), group, options) for i, group in enumerate(groups))
+
+
+def _file_plan(index: int, count: int, tensors: list[TensorPlan], options: PlanOptions) -> FilePlan:
+    order = list(ITEMSIZE)
+    placed = []
+    begin = 0
+    for t in sorted(tensors, key=lambda t: (-order.index(t.dtype), t.name)):
+        placed.append(TensorPlan(t.name, t.source, t.dtype, t.shape, begin, t.pieces))
+        begin += t.nbytes
+    suffix = "" if count == 1 else f"-{index + 1:05d}-of-{count:05d}"
+    return FilePlan(options.filename_pattern.format(suffix=suffix), tuple(placed))
+
+
+def _digest(files: tuple[FilePlan, ...], aliases: Mapping[str, str]) -> str:
+    facts = [[f.name, [[t.name, t.source, t.dtype, t.shape, t.begin] for t in f.tensors]] for f in files]
+    text = json.dumps([facts, sorted(aliases.items())], separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

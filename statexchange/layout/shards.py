@@ -1,0 +1,131 @@
+"""Boxes, shards and dtypes: the words in which every room says which part of which tensor it means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["ITEMSIZE", "Box", "Shard", "full_box", "itemsize_of", "region_text"]
+
+# Bytes per element by safetensors dtype name, in the order in which safetensors ranks them when it lays out a file.
+# C128 is ours: safetensors has no name for it, so files store it as pairs of F64.
+ITEMSIZE: dict[str, int] = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E5M2": 1,
+    "F8_E4M3": 1,
+    "F8_E8M0": 1,
+    "F8_E4M3FNUZ": 1,
+    "F8_E5M2FNUZ": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "C64": 8,
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "C128": 16,
+}
+
+
+def itemsize_of(dtype: str) -> int:
+    """Bytes per element of a safetensors dtype name; an unknown name is a ValueError."""
+    try:
+        return ITEMSIZE[dtype]
+    except KeyError:
+        raise ValueError(f"unknown dtype {dtype!r}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A block of a tensor: it covers ``offsets[d] <= index[d] < offsets[d] + shape[d]`` in every dim."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Exclusive end in every dim."""
+        return tuple(o + s for o, s in zip(self.offsets, self.shape, strict=True))
+
+    def __str__(self) -> str:
+        return region_text(self.offsets, self.ends)
+
+    def to_json(self) -> list[list[int]]:
+        """``[offsets, shape]``."""
+        return [list(self.offsets), list(self.shape)]
+
+    @classmethod
+    def from_json(cls, raw: Any) -> Box:
+        """The box that `to_json` wrote; anything else is a ValueError."""
+        try:
+            offsets, shape = (tuple(int(v) for v in part) for part in raw)
+        except (TypeError, ValueError):
+            raise ValueError(f"not a box: {raw!r}") from None
+        if len(offsets) != len(shape) or any(v < 0 for v in (*offsets, *shape)):
+            raise ValueError(f"not a box: {raw!r}")
+        return cls(offsets, shape)
+
+
+def full_box(shape: Sequence[int]) -> Box:
+    """The box that covers a whole tensor of `shape`."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def region_text(offsets: Sequence[int], ends: Sequence[int]) -> str:
+    """A region as an index expression: ``[0:4, 8:16]``; ``[]`` for a 0-d tensor."""
+    return "[" + ", ".join(f"{a}:{b}" for a, b in zip(offsets, ends, strict=True)) + "]"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What one holder has of one tensor: boxes of a tensor of `global_shape`, most often one.
+
+    Constructing one checks that every box lies inside `global_shape` (ValueError otherwise).
+    """
+
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+    def __post_init__(self) -> None:
+        itemsize_of(self.dtype)
+        for box in self.boxes:
+            fits = len(box.shape) == len(self.global_shape)
+            if not fits or any(end > size for end, size in zip(box.ends, self.global_shape, strict=True)):
+                raise ValueError(f"box {box} lies outside {self.name!r} of shape {self.global_shape}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all boxes."""
+        return sum(box.numel for box in self.boxes) * ITEMSIZE[self.dtype]
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape in which the bytes are kept: the box's own, or flat where there are several boxes."""
+        if len(self.boxes) == 1:
+            return self.boxes[0].shape
+        return (sum(box.numel for box in self.boxes),)
+
+    def to_json(self) -> list[Any]:
+        """A JSON value that `from_json` reads."""
+        return [self.name, self.dtype, list(self.global_shape), [box.to_json() for box in self.boxes]]
+
+    @classmethod
+    def from_json(cls, raw: Any) -> Shard:
+        """The shard that `to_json` wrote."""
+        name, dtype, shape, boxes = raw
+        return cls(str(name), str(dtype), tuple(int(v) for v in shape), tuple(Box.from_json(b) for b in boxes))

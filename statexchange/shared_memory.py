@@ -1,0 +1,161 @@
+"""Arenas: blocks of memory that processes of one host share, without lasting names, recycled because fresh pages are slow.
+
+An arena is a sealed memfd that others open through ``/proc/<pid>/fd``; where that does not work, a file in /dev/shm
+under an unguessable name, unlinked as soon as everybody has attached. Nothing has a name that could leak or collide.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from statexchange.errors import StorageError
+
+__all__ = ["Arena", "ArenaPool", "Attached", "Kind", "attach"]
+
+Kind = Literal["memfd", "file"]
+
+_PAGE = mmap.PAGESIZE
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
+_SHM_DIRECTORY = "/dev/shm"  # noqa: S108 (O_EXCL, 0600, 128 random bits, unlinked at once)
+
+
+def _map(fd: int, nbytes: int) -> mmap.mmap:
+    return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | _POPULATE)
+
+
+@dataclass(slots=True)
+class Arena:
+    """Memory that this process owns. `address` is a JSON value by which others attach."""
+
+    nbytes: int
+    address: dict[str, Any]
+    view: memoryview
+    _fd: int = field(repr=False)
+
+    @classmethod
+    def create(cls, nbytes: int, kind: Kind = "memfd") -> Arena:
+        """At least `nbytes` (> 0) of zeros. Too little room is a StorageError that names the size, never a SIGBUS."""
+        nbytes = -(-nbytes // _PAGE) * _PAGE
+        ident = secrets.token_hex(16)
+        fd, path = _open_memfd() if kind == "memfd" else _open_file(ident)
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+            if kind == "memfd":
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            view = memoryview(_map(fd, nbytes))
+        except OSError as error:
+            os.close(fd)
+            if path is not None:
+                os.unlink(path)
+            hint = f"reserve {nbytes} bytes of shared memory (in a container: --shm-size)"
+            raise StorageError.of(error, hint, path=path) from error
+        address = {"id": ident, "pid": os.getpid(), "fd": fd, "nbytes": nbytes, "path": path}
+        return cls(nbytes, address, view, fd)
+
+    @property
+    def ident(self) -> str:
+        """128 random bits that name this arena among all."""
+        return str(self.address["id"])
+
+    def unlink(self) -> None:
+        """Remove the name of a "file" arena once everybody has attached; nothing to do for a memfd."""
+        if self.address["path"] is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.address["path"])
+
+    def close(self) -> None:
+        """Give the memory up. Those who have attached keep it as long as they look at it."""
+        self.unlink()
+        os.close(self._fd)
+        self.view = memoryview(b"")
+
+
+def _open_memfd() -> tuple[int, None]:
+    return os.memfd_create("statexchange", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), None
+
+
+def _open_file(ident: str) -> tuple[int, str]:
+    path = f"{_SHM_DIRECTORY}/statexchange-{ident}"
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o600), path
+    except OSError as error:
+        raise StorageError.of(error, "create shared memory", path=path) from error
+
+
+class Attached:
+    """Another process's arena, mapped here."""
+
+    def __init__(self, map_: mmap.mmap) -> None:
+        self._map = map_
+        self._lent: weakref.ref[Any] | None = None
+
+    @property
+    def view(self) -> memoryview:
+        """The memory, for a short look that keeps no reference."""
+        return memoryview(self._map)
+
+    def lend(self) -> Any:
+        """The memory as a numpy uint8 array; views of it are counted as references until they are gone."""
+        import numpy
+
+        base = numpy.frombuffer(self._map, dtype=numpy.uint8)
+        self._lent = weakref.ref(base)
+        return base
+
+    @property
+    def referenced(self) -> bool:
+        """Whether anything still looks at what was lent last."""
+        return self._lent is not None and self._lent() is not None
+
+
+def attach(address: dict[str, Any]) -> Attached:
+    """Map the arena at `address`. An arena of a process that is gone, or hidden from us, is a StorageError."""
+    path = address["path"] or f"/proc/{int(address['pid'])}/fd/{int(address['fd'])}"
+    try:
+        # A memfd opens through a link of /proc, which O_NOFOLLOW would refuse.
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_NOFOLLOW if address["path"] else 0))
+        try:
+            if os.fstat(fd).st_size != address["nbytes"]:
+                raise StorageError("shared memory has another size than announced", path=path)
+            return Attached(_map(fd, address["nbytes"]))
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError.of(error, "attach shared memory", path=path) from error
+
+
+class ArenaPool:
+    """Arenas that are used again. Not for use by several threads at once."""
+
+    def __init__(self, kind: Kind = "memfd") -> None:
+        self.kind: Kind = kind
+        self._free: list[Arena] = []
+
+    def acquire(self, nbytes: int) -> Arena:
+        """An arena of at least `nbytes`; its contents are left over from earlier use."""
+        fitting = [arena for arena in self._free if arena.nbytes >= nbytes]
+        if fitting:
+            best = min(fitting, key=lambda arena: arena.nbytes)
+            self._free.remove(best)
+            return best
+        self.close()  # what is free is too small: it would only hold memory that is needed now
+        return Arena.create(max(nbytes, _PAGE), self.kind)
+
+    def release(self, arena: Arena) -> None:
+        """Take back an arena that nobody looks at any more."""
+        self._free.append(arena)
+
+    def close(self) -> None:
+        """Give up what is free."""
+        while self._free:
+            self._free.pop().close()

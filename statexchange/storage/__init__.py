@@ -1,0 +1,1 @@
+"""Bytes at rest: durable publish, the tensor file, the workspace. No torch, no ranks."""

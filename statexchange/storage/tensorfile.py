@@ -1,0 +1,223 @@
+"""The tensor file: a safetensors file with our facts in its metadata, read by rules stricter than the format's.
+
+Layout: 8 bytes little-endian header length, JSON header, tensor bytes in C order, without gaps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from statexchange.errors import CorruptError, UnsafeError
+from statexchange.layout.shards import ITEMSIZE, Shard
+from statexchange.storage.files import Buffer, open_file, parse_json, pread_into, write_new
+
+__all__ = [
+    "Entry",
+    "Header",
+    "Held",
+    "check_name",
+    "digest",
+    "encode_header",
+    "read_header",
+    "read_header_of",
+    "write_tensor_file",
+]
+
+MAX_HEADER_BYTES = 100_000_000
+FACTS_KEY = "statexchange"
+# torch's Hugging Face storage keeps a shard's offsets under this key, and its version beside it.
+_TORCH_KEY, _TORCH_VERSION_KEY, _TORCH_VERSION = "DCP_SHARDING_INFO", "DCP_VERSION", "1.0"
+_ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+def digest(data: Buffer) -> str:
+    """xxh3-128 of a box's bytes in C order, as 32 hex digits."""
+    import xxhash
+
+    return str(xxhash.xxh3_128_hexdigest(data))
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor in a file: bytes ``begin`` to ``end`` from the start of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A file's tensors in the order of their bytes, its text metadata, and the size that the file must have."""
+
+    entries: Mapping[str, Entry]
+    metadata: Mapping[str, str]
+    nbytes: int
+
+    def facts(self, path: str) -> dict[str, Any] | None:
+        """Our facts, if this is a tensor file of a workspace."""
+        text = self.metadata.get(FACTS_KEY)
+        if text is None:
+            return None
+        facts = parse_json(text, path)
+        if not isinstance(facts, dict):
+            raise CorruptError("facts are no JSON object", path=path)
+        return facts
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One tensor that a rank holds: the shard, its bytes (boxes one after another, each in C order)."""
+
+    shard: Shard
+    data: memoryview
+    digests: tuple[str, ...] = field(default=())
+
+    def box_views(self) -> Iterator[memoryview]:
+        """The bytes of each box."""
+        begin = 0
+        for box in self.shard.boxes:
+            end = begin + box.numel * ITEMSIZE[self.shard.dtype]
+            yield self.data[begin:end]
+            begin = end
+
+
+def _stored(dtype: str, shape: Sequence[int]) -> tuple[str, list[int]]:
+    """How a dtype that safetensors cannot name is stored."""
+    return ("F64", [*shape, 2]) if dtype == "C128" else (dtype, list(shape))
+
+
+def check_name(name: str, path: str | None = None) -> None:
+    """A tensor name must be text of 1 to 512 bytes without control characters; else UnsafeError."""
+    try:
+        fits = 0 < len(name.encode()) <= 512 and not _CONTROL.search(name) and name != "__metadata__"
+    except UnicodeEncodeError:
+        fits = False
+    if not fits:
+        raise UnsafeError(f"tensor name {name[:60]!r} is empty, too long or holds control characters", path=path)
+
+
+def encode_header(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
+    """Length and header for (name, dtype, shape) in the order of their bytes, as `safetensors.save_file` writes it."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    begin = 0
+    for name, dtype, shape in tensors:
+        check_name(name)
+        end = begin + math.prod(shape) * ITEMSIZE[dtype]
+        stored, stored_shape = _stored(dtype, shape)
+        entries[name] = {"dtype": stored, "shape": stored_shape, "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise UnsafeError(f"a header of {len(text)} bytes would be more than any reader accepts")
+    return struct.pack("<Q", len(text)) + text
+
+
+def read_header_of(path: str) -> Header:
+    """The header of the file at `path`."""
+    fd = open_file(path)
+    try:
+        return read_header(fd, path)
+    finally:
+        os.close(fd)
+
+
+def read_header(fd: int, path: str) -> Header:
+    """The header of an open file; whatever breaks the format or our stricter rules is a CorruptError naming `path`.
+
+    Stricter than safetensors: no key twice, no unknown field, no control characters in names.
+    """
+    size = os.fstat(fd).st_size
+    if size < 8:
+        raise CorruptError("file is too short to be a tensor file", path=path, found=f"{size} bytes")
+    head = bytearray(8)
+    pread_into(fd, memoryview(head), 0, path)
+    (length,) = struct.unpack("<Q", head)
+    if length > MAX_HEADER_BYTES or 8 + length > size:
+        raise CorruptError("header is truncated, or this is no safetensors file", path=path)
+    text = bytearray(length)
+    pread_into(fd, memoryview(text), 8, path)
+    if text[:1] != b"{":
+        raise CorruptError("not a safetensors file: its header is no JSON object", path=path)
+    raw = parse_json(text, path)
+    assert isinstance(raw, dict)
+    metadata = raw.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or any(not isinstance(v, str) for v in metadata.values()):
+        raise CorruptError("header metadata must map text to text", path=path)
+    entries = sorted((_entry(name, fields, 8 + length, path) for name, fields in raw.items()), key=lambda e: (e.begin, e.end))
+    _check_contiguous(entries, 8 + length, size, path)
+    return Header({entry.name: entry for entry in entries}, metadata, size)
+
+
+def _entry(name: str, fields: Any, data_start: int, path: str) -> Entry:
+    check_name(name, path)
+    if not isinstance(fields, dict) or fields.keys() != _ENTRY_KEYS:
+        raise CorruptError("header entry has missing or unknown fields", path=path, name=name)
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if dtype not in ITEMSIZE or dtype == "C128":
+        raise CorruptError(f"unknown dtype {dtype!r}", path=path, name=name)
+    if not _whole_numbers(shape) or not _whole_numbers(offsets) or len(offsets) != 2 or max(shape, default=0) >= 1 << 48:
+        raise CorruptError("header entry has a bad shape or bad offsets", path=path, name=name)
+    begin, end = offsets
+    if end - begin != math.prod(shape) * ITEMSIZE[dtype]:
+        raise CorruptError("byte count does not fit the shape", path=path, name=name, expected=math.prod(shape) * ITEMSIZE[dtype], found=end - begin)
+    return Entry(name, dtype, tuple(shape), data_start + begin, data_start + end)
+
+
+def _whole_numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(type(v) is int and v >= 0 for v in values)
+
+
+def _check_contiguous(entries: Sequence[Entry], start: int, size: int, path: str) -> None:
+    at = start
+    for entry in entries:
+        if entry.begin != at:
+            raise CorruptError("tensors overlap or leave a gap", path=path, name=entry.name, expected=at, found=entry.begin)
+        at = entry.end
+    if at != size:
+        raise CorruptError("file is truncated or has bytes too many", path=path, expected=f"{at} bytes", found=f"{size} bytes")
+
+
+def tensor_file_facts(held: Sequence[Held], facts: Mapping[str, Any]) -> tuple[list[Held], dict[str, str]]:
+    """Digested tensors in file order, and the metadata of their file."""
+    order = list(ITEMSIZE)
+    kept = [h if h.digests else Held(h.shard, h.data, tuple(digest(v) for v in h.box_views())) for h in held]
+    kept.sort(key=lambda h: (-order.index(h.shard.dtype), h.shard.name))
+    tensors = {
+        h.shard.name: {
+            "dtype": h.shard.dtype,
+            "global_shape": list(h.shard.global_shape),
+            "boxes": [box.to_json() for box in h.shard.boxes],
+            "digests": list(h.digests),
+        }
+        for h in kept
+    }
+    offsets = {h.shard.name: {"saved_offsets": list(h.shard.boxes[0].offsets)} for h in kept if len(h.shard.boxes) == 1}
+    ours = json.dumps({**facts, "tensors": tensors}, separators=(",", ":"))
+    torchs = json.dumps(offsets, separators=(",", ":"))
+    return kept, {FACTS_KEY: ours, "format": "pt", _TORCH_KEY: torchs, _TORCH_VERSION_KEY: _TORCH_VERSION}
+
+
+def write_tensor_file(dir_fd: int, name: str, path: str, held: Sequence[Held], facts: Mapping[str, Any], *, durable: bool) -> int:
+    """Write one rank's tensors and facts as a new file, durably if asked; returns its size in bytes."""
+    kept, metadata = tensor_file_facts(held, facts)
+    header = encode_header([(h.shard.name, h.shard.dtype, h.shard.local_shape) for h in kept], metadata)
+    nbytes = len(header) + sum(h.shard.nbytes for h in kept)
+    write_new(dir_fd, name, [header, *(h.data for h in kept)], nbytes=nbytes, path=path, durable=durable)
+    return nbytes
