@@ -151,6 +151,10 @@ class ArenaPool:
         self.close()  # what is free is too small: it would only hold memory that is needed now
         return Arena.create(max(nbytes, _PAGE), self.kind)
 
+    def idents(self) -> list[str]:
+        """Identities of the arenas that wait to be used again."""
+        return [arena.ident for arena in self._free]
+
     def release(self, arena: Arena) -> None:
         """Take back an arena that nobody looks at any more."""
         self._free.append(arena)

@@ -11,7 +11,7 @@ from typing import Any
 from statexchange import values
 from statexchange.comm.control_page import ControlPage
 from statexchange.errors import InvalidArgumentError, PeerError, StateExchangeError, from_record, to_record
-from statexchange.shared_memory import Kind
+from statexchange.shared_memory import Arena, ArenaPool, Attached, Kind
 
 __all__ = ["Abandoned", "Backend", "Communicator", "Place"]
 
@@ -54,7 +54,8 @@ class Communicator:
 
     Made by `init`, `from_process_group` or `from_mpi`. Attributes: `rank`, `world_size`, `local_rank` (within the
     host), `local_world_size`, `node_rank`, `num_nodes`, `backend` (its name), `run` (an identity that all its ranks
-    share and no other job has), `timeout_s` (of waits for peers).
+    share and no other job has), `timeout_s` (of waits for peers), `arenas` (shared memory that this rank recycles),
+    `lent` (arenas that another rank still looks at) and `attached` (mappings of other ranks' arenas, by identity).
     """
 
     def __init__(self, backend: Backend, page: ControlPage | None, place: Place, run: str, timeout_s: float) -> None:
@@ -63,6 +64,9 @@ class Communicator:
         self._place = place
         self._subsets: dict[tuple[int, ...], Communicator] = {}
         self._dead: StateExchangeError | None = None
+        self.arenas = ArenaPool(page.kind if page is not None else "memfd")
+        self.lent: list[Arena] = []
+        self.attached: dict[str, Attached] = {}
         self.run = run
         self.timeout_s = timeout_s
 
@@ -132,7 +136,7 @@ class Communicator:
 
     def gather_object(self, obj: Any, *, root: int = 0) -> list[Any]:
         """The JSON values (see `values`) of all ranks in rank order on `root`, [] elsewhere. Collective."""
-        self._check_root(root)
+        self.check_root(root)
         answers = self.exchange(_encoded(obj), root=root, doing="gather_object")
         return [values.decode(answer, types=values.types_of(obj)) for answer in answers]
 
@@ -143,7 +147,7 @@ class Communicator:
 
     def broadcast_object(self, obj: Any = None, *, root: int = 0) -> Any:
         """Root's JSON value, on every rank; the others' `obj` only lends its types. Collective."""
-        self._check_root(root)
+        self.check_root(root)
         payload = _encoded(obj) if self.rank == root else b""
         return values.decode(self.exchange(payload, doing="broadcast_object")[root], types=values.types_of(obj))
 
@@ -154,25 +158,30 @@ class Communicator:
         """
         self.exchange(b"", timeout_s=timeout_s, doing=f"barrier {tag!r}" if tag else "a barrier")
 
-    def agree(self, error: Exception | None = None, *, phase: str = "its own code", timeout_s: float | None = None) -> None:
+    def agree(
+        self, error: Exception | None = None, *, phase: str = "its own code", timeout_s: float | None = None, note: Any = None
+    ) -> list[Any]:
         """A barrier that carries failure: if any rank passes an error, all raise the same one. Collective.
 
         An error of ours is raised as itself on every rank, with the rank where it happened; any other error as
-        `PeerError(rank, phase, cause)`. The communicator stays usable, since all ranks have met.
+        `PeerError(rank, phase, cause)`. The communicator stays usable, since all ranks have met. Returns every rank's
+        `note`, a JSON value.
         """
         if self.world_size == 1:
             if error is not None:
                 raise error
-            return
+            return [note]
         if self._page is not None:
             self._page.flag_failure(error is not None)
         record = None if error is None or isinstance(error, Abandoned) else to_record(error, self.rank, phase)
-        answers = self.exchange(values.encode(record).encode(), timeout_s=timeout_s, doing=f"the end of {phase}")
+        answers = self.exchange(_encoded([record, note]), timeout_s=timeout_s, doing=f"the end of {phase}")
         if self._page is not None:
             self._page.flag_failure(False)
-        failures = [values.decode(answer) for answer in answers if answer != b"null"]
-        if failures:
-            raise from_record(failures[0]) from error
+        records, notes = zip(*(values.decode(answer) for answer in answers), strict=True)
+        failure = next((found for found in records if found is not None), None)
+        if failure is not None:
+            raise from_record(failure) from error
+        return list(notes)
 
     @contextlib.contextmanager
     def phase(self, name: str, *, timeout_s: float | None = None) -> Iterator[None]:
@@ -221,11 +230,14 @@ class Communicator:
             subset.close(error)
         if self._page is not None:
             self._page.leave(error)
+        self.arenas.close()
+        self.attached.clear()
         if self._dead is None and self.world_size > 1:
             self._dead = PeerError(self.rank, "a later call", "this communicator is closed")
         self._backend.close()
 
-    def _check_root(self, root: int) -> None:
+    def check_root(self, root: int) -> None:
+        """InvalidArgumentError unless `root` is a rank of this communicator."""
         if not 0 <= root < self.world_size:
             raise InvalidArgumentError(f"root {root} is not a rank of this communicator of {self.world_size}", rank=self.rank)
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from statexchange.comm.communicator import Backend
-from statexchange.errors import NotInitializedError, PeerError, StallError
+from statexchange.errors import InvalidArgumentError, NotInitializedError, PeerError, StallError
 from statexchange.settings import Launch
 
-__all__ = ["TorchBackend", "cpu_group", "default_group", "mesh_group", "start_gloo"]
+__all__ = ["TorchBackend", "cpu_group", "default_group", "mesh_group", "of_ranks", "start_gloo"]
 
 _MAX_NAP_S = 0.01
 
@@ -88,14 +88,27 @@ def mesh_group(mesh: Any) -> dist.ProcessGroup:
     return group
 
 
+def of_ranks(ranks: Sequence[int]) -> TorchBackend:
+    """A Gloo backend over these ranks of the default group, in that order. Collective over them only."""
+    if len(set(ranks)) != len(ranks) or not ranks or any(not 0 <= r < dist.get_world_size() for r in ranks):
+        raise InvalidArgumentError(f"ranks must be distinct and within 0..{dist.get_world_size() - 1}, not {list(ranks)}")
+    if dist.get_rank() not in ranks:
+        raise InvalidArgumentError(f"rank {dist.get_rank()} is not among ranks {list(ranks)}", rank=dist.get_rank())
+    return TorchBackend(_sibling(ranks), ranks)
+
+
 class TorchBackend(Backend):
     """One rank of a ProcessGroup. Works are polled, never waited for, so that a deadline holds."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.name = str(dist.get_backend(group))
-        self._group = cpu_group(group)
-        self.rank = self._group.rank()
+    def __init__(self, group: dist.ProcessGroup, order: Sequence[int] | None = None) -> None:
+        """`order`: the group's global ranks in the order in which they count here; None keeps torch's."""
+        self.name = "gloo" if isinstance(group, dist.ProcessGroupGloo) else str(dist.get_backend(group))
+        self._group = group if isinstance(group, dist.ProcessGroupGloo) else cpu_group(group)
         self.world_size = self._group.size()
+        # torch sorts a new group's ranks; ours keep the order in which the caller named them.
+        torchs = sorted(order) if order is not None else []
+        self._places = [torchs.index(rank) for rank in order] if order is not None else list(range(self.world_size))
+        self.rank = self._places.index(self._group.rank())
         self._abandoned: list[Any] = []
 
     def exchange(self, payload: bytes, timeout_s: float, doing: str) -> list[bytes]:
@@ -109,7 +122,7 @@ class TorchBackend(Backend):
         if not max(counts):
             return [b""] * self.world_size
         gathered = self._all_gather(padded, deadline, doing)
-        return [bytes(row[:count].numpy()) for row, count in zip(gathered, counts, strict=True)]
+        return [bytes(gathered[place][: counts[place]].numpy()) for place in self._places]
 
     def _all_gather(self, tensor: torch.Tensor, deadline: float, doing: str) -> list[torch.Tensor]:
         rows = [torch.empty_like(tensor) for _ in range(self.world_size)]
@@ -136,4 +149,5 @@ class TorchBackend(Backend):
     def subset(self, ranks: Sequence[int]) -> Backend:
         """A Gloo group of `ranks`; only they take part in making it."""
         everybody = dist.get_process_group_ranks(self._group)
-        return TorchBackend(_sibling([everybody[rank] for rank in ranks]))
+        chosen = [everybody[self._places[rank]] for rank in ranks]
+        return TorchBackend(_sibling(chosen), chosen)

@@ -7,7 +7,7 @@ import json
 import re
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -30,6 +30,7 @@ __all__ = [
     "get_world_size",
     "init",
     "is_initialized",
+    "members",
     "shutdown",
     "use",
 ]
@@ -37,6 +38,7 @@ __all__ = [
 _default: ContextVar[Communicator | None] = ContextVar("statexchange_communicator", default=None)
 # Adopted groups by identity; the group is kept with its communicator so that its id cannot be given to another.
 _adopted: dict[int, tuple[object, Communicator]] = {}
+_members: dict[tuple[int, ...], Communicator] = {}
 _ALONE = object()  # stands for a world of one, which is kept so that its run has one identity
 BACKENDS = ("auto", "single", "gloo", "mpi")
 
@@ -176,6 +178,24 @@ def _default_communicator() -> Communicator:
     return _adopt(_ALONE, SingleBackend, None)
 
 
+def members(ranks: Sequence[int], group: Any = None) -> Communicator:
+    """The communicator of world ranks `ranks`, in that order. Collective over them only: nobody else has to call.
+
+    `group` is where the ranks are counted: anything that `comm=` takes; None is the default world.
+    """
+    world = as_communicator(group) if isinstance(group, Communicator) else current()
+    if world is not None or _torch_default_group() is None:
+        return (world or as_communicator(group)).subset(ranks)
+    from statexchange.comm import torch_backend
+
+    # The default group has no communicator yet, and making one would need ranks that do not take part.
+    key = tuple(ranks)
+    if key not in _members:
+        backend = torch_backend.of_ranks(key)
+        _members[key] = communicator(backend, default_timeout_s())
+    return _members[key]
+
+
 @contextlib.contextmanager
 def use(comm: Communicator) -> Iterator[Communicator]:
     """Make `comm` the default inside a block, for this thread. Not collective."""
@@ -238,6 +258,7 @@ def shutdown() -> None:
     if made is not None:
         made.close()
         _default.set(None)
-    for _, adopted in _adopted.values():
-        adopted.close()
+    for kept in [*(adopted for _, adopted in _adopted.values()), *_members.values()]:
+        kept.close()
     _adopted.clear()
+    _members.clear()

@@ -7,33 +7,9 @@ from typing import Any
 import numpy as np
 
 from statexchange.errors import UnsupportedError
-from statexchange.layout.shards import ITEMSIZE
+from statexchange.layout.arrays import DTYPE_NAMES, LONG_NAMES, array_over
 
-__all__ = ["dtype_name", "element_view", "from_bytes", "host_bytes", "is_tensor", "numpy_dtype", "same_memory", "torch_dtype"]
-
-_TORCH_NAMES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e8m0fnu": "F8_E8M0",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "int16": "I16",
-    "uint16": "U16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int32": "I32",
-    "uint32": "U32",
-    "float32": "F32",
-    "complex64": "C64",
-    "float64": "F64",
-    "int64": "I64",
-    "uint64": "U64",
-    "complex128": "C128",
-}
-_BY_NAME = {name: torch_name for torch_name, name in _TORCH_NAMES.items()}
+__all__ = ["dtype_name", "from_bytes", "host_bytes", "is_tensor", "same_memory", "torch_dtype"]
 
 
 def is_tensor(value: object) -> bool:
@@ -47,7 +23,7 @@ def _is_torch(value: object) -> bool:
 
 def dtype_name(tensor: Any, name: str) -> str:
     """The safetensors name of a tensor's dtype; quantised and unknown dtypes are an UnsupportedError naming the tensor."""
-    found = _TORCH_NAMES.get(str(tensor.dtype).removeprefix("torch."))
+    found = DTYPE_NAMES.get(str(tensor.dtype).removeprefix("torch."))
     if found is None or getattr(tensor, "is_quantized", False):
         raise UnsupportedError(f"dtype {tensor.dtype} cannot be represented", name=name)
     return found
@@ -57,17 +33,7 @@ def torch_dtype(dtype: str) -> Any:
     """torch's dtype for a safetensors name."""
     import torch
 
-    return getattr(torch, _BY_NAME[dtype])
-
-
-def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """numpy's dtype for a safetensors name; ml_dtypes supplies what numpy lacks."""
-    name = _BY_NAME[dtype]
-    if dtype == "BF16" or dtype.startswith("F8"):
-        import ml_dtypes
-
-        return np.dtype(getattr(ml_dtypes, name))
-    return np.dtype(name)
+    return getattr(torch, LONG_NAMES[dtype])
 
 
 def host_bytes(tensor: Any, name: str) -> memoryview:
@@ -90,7 +56,7 @@ def from_bytes(data: Any, dtype: str, shape: tuple[int, ...], *, as_numpy: bool 
     """A tensor over `data` (a uint8 numpy array or bytearray), sharing its memory."""
     array = data if isinstance(data, np.ndarray) else np.frombuffer(data, dtype=np.uint8)
     if as_numpy:
-        return array.view(numpy_dtype(dtype)).reshape(shape)
+        return array_over(array, dtype, shape)
     import torch
 
     if not array.size:
@@ -112,7 +78,3 @@ def _strided() -> Any:
 
     return torch.strided
 
-
-def element_view(data: memoryview, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[Any]]:
-    """`data` as an array of opaque elements of the dtype's size: for moving, not for arithmetic."""
-    return np.frombuffer(data, dtype=np.dtype(f"V{ITEMSIZE[dtype]}")).reshape(shape)

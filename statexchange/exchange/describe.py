@@ -24,16 +24,18 @@ class HeldTensor:
     """One tensor of this rank's: its shard, and for each box the tensor that holds it.
 
     `cut_dim` is set for a plain tensor that a layout rule calls one of equal-rank parts: its true box is known once all
-    ranks' parts are.
+    ranks' parts are. `cast` is the torch dtype in which its bytes are wanted, if another.
     """
 
     shard: Shard
     tensors: tuple[Any, ...]
     cut_dim: int | None = None
+    cast: Any = None
 
     def box_bytes(self, index: int) -> memoryview:
-        """Bytes of one box in C order."""
-        return host_bytes(self.tensors[index], self.shard.name)
+        """Bytes of one box in C order, in the dtype of the shard."""
+        tensor = self.tensors[index]
+        return host_bytes(tensor if self.cast is None else tensor.to(self.cast), self.shard.name)
 
 
 @dataclass(frozen=True, slots=True)

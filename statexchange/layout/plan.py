@@ -184,7 +184,7 @@ def _aliases(holdings: Sequence[Holding], by_name: Mapping[str, object]) -> dict
     """Tied names that may be dropped: every holder of the alias says so, and the kept name is written."""
     claimed: dict[str, set[str]] = {}
     for holding in holdings:
-        names = {shard.name for shard in holding.shards}
+        names = {shard.name for shard in holding.shards if shard.nbytes}  # an empty part cannot tell what it is tied to
         for alias, kept in holding.aliases.items():
             claimed.setdefault(alias, set()).add(kept)
         for name in names - holding.aliases.keys():

@@ -1,0 +1,75 @@
+"""Gather, export, merge and inspect sharded model state, through shared memory and shared storage.
+
+Public names are loaded on first use: ``import statexchange`` imports neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_ROOMS = {
+    "statexchange.comm.communicator": ("Communicator",),
+    "statexchange.comm.world": (
+        "from_mpi",
+        "from_process_group",
+        "get_backend",
+        "get_communicator",
+        "get_local_rank",
+        "get_rank",
+        "get_world_size",
+        "init",
+        "is_initialized",
+        "shutdown",
+    ),
+    "statexchange.errors": (
+        "CorruptError",
+        "IncompleteError",
+        "InvalidArgumentError",
+        "MissingExtraError",
+        "NotFoundError",
+        "NotInitializedError",
+        "OverlapError",
+        "PeerError",
+        "ReplicaError",
+        "StallError",
+        "StateExchangeError",
+        "StorageError",
+        "TargetExistsError",
+        "UnsafeError",
+        "UnsupportedError",
+    ),
+    "statexchange.exchange.export": ("ExportReport", "export_checkpoint", "save_checkpoint"),
+    "statexchange.exchange.gather": ("GatheredState", "gather_state", "get_configs_parallel", "get_tensors_parallel"),
+    "statexchange.exchange.nfs_workspace": ("NFSWorkspace",),
+    "statexchange.checkpoint.merge": ("MergeReport", "merge_checkpoint"),
+    "statexchange.sources": ("open_checkpoint",),
+    "statexchange.storage.workspace": ("Workspace",),
+    "statexchange.values": ("register_config",),
+}
+_HOME = {name: room for room, names in _ROOMS.items() for name in names}
+
+__all__ = sorted([*_HOME, "testing"])  # noqa: PLE0605 (a list of str, put together above)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "testing":
+        return import_module("statexchange.testing")
+    if name not in _HOME:
+        raise AttributeError(f"module 'statexchange' has no attribute {name!r}")
+    try:
+        value = getattr(import_module(_HOME[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        from statexchange.errors import MissingExtraError
+
+        raise MissingExtraError(f'{name} needs torch: pip install "statexchange[torch]"') from error
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,296 @@
+"""Publish a checkpoint directory: build it under a hidden name, sync it, rename it; complete or not there at all.
+
+The hidden directory is ``.<name>.<plan-digest>.partial`` beside the target. A file lock keeps a second publisher out;
+correctness does not rest on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from statexchange.errors import NotFoundError, StorageError, TargetExistsError, UnsafeError, UnsupportedError
+from statexchange.layout.plan import FilePlan, Plan, TensorPlan
+from statexchange.sources.huggingface import MANIFEST
+from statexchange.storage import files
+from statexchange.storage.tensorfile import encode_header
+
+__all__ = ["BoxFact", "OpenFile", "Publication", "index_name", "write_manifest"]
+
+SCHEMA = 1
+FORMAT_METADATA = {"format": "pt"}
+
+
+@dataclass(frozen=True, slots=True)
+class BoxFact:
+    """Where a box of a published tensor came from: the rank that supplied it, and the digest of its bytes."""
+
+    rank: int
+    digest: str
+
+
+@dataclass(slots=True)
+class OpenFile:
+    """An output file under construction: all its room is there, its header is written last."""
+
+    fd: int
+    path: str
+    header: bytes
+    reserved: bool
+
+    def offset_of(self, tensor: TensorPlan) -> int:
+        """First byte of a tensor in the file."""
+        return len(self.header) + tensor.begin
+
+    def finish(self) -> None:
+        """Write the header and make the file durable."""
+        files.pwrite_all(self.fd, self.header, 0, self.path)
+        files.sync_file(self.fd, self.path)
+        self.close()
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Publication:
+    """One directory on its way to `out`. Root only.
+
+    Constructing it checks the target and takes the lock: TargetExistsError if `out` exists (unless `overwrite`) or is
+    being published by another process; UnsafeError if overwriting would remove files that no manifest of ours lists.
+    Ends in `commit` or `abandon`; in a with block `abandon` is the default.
+    """
+
+    def __init__(self, out: str | os.PathLike[str], plan_digest: str, *, overwrite: bool = False) -> None:
+        self.out = os.path.abspath(os.fspath(out))
+        self.parent, self.name = os.path.split(self.out)
+        self.overwrite = overwrite
+        self.path = os.path.join(self.parent, f".{self.name}.{plan_digest}.partial")
+        self._record = os.path.join(self.parent, f".{self.name}.replacing.json")
+        self._open: list[OpenFile] = []
+        try:
+            os.makedirs(self.parent, exist_ok=True)
+        except OSError as error:
+            raise StorageError.of(error, "make directory", path=self.parent) from error
+        self._lock = FileLock(os.path.join(self.parent, f".{self.name}.lock"))
+        self._acquire()
+        try:
+            self._complete_replacement()
+            self._check_target()
+            self._remove_leftovers()
+            self._make_directory()
+        except BaseException:
+            self._unlock()
+            raise
+
+    def _make_directory(self) -> None:
+        try:
+            os.mkdir(self.path)
+        except OSError as error:
+            raise StorageError.of(error, "make directory", path=self.path) from error
+
+    def _acquire(self) -> None:
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise TargetExistsError("another process is publishing to this target", path=self.out) from None
+        except OSError as error:
+            raise StorageError.of(error, "lock the target", path=self.out) from error
+
+    def __enter__(self) -> Publication:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.abandon()
+
+    def _check_target(self) -> None:
+        if not os.path.lexists(self.out):
+            return
+        if not self.overwrite:
+            raise TargetExistsError("the target exists; overwrite=True (--overwrite) replaces it", path=self.out)
+        if not os.path.isdir(self.out) or os.path.islink(self.out):
+            raise UnsafeError("refused to overwrite: the target is no directory", path=self.out)
+        strangers = sorted(set(os.listdir(self.out)) - listed_files(self.out))
+        if strangers:
+            raise UnsafeError(f"refused to overwrite: {strangers[0]!r} is not listed in the target's {MANIFEST}", path=self.out)
+
+    def _remove_leftovers(self) -> None:
+        """Partial directories of runs that were killed: under our lock nobody else can be building one."""
+        pattern = re.compile(re.escape(f".{self.name}.") + r"[0-9a-f]{32}\.partial")
+        for name in os.listdir(self.parent):
+            if pattern.fullmatch(name):
+                _remove_flat_directory(os.path.join(self.parent, name))
+
+    def create(self, plan: FilePlan) -> OpenFile:
+        """A new output file with all its room reserved."""
+        for tensor in plan.tensors:
+            if tensor.dtype == "C128":
+                raise UnsupportedError("safetensors has no complex128; cast or exclude it", name=tensor.name)
+        header = encode_header([(t.name, t.dtype, t.shape) for t in plan.tensors], FORMAT_METADATA)
+        path = os.path.join(self.path, plan.name)
+        with files.directory(self.path) as dir_fd:
+            fd = files.create_file(dir_fd, plan.name, path)
+        opened = OpenFile(fd, path, header, reserved=False)
+        self._open.append(opened)
+        nbytes = len(header) + plan.data_nbytes
+        opened.reserved = files.reserve(fd, nbytes, path)
+        os.ftruncate(fd, nbytes)
+        return opened
+
+    def write_text(self, name: str, data: files.Buffer) -> None:
+        """A small file of the directory."""
+        path = os.path.join(self.path, name)
+        with files.directory(self.path) as dir_fd:
+            files.write_new(dir_fd, name, [data], nbytes=memoryview(data).nbytes, path=path, mode=0o666)
+
+    def commit(self) -> None:
+        """Give the directory its name. After this it is there, whole and durable, whatever happens."""
+        with files.directory(self.path) as dir_fd:
+            files.sync_directory(dir_fd)
+        if os.path.lexists(self.out):
+            self._replace()
+        else:
+            files.rename_new(self.path, self.out)
+        with files.directory(self.parent) as dir_fd:
+            files.sync_directory(dir_fd)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._lock.lock_file)  # while it is held, so that no name of ours stays
+        self._lock.release()
+
+    def _replace(self) -> None:
+        self._check_target()  # somebody may have put something there meanwhile
+        if files.exchange_paths(self.path, self.out):
+            _remove_flat_directory(self.path)
+            return
+        # Two renames with a record, which the next publisher completes if we die between them.
+        with files.directory(self.parent) as dir_fd:
+            text = json.dumps({"new": os.path.basename(self.path), "old": self._old}).encode()
+            files.write_new(dir_fd, os.path.basename(self._record), [text], nbytes=len(text), path=self._record)
+        self._complete_replacement()
+
+    @property
+    def _old(self) -> str:
+        return f".{self.name}.replaced"
+
+    def _complete_replacement(self) -> None:
+        """Finish replacing the target by renames, from wherever an earlier publisher came."""
+        if not os.path.exists(self._record):
+            return
+        raw = files.parse_json(files.read_small(self._record), self._record)
+        assert isinstance(raw, dict)
+        new = os.path.join(self.parent, os.path.basename(raw["new"]))
+        old = os.path.join(self.parent, os.path.basename(raw["old"]))
+        if os.path.isdir(new):
+            if os.path.lexists(self.out):
+                os.rename(self.out, old)
+            os.rename(new, self.out)
+        _remove_flat_directory(old)
+        os.unlink(self._record)
+
+    def abandon(self) -> None:
+        """Remove what was built, unless it was committed; free the lock."""
+        for opened in self._open:
+            opened.close()
+        if self._lock.is_locked:
+            _remove_flat_directory(self.path)
+            self._unlock()
+
+
+def listed_files(directory: str) -> set[str]:
+    """The files that a published directory's own manifest lists, itself included; none without a manifest."""
+    path = os.path.join(directory, MANIFEST)
+    try:
+        raw = files.parse_json(files.read_small(path, 1 << 30), path)
+    except NotFoundError:
+        return set()
+    listed = raw.get("files", []) if isinstance(raw, dict) else []
+    return {str(name) for name in listed} | {MANIFEST}
+
+
+def _remove_flat_directory(path: str) -> None:
+    """Remove a directory of plain files that we built; a directory inside it is left, and so is its parent."""
+    with contextlib.suppress(FileNotFoundError):
+        for entry in list(os.scandir(path)):
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.path)
+        with contextlib.suppress(OSError):
+            os.rmdir(path)
+
+
+def index_name(plan: Plan) -> str | None:
+    """The index file that a plan's directory needs; none for a single file."""
+    if len(plan.files) == 1:
+        return None
+    stem = plan.files[0].name.replace(f"-00001-of-{len(plan.files):05d}", "", 1)
+    return f"{stem}.index.json"
+
+
+def index_text(plan: Plan) -> bytes:
+    """Hugging Face's index: which file has which tensor."""
+    weight_map = {tensor.name: file.name for file in plan.files for tensor in file.tensors}
+    record = {"metadata": {"total_size": plan.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def write_manifest(
+    publication: Publication,
+    plan: Plan,
+    facts: Mapping[str, Sequence[BoxFact]],
+    *,
+    travelling: Mapping[str, bytes],
+    source: str,
+) -> None:
+    """Write travelling files, index and manifest, in this order: the manifest is the last file of the directory.
+
+    `facts` has one BoxFact per piece of each output tensor; `travelling` the small files that come along.
+    """
+    for name, data in travelling.items():
+        publication.write_text(name, data)
+    index = index_name(plan)
+    if index is not None:
+        publication.write_text(index, index_text(plan))
+    names = [*(file.name for file in plan.files), *([index] if index else []), *travelling]
+    record = {
+        "schema": SCHEMA,
+        "plan": plan.digest,
+        "source": source,
+        "digest": "xxh3-128",
+        "files": sorted(names),
+        "aliases": dict(plan.aliases),
+        "tensors": {t.name: _tensor_record(f, t, facts[t.name]) for f in plan.files for t in f.tensors},
+    }
+    publication.write_text(MANIFEST, json.dumps(record, separators=(",", ":"), ensure_ascii=False).encode())
+
+
+def _tensor_record(file: FilePlan, tensor: TensorPlan, facts: Sequence[BoxFact]) -> dict[str, Any]:
+    boxes = [[*p.box.to_json(), f.digest, f.rank] for p, f in zip(tensor.pieces, facts, strict=True)]
+    return {"file": file.name, "dtype": tensor.dtype, "shape": list(tensor.shape), "source": tensor.source, "boxes": boxes}
+
+
+def travelling_files(sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None) -> dict[str, bytes]:
+    """config.json, tokenizer and other small files to go along: of a directory all but weights, else those named."""
+    if sources is None:
+        return {}
+    named = [os.fspath(sources)] if isinstance(sources, str | os.PathLike) else [os.fspath(s) for s in sources]
+    paths = [path for name in named for path in (_small_files(name) if os.path.isdir(name) else [name])]
+    return {os.path.basename(path): files.read_small(path) for path in paths}
+
+
+_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|distcp|index\.json)|statexchange\.json|\..*")
+
+
+def _small_files(directory: str) -> list[str]:
+    paths = [os.path.join(directory, name) for name in files.list_directory(directory) if not _WEIGHTS.fullmatch(name)]
+    return [path for path in paths if os.path.isfile(path)]

@@ -1,0 +1,305 @@
+"""The main job as a program: ranks train a sharded model and export it, one process loads and checks it.
+
+Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from statexchange.errors import MissingExtraError, TargetExistsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+    from statexchange.demo_model import Llama
+    from statexchange.exchange.export import ExportReport
+
+    OnProgress = Callable[[dict[str, Any]], None]
+
+__all__ = ["DemoReport", "demo_rank", "run_demo"]
+
+_PROMPTS = (b"The import statement is ", b"If the class defines an ")  # of one length: they form a batch
+_GENERATED_BYTES = 160
+
+
+@dataclass(frozen=True)
+class DemoReport:
+    """What a demo did and found; sizes in bytes, times in seconds.
+
+    `mesh` is (data parallel, tensor parallel) ranks. `mismatches` names the tensors of which a rank's shard,
+    or the whole, differs from the merged file in any bit. `logits_error` is the greatest difference between
+    the merged model's logits and the sharded model's, relative to the greatest logit. Of each rank, `shard_bytes`
+    is what it held and `rank_bytes` what it supplied to the files. `root_peak_growth_bytes` is how much the
+    export raised root's peak. `path` is the merged checkpoint, or None if it was not kept.
+    """
+
+    world_size: int
+    mesh: tuple[int, int]
+    parameters: int
+    losses: tuple[float, ...]
+    step_seconds: tuple[float, ...]
+    tensors_total: int
+    mismatches: tuple[str, ...]
+    logits_error: float
+    prompt: str
+    text: str
+    files: tuple[tuple[str, int], ...]
+    model_bytes: int
+    shard_bytes: tuple[int, ...]
+    rank_bytes: tuple[int, ...]
+    export_bytes: int
+    export_seconds: float
+    root_peak_bytes: int
+    root_peak_growth_bytes: int
+    total_seconds: float
+    path: str | None
+
+    @property
+    def tensors_equal(self) -> int:
+        """How many merged tensors are bit-equal to the sharded ones."""
+        return self.tensors_total - len(self.mismatches)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every tensor is bit-equal and the logits agree within 1e-5."""
+        return not self.mismatches and self.logits_error <= 1e-5
+
+
+def run_demo(
+    world_size: int = 4,
+    keep: str | None = None,
+    steps: int = 100,
+    on_progress: OnProgress = lambda _event: None,
+) -> DemoReport:
+    """Train on `world_size` ranks of this host, export, load in this process, and report what was found.
+
+    Not collective; blocks until all ranks have ended, and leaves no process behind. With `keep` the merged
+    checkpoint stays in ``<keep>/merged``. `on_progress` gets {"phase": "train", "step", "loss", "seconds"}
+    after each step, {"phase": "export"} before the export and, while the files exist, {"phase": "load",
+    "path"}. Raises MissingExtraError without torch, TargetExistsError if ``<keep>/merged`` exists, and
+    RankFailure if a rank fails.
+    """
+    began = time.perf_counter()
+    _require_torch()
+    with tempfile.TemporaryDirectory(prefix="statexchange-demo-") as scratch:
+        merged = _target(keep or scratch)
+        ranks = _run_ranks(world_size, (merged, steps, _write_config(scratch)), on_progress)
+        on_progress({"phase": "load", "path": merged})
+        return DemoReport(
+            world_size=world_size,
+            **ranks[0]["facts"],
+            **_load(merged, ranks[0]["logits"]),
+            mismatches=tuple(sorted({name for rank in ranks for name in rank["mismatches"]})),
+            shard_bytes=tuple(rank["shard_bytes"] for rank in ranks),
+            files=tuple(
+                (name, os.path.getsize(os.path.join(merged, name))) for name in sorted(os.listdir(merged))
+            ),
+            path=merged if keep else None,
+            total_seconds=time.perf_counter() - began,
+        )
+
+
+def _require_torch() -> None:
+    try:
+        import torch  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise MissingExtraError('the demo trains a torch model: pip install "statexchange[torch]"') from error
+
+
+def _target(directory: str) -> str:
+    os.makedirs(directory, exist_ok=True)
+    target = os.path.join(os.path.abspath(directory), "merged")
+    if os.path.lexists(target):  # the export would refuse it as well, but only after the training
+        raise TargetExistsError(
+            "the demo's checkpoint is already there: remove it, or keep another", path=target
+        )
+    return target
+
+
+def _write_config(directory: str) -> str:
+    from statexchange.demo_model import LlamaConfig, huggingface_config
+
+    with open(os.path.join(directory, "config.json"), "w", encoding="utf-8") as file:
+        json.dump(huggingface_config(LlamaConfig()), file, indent=2)
+    return directory
+
+
+def _run_ranks(world_size: int, args: tuple[str, int, str], on_progress: OnProgress) -> list[dict[str, Any]]:
+    from statexchange.testing.ranks import run_ranks
+
+    def on_message(_rank: int, event: dict[str, Any]) -> None:
+        on_progress(event)
+
+    timeout_s = 120.0 + 3.0 * args[1]
+    return run_ranks(
+        demo_rank, world_size, backend="gloo", args=args, timeout_s=timeout_s, on_message=on_message
+    )
+
+
+def _load(merged: str, reference: list[list[float]]) -> dict[str, Any]:
+    """What this process finds with an ordinary model and the safetensors library."""
+    import torch
+    from safetensors.torch import load_file
+
+    from statexchange.demo_model import Llama, LlamaConfig, generate
+
+    model = Llama(LlamaConfig())
+    state = {name: tensor for path in _weights(merged) for name, tensor in load_file(path).items()}
+    model.load_state_dict(state)
+    sharded, whole = torch.tensor(reference), _logits(model)
+    return {
+        "parameters": sum(tensor.numel() for tensor in state.values()),
+        "model_bytes": sum(tensor.nbytes for tensor in state.values()),
+        "logits_error": ((whole - sharded).abs().max() / sharded.abs().max()).item(),
+        "prompt": _PROMPTS[0].decode(),
+        "text": generate(model, _PROMPTS[0], _GENERATED_BYTES),
+    }
+
+
+def _weights(directory: str) -> list[str]:
+    return [
+        os.path.join(directory, name)
+        for name in sorted(os.listdir(directory))
+        if name.endswith(".safetensors")
+    ]
+
+
+def _logits(model: Llama) -> Tensor:
+    """The logits after each prompt: (prompts, vocabulary)."""
+    import torch
+
+    from statexchange.demo_model import byte_tokens
+
+    with torch.no_grad():
+        return model(torch.stack([byte_tokens(prompt) for prompt in _PROMPTS]))[:, -1]  # type: ignore[no-any-return]
+
+
+def demo_rank(out_dir: str, steps: int, config_dir: str) -> dict[str, Any]:
+    """One rank's part of the demo: train, export to `out_dir`, compare the own shards with what lies there.
+
+    Collective over torch.distributed's default group, which must be initialised; blocks as long as the demo
+    takes. The same `steps` on all ranks; `config_dir` holds the config.json to publish. Returns JSON values.
+    """
+    import torch
+
+    from statexchange.demo_model import LlamaConfig, shard_model
+
+    torch.set_num_threads(1)  # the ranks share the host's cores
+    mesh = _mesh()
+    model = shard_model(LlamaConfig(), mesh)
+    losses, seconds = _train(model, mesh, steps)
+    logits = _logits(model).tolist()
+    peak = _peak_bytes()
+    exported = _export(model, out_dir, config_dir)
+    facts = {
+        "mesh": tuple(mesh.shape),
+        "losses": tuple(losses),
+        "step_seconds": tuple(seconds),
+        "tensors_total": len(model.state_dict()),
+        "export_bytes": exported.nbytes,
+        "export_seconds": exported.seconds,
+        "rank_bytes": exported.rank_nbytes,
+        "root_peak_bytes": _peak_bytes(),
+        "root_peak_growth_bytes": _peak_bytes() - peak,
+    }
+    state = model.state_dict()
+    return {
+        "facts": facts,
+        "logits": logits,
+        "mismatches": list(_mismatches(state, out_dir)),
+        "shard_bytes": sum(tensor.to_local().nbytes for tensor in state.values()),
+    }
+
+
+def _mesh() -> DeviceMesh:
+    from torch.distributed import get_world_size
+    from torch.distributed.device_mesh import init_device_mesh
+
+    world_size = get_world_size()
+    tensor_parallel = 2 if world_size % 2 == 0 else 1
+    shape = (world_size // tensor_parallel, tensor_parallel)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+
+
+def _train(model: Llama, mesh: DeviceMesh, steps: int) -> tuple[list[float], list[float]]:
+    from statexchange.demo_model import train
+    from statexchange.testing.ranks import report
+
+    losses: list[float] = []
+    seconds: list[float] = []
+
+    def on_step(step: int, loss: float, elapsed: float) -> None:
+        losses.append(loss)
+        seconds.append(elapsed)
+        if mesh.get_rank() == 0:
+            report({"phase": "train", "step": step, "loss": loss, "seconds": elapsed})
+
+    train(model, mesh, steps, on_step)
+    if mesh.get_rank() == 0:
+        report({"phase": "export"})
+    return losses, seconds
+
+
+def _export(model: Llama, out_dir: str, config_dir: str) -> ExportReport:
+    from statexchange.exchange.export import export_checkpoint
+
+    return export_checkpoint(model, out_dir, files_from=config_dir)
+
+
+def _mismatches(state: Mapping[str, DTensor], merged: str) -> Iterator[str]:
+    """The names whose shard here, or whose whole, is not bit for bit what was merged. Collective."""
+    from safetensors import safe_open
+
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(safe_open(path, "pt")) for path in _weights(merged)]
+        slices = {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
+        for name, tensor in state.items():
+            whole = tensor.full_tensor()  # collective: on all ranks, whatever this one finds
+            if (
+                name not in slices
+                or not _same_bits(whole, slices[name][:])
+                or not _same_shard(tensor, slices[name])
+            ):
+                yield name
+
+
+def _same_shard(tensor: DTensor, merged: Any) -> bool:
+    local = tensor.to_local()
+    if not local.numel():
+        return True
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    ends = zip(chunk.offsets, chunk.sizes, strict=True)
+    return _same_bits(local, merged[tuple(slice(start, start + size) for start, size in ends)])
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    import torch
+
+    return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
+
+
+def _peak_bytes() -> int:
+    """The most memory that this process has had resident so far."""
+    import resource
+
+    if os.path.exists("/proc/self/status"):
+        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+            for line in file:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,428 @@
+"""Export live sharded state as one Hugging Face checkpoint, or save it as it lies in a workspace.
+
+Root plans and keeps the metadata; every rank writes its own bytes in place. Nobody holds the model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from statexchange import values
+from statexchange.checkpoint.publish import BoxFact, OpenFile, Publication, travelling_files, write_manifest
+from statexchange.comm.communicator import Communicator
+from statexchange.comm.world import as_communicator
+from statexchange.errors import InvalidArgumentError, ReplicaError, StorageError, UnsupportedError
+from statexchange.exchange.buffers import dtype_name, is_tensor
+from statexchange.exchange.describe import Description, HeldTensor, Layout, describe, resolve_layout
+from statexchange.layout.plan import Holding, Plan, PlanOptions, Rename, TensorPlan, parse_size, plan_merge
+from statexchange.layout.shards import ITEMSIZE, Box, Shard
+from statexchange.storage import files
+from statexchange.storage.regions import write_box
+from statexchange.storage.tensorfile import Held, digest
+from statexchange.storage.workspace import Manifest, Receipt, Workspace
+
+__all__ = ["ExportReport", "export_checkpoint", "save_checkpoint"]
+
+_SYNC_EVERY_BYTES = 256 << 20
+_KEPT_ROUNDS = 2
+_FLOATS = {"F16", "BF16", "F32", "F64"}
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """What an export did. `files` are (name, bytes); `phases` seconds by name; `rank_nbytes` bytes written by rank."""
+
+    path: str
+    files: tuple[tuple[str, int], ...]
+    nbytes: int
+    num_tensors: int
+    aliases: Mapping[str, str]
+    seconds: float
+    phases: Mapping[str, float]
+    rank_nbytes: tuple[int, ...]
+
+
+class _Clock:
+    """Seconds by phase."""
+
+    def __init__(self) -> None:
+        self.began = self._last = time.perf_counter()
+        self.phases: dict[str, float] = {}
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.phases[phase] = now - self._last
+        self._last = now
+
+
+def export_checkpoint(
+    state: Any,
+    out: str | os.PathLike[str],
+    *,
+    comm: Any = None,
+    layout: Layout | None = None,
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    rename: Rename = (),
+    replicas: Literal["equal", "root"] = "equal",
+    dtype: Any = None,
+    max_shard_size: int | str = "5GB",
+    filename_pattern: str = "model{suffix}.safetensors",
+    files_from: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+    overwrite: bool = False,
+    stall_timeout_s: float = 300.0,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> ExportReport:
+    """Write the ranks' sharded `state` as one merged checkpoint directory `out`; the same report on every rank.
+
+    Collective over `comm`; all ranks must lie on one host. The directory appears when it is whole and durable, or not
+    at all, and any rank's failure is raised on all ranks. No rank holds more than its own shard.
+
+    `state`: a module, a mapping of names to tensors, or a list of modules. DTensors say where they belong; a plain
+    tensor counts as a replica unless `layout` has a rule for its name pattern: torch's ``Shard(dim)`` or
+    ``Replicate()``, ``{"dim": 0}``, or ``{"global_shape", "offsets", "shape"}``. `include` and `exclude` are shell
+    patterns; `rename` a function or (regex, replacement) pairs; `dtype` casts floating tensors; `replicas="root"` takes
+    the first holder's copy where copies differ; `files_from` names a directory (its small files go along) or files;
+    `on_progress(done, total)` is called with this rank's bytes. `stall_timeout_s` limits the time in which nobody
+    moves a byte, not the total.
+
+    Raises TargetExistsError, IncompleteError, OverlapError, ReplicaError, UnsupportedError, PeerError.
+    """
+    communicator = as_communicator(comm)
+    clock = _Clock()
+    with communicator.phase("describing its state"):
+        options = PlanOptions(
+            _patterns(include), _patterns(exclude), rename, parse_size(max_shard_size), filename_pattern, replicas
+        )
+        if communicator.num_nodes > 1:
+            raise UnsupportedError(f"export needs all ranks on one host; these are on {communicator.num_nodes}")
+        described = _cast(describe(state, layout), dtype)
+    trip = _Export(communicator, described, os.fspath(out), options, stall_timeout_s, clock)
+    return trip.run(overwrite=overwrite, files_from=files_from, on_progress=on_progress)
+
+
+def _patterns(patterns: str | Sequence[str]) -> tuple[str, ...]:
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
+def _cast(described: Description, dtype: Any) -> Description:
+    """The description with floating tensors in another dtype; they are converted when their bytes are asked for."""
+    if dtype is None:
+        return described
+    import torch
+
+    target = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(target, torch.dtype) or dtype_name(torch.empty(0, dtype=target), "dtype") not in _FLOATS:
+        raise InvalidArgumentError(f"dtype must be a floating torch dtype or its name, not {dtype!r}")
+    name = dtype_name(torch.empty(0, dtype=target), "dtype")
+    held = {
+        key: replace(h, shard=replace(h.shard, dtype=name), cast=target) if h.shard.dtype in _FLOATS else h
+        for key, h in described.held.items()
+    }
+    return Description(held, described.aliases)
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """One box that this rank must write, or only digest because another rank writes its replica."""
+
+    tensor: int
+    piece: int
+    file: int
+    begin: int
+    shape: tuple[int, ...]
+    source: str
+    box: Box
+    box_index: int
+    writes: bool
+
+
+class _Export:
+    """One export, from descriptions to the published directory."""
+
+    def __init__(
+        self, comm: Communicator, described: Description, out: str, options: PlanOptions, stall_timeout_s: float, clock: _Clock
+    ) -> None:
+        self._comm = comm
+        self._described = described
+        self._out = out
+        self._options = options
+        self._stall_timeout_s = stall_timeout_s
+        self._clock = clock
+        self._publication: Publication | None = None
+        self._plan: Plan | None = None
+        self._open: list[OpenFile] = []
+        self._travelling: dict[str, bytes] = {}
+
+    def run(self, *, overwrite: bool, files_from: Any, on_progress: Callable[[int, int], None] | None) -> ExportReport:
+        comm = self._comm
+        try:
+            answers = comm.exchange(self._description_bytes(), root=0, doing="the gathering of descriptions")
+            with comm.phase("planning"):
+                if comm.rank == 0:
+                    self._prepare(answers, overwrite, files_from)
+            work = json.loads(comm.exchange(self._work_bytes(), doing="the plan")[0])
+            self._clock.lap("plan")
+            digests: list[tuple[int, int, str]] = []
+            with comm.phase("writing", timeout_s=self._stall_timeout_s):
+                digests = self._write(work, on_progress)
+            self._clock.lap("write")
+            receipts = comm.exchange(json.dumps(digests).encode(), root=0, doing="the receipts")
+            report: ExportReport | None = None
+            with comm.phase("publishing", timeout_s=self._stall_timeout_s):
+                if comm.rank == 0:
+                    report = self._publish([json.loads(receipt) for receipt in receipts])
+            return self._shared(report)
+        finally:
+            if self._publication is not None:
+                self._publication.abandon()
+
+    def _description_bytes(self) -> bytes:
+        held = [[h.shard.to_json(), h.cut_dim] for h in self._described.held.values()]
+        return json.dumps([held, dict(self._described.aliases)], separators=(",", ":")).encode()
+
+    def _prepare(self, answers: Sequence[bytes], overwrite: bool, files_from: Any) -> None:
+        """Root: prove the cover, take the target, and make the files."""
+        parsed = [json.loads(answer) for answer in answers]
+        described = [[(Shard.from_json(raw), dim) for raw, dim in held] for held, _ in parsed]
+        shards = resolve_layout(described)
+        holdings = [Holding(rank, shards[rank], parsed[rank][1]) for rank in range(len(parsed))]
+        self._plan = plan_merge(holdings, self._options)
+        self._travelling = travelling_files(files_from)
+        self._publication = Publication(self._out, self._plan.digest, overwrite=overwrite)
+        self._open = [self._publication.create(file) for file in self._plan.files]
+
+    def _work_bytes(self) -> bytes:
+        """Root: what every rank must know to write its part."""
+        if self._plan is None:
+            return b"null"
+        opened = [[o.path, o.reserved] for o in self._open]
+        tensors = [
+            [number, o.offset_of(t), list(t.shape), t.source, [[*p.box.to_json(), p.holder, p.box_index, p.replicas] for p in t.pieces]]
+            for number, (f, o) in enumerate(zip(self._plan.files, self._open, strict=True))
+            for t in f.tensors
+        ]
+        return json.dumps([opened, tensors], separators=(",", ":")).encode()
+
+    def _tasks(self, tensors: Sequence[Any]) -> list[_Task]:
+        """This rank's tasks, beginning at its own place among the tensors so that ranks start in different files."""
+        tasks = []
+        rank = self._comm.rank
+        for number, (file, begin, shape, source, pieces) in enumerate(tensors):
+            for index, (offsets, sizes, holder, box_index, replicas) in enumerate(pieces):
+                mine = [box_index] if holder == rank else [i for h, i in replicas if h == rank and self._options.replicas == "equal"]
+                box = Box(tuple(offsets), tuple(sizes))
+                tasks += [_Task(number, index, file, begin, tuple(shape), source, box, i, holder == rank) for i in mine[:1]]
+        start = len(tasks) * rank // self._comm.world_size
+        return tasks[start:] + tasks[:start]
+
+    def _write(self, work: Any, on_progress: Callable[[int, int], None] | None) -> list[tuple[int, int, str]]:
+        """Write this rank's boxes in place; returns (tensor, piece, digest) of each box that it holds."""
+        opened, tensors = work
+        tasks = self._tasks(tensors)
+        with _Writer(opened, self._comm, sum(self._nbytes(task) for task in tasks if task.writes), on_progress) as writer:
+            return [(task.tensor, task.piece, self._do(task, writer)) for task in tasks]
+
+    def _nbytes(self, task: _Task) -> int:
+        return task.box.numel * ITEMSIZE[self._described.held[task.source].shard.dtype]
+
+    def _do(self, task: _Task, writer: _Writer) -> str:
+        held = self._described.held[task.source]
+        data = held.box_bytes(task.box_index)
+        found = digest(data)
+        if task.writes:
+            writer.write(task, held.shard.dtype, data)
+        return found
+
+    def _publish(self, receipts: Sequence[Sequence[Any]]) -> ExportReport:
+        """Root: compare replicas, finish files, write the manifest, rename."""
+        plan, publication = self._plan, self._publication
+        assert plan is not None
+        assert publication is not None
+        tensors = [tensor for file in plan.files for tensor in file.tensors]
+        facts = _box_facts(tensors, receipts)
+        for opened in self._open:
+            opened.finish()
+        write_manifest(publication, plan, facts, travelling=self._travelling, source="export")
+        publication.commit()
+        self._clock.lap("publish")
+        names = [(name, os.stat(os.path.join(publication.out, name)).st_size) for name in sorted(os.listdir(publication.out))]
+        return ExportReport(
+            publication.out,
+            tuple(names),
+            plan.nbytes,
+            plan.num_tensors,
+            plan.aliases,
+            time.perf_counter() - self._clock.began,
+            self._clock.phases,
+            _supplied(tensors, self._comm.world_size),
+        )
+
+    def _shared(self, report: ExportReport | None) -> ExportReport:
+        """Root's report on every rank."""
+        fields = {name: getattr(report, name) for name in ExportReport.__slots__} if report is not None else None
+        return ExportReport(**self._comm.broadcast_object(fields))
+
+
+def _supplied(tensors: Sequence[TensorPlan], world_size: int) -> tuple[int, ...]:
+    supplied = [0] * world_size
+    for tensor in tensors:
+        for piece in tensor.pieces:
+            supplied[piece.holder] += piece.box.numel * ITEMSIZE[tensor.dtype]
+    return tuple(supplied)
+
+
+def _box_facts(tensors: Sequence[TensorPlan], receipts: Sequence[Sequence[Any]]) -> dict[str, list[BoxFact]]:
+    """For each tensor the supplier and digest of each piece; replicas that differ are a ReplicaError."""
+    found: dict[tuple[int, int], dict[int, str]] = {}
+    for rank, receipt in enumerate(receipts):
+        for tensor, piece, box_digest in receipt:
+            found.setdefault((tensor, piece), {})[rank] = box_digest
+    facts: dict[str, list[BoxFact]] = {}
+    for number, tensor in enumerate(tensors):
+        facts[tensor.name] = []
+        for index, piece in enumerate(tensor.pieces):
+            copies = found[number, index]
+            ours = copies[piece.holder]
+            for rank, theirs in copies.items():
+                if theirs != ours:
+                    raise replica_error(tensor.name, piece.box, piece.holder, rank)
+            facts[tensor.name].append(BoxFact(piece.holder, ours))
+    return facts
+
+
+def replica_error(name: str, box: Box, rank: int, other: int) -> ReplicaError:
+    """Two ranks hold different bytes for one box; the message says how to go on."""
+    return ReplicaError(
+        f"ranks {rank} and {other} hold different values for region {box}: if each rank holds a part, say so with "
+        f'layout={{"{name}": Shard(0)}}; to take rank {min(rank, other)}\'s copy, replicas="root"',
+        name=name,
+        rank=other,
+    )
+
+
+class _Writer:
+    """The output files, open for writing in place, with progress and bounded dirty pages."""
+
+    def __init__(
+        self, opened: Sequence[tuple[str, bool]], comm: Communicator, total: int, on_progress: Callable[[int, int], None] | None
+    ) -> None:
+        self._files = opened
+        self._comm = comm
+        self._total = total
+        self._done = 0
+        self._dirty = 0
+        self._on_progress = on_progress
+        self._fds: dict[int, int] = {}
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def write(self, task: _Task, dtype: str, data: memoryview) -> None:
+        """Write one box and count it."""
+        path, reserved = self._files[task.file]
+        fd = self._fd(task.file, path)
+        write_box(fd, task.begin, task.shape, dtype, task.box, data, path, mapped=reserved)
+        self._done += len(data)
+        self._dirty += len(data)
+        if self._dirty > _SYNC_EVERY_BYTES:
+            self._sync()
+        self._comm.progress()
+        if self._on_progress is not None:
+            self._on_progress(self._done, self._total)
+
+    def _fd(self, number: int, path: str) -> int:
+        if number not in self._fds:
+            try:
+                self._fds[number] = os.open(path, os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
+            except OSError as error:
+                raise StorageError.of(error, "open for writing", path=path, rank=self._comm.rank) from error
+        return self._fds[number]
+
+    def _sync(self) -> None:
+        for number, fd in self._fds.items():
+            files.sync_file(fd, self._files[number][0])
+        self._dirty = 0
+
+    def __exit__(self, kind: object, *exception: object) -> None:
+        try:
+            if kind is None:
+                self._sync()
+        finally:
+            for fd in self._fds.values():
+                os.close(fd)
+
+
+def save_checkpoint(state: Mapping[str, Any], url: str | os.PathLike[str], *, comm: Any = None) -> Manifest:
+    """Save nested `state` (modules, optimizers' state dicts, tensors, numbers ...) in a workspace, sharded as it lies.
+
+    Collective over `comm`. Each rank writes what it holds as one durable file, tensors by their dotted path; then root
+    commits the round, and the newest two rounds stay. Everything that is no tensor is kept as JSON values. A failure on
+    any rank is raised on all, and the earlier rounds stay as they were.
+    """
+    communicator = as_communicator(comm)
+    workspace = Workspace(url)
+    receipt: Receipt | None = None
+    try:
+        with communicator.phase("describing its state"):
+            config, held = _flatten(state)
+        number = communicator.broadcast_object(workspace.next_round(communicator.run) if communicator.rank == 0 else None)
+        with communicator.phase("saving"):
+            receipt = workspace.write(
+                [_held(h) for h in held.held.values()],
+                run=communicator.run,
+                round=number,
+                rank=communicator.rank,
+                world_size=communicator.world_size,
+                config=config,
+                extra={"aliases": dict(held.aliases)},
+            )
+        receipts = communicator.gather_object([receipt.relative, receipt.nbytes] if receipt is not None else None)
+        committed: list[Any] = []
+        with communicator.phase("committing"):
+            if communicator.rank == 0:
+                manifest = workspace.commit([Receipt(*r) for r in receipts], keep=_KEPT_ROUNDS)
+                committed = [manifest.generation, [[r.relative, r.nbytes] for r in manifest.receipts]]
+        generation, kept = communicator.broadcast_object(committed)
+        receipts = tuple(Receipt(*r) for r in kept)
+        return Manifest(communicator.run, number, generation, communicator.world_size, receipts, {})
+    except BaseException:
+        if receipt is not None:
+            workspace.remove([receipt.relative])
+        raise
+
+
+def _flatten(state: Any) -> tuple[str, Description]:
+    """The JSON text of everything that is no tensor, and the tensors described under their dotted paths."""
+    tensors: dict[str, Any] = {}
+
+    def keep(value: object, path: str) -> str | None:
+        if not is_tensor(value):
+            return None
+        tensors[path.removeprefix(".")] = value
+        return path.removeprefix(".")
+
+    return values.encode(_state_dicts(state), keep), describe(tensors)
+
+
+def _state_dicts(value: Any) -> Any:
+    """Modules and optimizers replaced by their state dicts."""
+    if hasattr(value, "state_dict") and not isinstance(value, Mapping):
+        return _state_dicts(value.state_dict())
+    if isinstance(value, Mapping):
+        return {key: _state_dicts(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_state_dicts(item) for item in value)
+    return value
+
+
+def _held(held: HeldTensor) -> Held:
+    shard = held.shard
+    views = [held.box_bytes(index) for index in range(len(shard.boxes))]
+    data = views[0] if len(views) == 1 else memoryview(b"".join(views))
+    return Held(shard, data)

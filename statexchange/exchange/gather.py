@@ -1,0 +1,435 @@
+"""Gather tensors, configs and whole states to one rank: through shared memory on one host, or through a workspace.
+
+Writers put one copy of their tensors where the root can see it; the root gets views (shared memory) or reads on demand
+(workspace). The block ends in an agreement, after which writers take their memory back or remove their files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from statexchange import values
+from statexchange.comm.communicator import Communicator
+from statexchange.comm.world import as_communicator, members
+from statexchange.errors import InvalidArgumentError, StateExchangeError
+from statexchange.exchange.buffers import dtype_name, from_bytes, host_bytes, is_tensor, same_memory, torch_dtype
+from statexchange.exchange.describe import describe
+from statexchange.layout.arrays import array_over
+from statexchange.layout.shards import ITEMSIZE, Shard, full_box
+from statexchange.shared_memory import Arena, attach
+from statexchange.storage.tensorfile import Held
+from statexchange.storage.workspace import RankFile, Receipt, Workspace
+
+__all__ = ["GatheredState", "gather_state", "get_configs_parallel", "get_tensors_parallel"]
+
+T = TypeVar("T")
+_ALIGNMENT = 64
+_FOREVER = float("inf")
+_READ_RETRY_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Fact:
+    """What root must know of one tensor to rebuild it: how its bytes read, and what kind of object it was."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    kind: str  # "tensor", "parameter" or "numpy"
+    requires_grad: bool
+    alias: str | None
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return full_box(self.shape).numel * ITEMSIZE[self.dtype]
+
+    def to_json(self) -> list[Any]:
+        return [self.name, self.dtype, list(self.shape), self.kind, self.requires_grad, self.alias, self.offset]
+
+    @classmethod
+    def from_json(cls, raw: list[Any]) -> _Fact:
+        name, dtype, shape, kind, requires_grad, alias, offset = raw
+        return cls(name, dtype, tuple(shape), kind, requires_grad, alias, offset)
+
+
+def _facts(tensors: Mapping[str, Any]) -> list[_Fact]:
+    """Facts with offsets into one block of memory; a tied tensor has its first name as alias and takes no room."""
+    facts: list[_Fact] = []
+    seen: dict[tuple[Any, ...], str] = {}
+    offset = 0
+    for name, tensor in tensors.items():
+        key = same_memory(tensor)
+        first = seen.setdefault(key, name) if key is not None else name
+        fact = _fact(name, tensor, None if first == name else first, offset)
+        facts.append(fact)
+        if fact.alias is None:
+            offset += -(-fact.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return facts
+
+
+def _fact(name: str, tensor: Any, alias: str | None, offset: int) -> _Fact:
+    dtype, shape = dtype_name(tensor, name), tuple(int(size) for size in tensor.shape)
+    if isinstance(tensor, np.ndarray):
+        return _Fact(name, dtype, shape, "numpy", False, alias, offset)
+    kind = "parameter" if type(tensor).__name__ == "Parameter" else "tensor"
+    return _Fact(name, dtype, shape, kind, bool(tensor.requires_grad), alias, offset)
+
+
+def _rebuild(fact: _Fact, data: Any) -> Any:
+    tensor = from_bytes(data, fact.dtype, fact.shape, as_numpy=fact.kind == "numpy")
+    if fact.kind == "parameter":
+        import torch
+
+        return torch.nn.Parameter(tensor, requires_grad=fact.requires_grad)
+    return tensor.requires_grad_() if fact.requires_grad else tensor
+
+
+class _Block:
+    """What one rank sent, as root sees it: tensors made on demand, and released at the end of the block."""
+
+    def __init__(self, facts: Sequence[_Fact]) -> None:
+        self.facts = {fact.name: fact for fact in facts}
+        self._made: dict[str, Any] = {}
+        self._open = True
+
+    def tensor(self, name: str) -> Any:
+        """The tensor of this name; a tied one is the same object under both names."""
+        if name not in self._made:
+            if not self._open:
+                raise InvalidArgumentError("the with block that gathered this has ended", name=name)
+            fact = self.facts[name]
+            self._made[name] = self.tensor(fact.alias) if fact.alias is not None else self._make(fact)
+        return self._made[name]
+
+    def _make(self, fact: _Fact) -> Any:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Forget everything; what the user kept stays valid."""
+        self._made.clear()
+        self._open = False
+
+
+class _OwnBlock(_Block):
+    """Root's own tensors: the same objects, where they are on the host."""
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        super().__init__(_facts(tensors))
+        self._tensors = tensors
+
+    def _make(self, fact: _Fact) -> Any:
+        tensor = self._tensors[fact.name]
+        return tensor if fact.kind == "numpy" or tensor.device.type == "cpu" else tensor.cpu()
+
+
+class _MemoryBlock(_Block):
+    """Views of another rank's arena."""
+
+    def __init__(self, facts: Sequence[_Fact], base: Any) -> None:
+        super().__init__(facts)
+        self._base = base
+
+    def _make(self, fact: _Fact) -> Any:
+        return _rebuild(fact, self._base[fact.offset : fact.offset + fact.nbytes])
+
+    def close(self) -> None:
+        super().close()
+        self._base = None
+
+
+class _FileBlock(_Block):
+    """Tensors read from another rank's file, each into memory of its own."""
+
+    def __init__(self, facts: Sequence[_Fact], file: RankFile) -> None:
+        super().__init__(facts)
+        self._file = file
+
+    def _make(self, fact: _Fact) -> Any:
+        return _rebuild(fact, self._file.read(fact.name))
+
+    def close(self) -> None:
+        super().close()
+        self._file.close()
+
+
+class _MemoryTransport:
+    """Through an arena of each writer's; at the end of the block all learn which arenas are still looked at."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._arena: Arena | None = None
+
+    def send(self, tensors: Mapping[str, Any], facts: Sequence[_Fact]) -> dict[str, Any]:
+        """Copy this rank's tensors into its arena; returns what root must know."""
+        total = max((f.offset + f.nbytes for f in facts if f.alias is None), default=0)
+        if not total:
+            return {}
+        self._arena = self._comm.arenas.acquire(total)
+        for fact in facts:
+            if fact.alias is None and fact.nbytes:
+                _copy_in(tensors[fact.name], fact, self._arena.view[fact.offset : fact.offset + fact.nbytes])
+                self._comm.progress()
+        return self._arena.address
+
+    def receive(self, rank: int, facts: Sequence[_Fact], where: dict[str, Any]) -> _Block:  # noqa: ARG002
+        """Views of another rank's tensors."""
+        if not where:
+            return _MemoryBlock(facts, np.empty(0, dtype=np.uint8))
+        ident = where["id"]
+        if ident not in self._comm.attached:
+            self._comm.attached[ident] = attach(where)
+        return _MemoryBlock(facts, self._comm.attached[ident].lend())
+
+    def note(self) -> dict[str, list[str]]:
+        """For the agreement at the end: which arenas this rank has, and which of others' it still looks at."""
+        comm = self._comm
+        has = [*comm.arenas.idents(), *(arena.ident for arena in comm.lent)]
+        has += [self._arena.ident] if self._arena is not None else []
+        return {"has": has, "looks_at": [ident for ident, attached in comm.attached.items() if attached.referenced]}
+
+    def end(self, notes: Sequence[Any] | None) -> None:
+        """Recycle the arenas that nobody looks at; without an agreement (None) give this one away."""
+        comm = self._comm
+        arena, self._arena = self._arena, None
+        if notes is None:
+            if arena is not None:
+                arena.close()
+            return
+        if arena is not None:
+            comm.lent.append(arena)
+        looked_at = {ident for note in notes for ident in note["looks_at"]}
+        for idle in [a for a in comm.lent if a.ident not in looked_at]:
+            comm.lent.remove(idle)
+            comm.arenas.release(idle)
+        owned = {ident for note in notes for ident in note["has"]}
+        for ident in comm.attached.keys() - owned:
+            del comm.attached[ident]
+
+
+def _copy_in(tensor: Any, fact: _Fact, memory: memoryview) -> None:
+    target = np.frombuffer(memory, dtype=np.uint8)
+    if isinstance(tensor, np.ndarray):
+        np.copyto(array_over(target, fact.dtype, fact.shape), tensor)
+        return
+    import torch
+
+    with torch.no_grad():
+        torch.from_numpy(target).view(torch_dtype(fact.dtype)).view(fact.shape).copy_(tensor)
+
+
+class _FileTransport:
+    """Through a tensor file of each writer's, removed by its writer when the block ends."""
+
+    def __init__(self, comm: Communicator, workspace: Workspace) -> None:
+        self._comm = comm
+        self._workspace = workspace
+        self._receipt: Receipt | None = None
+
+    def send(self, tensors: Mapping[str, Any], facts: Sequence[_Fact]) -> dict[str, Any]:
+        """Write this rank's tensors as one durable file; returns its receipt."""
+        held = [_held(tensors[fact.name], fact) for fact in facts if fact.alias is None]
+        comm = self._comm
+        number = self._workspace.next_round(comm.run, comm.rank)
+        self._receipt = self._workspace.write(
+            held, run=comm.run, round=number, rank=comm.rank, world_size=comm.world_size
+        )
+        return {"file": self._receipt.relative, "nbytes": self._receipt.nbytes}
+
+    def receive(self, rank: int, facts: Sequence[_Fact], where: dict[str, Any]) -> _Block:  # noqa: ARG002
+        """Another rank's file, opened by the name that its receipt gives."""
+        return _FileBlock(facts, self._workspace.open(Receipt(where["file"], where["nbytes"]), timeout_s=_READ_RETRY_S))
+
+    def note(self) -> None:
+        """Nothing to tell."""
+
+    def end(self, notes: Sequence[Any] | None) -> None:  # noqa: ARG002
+        """Remove this rank's file."""
+        if self._receipt is not None:
+            self._workspace.remove([self._receipt.relative])
+            self._receipt = None
+
+
+def _held(tensor: Any, fact: _Fact) -> Held:
+    return Held(Shard(fact.name, fact.dtype, fact.shape, (full_box(fact.shape),)), host_bytes(tensor, fact.name))
+
+
+def _transport(comm: Communicator, workspace: Workspace | str | os.PathLike[str] | None) -> _MemoryTransport | _FileTransport:
+    if workspace is not None:
+        return _FileTransport(comm, workspace if isinstance(workspace, Workspace) else Workspace(workspace))
+    if comm.shared_memory is None:
+        raise InvalidArgumentError(
+            f"ranks on {comm.num_nodes} hosts share no memory: pass workspace= (a directory that all of them see)"
+        )
+    return _MemoryTransport(comm)
+
+
+@contextlib.contextmanager
+def _gathered(
+    comm: Communicator, root: int, tensors: Mapping[str, Any], message: dict[str, Any], workspace: Any
+) -> Iterator[list[tuple[_Block, dict[str, Any]]]]:
+    """Every rank's block and message, in rank order, on root; [] elsewhere. Collective at both ends."""
+    transport = _transport(comm, workspace)
+    payload: dict[str, Any] = {}
+    try:
+        with comm.phase("sending"):
+            if comm.rank != root:
+                facts = _facts(tensors)
+                where = transport.send(tensors, facts)
+                payload = {"facts": [fact.to_json() for fact in facts], "where": where, "message": message}
+        answers = comm.exchange(json.dumps(payload).encode(), root=root, doing="the gather")
+        blocks: list[tuple[_Block, dict[str, Any]]] = []
+        with comm.phase("receiving"):
+            for rank, answer in enumerate(answers):
+                blocks.append((_OwnBlock(tensors), message) if rank == root else _receive(transport, rank, answer))
+    except BaseException:
+        transport.end(None)
+        raise
+    yield from _until_done(comm, transport, blocks)
+
+
+def _receive(transport: _MemoryTransport | _FileTransport, rank: int, answer: bytes) -> tuple[_Block, dict[str, Any]]:
+    raw = json.loads(answer)
+    return transport.receive(rank, [_Fact.from_json(f) for f in raw["facts"]], raw["where"]), raw["message"]
+
+
+def _until_done(
+    comm: Communicator, transport: _MemoryTransport | _FileTransport, blocks: list[tuple[_Block, dict[str, Any]]]
+) -> Iterator[list[tuple[_Block, dict[str, Any]]]]:
+    """The user's block, and the agreement at its end, which waits as long as everybody lives."""
+    failure: BaseException | None = None
+    try:
+        yield blocks
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        for block, _ in blocks:
+            block.close()
+        notes: list[Any] | None = None
+        try:
+            notes = _end(comm, failure, transport.note())
+        finally:
+            transport.end(notes)
+
+
+def _end(comm: Communicator, failure: BaseException | None, note: Any) -> list[Any] | None:
+    if failure is None:
+        return comm.agree(phase="the gather's block", timeout_s=_FOREVER, note=note)
+    if not isinstance(failure, Exception):
+        comm.close(failure)
+    else:
+        with contextlib.suppress(StateExchangeError):  # the block's own error goes on; the others raise it as a peer's
+            comm.agree(failure, phase="the gather's block", timeout_s=_FOREVER, note=note)
+    return None
+
+
+class GatheredState(Mapping[str, Any]):
+    """One rank's state on root: names to tensors, made on first access, valid to look up until the block ends.
+
+    `shards` says which part of which tensor each is: global shape and boxes. A tensor that is kept stays valid.
+    """
+
+    def __init__(self, rank: int, block: _Block, shards: Mapping[str, Shard]) -> None:
+        self.rank = rank
+        self.shards = shards
+        self._block = block
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._block.facts:
+            raise KeyError(name)
+        return self._block.tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._block.facts)
+
+    def __len__(self) -> int:
+        return len(self._block.facts)
+
+    def __repr__(self) -> str:
+        return f"GatheredState(rank {self.rank}, {len(self)} tensors)"
+
+
+@contextlib.contextmanager
+def gather_state(
+    state: Any, *, comm: Any = None, root: int = 0, workspace: Workspace | str | os.PathLike[str] | None = None
+) -> Iterator[tuple[GatheredState, ...]]:
+    """Every rank's state on root: one lazy mapping per rank, in rank order; () on the others.
+
+    Collective over `comm`, also at the end of the block, where the others wait for root. `state` is a module, a mapping
+    of names to tensors, or a list of modules; of a DTensor each rank gives its local part, and the mapping's `shards` says
+    where it belongs. Through shared memory on one host, or through `workspace` (a directory or Workspace). An
+    exception on any rank reaches all. Costs one copy of what is gathered.
+    """
+    communicator = as_communicator(comm)
+    communicator.check_root(root)
+    tensors: dict[str, Any] = {}
+    shards: list[Shard] = []
+    with communicator.phase("describing its state"):
+        for held in describe(state).held.values():
+            for index, part in enumerate(held.tensors):
+                name = held.shard.name if len(held.tensors) == 1 else f"{held.shard.name}#{index}"
+                tensors[name] = part
+                shards.append(Shard(name, held.shard.dtype, held.shard.global_shape, (held.shard.boxes[index],)))
+    message = {"shards": [shard.to_json() for shard in shards]}
+    with _gathered(communicator, root, tensors, message, workspace) as blocks:
+        yield tuple(_state(rank, block, message) for rank, (block, message) in enumerate(blocks))
+
+
+def _state(rank: int, block: _Block, message: dict[str, Any]) -> GatheredState:
+    shards = [Shard.from_json(raw) for raw in message["shards"]]
+    return GatheredState(rank, block, {shard.name: shard for shard in shards})
+
+
+@contextlib.contextmanager
+def get_tensors_parallel(
+    tensor: Any, ranks: Sequence[int], group: Any = None, workspace_path: str | os.PathLike[str] | None = None
+) -> Iterator[list[Any]]:
+    """Every member's tensor on the first of `ranks`, as a list in `ranks` order; [] on the others.
+
+    Collective over `ranks` (world ranks) only, also at the end of the block. Shapes and dtypes may differ. The first
+    entry is the caller's own tensor; the others are views of shared memory, or copies read from `workspace_path`, and
+    stay valid when kept. An exception on any member reaches all.
+    """
+    if not is_tensor(tensor):
+        raise InvalidArgumentError(f"get_tensors_parallel wants a tensor, not {type(tensor)!r}")
+    with _gathered(members(ranks, group), 0, {"tensor": tensor}, {}, workspace_path) as blocks:
+        yield [block.tensor("tensor") for block, _ in blocks]
+
+
+@contextlib.contextmanager
+def get_configs_parallel(
+    config: T | None, ranks: Sequence[int], group: Any = None, workspace_path: str | os.PathLike[str] | None = None
+) -> Iterator[list[T | None]]:
+    """Every member's config on the first of `ranks`: a list with one entry per rank in `ranks` order; [] elsewhere.
+
+    Collective over `ranks` (world ranks) only, also at the end of the block. A config is any nesting of dataclasses,
+    dicts, lists, tuples, enums, numbers, strings, dtypes and tensors, or None, which keeps its place. Dataclasses come
+    back as the first rank's own types or registered ones (`register_config`), else as dicts with ``"__name__"``.
+    """
+    tensors: dict[str, Any] = {}
+
+    def keep(value: object, path: str) -> str | None:
+        if not is_tensor(value):
+            return None
+        tensors[path or "tensor"] = value
+        return path or "tensor"
+
+    communicator = members(ranks, group)
+    text = ""
+    with communicator.phase("encoding its config"):
+        text = values.encode(config, keep)
+    types = values.types_of(config)
+    with _gathered(communicator, 0, tensors, {"config": text}, workspace_path) as blocks:
+        yield [config if r == 0 else _config(block, message, types) for r, (block, message) in enumerate(blocks)]
+
+
+def _config(block: _Block, message: dict[str, Any], types: Mapping[str, type]) -> Any:
+    return values.decode(message["config"], types=types, leaf=block.tensor)

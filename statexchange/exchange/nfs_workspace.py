@@ -1,0 +1,140 @@
+"""NFSWorkspace: configs and weights of ranks in a shared directory, with no communicator at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from statexchange import values
+from statexchange.comm import world
+from statexchange.errors import InvalidArgumentError, NotFoundError
+from statexchange.exchange.buffers import from_bytes, is_tensor
+from statexchange.exchange.describe import describe
+from statexchange.settings import detect_launch
+from statexchange.storage.tensorfile import Held
+from statexchange.storage.workspace import RankFile, RankName, Workspace
+
+__all__ = ["NFSWorkspace"]
+
+
+class NFSWorkspace:
+    """A shared directory in which each rank leaves its config and weights for others to read.
+
+    Not collective: nothing here involves another rank, a collective or a barrier. `workspace_path` None makes an
+    uninitialised workspace, whose methods raise ValueError. `run` separates jobs that share the directory: by default it
+    is that of this process's communicator, else of the launcher's job; a reader of a directory that holds one run needs
+    none, and where several jobs cannot be told apart an error asks for it.
+    """
+
+    def __init__(self, workspace_path: str | os.PathLike[str] | None = None, *, run: str | None = None) -> None:
+        self._workspace = Workspace(workspace_path) if workspace_path is not None else None
+        self._run = run
+        self._round: int | None = None
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether a path was given."""
+        return self._workspace is not None
+
+    def _initialized(self) -> Workspace:
+        if self._workspace is None:
+            raise InvalidArgumentError("this NFSWorkspace is not initialized: it was given no path")
+        return self._workspace
+
+    def write_configs_and_weights(self, config_json: Any, weights: Mapping[str, Any]) -> None:
+        """Write this rank's config (any value of `values`) and weights (names to tensors) as one durable file.
+
+        Not collective. A rank's n-th write is its round n; its last two rounds stay.
+        """
+        workspace = self._initialized()
+        launch = detect_launch()
+        made = world.current()
+        rank = made.rank if made is not None else launch.rank
+        world_size = made.world_size if made is not None else launch.world_size
+        run = self._writing_run()
+        self._round = workspace.next_round(run, rank) if self._round is None else self._round + 1
+        held = [Held(h.shard, h.box_bytes(0)) for h in describe(weights).held.values() if h.tensors]
+        workspace.write(
+            held, run=run, round=self._round, rank=rank, world_size=world_size, config=values.encode(config_json)
+        )
+        old = [n for n in workspace.rounds(run) if n <= self._round - 2]
+        workspace.remove([f.relative for n in old for f in workspace.rank_names(run, n) if f.rank == rank])
+
+    def _writing_run(self) -> str:
+        if self._run is None:
+            made, launch = world.current(), detect_launch()
+            if made is not None:
+                self._run = made.run
+            elif launch.job is not None:
+                self._run = launch.job
+            elif launch.world_size == 1:
+                self._run = f"run-{secrets.token_hex(8)}"
+            else:
+                raise InvalidArgumentError(
+                    f"the launcher ({launch.launcher}) gives this job no identity of its own: pass run=, the same on all "
+                    "ranks, or call statexchange.init() first"
+                )
+        return self._run
+
+    def read_configs_and_weights_from_rank(
+        self, target_rank: int, *, round: int | None = None, timeout_s: float = 0.0  # noqa: A002 (a workspace's word)
+    ) -> tuple[Any, dict[str, Any]]:
+        """The config and weights (on the CPU) that `target_rank` wrote: in its newest whole round, or in `round`.
+
+        Not collective. A rank whose file does not appear within `timeout_s` seconds is a NotFoundError naming rank and
+        path; it is never taken for None.
+        """
+        workspace = self._initialized()
+        name = _wait_for(workspace, self._run, target_rank, round, timeout_s)
+        with workspace.open(name, timeout_s=timeout_s) as file:
+            weights = {key: _tensor(file, key) for key in file.shards}
+            return values.decode(file.config), weights
+
+
+def _tensor(file: RankFile, name: str) -> Any:
+    shard = file.shards[name]
+    return from_bytes(file.read(name), shard.dtype, shard.local_shape)
+
+
+def _wait_for(workspace: Workspace, run: str | None, rank: int, number: int | None, timeout_s: float) -> RankName:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = _find(workspace, run, rank, number)
+        if found is not None:
+            return found
+        if time.monotonic() >= deadline:
+            what = "any round" if number is None else f"round {number}"
+            raise NotFoundError(f"this rank has written no file in {what}", rank=rank, path=workspace.path)
+        time.sleep(0.05)
+
+
+def _find(workspace: Workspace, run: str | None, rank: int, number: int | None) -> RankName | None:
+    try:
+        chosen = run if run is not None else _reading_run(workspace)
+        rounds = workspace.rounds(chosen) if number is None else [number]
+    except NotFoundError:
+        return None
+    for candidate in reversed(rounds):
+        try:
+            names = [name for name in workspace.rank_names(chosen, candidate) if name.rank == rank]
+        except NotFoundError:
+            continue
+        if names:
+            return names[0]
+    return None
+
+
+def _reading_run(workspace: Workspace) -> str:
+    made, launch = world.current(), detect_launch()
+    runs = workspace.runs()
+    for known in (made.run if made is not None else None, launch.job):
+        if known is not None and known in runs:
+            return known
+    if len(runs) > 1:
+        raise InvalidArgumentError(f"several runs lie here ({', '.join(runs)}): pass run=", path=workspace.path)
+    if not runs:
+        raise NotFoundError("no run lies here yet", path=workspace.path)
+    return runs[0]

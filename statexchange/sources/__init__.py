@@ -1,0 +1,37 @@
+"""Every sharded checkpoint read as one thing: shards plus byte ranges, detected by content, nothing executed."""
+
+from __future__ import annotations
+
+import os
+
+from statexchange.errors import InvalidArgumentError, NotFoundError
+from statexchange.sources import huggingface, workspace
+from statexchange.sources.base import Extent, Holder, OpenCheckpoint, Source, SourceTensor, StoredTensor
+
+__all__ = ["Extent", "Holder", "OpenCheckpoint", "Source", "SourceTensor", "StoredTensor", "open_checkpoint", "open_source"]
+
+
+def open_source(path: str | os.PathLike[str], *, strict: bool = True) -> Source:
+    """What lies at `path`: a workspace (or one run or round of it), or a Hugging Face directory or file.
+
+    Not collective; reads headers only. NotFoundError if nothing known lies there; with `strict`, IncompleteError or
+    CorruptError for what is missing or broken, else such things become the source's `warnings`.
+    """
+    location = os.fspath(path)
+    if not os.path.lexists(location) and "://" not in location:
+        raise NotFoundError("no such path", path=location)
+    for kind in (huggingface, workspace):
+        if kind.recognises(location):
+            return kind.read(location, strict=strict)
+    raise NotFoundError("neither a workspace nor a checkpoint directory nor a safetensors file", path=location)
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
+    """A lazy mapping of tensor names to shape, dtype and `read()`, of a checkpoint that holds whole tensors.
+
+    Not collective. For sharded state in a workspace, merge it first (InvalidArgumentError).
+    """
+    source = open_source(path)
+    if source.kind != "huggingface":
+        raise InvalidArgumentError("this holds shards of tensors: merge it first (statexchange merge)", path=path)
+    return OpenCheckpoint(source)

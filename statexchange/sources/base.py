@@ -1,0 +1,118 @@
+"""A source: a sharded checkpoint seen as holders with shards, and for every box the byte range that holds it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from statexchange.layout.shards import Shard
+from statexchange.storage import files
+
+__all__ = ["Extent", "Holder", "OpenCheckpoint", "Source", "SourceTensor", "StoredTensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where the bytes of one box lie, in C order and as one run; `digest` of them, where the source knows it."""
+
+    path: str
+    begin: int
+    nbytes: int
+    digest: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTensor:
+    """A holder's shard of one tensor, with one extent per box."""
+
+    shard: Shard
+    extents: tuple[Extent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A rank's file, or a file that stands for one."""
+
+    rank: int
+    path: str
+    nbytes: int
+    tensors: Mapping[str, SourceTensor]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint on disk. `kind` is "workspace" or "huggingface"; `config` JSON text of `values` by rank, if any.
+
+    `manifest` is the content of the statexchange.json of a published directory.
+    """
+
+    kind: str
+    path: str
+    holders: tuple[Holder, ...]
+    run: str | None = None
+    round: int | None = None
+    world_size: int | None = None
+    configs: Mapping[int, str] = field(default_factory=dict)
+    manifest: Mapping[str, Any] | None = None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(holder.nbytes for holder in self.holders)
+
+    def shards(self) -> Iterator[tuple[Holder, SourceTensor]]:
+        """Every holder's tensors."""
+        for holder in self.holders:
+            for tensor in holder.tensors.values():
+                yield holder, tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint on disk: shape and dtype at once, bytes on demand."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    _extent: Extent
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self._extent.nbytes
+
+    def read(self) -> Any:
+        """The tensor as a numpy array; ml_dtypes supplies dtypes that numpy lacks."""
+        from statexchange.layout.arrays import array_over
+
+        data = bytearray(self._extent.nbytes)
+        fd = files.open_file(self._extent.path)
+        try:
+            files.pread_into(fd, memoryview(data), self._extent.begin, self._extent.path)
+        finally:
+            os.close(fd)
+        return array_over(data, self.dtype, self.shape)
+
+
+class OpenCheckpoint(Mapping[str, StoredTensor]):
+    """Lazy view of a checkpoint that holds whole tensors: names to `StoredTensor`."""
+
+    def __init__(self, source: Source) -> None:
+        self.path = source.path
+        self._tensors = {
+            t.shard.name: StoredTensor(t.shard.name, t.shard.dtype, t.shard.global_shape, t.extents[0]) for _, t in source.shards()
+        }
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+

@@ -1,0 +1,138 @@
+"""Boxes of a tensor inside a file: windows in C order, and moving a box's bytes to or from them."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from statexchange.layout.arrays import elements
+from statexchange.layout.shards import ITEMSIZE, Box
+from statexchange.storage.files import Buffer, pread_into, pwrite_all
+
+__all__ = ["WINDOW_BYTES", "BoxReader", "intersect", "is_contiguous", "windows", "write_box"]
+
+WINDOW_BYTES = 8 << 20
+def windows(shape: Sequence[int], itemsize: int, budget: int = WINDOW_BYTES) -> Iterator[Box]:
+    """Boxes that cut a tensor into contiguous runs of its C order, in order, each within `budget` bytes if it can be."""
+    dim = 0
+    while dim < len(shape) and math.prod(shape[dim + 1 :]) * itemsize > budget:
+        dim += 1
+    if dim >= len(shape):
+        dim = max(len(shape) - 1, 0)
+    if not shape:
+        yield Box((), ())
+        return
+    step = max(1, budget // max(1, math.prod(shape[dim + 1 :]) * itemsize))
+    rest = tuple(shape[dim + 1 :])
+    for prefix in np.ndindex(*shape[:dim]):
+        for begin in range(0, shape[dim], step):
+            size = min(step, shape[dim] - begin)
+            yield Box((*prefix, begin, *(0,) * len(rest)), (*(1,) * dim, size, *rest))
+
+
+def intersect(one: Box, other: Box) -> Box | None:
+    """The block that two boxes share, or None."""
+    lows = tuple(max(a, b) for a, b in zip(one.offsets, other.offsets, strict=True))
+    highs = tuple(min(a, b) for a, b in zip(one.ends, other.ends, strict=True))
+    if any(low >= high for low, high in zip(lows, highs, strict=True)):
+        return None
+    return Box(lows, tuple(high - low for low, high in zip(lows, highs, strict=True)))
+
+
+def within(inner: Box, outer: Box) -> tuple[slice, ...]:
+    """The index of `inner` in an array that holds `outer`."""
+    return tuple(slice(i - o, i - o + s) for i, o, s in zip(inner.offsets, outer.offsets, inner.shape, strict=True))
+
+
+def linear_offset(box: Box, shape: Sequence[int]) -> int:
+    """Position of a box's first element in the C order of a tensor of `shape`."""
+    position = 0
+    for offset, size in zip(box.offsets, shape, strict=True):
+        position = position * size + offset
+    return position
+
+
+def is_contiguous(box: Box, shape: Sequence[int]) -> bool:
+    """Whether a box is one run of the C order of a tensor of `shape`."""
+    dims = [d for d in range(len(shape)) if box.shape[d] != shape[d]]
+    return not dims or all(size == 1 for size in box.shape[: dims[-1]])
+
+
+def write_box(fd: int, begin: int, shape: tuple[int, ...], dtype: str, box: Box, data: memoryview, path: str, *, mapped: bool) -> None:
+    """Write a box's bytes (C order) into the tensor that starts at byte `begin` of an open file.
+
+    A box that is one run is one write. Others go through a mapping where `mapped` allows it (the file's room must be
+    reserved, or a full disk would be a SIGBUS), else run by run.
+    """
+    if is_contiguous(box, shape):
+        pwrite_all(fd, data, begin + linear_offset(box, shape) * ITEMSIZE[dtype], path)
+    elif mapped:
+        _write_mapped(fd, begin, shape, dtype, box, data)
+    else:
+        for run, part in _runs(box, shape, ITEMSIZE[dtype], data):
+            pwrite_all(fd, part, begin + run * ITEMSIZE[dtype], path)
+
+
+def _runs(box: Box, shape: Sequence[int], itemsize: int, data: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """(first element in the tensor, bytes) of each contiguous run of a box."""
+    dim = max(d for d in range(len(shape)) if box.shape[d] != shape[d])
+    run_bytes = math.prod(box.shape[dim:]) * itemsize
+    for number, prefix in enumerate(np.ndindex(*box.shape[:dim])):
+        offsets = tuple(o + p for o, p in zip(box.offsets, prefix, strict=False)) + box.offsets[dim:]
+        yield linear_offset(Box(offsets, box.shape), shape), data[number * run_bytes : (number + 1) * run_bytes]
+
+
+def _write_mapped(fd: int, begin: int, shape: tuple[int, ...], dtype: str, box: Box, data: memoryview) -> None:
+    itemsize = ITEMSIZE[dtype]
+    source = elements(data, dtype, box.shape)
+    for window in windows(shape, itemsize, 8 * WINDOW_BYTES):
+        part = intersect(box, window)
+        if part is None:
+            continue
+        first = begin + linear_offset(window, shape) * itemsize
+        start = first - first % mmap.ALLOCATIONGRANULARITY
+        nbytes = window.numel * itemsize
+        with mmap.mmap(fd, first - start + nbytes, offset=start) as map_:
+            _assign(memoryview(map_)[first - start : first - start + nbytes], dtype, window, part, source[within(part, box)])
+
+
+def _assign(memory: memoryview, dtype: str, window: Box, part: Box, source: Any) -> None:
+    """Put `part` into the bytes of `window`. A function of its own, so that no view outlives the mapping."""
+    elements(memory, dtype, window.shape)[within(part, window)] = source
+
+
+class BoxReader:
+    """Reads a box's bytes, kept as one run in a file, forward and window by window, hashing them on the way."""
+
+    def __init__(self, fd: int, path: str, begin: int, box: Box, dtype: str, hasher: Any = None) -> None:
+        self.box = box
+        self._fd = fd
+        self._path = path
+        self._at = begin
+        self._dtype = dtype
+        self._hasher = hasher
+
+    def copy_into(self, buffer: bytearray, window: Box, on_bytes: Callable[[int], None]) -> None:
+        """Put what this box has of `window` into the window's bytes. Windows must come in order."""
+        part = intersect(self.box, window)
+        if part is None:
+            return
+        nbytes = part.numel * ITEMSIZE[self._dtype]
+        whole = part == window
+        target = memoryview(buffer)[:nbytes] if whole else memoryview(bytearray(nbytes))
+        pread_into(self._fd, target, self._at, self._path)
+        self._at += nbytes
+        if self._hasher is not None:
+            self._hasher.update(target)
+        if not whole:
+            memory = memoryview(buffer)[: window.numel * ITEMSIZE[self._dtype]]
+            _assign(memory, self._dtype, window, part, elements(target, self._dtype, part.shape))
+        on_bytes(nbytes)
+
+    def digest(self) -> str | None:
+        """The digest of all bytes read, where they were hashed."""
+        return None if self._hasher is None else str(self._hasher.hexdigest())

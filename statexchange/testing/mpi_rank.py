@@ -1,0 +1,23 @@
+"""One rank under mpiexec: ``python -m statexchange.testing.mpi_rank ADDRESS``, for the launcher only."""
+
+from __future__ import annotations
+
+import os
+import sys
+from multiprocessing.connection import Client
+
+from statexchange import settings, values
+from statexchange.testing import child
+
+__all__ = ["main"]
+
+
+def main(address: str) -> None:
+    """Meet the launcher at its socket `address` and do its task. Not collective; blocks on the launcher."""
+    with Client(address, "AF_UNIX") as connection:
+        connection.send_bytes(values.encode([settings.detect_launch().rank, os.getpid()]).encode())
+        child.serve(connection)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

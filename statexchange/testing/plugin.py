@@ -1,0 +1,134 @@
+"""The pytest plugin: ``@pytest.mark.ranks(2, 4, backend="gloo")`` runs a test on every rank of small worlds.
+
+Load it with ``-p statexchange.testing.plugin``. A test gets its rank from its communicator or environment; it
+may ask for `tmp_path`, the same directory on all ranks, and for parameters that are JSON values.
+
+With ``--no-skips`` a skip fails the session, unless its reason begins with "no GPU".
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import pytest
+from _pytest.assertion import install_importhook
+from _pytest.config import get_config
+
+from statexchange.testing import RankFailure, child, run_ranks
+from statexchange.testing.worlds import mpi_missing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__: list[str] = []
+
+_MARKER = "ranks(*world_sizes, backend='threads', timeout_s=20): run the test on every rank of each world"
+_ALLOWED_SKIP = "no GPU"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds ``--no-skips``."""
+    parser.addoption(
+        "--no-skips", action="store_true", help=f"a skip fails the session, unless for {_ALLOWED_SKIP!r}"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Registers the marker."""
+    config.addinivalue_line("markers", _MARKER)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One run for each backend and world size."""
+    marker = metafunc.definition.get_closest_marker("ranks")
+    if marker is None:
+        return
+    if metafunc.cls is not None:
+        raise pytest.UsageError(
+            f"{metafunc.definition.nodeid}: the ranks marker is for functions, not for methods"
+        )
+    if not marker.args or marker.kwargs.keys() - {"backend", "timeout_s"}:
+        raise pytest.UsageError(f"{metafunc.definition.nodeid}: use {_MARKER.partition(':')[0]}")
+    backend = marker.kwargs.get("backend", "threads")
+    backends = (backend,) if isinstance(backend, str) else backend
+    cases = [(name, world_size) for name in backends for world_size in marker.args]
+    metafunc.fixturenames.append("ranks_case")
+    ids = [f"{name}-{world_size}" for name, world_size in cases]
+    metafunc.parametrize("ranks_case", cases, ids=ids)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Calls the test on its ranks instead of here."""
+    marker = pyfuncitem.get_closest_marker("ranks")
+    if marker is None:
+        return None
+    case: Any = pyfuncitem.callspec.params["ranks_case"]
+    backend, world_size = case
+    missing = mpi_missing() if backend == "mpi" else None
+    if missing is not None:
+        pytest.skip(missing)
+    names = [name for name in pyfuncitem._fixtureinfo.argnames if name in pyfuncitem.funcargs]  # noqa: SLF001
+    arguments = {name: pyfuncitem.funcargs[name] for name in names}
+    _run(pyfuncitem.obj, arguments, backend, world_size, marker.kwargs.get("timeout_s", 20.0))
+    return True
+
+
+def _run(
+    test: Callable[..., None], arguments: dict[str, Any], backend: str, world_size: int, timeout_s: float
+) -> None:
+    try:
+        if backend == "threads":
+            run_ranks(functools.partial(test, **arguments), world_size, timeout_s=timeout_s)
+        else:
+            args = _portable(test, arguments)
+            run_ranks(_on_rank, world_size, backend=backend, args=args, timeout_s=timeout_s)
+    except RankFailure as failure:
+        _raise_outcome(failure)
+
+
+def _portable(test: Callable[..., None], arguments: dict[str, Any]) -> tuple[str, dict[str, Any], list[str]]:
+    """The arguments of `_on_rank`: JSON values, with the names of those that are paths."""
+    paths = [name for name, value in arguments.items() if isinstance(value, Path)]
+    plain = {name: str(value) if name in paths else value for name, value in arguments.items()}
+    return f"{test.__module__}:{test.__qualname__}", plain, paths
+
+
+def _on_rank(target: str, arguments: dict[str, Any], paths: list[str]) -> None:
+    """Call the test within a rank's process, whose asserts then tell their values as pytest's do."""
+    install_importhook(get_config()).mark_rewrite(target.partition(":")[0])
+    child.load(target)(**{name: Path(value) if name in paths else value for name, value in arguments.items()})
+
+
+def _raise_outcome(failure: RankFailure) -> NoReturn:
+    bad = [outcome for outcome in failure.outcomes if outcome.state != "ok"]
+    if all(outcome.error == "Skipped" for outcome in bad):
+        pytest.skip(bad[0].message)
+    pytest.fail(str(failure), pytrace=False)
+
+
+def _forbidden_skips(config: pytest.Config) -> list[str]:
+    """A line for each skip that ``--no-skips`` does not allow."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or not config.getoption("--no-skips"):
+        return []
+    reasons = [
+        (skip.nodeid, skip.longrepr[2].removeprefix("Skipped: "))
+        for skip in reporter.stats.get("skipped", [])
+    ]
+    return [f"{nodeid}: {reason}" for nodeid, reason in reasons if not reason.startswith(_ALLOWED_SKIP)]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails a session that ``--no-skips`` does not allow."""
+    if _forbidden_skips(session.config) and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Names the skips that failed the session."""
+    for line in _forbidden_skips(config):
+        terminalreporter.write_line(f"--no-skips: {line}", red=True)

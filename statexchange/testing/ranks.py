@@ -1,0 +1,217 @@
+"""The launcher: run a function on every rank of a small world, as threads or processes; it always returns."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, overload
+
+from statexchange.errors import InvalidArgumentError, StateExchangeError
+from statexchange.testing.child import report
+from statexchange.testing.worlds import BACKENDS, World, open_world
+
+__all__ = ["RankFailure", "RankOutcome", "RankOutcomes", "report", "run_ranks"]
+
+_GRACE_S = (
+    2.0  # for the peers of a failed rank to fail by themselves, and for a process to end after its work
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RankOutcome:
+    """How one rank ended.
+
+    `state` is "ok", "raised" (`error` is the exception's type name), "exited" (its process ended unasked) or
+    "running" (its time was up; `traceback` is its stack). `exit_code` is negative for a signal, and None for
+    threads and for processes that the launcher ended. Under mpiexec it is the job's.
+    """
+
+    rank: int
+    state: str
+    value: Any = None
+    error: str | None = None
+    message: str = ""
+    traceback: str = ""
+    exit_code: int | None = None
+
+    def __str__(self) -> str:
+        error = f" {self.error}" if self.error else ""
+        return f"rank {self.rank}: {self.state}{error}" + (f": {self.message}" if self.message else "")
+
+
+class RankOutcomes(tuple[RankOutcome, ...]):
+    """The outcomes of all ranks, in rank order; the properties are by rank, of those ranks that have one."""
+
+    __slots__ = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether every rank returned and its process ended well."""
+        return all(outcome.state == "ok" for outcome in self)
+
+    @property
+    def values(self) -> dict[int, Any]:
+        """What the ranks that ended well returned."""
+        return {outcome.rank: outcome.value for outcome in self if outcome.state == "ok"}
+
+    @property
+    def errors(self) -> dict[int, str]:
+        """The type names of what was raised."""
+        return {outcome.rank: outcome.error for outcome in self if outcome.error is not None}
+
+    @property
+    def messages(self) -> dict[int, str]:
+        """What every rank that did not end well has to say."""
+        return {outcome.rank: outcome.message for outcome in self if outcome.state != "ok"}
+
+    @property
+    def tracebacks(self) -> dict[int, str]:
+        """The tracebacks of what was raised, and the stacks of ranks that were running or crashed."""
+        return {outcome.rank: outcome.traceback for outcome in self if outcome.traceback}
+
+    @property
+    def exit_codes(self) -> dict[int, int | None]:
+        """The exit codes of all ranks."""
+        return {outcome.rank: outcome.exit_code for outcome in self}
+
+    def __str__(self) -> str:
+        stacks = [f"--- rank {rank} ---\n{text.rstrip()}" for rank, text in self.tracebacks.items()]
+        return "\n".join([*map(str, self), *stacks])
+
+
+class RankFailure(StateExchangeError, AssertionError):  # noqa: N818 - it is what a test fails with
+    """Ranks failed; the message tells of every rank, and so do `outcomes` and the dictionaries by rank."""
+
+    def __init__(self, message: str, *, outcomes: Iterable[RankOutcome] = (), **about: Any) -> None:
+        super().__init__(message, **about)
+        self.outcomes = RankOutcomes(outcomes)
+        self.errors = self.outcomes.errors
+        self.messages = self.outcomes.messages
+        self.tracebacks = self.outcomes.tracebacks
+        self.exit_codes = self.outcomes.exit_codes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rebuild, (cls, message, about) = super().__reduce__()
+        return rebuild, (cls, message, {**about, "outcomes": tuple(self.outcomes)})
+
+
+OnMessage = Callable[[int, Any], None]
+
+
+@overload
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *,
+    backend: str = ...,
+    args: tuple[Any, ...] = ...,
+    timeout_s: float = ...,
+    on_message: OnMessage | None = ...,
+    allow_failure: Literal[False] = ...,
+) -> list[Any]: ...
+@overload
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *,
+    backend: str = ...,
+    args: tuple[Any, ...] = ...,
+    timeout_s: float = ...,
+    on_message: OnMessage | None = ...,
+    allow_failure: Literal[True],
+) -> RankOutcomes: ...
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *,
+    backend: str = "threads",
+    args: tuple[Any, ...] = (),
+    timeout_s: float = 20.0,
+    on_message: OnMessage | None = None,
+    allow_failure: bool = False,
+) -> list[Any] | RankOutcomes:
+    """Run ``fn(*args)`` on `world_size` ranks and return what they returned, in rank order.
+
+    Not collective; blocks until all ranks have ended, about `timeout_s` at most; leaves no process behind.
+
+    `backend`: "threads" of this process, each with a communicator of its own as its default; "processes",
+    which find RANK and WORLD_SIZE in their environment; "gloo", the same with torch.distributed's default
+    group; "mpi", under mpiexec. For processes `fn` must be importable by name, and arguments and results are
+    JSON values. Inside `fn`, `report` reaches `on_message(rank, value)` at once.
+
+    When a rank fails the others get two seconds to end by themselves; then RankFailure tells what each rank
+    did. With `allow_failure` they get all of `timeout_s`, and what each did is returned.
+    """
+    if backend not in BACKENDS:
+        raise InvalidArgumentError(f"no backend {backend!r}: use one of {', '.join(BACKENDS)}")
+    if world_size < 1:
+        raise InvalidArgumentError(
+            "a world has at least one rank", expected="world_size >= 1", found=world_size
+        )
+    world = open_world(backend, fn, args, world_size)
+    try:
+        world.start()
+        outcomes = _watch(world, world_size, timeout_s, on_message, patient=allow_failure)
+    finally:
+        world.close()
+    if allow_failure:
+        return outcomes
+    if outcomes.ok:
+        return [outcome.value for outcome in outcomes]
+    head = f"{len(outcomes.messages)} of {world_size} ranks failed on {backend}"
+    raise RankFailure(f"{head}\n{outcomes}", outcomes=outcomes)
+
+
+def _watch(
+    world: World, world_size: int, timeout_s: float, on_message: OnMessage | None, *, patient: bool
+) -> RankOutcomes:
+    """Follow the ranks to their ends, and see that they come to one."""
+    ends: dict[int, RankOutcome] = {}
+    limit = f"did not finish within {timeout_s:g} s"
+    deadline = time.monotonic() + timeout_s
+    while len(ends) < world_size and (left_s := deadline - time.monotonic()) > 0:
+        for rank, kind, payload in world.events(left_s):
+            if kind == "report":
+                if on_message is not None:
+                    on_message(rank, payload)
+            elif rank not in ends:
+                ends[rank] = _outcome(rank, kind, payload)
+                if kind != "ok" and not patient and time.monotonic() + _GRACE_S < deadline:
+                    deadline = time.monotonic() + _GRACE_S
+                    limit = f"did not finish within {_GRACE_S:g} s of the failure of rank {rank}"
+    running = set(range(world_size)) - ends.keys()
+    ends.update({rank: _running(world, rank, limit) for rank in sorted(running)})
+    world.kill(running)
+    world.release()
+    return RankOutcomes(end if rank in running else _end(world, end) for rank, end in sorted(ends.items()))
+
+
+def _outcome(rank: int, kind: str, payload: Any) -> RankOutcome:
+    if kind == "raised":
+        return RankOutcome(rank, kind, None, *payload)
+    return RankOutcome(rank, kind, payload)
+
+
+def _running(world: World, rank: int, why: str) -> RankOutcome:
+    innermost, stack = world.stack(rank)
+    return RankOutcome(rank, "running", message=f"{why}, still running in {innermost}", traceback=stack)
+
+
+def _end(world: World, end: RankOutcome) -> RankOutcome:
+    """The outcome when the process has ended too, which may be another: a crash at exit is no success."""
+    if not world.ended(end.rank, _GRACE_S) and end.state == "ok":
+        return _running(world, end.rank, "did its work but did not exit")
+    code = world.exit_code(end.rank)
+    if end.state == "raised" or (end.state == "ok" and not code):
+        return replace(end, exit_code=code)
+    message = ("returned, then " if end.state == "ok" else "") + _how(code)
+    _, stack = world.stack(end.rank)
+    return RankOutcome(end.rank, "exited", message=message, traceback=stack, exit_code=code)
+
+
+def _how(code: int | None) -> str:
+    if code is None:
+        return "ended without a word"
+    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"

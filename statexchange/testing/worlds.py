@@ -1,0 +1,388 @@
+"""The ways to start the ranks of a small world: threads, processes of a fork server, and mpiexec."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import multiprocessing
+import os
+import queue
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from statexchange import values
+from statexchange.errors import InvalidArgumentError, MissingExtraError, StallError
+from statexchange.testing import child
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from multiprocessing.context import ForkServerContext, ForkServerProcess
+
+__all__ = ["BACKENDS", "World", "mpi_missing", "open_world"]
+
+BACKENDS = ("threads", "processes", "gloo", "mpi")
+Event = tuple[int, str, Any]  # rank; "report", "ok", "raised" or "exited"; what it sent
+
+_POLL_S = 0.05
+_STACK_S = 1.0
+_LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OPEN_MPI = {  # which otherwise refuses root, and more ranks than cores
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+
+
+class World(Protocol):
+    """Ranks as the launcher sees them."""
+
+    def start(self) -> None:
+        """Start all ranks."""
+
+    def events(self, wait_s: float) -> Iterator[Event]:
+        """What came from the ranks, after waiting at most `wait_s` for it."""
+
+    def stack(self, rank: int) -> tuple[str, str]:
+        """The innermost frame and the whole stack of `rank`, or what is known of where it crashed."""
+
+    def kill(self, ranks: set[int]) -> None:
+        """End ranks that do not end."""
+
+    def release(self) -> None:
+        """Let the ranks go that have done their work."""
+
+    def ended(self, rank: int, wait_s: float) -> bool:
+        """Whether `rank` has ended within `wait_s`."""
+
+    def exit_code(self, rank: int) -> int | None:
+        """The exit code of `rank`, if it has one of its own."""
+
+    def close(self) -> None:
+        """Leave nothing behind, whatever has happened."""
+
+
+def open_world(backend: str, fn: Callable[..., Any], args: tuple[Any, ...], world_size: int) -> World:
+    """A world, not yet started, whose ranks call ``fn(*args)``."""
+    if backend == "threads":
+        return _Threads(fn, args, world_size)
+    task = {"target": _target(fn, backend), "args": values.encode(args), "world_size": world_size}
+    return (
+        _Job({**task, "backend": backend}) if backend == "mpi" else _Processes({**task, "backend": backend})
+    )
+
+
+def _target(fn: Callable[..., Any], backend: str) -> str:
+    """``module:qualname`` of `fn`, if another process can find it by that."""
+    module, qualname = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
+    if module is None or qualname is None or "<" in qualname:
+        raise InvalidArgumentError(
+            f"another process cannot import {qualname or fn!r}: with backend {backend!r} give a function from"
+            " the top of a module, no lambda, nested function or partial; 'threads' takes any callable"
+        )
+    unnamed = backend == "mpi" or not hasattr(sys.modules["__main__"], "__file__")
+    if module == "__main__" and unnamed:
+        raise InvalidArgumentError(
+            f"another process cannot import {qualname} from __main__: put it in a module"
+        )
+    return f"{module}:{qualname}"
+
+
+class _Threads:
+    """Ranks that are threads of this process. One that hangs cannot be killed, but is named."""
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], world_size: int) -> None:
+        self._fn = fn
+        self._args = args
+        self._world_size = world_size
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._communicators: list[Any] = []
+
+    def start(self) -> None:
+        from statexchange.comm.threads import thread_communicators
+
+        self._communicators = list(thread_communicators(self._world_size))
+        self._threads = [
+            threading.Thread(target=self._run, args=(rank,), name=f"rank {rank}", daemon=True)
+            for rank in range(self._world_size)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, rank: int) -> None:
+        from statexchange.comm import world
+
+        communicator = self._communicators[rank]
+        child.sender.set(
+            lambda value: self._events.put((rank, "report", values.decode(values.encode(value))))
+        )
+        try:
+            with world.use(communicator):
+                value = self._fn(*self._args)
+            communicator.close(error=None)
+        except BaseException as error:  # noqa: BLE001 - SystemExit and pytest's outcomes must reach the launcher too
+            self._events.put((rank, "raised", child.describe(error)))
+            communicator.close(error=error)
+        else:
+            self._events.put((rank, "ok", value))
+
+    def events(self, wait_s: float) -> Iterator[Event]:
+        with contextlib.suppress(queue.Empty):  # time is up, which the caller sees for itself
+            yield self._events.get(timeout=wait_s)
+
+    def stack(self, rank: int) -> tuple[str, str]:
+        frame = sys._current_frames().get(self._threads[rank].ident or 0)  # noqa: SLF001 - the documented way
+        if frame is None:
+            return "its exit", ""
+        last = traceback.extract_stack(frame)[-1]
+        where = f"{last.name} ({Path(last.filename).name}:{last.lineno})"
+        return where, "".join(traceback.format_stack(frame))
+
+    def kill(self, ranks: set[int]) -> None:
+        for rank in ranks:
+            self._communicators[rank].close(error=StallError("the launcher gave this rank up", rank=rank))
+
+    def release(self) -> None: ...
+
+    def ended(self, rank: int, wait_s: float) -> bool:
+        self._threads[rank].join(wait_s)
+        return not self._threads[rank].is_alive()
+
+    def exit_code(self, rank: int) -> int | None:  # noqa: ARG002
+        return None
+
+    def close(self) -> None:
+        self.kill({rank for rank, thread in enumerate(self._threads) if thread.is_alive()})
+
+
+class _Remote:
+    """Ranks that are processes, each at the other end of a connection."""
+
+    def __init__(self, task: dict[str, Any]) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="statexchange-")
+        self._task = {**task, "path": sys.path, "environ": None, "directory": self._directory.name}
+        self._world_size: int = task["world_size"]
+        self._connections: dict[int, Connection] = {}
+        self._open: dict[Connection, int] = {}
+        self._pids: dict[int, int] = {}
+
+    def _meet(self, rank: int, pid: int, connection: Connection, **task: Any) -> None:
+        self._connections[rank] = connection
+        self._open[connection] = rank
+        self._pids[rank] = pid
+        task = {**self._task, "rank": rank, **task}
+        with contextlib.suppress(ConnectionError):  # it died at once, which its connection will tell
+            connection.send_bytes(values.encode(task).encode())
+
+    def _read(self, connections: Iterable[Connection]) -> Iterator[Event]:
+        for connection in connections:
+            rank = self._open[connection]
+            try:
+                kind, payload = values.decode(connection.recv_bytes())
+            except (EOFError, OSError):
+                del self._open[connection]
+                yield rank, "exited", None
+            else:
+                yield rank, kind, payload
+
+    def stack(self, rank: int) -> tuple[str, str]:
+        file = Path(self._directory.name, f"stacks-{rank}")
+        if not self.ended(rank, 0):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pids[rank], signal.SIGUSR1)
+            _wait_for_text(file)
+        threads = file.read_text().split("\n\n") if file.exists() else []
+        threads = [thread for thread in threads if " in watch\n" not in thread]  # the launcher's own
+        return _innermost(threads), "\n\n".join(threads)
+
+    def release(self) -> None:
+        for connection in self._connections.values():
+            with contextlib.suppress(ConnectionError):  # it has ended already
+                connection.send_bytes(b"go")
+
+    def ended(self, rank: int, wait_s: float) -> bool:
+        raise NotImplementedError
+
+    def _disconnect(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+
+    def close(self) -> None:
+        self._disconnect()
+        self._directory.cleanup()
+
+
+def _innermost(threads: list[str]) -> str:
+    """The first frame of the main thread, which faulthandler writes last."""
+    frame = re.search(r'File "(.*)", line (\d+) in (.*)', threads[-1] if threads else "")
+    return f"{frame[3]} ({Path(frame[1]).name}:{frame[2]})" if frame else "a place that does not answer"
+
+
+def _wait_for_text(file: Path) -> None:
+    """Until the signal handler in the other process has written all of its stack."""
+    deadline = time.monotonic() + _STACK_S
+    before, size = -1, 0
+    while (size == 0 or size != before) and time.monotonic() < deadline:
+        time.sleep(_POLL_S / 2)
+        before, size = size, file.stat().st_size if file.exists() else 0
+
+
+class _Processes(_Remote):
+    """Children of multiprocessing's fork server, which is started once and has torch imported."""
+
+    def __init__(self, task: dict[str, Any]) -> None:
+        super().__init__(task)
+        self._processes: list[ForkServerProcess] = []
+
+    def start(self) -> None:
+        context = _fork_server()
+        for rank in range(self._world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=child.serve, args=(theirs,), name=f"rank {rank}")
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._meet(rank, process.pid or 0, ours, environ=self._environ(rank))
+
+    def _environ(self, rank: int) -> dict[str, str]:
+        size = self._world_size
+        launch = dict(zip(_LAUNCH_VARIABLES, map(str, (rank, size, rank, size)), strict=True))
+        return {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **launch}
+
+    def events(self, wait_s: float) -> Iterator[Event]:
+        yield from self._read(c for c in wait(list(self._open), wait_s) if isinstance(c, Connection))
+
+    def kill(self, ranks: set[int]) -> None:
+        for rank in ranks:
+            self._processes[rank].kill()
+
+    def ended(self, rank: int, wait_s: float) -> bool:
+        self._processes[rank].join(wait_s)
+        return self._processes[rank].exitcode is not None
+
+    def exit_code(self, rank: int) -> int | None:
+        return self._processes[rank].exitcode
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+            process.close()
+        super().close()
+
+
+def _fork_server() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    preload = [name for name in sys.modules if name.split(".")[0] == "statexchange"]
+    preload += [name for name in ("hypothesis", "pytest") if name in sys.modules]
+    if importlib.util.find_spec("torch") is not None:
+        preload += ["torch", "torch.distributed.fsdp"]
+    context.set_forkserver_preload(preload)  # has no effect once the server runs
+    return context
+
+
+def _mpiexec() -> str | None:
+    beside = Path(sys.executable).parent / "mpiexec"
+    return str(beside) if beside.exists() else shutil.which("mpiexec")
+
+
+def mpi_missing() -> str | None:
+    """Why ranks cannot be started under MPI here, or None if they can."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return 'no mpi4py: pip install "statexchange[mpi]"'
+    return "no mpiexec: pip install mpich" if _mpiexec() is None else None
+
+
+class _Job(_Remote):
+    """Ranks under mpiexec, which come to a socket of ours. Only the job as a whole has an exit code."""
+
+    def __init__(self, task: dict[str, Any]) -> None:
+        super().__init__(task)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._job: subprocess.Popen[bytes] | None = None
+        self._ok: set[int] = set()
+
+    def start(self) -> None:
+        mpiexec = _mpiexec()
+        if mpiexec is None:
+            raise MissingExtraError("no mpiexec beside this Python or on PATH: pip install mpich")
+        address = f"{self._directory.name}/launcher"
+        self._listener.bind(address)
+        self._listener.listen(self._world_size)
+        command = [
+            mpiexec,
+            "-n",
+            str(self._world_size),
+            sys.executable,
+            "-m",
+            "statexchange.testing.mpi_rank",
+            address,
+        ]
+        # In a session of its own: on Ctrl-C we end it, and it does not meddle.
+        self._job = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, env=_mpi_environ(), start_new_session=True
+        )
+
+    def events(self, wait_s: float) -> Iterator[Event]:
+        ready = wait([self._listener, *self._open], min(wait_s, _POLL_S))
+        if self._listener in ready:
+            self._admit()
+        events = list(self._read(c for c in ready if isinstance(c, Connection)))
+        if not ready and self._ended(0):
+            events += [
+                (rank, "exited", None) for rank in range(self._world_size) if rank not in self._connections
+            ]
+        self._ok.update(rank for rank, kind, _ in events if kind == "ok")
+        yield from events
+
+    def _admit(self) -> None:
+        connection = Connection(self._listener.accept()[0].detach())
+        rank, pid = values.decode(connection.recv_bytes())
+        self._meet(rank, pid, connection)
+
+    def kill(self, ranks: set[int]) -> None:
+        for rank in ranks & self._pids.keys():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pids[rank], signal.SIGKILL)
+        if ranks - self._pids.keys() and self._job is not None:
+            self._job.terminate()
+
+    def ended(self, rank: int, wait_s: float) -> bool:  # noqa: ARG002
+        return self._ended(wait_s)
+
+    def _ended(self, wait_s: float) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._job is None or self._job.wait(wait_s) is not None
+        return False
+
+    def exit_code(self, rank: int) -> int | None:
+        if self._job is None or (rank in self._ok and len(self._ok) < self._world_size):
+            return None  # the job's code speaks of the ranks that failed
+        return self._job.returncode
+
+    def close(self) -> None:
+        self._listener.close()
+        self._disconnect()
+        if self._job is not None and not self._ended(_POLL_S):
+            self._job.terminate()
+            if not self._ended(_STACK_S):
+                self._job.kill()
+                self._job.wait()
+        super().close()
+
+
+def _mpi_environ() -> dict[str, str]:
+    environ = {key: value for key, value in os.environ.items() if key not in _LAUNCH_VARIABLES}
+    paths = (str(Path(child.__file__).parents[2]), environ.get("PYTHONPATH"))
+    return {**_OPEN_MPI, **environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
