@@ -249,10 +249,14 @@ def _step(model: Llama, optimizer: torch.optim.Optimizer, tokens: Tensor, target
 
 @torch.no_grad()
 def generate(model: Llama, prompt: bytes, count: int, temperature: float = 0.5) -> str:
-    """`count` bytes that the model writes after `prompt`; the same each time. Not collective."""
+    """`count` bytes that the model writes after `prompt`, fit for a terminal. Not collective.
+
+    The same each time.
+    """
     generator = torch.Generator().manual_seed(_SEED)
     tokens = byte_tokens(prompt)[None]
     for _ in range(count):
         chances = (model(tokens)[:, -1] / temperature).softmax(-1)
         tokens = torch.cat((tokens, torch.multinomial(chances, 1, generator=generator)), dim=1)
-    return bytes(tokens[0, len(prompt) :].tolist()).decode("utf-8", "replace")
+    text = bytes(tokens[0, len(prompt) :].tolist()).decode("utf-8", "replace")
+    return "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text)

@@ -15,7 +15,7 @@ def open_source(path: str | os.PathLike[str], *, strict: bool = True) -> Source:
     """What lies at `path`: a workspace (or one run or round of it), or a Hugging Face directory or file.
 
     Not collective; reads headers only. NotFoundError if nothing known lies there; with `strict`, IncompleteError or
-    CorruptError for what is missing or broken, else such things become the source's `warnings`.
+    CorruptError for what is missing or broken, else such things become the source's `problems`.
     """
     location = os.fspath(path)
     if not os.path.lexists(location) and "://" not in location:

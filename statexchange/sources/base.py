@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from statexchange.errors import StateExchangeError
+from statexchange.layout.plan import Holding
 from statexchange.layout.shards import Shard
 from statexchange.storage import files
 
@@ -46,7 +48,7 @@ class Holder:
 class Source:
     """A checkpoint on disk. `kind` is "workspace" or "huggingface"; `config` JSON text of `values` by rank, if any.
 
-    `manifest` is the content of the statexchange.json of a published directory.
+    `manifest` is the content of the statexchange.json of a published directory; `problems` what is missing or broken.
     """
 
     kind: str
@@ -57,12 +59,16 @@ class Source:
     world_size: int | None = None
     configs: Mapping[int, str] = field(default_factory=dict)
     manifest: Mapping[str, Any] | None = None
-    warnings: tuple[str, ...] = ()
+    problems: tuple[StateExchangeError, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all files."""
         return sum(holder.nbytes for holder in self.holders)
+
+    def holdings(self) -> list[Holding]:
+        """What each holder has, for the merge plan."""
+        return [Holding(h.rank, [t.shard for t in h.tensors.values()], h.aliases) for h in self.holders]
 
     def shards(self) -> Iterator[tuple[Holder, SourceTensor]]:
         """Every holder's tensors."""

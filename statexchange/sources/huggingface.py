@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from statexchange.errors import CorruptError, IncompleteError
+from statexchange.errors import CorruptError, IncompleteError, NotFoundError, StateExchangeError
 from statexchange.layout.shards import Shard, full_box
 from statexchange.sources.base import Extent, Holder, Source, SourceTensor
 from statexchange.storage import files
@@ -37,7 +37,7 @@ def read(path: str, *, strict: bool = True) -> Source:
     """The source at `path`: each file is a holder of whole tensors."""
     if os.path.isfile(path):
         return Source("huggingface", path, (_holder(0, path, {}),))
-    problems: list[Exception] = []
+    problems: list[StateExchangeError] = []
     manifest = _manifest(path)
     names = _expected_files(path, manifest)
     digests = _whole_digests(manifest)
@@ -45,16 +45,16 @@ def read(path: str, *, strict: bool = True) -> Source:
     for number, name in enumerate(names):
         try:
             holders.append(_holder(number, os.path.join(path, name), digests))
-        except (CorruptError, FileNotFoundError) as error:
+        except StateExchangeError as error:
             problems.append(_missing(error, path, name))
     problems += _index_problems(path, holders)
     if problems and strict:
         raise problems[0]
-    return Source("huggingface", path, tuple(holders), manifest=manifest, warnings=tuple(str(p) for p in problems))
+    return Source("huggingface", path, tuple(holders), manifest=manifest, problems=tuple(problems))
 
 
-def _missing(error: Exception, path: str, name: str) -> Exception:
-    if isinstance(error, FileNotFoundError):
+def _missing(error: StateExchangeError, path: str, name: str) -> StateExchangeError:
+    if isinstance(error, NotFoundError):
         return IncompleteError("a file of this checkpoint is missing", path=os.path.join(path, name))
     return error
 
@@ -107,10 +107,10 @@ def _weight_map(index: str) -> dict[str, str]:
     return weight_map
 
 
-def _index_problems(path: str, holders: list[Holder]) -> list[Exception]:
+def _index_problems(path: str, holders: list[Holder]) -> list[StateExchangeError]:
     """Tensors that an index puts into a file that does not have them."""
     has = {os.path.basename(holder.path): holder.tensors.keys() for holder in holders}
-    problems: list[Exception] = []
+    problems: list[StateExchangeError] = []
     for index in _indexes(path):
         location = os.path.join(path, index)
         for name, file in _weight_map(location).items():

@@ -18,7 +18,7 @@ _ROUND = re.compile(r"[0-9]{6,}")
 def recognises(path: str) -> bool:
     """Whether `path` is a workspace, or one run or round of it."""
     try:
-        return _place(path) is not None
+        return _place(path) is not None or (os.path.isfile(path) and bool(_RANK_FILE.fullmatch(os.path.basename(path))))
     except InvalidArgumentError:
         return False
 
@@ -45,12 +45,7 @@ def _is_round(path: str) -> bool:
 
 def read(path: str, *, strict: bool = True) -> Source:
     """The source at `path`. Ranks that are missing are an IncompleteError naming them and their files."""
-    place = _place(path)
-    if place is None:
-        raise NotFoundError("no workspace", path=path)
-    root, run, number = place
-    workspace = Workspace(root)
-    names, manifest = _choose(workspace, run, number)
+    workspace, names, manifest = _files(path)
     problems: list[StateExchangeError] = []
     holders: list[Holder] = []
     configs: dict[int, str] = {}
@@ -63,7 +58,8 @@ def read(path: str, *, strict: bool = True) -> Source:
             problems.append(IncompleteError("this rank's file is missing", rank=error.rank, path=error.path))
         except StateExchangeError as error:
             problems.append(error)
-    problems += _missing_ranks(workspace, names, manifest)
+    if not os.path.isfile(path):
+        problems += _missing_ranks(workspace, names, manifest)
     if problems and strict:
         raise problems[0]
     first = _name(names[0])
@@ -75,8 +71,23 @@ def read(path: str, *, strict: bool = True) -> Source:
         round=first.round,
         world_size=first.world_size,
         configs=configs,
-        warnings=tuple(str(problem) for problem in problems),
+        problems=tuple(problems),
     )
+
+
+def _files(path: str) -> tuple[Workspace, list[Receipt] | list[RankName], Manifest | None]:
+    """The workspace, its files to read, and the manifest that lists them; of a rank's file only itself."""
+    if os.path.isfile(path):
+        folder, file = os.path.split(os.path.abspath(path))
+        folder, number = os.path.split(folder)
+        root, run = os.path.split(folder)
+        return Workspace(root), [RankName.parse(os.path.join(run, number, file))], None
+    place = _place(path)
+    if place is None:
+        raise NotFoundError("no workspace", path=path)
+    root, chosen_run, chosen_round = place
+    workspace = Workspace(root)
+    return workspace, *_choose(workspace, chosen_run, chosen_round)
 
 
 def _name(receipt: Receipt | RankName) -> RankName:

@@ -13,7 +13,7 @@ from statexchange.layout.arrays import elements
 from statexchange.layout.shards import ITEMSIZE, Box
 from statexchange.storage.files import Buffer, pread_into, pwrite_all
 
-__all__ = ["WINDOW_BYTES", "BoxReader", "intersect", "is_contiguous", "windows", "write_box"]
+__all__ = ["WINDOW_BYTES", "BoxReader", "intersect", "is_contiguous", "windows", "within", "write_box"]
 
 WINDOW_BYTES = 8 << 20
 def windows(shape: Sequence[int], itemsize: int, budget: int = WINDOW_BYTES) -> Iterator[Box]:
@@ -108,7 +108,7 @@ def _assign(memory: memoryview, dtype: str, window: Box, part: Box, source: Any)
 class BoxReader:
     """Reads a box's bytes, kept as one run in a file, forward and window by window, hashing them on the way."""
 
-    def __init__(self, fd: int, path: str, begin: int, box: Box, dtype: str, hasher: Any = None) -> None:
+    def __init__(self, fd: int, path: str, begin: int, box: Box, dtype: str, hasher: Any) -> None:
         self.box = box
         self._fd = fd
         self._path = path
@@ -126,13 +126,12 @@ class BoxReader:
         target = memoryview(buffer)[:nbytes] if whole else memoryview(bytearray(nbytes))
         pread_into(self._fd, target, self._at, self._path)
         self._at += nbytes
-        if self._hasher is not None:
-            self._hasher.update(target)
+        self._hasher.update(target)
         if not whole:
             memory = memoryview(buffer)[: window.numel * ITEMSIZE[self._dtype]]
             _assign(memory, self._dtype, window, part, elements(target, self._dtype, part.shape))
         on_bytes(nbytes)
 
-    def digest(self) -> str | None:
-        """The digest of all bytes read, where they were hashed."""
-        return None if self._hasher is None else str(self._hasher.hexdigest())
+    def digest(self) -> str:
+        """The digest of all bytes read."""
+        return str(self._hasher.hexdigest())

@@ -1,0 +1,95 @@
+"""What lies at a path, from headers alone: kind, ranks, tensors, dtypes and bytes."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass
+
+from statexchange.layout.shards import ITEMSIZE, full_box
+from statexchange.sources import Source, open_source
+
+__all__ = ["Summary", "TensorRow", "summarize", "tensor_rows"]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A checkpoint in a few numbers. `nbytes` is that of the tensors, each counted once; `file_nbytes` of all files."""
+
+    kind: str
+    path: str
+    num_tensors: int
+    num_parameters: int
+    nbytes: int
+    dtypes: dict[str, int]
+    num_files: int
+    file_nbytes: int
+    run: str | None
+    round: int | None
+    world_size: int | None
+    ranks: tuple[int, ...]
+    aliases: dict[str, str]
+    proven: bool
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRow:
+    """One tensor: its global shape, and which ranks (workspace) or file (checkpoint) hold it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    holders: tuple[int, ...]
+    num_boxes: int
+    file: str
+
+
+def summarize(path: str | os.PathLike[str]) -> Summary:
+    """The summary of what lies at `path`. Not collective; reads headers only."""
+    source = open_source(path, strict=False)
+    rows = tensor_rows(source)
+    dtypes = Counter(row.dtype for row in rows)
+    workspace = source.kind == "workspace"
+    return Summary(
+        kind=source.kind,
+        path=os.fspath(path),
+        num_tensors=len(rows),
+        num_parameters=sum(full_box(row.shape).numel for row in rows),
+        nbytes=sum(row.nbytes for row in rows),
+        dtypes=dict(sorted(dtypes.items())),
+        num_files=len(source.holders),
+        file_nbytes=source.nbytes,
+        run=source.run,
+        round=source.round,
+        world_size=source.world_size,
+        ranks=tuple(holder.rank for holder in source.holders) if workspace else (),
+        aliases=_aliases(source),
+        proven=source.manifest is not None,
+        problems=tuple(str(problem) for problem in source.problems),
+    )
+
+
+def _aliases(source: Source) -> dict[str, str]:
+    if source.manifest is not None:
+        return {str(k): str(v) for k, v in source.manifest.get("aliases", {}).items()}
+    return {alias: kept for holder in source.holders for alias, kept in holder.aliases.items()}
+
+
+def tensor_rows(source: Source) -> list[TensorRow]:
+    """Every tensor of a source, in its order."""
+    found: dict[str, TensorRow] = {}
+    for holder, tensor in source.shards():
+        shard = tensor.shard
+        old = found.get(shard.name)
+        found[shard.name] = TensorRow(
+            shard.name,
+            shard.dtype,
+            shard.global_shape,
+            full_box(shard.global_shape).numel * ITEMSIZE[shard.dtype],
+            (*(old.holders if old else ()), holder.rank),
+            (old.num_boxes if old else 0) + len(shard.boxes),
+            old.file if old else os.path.basename(holder.path),
+        )
+    return list(found.values())

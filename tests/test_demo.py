@@ -1,0 +1,98 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from statexchange import demo
+from statexchange.errors import MissingExtraError, TargetExistsError
+
+
+def _check(report: demo.DemoReport, world_size: int, steps: int) -> None:
+    assert report.ok
+    assert report.mismatches == ()
+    assert report.tensors_equal == report.tensors_total == 30
+    assert report.world_size == report.mesh[0] * report.mesh[1] == world_size
+    assert len(report.losses) == len(report.step_seconds) == steps
+    assert report.losses[-1] < report.losses[0]
+    assert report.model_bytes == report.export_bytes == sum(report.rank_bytes) == 4 * report.parameters
+    assert len(report.shard_bytes) == len(report.rank_bytes) == world_size
+    assert report.root_peak_bytes > report.model_bytes
+    assert report.prompt
+    assert report.text
+    assert all(char.isprintable() or char == "\n" for char in report.text)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[demo.DemoReport, list[dict[str, object]]]:
+    events: list[dict[str, object]] = []
+    keep = tmp_path_factory.mktemp("demo")
+    return demo.run_demo(4, keep=os.fspath(keep), steps=6, on_progress=events.append), events
+
+
+def test_four_ranks_train_export_and_load(kept: tuple[demo.DemoReport, list[dict[str, object]]]) -> None:
+    report, events = kept
+    _check(report, 4, 6)
+    assert report.mesh == (2, 2)
+    assert len(set(report.shard_bytes)) > 1, "the shards are meant to be uneven"
+    assert [event["phase"] for event in events] == ["train"] * 6 + ["export", "load"]
+    assert [event["loss"] for event in events[:6]] == list(report.losses)
+    assert report.path == events[-1]["path"]
+    assert {"config.json", "model.safetensors", "statexchange.json"} <= dict(report.files).keys()
+    assert all((Path(report.path) / name).stat().st_size == size for name, size in report.files)
+
+
+def test_an_existing_target_is_refused_before_the_training(
+    kept: tuple[demo.DemoReport, list[dict[str, object]]],
+) -> None:
+    report, _events = kept
+    before = sorted(os.listdir(report.path))
+    with pytest.raises(TargetExistsError) as raised:
+        demo.run_demo(4, keep=os.path.dirname(report.path))
+    assert raised.value.path == report.path
+    assert sorted(os.listdir(report.path)) == before
+
+
+# transformers is not ours to fix: deprecations of its own imports are no failures of ours.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
+def test_transformers_loads_it_and_gives_the_same_logits(
+    kept: tuple[demo.DemoReport, list[dict[str, object]]],
+) -> None:
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    from statexchange.demo_model import Llama, LlamaConfig, byte_tokens
+
+    report, _events = kept
+    theirs, loading = AutoModelForCausalLM.from_pretrained(report.path, output_loading_info=True)
+    assert not any(loading.values()), loading
+    ours = Llama(LlamaConfig())
+    ours.load_state_dict(load_file(os.path.join(report.path, "model.safetensors")))
+    tokens = byte_tokens(b"An assignment statement evaluates the expression list.")[None]
+    with torch.no_grad():
+        expected, found = ours(tokens), theirs(tokens).logits
+    assert type(theirs).__name__ == "LlamaForCausalLM"
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_other_worlds(world_size: int) -> None:
+    report = demo.run_demo(world_size, steps=2)
+    _check(report, world_size, 2)
+    assert report.mesh == (world_size, 1)
+    assert report.path is None
+
+
+def test_importing_the_demo_imports_no_torch() -> None:
+    code = "import sys, statexchange.demo; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_without_torch_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(MissingExtraError, match=r'pip install "statexchange\[torch\]"'):
+        demo.run_demo(2, keep=os.fspath(tmp_path / "kept"))
+    assert not (tmp_path / "kept").exists()
