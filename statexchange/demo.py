@@ -276,21 +276,25 @@ def _export(model: Llama, out_dir: str, config_dir: str) -> ExportReport:
     return export_checkpoint(model, out_dir, files_from=config_dir)
 
 
-def _mismatches(state: Mapping[str, DTensor], merged: str) -> Iterator[str]:
-    """The names whose shard here, or whose whole, is not bit for bit what was merged. Collective."""
+@contextlib.contextmanager
+def _merged_slices(merged: str) -> Iterator[dict[str, Any]]:
+    """Each merged tensor as something that reads the regions it is indexed with."""
     from safetensors import safe_open
 
-    # Where FSDP2 and tensor parallelism cut one dim, full_tensor gathers twice; torch warns that it is slow.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(safe_open(path, "pt")) for path in _weights(merged)]
-        slices = {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
+        yield {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
+
+
+def _mismatches(state: Mapping[str, DTensor], merged: str) -> Iterator[str]:
+    """The names whose shard here, or whose whole, is not bit for bit what was merged. Collective."""
+    # Where FSDP2 and tensor parallelism cut one dim, full_tensor gathers twice; torch warns that it is slow.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    with _merged_slices(merged) as slices:
         for name, tensor in state.items():
             whole = tensor.full_tensor()  # collective: on all ranks, whatever this one finds
-            if (
-                name not in slices
-                or not _same_bits(whole, slices[name][:])
-                or not _same_shard(tensor, slices[name])
+            if name not in slices or not (
+                _same_bits(whole, slices[name][:]) and _same_shard(tensor, slices[name])
             ):
                 yield name
 

@@ -54,9 +54,6 @@ def test_an_existing_target_is_refused_before_the_training(
     assert sorted(os.listdir(report.path)) == before
 
 
-# transformers is not ours to fix: deprecations of its own imports are no failures of ours.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers")
-@pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
 def test_transformers_loads_it_and_gives_the_same_logits(
     kept: tuple[demo.DemoReport, list[dict[str, object]]],
 ) -> None:
@@ -76,6 +73,28 @@ def test_transformers_loads_it_and_gives_the_same_logits(
         expected, found = ours(tokens), theirs(tokens).logits
     assert type(theirs).__name__ == "LlamaForCausalLM"
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.ranks(4, backend="gloo")
+def test_one_altered_bit_is_found_by_its_holders_and_by_the_whole(tmp_path: Path) -> None:
+    import torch
+    import torch.distributed as dist
+    from safetensors.torch import save_file
+
+    from statexchange.demo_model import LlamaConfig, shard_model
+
+    name = "model.layers.1.mlp.up_proj.weight"
+    state = shard_model(LlamaConfig(num_hidden_layers=2), demo._mesh()).state_dict()
+    whole = {key: tensor.full_tensor() for key, tensor in state.items()}
+    whole[name].view(torch.int32)[-1, -1] ^= 1
+    del whole["lm_head.weight"]
+    if dist.get_rank() == 0:
+        save_file(whole, tmp_path / "model.safetensors")
+    dist.barrier()
+    assert list(demo._mismatches(state, os.fspath(tmp_path))) == [name, "lm_head.weight"]
+    with demo._merged_slices(os.fspath(tmp_path)) as merged:
+        held = demo._same_shard(state[name], merged[name])
+    assert held == (dist.get_rank() != 3), "the last row lies on the last rank of both axes"
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -22,10 +22,15 @@ def _is_torch(value: object) -> bool:
 
 
 def dtype_name(tensor: Any, name: str) -> str:
-    """The safetensors name of a tensor's dtype; quantised and unknown dtypes are an UnsupportedError naming the tensor."""
+    """The safetensors name of a tensor's dtype; also the gate for tensors without plain bytes.
+
+    Sparse, meta and quantised tensors and unknown dtypes are an UnsupportedError that names the tensor.
+    """
     found = DTYPE_NAMES.get(str(tensor.dtype).removeprefix("torch."))
     if found is None or getattr(tensor, "is_quantized", False):
         raise UnsupportedError(f"dtype {tensor.dtype} cannot be represented", name=name)
+    if not isinstance(tensor, np.ndarray) and (tensor.is_meta or tensor.layout is not _strided()):
+        raise UnsupportedError(f"a {'meta' if tensor.is_meta else tensor.layout} tensor has no bytes to move", name=name)
     return found
 
 
@@ -36,20 +41,17 @@ def torch_dtype(dtype: str) -> Any:
     return getattr(torch, LONG_NAMES[dtype])
 
 
-def host_bytes(tensor: Any, name: str) -> memoryview:
-    """A tensor's elements in C order as bytes; the tensor's own memory where it is contiguous on the host.
-
-    Sparse, meta and quantised tensors are an UnsupportedError that names the tensor.
-    """
+def host_bytes(tensor: Any) -> memoryview:
+    """A tensor's elements in C order as bytes; the tensor's own memory where it is contiguous on the host."""
     if isinstance(tensor, np.ndarray):
         return memoryview(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8))
     import torch
 
-    if tensor.layout != torch.strided or tensor.is_meta:
-        raise UnsupportedError(f"a {'meta' if tensor.is_meta else tensor.layout} tensor has no bytes to move", name=name)
     with torch.no_grad():
-        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        return memoryview(plain.reshape(-1).view(torch.uint8).numpy())
+        flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        if flat.stride(0) != 1:  # a single element counts as contiguous whatever its stride
+            flat = torch.empty(flat.shape, dtype=flat.dtype).copy_(flat)
+        return memoryview(flat.view(torch.uint8).numpy())
 
 
 def from_bytes(data: Any, dtype: str, shape: tuple[int, ...], *, as_numpy: bool = False) -> Any:
@@ -68,7 +70,7 @@ def same_memory(tensor: Any) -> tuple[Any, ...] | None:
     """A key that tied tensors share: the same memory seen in the same way. None where nothing is there to share."""
     if isinstance(tensor, np.ndarray):
         return (tensor.__array_interface__["data"][0], tensor.shape, tensor.strides, tensor.dtype) if tensor.size else None
-    if tensor.is_meta or not tensor.numel() or tensor.layout is not _strided():
+    if not tensor.numel():
         return None
     return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 

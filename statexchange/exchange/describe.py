@@ -35,7 +35,7 @@ class HeldTensor:
     def box_bytes(self, index: int) -> memoryview:
         """Bytes of one box in C order, in the dtype of the shard."""
         tensor = self.tensors[index]
-        return host_bytes(tensor if self.cast is None else tensor.to(self.cast), self.shard.name)
+        return host_bytes(tensor if self.cast is None else tensor.to(self.cast))
 
 
 @dataclass(frozen=True, slots=True)

@@ -258,7 +258,7 @@ class _FileTransport:
 
 
 def _held(tensor: Any, fact: _Fact) -> Held:
-    return Held(Shard(fact.name, fact.dtype, fact.shape, (full_box(fact.shape),)), host_bytes(tensor, fact.name))
+    return Held(Shard(fact.name, fact.dtype, fact.shape, (full_box(fact.shape),)), host_bytes(tensor))
 
 
 def _transport(comm: Communicator, workspace: Workspace | str | os.PathLike[str] | None) -> _MemoryTransport | _FileTransport:

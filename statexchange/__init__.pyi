@@ -1,0 +1,43 @@
+from statexchange import testing as testing
+from statexchange.checkpoint.merge import MergeReport as MergeReport
+from statexchange.checkpoint.merge import merge_checkpoint as merge_checkpoint
+from statexchange.comm.communicator import Communicator as Communicator
+from statexchange.comm.world import from_mpi as from_mpi
+from statexchange.comm.world import from_process_group as from_process_group
+from statexchange.comm.world import get_backend as get_backend
+from statexchange.comm.world import get_communicator as get_communicator
+from statexchange.comm.world import get_local_rank as get_local_rank
+from statexchange.comm.world import get_rank as get_rank
+from statexchange.comm.world import get_world_size as get_world_size
+from statexchange.comm.world import init as init
+from statexchange.comm.world import is_initialized as is_initialized
+from statexchange.comm.world import shutdown as shutdown
+from statexchange.errors import CorruptError as CorruptError
+from statexchange.errors import IncompleteError as IncompleteError
+from statexchange.errors import InvalidArgumentError as InvalidArgumentError
+from statexchange.errors import MissingExtraError as MissingExtraError
+from statexchange.errors import NotFoundError as NotFoundError
+from statexchange.errors import NotInitializedError as NotInitializedError
+from statexchange.errors import OverlapError as OverlapError
+from statexchange.errors import PeerError as PeerError
+from statexchange.errors import ReplicaError as ReplicaError
+from statexchange.errors import StallError as StallError
+from statexchange.errors import StateExchangeError as StateExchangeError
+from statexchange.errors import StorageError as StorageError
+from statexchange.errors import TargetExistsError as TargetExistsError
+from statexchange.errors import UnsafeError as UnsafeError
+from statexchange.errors import UnsupportedError as UnsupportedError
+from statexchange.exchange.export import ExportReport as ExportReport
+from statexchange.exchange.export import export_checkpoint as export_checkpoint
+from statexchange.exchange.export import save_checkpoint as save_checkpoint
+from statexchange.exchange.gather import GatheredState as GatheredState
+from statexchange.exchange.gather import gather_state as gather_state
+from statexchange.exchange.gather import get_configs_parallel as get_configs_parallel
+from statexchange.exchange.gather import get_tensors_parallel as get_tensors_parallel
+from statexchange.exchange.nfs_workspace import NFSWorkspace as NFSWorkspace
+from statexchange.sources import open_checkpoint as open_checkpoint
+from statexchange.storage.workspace import Workspace as Workspace
+from statexchange.values import register_config as register_config
+
+__version__: str
+__all__: list[str]
