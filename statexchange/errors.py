@@ -195,18 +195,23 @@ def to_record(error: BaseException, rank: int, phase: str) -> dict[str, Any]:
         return {"type": "PeerError", "rank": error.rank, "phase": error.phase, "cause": error.cause}
     if not isinstance(error, StateExchangeError):
         return {"type": "PeerError", "rank": rank, "phase": phase, "cause": f"{type(error).__name__}: {error}"}
-    about = error.__reduce__()[1][2]
-    about = {k: v if isinstance(v, int | str | tuple) or v is None else str(v) for k, v in about.items()}
-    return {"type": type(error).__name__, "message": error.message, "about": {**about, "rank": _first(error.rank, rank)}}
+    about = {key: _portable(value) for key, value in error.__reduce__()[1][2].items()}
+    about["rank"] = rank if error.rank is None else error.rank
+    return {"type": type(error).__name__, "message": error.message, "about": about}
 
 
-def _first(*values: int | None) -> int | None:
-    return next((value for value in values if value is not None), None)
+def _portable(value: object) -> object:
+    if isinstance(value, tuple) and all(type(item) is int for item in value):
+        return value
+    return value if value is None or type(value) in (bool, int, str) else str(value)
 
 
 def from_record(record: dict[str, Any]) -> StateExchangeError:
-    """The error that `to_record` described."""
+    """The error that `to_record` described; of a class that is not known here comes a StateExchangeError."""
     if record["type"] == "PeerError":
         return PeerError(record["rank"], record["phase"], record["cause"])
-    cls = _tree(StateExchangeError).get(record["type"], StateExchangeError)
-    return cls(record["message"], **record["about"])
+    cls = _tree(StateExchangeError).get(record["type"])
+    about = {key: tuple(value) if isinstance(value, list) else value for key, value in record["about"].items()}
+    if cls is None:
+        return StateExchangeError(record["message"], **{key: about[key] for key in _ATTRIBUTES})
+    return cls(record["message"], **about)

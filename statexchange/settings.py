@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 from dataclasses import dataclass
+
+from statexchange.errors import InvalidArgumentError
 
 __all__ = ["Launch", "default_timeout_s", "detect_launch", "no_color"]
 
@@ -13,8 +17,8 @@ class Launch:
     """What a launcher's environment says of this process.
 
     `launcher` is "torchrun", "openmpi", "mpich", "slurm" or "none"; `variable` is the environment variable that
-    gave `world_size`. `job` identifies the job and its restart across all its ranks, or is None where the launcher
-    gives no trustworthy identity.
+    gave `world_size`. `job` identifies the job and its restart across all its ranks, and is fit to be
+    a file name; it is None where the launcher gives no trustworthy identity.
     """
 
     launcher: str
@@ -33,7 +37,8 @@ _VARIABLES = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    # Of the step that srun started: a batch script alone also has SLURM_NTASKS, but is one process.
+    ("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
 )
 
 
@@ -46,11 +51,19 @@ def _job(launcher: str) -> str | None:
     if launcher == "torchrun":
         # torchrun's default id is the constant "none": two jobs in one directory would share it.
         name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-        return None if name == "none" else f"{name}-{_number('TORCHELASTIC_RESTART_COUNT', 0)}"
+        return None if name == "none" else f"{_file_name(name)}-{_number('TORCHELASTIC_RESTART_COUNT', 0)}"
     if "SLURM_JOB_ID" in os.environ:
         parts = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
         return "slurm-" + "-".join(str(_number(part, 0)) for part in parts)
     return None
+
+
+def _file_name(text: str) -> str:
+    """`text` where it is fit to be a file name, else with a hash that keeps two such texts apart."""
+    if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", text):
+        return text
+    plain = re.sub(r"[^A-Za-z0-9_-]", "-", text)[:80]
+    return f"{plain.lstrip('-')}-{hashlib.blake2b(text.encode(errors='surrogateescape'), digest_size=6).hexdigest()}"
 
 
 def detect_launch() -> Launch:
@@ -72,7 +85,14 @@ def detect_launch() -> Launch:
 
 def default_timeout_s() -> float:
     """Seconds that a wait for peers may take: STATEXCHANGE_TIMEOUT_S, else 300."""
-    return float(os.environ.get("STATEXCHANGE_TIMEOUT_S", "300"))
+    text = os.environ.get("STATEXCHANGE_TIMEOUT_S", "300")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        raise InvalidArgumentError(f"STATEXCHANGE_TIMEOUT_S must be a number of seconds above 0, not {text!r}")
+    return seconds
 
 
 def no_color() -> bool:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 __all__ = ["decode", "encode", "register_config", "types_of"]
 
 _TAG = "$"
-_MAX_DEPTH = 200
+_MAX_DEPTH = 100
 _registered: dict[str, type] = {}
 
 Leaf = Callable[[object, str], "str | None"]
@@ -44,13 +44,26 @@ def encode(value: object, leaf: Leaf | None = None) -> str:
     `leaf(object, path)` may take an object over by returning the name under which the caller keeps it, or return
     None. An unknown type is a TypeError, a cycle a ValueError; both name the path.
     """
-    return json.dumps(_encode(value, "", leaf, 0), allow_nan=False, separators=(",", ":"))
+    return json.dumps(_encode(value, "", _once(leaf), 0), allow_nan=False, separators=(",", ":"))
 
 
-def _encode(value: Any, path: str, leaf: Leaf | None, depth: int) -> Any:
+def _once(leaf: Leaf | None) -> Leaf:
+    """`leaf`, with a ValueError where it keeps two objects under one name: one of them would be lost."""
+    kept: dict[str, object] = {}
+
+    def keep(value: object, path: str) -> str | None:
+        name = leaf(value, path) if leaf is not None else None
+        if name is not None and kept.setdefault(name, value) is not value:
+            raise ValueError(f"two values are called {name!r}; the second lies at {path}")
+        return name
+
+    return keep
+
+
+def _encode(value: Any, path: str, leaf: Leaf, depth: int) -> Any:
     if depth > _MAX_DEPTH:
-        raise ValueError(f"value at {path or 'the top'} is nested deeper than {_MAX_DEPTH}, or contains itself")
-    kept = leaf(value, path) if leaf is not None else None
+        raise ValueError(f"value at {path[:80]}... is nested deeper than {_MAX_DEPTH}, or contains itself")
+    kept = leaf(value, path)
     if kept is not None:
         return {_TAG: "leaf", "name": kept}
     kind = type(value)
@@ -64,8 +77,8 @@ def _encode(value: Any, path: str, leaf: Leaf | None, depth: int) -> Any:
 
     if isinstance(value, enum.Enum):
         return _typed("enum", kind, value=inner(value.value, ".value"))
-    if dataclasses.is_dataclass(value):
-        fields = {f.name: inner(getattr(value, f.name), f".{f.name}") for f in dataclasses.fields(value)}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {name: inner(item, f".{name}") for name, item in _fields(value, path).items()}
         return _typed("dataclass", kind, value=fields)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return _typed("namedtuple", kind, value={k: inner(v, f".{k}") for k, v in zip(value._fields, value, strict=True)})
@@ -80,6 +93,14 @@ def _encode(value: Any, path: str, leaf: Leaf | None, depth: int) -> Any:
     if kind.__module__ == "torch" and kind.__name__ == "dtype":
         return {_TAG: "dtype", "value": str(value).removeprefix("torch.")}
     raise TypeError(f"cannot write a {kind.__module__}.{kind.__qualname__} as JSON, at {path or 'the top'}")
+
+
+def _fields(value: Any, path: str) -> dict[str, Any]:
+    names = [f.name for f in dataclasses.fields(value)]
+    for name in names:
+        if not hasattr(value, name):
+            raise TypeError(f"cannot write a {_type_name(type(value))} whose field {name!r} is not set, at {path or 'the top'}")
+    return {name: getattr(value, name) for name in names}
 
 
 def _typed(tag: str, cls: type, value: Any) -> dict[str, Any]:
@@ -100,11 +121,12 @@ def _collect(value: Any, found: dict[str, type], seen: set[int]) -> None:
     children: Iterable[object] = ()
     if isinstance(value, enum.Enum):
         found[_type_name(type(value))] = type(value)
+        children = [value.value]
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         found[_type_name(type(value))] = type(value)
         children = [getattr(value, f.name) for f in dataclasses.fields(value)]
     elif isinstance(value, Mapping):
-        children = value.values()
+        children = [*value.keys(), *value.values()]
     elif isinstance(value, list | tuple):
         if hasattr(value, "_fields"):
             found[_type_name(type(value))] = type(value)
@@ -117,10 +139,14 @@ def decode(text: str | bytes, *, types: Mapping[str, type] | None = None, leaf: 
     """The value that `encode` wrote. Not collective.
 
     Dataclasses, namedtuples and Enums come back as the type in `types` or one given to `register_config`; of an
-    unknown type comes a dict of its fields with ``"__name__"``. `leaf(name)` supplies what `encode`'s leaf kept.
-    Malformed text is a ValueError.
+    unknown type comes a dict of its fields with ``"__name__"``, or its JSON text where it is a key. A dtype is torch's
+    if torch has been imported, else ``"torch.float32"``. `leaf(name)` supplies what `encode`'s leaf kept. Text that
+    `encode` cannot have written is a ValueError.
     """
-    return _Decoder({**_registered, **(types or {})}, leaf).value(json.loads(text))
+    try:
+        return _Decoder({**_registered, **(types or {})}, leaf).value(json.loads(text))
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
+        raise ValueError(f"malformed value: {error!r}") from error
 
 
 class _Decoder:
@@ -150,7 +176,15 @@ class _Decoder:
         return tuple(self.value(item) for item in raw["value"])
 
     def _dict(self, raw: dict[str, Any]) -> dict[Any, Any]:
-        return {self.value(key): self.value(item) for key, item in raw["value"]}
+        return {self._key(key): self.value(item) for key, item in raw["value"]}
+
+    def _key(self, raw: Any) -> Any:
+        key = self.value(raw)
+        try:
+            hash(key)
+        except TypeError:  # of a type that is not known here
+            return json.dumps(raw, separators=(",", ":"))
+        return key
 
     def _dtype(self, raw: dict[str, Any]) -> Any:
         torch = sys.modules.get("torch")
@@ -164,26 +198,36 @@ class _Decoder:
         return self._leaf(raw["name"])
 
     def _enum(self, raw: dict[str, Any]) -> Any:
-        cls = self._types.get(raw["type"])
+        cls = self._type(raw, lambda known: issubclass(known, enum.Enum))
         value = self.value(raw["value"])
         return cls(value) if cls is not None else {"__name__": _short(raw), "value": value}
 
-    def _namedtuple(self, raw: dict[str, Any]) -> Any:
+    def _type(self, raw: dict[str, Any], fits: Callable[[type], bool]) -> Any:
+        """The type that is known under this name, if it is of the kind that the tag says."""
         cls = self._types.get(raw["type"])
-        fields = {key: self.value(item) for key, item in raw["value"].items()}
-        return cls(**fields) if cls is not None else {"__name__": _short(raw), **fields}
+        if cls is not None and not fits(cls):
+            raise ValueError(f"{raw['type']} is not of kind {raw[_TAG]} here")
+        return cls
 
-    def _dataclass(self, raw: dict[str, Any]) -> Any:
-        cls = self._types.get(raw["type"])
-        fields = {key: self.value(item) for key, item in raw["value"].items()}
+    def _named_fields(self, raw: dict[str, Any]) -> dict[str, Any]:
+        return {key: self.value(item) for key, item in raw["value"].items()}
+
+    def _namedtuple(self, raw: dict[str, Any]) -> Any:
+        cls = self._type(raw, lambda known: issubclass(known, tuple) and hasattr(known, "_fields"))
+        fields = self._named_fields(raw)
         if cls is None:
             return {"__name__": _short(raw), **fields}
-        unknown = fields.keys() - {f.name for f in dataclasses.fields(cls)}
-        if unknown:
-            raise ValueError(f"{raw['type']} has no field {sorted(unknown)[0]!r} here")
-        instance = cls.__new__(cls)
-        for key, item in fields.items():  # not __init__: the fields are the whole state, and nothing is run
-            object.__setattr__(instance, key, item)
+        return cls._make(_complete(raw, cls._fields, cls._field_defaults, fields).values())
+
+    def _dataclass(self, raw: dict[str, Any]) -> Any:
+        cls = self._type(raw, dataclasses.is_dataclass)
+        fields = self._named_fields(raw)
+        if cls is None:
+            return {"__name__": _short(raw), **fields}
+        instance = object.__new__(cls)
+        names = [f.name for f in dataclasses.fields(cls)]
+        for name, item in _complete(raw, names, _defaults(cls), fields).items():
+            object.__setattr__(instance, name, item)  # not __init__: the fields are the whole state, and nothing is run
         return instance
 
     _BUILDERS: ClassVar[dict[str, Callable[[_Decoder, dict[str, Any]], Any]]] = {
@@ -196,6 +240,21 @@ class _Decoder:
         "namedtuple": _namedtuple,
         "dataclass": _dataclass,
     }
+
+
+def _defaults(cls: type) -> dict[str, Any]:
+    fields = dataclasses.fields(cls)
+    plain = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+    return plain | {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
+
+
+def _complete(raw: dict[str, Any], names: Iterable[str], defaults: Mapping[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """All fields of a type in its order, with its defaults for those that it got since the text was written."""
+    whole = {**defaults, **fields}
+    odd = sorted(whole.keys() ^ set(names))
+    if odd:
+        raise ValueError(f"{raw['type']} is another type here: it differs in the field {odd[0]!r}")
+    return {name: whole[name] for name in names}
 
 
 def _short(raw: dict[str, Any]) -> str:

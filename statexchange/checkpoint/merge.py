@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal
+
+import xxhash
 
 from statexchange.checkpoint.publish import BoxFact, OpenFile, Publication, travelling_files, write_manifest
 from statexchange.errors import CorruptError, ReplicaError
 from statexchange.layout.plan import FilePlan, Piece, Plan, PlanOptions, Rename, TensorPlan, parse_size, plan_merge
-from statexchange.layout.shards import ITEMSIZE
-from statexchange.sources import Extent, Source, open_source
+from statexchange.layout.shards import ITEMSIZE, Box
+from statexchange.sources import Extent, Holder, Source, SourceTensor, open_source
 from statexchange.storage import files
-from statexchange.storage.regions import BoxReader, windows
+from statexchange.storage.regions import WINDOW_BYTES, BoxReader, windows
 
 __all__ = ["MergeReport", "merge_checkpoint"]
 
@@ -86,18 +89,37 @@ def extent_of(source: Source, tensor: TensorPlan, holder: int, box_index: int) -
 
 
 def check_replicas(source: Source, plan: Plan) -> None:
-    """ReplicaError unless all copies of each box have the digest of the one that is taken."""
+    """ReplicaError unless all copies of each box have the digest of the one that is taken, and tied tensors are equal."""
     for file in plan.files:
         for tensor in file.tensors:
             for piece in tensor.pieces:
                 _check_piece(source, tensor, piece)
+    for holder in source.holders:
+        for alias, kept in holder.aliases.items():
+            _check_tied(holder, alias, kept)
+
+
+def _check_tied(holder: Holder, alias: str, kept: str) -> None:
+    one, other = holder.tensors.get(alias), holder.tensors.get(kept)
+    if one is not None and other is not None and _digests(one) != _digests(other):
+        raise ReplicaError(f"is called tied to {kept!r}, but differs", name=alias, rank=holder.rank, path=holder.path)
+
+
+def _digests(tensor: SourceTensor) -> list[str]:
+    return [_digest(extent) for extent in tensor.extents]
+
+
+def _digest(extent: Extent) -> str:
+    return extent.digest if extent.digest is not None else files.digest_range(extent.path, extent.begin, extent.nbytes)
 
 
 def _check_piece(source: Source, tensor: TensorPlan, piece: Piece) -> None:
-    ours = extent_of(source, tensor, piece.holder, piece.box_index).digest
+    if not piece.replicas:
+        return
+    ours = _digest(extent_of(source, tensor, piece.holder, piece.box_index))
     for holder, index in piece.replicas:
         theirs = extent_of(source, tensor, holder, index)
-        if theirs.digest != ours:
+        if _digest(theirs) != ours:
             rank, other = source.holders[piece.holder].rank, source.holders[holder].rank
             raise ReplicaError(
                 f"ranks {rank} and {other} hold different values for region {piece.box}; to take the lowest rank's, "
@@ -118,53 +140,55 @@ class _Merge:
         self._on_progress = on_progress
         self._done = 0
         self._lock = threading.Lock()
+        self._stop = threading.Event()
 
     def run(self, threads: int | None) -> dict[str, list[BoxFact]]:
         """Write all files; returns the facts of every box."""
         opened = [self._publication.create(file) for file in self._plan.files]
-        workers = max(1, min(threads or os.cpu_count() or 1, len(opened)))
         facts: dict[str, list[BoxFact]] = {}
-        with ThreadPoolExecutor(workers) as pool:
-            for result in pool.map(self._write_file, self._plan.files, opened):
-                facts |= result
+        with ThreadPoolExecutor(max(1, min(threads or os.cpu_count() or 1, len(opened)))) as pool:
+            writing = [pool.submit(self._write_file, *pair) for pair in zip(self._plan.files, opened, strict=True)]
+            try:
+                for written in as_completed(writing):
+                    facts |= written.result()
+            except BaseException:
+                self._stop.set()  # the others end at their next window
+                raise
         return facts
 
     def _write_file(self, plan: FilePlan, opened: OpenFile) -> dict[str, list[BoxFact]]:
-        facts = {tensor.name: self._write_tensor(tensor, opened) for tensor in plan.tensors}
+        memory = memoryview(bytearray(2 * WINDOW_BYTES))
+        with files.OpenFiles() as inputs:
+            facts = {tensor.name: self._write_tensor(tensor, opened, inputs, memory) for tensor in plan.tensors}
         opened.finish()
         return facts
 
-    def _write_tensor(self, tensor: TensorPlan, opened: OpenFile) -> list[BoxFact]:
-        if not tensor.nbytes:
-            return []
+    def _write_tensor(
+        self, tensor: TensorPlan, opened: OpenFile, inputs: files.OpenFiles, memory: memoryview
+    ) -> list[BoxFact]:
+        readers = [self._reader(tensor, piece, inputs) for piece in tensor.pieces]
+        waiting = deque(readers)
         at = opened.offset_of(tensor)
-        with self._readers(tensor) as readers:
-            for window in windows(tensor.shape, ITEMSIZE[tensor.dtype]):
-                buffer = bytearray(window.numel * ITEMSIZE[tensor.dtype])
-                for reader in readers:
-                    reader.copy_into(buffer, window, self._count)
-                files.pwrite_all(opened.fd, buffer, at, opened.path)
-                at += len(buffer)
-            return [self._fact(tensor, p, r) for p, r in zip(tensor.pieces, readers, strict=True)]
+        for window in windows(tensor.shape, ITEMSIZE[tensor.dtype]) if tensor.nbytes else ():
+            if self._stop.is_set():
+                raise RuntimeError("another file of this merge failed")
+            nbytes = window.numel * ITEMSIZE[tensor.dtype]
+            self._fill(memory[:nbytes], window, waiting, memory[WINDOW_BYTES:])
+            files.pwrite_all(opened.fd, memory[:nbytes], at, opened.path)
+            at += nbytes
+        return [self._fact(tensor, piece, reader) for piece, reader in zip(tensor.pieces, readers, strict=True)]
 
-    @contextlib.contextmanager
-    def _readers(self, tensor: TensorPlan) -> Iterator[list[BoxReader]]:
-        import xxhash
+    def _fill(self, buffer: memoryview, window: Box, waiting: deque[BoxReader], bounce: memoryview) -> None:
+        """One window's bytes, from readers in the order of their first elements; those that are done are dropped."""
+        last = tuple(end - 1 for end in window.ends)
+        for reader in takewhile(lambda reader: reader.box.offsets <= last, waiting):
+            self._count(reader.copy_into(buffer, window, bounce))
+        while waiting and not waiting[0].left:
+            waiting.popleft()
 
-        fds: dict[str, int] = {}
-        try:
-            readers = []
-            for piece in tensor.pieces:
-                extent = extent_of(self._source, tensor, piece.holder, piece.box_index)
-                if extent.path not in fds:
-                    fds[extent.path] = files.open_file(extent.path)
-                readers.append(
-                    BoxReader(fds[extent.path], extent.path, extent.begin, piece.box, tensor.dtype, xxhash.xxh3_128())
-                )
-            yield readers
-        finally:
-            for fd in fds.values():
-                os.close(fd)
+    def _reader(self, tensor: TensorPlan, piece: Piece, inputs: files.OpenFiles) -> BoxReader:
+        extent = extent_of(self._source, tensor, piece.holder, piece.box_index)
+        return BoxReader(inputs, extent.path, extent.begin, piece.box, tensor.dtype, xxhash.xxh3_128())
 
     def _fact(self, tensor: TensorPlan, piece: Piece, reader: BoxReader) -> BoxFact:
         extent = extent_of(self._source, tensor, piece.holder, piece.box_index)

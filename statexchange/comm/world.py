@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import re
@@ -137,6 +138,7 @@ def _adopt(group: object, backend: Any, timeout_s: float | None) -> Communicator
     if id(group) not in _adopted:
         made = communicator(backend(), default_timeout_s() if timeout_s is None else timeout_s)
         _adopted[id(group)] = (group, made)
+        atexit.register(_forget)  # a Gloo group that outlives the interpreter's end aborts the process
     return _adopted[id(group)][1]
 
 
@@ -249,6 +251,14 @@ def get_local_rank() -> int:
     return made.local_rank if made is not None else 0
 
 
+def _forget() -> None:
+    """Close and drop every group that was adopted."""
+    for kept in [*(adopted for _, adopted in _adopted.values()), *_members.values()]:
+        kept.close()
+    _adopted.clear()
+    _members.clear()
+
+
 def shutdown() -> None:
     """Close what `init` made and forget adopted groups; torch.distributed and MPI themselves are left running.
 
@@ -258,7 +268,4 @@ def shutdown() -> None:
     if made is not None:
         made.close()
         _default.set(None)
-    for kept in [*(adopted for _, adopted in _adopted.values()), *_members.values()]:
-        kept.close()
-    _adopted.clear()
-    _members.clear()
+    _forget()

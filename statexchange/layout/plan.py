@@ -10,14 +10,14 @@ import fnmatch
 import hashlib
 import json
 import re
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from fractions import Fraction
+from itertools import product
 from typing import Literal
 
-from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, OverlapError
-from statexchange.layout.shards import ITEMSIZE, Box, Shard, full_box
+from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, OverlapError, UnsafeError, UnsupportedError
+from statexchange.layout.shards import ITEMSIZE, Box, Shard, full_box, intersect, region_text
 
 __all__ = [
     "FilePlan",
@@ -33,6 +33,8 @@ __all__ = [
 ]
 
 Rename = Callable[[str], str] | Sequence[tuple[str, str]]
+_MAX_CUT_DIMS = 12
+_FILENAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\{suffix\}[A-Za-z0-9._-]{0,80}\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,10 @@ class PlanOptions:
     def __post_init__(self) -> None:
         if self.max_shard_bytes <= 0:
             raise InvalidArgumentError(f"max_shard_size must be positive, not {self.max_shard_bytes}")
-        if "{suffix}" not in self.filename_pattern or "/" in self.filename_pattern:
-            raise InvalidArgumentError(f"filename_pattern {self.filename_pattern!r} must be a file name with {{suffix}}")
+        if not _FILENAME_PATTERN.fullmatch(self.filename_pattern):
+            raise InvalidArgumentError(
+                f"filename_pattern must look like 'model{{suffix}}.safetensors', not {self.filename_pattern!r}"
+            )
         if self.replicas not in ("equal", "root"):
             raise InvalidArgumentError(f"replicas must be 'equal' or 'root', not {self.replicas!r}")
 
@@ -113,7 +117,10 @@ class FilePlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that a merge or export will write. `digest` identifies it (32 hex digits)."""
+    """Everything that a merge or export will write. `digest` identifies it (32 hex digits).
+
+    `aliases` maps names that are not written, because they are tied, to those that are; both as they would be written.
+    """
 
     files: tuple[FilePlan, ...]
     aliases: Mapping[str, str]
@@ -134,18 +141,19 @@ def parse_size(size: int | str) -> int:
     """Bytes of `size`: an int, or a number with KB, MB, GB, TB (powers of 1000) or KiB ... (of 1024)."""
     if isinstance(size, int):
         return size
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?\s*", size, re.IGNORECASE)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(i?))?B?\s*", size, re.IGNORECASE)
     if match is None:
         raise InvalidArgumentError(f"{size!r} is not a size like '5GB' or '512MiB'")
     number, unit, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
+    return int(Fraction(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() if unit else " "))
 
 
 def plan_merge(holdings: Sequence[Holding], options: PlanOptions | None = None) -> Plan:
     """The plan that merges `holdings`. Not collective.
 
     Raises IncompleteError (a region nobody holds), OverlapError (a region claimed by different boxes) or CorruptError
-    (dtype or global shape differ between holders); each names tensor, region and ranks.
+    (dtype or global shape differ between holders); each names tensor, region and ranks. A `rename` that gives two
+    tensors one name is an UnsafeError.
     """
     options = options or PlanOptions()
     by_name = _select(_by_name(holdings), options)
@@ -156,7 +164,8 @@ def plan_merge(holdings: Sequence[Holding], options: PlanOptions | None = None) 
     load = [0] * len(holdings)
     tensors = [_plan_tensor(new, by_name[old], holdings, options, load) for new, old in renamed.items()]
     files = _deal(tensors, options)
-    return Plan(files, aliases, _digest(files, aliases))
+    written = {_apply(options.rename, alias): _apply(options.rename, kept) for alias, kept in aliases.items()}
+    return Plan(files, written, _digest(files, written))
 
 
 def _by_name(holdings: Sequence[Holding]) -> dict[str, list[tuple[int, Shard]]]:
@@ -182,15 +191,15 @@ def _select(
 
 def _aliases(holdings: Sequence[Holding], by_name: Mapping[str, object]) -> dict[str, str]:
     """Tied names that may be dropped: every holder of the alias says so, and the kept name is written."""
-    claimed: dict[str, set[str]] = {}
+    tied_to: dict[str, set[str]] = {}
     for holding in holdings:
-        names = {shard.name for shard in holding.shards if shard.nbytes}  # an empty part cannot tell what it is tied to
-        for alias, kept in holding.aliases.items():
-            claimed.setdefault(alias, set()).add(kept)
-        for name in names - holding.aliases.keys():
-            claimed.setdefault(name, set()).add(name)
-    only = {alias: next(iter(kept)) for alias, kept in claimed.items() if len(kept) == 1}
-    return {a: k for a, k in only.items() if a != k and a in by_name and k in by_name}
+        # An empty part cannot tell what it is tied to.
+        parts = {s.name: (s.dtype, s.global_shape, s.boxes) for s in holding.shards if s.nbytes}
+        for name, part in parts.items():
+            kept = holding.aliases.get(name, name)
+            tied_to.setdefault(name, set()).add(kept if parts.get(kept) == part else name)
+    only = {name: next(iter(kept)) for name, kept in tied_to.items() if len(kept) == 1}
+    return {a: k for a, k in only.items() if a != k and a in by_name and k in by_name and only.get(k) == k}
 
 
 def _renamed(names: Iterable[str], rename: Rename) -> dict[str, str]:
@@ -198,14 +207,17 @@ def _renamed(names: Iterable[str], rename: Rename) -> dict[str, str]:
     for old in names:
         new = _apply(rename, old)
         if new in renamed:
-            raise OverlapError(f"rename gives {new!r} to both {renamed[new]!r} and {old!r}", name=new)
+            raise UnsafeError(f"rename gives one name to both {renamed[new]!r} and {old!r}", name=new)
         renamed[new] = old
     return renamed
 
 
 def _apply(rename: Rename, name: str) -> str:
     if callable(rename):
-        return rename(name)
+        new = rename(name)
+        if not isinstance(new, str):
+            raise InvalidArgumentError(f"rename must return a name, not {new!r}", name=name)
+        return new
     for pattern, replacement in rename:
         try:
             name = re.sub(pattern, replacement, name)
@@ -246,56 +258,64 @@ def _in_order(owners: Mapping[Box, list[tuple[int, int]]]) -> list[tuple[Box, li
 
 def _piece(box: Box, who: list[tuple[int, int]], options: PlanOptions, load: list[int], itemsize: int) -> Piece:
     """Of equal replicas the least loaded holder writes; with "root", the first one."""
-    chosen = who[0] if options.replicas == "root" else min(who, key=lambda h: load[h[0]])
+    chosen = who[0] if len(who) == 1 or options.replicas == "root" else min(who, key=lambda h: load[h[0]])
     load[chosen[0]] += box.numel * itemsize
     return Piece(box, *chosen, tuple(h for h in who if h != chosen))
 
 
 def prove_cover(name: str, shape: tuple[int, ...], boxes: Mapping[Box, Sequence[int]]) -> None:
     """Raise unless the non-empty `boxes` (mapped to the ranks that hold them) tile a tensor of `shape` exactly."""
-    if not full_box(shape).numel:
+    cut = [d for d, size in enumerate(shape) if any(box.shape[d] != size for box in boxes)]
+    if len(cut) > _MAX_CUT_DIMS:
+        raise UnsupportedError(f"cut along {len(cut)} dims; {_MAX_CUT_DIMS} are supported", name=name)
+    at = _first_flaw(shape, boxes, cut) if full_box(shape).numel else None
+    if at is None:
         return
-    flaw = _flaw((), (), shape, list(boxes))
-    if flaw is None:
-        return
-    region, rivals = flaw
-    if not rivals:
+    claims = [box for box in boxes if all(o <= a < e for o, a, e in zip(box.offsets, at, box.ends, strict=True))]
+    if not claims:
         held = sorted({rank for ranks in boxes.values() for rank in ranks})
+        region = _free_region(at, shape, boxes)
         raise IncompleteError(f"no rank holds region {region} of shape {shape}; ranks {held} hold the rest", name=name)
-    one, other = rivals[:2]
+    one, other = claims[:2]
+    ends = tuple(map(min, one.ends, other.ends))
     raise OverlapError(
-        f"region {region} is claimed twice: as {one} by rank {boxes[one][0]} and as {other} by rank {boxes[other][0]}",
+        f"region {region_text(at, ends)} is claimed twice: as {one} by rank {boxes[one][0]} and as {other} by "
+        f"rank {boxes[other][0]}",
         name=name,
         rank=boxes[other][0],
     )
 
 
-def _flaw(lows: tuple[int, ...], highs: tuple[int, ...], shape: tuple[int, ...], boxes: list[Box]) -> tuple[Box, list[Box]] | None:
-    """The first region that is not covered exactly once, and who claims it; None if there is none.
+def _first_flaw(shape: tuple[int, ...], boxes: Iterable[Box], cut: Sequence[int]) -> tuple[int, ...] | None:
+    """The first element, in lexicographic order, that is not covered exactly once; None if there is none.
 
-    The region is cut, one dim after another, at every coordinate where a box begins or ends. In a slab that no box
-    edge crosses every box spans the slab, so that after the last dim exactly one box must be left.
+    Only dims in `cut` matter; all boxes span the others. Prefix sums: let c(x) be the number of boxes at x, less one inside the tensor. c is the sum of what lies at the
+    corners of boxes at or before x in every dim: +1 or -1 for an even or odd number of ends. So c is zero everywhere
+    exactly if all corners cancel; else the first corner that is left has no other before it, and is the first flaw.
     """
-    dim = len(lows)
-    if len(boxes) == 1 and _fills(boxes[0], dim, shape):
-        return None
-    if dim == len(shape) or not boxes:
-        region = Box((*lows, *(0,) * (len(shape) - dim)), (*(h - l for l, h in zip(lows, highs, strict=True)), *shape[dim:]))
-        return None if len(boxes) == 1 else (region, boxes)
-    cuts = sorted({0, shape[dim], *(b.offsets[dim] for b in boxes), *(b.ends[dim] for b in boxes)})
-    slabs: list[list[Box]] = [[] for _ in cuts]
+    signs = [(-1) ** sum(bits) for bits in product((0, 1), repeat=len(cut))]
+    corners = product(*((0, shape[dim]) for dim in cut))
+    left = {corner: -sign for corner, sign in zip(corners, signs, strict=True)}
     for box in boxes:
-        for slab in slabs[bisect_left(cuts, box.offsets[dim]) : bisect_left(cuts, box.ends[dim])]:
-            slab.append(box)
-    for slab, (low, high) in zip(slabs, pairwise(cuts), strict=False):
-        flaw = _flaw((*lows, low), (*highs, high), shape, slab)
-        if flaw is not None:
-            return flaw
-    return None
+        corners = product(*((box.offsets[dim], box.offsets[dim] + box.shape[dim]) for dim in cut))
+        for corner, sign in zip(corners, signs, strict=True):
+            count = left.pop(corner, 0) + sign
+            if count:
+                left[corner] = count
+    if not left:
+        return None
+    first = dict(zip(cut, min(left), strict=True))
+    return tuple(first.get(dim, 0) for dim in range(len(shape)))
 
 
-def _fills(box: Box, dim: int, shape: tuple[int, ...]) -> bool:
-    return not any(box.offsets[dim:]) and box.shape[dim:] == shape[dim:]
+def _free_region(at: tuple[int, ...], shape: tuple[int, ...], boxes: Iterable[Box]) -> Box:
+    """A block from `at` on that no box reaches into, grown in the last dim first."""
+    ends = [low + 1 for low in at]
+    for dim in reversed(range(len(shape))):
+        ends[dim] = shape[dim]
+        region = Box(at, tuple(e - a for a, e in zip(at, ends, strict=True)))
+        ends[dim] = min((b.offsets[dim] for b in boxes if intersect(b, region) is not None), default=shape[dim])
+    return Box(at, tuple(e - a for a, e in zip(at, ends, strict=True)))
 
 
 def _deal(tensors: list[TensorPlan], options: PlanOptions) -> tuple[FilePlan, ...]:
@@ -325,7 +345,7 @@ def _file_plan(index: int, count: int, tensors: list[TensorPlan], options: PlanO
         placed.append(TensorPlan(t.name, t.source, t.dtype, t.shape, begin, t.pieces))
         begin += t.nbytes
     suffix = "" if count == 1 else f"-{index + 1:05d}-of-{count:05d}"
-    return FilePlan(options.filename_pattern.format(suffix=suffix), tuple(placed))
+    return FilePlan(options.filename_pattern.replace("{suffix}", suffix), tuple(placed))
 
 
 def _digest(files: tuple[FilePlan, ...], aliases: Mapping[str, str]) -> str:

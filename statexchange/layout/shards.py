@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ITEMSIZE", "Box", "Shard", "full_box", "itemsize_of", "region_text"]
+__all__ = ["ITEMSIZE", "MAX_DIMS", "Box", "Shard", "full_box", "intersect", "itemsize_of", "region_text", "sizes_from_json"]
+
+MAX_DIMS = 64
 
 # Bytes per element by safetensors dtype name, in the order in which safetensors ranks them when it lays out a file.
 # C128 is ours: safetensors has no name for it, so files store it as pairs of F64.
@@ -37,10 +39,9 @@ ITEMSIZE: dict[str, int] = {
 
 def itemsize_of(dtype: str) -> int:
     """Bytes per element of a safetensors dtype name; an unknown name is a ValueError."""
-    try:
-        return ITEMSIZE[dtype]
-    except KeyError:
-        raise ValueError(f"unknown dtype {dtype!r}") from None
+    if not isinstance(dtype, str) or dtype not in ITEMSIZE:
+        raise ValueError(f"unknown dtype {dtype!r}")
+    return ITEMSIZE[dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +71,33 @@ class Box:
     @classmethod
     def from_json(cls, raw: Any) -> Box:
         """The box that `to_json` wrote; anything else is a ValueError."""
-        try:
-            offsets, shape = (tuple(int(v) for v in part) for part in raw)
-        except (TypeError, ValueError):
-            raise ValueError(f"not a box: {raw!r}") from None
-        if len(offsets) != len(shape) or any(v < 0 for v in (*offsets, *shape)):
+        if not isinstance(raw, list | tuple) or len(raw) != 2:
+            raise ValueError(f"not a box: {raw!r}")
+        offsets, shape = (sizes_from_json(part) for part in raw)
+        if len(offsets) != len(shape):
             raise ValueError(f"not a box: {raw!r}")
         return cls(offsets, shape)
+
+
+def sizes_from_json(raw: Any) -> tuple[int, ...]:
+    """A shape or offsets: a list of whole numbers of at most 2**48 (ValueError)."""
+    if not isinstance(raw, list | tuple) or len(raw) > MAX_DIMS or any(type(v) is not int or not 0 <= v <= 1 << 48 for v in raw):
+        raise ValueError(f"not a list of sizes: {raw!r:.100}")
+    return tuple(raw)
 
 
 def full_box(shape: Sequence[int]) -> Box:
     """The box that covers a whole tensor of `shape`."""
     return Box((0,) * len(shape), tuple(shape))
+
+
+def intersect(one: Box, other: Box) -> Box | None:
+    """The block that two boxes share, or None."""
+    lows = tuple(max(a, b) for a, b in zip(one.offsets, other.offsets, strict=True))
+    highs = tuple(min(a, b) for a, b in zip(one.ends, other.ends, strict=True))
+    if any(low >= high for low, high in zip(lows, highs, strict=True)):
+        return None
+    return Box(lows, tuple(high - low for low, high in zip(lows, highs, strict=True)))
 
 
 def region_text(offsets: Sequence[int], ends: Sequence[int]) -> str:
@@ -104,7 +120,7 @@ class Shard:
     def __post_init__(self) -> None:
         itemsize_of(self.dtype)
         for box in self.boxes:
-            fits = len(box.shape) == len(self.global_shape)
+            fits = len(box.shape) == len(self.global_shape) and min((*box.offsets, *box.shape), default=0) >= 0
             if not fits or any(end > size for end, size in zip(box.ends, self.global_shape, strict=True)):
                 raise ValueError(f"box {box} lies outside {self.name!r} of shape {self.global_shape}")
 
@@ -126,6 +142,8 @@ class Shard:
 
     @classmethod
     def from_json(cls, raw: Any) -> Shard:
-        """The shard that `to_json` wrote."""
+        """The shard that `to_json` wrote; anything else is a ValueError."""
+        if not isinstance(raw, list) or len(raw) != 4 or not isinstance(raw[3], list):
+            raise ValueError(f"not a shard: {raw!r:.100}")
         name, dtype, shape, boxes = raw
-        return cls(str(name), str(dtype), tuple(int(v) for v in shape), tuple(Box.from_json(b) for b in boxes))
+        return cls(str(name), str(dtype), sizes_from_json(shape), tuple(Box.from_json(box) for box in boxes))

@@ -5,16 +5,23 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from statexchange.layout.shards import ITEMSIZE, full_box
 from statexchange.sources import Source, open_source
+
+if TYPE_CHECKING:
+    from statexchange.errors import StateExchangeError
 
 __all__ = ["Summary", "TensorRow", "summarize", "tensor_rows"]
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A checkpoint in a few numbers. `nbytes` is that of the tensors, each counted once; `file_nbytes` of all files."""
+    """A checkpoint in a few numbers. `nbytes` counts each tensor once; `file_nbytes` is that of all files.
+
+    `proven` says whether the digest of every box is known; `problems` are what is missing or broken.
+    """
 
     kind: str
     path: str
@@ -30,7 +37,7 @@ class Summary:
     ranks: tuple[int, ...]
     aliases: dict[str, str]
     proven: bool
-    problems: tuple[str, ...]
+    problems: tuple[StateExchangeError, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +73,15 @@ def summarize(path: str | os.PathLike[str]) -> Summary:
         world_size=source.world_size,
         ranks=tuple(holder.rank for holder in source.holders) if workspace else (),
         aliases=_aliases(source),
-        proven=source.manifest is not None,
-        problems=tuple(str(problem) for problem in source.problems),
+        proven=_proven(source),
+        problems=source.problems,
     )
+
+
+def _proven(source: Source) -> bool:
+    if source.manifest is not None:
+        return True
+    return all(extent.digest is not None for _, tensor in source.shards() for extent in tensor.extents)
 
 
 def _aliases(source: Source) -> dict[str, str]:

@@ -19,13 +19,19 @@ from collections.abc import Callable, Iterable, Iterator
 from statexchange.errors import CorruptError, NotFoundError, StorageError, TargetExistsError, UnsafeError
 
 __all__ = [
+    "TEMPORARY_PREFIX",
     "Buffer",
+    "OpenFiles",
+    "close_file",
     "create_file",
+    "digest_range",
     "directory",
     "exchange_paths",
     "filesystem_is_memory",
     "list_directory",
     "make_directory",
+    "make_path",
+    "names_in",
     "new_nonce",
     "open_directory",
     "open_file",
@@ -33,6 +39,7 @@ __all__ = [
     "pread_into",
     "pwrite_all",
     "read_small",
+    "remove_file",
     "rename_new",
     "reserve",
     "sync_directory",
@@ -40,14 +47,14 @@ __all__ = [
     "write_new",
 ]
 
+TEMPORARY_PREFIX = ".tmp-"
 Buffer = bytes | bytearray | memoryview
 
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 _BINARY = getattr(os, "O_BINARY", 0)
 _DIRECTORY = getattr(os, "O_DIRECTORY", 0)
-# A rename that was retransmitted to an NFS server may report failure although it was done.
-_AMBIGUOUS = (errno.ENOENT, errno.EEXIST, getattr(errno, "ESTALE", -1), errno.ETIMEDOUT)
+_UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 _MAX_CHUNK = 1 << 30  # Linux moves at most 2 GiB in one call
 
 
@@ -56,41 +63,51 @@ def new_nonce() -> str:
     return secrets.token_hex(8)
 
 
-def open_directory(path: str, dir_fd: int | None = None) -> int:
+def open_directory(path: str, dir_fd: int | None = None, shown: str | None = None) -> int:
     """A descriptor of an existing directory; opening it makes NFS look the directory up anew.
 
-    Below another directory (`dir_fd`) a symbolic link is refused.
+    Below another directory (`dir_fd`) a symbolic link is refused. `shown` is the full path for messages.
     """
+    shown = shown or path
     flags = os.O_RDONLY | _DIRECTORY | _CLOEXEC | (_NOFOLLOW if dir_fd is not None else 0)
     try:
         return os.open(path, flags, dir_fd=dir_fd)
     except FileNotFoundError:
-        raise NotFoundError("no such directory", path=path) from None
+        raise NotFoundError("no such directory", path=shown) from None
     except OSError as error:
         if error.errno in (errno.ENOTDIR, errno.ELOOP):
-            raise NotFoundError("not a directory", path=path) from None
-        raise StorageError.of(error, "open directory", path=path) from error
+            refused = UnsafeError if dir_fd is not None else NotFoundError
+            raise refused("not a directory", path=shown) from None
+        raise StorageError.of(error, "open directory", path=shown) from error
 
 
-def make_directory(name: str, dir_fd: int | None = None, mode: int = 0o700) -> None:
-    """Make a directory unless it exists, and make its name durable."""
+def make_directory(name: str, dir_fd: int, path: str, mode: int = 0o700) -> None:
+    """Make the directory `name` in another one unless it exists, and make its name durable."""
     try:
         os.mkdir(name, mode, dir_fd=dir_fd)
     except FileExistsError:
         return
     except OSError as error:
-        raise StorageError.of(error, "make directory", path=name) from error
-    if dir_fd is not None:
-        sync_directory(dir_fd)
+        raise StorageError.of(error, "make directory", path=path) from error
+    sync_directory(dir_fd, path)
 
 
-def sync_directory(dir_fd: int) -> None:
+def make_path(path: str, mode: int = 0o700) -> None:
+    """Make the directory at an absolute path, and the directories above it, where they are missing."""
+    if not os.path.isdir(path):
+        parent, name = os.path.split(path)
+        make_path(parent, mode)
+        with directory(parent) as parent_fd:
+            make_directory(name, parent_fd, path, mode)
+
+
+def sync_directory(dir_fd: int, path: str) -> None:
     """Make the names in a directory durable, where the system can."""
     try:
         os.fsync(dir_fd)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise StorageError.of(error, "sync directory") from error
+            raise StorageError.of(error, "sync the directory of", path=path) from error
 
 
 def sync_file(fd: int, path: str) -> None:
@@ -103,32 +120,64 @@ def sync_file(fd: int, path: str) -> None:
 
 def list_directory(path: str) -> list[str]:
     """Names in a directory, opened first so that NFS shows the newest."""
-    fd = open_directory(path)
+    with directory(path) as fd:
+        return names_in(fd, path)
+
+
+def names_in(dir_fd: int, path: str) -> list[str]:
+    """Names in an open directory, sorted."""
     try:
-        return sorted(os.listdir(fd))
+        return sorted(os.listdir(dir_fd))
     except OSError as error:
         raise StorageError.of(error, "list directory", path=path) from error
-    finally:
-        os.close(fd)
 
 
-def open_file(path: str, dir_fd: int | None = None) -> int:
-    """A read-only descriptor of a regular file: no symbolic link, no FIFO that would block."""
+def open_file(path: str, dir_fd: int | None = None, shown: str | None = None) -> int:
+    """A read-only descriptor of a regular file: no FIFO that would block and, below `dir_fd`, no symbolic link.
+
+    `shown` is the full path for messages.
+    """
+    shown = shown or path
     flags = os.O_RDONLY | _NOFOLLOW | getattr(os, "O_NONBLOCK", 0) | _CLOEXEC | _BINARY
     if dir_fd is None:
         flags &= ~_NOFOLLOW  # a path that the user typed may well be a link
     try:
         fd = os.open(path, flags, dir_fd=dir_fd)
     except FileNotFoundError:
-        raise NotFoundError("no such file", path=path) from None
+        raise NotFoundError("no such file", path=shown) from None
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise UnsafeError("refused: a symbolic link stands where a file of ours should be", path=path) from None
-        raise StorageError.of(error, "open", path=path) from error
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise UnsafeError("refused: not a regular file", path=shown) from None
+        raise StorageError.of(error, "open", path=shown) from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise UnsafeError("refused: not a regular file", path=path)
+        raise UnsafeError("refused: not a regular file", path=shown)
     return fd
+
+
+class OpenFiles:
+    """Files open for reading, each once and not more than `limit` at a time. Not for several threads at once."""
+
+    def __init__(self, limit: int = 32) -> None:
+        self._limit = limit
+        self._descriptors: dict[str, int] = {}
+
+    def descriptor(self, path: str) -> int:
+        """A descriptor that is good until the next call."""
+        fd = self._descriptors.pop(path, None)
+        if fd is None:
+            if len(self._descriptors) >= self._limit:
+                os.close(self._descriptors.pop(next(iter(self._descriptors))))
+            fd = open_file(path)
+        self._descriptors[path] = fd  # again the last one to be closed
+        return fd
+
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
 
 
 def pread_into(fd: int, buffer: memoryview, offset: int, path: str) -> None:
@@ -146,39 +195,75 @@ def pread_into(fd: int, buffer: memoryview, offset: int, path: str) -> None:
         raise StorageError.of(error, "read", path=path) from error
 
 
+def digest_range(path: str, begin: int, nbytes: int) -> str:
+    """xxh3-128 of a range of a file, as 32 hex digits."""
+    import xxhash
+
+    hasher = xxhash.xxh3_128()
+    chunk = memoryview(bytearray(min(nbytes, 1 << 20)))
+    with OpenFiles() as inputs:
+        for done in range(0, nbytes, len(chunk) or 1):
+            part = chunk[: nbytes - done]
+            pread_into(inputs.descriptor(path), part, begin + done, path)
+            hasher.update(part)
+    return str(hasher.hexdigest())
+
+
 def pwrite_all(fd: int, buffer: Buffer, offset: int, path: str) -> None:
     """Write all of `buffer` at `offset`. A short count is not an error to the system, so it is checked here."""
     view = memoryview(buffer).cast("B")
     done = 0
     try:
         while done < len(view):
-            done += os.pwrite(fd, view[done : done + _MAX_CHUNK], offset + done)
+            count = os.pwrite(fd, view[done : done + _MAX_CHUNK], offset + done)
+            if not count:
+                raise OSError(errno.EIO, "the system wrote nothing")
+            done += count
     except OSError as error:
         raise StorageError.of(error, "write", path=path) from error
 
 
 def reserve(fd: int, nbytes: int, path: str) -> bool:
-    """Reserve room, so that a full disk is noticed now. False where the file system cannot."""
-    if not nbytes or not hasattr(os, "posix_fallocate"):
-        return not nbytes
+    """Make a file `nbytes` long with all its room there, so that a full disk is noticed now. False if it cannot be."""
+    code = _fallocate(fd, nbytes) if nbytes else 0
+    if code and code not in _UNSUPPORTED:
+        raise StorageError(f"cannot reserve {nbytes} bytes: {os.strerror(code)}", errno=code, path=path)
+    return not code
+
+
+def _fallocate(fd: int, nbytes: int) -> int:
+    """The system call, which can say no; `os.posix_fallocate` would write a byte into each block instead."""
+    call = _libc("fallocate")
+    code = errno.EINTR
+    while code == errno.EINTR:
+        result = call(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) if call else -1
+        code = (ctypes.get_errno() if call else errno.ENOSYS) if result else 0
+    return code
+
+
+def _libc(name: str) -> Callable[..., int] | None:
+    """A function of Linux's C library that Python lacks."""
+    return getattr(ctypes.CDLL(None, use_errno=True), name, None) if sys.platform.startswith("linux") else None
+
+
+def close_file(fd: int, path: str) -> None:
+    """Close a file that was written: a full quota or a lost server may be told only now."""
     try:
-        os.posix_fallocate(fd, 0, nbytes)
+        os.close(fd)
     except OSError as error:
-        if error.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            return False
-        raise StorageError.of(error, f"reserve {nbytes} bytes", path=path) from error
-    return True
+        raise StorageError.of(error, "close", path=path) from error
 
 
-def read_small(path: str, limit: int = 64 << 20, dir_fd: int | None = None) -> bytes:
+def read_small(path: str, limit: int = 64 << 20, dir_fd: int | None = None, shown: str | None = None) -> bytes:
     """All bytes of a file that may not be larger than `limit` (CorruptError)."""
-    fd = open_file(path, dir_fd)
+    shown = shown or path
+    fd = open_file(path, dir_fd, shown)
     try:
         size = os.fstat(fd).st_size
         if size > limit:
-            raise CorruptError(f"file of {size} bytes is too large for what it should hold", path=path)
+            raise CorruptError(f"file of {size} bytes is too large for what it should hold", path=shown)
         data = bytearray(size)
-        pread_into(fd, memoryview(data), 0, path)
+        pread_into(fd, memoryview(data), 0, shown)
     finally:
         os.close(fd)
     return bytes(data)
@@ -187,9 +272,14 @@ def read_small(path: str, limit: int = 64 << 20, dir_fd: int | None = None) -> b
 def parse_json(data: Buffer | str, path: str) -> object:
     """Parsed JSON; broken text or a key that occurs twice is a CorruptError."""
     try:
-        return json.loads(data if isinstance(data, str) else bytes(data), object_pairs_hook=_unique)
+        text = data if isinstance(data, str) else bytes(data).decode()  # given bytes, json would take UTF-16 too
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"broken JSON: {error}", path=path) from None
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -213,27 +303,36 @@ def write_new(
 
     `path` is the full name for messages. A name that exists is a TargetExistsError; a failed write leaves nothing.
     """
-    temporary = f".tmp-{new_nonce()}"
+    temporary = f"{TEMPORARY_PREFIX}{new_nonce()}"
     fd = _create(temporary, dir_fd, mode, path)
+    placed = temporary
     try:
         try:
-            reserve(fd, nbytes, path)
-            offset = 0
-            for part in parts:
-                pwrite_all(fd, part, offset, path)
-                offset += memoryview(part).nbytes
-            assert offset == nbytes, (offset, nbytes)
+            _fill(fd, parts, nbytes, path)
             if durable:
                 sync_file(fd, path)
-        finally:
-            os.close(fd)
-        _rename_checked(dir_fd, temporary, name, nbytes, path)
+        except BaseException:
+            with contextlib.suppress(OSError):  # what failed before matters more
+                os.close(fd)
+            raise
+        close_file(fd, path)
+        rename_new(temporary, name, dir_fd=dir_fd, path=path)
+        placed = name
+        if durable:
+            sync_directory(dir_fd, path)
     except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary, dir_fd=dir_fd)
+        with contextlib.suppress(OSError):  # what failed before matters more
+            os.unlink(placed, dir_fd=dir_fd)
         raise
-    if durable:
-        sync_directory(dir_fd)
+
+
+def _fill(fd: int, parts: Iterable[Buffer], nbytes: int, path: str) -> None:
+    reserve(fd, nbytes, path)
+    offset = 0
+    for part in parts:
+        pwrite_all(fd, part, offset, path)
+        offset += memoryview(part).nbytes
+    assert offset == nbytes, (offset, nbytes)
 
 
 def _create(name: str, dir_fd: int, mode: int, path: str) -> int:
@@ -251,68 +350,73 @@ def create_file(dir_fd: int, name: str, path: str, mode: int = 0o666) -> int:
     return _create(name, dir_fd, mode, path)
 
 
-def _rename_checked(dir_fd: int, temporary: str, name: str, nbytes: int, path: str) -> None:
+_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
+_AT_CWD = -100
+
+
+def _renameat2(source: str, target: str, flags: int, dir_fd: int | None = None) -> int:
+    """The system call's errno, or 0."""
+    call = _libc("renameat2")
+    if call is None:
+        return errno.ENOSYS
+    at = _AT_CWD if dir_fd is None else dir_fd
+    return ctypes.get_errno() if call(at, os.fsencode(source), at, os.fsencode(target), ctypes.c_uint(flags)) else 0
+
+
+def rename_new(source: str, target: str, *, dir_fd: int | None = None, path: str | None = None) -> None:
+    """Rename to a name that must not exist (TargetExistsError), atomically where the system can.
+
+    `path` is the full name of the target for messages.
+    """
+    path = path or target
+    ours = _identity(source, dir_fd, path)
+    code = _renameat2(source, target, _RENAME_NOREPLACE, dir_fd)
+    if code in _UNSUPPORTED:
+        code = errno.EEXIST if _identity(target, dir_fd, path) else _rename(source, target, dir_fd)
+    # A rename that was retransmitted to an NFS server may report failure although it was done.
+    if code and ours is not None and _identity(target, dir_fd, path) == ours:
+        return
+    if code in (errno.EEXIST, errno.ENOTEMPTY):
+        raise TargetExistsError("this name exists already", path=path)
+    if code:
+        raise StorageError(f"cannot rename into place: {os.strerror(code)}", errno=code, path=path)
+
+
+def _rename(source: str, target: str, dir_fd: int | None) -> int:
     try:
-        os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
-    except FileNotFoundError:
-        pass
-    else:
-        raise TargetExistsError("a file of this name exists", path=path)
-    ours = os.stat(temporary, dir_fd=dir_fd, follow_symlinks=False)
-    try:
-        os.rename(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        os.rename(source, target, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
     except OSError as error:
-        if error.errno not in _AMBIGUOUS or not _arrived(dir_fd, name, ours.st_ino, nbytes):
-            raise StorageError.of(error, "rename into place", path=path) from error
+        return error.errno or errno.EIO
+    return 0
 
 
-def _arrived(dir_fd: int, name: str, inode: int, nbytes: int) -> bool:
+def _identity(name: str, dir_fd: int | None, path: str) -> tuple[int, int] | None:
+    """What tells a file or directory from all others; None if there is none of this name."""
     try:
         found = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
     except FileNotFoundError:
-        return False
-    return found.st_ino == inode and found.st_size == nbytes
-
-
-_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
-
-
-def _renameat2() -> Callable[[str, str, int], int] | None:
-    if not sys.platform.startswith("linux"):
         return None
-    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if function is None:
-        return None
-    at_cwd = -100
-
-    def call(source: str, target: str, flags: int) -> int:
-        result = function(at_cwd, os.fsencode(source), at_cwd, os.fsencode(target), ctypes.c_uint(flags))
-        return ctypes.get_errno() if result else 0
-
-    return call
-
-
-def rename_new(source: str, target: str) -> None:
-    """Rename to a name that must not exist (TargetExistsError), atomically where the system can."""
-    call = _renameat2()
-    code = call(source, target, _RENAME_NOREPLACE) if call else errno.ENOSYS
-    if code == errno.EEXIST or (code in (errno.EINVAL, errno.ENOSYS) and os.path.lexists(target)):
-        raise TargetExistsError("the target exists", path=target)
-    if code in (errno.EINVAL, errno.ENOSYS):
-        os.rename(source, target)
-    elif code:
-        raise StorageError(f"cannot rename into place: {os.strerror(code)}", errno=code, path=target)
+    except OSError as error:
+        raise StorageError.of(error, "look up", path=path) from error
+    return found.st_dev, found.st_ino
 
 
 def exchange_paths(one: str, other: str) -> bool:
     """Swap two names atomically; False where the file system cannot."""
-    call = _renameat2()
-    code = call(one, other, _RENAME_EXCHANGE) if call else errno.ENOSYS
-    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        return False
-    if code:
+    code = _renameat2(one, other, _RENAME_EXCHANGE)
+    if code and code not in _UNSUPPORTED:
         raise StorageError(f"cannot exchange with {one}: {os.strerror(code)}", errno=code, path=other)
-    return True
+    return not code
+
+
+def remove_file(name: str, path: str, dir_fd: int | None = None) -> None:
+    """Remove a file; one that is gone already is no error."""
+    try:
+        os.unlink(name, dir_fd=dir_fd)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise StorageError.of(error, "remove", path=path) from error
 
 
 def filesystem_is_memory(path: str) -> bool:
@@ -324,13 +428,14 @@ def filesystem_is_memory(path: str) -> bool:
     except OSError:
         return False
     below = [(row[1], row[2]) for row in rows if real == row[1] or real.startswith(row[1].rstrip("/") + "/")]
-    return bool(below) and max(below, key=lambda row: len(row[0]))[1] in ("tmpfs", "ramfs")
+    # Of several mounts on one point the last is the one that is seen.
+    return bool(below) and max(reversed(below), key=lambda row: len(row[0]))[1] in ("tmpfs", "ramfs")
 
 
 @contextlib.contextmanager
-def directory(path: str, dir_fd: int | None = None) -> Iterator[int]:
+def directory(path: str, dir_fd: int | None = None, shown: str | None = None) -> Iterator[int]:
     """`open_directory`, closed at the end of the block."""
-    fd = open_directory(path, dir_fd)
+    fd = open_directory(path, dir_fd, shown)
     try:
         yield fd
     finally:

@@ -4,43 +4,36 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from statexchange.errors import StorageError
 from statexchange.layout.arrays import elements
-from statexchange.layout.shards import ITEMSIZE, Box
-from statexchange.storage.files import Buffer, pread_into, pwrite_all
+from statexchange.layout.shards import ITEMSIZE, Box, intersect
+from statexchange.storage.files import OpenFiles, pread_into, pwrite_all
 
-__all__ = ["WINDOW_BYTES", "BoxReader", "intersect", "is_contiguous", "windows", "within", "write_box"]
+__all__ = ["WINDOW_BYTES", "BoxReader", "intersect", "is_contiguous", "linear_offset", "windows", "within", "write_box"]
 
-WINDOW_BYTES = 8 << 20
+WINDOW_BYTES = 2 << 20  # what the processor's cache holds while it is read, hashed and written
+_MAPPED_BYTES = 64 << 20
+
+
 def windows(shape: Sequence[int], itemsize: int, budget: int = WINDOW_BYTES) -> Iterator[Box]:
-    """Boxes that cut a tensor into contiguous runs of its C order, in order, each within `budget` bytes if it can be."""
-    dim = 0
-    while dim < len(shape) and math.prod(shape[dim + 1 :]) * itemsize > budget:
-        dim += 1
-    if dim >= len(shape):
-        dim = max(len(shape) - 1, 0)
+    """Boxes of at most `budget` bytes that cut a tensor into contiguous runs of its C order, in order."""
     if not shape:
         yield Box((), ())
         return
-    step = max(1, budget // max(1, math.prod(shape[dim + 1 :]) * itemsize))
+    dim = 0
+    while dim < len(shape) - 1 and math.prod(shape[dim + 1 :]) * itemsize > budget:
+        dim += 1
     rest = tuple(shape[dim + 1 :])
+    step = max(1, budget // max(1, math.prod(rest) * itemsize))
     for prefix in np.ndindex(*shape[:dim]):
         for begin in range(0, shape[dim], step):
             size = min(step, shape[dim] - begin)
             yield Box((*prefix, begin, *(0,) * len(rest)), (*(1,) * dim, size, *rest))
-
-
-def intersect(one: Box, other: Box) -> Box | None:
-    """The block that two boxes share, or None."""
-    lows = tuple(max(a, b) for a, b in zip(one.offsets, other.offsets, strict=True))
-    highs = tuple(min(a, b) for a, b in zip(one.ends, other.ends, strict=True))
-    if any(low >= high for low, high in zip(lows, highs, strict=True)):
-        return None
-    return Box(lows, tuple(high - low for low, high in zip(lows, highs, strict=True)))
 
 
 def within(inner: Box, outer: Box) -> tuple[slice, ...]:
@@ -71,7 +64,7 @@ def write_box(fd: int, begin: int, shape: tuple[int, ...], dtype: str, box: Box,
     if is_contiguous(box, shape):
         pwrite_all(fd, data, begin + linear_offset(box, shape) * ITEMSIZE[dtype], path)
     elif mapped:
-        _write_mapped(fd, begin, shape, dtype, box, data)
+        _write_mapped(fd, begin, shape, dtype, box, data, path)
     else:
         for run, part in _runs(box, shape, ITEMSIZE[dtype], data):
             pwrite_all(fd, part, begin + run * ITEMSIZE[dtype], path)
@@ -86,17 +79,23 @@ def _runs(box: Box, shape: Sequence[int], itemsize: int, data: memoryview) -> It
         yield linear_offset(Box(offsets, box.shape), shape), data[number * run_bytes : (number + 1) * run_bytes]
 
 
-def _write_mapped(fd: int, begin: int, shape: tuple[int, ...], dtype: str, box: Box, data: memoryview) -> None:
+def _write_mapped(
+    fd: int, begin: int, shape: tuple[int, ...], dtype: str, box: Box, data: memoryview, path: str
+) -> None:
     itemsize = ITEMSIZE[dtype]
     source = elements(data, dtype, box.shape)
-    for window in windows(shape, itemsize, 8 * WINDOW_BYTES):
+    for window in windows(shape, itemsize, _MAPPED_BYTES):
         part = intersect(box, window)
         if part is None:
             continue
         first = begin + linear_offset(window, shape) * itemsize
         start = first - first % mmap.ALLOCATIONGRANULARITY
         nbytes = window.numel * itemsize
-        with mmap.mmap(fd, first - start + nbytes, offset=start) as map_:
+        try:
+            map_ = mmap.mmap(fd, first - start + nbytes, offset=start)
+        except OSError as error:
+            raise StorageError.of(error, "map", path=path) from error
+        with map_:
             _assign(memoryview(map_)[first - start : first - start + nbytes], dtype, window, part, source[within(part, box)])
 
 
@@ -108,29 +107,36 @@ def _assign(memory: memoryview, dtype: str, window: Box, part: Box, source: Any)
 class BoxReader:
     """Reads a box's bytes, kept as one run in a file, forward and window by window, hashing them on the way."""
 
-    def __init__(self, fd: int, path: str, begin: int, box: Box, dtype: str, hasher: Any) -> None:
+    def __init__(self, inputs: OpenFiles, path: str, begin: int, box: Box, dtype: str, hasher: Any) -> None:
         self.box = box
-        self._fd = fd
+        self.left = box.numel * ITEMSIZE[dtype]
+        self._inputs = inputs
         self._path = path
         self._at = begin
         self._dtype = dtype
         self._hasher = hasher
 
-    def copy_into(self, buffer: bytearray, window: Box, on_bytes: Callable[[int], None]) -> None:
-        """Put what this box has of `window` into the window's bytes. Windows must come in order."""
+    def copy_into(self, buffer: memoryview, window: Box, bounce: memoryview) -> int:
+        """Put what this box has of `window` into the window's bytes; returns their number. Windows must come in order.
+
+        `bounce` is memory for passing use, as large as the window.
+        """
         part = intersect(self.box, window)
         if part is None:
-            return
-        nbytes = part.numel * ITEMSIZE[self._dtype]
-        whole = part == window
-        target = memoryview(buffer)[:nbytes] if whole else memoryview(bytearray(nbytes))
-        pread_into(self._fd, target, self._at, self._path)
-        self._at += nbytes
+            return 0
+        itemsize = ITEMSIZE[self._dtype]
+        nbytes = part.numel * itemsize
+        inside = Box(tuple(p - w for p, w in zip(part.offsets, window.offsets, strict=True)), part.shape)
+        straight = is_contiguous(inside, window.shape)
+        begin = linear_offset(inside, window.shape) * itemsize if straight else 0
+        target = (buffer if straight else bounce)[begin : begin + nbytes]
+        pread_into(self._inputs.descriptor(self._path), target, self._at, self._path)
         self._hasher.update(target)
-        if not whole:
-            memory = memoryview(buffer)[: window.numel * ITEMSIZE[self._dtype]]
-            _assign(memory, self._dtype, window, part, elements(target, self._dtype, part.shape))
-        on_bytes(nbytes)
+        if not straight:
+            _assign(buffer, self._dtype, window, part, elements(target, self._dtype, part.shape))
+        self._at += nbytes
+        self.left -= nbytes
+        return nbytes
 
     def digest(self) -> str:
         """The digest of all bytes read."""

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from statexchange.errors import CorruptError, UnsafeError
-from statexchange.layout.shards import ITEMSIZE, Shard
+from statexchange.errors import CorruptError, InvalidArgumentError, UnsafeError
+from statexchange.layout.shards import ITEMSIZE, Shard, sizes_from_json
 from statexchange.storage.files import Buffer, open_file, parse_json, pread_into, write_new
 
 __all__ = [
@@ -35,7 +35,7 @@ FACTS_KEY = "statexchange"
 # torch's Hugging Face storage keeps a shard's offsets under this key, and its version beside it.
 _TORCH_KEY, _TORCH_VERSION_KEY, _TORCH_VERSION = "DCP_SHARDING_INFO", "DCP_VERSION", "1.0"
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def digest(data: Buffer) -> str:
@@ -102,14 +102,17 @@ def _stored(dtype: str, shape: Sequence[int]) -> tuple[str, list[int]]:
     return ("F64", [*shape, 2]) if dtype == "C128" else (dtype, list(shape))
 
 
-def check_name(name: str, path: str | None = None) -> None:
+def check_name(name: str) -> None:
     """A tensor name must be text of 1 to 512 bytes without control characters; else UnsafeError."""
+    if not _is_name(name):
+        raise UnsafeError(f"tensor name {name[:60]!r} is empty, too long or holds control characters")
+
+
+def _is_name(name: str) -> bool:
     try:
-        fits = 0 < len(name.encode()) <= 512 and not _CONTROL.search(name) and name != "__metadata__"
+        return 0 < len(name.encode()) <= 512 and not _CONTROL.search(name) and name != "__metadata__"
     except UnicodeEncodeError:
-        fits = False
-    if not fits:
-        raise UnsafeError(f"tensor name {name[:60]!r} is empty, too long or holds control characters", path=path)
+        return False
 
 
 def encode_header(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
@@ -118,6 +121,8 @@ def encode_header(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: M
     begin = 0
     for name, dtype, shape in tensors:
         check_name(name)
+        if name in entries:
+            raise InvalidArgumentError("two tensors of one file use this name", name=name)
         end = begin + math.prod(shape) * ITEMSIZE[dtype]
         stored, stored_shape = _stored(dtype, shape)
         entries[name] = {"dtype": stored, "shape": stored_shape, "data_offsets": [begin, end]}
@@ -156,7 +161,7 @@ def read_header(fd: int, path: str) -> Header:
     if text[:1] != b"{":
         raise CorruptError("not a safetensors file: its header is no JSON object", path=path)
     raw = parse_json(text, path)
-    assert isinstance(raw, dict)
+    assert isinstance(raw, dict)  # its text begins with a brace
     metadata = raw.pop("__metadata__", {})
     if not isinstance(metadata, dict) or any(not isinstance(v, str) for v in metadata.values()):
         raise CorruptError("header metadata must map text to text", path=path)
@@ -166,22 +171,21 @@ def read_header(fd: int, path: str) -> Header:
 
 
 def _entry(name: str, fields: Any, data_start: int, path: str) -> Entry:
-    check_name(name, path)
+    if not _is_name(name):
+        raise CorruptError(f"tensor name {name[:60]!r} is empty, too long or holds control characters", path=path)
     if not isinstance(fields, dict) or fields.keys() != _ENTRY_KEYS:
         raise CorruptError("header entry has missing or unknown fields", path=path, name=name)
-    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if dtype not in ITEMSIZE or dtype == "C128":
-        raise CorruptError(f"unknown dtype {dtype!r}", path=path, name=name)
-    if not _whole_numbers(shape) or not _whole_numbers(offsets) or len(offsets) != 2 or max(shape, default=0) >= 1 << 48:
-        raise CorruptError("header entry has a bad shape or bad offsets", path=path, name=name)
-    begin, end = offsets
-    if end - begin != math.prod(shape) * ITEMSIZE[dtype]:
-        raise CorruptError("byte count does not fit the shape", path=path, name=name, expected=math.prod(shape) * ITEMSIZE[dtype], found=end - begin)
-    return Entry(name, dtype, tuple(shape), data_start + begin, data_start + end)
-
-
-def _whole_numbers(values: Any) -> bool:
-    return isinstance(values, list) and all(type(v) is int and v >= 0 for v in values)
+    dtype = fields["dtype"]
+    if not isinstance(dtype, str) or dtype not in ITEMSIZE or dtype == "C128":
+        raise CorruptError(f"unknown dtype {dtype!r:.60}", path=path, name=name)
+    try:
+        shape, (begin, end) = sizes_from_json(fields["shape"]), sizes_from_json(fields["data_offsets"])
+    except ValueError:
+        raise CorruptError("header entry has a bad shape or bad offsets", path=path, name=name) from None
+    nbytes = math.prod(shape) * ITEMSIZE[dtype]
+    if end - begin != nbytes:
+        raise CorruptError("byte count does not fit the shape", path=path, name=name, expected=nbytes, found=end - begin)
+    return Entry(name, dtype, shape, data_start + begin, data_start + end)
 
 
 def _check_contiguous(entries: Sequence[Entry], start: int, size: int, path: str) -> None:
@@ -208,10 +212,15 @@ def tensor_file_facts(held: Sequence[Held], facts: Mapping[str, Any]) -> tuple[l
         }
         for h in kept
     }
-    offsets = {h.shard.name: {"saved_offsets": list(h.shard.boxes[0].offsets)} for h in kept if len(h.shard.boxes) == 1}
+    offsets = {h.shard.name: {"saved_offsets": _saved_offsets(h.shard)} for h in kept if len(h.shard.boxes) == 1}
     ours = json.dumps({**facts, "tensors": tensors}, separators=(",", ":"))
     torchs = json.dumps(offsets, separators=(",", ":"))
     return kept, {FACTS_KEY: ours, "format": "pt", _TORCH_KEY: torchs, _TORCH_VERSION_KEY: _TORCH_VERSION}
+
+
+def _saved_offsets(shard: Shard) -> list[int]:
+    _, stored = _stored(shard.dtype, shard.boxes[0].shape)
+    return [*shard.boxes[0].offsets, *(0,) * (len(stored) - len(shard.boxes[0].shape))]
 
 
 def write_tensor_file(dir_fd: int, name: str, path: str, held: Sequence[Held], facts: Mapping[str, Any], *, durable: bool) -> int:

@@ -1,0 +1,59 @@
+"""What every command has in common: its formats, its output, and who may run it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import click
+
+from statexchange import settings
+from statexchange.cli.output import FORMATS
+from statexchange.errors import UnsafeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["command", "refuse_other_ranks", "requested_format"]
+
+
+def _set_format(context: click.Context, parameter: click.Parameter, value: str | bool | None) -> None:
+    if value:
+        context.obj.format = "json" if parameter.name == "json" else value
+
+
+_FORMAT = click.option(
+    "--format",
+    type=click.Choice(FORMATS),
+    expose_value=False,
+    callback=_set_format,
+    help="human: for eyes; json: one object; jsonl: one object a line; auto: text, with tabs in pipes.",
+)
+_JSON = click.option(
+    "--json", is_flag=True, expose_value=False, callback=_set_format, help="The same as --format json."
+)
+
+
+def command(function: Callable[..., int]) -> click.Command:
+    """A click command out of a function that takes the Output first and returns its exit code."""
+    return click.command()(_FORMAT(_JSON(click.pass_obj(function))))
+
+
+def refuse_other_ranks() -> None:
+    """UnsafeError on all ranks that a launcher started but rank 0: they would all write the same files."""
+    launch = settings.detect_launch()
+    if launch.world_size > 1 and launch.rank != 0:
+        raise UnsafeError(
+            f"only rank 0 runs this command, and {launch.variable} speaks of {launch.world_size} ranks",
+            rank=launch.rank,
+        )
+
+
+def requested_format(arguments: Sequence[str]) -> str:
+    """The format that a command line asks for which could not be parsed."""
+    options = list(arguments[: arguments.index("--")] if "--" in arguments else arguments)
+    if "--json" in options:
+        return "json"
+    pairs = [option.partition("=")[::2] for option in options if option.startswith("--format=")]
+    pairs += [pair for pair in pairwise(options) if pair[0] == "--format"]
+    return next((value for _, value in pairs if value in FORMATS), "auto")

@@ -1,0 +1,163 @@
+"""``statexchange demo``: the main job on a small model, and what came of it."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from statexchange.cli import command as commands
+from statexchange.cli.output import Output, fields_of
+from statexchange.cli.text import format_seconds
+from statexchange.errors import TargetExistsError
+
+if TYPE_CHECKING:
+    from statexchange.demo import DemoReport
+
+_PICTURE = "supply.svg"
+_LINE_EVERY = 10
+
+
+@commands.command
+@click.option(
+    "--ranks", "-n", default=4, show_default=True, type=click.IntRange(min=1), help="Processes to train on."
+)
+@click.option(
+    "--keep", metavar="DIR", help="Leave the merged checkpoint in DIR/merged, and a picture beside it."
+)
+@click.option("--steps", default=100, show_default=True, type=click.IntRange(min=1), help="Training steps.")
+def command(output: Output, ranks: int, keep: str | None, steps: int) -> int:
+    """Train a small model on several ranks, export its sharded state, load it in one process, compare.
+
+    Needs torch. Exits with 1 if a tensor is not bit-equal, or the logits differ by more than 1e-5.
+    """
+    from statexchange.demo import run_demo
+
+    commands.refuse_other_ranks()
+    picture = _picture_path(keep)
+    watch = _Watch(output, steps, picture)
+    try:
+        report = run_demo(ranks, keep=keep, steps=steps, on_progress=watch)
+    finally:
+        output.live("")
+    _show(output, report, watch.bars, picture)
+    data = {**fields_of(report), "tensors_equal": report.tensors_equal, "picture": picture}
+    return output.finish("OK" if report.ok else "FINDINGS", data)
+
+
+def _picture_path(keep: str | None) -> str | None:
+    if keep is None:
+        return None
+    path = os.path.join(os.path.abspath(keep), _PICTURE)
+    if os.path.lexists(path):
+        raise TargetExistsError("the demo's picture is already there: remove it, or keep another", path=path)
+    return path
+
+
+class _Watch:
+    """Follows a demo: shows its steps, and draws the merged checkpoint while it is there."""
+
+    def __init__(self, output: Output, steps: int, picture: str | None) -> None:
+        self._output = output
+        self._steps = steps
+        self._picture = picture
+        self._began = time.monotonic()
+        self.bars: list[str] = []
+        self._tell("starting the ranks")
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        if event["phase"] == "train":
+            self._step(event["step"] + 1, event["loss"], event["seconds"])
+        elif event["phase"] == "export":
+            self._tell("exporting the merged checkpoint, comparing it with the shards")
+        else:
+            self._tell("loading it in one process")
+            self._draw(event["path"])
+
+    def _tell(self, text: str) -> None:
+        if not self._output.live(text):
+            self._output.message(text)
+
+    def _step(self, step: int, loss: float, seconds: float) -> None:
+        text = f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {loss:.3f}  {seconds:.2f} s/step"
+        left = f"  {format_seconds((self._steps - step) * seconds)} left"
+        if not self._output.live(text + left) and (step % _LINE_EVERY == 0 or step in (1, self._steps)):
+            self._output.message(text)
+
+    def _draw(self, path: str) -> None:
+        from statexchange.report.pictures import supply_bars, supply_picture
+        from statexchange.storage import files
+
+        self.bars = supply_bars(path, ascii_only=not self._output.can_show("█▏"))
+        if self._picture is not None:
+            folder, name = os.path.split(self._picture)
+            text = supply_picture(path).encode()
+            with files.directory(folder) as dir_fd:
+                files.write_new(dir_fd, name, [text], nbytes=len(text), path=self._picture, mode=0o666)
+
+
+def _show(output: Output, report: DemoReport, bars: list[str], picture: str | None) -> None:
+    data_parallel, tensor_parallel = report.mesh
+    output.line(
+        f"{report.parameters:,} parameters, trained on {report.world_size} ranks "
+        f"({data_parallel} data parallel x {tensor_parallel} tensor parallel)"
+    )
+    _show_loss(output, report)
+    _show_checks(output, report)
+    _section(output, "which rank supplied which bytes", bars)
+    _show_files(output, report, picture)
+
+
+def _section(output: Output, title: str, lines: list[str]) -> None:
+    output.line()
+    output.line(title)
+    for line in lines:
+        output.line(f"  {line}".rstrip())
+
+
+def _show_loss(output: Output, report: DemoReport) -> None:
+    from statexchange.report.pictures import curve
+
+    pace = sorted(report.step_seconds)[len(report.step_seconds) // 2]
+    losses = report.losses
+    title = f"loss {losses[0]:.2f} to {losses[-1]:.2f} in {len(losses)} steps of {pace:.2f} s"
+    _section(output, title, curve(losses, ascii_only=not output.can_show("▁█")))
+
+
+def _show_checks(output: Output, report: DemoReport) -> None:
+    from statexchange.report.pictures import format_bytes
+
+    written = textwrap.wrap(repr(report.prompt + report.text), 90)
+    rate = format_bytes(report.export_bytes / report.export_seconds)
+    grown, root = format_bytes(report.root_peak_growth_bytes), format_bytes(report.root_peak_bytes)
+    output.line()
+    output.facts(
+        [
+            ("tensors bit-equal", f"{report.tensors_equal}/{report.tensors_total}"),
+            *(("not equal", name) for name in report.mismatches),
+            ("logits error", f"{report.logits_error:.1e} of the greatest logit, 1e-05 allowed"),
+            (
+                "export",
+                f"{format_bytes(report.export_bytes)} in {format_seconds(report.export_seconds)}, {rate}/s",
+            ),
+            (
+                "root's peak memory",
+                f"{root} (torch and all), {grown} of it by the export of {format_bytes(report.model_bytes)}",
+            ),
+            ("total", format_seconds(report.total_seconds)),
+        ]
+    )
+    _section(output, "what the merged model writes", written)
+
+
+def _show_files(output: Output, report: DemoReport, picture: str | None) -> None:
+    from statexchange.report.pictures import format_bytes
+
+    title = f"files in {report.path}" if report.path else "files (not kept; --keep DIR does)"
+    _section(output, title, [f"{format_bytes(nbytes):>8}  {name}" for name, nbytes in report.files])
+    if picture is not None:
+        output.line()
+        output.line(f"picture  {picture}")

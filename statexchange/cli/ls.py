@@ -1,0 +1,65 @@
+"""``statexchange ls``: every tensor at a path."""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import TYPE_CHECKING
+
+import click
+
+from statexchange.cli import command as commands
+from statexchange.cli.output import Output, code_of, fields_of, gravest
+from statexchange.cli.text import ranges
+from statexchange.errors import InvalidArgumentError
+from statexchange.report.pictures import format_bytes, shape_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from statexchange.report.summary import TensorRow
+
+_HEADER = ("NAME", "DTYPE", "SHAPE", "BYTES", "HELD-BY")
+
+
+@commands.command
+@click.argument("path")
+@click.option(
+    "--include", "-i", multiple=True, metavar="GLOB", help="Only tensors whose name matches; may be repeated."
+)
+def command(output: Output, path: str, include: tuple[str, ...]) -> int:
+    """List the tensors at PATH: name, dtype, global shape, bytes, and which ranks or which file hold them."""
+    from statexchange.report.summary import tensor_rows
+    from statexchange.sources import open_source
+
+    source = open_source(path, strict=False)
+    rows = _selected(tensor_rows(source), include)
+    by_rank = source.kind == "workspace"
+    output.table(_HEADER, (_cells(row, by_rank, output.aligned) for row in rows), right=("BYTES",))
+    for problem in source.problems:
+        output.warning(str(problem))
+    worst = gravest(source.problems)
+    data = {
+        "path": path,
+        "kind": source.kind,
+        "num_tensors": len(rows),
+        "nbytes": sum(row.nbytes for row in rows),
+    }
+    return output.finish(
+        code_of(worst) if worst else "OK", data, rows=("tensors", map(fields_of, rows)), error=worst
+    )
+
+
+def _selected(rows: list[TensorRow], patterns: Sequence[str]) -> list[TensorRow]:
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(row.name, pattern) for row in rows):
+            raise InvalidArgumentError(f"include pattern {pattern!r} matches no tensor")
+    return [
+        row
+        for row in rows
+        if not patterns or any(fnmatch.fnmatchcase(row.name, pattern) for pattern in patterns)
+    ]
+
+
+def _cells(row: TensorRow, by_rank: bool, for_eyes: bool) -> tuple[str, ...]:
+    nbytes = format_bytes(row.nbytes) if for_eyes else str(row.nbytes)
+    return row.name, row.dtype, shape_text(row.shape), nbytes, ranges(row.holders) if by_rank else row.file

@@ -1,0 +1,110 @@
+"""The ``statexchange`` command: finds the subcommand, turns what happens into an exit code and a message."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+
+from statexchange import __version__
+from statexchange.cli.command import requested_format
+from statexchange.cli.output import EXIT_CODES, Output
+from statexchange.errors import CorruptError, IncompleteError, StateExchangeError, StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["cli", "main"]
+
+_COMMANDS = ("info", "ls", "verify", "merge", "demo")
+# What the operating system refuses through no fault of ours, where a room has not named it already.
+_REFUSALS = {
+    getattr(errno, name, None)
+    for name in ("EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT", "EIO", "ESTALE", "ENAMETOOLONG")
+}
+_REPORT = "this is a fault of statexchange: report this with the text above to the project's issue tracker"
+
+
+class _Commands(click.Group):
+    """Commands that are imported when they are asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 (click's signature)
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in _COMMANDS:
+            return None
+        found: click.Command = import_module(f"statexchange.cli.{cmd_name}").command
+        found.name = cmd_name
+        return found
+
+    def invoke(self, ctx: click.Context) -> int:
+        try:
+            return int(super().invoke(ctx) or 0)
+        except KeyboardInterrupt:  # before click makes something else of it
+            output: Output = ctx.obj
+            return output.fail(KeyboardInterrupt("interrupted"), "INTERRUPTED")
+
+
+@click.group(
+    cls=_Commands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]}
+)
+@click.version_option(__version__)
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """Inspect, verify and merge sharded model state."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help(), err=True)
+        context.exit(EXIT_CODES["USAGE"])
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit with the code that says how it went."""
+    sys.exit(_run(sys.argv[1:] if arguments is None else arguments))
+
+
+def _run(arguments: Sequence[str]) -> int:
+    output = Output()
+    try:
+        code = cli.main(list(arguments), prog_name="statexchange", obj=output, standalone_mode=False)
+        return int(code or 0)
+    except click.Abort:
+        return EXIT_CODES["INTERRUPTED"]
+    except click.ClickException as error:
+        output.format = requested_format(arguments)
+        return _refuse_usage(output, error)
+    except StateExchangeError as error:
+        if error.code == "INTERNAL":
+            return _apologise(output, error)
+        return output.fail(error, error.code, _hint(error, arguments))
+    except OSError as error:
+        if error.errno not in _REFUSALS:
+            return _apologise(output, error)
+        return output.fail(StorageError.of(error, "go on", path=error.filename), "IO")
+    except Exception as error:  # noqa: BLE001 (the last resort: nothing is hidden, the traceback is shown)
+        return _apologise(output, error)
+    finally:
+        output.close()
+
+
+def _refuse_usage(output: Output, error: click.ClickException) -> int:
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    path = context.command_path if context is not None else "statexchange"
+    return output.fail(click.ClickException(error.format_message()), "USAGE", f"{path} --help")
+
+
+def _hint(error: StateExchangeError, arguments: Sequence[str]) -> str | None:
+    if isinstance(error, CorruptError | IncompleteError) and "verify" not in arguments[:1]:
+        return "statexchange verify lists everything that is wrong"
+    return None
+
+
+def _apologise(output: Output, error: Exception) -> int:
+    import traceback
+
+    for line in "".join(traceback.format_exception(error)).splitlines():
+        output.message(line)
+    return output.fail(error, "INTERNAL", _REPORT)

@@ -1,0 +1,96 @@
+"""``statexchange merge``: shards on disk into one checkpoint directory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from statexchange.cli import command as commands
+from statexchange.cli.output import Output, fields_of
+from statexchange.cli.progress import Progress
+from statexchange.cli.text import format_seconds
+from statexchange.report.pictures import format_bytes
+
+if TYPE_CHECKING:
+    from statexchange.checkpoint.merge import MergeReport
+
+
+def _parse_renames(
+    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> list[tuple[str, str]]:
+    """Cut at the last ``=``: a lookahead in the regex may hold one, a tensor's name hardly ever does."""
+    for value in values:
+        if "=" not in value:
+            raise click.BadParameter(f"{value!r} is not REGEX=REPL", context, parameter)
+    return [value.rpartition("=")[::2] for value in values]
+
+
+@commands.command
+@click.argument("source")
+@click.argument("out")
+@click.option(
+    "--include", multiple=True, metavar="GLOB", help="Only tensors whose name matches; may be repeated."
+)
+@click.option(
+    "--exclude", multiple=True, metavar="GLOB", help="No tensors whose name matches; may be repeated."
+)
+@click.option(
+    "--rename", multiple=True, metavar="REGEX=REPL", callback=_parse_renames, help="Rename tensors; in order."
+)
+@click.option(
+    "--replicas",
+    type=click.Choice(["equal", "root"]),
+    default="equal",
+    show_default=True,
+    help="Copies must be equal, or the lowest rank's is taken.",
+)
+@click.option(
+    "--max-shard-size",
+    default="5GB",
+    show_default=True,
+    metavar="SIZE",
+    help="Start a new file at this size.",
+)
+@click.option(
+    "--filename-pattern",
+    default="model{suffix}.safetensors",
+    show_default=True,
+    metavar="NAME",
+    help="Of the files.",
+)
+@click.option(
+    "--files-from",
+    multiple=True,
+    metavar="PATH",
+    help="Files to go along, or a directory: config, tokenizer.",
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Files written at once; one per core unless given.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace the checkpoint that lies at OUT.")
+@click.option("--dry-run", is_flag=True, help="Check everything and say what would be written.")
+def command(output: Output, source: str, out: str, **options: Any) -> int:
+    """Merge the shards at SOURCE into the checkpoint directory OUT, whole or not at all."""
+    from statexchange.checkpoint.merge import merge_checkpoint
+
+    commands.refuse_other_ranks()
+    with Progress(output, "merge") as progress:
+        report = merge_checkpoint(source, out, **options, on_progress=progress)
+    _show(output, report)
+    return output.finish("OK", fields_of(report))
+
+
+def _show(output: Output, report: MergeReport) -> None:
+    rate = f" in {format_seconds(report.seconds)}, {format_bytes(report.nbytes / report.seconds)}/s"
+    done, pace = ("would merge", "") if report.dry_run else ("merged", rate)
+    output.line(
+        f"{done} {report.num_tensors:,} tensors, {format_bytes(report.nbytes)}, into {report.path}{pace}"
+    )
+    for name, nbytes in report.files:
+        output.line(f"  {name}  {format_bytes(nbytes)}")
+    for alias, kept in report.aliases.items():
+        output.line(f"  {alias} is tied to {kept}, which is written once")

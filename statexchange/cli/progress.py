@@ -1,0 +1,61 @@
+"""How far a long command is: one live line on a terminal, a plain line now and then in a log."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from statexchange.cli.text import format_seconds
+from statexchange.report.pictures import format_bytes
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from statexchange.cli.output import Output
+
+__all__ = ["Progress"]
+
+_FIRST_S, _LIVE_S, _LOG_S = 1.0, 0.1, 30.0
+
+
+class Progress:
+    """Shows bytes done of a total, bytes/s and time left; a context manager that clears its line.
+
+    Calling it as `progress(done, total)` is cheap and may happen in any one thread at a time. Of what ends
+    within a second nothing is shown.
+    """
+
+    def __init__(self, output: Output, label: str) -> None:
+        self._output = output
+        self._label = label
+        self._began = time.monotonic()
+        self._next_live = self._began + _FIRST_S
+        self._next_line = self._began + _LOG_S
+        self._shown = False
+
+    def __call__(self, done: int, total: int) -> None:
+        """Show `done` of `total` bytes, unless that was done just now."""
+        now = time.monotonic()
+        if now < self._next_live:
+            return
+        self._next_live = now + _LIVE_S
+        text = self._text(done, total, now - self._began)
+        self._shown = self._output.live(text)
+        if not self._shown and now >= self._next_line:
+            self._next_line = now + _LOG_S
+            self._output.message(text)
+
+    def _text(self, done: int, total: int, seconds: float) -> str:
+        left = (total - done) * seconds / done if done else 0.0
+        share = done / total if total else 1.0
+        sizes = f"{format_bytes(done)} of {format_bytes(total)} ({share:.0%})"
+        return f"{self._label}  {sizes}  {format_bytes(done / seconds)}/s  {format_seconds(left)} left"
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._shown:
+            self._output.live("")

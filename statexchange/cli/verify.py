@@ -1,0 +1,55 @@
+"""``statexchange verify``: read everything at a path and check it."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from statexchange.cli import command as commands
+from statexchange.cli.output import Output, code_of, error_record, fields_of, gravest
+from statexchange.cli.progress import Progress
+from statexchange.cli.text import format_seconds
+from statexchange.report.pictures import format_bytes
+
+if TYPE_CHECKING:
+    from statexchange.report.verify import VerifyReport
+
+
+@commands.command
+@click.argument("path")
+def command(output: Output, path: str) -> int:
+    """Read and check everything at PATH: digests, that boxes cover every tensor exactly, that copies agree.
+
+    Exits with 1 if copies of one region differ, 4 if something is broken, 5 if something is missing.
+    """
+    from statexchange.report.verify import verify
+
+    began = time.perf_counter()
+    with Progress(output, "verify") as progress:
+        report = verify(path, on_progress=progress)
+    _show(output, report, time.perf_counter() - began)
+    worst = gravest(report.findings)
+    rows = [error_record(finding, code_of(finding)) for finding in report.findings]
+    data = {key: value for key, value in fields_of(report).items() if key != "findings"}
+    return output.finish(code_of(worst) if worst else "OK", data, rows=("findings", rows), error=worst)
+
+
+def _show(output: Output, report: VerifyReport, seconds: float) -> None:
+    output.line(
+        f"{report.path}: {report.kind}, {report.num_tensors:,} tensors, {report.num_boxes:,} boxes, "
+        f"{format_bytes(report.nbytes)} read in {format_seconds(seconds)}"
+    )
+    for finding in report.findings:
+        output.line(f"{code_of(finding):<10}  {finding}")
+    if report.num_unproven:
+        output.warning(f"no digest is known of {report.num_unproven:,} boxes: their bytes cannot be checked")
+    if report.findings:
+        output.line(f"{len(report.findings):,} found to be wrong")
+    elif not report.num_unproven:
+        output.line("ok: every element is there exactly once, every digest agrees")
+    elif report.num_unproven < report.num_boxes:
+        output.line("ok: every element is there exactly once, every digest that is known agrees")
+    else:
+        output.line("ok: every element is there exactly once")

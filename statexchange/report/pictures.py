@@ -1,0 +1,462 @@
+"""Pictures of which rank supplied which bytes, as SVG and as text, and a curve as text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from statexchange.errors import CorruptError, NotFoundError
+from statexchange.layout.shards import ITEMSIZE, Box, full_box
+from statexchange.sources import Source, open_source
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Mapping, Sequence
+
+__all__ = [
+    "Supplied",
+    "curve",
+    "format_bytes",
+    "shape_text",
+    "supplied_tensors",
+    "supply_bars",
+    "supply_picture",
+]
+
+_MAX_ROWS, _MAX_CELLS, _MAX_RANKS = 20, 8000, 16
+# Okabe and Ito's colours, told apart with every kind of colour vision; for more ranks cividis, dark to light.
+_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#7f7f7f")
+_RAMP = ((0, 34, 78), (53, 69, 108), (102, 105, 112), (148, 142, 119), (200, 184, 102), (254, 232, 56))
+
+
+@dataclass(frozen=True, slots=True)
+class Supplied:
+    """A tensor and who supplied its boxes: ranks, or numbers of files where no rank is known."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[Box, int], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return full_box(self.shape).numel * ITEMSIZE[self.dtype]
+
+    def nbytes_by_rank(self) -> Counter[int]:
+        """Bytes that each rank supplied."""
+        found: Counter[int] = Counter()
+        for box, rank in self.boxes:
+            found[rank] += box.numel * ITEMSIZE[self.dtype]
+        return found
+
+
+def supplied_tensors(source: Source | str | os.PathLike[str]) -> list[Supplied]:
+    """Who supplied what, largest tensor first. Not collective; reads headers only.
+
+    A published directory's manifest knows; in a workspace it is the first rank that has a box; else the file.
+    """
+    opened = _open(source)
+    found = list(_held(opened) if opened.manifest is None else _published(opened.manifest, opened.path))
+    return sorted(found, key=lambda tensor: (-tensor.nbytes, tensor.name))
+
+
+def _open(source: Source | str | os.PathLike[str]) -> Source:
+    return source if isinstance(source, Source) else open_source(source, strict=False)
+
+
+def _published(manifest: Mapping[str, Any], path: str) -> Iterator[Supplied]:
+    for name, fact in manifest["tensors"].items():
+        try:
+            boxes = tuple((Box.from_json(raw[:2]), int(raw[3])) for raw in fact["boxes"])
+            yield Supplied(str(name), fact["dtype"], tuple(fact["shape"]), boxes)
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            raise CorruptError(f"broken manifest: {error}", name=str(name), path=path) from None
+
+
+def _held(source: Source) -> Iterator[Supplied]:
+    boxes: dict[tuple[str, str, tuple[int, ...]], dict[Box, int]] = {}
+    for holder, tensor in source.shards():
+        shard = tensor.shard
+        first = boxes.setdefault((shard.name, shard.dtype, shard.global_shape), {})
+        for box in shard.boxes:
+            first.setdefault(box, holder.rank)
+    for (name, dtype, shape), ranks in boxes.items():
+        yield Supplied(name, dtype, shape, tuple(ranks.items()))
+
+
+def _total(tensors: Sequence[Supplied]) -> Counter[int]:
+    total: Counter[int] = Counter()
+    for tensor in tensors:
+        total.update(tensor.nbytes_by_rank())
+    return total
+
+
+def format_bytes(nbytes: float) -> str:
+    """A size for people, in powers of 1000 and three digits: ``4.21 MB``."""
+    if nbytes < 999.5:
+        return f"{nbytes:.0f} B"
+    for unit in ("kB", "MB", "GB"):
+        nbytes /= 1000
+        if nbytes < 999.5:
+            return f"{_three_digits(nbytes)} {unit}"
+    return f"{_three_digits(nbytes / 1000)} TB"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """``[256,64]``; ``[]`` for a tensor without dims."""
+    return f"[{','.join(map(str, shape))}]"
+
+
+def _shortened(text: str, width: int) -> str:
+    """`text`, with its middle left out if it is too wide: the ends of a tensor's name tell the most."""
+    shown = "".join(char if char.isprintable() else "?" for char in text)
+    if len(shown) <= width:
+        return shown
+    head = (width - 3) // 2
+    return f"{shown[:head]}...{shown[len(shown) - (width - 3 - head) :]}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """A part of the unit square, and who supplied it."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    rank: int
+
+
+def _cells(tensor: Supplied) -> list[_Cell]:
+    """The tensor as a unit square in which a box has its share of the area; dim 0 runs down."""
+    ndim = len(tensor.shape)
+    boxes = [(box, rank) for box, rank in tensor.boxes if box.numel]
+    cut = [d for d in range(ndim) if any(box.shape[d] != tensor.shape[d] for box, _ in boxes)]
+    dims = [(d, d == ndim - 1 or position % 2 == 1) for position, d in enumerate(cut)]
+    return list(_divide(boxes, dims, tensor.shape, _Cell(0, 0, 1, 1, 0)))
+
+
+def _divide(
+    boxes: list[tuple[Box, int]], dims: list[tuple[int, bool]], shape: tuple[int, ...], area: _Cell
+) -> Iterator[_Cell]:
+    """Cut `area` at every edge of a box, dim after dim, until one box is left; what nobody has stays free."""
+    if not boxes:
+        return
+    if not dims or (len(boxes) == 1 and all(boxes[0][0].shape[d] == shape[d] for d, _ in dims)):
+        yield _Cell(area.x, area.y, area.width, area.height, boxes[0][1])
+        return
+    (dim, across), *rest = dims
+    edges = sorted({0, shape[dim], *(b.offsets[dim] for b, _ in boxes), *(b.ends[dim] for b, _ in boxes)})
+    for low, high in pairwise(edges):
+        inside = [(box, rank) for box, rank in boxes if box.offsets[dim] < high and box.ends[dim] > low]
+        yield from _divide(inside, rest, shape, _slice(area, low / shape[dim], high / shape[dim], across))
+
+
+def _slice(area: _Cell, low: float, high: float, across: bool) -> _Cell:
+    if across:
+        return _Cell(area.x + low * area.width, area.y, (high - low) * area.width, area.height, area.rank)
+    return _Cell(area.x, area.y + low * area.height, area.width, (high - low) * area.height, area.rank)
+
+
+# --- SVG ---
+
+_WIDTH, _MARGIN, _LABEL, _FRAME = 900, 20, 300, 360
+_STYLE = (
+    "text{font:12px ui-sans-serif,system-ui,'DejaVu Sans',sans-serif;fill:#222}"
+    ".n{font-family:ui-monospace,'DejaVu Sans Mono',monospace;font-size:11px}"
+    ".g{fill:#666}.t{font-size:16px;font-weight:600}.c{shape-rendering:crispEdges}"
+    ".r{font-size:10px;text-anchor:middle}.e{text-anchor:end}"
+)
+_BORDER = 'stroke="#888" stroke-width=".5"'
+_NOBODY = (
+    '<pattern id="nobody" width="6" height="6" patternUnits="userSpaceOnUse">'
+    '<rect width="6" height="6" fill="#fff"/><path d="M0 6L6 0" stroke="#b00"/></pattern>'
+)
+
+
+def supply_picture(source: Source | str | os.PathLike[str]) -> str:
+    """An SVG of which rank supplied which bytes: a row per tensor, its boxes to scale, coloured by rank.
+
+    Not collective; reads headers only. The largest tensors have rows, the rest is summed in one. Gaps of a
+    workspace are drawn as such. Raises what `open_source` raises, and NotFoundError if there is no tensor.
+    """
+    opened = _open(source)
+    tensors = supplied_tensors(opened)
+    if not tensors:
+        raise NotFoundError("there is no tensor to draw", path=opened.path)
+    return _Svg(tensors, _who(opened)).text()
+
+
+def _who(source: Source) -> str:
+    return "file" if source.kind == "huggingface" and source.manifest is None else "rank"
+
+
+class _Svg:
+    """One SVG picture, from top to bottom."""
+
+    def __init__(self, tensors: Sequence[Supplied], who: str) -> None:
+        self._who = who
+        self._tensors = tensors
+        self._total = _total(tensors)
+        self._nbytes = sum(tensor.nbytes for tensor in tensors)
+        self._colours = dict(zip(sorted(self._total), _palette(len(self._total)), strict=True))
+        self._parts: list[str] = []
+        self._y = _MARGIN
+
+    def text(self) -> str:
+        """The whole document."""
+        self._heading()
+        self._legend()
+        rows = _affordable(self._tensors)
+        for tensor, cells in rows:
+            self._row(tensor, cells)
+        self._rest(self._tensors[len(rows) :])
+        height = self._y + _MARGIN // 2
+        return "\n".join([*self._opening(height), *self._parts, "</svg>", ""])
+
+    def _opening(self, height: int) -> list[str]:
+        shares = ", ".join(f"{self._who} {rank}: {nbytes} bytes" for rank, nbytes in self._top_ranks())
+        return [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}"',
+            f' height="{height}" role="img" aria-labelledby="title desc">',
+            f'<title id="title">{self._title()}</title>',
+            f'<desc id="desc">{len(self._tensors)} tensors, {self._nbytes} bytes. {shares}.</desc>',
+            f"<style>{_STYLE}</style>",
+            f"<defs>{_NOBODY}</defs>",
+            f'<rect width="{_WIDTH}" height="{height}" fill="#fff"/>',
+        ]
+
+    def _title(self) -> str:
+        return f"Which {self._who} supplied which bytes"
+
+    def _top_ranks(self) -> list[tuple[int, int]]:
+        return sorted(self._total.items())[:_MAX_RANKS]
+
+    def _say(self, x: float, y: float, text: str, style: str = "") -> None:
+        self._parts.append(f'<text x="{x:g}" y="{y:g}" class="{style}">{escape(text)}</text>')
+
+    def _heading(self) -> None:
+        self._say(_MARGIN, self._y + 14, self._title(), "t")
+        text = (
+            f"{format_bytes(self._nbytes)} in {len(self._tensors):,} tensors. "
+            "All rows are equally wide; the parts of each are to scale."
+        )
+        self._say(_MARGIN, self._y + 34, text, "g")
+        self._y += 48
+
+    def _legend(self) -> None:
+        entries = [(self._colours[rank], f"{self._who} {rank}", part) for rank, part in self._top_ranks()]
+        hidden = sorted(self._total.items())[_MAX_RANKS:]
+        if hidden:
+            last = hidden[-1][0]
+            text = f"{len(hidden)} more, to {self._who} {last}"
+            entries.append((self._colours[last], text, sum(part for _, part in hidden)))
+        missing = self._nbytes - self._total.total()
+        if missing > 0:
+            entries.append(("url(#nobody)", "nobody", missing))
+        for number, (colour, label, part) in enumerate(entries):
+            x, y = _MARGIN + number % 4 * 216, self._y + number // 4 * 20
+            self._rectangle(x, y, 12, 12, f'fill="{colour}" {_BORDER}')
+            share = part / max(1, self._nbytes)
+            self._say(x + 18, y + 10, f"{label} · {format_bytes(part)} · {share:.1%}")
+        self._y += (len(entries) + 3) // 4 * 20 + 12
+
+    def _rectangle(self, x: float, y: float, width: float, height: float, style: str) -> None:
+        self._parts.append(
+            f'<rect x="{x:.6g}" y="{y:.6g}" width="{width:.5g}" height="{height:.5g}" {style}/>'
+        )
+
+    def _row(self, tensor: Supplied, cells: Sequence[_Cell]) -> None:
+        bands = len({round(cell.y, 9) for cell in cells})
+        height = min(max(22, 12 * bands), 48) if len(tensor.shape) > 1 else 12
+        middle = self._y + max(height, 22) / 2
+        self._frame(cells, middle - height / 2, height, tensor.name)
+        self._say(_MARGIN, middle + 4, _shortened(tensor.name, 43), "n")
+        about = _shortened(f"{tensor.dtype} {shape_text(tensor.shape)}", 22)
+        self._say(_MARGIN + _LABEL + _FRAME + 14, middle + 4, about, "n g")
+        self._say(_WIDTH - _MARGIN, middle + 4, format_bytes(tensor.nbytes), "e")
+        self._y += max(height, 22) + 6
+
+    def _frame(self, cells: Sequence[_Cell], top: float, height: float, name: str) -> None:
+        left = _MARGIN + _LABEL
+        whole = sum(cell.width * cell.height for cell in cells) > 1 - 1e-9
+        line = ' stroke="#fff" stroke-width=".7"' if len(cells) <= 64 else ""
+        self._parts.append(f'<g class="c"{line}><title>{escape(_shortened(name, 200))}</title>')
+        self._rectangle(left, top, _FRAME, height, 'fill="#fff"' if whole else 'fill="url(#nobody)"')
+        for cell in cells:
+            x, y = left + cell.x * _FRAME, top + cell.y * height
+            fill = f'fill="{self._colours[cell.rank]}"'
+            self._rectangle(x, y, cell.width * _FRAME, cell.height * height, fill)
+        self._parts.append("</g>")
+        self._rectangle(left, top, _FRAME, height, f'fill="none" {_BORDER}')
+        self._number(cells, top, height)
+
+    def _number(self, cells: Sequence[_Cell], top: float, height: float) -> None:
+        """The rank's number in its largest cell that has room for it, so that colour is not all there is."""
+        largest: dict[int, _Cell] = {}
+        for cell in sorted(cells, key=lambda cell: cell.width * cell.height):
+            if cell.height * height >= 9.5 and cell.width * _FRAME >= 8 * len(str(cell.rank)):
+                largest[cell.rank] = cell
+        for rank, cell in sorted(largest.items()):
+            x = _MARGIN + _LABEL + (cell.x + cell.width / 2) * _FRAME
+            y = top + (cell.y + cell.height / 2) * height + 3.5
+            ink = _ink(self._colours[rank])
+            self._parts.append(f'<text x="{x:.5g}" y="{y:.5g}" class="r" style="fill:{ink}">{rank}</text>')
+
+    def _rest(self, tensors: Sequence[Supplied]) -> None:
+        if not tensors:
+            return
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        self._say(_MARGIN, self._y + 15, f"and {len(tensors):,} more, summed by {self._who}", "g")
+        x, cells = 0.0, []
+        for rank, part in sorted(_total(tensors).items()):
+            cells.append(_Cell(x, 0, part / max(1, nbytes), 1, rank))
+            x += cells[-1].width
+        self._frame(cells, self._y + 5, 12, "the rest")
+        self._say(_WIDTH - _MARGIN, self._y + 15, format_bytes(nbytes), "e")
+        self._y += 28
+
+
+def _affordable(tensors: Sequence[Supplied]) -> list[tuple[Supplied, list[_Cell]]]:
+    """The largest tensors with their cells, as many as keep the picture small."""
+    rows: list[tuple[Supplied, list[_Cell]]] = []
+    room = _MAX_CELLS
+    for tensor in tensors[:_MAX_ROWS]:
+        cells = _cells(tensor)
+        room -= len(cells)
+        if room < 0 and rows:
+            break
+        rows.append((tensor, cells))
+    return rows
+
+
+def _palette(count: int) -> list[str]:
+    if count <= len(_COLOURS):
+        return list(_COLOURS[:count])
+    return [_ramp(number / (count - 1)) for number in range(count)]
+
+
+def _ramp(position: float) -> str:
+    place = position * (len(_RAMP) - 1)
+    low = min(int(place), len(_RAMP) - 2)
+    mixed = [round(a + (b - a) * (place - low)) for a, b in zip(_RAMP[low], _RAMP[low + 1], strict=True)]
+    return "#" + "".join(f"{value:02x}" for value in mixed)
+
+
+def _ink(colour: str) -> str:
+    """Black or white, whichever is read better on `colour`."""
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#fff"
+
+
+# --- Text ---
+
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_LEVELS = " ▁▂▃▄▅▆▇█"
+_MAPS, _MAP_ROWS = 3, 6
+
+
+def supply_bars(
+    source: Source | str | os.PathLike[str], *, width: int = 100, ascii_only: bool = False
+) -> list[str]:
+    """Lines of text that show who supplied which bytes: a bar per rank, and maps of the largest tensors.
+
+    Not collective; reads headers only. In a map each character is the rank that supplied that part of the
+    tensor, in base 36, or ``.`` where nobody did; dim 0 runs down. `width` is the longest line, 60 to 100.
+    """
+    opened = _open(source)
+    tensors = supplied_tensors(opened)
+    lines = _rank_bars(tensors, _who(opened), min(width, 100), ascii_only)
+    mapped = [tensor for tensor in tensors if len(tensor.shape) > 1 and tensor.nbytes][:_MAPS]
+    return lines + (["", *_maps(mapped, (min(width, 100) - 2 * (_MAPS - 1)) // _MAPS)] if mapped else [])
+
+
+def _rank_bars(tensors: Sequence[Supplied], who: str, width: int, ascii_only: bool) -> list[str]:
+    total = sorted(_total(tensors).items())
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    rows = [(f"{who} {rank}", part) for rank, part in total[:_MAX_RANKS]]
+    if len(total) > _MAX_RANKS:
+        rows.append((f"{len(total) - _MAX_RANKS} more", sum(part for _, part in total[_MAX_RANKS:])))
+    missing = nbytes - sum(part for _, part in total)
+    if missing > 0:
+        rows.append(("nobody", missing))
+    label = max((len(text) for text, _ in rows), default=0)
+    room = max(10, min(width - label - 24, 48))
+    longest = max((part for _, part in rows), default=1) or 1
+    lines = []
+    for text, part in rows:
+        bar = _bar(part / longest, room, ascii_only)
+        lines.append(f"{text:<{label}}  {bar}  {format_bytes(part):>8}  {part / max(1, nbytes):>6.1%}")
+    return lines
+
+
+def _bar(share: float, room: int, ascii_only: bool) -> str:
+    if ascii_only:
+        return ("#" * round(share * room)).ljust(room)
+    whole, eighths = divmod(round(share * room * 8), 8)
+    return ("█" * whole + _EIGHTHS[eighths].strip()).ljust(room)
+
+
+def _maps(tensors: Sequence[Supplied], width: int) -> list[str]:
+    """Maps side by side, each under its tensor's name and shape."""
+    blocks = []
+    for tensor in tensors:
+        about = _shortened(f"{tensor.dtype} {shape_text(tensor.shape)}", width)
+        blocks.append([_shortened(tensor.name, width), about, *_map(tensor, width, _MAP_ROWS)])
+    return ["  ".join(f"{line:<{width}}" for line in lines).rstrip() for lines in zip(*blocks, strict=True)]
+
+
+def _map(tensor: Supplied, width: int, height: int) -> list[str]:
+    """A grid of characters; each shows who supplied the point in its middle."""
+    grid = [["."] * width for _ in range(height)]
+    for cell in _cells(tensor):
+        digit = _DIGITS[cell.rank] if cell.rank < len(_DIGITS) else "#"
+        for row in _middles(cell.y, cell.height, height):
+            for column in _middles(cell.x, cell.width, width):
+                grid[row][column] = digit
+    return ["".join(row) for row in grid]
+
+
+def _middles(begin: float, extent: float, count: int) -> range:
+    """The cells of `count` whose middles lie from `begin` on within `extent` of the unit line."""
+    first, last = (max(0, -int(-(edge * count - 0.5) // 1)) for edge in (begin, begin + extent))
+    return range(first, min(last, count))
+
+
+def curve(
+    values: Sequence[float], *, width: int = 60, height: int = 6, ascii_only: bool = False
+) -> list[str]:
+    """A curve of `values` as lines of text, with the highest and lowest value written beside it.
+
+    Where there are more values than columns, a column shows the mean of those that fall into it.
+    """
+    columns = [_mean(part) for part in _parts(values, min(width, len(values)))]
+    low, high = min(columns), max(columns)
+    levels = 1 if ascii_only else 8
+    heights = [1 + round((value - low) / ((high - low) or 1) * (height * levels - 1)) for value in columns]
+    rows = []
+    for row in reversed(range(height)):
+        level = [min(max(h - row * levels, 0), levels) for h in heights]
+        note = f"{high:.2f}" if row == height - 1 else f"{low:.2f}" if row == 0 else ""
+        rows.append(
+            f"{note:>6} |" + "".join(("#" if v else " ") if ascii_only else _LEVELS[v] for v in level)
+        )
+    return [row.rstrip() for row in rows]
+
+
+def _parts(values: Sequence[float], count: int) -> Iterator[Sequence[float]]:
+    for number in range(count):
+        yield values[number * len(values) // count : (number + 1) * len(values) // count]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
