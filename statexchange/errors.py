@@ -58,7 +58,11 @@ class StateExchangeError(Exception):
         about = [] if self.name is None else [f"tensor {self.name!r}"]
         about += [] if self.rank is None else [f"rank {self.rank}"]
         about += [] if self.path is None else [self.path]
-        both = "" if self.expected is None and self.found is None else f": expected {self.expected}, found {self.found}"
+        both = (
+            ""
+            if self.expected is None and self.found is None
+            else f": expected {self.expected}, found {self.found}"
+        )
         return self.message + both + (f" [{', '.join(about)}]" if about else "")
 
     def __str__(self) -> str:
@@ -194,7 +198,12 @@ def to_record(error: BaseException, rank: int, phase: str) -> dict[str, Any]:
     if isinstance(error, PeerError):
         return {"type": "PeerError", "rank": error.rank, "phase": error.phase, "cause": error.cause}
     if not isinstance(error, StateExchangeError):
-        return {"type": "PeerError", "rank": rank, "phase": phase, "cause": f"{type(error).__name__}: {error}"}
+        return {
+            "type": "PeerError",
+            "rank": rank,
+            "phase": phase,
+            "cause": f"{type(error).__name__}: {error}",
+        }
     about = {key: _portable(value) for key, value in error.__reduce__()[1][2].items()}
     about["rank"] = rank if error.rank is None else error.rank
     return {"type": type(error).__name__, "message": error.message, "about": about}
@@ -211,7 +220,9 @@ def from_record(record: dict[str, Any]) -> StateExchangeError:
     if record["type"] == "PeerError":
         return PeerError(record["rank"], record["phase"], record["cause"])
     cls = _tree(StateExchangeError).get(record["type"])
-    about = {key: tuple(value) if isinstance(value, list) else value for key, value in record["about"].items()}
+    about = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in record["about"].items()
+    }
     if cls is None:
         return StateExchangeError(record["message"], **{key: about[key] for key in _ATTRIBUTES})
     return cls(record["message"], **about)

@@ -16,9 +16,9 @@ __all__ = ["Launch", "default_timeout_s", "detect_launch", "no_color"]
 class Launch:
     """What a launcher's environment says of this process.
 
-    `launcher` is "torchrun", "openmpi", "mpich", "slurm" or "none"; `variable` is the environment variable that
-    gave `world_size`. `job` identifies the job and its restart across all its ranks, and is fit to be
-    a file name; it is None where the launcher gives no trustworthy identity.
+    `launcher` is "torchrun", "openmpi", "mpich", "slurm" or "none"; `variable` is the environment variable
+    that gave `world_size`. `job` identifies the job and its restart across all its ranks, and is fit to be a
+    file name; it is None where the launcher gives no trustworthy identity.
     """
 
     launcher: str
@@ -32,10 +32,17 @@ class Launch:
 
 _SINGLE = Launch("none", 0, 1, 0, 1, "")
 
-# In the order in which they are believed: torchrun may run under mpiexec, and mpiexec under Slurm.
+# In the order in which they are believed: torchrun may run under mpiexec, and mpiexec under Slurm. SLURM_NTASKS is set in
+# a batch script too, which is one process; only srun sets SLURM_STEP_NUM_TASKS.
 _VARIABLES = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    ("openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    (
+        "openmpi",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
     ("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     # Of the step that srun started: a batch script alone also has SLURM_NTASKS, but is one process.
     ("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
@@ -91,7 +98,9 @@ def default_timeout_s() -> float:
     except ValueError:
         seconds = -1.0
     if not seconds > 0:
-        raise InvalidArgumentError(f"STATEXCHANGE_TIMEOUT_S must be a number of seconds above 0, not {text!r}")
+        raise InvalidArgumentError(
+            f"STATEXCHANGE_TIMEOUT_S must be a number of seconds above 0, not {text!r}"
+        )
     return seconds
 
 

@@ -1,7 +1,8 @@
-"""Arenas: blocks of memory that processes of one host share, without lasting names, recycled because fresh pages are slow.
+"""Arenas: memory that processes of one host share, without lasting names, recycled as fresh pages are slow.
 
-An arena is a sealed memfd that others open through ``/proc/<pid>/fd``; where that does not work, a file in /dev/shm
-under an unguessable name, unlinked as soon as everybody has attached. Nothing has a name that could leak or collide.
+An arena is a sealed memfd that others open through ``/proc/<pid>/fd``; where that does not work, a file in
+/dev/shm under an unguessable name, unlinked as soon as everybody has attached. Nothing has a name that could
+leak or collide.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import fcntl
 import mmap
 import os
 import secrets
+import stat
 import weakref
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -41,23 +43,27 @@ class Arena:
 
     @classmethod
     def create(cls, nbytes: int, kind: Kind = "memfd") -> Arena:
-        """At least `nbytes` (> 0) of zeros. Too little room is a StorageError that names the size, never a SIGBUS."""
+        """At least `nbytes` (> 0) of zeros. Too little room is a StorageError naming the size, never a SIGBUS."""
         nbytes = -(-nbytes // _PAGE) * _PAGE
         ident = secrets.token_hex(16)
         fd, path = _open_memfd() if kind == "memfd" else _open_file(ident)
+        inode = os.fstat(fd).st_ino
+        address = {"id": ident, "pid": os.getpid(), "fd": fd, "inode": inode, "nbytes": nbytes, "path": path}
+        arena = cls(nbytes, address, memoryview(b""), fd)
         try:
             os.posix_fallocate(fd, 0, nbytes)
             if kind == "memfd":
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            view = memoryview(_map(fd, nbytes))
-        except OSError as error:
-            os.close(fd)
-            if path is not None:
-                os.unlink(path)
-            hint = f"reserve {nbytes} bytes of shared memory (in a container: --shm-size)"
-            raise StorageError.of(error, hint, path=path) from error
-        address = {"id": ident, "pid": os.getpid(), "fd": fd, "nbytes": nbytes, "path": path}
-        return cls(nbytes, address, view, fd)
+            arena.view = memoryview(_map(fd, nbytes))
+        except BaseException as error:
+            arena.close()
+            if not isinstance(error, OSError):
+                raise
+            hint = "" if path is None else " (in a container: --shm-size)"
+            raise StorageError.of(
+                error, f"reserve {nbytes} bytes of shared memory{hint}", path=path
+            ) from error
+        return arena
 
     @property
     def ident(self) -> str:
@@ -73,7 +79,9 @@ class Arena:
     def close(self) -> None:
         """Give the memory up. Those who have attached keep it as long as they look at it."""
         self.unlink()
-        os.close(self._fd)
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
         self.view = memoryview(b"")
 
 
@@ -104,27 +112,36 @@ class Attached:
 
     def lend(self) -> Any:
         """The memory as a numpy uint8 array; views of it are counted as references until they are gone."""
-        import numpy
+        import numpy as np
 
-        base = numpy.frombuffer(self._map, dtype=numpy.uint8)
-        self._lent = weakref.ref(base)
+        base = self._lent() if self._lent is not None else None
+        if base is None:
+            base = np.frombuffer(self._map, dtype=np.uint8)
+            self._lent = weakref.ref(base)
         return base
 
     @property
     def referenced(self) -> bool:
-        """Whether anything still looks at what was lent last."""
+        """Whether anything still looks at what was lent."""
         return self._lent is not None and self._lent() is not None
 
 
 def attach(address: dict[str, Any]) -> Attached:
-    """Map the arena at `address`. An arena of a process that is gone, or hidden from us, is a StorageError."""
+    """Map the arena at `address`. One of a process that is gone, or hidden from us, is a StorageError."""
     path = address["path"] or f"/proc/{int(address['pid'])}/fd/{int(address['fd'])}"
     try:
         # A memfd opens through a link of /proc, which O_NOFOLLOW would refuse.
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_NOFOLLOW if address["path"] else 0))
+        # If that process has closed it, or is another one in our eyes, anything may lie there.
+        fd = os.open(
+            path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_NOFOLLOW if address["path"] else 0)
+        )
         try:
-            if os.fstat(fd).st_size != address["nbytes"]:
-                raise StorageError("shared memory has another size than announced", path=path)
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or (found.st_size, found.st_ino) != (
+                address["nbytes"],
+                address["inode"],
+            ):
+                raise StorageError("other shared memory lies there than was announced", path=path)
             return Attached(_map(fd, address["nbytes"]))
         finally:
             os.close(fd)
@@ -156,8 +173,11 @@ class ArenaPool:
         return [arena.ident for arena in self._free]
 
     def release(self, arena: Arena) -> None:
-        """Take back an arena that nobody looks at any more."""
-        self._free.append(arena)
+        """Take back an arena that nobody looks at any more; one whose name is gone cannot be shared again."""
+        if self.kind == "file":
+            arena.close()
+        else:
+            self._free.append(arena)
 
     def close(self) -> None:
         """Give up what is free."""

@@ -1,7 +1,8 @@
 """The one JSON codec: Python values to JSON and back, with nothing imported by name and nothing run.
 
-Plain JSON values stay themselves. Everything else is an object with one key ``"$"`` that says what it is: tuple, dict
-(keys other than str), float (NaN, infinities), dtype, enum, namedtuple, dataclass, or an outside leaf such as a tensor.
+Plain JSON values stay themselves. Everything else is an object with one key ``"$"`` that says what it is:
+tuple, dict (keys other than str), float (NaN, infinities), dtype, enum, namedtuple, dataclass, or an outside
+leaf such as a tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Leaf = Callable[[object, str], "str | None"]
 
 
 def register_config(cls: type) -> type:
-    """Let values of dataclass, namedtuple or Enum `cls` come back as `cls` in this process; usable as a decorator.
+    """Let values of dataclass, namedtuple or Enum `cls` come back as `cls` in this process; also a decorator.
 
     Not collective.
     """
@@ -41,8 +42,8 @@ def _type_name(cls: type) -> str:
 def encode(value: object, leaf: Leaf | None = None) -> str:
     """`value` as JSON text. Not collective.
 
-    `leaf(object, path)` may take an object over by returning the name under which the caller keeps it, or return
-    None. An unknown type is a TypeError, a cycle a ValueError; both name the path.
+    `leaf(object, path)` may take an object over by returning the name under which the caller keeps it, or
+    return None. An unknown type is a TypeError, a cycle a ValueError; both name the path.
     """
     return json.dumps(_encode(value, "", _once(leaf), 0), allow_nan=False, separators=(",", ":"))
 
@@ -81,7 +82,11 @@ def _encode(value: Any, path: str, leaf: Leaf, depth: int) -> Any:
         fields = {name: inner(item, f".{name}") for name, item in _fields(value, path).items()}
         return _typed("dataclass", kind, value=fields)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return _typed("namedtuple", kind, value={k: inner(v, f".{k}") for k, v in zip(value._fields, value, strict=True)})
+        return _typed(
+            "namedtuple",
+            kind,
+            value={k: inner(v, f".{k}") for k, v in zip(value._fields, value, strict=True)},
+        )
     if kind in (list, tuple):
         items = [inner(v, f"[{i}]") for i, v in enumerate(value)]
         return items if kind is list else {_TAG: "tuple", "value": items}
@@ -99,7 +104,9 @@ def _fields(value: Any, path: str) -> dict[str, Any]:
     names = [f.name for f in dataclasses.fields(value)]
     for name in names:
         if not hasattr(value, name):
-            raise TypeError(f"cannot write a {_type_name(type(value))} whose field {name!r} is not set, at {path or 'the top'}")
+            raise TypeError(
+                f"cannot write a {_type_name(type(value))} whose field {name!r} is not set, at {path or 'the top'}"
+            )
     return {name: getattr(value, name) for name in names}
 
 
@@ -108,7 +115,7 @@ def _typed(tag: str, cls: type, value: Any) -> dict[str, Any]:
 
 
 def types_of(value: object) -> dict[str, type]:
-    """The dataclass, namedtuple and Enum types found in `value`, by qualified name: what `decode` may build."""
+    """The dataclass, namedtuple and Enum types in `value`, by qualified name: what `decode` may build."""
     found: dict[str, type] = {}
     _collect(value, found, set())
     return found
@@ -135,13 +142,15 @@ def _collect(value: Any, found: dict[str, type], seen: set[int]) -> None:
         _collect(child, found, seen)
 
 
-def decode(text: str | bytes, *, types: Mapping[str, type] | None = None, leaf: Callable[[str], Any] | None = None) -> Any:
+def decode(
+    text: str | bytes, *, types: Mapping[str, type] | None = None, leaf: Callable[[str], Any] | None = None
+) -> Any:
     """The value that `encode` wrote. Not collective.
 
-    Dataclasses, namedtuples and Enums come back as the type in `types` or one given to `register_config`; of an
-    unknown type comes a dict of its fields with ``"__name__"``, or its JSON text where it is a key. A dtype is torch's
-    if torch has been imported, else ``"torch.float32"``. `leaf(name)` supplies what `encode`'s leaf kept. Text that
-    `encode` cannot have written is a ValueError.
+    Dataclasses, namedtuples and Enums come back as the type in `types` or one given to `register_config`; of
+    an unknown type comes a dict of its fields with ``"__name__"``, or its JSON text where it is a key. A
+    dtype is torch's if torch has been imported, else ``"torch.float32"``. `leaf(name)` supplies what
+    `encode`'s leaf kept. Text that `encode` cannot have written is a ValueError.
     """
     try:
         return _Decoder({**_registered, **(types or {})}, leaf).value(json.loads(text))
@@ -227,7 +236,9 @@ class _Decoder:
         instance = object.__new__(cls)
         names = [f.name for f in dataclasses.fields(cls)]
         for name, item in _complete(raw, names, _defaults(cls), fields).items():
-            object.__setattr__(instance, name, item)  # not __init__: the fields are the whole state, and nothing is run
+            object.__setattr__(
+                instance, name, item
+            )  # not __init__: the fields are the whole state, and nothing is run
         return instance
 
     _BUILDERS: ClassVar[dict[str, Callable[[_Decoder, dict[str, Any]], Any]]] = {
@@ -245,11 +256,15 @@ class _Decoder:
 def _defaults(cls: type) -> dict[str, Any]:
     fields = dataclasses.fields(cls)
     plain = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
-    return plain | {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
+    return plain | {
+        f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING
+    }
 
 
-def _complete(raw: dict[str, Any], names: Iterable[str], defaults: Mapping[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """All fields of a type in its order, with its defaults for those that it got since the text was written."""
+def _complete(
+    raw: dict[str, Any], names: Iterable[str], defaults: Mapping[str, Any], fields: dict[str, Any]
+) -> dict[str, Any]:
+    """All fields of a type in its order, with defaults for those that it got since the text was written."""
     whole = {**defaults, **fields}
     odd = sorted(whole.keys() ^ set(names))
     if odd:

@@ -301,13 +301,13 @@ def test_what_cannot_be_sent_is_named_on_every_rank() -> None:
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_a_full_workspace_is_an_error_with_its_path_on_every_rank(tmp_path: Path) -> None:
+def test_a_workspace_that_cannot_be_is_an_error_with_its_path_on_every_rank(tmp_path: Path) -> None:
     rank = sx.get_communicator().rank
     target = tmp_path / "file"
     if rank == 0:
         target.touch()
     sx.get_communicator().barrier()
-    with pytest.raises(sx.StorageError, match=r"cannot make the workspace.*rank 1.*file/ws"), sx.gather_state({"w": torch.ones(3)}, workspace=target / "ws"):
+    with pytest.raises(sx.NotFoundError, match=r"not a directory.*rank 1.*/file"), sx.gather_state({"w": torch.ones(3)}, workspace=target / "ws"):
         pass
 
 

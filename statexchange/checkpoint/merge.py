@@ -1,4 +1,4 @@
-"""Merge a sharded checkpoint on disk into one published directory, offline, in bounded memory, without torch."""
+"""Merge a sharded checkpoint on disk into one directory, offline, in bounded memory, without torch."""
 
 from __future__ import annotations
 
@@ -6,21 +6,32 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import xxhash
 
 from statexchange.checkpoint.publish import BoxFact, OpenFile, Publication, travelling_files, write_manifest
 from statexchange.errors import CorruptError, ReplicaError
-from statexchange.layout.plan import FilePlan, Piece, Plan, PlanOptions, Rename, TensorPlan, parse_size, plan_merge
+from statexchange.layout.plan import (
+    FilePlan,
+    Piece,
+    Plan,
+    PlanOptions,
+    Rename,
+    TensorPlan,
+    parse_size,
+    plan_merge,
+)
 from statexchange.layout.shards import ITEMSIZE, Box
 from statexchange.sources import Extent, Holder, Source, SourceTensor, open_source
 from statexchange.storage import files
 from statexchange.storage.regions import WINDOW_BYTES, BoxReader, windows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
 
 __all__ = ["MergeReport", "merge_checkpoint"]
 
@@ -56,14 +67,18 @@ def merge_checkpoint(
 ) -> MergeReport:
     """Merge what lies at `source` into the checkpoint directory `out`, complete and durable or not at all.
 
-    Not collective. Every element of every output tensor is proved to be supplied exactly once before anything is
-    written, and every box is checked against its digest while it is copied. Options are those of `export_checkpoint`;
-    `threads` deals output files (default: one per core, at most one per file); `on_progress(done, total)` counts bytes.
+    Not collective. Every element of every output tensor is proved to be supplied exactly once before anything
+    is written, and every box is checked against its digest while it is copied. Options are those of
+    `export_checkpoint`; `threads` deals output files (default: one per core, at most one per file);
+    `on_progress(done, total)` counts bytes.
 
-    Raises NotFoundError, IncompleteError, OverlapError, CorruptError, ReplicaError, TargetExistsError, StorageError.
+    Raises NotFoundError, IncompleteError, OverlapError, CorruptError, ReplicaError, TargetExistsError,
+    StorageError.
     """
     began = time.perf_counter()
-    options = PlanOptions(_patterns(include), _patterns(exclude), rename, parse_size(max_shard_size), filename_pattern, replicas)
+    options = PlanOptions(
+        _patterns(include), _patterns(exclude), rename, parse_size(max_shard_size), filename_pattern, replicas
+    )
     opened = open_source(source)
     plan = plan_merge(opened.holdings(), options)
     if replicas == "equal":
@@ -76,7 +91,9 @@ def merge_checkpoint(
             write_manifest(publication, plan, facts, travelling=travelling, source=opened.kind)
             publication.commit()
     names = tuple((file.name, file.data_nbytes) for file in plan.files)
-    return MergeReport(path, names, plan.nbytes, plan.num_tensors, plan.aliases, time.perf_counter() - began, dry_run)
+    return MergeReport(
+        path, names, plan.nbytes, plan.num_tensors, plan.aliases, time.perf_counter() - began, dry_run
+    )
 
 
 def _patterns(patterns: str | Sequence[str]) -> tuple[str, ...]:
@@ -89,7 +106,7 @@ def extent_of(source: Source, tensor: TensorPlan, holder: int, box_index: int) -
 
 
 def check_replicas(source: Source, plan: Plan) -> None:
-    """ReplicaError unless all copies of each box have the digest of the one that is taken, and tied tensors are equal."""
+    """ReplicaError unless all copies of each box are equal to the one that is taken, and so are tied tensors."""
     for file in plan.files:
         for tensor in file.tensors:
             for piece in tensor.pieces:
@@ -102,7 +119,9 @@ def check_replicas(source: Source, plan: Plan) -> None:
 def _check_tied(holder: Holder, alias: str, kept: str) -> None:
     one, other = holder.tensors.get(alias), holder.tensors.get(kept)
     if one is not None and other is not None and _digests(one) != _digests(other):
-        raise ReplicaError(f"is called tied to {kept!r}, but differs", name=alias, rank=holder.rank, path=holder.path)
+        raise ReplicaError(
+            f"is called tied to {kept!r}, but differs", name=alias, rank=holder.rank, path=holder.path
+        )
 
 
 def _digests(tensor: SourceTensor) -> list[str]:
@@ -110,7 +129,11 @@ def _digests(tensor: SourceTensor) -> list[str]:
 
 
 def _digest(extent: Extent) -> str:
-    return extent.digest if extent.digest is not None else files.digest_range(extent.path, extent.begin, extent.nbytes)
+    return (
+        extent.digest
+        if extent.digest is not None
+        else files.digest_range(extent.path, extent.begin, extent.nbytes)
+    )
 
 
 def _check_piece(source: Source, tensor: TensorPlan, piece: Piece) -> None:
@@ -133,7 +156,13 @@ def _check_piece(source: Source, tensor: TensorPlan, piece: Piece) -> None:
 class _Merge:
     """One merge, from a proved plan to finished files."""
 
-    def __init__(self, source: Source, plan: Plan, publication: Publication, on_progress: Callable[[int, int], None] | None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        plan: Plan,
+        publication: Publication,
+        on_progress: Callable[[int, int], None] | None,
+    ) -> None:
         self._source = source
         self._plan = plan
         self._publication = publication
@@ -147,7 +176,9 @@ class _Merge:
         opened = [self._publication.create(file) for file in self._plan.files]
         facts: dict[str, list[BoxFact]] = {}
         with ThreadPoolExecutor(max(1, min(threads or os.cpu_count() or 1, len(opened)))) as pool:
-            writing = [pool.submit(self._write_file, *pair) for pair in zip(self._plan.files, opened, strict=True)]
+            writing = [
+                pool.submit(self._write_file, *pair) for pair in zip(self._plan.files, opened, strict=True)
+            ]
             try:
                 for written in as_completed(writing):
                     facts |= written.result()
@@ -159,7 +190,9 @@ class _Merge:
     def _write_file(self, plan: FilePlan, opened: OpenFile) -> dict[str, list[BoxFact]]:
         memory = memoryview(bytearray(2 * WINDOW_BYTES))
         with files.OpenFiles() as inputs:
-            facts = {tensor.name: self._write_tensor(tensor, opened, inputs, memory) for tensor in plan.tensors}
+            facts = {
+                tensor.name: self._write_tensor(tensor, opened, inputs, memory) for tensor in plan.tensors
+            }
         opened.finish()
         return facts
 
@@ -176,10 +209,12 @@ class _Merge:
             self._fill(memory[:nbytes], window, waiting, memory[WINDOW_BYTES:])
             files.pwrite_all(opened.fd, memory[:nbytes], at, opened.path)
             at += nbytes
-        return [self._fact(tensor, piece, reader) for piece, reader in zip(tensor.pieces, readers, strict=True)]
+        return [
+            self._fact(tensor, piece, reader) for piece, reader in zip(tensor.pieces, readers, strict=True)
+        ]
 
     def _fill(self, buffer: memoryview, window: Box, waiting: deque[BoxReader], bounce: memoryview) -> None:
-        """One window's bytes, from readers in the order of their first elements; those that are done are dropped."""
+        """One window's bytes, from readers in the order of their first elements; those done are dropped."""
         last = tuple(end - 1 for end in window.ends)
         for reader in takewhile(lambda reader: reader.box.offsets <= last, waiting):
             self._count(reader.copy_into(buffer, window, bounce))
@@ -196,7 +231,12 @@ class _Merge:
         found = reader.digest()
         if extent.digest is not None and found != extent.digest:
             raise CorruptError(
-                "bytes differ from their digest", name=tensor.source, rank=rank, path=extent.path, expected=extent.digest, found=found
+                "bytes differ from their digest",
+                name=tensor.source,
+                rank=rank,
+                path=extent.path,
+                expected=extent.digest,
+                found=found,
             )
         return BoxFact(rank, found)
 

@@ -1,30 +1,44 @@
-"""Publish a checkpoint directory: build it under a hidden name, sync it, rename it; complete or not there at all.
+"""Publish a checkpoint directory: build it under a hidden name, sync it, rename it; whole or not there.
 
-The hidden directory is ``.<name>.<plan-digest>.partial`` beside the target. A file lock keeps a second publisher out;
-correctness does not rest on it.
+The hidden directory is ``.<name>.<plan-digest>.partial`` beside the target. A file lock keeps a second
+publisher out; correctness does not rest on it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from statexchange.errors import NotFoundError, StorageError, TargetExistsError, UnsafeError, UnsupportedError
-from statexchange.layout.plan import FilePlan, Plan, TensorPlan
+from statexchange.errors import (
+    CorruptError,
+    InvalidArgumentError,
+    NotFoundError,
+    StateExchangeError,
+    StorageError,
+    TargetExistsError,
+    UnsafeError,
+    UnsupportedError,
+)
 from statexchange.sources.huggingface import MANIFEST
 from statexchange.storage import files
 from statexchange.storage.tensorfile import encode_header
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from statexchange.layout.plan import FilePlan, Plan, TensorPlan
+
 __all__ = ["BoxFact", "OpenFile", "Publication", "index_name", "write_manifest"]
 
 SCHEMA = 1
+_log = logging.getLogger(__name__)
 FORMAT_METADATA = {"format": "pt"}
 
 
@@ -53,38 +67,38 @@ class OpenFile:
         """Write the header and make the file durable."""
         files.pwrite_all(self.fd, self.header, 0, self.path)
         files.sync_file(self.fd, self.path)
-        self.close()
+        fd, self.fd = self.fd, -1
+        files.close_file(fd, self.path)
 
     def close(self) -> None:
-        """Close the descriptor."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        """Close a file that is not wanted any more."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # its bytes do not matter
+                os.close(fd)
 
 
 class Publication:
     """One directory on its way to `out`. Root only.
 
-    Constructing it checks the target and takes the lock: TargetExistsError if `out` exists (unless `overwrite`) or is
-    being published by another process; UnsafeError if overwriting would remove files that no manifest of ours lists.
-    Ends in `commit` or `abandon`; in a with block `abandon` is the default.
+    Constructing it checks the target and takes the lock: TargetExistsError if `out` exists (unless
+    `overwrite`) or is being published by another process; UnsafeError if overwriting would remove files that
+    no manifest of ours lists. Ends in `commit` or `abandon`; in a with block `abandon` is the default.
     """
 
     def __init__(self, out: str | os.PathLike[str], plan_digest: str, *, overwrite: bool = False) -> None:
         self.out = os.path.abspath(os.fspath(out))
         self.parent, self.name = os.path.split(self.out)
+        if not self.name:
+            raise InvalidArgumentError("not a place for a checkpoint", path=self.out)
         self.overwrite = overwrite
         self.path = os.path.join(self.parent, f".{self.name}.{plan_digest}.partial")
-        self._record = os.path.join(self.parent, f".{self.name}.replacing.json")
         self._open: list[OpenFile] = []
-        try:
-            os.makedirs(self.parent, exist_ok=True)
-        except OSError as error:
-            raise StorageError.of(error, "make directory", path=self.parent) from error
-        self._lock = FileLock(os.path.join(self.parent, f".{self.name}.lock"))
+        files.make_path(self.parent, 0o777)
+        self._lock = FileLock(os.path.join(self.parent, f".{self.name}.lock"), thread_local=False)
         self._acquire()
         try:
-            self._complete_replacement()
+            _complete_replacement(self.out)
             self._check_target()
             self._remove_leftovers()
             self._make_directory()
@@ -105,6 +119,8 @@ class Publication:
             raise TargetExistsError("another process is publishing to this target", path=self.out) from None
         except OSError as error:
             raise StorageError.of(error, "lock the target", path=self.out) from error
+        except NotImplementedError as error:
+            raise StorageError(f"cannot lock the target: {error}", path=self.out) from error
 
     def __enter__(self) -> Publication:
         return self
@@ -116,19 +132,24 @@ class Publication:
         if not os.path.lexists(self.out):
             return
         if not self.overwrite:
-            raise TargetExistsError("the target exists; overwrite=True (--overwrite) replaces it", path=self.out)
+            raise TargetExistsError(
+                "the target exists; overwrite=True (--overwrite) replaces it", path=self.out
+            )
         if not os.path.isdir(self.out) or os.path.islink(self.out):
             raise UnsafeError("refused to overwrite: the target is no directory", path=self.out)
-        strangers = sorted(set(os.listdir(self.out)) - listed_files(self.out))
+        strangers = sorted(set(files.list_directory(self.out)) - listed_files(self.out))
         if strangers:
-            raise UnsafeError(f"refused to overwrite: {strangers[0]!r} is not listed in the target's {MANIFEST}", path=self.out)
+            raise UnsafeError(
+                f"refused to overwrite: {strangers[0]!r} is not listed in the target's {MANIFEST}",
+                path=self.out,
+            )
 
     def _remove_leftovers(self) -> None:
-        """Partial directories of runs that were killed: under our lock nobody else can be building one."""
-        pattern = re.compile(re.escape(f".{self.name}.") + r"[0-9a-f]{32}\.partial")
-        for name in os.listdir(self.parent):
+        """What killed publishers have left: under our lock nobody else can be building for this target."""
+        pattern = re.compile(re.escape(f".{self.name}.") + r"([0-9a-f]{32}\.partial|[0-9a-f]{16}\.discarded)")
+        for name in files.list_directory(self.parent):
             if pattern.fullmatch(name):
-                _remove_flat_directory(os.path.join(self.parent, name))
+                _discard(os.path.join(self.parent, name), self.name)
 
     def create(self, plan: FilePlan) -> OpenFile:
         """A new output file with all its room reserved."""
@@ -143,7 +164,10 @@ class Publication:
         self._open.append(opened)
         nbytes = len(header) + plan.data_nbytes
         opened.reserved = files.reserve(fd, nbytes, path)
-        os.ftruncate(fd, nbytes)
+        try:
+            os.ftruncate(fd, nbytes)
+        except OSError as error:
+            raise StorageError.of(error, f"make {nbytes} bytes of room", path=path) from error
         return opened
 
     def write_text(self, name: str, data: files.Buffer) -> None:
@@ -155,57 +179,112 @@ class Publication:
     def commit(self) -> None:
         """Give the directory its name. After this it is there, whole and durable, whatever happens."""
         with files.directory(self.path) as dir_fd:
-            files.sync_directory(dir_fd)
+            files.sync_directory(dir_fd, self.path)
         if os.path.lexists(self.out):
             self._replace()
         else:
             files.rename_new(self.path, self.out)
-        with files.directory(self.parent) as dir_fd:
-            files.sync_directory(dir_fd)
+            _sync_parent(self.out)
         self._unlock()
-
-    def _unlock(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._lock.lock_file)  # while it is held, so that no name of ours stays
-        self._lock.release()
 
     def _replace(self) -> None:
         self._check_target()  # somebody may have put something there meanwhile
         if files.exchange_paths(self.path, self.out):
-            _remove_flat_directory(self.path)
+            _sync_parent(self.out)
+            _discard_replaced(self.path, self.name)
             return
         # Two renames with a record, which the next publisher completes if we die between them.
+        record = _record_path(self.out)
+        text = json.dumps({"new": os.path.basename(self.path)}).encode()
         with files.directory(self.parent) as dir_fd:
-            text = json.dumps({"new": os.path.basename(self.path), "old": self._old}).encode()
-            files.write_new(dir_fd, os.path.basename(self._record), [text], nbytes=len(text), path=self._record)
-        self._complete_replacement()
+            files.write_new(dir_fd, os.path.basename(record), [text], nbytes=len(text), path=record)
+        _complete_replacement(self.out)
 
-    @property
-    def _old(self) -> str:
-        return f".{self.name}.replaced"
-
-    def _complete_replacement(self) -> None:
-        """Finish replacing the target by renames, from wherever an earlier publisher came."""
-        if not os.path.exists(self._record):
-            return
-        raw = files.parse_json(files.read_small(self._record), self._record)
-        assert isinstance(raw, dict)
-        new = os.path.join(self.parent, os.path.basename(raw["new"]))
-        old = os.path.join(self.parent, os.path.basename(raw["old"]))
-        if os.path.isdir(new):
-            if os.path.lexists(self.out):
-                os.rename(self.out, old)
-            os.rename(new, self.out)
-        _remove_flat_directory(old)
-        os.unlink(self._record)
+    def _unlock(self) -> None:
+        with contextlib.suppress(OSError):  # an empty file that stays does no harm
+            os.unlink(self._lock.lock_file)  # while it is held, so that no name of ours stays
+        self._lock.release()
 
     def abandon(self) -> None:
         """Remove what was built, unless it was committed; free the lock."""
         for opened in self._open:
             opened.close()
         if self._lock.is_locked:
-            _remove_flat_directory(self.path)
-            self._unlock()
+            try:
+                if not os.path.lexists(
+                    _record_path(self.out)
+                ):  # then what was built is needed to complete it
+                    _discard(self.path, self.name)
+            finally:
+                self._unlock()
+
+
+def _record_path(out: str) -> str:
+    parent, name = os.path.split(out)
+    return os.path.join(parent, f".{name}.replacing.json")
+
+
+def _complete_replacement(out: str) -> None:
+    """Finish replacing the target by renames, from wherever a publisher came; without a record do nothing."""
+    record = _record_path(out)
+    if not os.path.lexists(record):
+        return
+    parent, name = os.path.split(out)
+    new = os.path.join(parent, _recorded(record, name))
+    old = os.path.join(parent, f".{name}.replaced")
+    if os.path.isdir(new):
+        if os.path.lexists(out):
+            files.rename_new(out, old)
+        files.rename_new(new, out)
+        _sync_parent(out)
+    if os.path.lexists(old):
+        _discard_replaced(old, name)
+    files.remove_file(record, record)
+
+
+def _recorded(record: str, name: str) -> str:
+    """The name of the new directory by a record; one that we did not write is refused."""
+    if os.lstat(record).st_uid != os.geteuid():
+        raise UnsafeError("refused: this record belongs to another user", path=record)
+    raw = files.parse_json(files.read_small(record), record)
+    new = raw.get("new") if isinstance(raw, dict) else None
+    if not isinstance(new, str) or not re.fullmatch(re.escape(f".{name}.") + r"[0-9a-f]{32}\.partial", new):
+        raise CorruptError("broken record of a replacement", path=record)
+    return new
+
+
+def _sync_parent(path: str) -> None:
+    parent = os.path.dirname(path)
+    with files.directory(parent) as dir_fd:
+        files.sync_directory(dir_fd, path)
+
+
+def _discard_replaced(path: str, name: str) -> None:
+    """Remove what was replaced; the new is in place by now, so that a failure is no failure to publish."""
+    try:
+        _discard(path, name)
+    except StateExchangeError as error:
+        _log.warning("what was replaced could not be removed: %s", error)
+
+
+def _discard(path: str, name: str) -> None:
+    """Remove a directory of plain files; by renaming it first, so that whoever builds it publishes no part."""
+    parent = os.path.dirname(path)
+    hidden = f".{name}.{files.new_nonce()}.discarded"
+    gone = os.path.join(parent, hidden)
+    try:
+        if os.path.isdir(path) and not os.path.islink(path):
+            os.rename(path, gone)
+            with files.directory(parent) as parent_fd, files.directory(hidden, parent_fd, gone) as dir_fd:
+                for entry in files.names_in(dir_fd, gone):
+                    files.remove_file(entry, os.path.join(gone, entry), dir_fd)
+            os.rmdir(gone)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if isinstance(error, StateExchangeError):
+            raise
+        raise StorageError.of(error, "remove", path=path) from error
 
 
 def listed_files(directory: str) -> set[str]:
@@ -217,16 +296,6 @@ def listed_files(directory: str) -> set[str]:
         return set()
     listed = raw.get("files", []) if isinstance(raw, dict) else []
     return {str(name) for name in listed} | {MANIFEST}
-
-
-def _remove_flat_directory(path: str) -> None:
-    """Remove a directory of plain files that we built; a directory inside it is left, and so is its parent."""
-    with contextlib.suppress(FileNotFoundError):
-        for entry in list(os.scandir(path)):
-            if not entry.is_dir(follow_symlinks=False):
-                os.unlink(entry.path)
-        with contextlib.suppress(OSError):
-            os.rmdir(path)
 
 
 def index_name(plan: Plan) -> str | None:
@@ -252,7 +321,7 @@ def write_manifest(
     travelling: Mapping[str, bytes],
     source: str,
 ) -> None:
-    """Write travelling files, index and manifest, in this order: the manifest is the last file of the directory.
+    """Write travelling files, index and manifest, in this order: the manifest is the directory's last file.
 
     `facts` has one BoxFact per piece of each output tensor; `travelling` the small files that come along.
     """
@@ -276,21 +345,37 @@ def write_manifest(
 
 def _tensor_record(file: FilePlan, tensor: TensorPlan, facts: Sequence[BoxFact]) -> dict[str, Any]:
     boxes = [[*p.box.to_json(), f.digest, f.rank] for p, f in zip(tensor.pieces, facts, strict=True)]
-    return {"file": file.name, "dtype": tensor.dtype, "shape": list(tensor.shape), "source": tensor.source, "boxes": boxes}
+    return {
+        "file": file.name,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "source": tensor.source,
+        "boxes": boxes,
+    }
 
 
-def travelling_files(sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None) -> dict[str, bytes]:
-    """config.json, tokenizer and other small files to go along: of a directory all but weights, else those named."""
+def travelling_files(
+    sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
+) -> dict[str, bytes]:
+    """config.json, tokenizer and other small files: of a directory all but weights, else those named."""
     if sources is None:
         return {}
-    named = [os.fspath(sources)] if isinstance(sources, str | os.PathLike) else [os.fspath(s) for s in sources]
+    named = (
+        [os.fspath(sources)] if isinstance(sources, str | os.PathLike) else [os.fspath(s) for s in sources]
+    )
     paths = [path for name in named for path in (_small_files(name) if os.path.isdir(name) else [name])]
     return {os.path.basename(path): files.read_small(path) for path in paths}
 
 
-_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|distcp|index\.json)|statexchange\.json|\..*")
+_WEIGHTS = re.compile(
+    r".*\.(safetensors|bin|pt|pth|ckpt|distcp|gguf|onnx|h5|msgpack|npz|index\.json)|statexchange\.json|\..*"
+)
 
 
 def _small_files(directory: str) -> list[str]:
-    paths = [os.path.join(directory, name) for name in files.list_directory(directory) if not _WEIGHTS.fullmatch(name)]
+    paths = [
+        os.path.join(directory, name)
+        for name in files.list_directory(directory)
+        if not _WEIGHTS.fullmatch(name)
+    ]
     return [path for path in paths if os.path.isfile(path)]

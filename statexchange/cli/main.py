@@ -63,11 +63,12 @@ def cli(context: click.Context) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with the code that says how it went."""
-    sys.exit(_run(sys.argv[1:] if arguments is None else arguments))
-
-
-def _run(arguments: Sequence[str]) -> int:
     output = Output()
+    code = _run(output, sys.argv[1:] if arguments is None else arguments)
+    sys.exit(code if output.close() else EXIT_CODES["IO"])
+
+
+def _run(output: Output, arguments: Sequence[str]) -> int:
     try:
         code = cli.main(list(arguments), prog_name="statexchange", obj=output, standalone_mode=False)
         return int(code or 0)
@@ -86,8 +87,6 @@ def _run(arguments: Sequence[str]) -> int:
         return output.fail(StorageError.of(error, "go on", path=error.filename), "IO")
     except Exception as error:  # noqa: BLE001 (the last resort: nothing is hidden, the traceback is shown)
         return _apologise(output, error)
-    finally:
-        output.close()
 
 
 def _refuse_usage(output: Output, error: click.ClickException) -> int:

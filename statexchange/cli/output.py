@@ -193,13 +193,16 @@ class Output:
         self._write(sys.stderr, f"\r{printable(text)[:width]}\x1b[K", end="")
         return True
 
-    def close(self) -> None:
-        """Flush; what nobody reads any more is dropped."""
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except BrokenPipeError:
-                _drop_the_rest(stream)
+    def close(self) -> bool:
+        """Flush; False, with a message, if stdout could not take all of it. Readers that went away are no matter."""
+        try:
+            sys.stdout.flush()
+        except OSError as error:
+            _drop_the_rest(sys.stdout)
+            if not isinstance(error, BrokenPipeError):
+                self._marked("error:", _RED, f"cannot write the output: {error.strerror}")
+                return False
+        return True
 
     def _marked(self, mark: str, style: str, text: str) -> None:
         self._write(sys.stderr, f"{self._styled(mark, style, sys.stderr)} {_printable_lines(text)}")
@@ -214,8 +217,10 @@ class Output:
             stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + end)
             if stream is sys.stderr:
                 stream.flush()
-        except BrokenPipeError:
+        except OSError as error:
             _drop_the_rest(stream)
+            if not isinstance(error, BrokenPipeError):
+                raise
 
 
 def _drop_the_rest(stream: TextIO) -> None:

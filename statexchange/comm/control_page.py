@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from statexchange.errors import PeerError, StallError, StateExchangeError, from_record, to_record
-from statexchange.shared_memory import Arena, ArenaPool, Attached, Kind, attach
+from statexchange.shared_memory import Arena, Attached, Kind, attach
 
 __all__ = ["ControlPage", "host_identity", "meet"]
 
@@ -62,7 +62,6 @@ class ControlPage:
         self._slots = memory[world_size * _ROW_WORDS * 8 :]
         self._count = 0
         self._spill: dict[int, Arena] = {}
-        self._pool = ArenaPool(kind)
         self._attached: dict[int, tuple[str, Attached]] = {}
         self._dead: StateExchangeError | None = None
         self._set(_START, process_start(os.getpid()) or 0)
@@ -94,6 +93,8 @@ class ControlPage:
             answers = [self._read(r, parity) for r in range(self.world_size)] if reads else []
             if any(_read_slot(self._slot(r, parity))[1] for r in range(self.world_size)):
                 self._arrive(timeout_s, doing)  # a long message lives in its writer, who may leave once all have read
+                if self.kind == "file":
+                    self._drop_spills()
         except BaseException as error:
             self._dead = error if isinstance(error, StateExchangeError) else None
             self.leave(error)
@@ -193,10 +194,13 @@ class ControlPage:
                 record = json.dumps(to_record(RuntimeError(str(error)[:500]), self.rank, "its own code")).encode()
             _write_slot(self._slot(self.rank, 2), record, 0)
         self._set(_LEFT, _GONE_WITH_ERROR if error is not None else _GONE_QUIETLY)
+        self._drop_spills()
+        self._attached.clear()
+
+    def _drop_spills(self) -> None:
         for arena in self._spill.values():
             arena.close()
         self._spill.clear()
-        self._attached.clear()
 
 
 def _write_slot(slot: memoryview, data: bytes, flag: int) -> None:

@@ -188,6 +188,11 @@ class _MemoryTransport:
             self._comm.attached[ident] = attach(where)
         return _MemoryBlock(facts, self._comm.attached[ident].lend())
 
+    def received(self) -> None:
+        """Root has attached: what name the arena had, it needs no more."""
+        if self._arena is not None:
+            self._arena.unlink()
+
     def note(self) -> dict[str, list[str]]:
         """For the agreement at the end: which arenas this rank has, and which of others' it still looks at."""
         comm = self._comm
@@ -247,6 +252,9 @@ class _FileTransport:
         """Another rank's file, opened by the name that its receipt gives."""
         return _FileBlock(facts, self._workspace.open(Receipt(where["file"], where["nbytes"]), timeout_s=_READ_RETRY_S))
 
+    def received(self) -> None:
+        """Nothing to do: root may still read from the file."""
+
     def note(self) -> None:
         """Nothing to tell."""
 
@@ -289,6 +297,7 @@ def _gathered(
         with comm.phase("receiving"):
             for rank, answer in enumerate(answers):
                 blocks.append((_OwnBlock(tensors), message) if rank == root else _receive(transport, rank, answer))
+        transport.received()
     except BaseException:
         transport.end(None)
         raise

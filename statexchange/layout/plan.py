@@ -1,7 +1,7 @@
 """The merge plan: proof that every element is supplied exactly once, by whom, and where it goes.
 
-`holders` are whoever has bytes: live ranks, or the files that ranks left behind. A plan is a pure function of what
-they hold and of `PlanOptions`; the same input gives the same plan and the same digest everywhere.
+`holders` are whoever has bytes: live ranks, or the files that ranks left behind. A plan is a pure function of
+what they hold and of `PlanOptions`; the same input gives the same plan and the same digest everywhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from fractions import Fraction
 from itertools import product
 from typing import Literal
 
-from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, OverlapError, UnsafeError, UnsupportedError
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    InvalidArgumentError,
+    OverlapError,
+    UnsafeError,
+    UnsupportedError,
+)
 from statexchange.layout.shards import ITEMSIZE, Box, Shard, full_box, intersect, region_text
 
 __all__ = [
@@ -41,8 +48,9 @@ _FILENAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\{suffix\}[A-Za
 class PlanOptions:
     """How tensors are selected, named and dealt to files.
 
-    `include`/`exclude` are shell patterns of source names; `rename` a function or (regex, replacement) pairs applied
-    in order; `max_shard_bytes` starts a new file before a tensor that would exceed it; `replicas` "equal" or "root".
+    `include`/`exclude` are shell patterns of source names; `rename` a function or (regex, replacement) pairs
+    applied in order; `max_shard_bytes` starts a new file before a tensor that would exceed it; `replicas`
+    "equal" or "root".
     """
 
     include: tuple[str, ...] = ()
@@ -87,7 +95,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """One output tensor: `source` is its name at the holders, `begin` its byte offset in its file's data section."""
+    """One output tensor: `source` is its name at the holders, `begin` its offset in the file's data section."""
 
     name: str
     source: str
@@ -119,7 +127,8 @@ class FilePlan:
 class Plan:
     """Everything that a merge or export will write. `digest` identifies it (32 hex digits).
 
-    `aliases` maps names that are not written, because they are tied, to those that are; both as they would be written.
+    `aliases` maps names that are not written, because they are tied, to those that are; both as they would be
+    written.
     """
 
     files: tuple[FilePlan, ...]
@@ -151,9 +160,9 @@ def parse_size(size: int | str) -> int:
 def plan_merge(holdings: Sequence[Holding], options: PlanOptions | None = None) -> Plan:
     """The plan that merges `holdings`. Not collective.
 
-    Raises IncompleteError (a region nobody holds), OverlapError (a region claimed by different boxes) or CorruptError
-    (dtype or global shape differ between holders); each names tensor, region and ranks. A `rename` that gives two
-    tensors one name is an UnsafeError.
+    Raises IncompleteError (a region nobody holds), OverlapError (a region claimed by different boxes) or
+    CorruptError (dtype or global shape differ between holders); each names tensor, region and ranks. A
+    `rename` that gives two tensors one name is an UnsafeError.
     """
     options = options or PlanOptions()
     by_name = _select(_by_name(holdings), options)
@@ -227,7 +236,11 @@ def _apply(rename: Rename, name: str) -> str:
 
 
 def _plan_tensor(
-    new: str, held: list[tuple[int, Shard]], holdings: Sequence[Holding], options: PlanOptions, load: list[int]
+    new: str,
+    held: list[tuple[int, Shard]],
+    holdings: Sequence[Holding],
+    options: PlanOptions,
+    load: list[int],
 ) -> TensorPlan:
     first = held[0][1]
     for holder, shard in held[1:]:
@@ -246,7 +259,9 @@ def _plan_tensor(
         for index, box in enumerate(shard.boxes):
             if box.numel:
                 owners.setdefault(box, []).append((holder, index))
-    prove_cover(first.name, first.global_shape, {b: [holdings[h].rank for h, _ in o] for b, o in owners.items()})
+    prove_cover(
+        first.name, first.global_shape, {b: [holdings[h].rank for h, _ in o] for b, o in owners.items()}
+    )
     pieces = tuple(_piece(box, who, options, load, ITEMSIZE[first.dtype]) for box, who in _in_order(owners))
     return TensorPlan(new, first.name, first.dtype, first.global_shape, 0, pieces)
 
@@ -256,7 +271,9 @@ def _in_order(owners: Mapping[Box, list[tuple[int, int]]]) -> list[tuple[Box, li
     return sorted(owners.items(), key=lambda item: item[0].offsets)
 
 
-def _piece(box: Box, who: list[tuple[int, int]], options: PlanOptions, load: list[int], itemsize: int) -> Piece:
+def _piece(
+    box: Box, who: list[tuple[int, int]], options: PlanOptions, load: list[int], itemsize: int
+) -> Piece:
     """Of equal replicas the least loaded holder writes; with "root", the first one."""
     chosen = who[0] if len(who) == 1 or options.replicas == "root" else min(who, key=lambda h: load[h[0]])
     load[chosen[0]] += box.numel * itemsize
@@ -264,18 +281,22 @@ def _piece(box: Box, who: list[tuple[int, int]], options: PlanOptions, load: lis
 
 
 def prove_cover(name: str, shape: tuple[int, ...], boxes: Mapping[Box, Sequence[int]]) -> None:
-    """Raise unless the non-empty `boxes` (mapped to the ranks that hold them) tile a tensor of `shape` exactly."""
+    """Raise unless the non-empty `boxes` (mapped to their holders' ranks) tile a tensor of `shape` exactly."""
     cut = [d for d, size in enumerate(shape) if any(box.shape[d] != size for box in boxes)]
     if len(cut) > _MAX_CUT_DIMS:
         raise UnsupportedError(f"cut along {len(cut)} dims; {_MAX_CUT_DIMS} are supported", name=name)
     at = _first_flaw(shape, boxes, cut) if full_box(shape).numel else None
     if at is None:
         return
-    claims = [box for box in boxes if all(o <= a < e for o, a, e in zip(box.offsets, at, box.ends, strict=True))]
+    claims = [
+        box for box in boxes if all(o <= a < e for o, a, e in zip(box.offsets, at, box.ends, strict=True))
+    ]
     if not claims:
         held = sorted({rank for ranks in boxes.values() for rank in ranks})
         region = _free_region(at, shape, boxes)
-        raise IncompleteError(f"no rank holds region {region} of shape {shape}; ranks {held} hold the rest", name=name)
+        raise IncompleteError(
+            f"no rank holds region {region} of shape {shape}; ranks {held} hold the rest", name=name
+        )
     one, other = claims[:2]
     ends = tuple(map(min, one.ends, other.ends))
     raise OverlapError(
@@ -289,9 +310,10 @@ def prove_cover(name: str, shape: tuple[int, ...], boxes: Mapping[Box, Sequence[
 def _first_flaw(shape: tuple[int, ...], boxes: Iterable[Box], cut: Sequence[int]) -> tuple[int, ...] | None:
     """The first element, in lexicographic order, that is not covered exactly once; None if there is none.
 
-    Only dims in `cut` matter; all boxes span the others. Prefix sums: let c(x) be the number of boxes at x, less one inside the tensor. c is the sum of what lies at the
-    corners of boxes at or before x in every dim: +1 or -1 for an even or odd number of ends. So c is zero everywhere
-    exactly if all corners cancel; else the first corner that is left has no other before it, and is the first flaw.
+    Only dims in `cut` matter; all boxes span the others. Prefix sums: let c(x) be the number of boxes at x,
+    less one inside the tensor. c is the sum of what lies at the corners of boxes at or before x in every dim:
+    +1 or -1 for an even or odd number of ends. So c is zero everywhere exactly if all corners cancel; else
+    the first corner that is left has no other before it, and is the first flaw.
     """
     signs = [(-1) ** sum(bits) for bits in product((0, 1), repeat=len(cut))]
     corners = product(*((0, shape[dim]) for dim in cut))
@@ -314,12 +336,14 @@ def _free_region(at: tuple[int, ...], shape: tuple[int, ...], boxes: Iterable[Bo
     for dim in reversed(range(len(shape))):
         ends[dim] = shape[dim]
         region = Box(at, tuple(e - a for a, e in zip(at, ends, strict=True)))
-        ends[dim] = min((b.offsets[dim] for b in boxes if intersect(b, region) is not None), default=shape[dim])
+        ends[dim] = min(
+            (b.offsets[dim] for b in boxes if intersect(b, region) is not None), default=shape[dim]
+        )
     return Box(at, tuple(e - a for a, e in zip(at, ends, strict=True)))
 
 
 def _deal(tensors: list[TensorPlan], options: PlanOptions) -> tuple[FilePlan, ...]:
-    """Tensors to files, greedily in their order; in a file by descending alignment, then name, as safetensors does."""
+    """Tensors to files, greedily in their order; in a file by alignment, then name, as safetensors does."""
     groups: list[list[TensorPlan]] = []
     current: list[TensorPlan] = []
     size = 0

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["ITEMSIZE", "MAX_DIMS", "Box", "Shard", "full_box", "intersect", "itemsize_of", "region_text", "sizes_from_json"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "ITEMSIZE",
+    "MAX_DIMS",
+    "Box",
+    "Shard",
+    "full_box",
+    "intersect",
+    "itemsize_of",
+    "region_text",
+    "sizes_from_json",
+]
 
 MAX_DIMS = 64
 
@@ -81,7 +93,11 @@ class Box:
 
 def sizes_from_json(raw: Any) -> tuple[int, ...]:
     """A shape or offsets: a list of whole numbers of at most 2**48 (ValueError)."""
-    if not isinstance(raw, list | tuple) or len(raw) > MAX_DIMS or any(type(v) is not int or not 0 <= v <= 1 << 48 for v in raw):
+    if (
+        not isinstance(raw, list | tuple)
+        or len(raw) > MAX_DIMS
+        or any(type(v) is not int or not 0 <= v <= 1 << 48 for v in raw)
+    ):
         raise ValueError(f"not a list of sizes: {raw!r:.100}")
     return tuple(raw)
 
@@ -120,7 +136,9 @@ class Shard:
     def __post_init__(self) -> None:
         itemsize_of(self.dtype)
         for box in self.boxes:
-            fits = len(box.shape) == len(self.global_shape) and min((*box.offsets, *box.shape), default=0) >= 0
+            fits = (
+                len(box.shape) == len(self.global_shape) and min((*box.offsets, *box.shape), default=0) >= 0
+            )
             if not fits or any(end > size for end, size in zip(box.ends, self.global_shape, strict=True)):
                 raise ValueError(f"box {box} lies outside {self.name!r} of shape {self.global_shape}")
 

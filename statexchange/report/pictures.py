@@ -8,7 +8,7 @@ from html import escape
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from statexchange.errors import CorruptError, NotFoundError
+from statexchange.errors import NotFoundError
 from statexchange.layout.shards import ITEMSIZE, Box, full_box
 from statexchange.sources import Source, open_source
 
@@ -60,7 +60,7 @@ def supplied_tensors(source: Source | str | os.PathLike[str]) -> list[Supplied]:
     A published directory's manifest knows; in a workspace it is the first rank that has a box; else the file.
     """
     opened = _open(source)
-    found = list(_held(opened) if opened.manifest is None else _published(opened.manifest, opened.path))
+    found = list(_held(opened) if opened.manifest is None else _published(opened.manifest))
     return sorted(found, key=lambda tensor: (-tensor.nbytes, tensor.name))
 
 
@@ -68,13 +68,10 @@ def _open(source: Source | str | os.PathLike[str]) -> Source:
     return source if isinstance(source, Source) else open_source(source, strict=False)
 
 
-def _published(manifest: Mapping[str, Any], path: str) -> Iterator[Supplied]:
+def _published(manifest: Mapping[str, Any]) -> Iterator[Supplied]:
     for name, fact in manifest["tensors"].items():
-        try:
-            boxes = tuple((Box.from_json(raw[:2]), int(raw[3])) for raw in fact["boxes"])
-            yield Supplied(str(name), fact["dtype"], tuple(fact["shape"]), boxes)
-        except (IndexError, KeyError, TypeError, ValueError) as error:
-            raise CorruptError(f"broken manifest: {error}", name=str(name), path=path) from None
+        boxes = tuple((Box.from_json([offsets, shape]), rank) for offsets, shape, _, rank in fact["boxes"])
+        yield Supplied(name, fact["dtype"], tuple(fact["shape"]), boxes)
 
 
 def _held(source: Source) -> Iterator[Supplied]:

@@ -1,4 +1,4 @@
-"""Every sharded checkpoint read as one thing: shards plus byte ranges, detected by content, nothing executed."""
+"""Every sharded checkpoint as one thing: shards plus byte ranges, detected by content, nothing executed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,24 @@ from statexchange.errors import InvalidArgumentError, NotFoundError
 from statexchange.sources import huggingface, workspace
 from statexchange.sources.base import Extent, Holder, OpenCheckpoint, Source, SourceTensor, StoredTensor
 
-__all__ = ["Extent", "Holder", "OpenCheckpoint", "Source", "SourceTensor", "StoredTensor", "open_checkpoint", "open_source"]
+__all__ = [
+    "Extent",
+    "Holder",
+    "OpenCheckpoint",
+    "Source",
+    "SourceTensor",
+    "StoredTensor",
+    "open_checkpoint",
+    "open_source",
+]
 
 
 def open_source(path: str | os.PathLike[str], *, strict: bool = True) -> Source:
     """What lies at `path`: a workspace (or one run or round of it), or a Hugging Face directory or file.
 
-    Not collective; reads headers only. NotFoundError if nothing known lies there; with `strict`, IncompleteError or
-    CorruptError for what is missing or broken, else such things become the source's `problems`.
+    Not collective; reads headers only. NotFoundError if nothing known lies there; with `strict`,
+    IncompleteError or CorruptError for what is missing or broken, else such things become the source's
+    `problems`.
     """
     location = os.fspath(path)
     if not os.path.lexists(location) and "://" not in location:
@@ -23,7 +33,9 @@ def open_source(path: str | os.PathLike[str], *, strict: bool = True) -> Source:
     for kind in (huggingface, workspace):
         if kind.recognises(location):
             return kind.read(location, strict=strict)
-    raise NotFoundError("neither a workspace nor a checkpoint directory nor a safetensors file", path=location)
+    raise NotFoundError(
+        "neither a workspace nor a checkpoint directory nor a safetensors file", path=location
+    )
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
@@ -33,5 +45,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
     """
     source = open_source(path)
     if source.kind != "huggingface":
-        raise InvalidArgumentError("this holds shards of tensors: merge it first (statexchange merge)", path=path)
+        raise InvalidArgumentError(
+            "this holds shards of tensors: merge it first (statexchange merge)", path=path
+        )
     return OpenCheckpoint(source)

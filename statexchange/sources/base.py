@@ -1,23 +1,25 @@
-"""A source: a sharded checkpoint seen as holders with shards, and for every box the byte range that holds it."""
+"""A source: a sharded checkpoint as holders with shards, and for every box the byte range that holds it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from statexchange.errors import StateExchangeError
+from statexchange.errors import CorruptError, StateExchangeError
 from statexchange.layout.plan import Holding
-from statexchange.layout.shards import Shard
 from statexchange.storage import files
+
+if TYPE_CHECKING:
+    from statexchange.layout.shards import Shard
 
 __all__ = ["Extent", "Holder", "OpenCheckpoint", "Source", "SourceTensor", "StoredTensor"]
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where the bytes of one box lie, in C order and as one run; `digest` of them, where the source knows it."""
+    """Where the bytes of one box lie, in C order and as one run; their `digest`, where the source knows it."""
 
     path: str
     begin: int
@@ -46,9 +48,10 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint on disk. `kind` is "workspace" or "huggingface"; `config` JSON text of `values` by rank, if any.
+    """A checkpoint on disk. `kind` is "workspace" or "huggingface"; `configs` JSON text of `values` by rank.
 
-    `manifest` is the content of the statexchange.json of a published directory; `problems` what is missing or broken.
+    `manifest` is the content of the statexchange.json of a published directory; `problems` what is missing or
+    broken.
     """
 
     kind: str
@@ -109,9 +112,14 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
 
     def __init__(self, source: Source) -> None:
         self.path = source.path
-        self._tensors = {
-            t.shard.name: StoredTensor(t.shard.name, t.shard.dtype, t.shard.global_shape, t.extents[0]) for _, t in source.shards()
-        }
+        self._tensors: dict[str, StoredTensor] = {}
+        for holder, tensor in source.shards():
+            shard = tensor.shard
+            if shard.name in self._tensors:
+                raise CorruptError("two files have a tensor of this name", name=shard.name, path=holder.path)
+            self._tensors[shard.name] = StoredTensor(
+                shard.name, shard.dtype, shard.global_shape, tensor.extents[0]
+            )
 
     def __getitem__(self, name: str) -> StoredTensor:
         return self._tensors[name]
@@ -121,4 +129,3 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
 
     def __len__(self) -> int:
         return len(self._tensors)
-

@@ -1,26 +1,37 @@
-"""A statexchange workspace as a source: the newest committed round, or the newest in which every rank has written."""
+"""A workspace as a source: the newest committed round, or the newest in which every rank has written."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import re
 
-from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, NotFoundError, StateExchangeError
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    InvalidArgumentError,
+    NotFoundError,
+    StateExchangeError,
+)
 from statexchange.sources.base import Extent, Holder, Source, SourceTensor
-from statexchange.storage.workspace import MANIFEST, Manifest, RankFile, RankName, Receipt, Workspace, local_path
+from statexchange.storage import files
+from statexchange.storage.workspace import (
+    MANIFEST,
+    Manifest,
+    RankFile,
+    RankName,
+    Receipt,
+    Workspace,
+    is_rank_file,
+    is_round_name,
+    local_path,
+)
 
 __all__ = ["read", "recognises"]
 
-_RANK_FILE = re.compile(r"rank-[0-9]{5,}-of-[0-9]{5,}\.[0-9a-f]{16}\.safetensors")
-_ROUND = re.compile(r"[0-9]{6,}")
-
 
 def recognises(path: str) -> bool:
-    """Whether `path` is a workspace, or one run or round of it."""
-    try:
-        return _place(path) is not None or (os.path.isfile(path) and bool(_RANK_FILE.fullmatch(os.path.basename(path))))
-    except InvalidArgumentError:
-        return False
+    """Whether `path` is a workspace, or one run, round or rank's file of it."""
+    return (os.path.isfile(path) and is_rank_file(os.path.basename(path))) or _place(path) is not None
 
 
 def _place(path: str) -> tuple[str, str | None, int | None] | None:
@@ -31,16 +42,23 @@ def _place(path: str) -> tuple[str, str | None, int | None] | None:
     if _is_round(root):
         run = os.path.dirname(root)
         return os.path.dirname(run), os.path.basename(run), int(os.path.basename(root))
-    if any(_is_round(os.path.join(root, name)) for name in os.listdir(root)):
+    below = _directories(root)
+    if any(_is_round(path) for path in below):
         return os.path.dirname(root), os.path.basename(root), None
-    nested = (os.path.join(root, run, name) for run in os.listdir(root) if os.path.isdir(os.path.join(root, run)) for name in os.listdir(os.path.join(root, run)))
-    return (root, None, None) if any(_is_round(name) for name in nested) else None
+    if any(_is_round(path) for run in below for path in _directories(run)):
+        return root, None, None
+    return None
+
+
+def _directories(path: str) -> list[str]:
+    below = [os.path.join(path, name) for name in files.list_directory(path)]
+    return [name for name in below if os.path.isdir(name) and not os.path.islink(name)]
 
 
 def _is_round(path: str) -> bool:
-    if not _ROUND.fullmatch(os.path.basename(path)) or not os.path.isdir(path):
-        return False
-    return any(_RANK_FILE.fullmatch(name) or name == MANIFEST for name in os.listdir(path))
+    return is_round_name(os.path.basename(path)) and any(
+        is_rank_file(name) or name == MANIFEST for name in files.list_directory(path)
+    )
 
 
 def read(path: str, *, strict: bool = True) -> Source:
@@ -94,40 +112,59 @@ def _name(receipt: Receipt | RankName) -> RankName:
     return receipt if isinstance(receipt, RankName) else RankName.parse(receipt.relative)
 
 
-def _choose(workspace: Workspace, run: str | None, number: int | None) -> tuple[list[Receipt] | list[RankName], Manifest | None]:
+def _choose(
+    workspace: Workspace, run: str | None, number: int | None
+) -> tuple[list[Receipt] | list[RankName], Manifest | None]:
     """The files to read: of the newest committed round, or without any of the newest whole one."""
-    committed = [m for m in workspace.manifests() if run in (None, m.run) and number in (None, m.round)]
+    runs = workspace.runs() if run is None else [run]
+    places = [(name, n) for name in runs for n in workspace.rounds(name) if number in (None, n)]
+    committed = workspace.manifests(places)
     if committed:
         return list(committed[-1].receipts), committed[-1]
-    runs = [run] if run is not None else workspace.runs()
-    if len(runs) > 1:
-        raise InvalidArgumentError(f"several runs lie here, name one of them: {', '.join(runs)}", path=workspace.path)
-    rounds = [workspace.rank_names(runs[0], n) for n in workspace.rounds(runs[0]) if number in (None, n)]
-    rounds = [names for names in rounds if names]
+    if len({name for name, _ in places}) > 1:
+        raise InvalidArgumentError(
+            f"several runs lie here, name one of them: {', '.join(runs)}", path=workspace.path
+        )
+    rounds = [names for place in places if (names := _rank_names(workspace, *place))]
     if not rounds:
         raise NotFoundError("no rank has written here", path=workspace.path)
-    whole = [names for names in rounds if len({n.rank for n in names}) == names[0].world_size]
+    whole = [names for names in rounds if not _missing_ranks(workspace, names, None)]
     return (whole or rounds)[-1], None
 
 
-def _missing_ranks(workspace: Workspace, names: list[Receipt] | list[RankName], manifest: Manifest | None) -> list[StateExchangeError]:
+def _rank_names(workspace: Workspace, run: str, number: int) -> list[RankName]:
+    with contextlib.suppress(NotFoundError):
+        return workspace.rank_names(run, number)
+    return []  # removed meanwhile
+
+
+def _missing_ranks(
+    workspace: Workspace, names: list[Receipt] | list[RankName], manifest: Manifest | None
+) -> list[StateExchangeError]:
+    """What keeps the files of a round from being one of each rank."""
     if manifest is not None:
         return []
     parsed = [_name(name) for name in names]
-    absent = sorted(set(range(parsed[0].world_size)) - {name.rank for name in parsed})
-    where = os.path.join(workspace.path, os.path.dirname(parsed[0].relative))
-    return [IncompleteError(f"ranks {absent} of {parsed[0].world_size} have no file", rank=absent[0], path=where)] if absent else []
+    first, ranks = parsed[0], [name.rank for name in parsed]
+    where = os.path.join(workspace.path, os.path.dirname(first.relative))
+    absent = sorted(set(range(first.world_size)) - set(ranks))
+    if absent:
+        return [
+            IncompleteError(f"ranks {absent} of {first.world_size} have no file", rank=absent[0], path=where)
+        ]
+    if len(ranks) > first.world_size or any(name.world_size != first.world_size for name in parsed):
+        return [CorruptError("two attempts have written into one round", path=where)]
+    return []
 
 
 def _holder(file: RankFile) -> Holder:
     tensors = {}
     for name, shard in file.shards.items():
         extents = []
-        for index, known in enumerate(file.digests[name]):
-            begin, nbytes = file.extent(name, index)
+        for (begin, nbytes), known in zip(file.extents(name), file.digests[name], strict=True):
             extents.append(Extent(file.path, begin, nbytes, known))
         tensors[name] = SourceTensor(shard, tuple(extents))
     aliases = file.facts.get("aliases", {})
-    if not isinstance(aliases, dict):
+    if not isinstance(aliases, dict) or any(not isinstance(kept, str) for kept in aliases.values()):
         raise CorruptError("broken aliases", path=file.path)
     return Holder(int(file.facts["rank"]), file.path, file.header.nbytes, tensors, aliases)

@@ -1,7 +1,7 @@
 """System calls on files, with the checks that NFS, full disks and power cuts made necessary.
 
-A name appears only when its bytes are whole and durable: `write_new` builds a hidden temporary file in the same
-directory, syncs it, renames it and syncs the directory. Names are never used twice.
+A name appears only when its bytes are whole and durable: `write_new` builds a hidden temporary file in the
+same directory, syncs it, renames it and syncs the directory. Names are never used twice.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ import os
 import secrets
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from statexchange.errors import CorruptError, NotFoundError, StorageError, TargetExistsError, UnsafeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
 
 __all__ = [
     "TEMPORARY_PREFIX",
@@ -111,7 +114,7 @@ def sync_directory(dir_fd: int, path: str) -> None:
 
 
 def sync_file(fd: int, path: str) -> None:
-    """Make a file's bytes durable. After a failure the file must be written anew: a second sync would say OK."""
+    """Make a file's bytes durable. After a failure write the file anew: a second sync would say OK."""
     try:
         os.fsync(fd)
     except OSError as error:
@@ -133,7 +136,7 @@ def names_in(dir_fd: int, path: str) -> list[str]:
 
 
 def open_file(path: str, dir_fd: int | None = None, shown: str | None = None) -> int:
-    """A read-only descriptor of a regular file: no FIFO that would block and, below `dir_fd`, no symbolic link.
+    """A read-only descriptor of a regular file: no FIFO that would block; below `dir_fd`, no symbolic link.
 
     `shown` is the full path for messages.
     """
@@ -156,7 +159,7 @@ def open_file(path: str, dir_fd: int | None = None, shown: str | None = None) ->
 
 
 class OpenFiles:
-    """Files open for reading, each once and not more than `limit` at a time. Not for several threads at once."""
+    """Files open for reading, each once, not more than `limit` at a time. Not for several threads at once."""
 
     def __init__(self, limit: int = 32) -> None:
         self._limit = limit
@@ -188,7 +191,10 @@ def pread_into(fd: int, buffer: memoryview, offset: int, path: str) -> None:
             count = os.preadv(fd, [buffer[done : done + _MAX_CHUNK]], offset + done)
             if not count:
                 raise CorruptError(
-                    "file is truncated", path=path, expected=f"{offset + len(buffer)} bytes", found=offset + done
+                    "file is truncated",
+                    path=path,
+                    expected=f"{offset + len(buffer)} bytes",
+                    found=offset + done,
                 )
             done += count
     except OSError as error:
@@ -210,8 +216,9 @@ def digest_range(path: str, begin: int, nbytes: int) -> str:
 
 
 def pwrite_all(fd: int, buffer: Buffer, offset: int, path: str) -> None:
-    """Write all of `buffer` at `offset`. A short count is not an error to the system, so it is checked here."""
-    view = memoryview(buffer).cast("B")
+    """Write all of `buffer` at `offset`. A short count is no error to the system, so it is checked here."""
+    view = memoryview(buffer)
+    view = view.cast("B") if view.nbytes else memoryview(b"")  # an empty array's view cannot be cast
     done = 0
     try:
         while done < len(view):
@@ -224,7 +231,7 @@ def pwrite_all(fd: int, buffer: Buffer, offset: int, path: str) -> None:
 
 
 def reserve(fd: int, nbytes: int, path: str) -> bool:
-    """Make a file `nbytes` long with all its room there, so that a full disk is noticed now. False if it cannot be."""
+    """Make a file `nbytes` long with all its room there, to notice a full disk now. False if it cannot be."""
     code = _fallocate(fd, nbytes) if nbytes else 0
     if code and code not in _UNSUPPORTED:
         raise StorageError(f"cannot reserve {nbytes} bytes: {os.strerror(code)}", errno=code, path=path)
@@ -243,7 +250,9 @@ def _fallocate(fd: int, nbytes: int) -> int:
 
 def _libc(name: str) -> Callable[..., int] | None:
     """A function of Linux's C library that Python lacks."""
-    return getattr(ctypes.CDLL(None, use_errno=True), name, None) if sys.platform.startswith("linux") else None
+    return (
+        getattr(ctypes.CDLL(None, use_errno=True), name, None) if sys.platform.startswith("linux") else None
+    )
 
 
 def close_file(fd: int, path: str) -> None:
@@ -254,7 +263,9 @@ def close_file(fd: int, path: str) -> None:
         raise StorageError.of(error, "close", path=path) from error
 
 
-def read_small(path: str, limit: int = 64 << 20, dir_fd: int | None = None, shown: str | None = None) -> bytes:
+def read_small(
+    path: str, limit: int = 64 << 20, dir_fd: int | None = None, shown: str | None = None
+) -> bytes:
     """All bytes of a file that may not be larger than `limit` (CorruptError)."""
     shown = shown or path
     fd = open_file(path, dir_fd, shown)
@@ -272,7 +283,9 @@ def read_small(path: str, limit: int = 64 << 20, dir_fd: int | None = None, show
 def parse_json(data: Buffer | str, path: str) -> object:
     """Parsed JSON; broken text or a key that occurs twice is a CorruptError."""
     try:
-        text = data if isinstance(data, str) else bytes(data).decode()  # given bytes, json would take UTF-16 too
+        text = (
+            data if isinstance(data, str) else bytes(data).decode()
+        )  # given bytes, json would take UTF-16 too
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"broken JSON: {error}", path=path) from None
@@ -301,7 +314,8 @@ def write_new(
 ) -> None:
     """Write a new file `name` in a directory: the name appears only when all `nbytes` are there and durable.
 
-    `path` is the full name for messages. A name that exists is a TargetExistsError; a failed write leaves nothing.
+    `path` is the full name for messages. A name that exists is a TargetExistsError; a failed write leaves
+    nothing.
     """
     temporary = f"{TEMPORARY_PREFIX}{new_nonce()}"
     fd = _create(temporary, dir_fd, mode, path)
@@ -360,7 +374,11 @@ def _renameat2(source: str, target: str, flags: int, dir_fd: int | None = None) 
     if call is None:
         return errno.ENOSYS
     at = _AT_CWD if dir_fd is None else dir_fd
-    return ctypes.get_errno() if call(at, os.fsencode(source), at, os.fsencode(target), ctypes.c_uint(flags)) else 0
+    return (
+        ctypes.get_errno()
+        if call(at, os.fsencode(source), at, os.fsencode(target), ctypes.c_uint(flags))
+        else 0
+    )
 
 
 def rename_new(source: str, target: str, *, dir_fd: int | None = None, path: str | None = None) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,7 +13,19 @@ from statexchange.layout.arrays import elements
 from statexchange.layout.shards import ITEMSIZE, Box, intersect
 from statexchange.storage.files import OpenFiles, pread_into, pwrite_all
 
-__all__ = ["WINDOW_BYTES", "BoxReader", "intersect", "is_contiguous", "linear_offset", "windows", "within", "write_box"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = [
+    "WINDOW_BYTES",
+    "BoxReader",
+    "intersect",
+    "is_contiguous",
+    "linear_offset",
+    "windows",
+    "within",
+    "write_box",
+]
 
 WINDOW_BYTES = 2 << 20  # what the processor's cache holds while it is read, hashed and written
 _MAPPED_BYTES = 64 << 20
@@ -38,7 +49,9 @@ def windows(shape: Sequence[int], itemsize: int, budget: int = WINDOW_BYTES) -> 
 
 def within(inner: Box, outer: Box) -> tuple[slice, ...]:
     """The index of `inner` in an array that holds `outer`."""
-    return tuple(slice(i - o, i - o + s) for i, o, s in zip(inner.offsets, outer.offsets, inner.shape, strict=True))
+    return tuple(
+        slice(i - o, i - o + s) for i, o, s in zip(inner.offsets, outer.offsets, inner.shape, strict=True)
+    )
 
 
 def linear_offset(box: Box, shape: Sequence[int]) -> int:
@@ -55,11 +68,21 @@ def is_contiguous(box: Box, shape: Sequence[int]) -> bool:
     return not dims or all(size == 1 for size in box.shape[: dims[-1]])
 
 
-def write_box(fd: int, begin: int, shape: tuple[int, ...], dtype: str, box: Box, data: memoryview, path: str, *, mapped: bool) -> None:
+def write_box(
+    fd: int,
+    begin: int,
+    shape: tuple[int, ...],
+    dtype: str,
+    box: Box,
+    data: memoryview,
+    path: str,
+    *,
+    mapped: bool,
+) -> None:
     """Write a box's bytes (C order) into the tensor that starts at byte `begin` of an open file.
 
-    A box that is one run is one write. Others go through a mapping where `mapped` allows it (the file's room must be
-    reserved, or a full disk would be a SIGBUS), else run by run.
+    A box that is one run is one write. Others go through a mapping where `mapped` allows it (the file's room
+    must be reserved, or a full disk would be a SIGBUS), else run by run.
     """
     if is_contiguous(box, shape):
         pwrite_all(fd, data, begin + linear_offset(box, shape) * ITEMSIZE[dtype], path)
@@ -70,13 +93,18 @@ def write_box(fd: int, begin: int, shape: tuple[int, ...], dtype: str, box: Box,
             pwrite_all(fd, part, begin + run * ITEMSIZE[dtype], path)
 
 
-def _runs(box: Box, shape: Sequence[int], itemsize: int, data: memoryview) -> Iterator[tuple[int, memoryview]]:
+def _runs(
+    box: Box, shape: Sequence[int], itemsize: int, data: memoryview
+) -> Iterator[tuple[int, memoryview]]:
     """(first element in the tensor, bytes) of each contiguous run of a box."""
     dim = max(d for d in range(len(shape)) if box.shape[d] != shape[d])
     run_bytes = math.prod(box.shape[dim:]) * itemsize
     for number, prefix in enumerate(np.ndindex(*box.shape[:dim])):
         offsets = tuple(o + p for o, p in zip(box.offsets, prefix, strict=False)) + box.offsets[dim:]
-        yield linear_offset(Box(offsets, box.shape), shape), data[number * run_bytes : (number + 1) * run_bytes]
+        yield (
+            linear_offset(Box(offsets, box.shape), shape),
+            data[number * run_bytes : (number + 1) * run_bytes],
+        )
 
 
 def _write_mapped(
@@ -96,7 +124,13 @@ def _write_mapped(
         except OSError as error:
             raise StorageError.of(error, "map", path=path) from error
         with map_:
-            _assign(memoryview(map_)[first - start : first - start + nbytes], dtype, window, part, source[within(part, box)])
+            _assign(
+                memoryview(map_)[first - start : first - start + nbytes],
+                dtype,
+                window,
+                part,
+                source[within(part, box)],
+            )
 
 
 def _assign(memory: memoryview, dtype: str, window: Box, part: Box, source: Any) -> None:
@@ -105,7 +139,7 @@ def _assign(memory: memoryview, dtype: str, window: Box, part: Box, source: Any)
 
 
 class BoxReader:
-    """Reads a box's bytes, kept as one run in a file, forward and window by window, hashing them on the way."""
+    """Reads a box's bytes, one run in a file, forward and window by window, hashing them on the way."""
 
     def __init__(self, inputs: OpenFiles, path: str, begin: int, box: Box, dtype: str, hasher: Any) -> None:
         self.box = box
@@ -117,7 +151,7 @@ class BoxReader:
         self._hasher = hasher
 
     def copy_into(self, buffer: memoryview, window: Box, bounce: memoryview) -> int:
-        """Put what this box has of `window` into the window's bytes; returns their number. Windows must come in order.
+        """Put what this box has of `window` into the window's bytes; returns their number. Windows come in order.
 
         `bounce` is memory for passing use, as large as the window.
         """

@@ -1,4 +1,4 @@
-"""The tensor file: a safetensors file with our facts in its metadata, read by rules stricter than the format's.
+"""The tensor file: safetensors with our facts in its metadata, read by rules stricter than the format's.
 
 Layout: 8 bytes little-endian header length, JSON header, tensor bytes in C order, without gaps.
 """
@@ -10,13 +10,15 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError, InvalidArgumentError, UnsafeError
 from statexchange.layout.shards import ITEMSIZE, Shard, sizes_from_json
 from statexchange.storage.files import Buffer, open_file, parse_json, pread_into, write_new
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
 
 __all__ = [
     "Entry",
@@ -27,6 +29,7 @@ __all__ = [
     "encode_header",
     "read_header",
     "read_header_of",
+    "stored",
     "write_tensor_file",
 ]
 
@@ -63,7 +66,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A file's tensors in the order of their bytes, its text metadata, and the size that the file must have."""
+    """A file's tensors in the order of their bytes, its text metadata, and the size that it must have."""
 
     entries: Mapping[str, Entry]
     metadata: Mapping[str, str]
@@ -97,9 +100,9 @@ class Held:
             begin = end
 
 
-def _stored(dtype: str, shape: Sequence[int]) -> tuple[str, list[int]]:
-    """How a dtype that safetensors cannot name is stored."""
-    return ("F64", [*shape, 2]) if dtype == "C128" else (dtype, list(shape))
+def stored(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+    """The dtype and shape that a file says: C128, which safetensors cannot name, becomes pairs of F64."""
+    return ("F64", (*shape, 2)) if dtype == "C128" else (dtype, tuple(shape))
 
 
 def check_name(name: str) -> None:
@@ -116,7 +119,7 @@ def _is_name(name: str) -> bool:
 
 
 def encode_header(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
-    """Length and header for (name, dtype, shape) in the order of their bytes, as `safetensors.save_file` writes it."""
+    """Length and header for (name, dtype, shape) in the order of their bytes, as `save_file` writes them."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     begin = 0
     for name, dtype, shape in tensors:
@@ -124,8 +127,8 @@ def encode_header(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: M
         if name in entries:
             raise InvalidArgumentError("two tensors of one file use this name", name=name)
         end = begin + math.prod(shape) * ITEMSIZE[dtype]
-        stored, stored_shape = _stored(dtype, shape)
-        entries[name] = {"dtype": stored, "shape": stored_shape, "data_offsets": [begin, end]}
+        stored_dtype, stored_shape = stored(dtype, shape)
+        entries[name] = {"dtype": stored_dtype, "shape": stored_shape, "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -144,7 +147,7 @@ def read_header_of(path: str) -> Header:
 
 
 def read_header(fd: int, path: str) -> Header:
-    """The header of an open file; whatever breaks the format or our stricter rules is a CorruptError naming `path`.
+    """The header of an open file; what breaks the format or our stricter rules is a CorruptError naming `path`.
 
     Stricter than safetensors: no key twice, no unknown field, no control characters in names.
     """
@@ -165,14 +168,19 @@ def read_header(fd: int, path: str) -> Header:
     metadata = raw.pop("__metadata__", {})
     if not isinstance(metadata, dict) or any(not isinstance(v, str) for v in metadata.values()):
         raise CorruptError("header metadata must map text to text", path=path)
-    entries = sorted((_entry(name, fields, 8 + length, path) for name, fields in raw.items()), key=lambda e: (e.begin, e.end))
+    entries = sorted(
+        (_entry(name, fields, 8 + length, path) for name, fields in raw.items()),
+        key=lambda e: (e.begin, e.end),
+    )
     _check_contiguous(entries, 8 + length, size, path)
     return Header({entry.name: entry for entry in entries}, metadata, size)
 
 
 def _entry(name: str, fields: Any, data_start: int, path: str) -> Entry:
     if not _is_name(name):
-        raise CorruptError(f"tensor name {name[:60]!r} is empty, too long or holds control characters", path=path)
+        raise CorruptError(
+            f"tensor name {name[:60]!r} is empty, too long or holds control characters", path=path
+        )
     if not isinstance(fields, dict) or fields.keys() != _ENTRY_KEYS:
         raise CorruptError("header entry has missing or unknown fields", path=path, name=name)
     dtype = fields["dtype"]
@@ -184,7 +192,9 @@ def _entry(name: str, fields: Any, data_start: int, path: str) -> Entry:
         raise CorruptError("header entry has a bad shape or bad offsets", path=path, name=name) from None
     nbytes = math.prod(shape) * ITEMSIZE[dtype]
     if end - begin != nbytes:
-        raise CorruptError("byte count does not fit the shape", path=path, name=name, expected=nbytes, found=end - begin)
+        raise CorruptError(
+            "byte count does not fit the shape", path=path, name=name, expected=nbytes, found=end - begin
+        )
     return Entry(name, dtype, shape, data_start + begin, data_start + end)
 
 
@@ -192,10 +202,17 @@ def _check_contiguous(entries: Sequence[Entry], start: int, size: int, path: str
     at = start
     for entry in entries:
         if entry.begin != at:
-            raise CorruptError("tensors overlap or leave a gap", path=path, name=entry.name, expected=at, found=entry.begin)
+            raise CorruptError(
+                "tensors overlap or leave a gap", path=path, name=entry.name, expected=at, found=entry.begin
+            )
         at = entry.end
     if at != size:
-        raise CorruptError("file is truncated or has bytes too many", path=path, expected=f"{at} bytes", found=f"{size} bytes")
+        raise CorruptError(
+            "file is truncated or has bytes too many",
+            path=path,
+            expected=f"{at} bytes",
+            found=f"{size} bytes",
+        )
 
 
 def tensor_file_facts(held: Sequence[Held], facts: Mapping[str, Any]) -> tuple[list[Held], dict[str, str]]:
@@ -212,18 +229,22 @@ def tensor_file_facts(held: Sequence[Held], facts: Mapping[str, Any]) -> tuple[l
         }
         for h in kept
     }
-    offsets = {h.shard.name: {"saved_offsets": _saved_offsets(h.shard)} for h in kept if len(h.shard.boxes) == 1}
+    offsets = {
+        h.shard.name: {"saved_offsets": _saved_offsets(h.shard)} for h in kept if len(h.shard.boxes) == 1
+    }
     ours = json.dumps({**facts, "tensors": tensors}, separators=(",", ":"))
     torchs = json.dumps(offsets, separators=(",", ":"))
     return kept, {FACTS_KEY: ours, "format": "pt", _TORCH_KEY: torchs, _TORCH_VERSION_KEY: _TORCH_VERSION}
 
 
 def _saved_offsets(shard: Shard) -> list[int]:
-    _, stored = _stored(shard.dtype, shard.boxes[0].shape)
-    return [*shard.boxes[0].offsets, *(0,) * (len(stored) - len(shard.boxes[0].shape))]
+    """A shard's offsets with as many dims as its tensor has in the file."""
+    return [*shard.boxes[0].offsets, *((0,) if shard.dtype == "C128" else ())]
 
 
-def write_tensor_file(dir_fd: int, name: str, path: str, held: Sequence[Held], facts: Mapping[str, Any], *, durable: bool) -> int:
+def write_tensor_file(
+    dir_fd: int, name: str, path: str, held: Sequence[Held], facts: Mapping[str, Any], *, durable: bool
+) -> int:
     """Write one rank's tensors and facts as a new file, durably if asked; returns its size in bytes."""
     kept, metadata = tensor_file_facts(held, facts)
     header = encode_header([(h.shard.name, h.shard.dtype, h.shard.local_shape) for h in kept], metadata)

@@ -1,8 +1,8 @@
 """The workspace: a directory in which ranks leave tensor files for each other, under names never used twice.
 
-``<root>/<run>/<round>/rank-00003-of-00008.<nonce>.safetensors``. Reading and writing involve no collective and no
-barrier. A writer who has a communicator sends the receipt through it and, when every rank has written, commits the
-round with a manifest; who has none finds files by listing the directory.
+``<root>/<run>/<round>/rank-00003-of-00008.<nonce>.safetensors``. Reading and writing involve no collective
+and no barrier. A writer who has a communicator sends the receipt through it and, when every rank has written,
+commits the round with a manifest; who has none finds files by listing the directory.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
 import re
 import stat
 import time
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import (
     CorruptError,
@@ -26,17 +26,42 @@ from statexchange.errors import (
     StorageError,
     UnsafeError,
 )
-from statexchange.layout.shards import ITEMSIZE, Box, Shard
+from statexchange.layout.shards import ITEMSIZE, Box, Shard, sizes_from_json
 from statexchange.storage import files
-from statexchange.storage.tensorfile import Header, Held, digest, read_header, write_tensor_file
+from statexchange.storage.tensorfile import Header, Held, digest, read_header, stored, write_tensor_file
 
-__all__ = ["Manifest", "RankFile", "RankName", "Receipt", "Workspace", "local_path"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from types import TracebackType
 
+__all__ = [
+    "Manifest",
+    "RankFile",
+    "RankName",
+    "Receipt",
+    "Workspace",
+    "is_rank_file",
+    "is_round_name",
+    "local_path",
+]
+
+_log = logging.getLogger(__name__)
 SCHEMA = 1
 MANIFEST = "manifest.json"
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
-_ROUND = re.compile(r"[0-9]{6,}")
-_RANK_FILE = re.compile(r"rank-([0-9]{5,})-of-([0-9]{5,})\.([0-9a-f]{16})\.safetensors")
+_ROUND = re.compile(r"[0-9]{6,18}")
+_RANK_FILE = re.compile(r"rank-([0-9]{5,9})-of-([0-9]{5,9})\.[0-9a-f]{16}\.safetensors")
+_TEMPORARY = re.compile(re.escape(files.TEMPORARY_PREFIX) + r"[0-9a-f]{16}")
+
+
+def is_rank_file(name: str) -> bool:
+    """Whether a file's name is that of a rank's file."""
+    return _RANK_FILE.fullmatch(name) is not None
+
+
+def is_round_name(name: str) -> bool:
+    """Whether a directory's name is that of a round."""
+    return _ROUND.fullmatch(name) is not None and f"{int(name):06d}" == name
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +80,22 @@ class RankName:
         return os.path.join(self.run, f"{self.round:06d}", self.file)
 
     @classmethod
+    def new(cls, run: str, round: int, rank: int, world_size: int) -> RankName:  # noqa: A002
+        """A name that nobody has used; parts that cannot be part of a name are an UnsafeError."""
+        file = f"rank-{rank:05d}-of-{world_size:05d}.{files.new_nonce()}.safetensors"
+        return cls.parse(cls(run, round, rank, world_size, file).relative)
+
+    @classmethod
     def parse(cls, relative: str) -> RankName:
-        """The parts of a path below the root; anything else is an UnsafeError, so that it cannot lead elsewhere."""
+        """The parts of a path below the root; anything else, which may lead elsewhere, is an UnsafeError."""
         parts = relative.split(os.sep)
         match = _RANK_FILE.fullmatch(parts[-1])
-        if len(parts) != 3 or match is None or not _RUN.fullmatch(parts[0]) or not _ROUND.fullmatch(parts[1]):
+        if len(parts) != 3 or match is None or not _RUN.fullmatch(parts[0]) or not is_round_name(parts[1]):
             raise UnsafeError(f"not the name of a rank's file: {relative!r}")
-        return cls(parts[0], int(parts[1]), int(match[1]), int(match[2]), parts[2])
+        rank, world_size = int(match[1]), int(match[2])
+        if rank >= world_size or not parts[2].startswith(f"rank-{rank:05d}-of-{world_size:05d}."):
+            raise UnsafeError(f"not the name of a rank's file: {relative!r}")
+        return cls(parts[0], int(parts[1]), rank, world_size, parts[2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +127,16 @@ def local_path(url: str) -> str:
         if not _RUN.fullmatch(rest):
             raise InvalidArgumentError(f"shm:// wants a plain name, not {rest!r}")
         return f"/dev/shm/statexchange-{os.getuid()}/{rest}"  # noqa: S108 (0700, owner checked on use)
-    raise InvalidArgumentError(f"a workspace lies in a directory or at shm://name; {scheme}:// is not supported")
+    raise InvalidArgumentError(
+        f"a workspace lies in a directory or at shm://name; {scheme}:// is not supported"
+    )
 
 
 class Workspace:
     """A directory, or ``shm://name``, in which ranks exchange tensor files.
 
-    Not collective: constructing, writing and reading involve no other rank. The directory is made by the first write.
+    Not collective: constructing, writing and reading involve no other rank. The directory is made by the
+    first write.
     """
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
@@ -125,20 +162,19 @@ class Workspace:
 
         Not collective. Raises StorageError with path and errno; nothing is left of a write that failed.
         """
-        name = RankName(run, round, rank, world_size, f"rank-{rank:05d}-of-{world_size:05d}.{files.new_nonce()}.safetensors")
-        RankName.parse(name.relative)
+        name = RankName.new(run, round, rank, world_size)
         facts = {
+            **(extra or {}),
             "schema": SCHEMA,
             "run": run,
             "round": round,
             "rank": rank,
             "world_size": world_size,
             "config": config,
-            **(extra or {}),
         }
-        directory = self._make_round(name)
-        with files.directory(directory) as dir_fd:
-            path = os.path.join(directory, name.file)
+        files.make_path(self.path)
+        path = os.path.join(self.path, name.relative)
+        with self._round_directory(run, round, make=True) as dir_fd:
             nbytes = write_tensor_file(dir_fd, name.file, path, held, facts, durable=self.durable)
         return Receipt(name.relative, nbytes)
 
@@ -149,41 +185,57 @@ class Workspace:
             self._durable = not files.filesystem_is_memory(self.path)
         return self._durable
 
-    def _make_round(self, name: RankName) -> str:
-        try:
-            os.makedirs(self.path, mode=0o700, exist_ok=True)
-        except OSError as error:
-            raise StorageError.of(error, "make the workspace", path=self.path) from error
-        with files.directory(self.path) as root:
-            files.make_directory(name.run, root)
-            with files.directory(name.run, root) as run:
-                if os.fstat(run).st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                    raise UnsafeError("others may write in this run's directory", path=os.path.join(self.path, name.run))
-                files.make_directory(f"{name.round:06d}", run)
-        return os.path.join(self.path, name.run, f"{name.round:06d}")
+    @contextlib.contextmanager
+    def _round_directory(self, run: str, number: int, *, make: bool = False) -> Iterator[int]:
+        """A descriptor of a round's directory, found step by step, so that no link leads elsewhere."""
+        run_path = os.path.join(self.path, run)
+        path = os.path.join(run_path, f"{number:06d}")
+        if self.url.startswith("shm://"):  # it lies where anybody could have made a directory
+            with files.directory(os.path.dirname(self.path)) as base_fd:
+                _check_private(base_fd, os.path.dirname(self.path))
+        with files.directory(self.path) as root_fd:
+            if make:
+                files.make_directory(run, root_fd, run_path)
+            with files.directory(run, root_fd, run_path) as run_fd:
+                _check_private(run_fd, run_path)
+                if make:
+                    files.make_directory(f"{number:06d}", run_fd, path)
+                with files.directory(f"{number:06d}", run_fd, path) as round_fd:
+                    yield round_fd
 
     def runs(self) -> list[str]:
         """Runs that left something here."""
-        return [name for name in files.list_directory(self.path) if _RUN.fullmatch(name) and self._is_directory(name)]
+        return [
+            name
+            for name in files.list_directory(self.path)
+            if _RUN.fullmatch(name) and self._is_directory(name)
+        ]
 
-    def _is_directory(self, *parts: str) -> bool:
-        return os.path.isdir(os.path.join(self.path, *parts))
+    def _is_directory(self, name: str) -> bool:
+        path = os.path.join(self.path, name)
+        return os.path.isdir(path) and not os.path.islink(path)
 
     def rounds(self, run: str) -> list[int]:
         """Rounds of `run` that have a directory, oldest first."""
-        return sorted(int(n) for n in files.list_directory(os.path.join(self.path, run)) if _ROUND.fullmatch(n))
+        return sorted(
+            int(name) for name in files.list_directory(os.path.join(self.path, run)) if is_round_name(name)
+        )
 
     def rank_names(self, run: str, round: int) -> list[RankName]:  # noqa: A002
         """Whole files of a round, in rank order."""
-        directory = os.path.join(self.path, run, f"{round:06d}")
-        names = [name for name in files.list_directory(directory) if _RANK_FILE.fullmatch(name)]
-        return [RankName.parse(os.path.join(run, f"{round:06d}", name)) for name in names]
+        path = os.path.join(self.path, run, f"{round:06d}")
+        with self._round_directory(run, round) as dir_fd:
+            found = files.names_in(dir_fd, path)
+        names = [
+            RankName.parse(os.path.join(run, f"{round:06d}", name)) for name in found if is_rank_file(name)
+        ]
+        return sorted(names, key=lambda name: name.rank)
 
     def open(self, receipt: Receipt | RankName, *, timeout_s: float = 0.0) -> RankFile:
         """Open a rank's file; close it, or use it in a with block. Not collective.
 
-        A file that is not there yet is looked for until `timeout_s` has passed, each time through a freshly opened
-        directory, then it is a NotFoundError naming rank and path.
+        A file that is not there yet is looked for until `timeout_s` has passed, each time through a freshly
+        opened directory, then it is a NotFoundError naming rank and path.
         """
         name = receipt if isinstance(receipt, RankName) else RankName.parse(receipt.relative)
         size = receipt.nbytes if isinstance(receipt, Receipt) else None
@@ -200,8 +252,8 @@ class Workspace:
     def _open(self, name: RankName, size: int | None) -> RankFile:
         path = os.path.join(self.path, name.relative)
         try:
-            with files.directory(os.path.dirname(path)) as dir_fd:
-                fd = files.open_file(name.file, dir_fd)
+            with self._round_directory(name.run, name.round) as dir_fd:
+                fd = files.open_file(name.file, dir_fd, path)
         except NotFoundError:
             raise NotFoundError("this rank's file is missing", rank=name.rank, path=path) from None
         try:
@@ -210,51 +262,62 @@ class Workspace:
             os.close(fd)
             raise
 
-    def commit(self, receipts: Sequence[Receipt], *, keep: int, extra: Mapping[str, Any] | None = None) -> Manifest:
-        """Make a round count: write its manifest, then drop all but the newest `keep` committed rounds. Root only."""
+    def commit(
+        self, receipts: Sequence[Receipt], *, keep: int, extra: Mapping[str, Any] | None = None
+    ) -> Manifest:
+        """Make a round count: write its manifest, then drop all but the newest `keep` rounds. Root only.
+
+        `receipts` are those of all ranks, in rank order. The rounds of all runs count: a job that starts
+        again goes on where the last one ended. A round that cannot be dropped stays, with a warning.
+        """
         names = [RankName.parse(receipt.relative) for receipt in receipts]
+        if keep < 1 or not names or not _is_whole(names):
+            raise InvalidArgumentError(
+                "a commit wants one receipt of each rank, all of one round, and keep >= 1"
+            )
+        older = self._readable_manifests()
         first = names[0]
-        generation = max((m.generation for m in self.manifests()), default=0) + 1
-        manifest = Manifest(first.run, first.round, generation, first.world_size, tuple(receipts), extra or {})
-        record = {
-            "schema": SCHEMA,
-            "run": manifest.run,
-            "round": manifest.round,
-            "generation": generation,
-            "world_size": manifest.world_size,
-            "files": [[os.path.basename(r.relative), r.nbytes] for r in receipts],
-            "extra": dict(manifest.extra),
-        }
-        directory = os.path.join(self.path, first.run, f"{first.round:06d}")
-        text = json.dumps(record, indent=1).encode()
-        path = os.path.join(directory, MANIFEST)
-        with files.directory(directory) as dir_fd:
+        generation = max((m.generation for m in older), default=0) + 1
+        manifest = Manifest(
+            first.run, first.round, generation, first.world_size, tuple(receipts), dict(extra or {})
+        )
+        text = _manifest_text(manifest)
+        path = os.path.join(self.path, first.run, f"{first.round:06d}", MANIFEST)
+        with self._round_directory(first.run, first.round) as dir_fd:
             files.write_new(dir_fd, MANIFEST, [text], nbytes=len(text), path=path, durable=self.durable)
-        for old in sorted(self.manifests(), key=lambda m: m.generation)[:-keep]:
-            self.remove([receipt.relative for receipt in old.receipts], manifest=True)
+        for old in [*older, manifest][:-keep]:
+            self._drop(old)
         return manifest
 
-    def manifests(self) -> list[Manifest]:
-        """Committed rounds of all runs, oldest first."""
+    def _readable_manifests(self) -> list[Manifest]:
+        """Committed rounds, oldest first, without those whose manifest is broken: a reader must see that."""
         found = []
+        for run, number in self._all_rounds():
+            with contextlib.suppress(NotFoundError, CorruptError, UnsafeError):
+                found.append(self.manifest(run, number))
+        return sorted(found, key=_age)
+
+    def _all_rounds(self) -> Iterator[tuple[str, int]]:
         for run in self.runs():
-            for number in self.rounds(run):
-                with contextlib.suppress(NotFoundError):
-                    found.append(self.manifest(run, number))
-        return sorted(found, key=lambda m: m.generation)
+            with contextlib.suppress(NotFoundError):  # removed meanwhile
+                yield from ((run, number) for number in self.rounds(run))
+
+    def manifests(self, places: Iterable[tuple[str, int]] | None = None) -> list[Manifest]:
+        """Committed rounds, oldest first: of all runs, or those among `places` (run, round)."""
+        found = []
+        for run, number in self._all_rounds() if places is None else places:
+            with contextlib.suppress(NotFoundError):  # not committed
+                found.append(self.manifest(run, number))
+        return sorted(found, key=_age)
 
     def manifest(self, run: str, round: int) -> Manifest:  # noqa: A002
         """The manifest of one round; NotFoundError if it was not committed."""
-        directory = os.path.join(self.path, run, f"{round:06d}")
-        path = os.path.join(directory, MANIFEST)
-        raw = files.parse_json(files.read_small(path), path)
+        path = os.path.join(self.path, run, f"{round:06d}", MANIFEST)
+        with self._round_directory(run, round) as dir_fd:
+            text = files.read_small(MANIFEST, dir_fd=dir_fd, shown=path)
         try:
-            assert isinstance(raw, dict)
-            receipts = tuple(Receipt(os.path.join(run, f"{round:06d}", name), int(size)) for name, size in raw["files"])
-            for receipt in receipts:
-                RankName.parse(receipt.relative)
-            return Manifest(run, round, int(raw["generation"]), int(raw["world_size"]), receipts, raw["extra"])
-        except (AssertionError, KeyError, TypeError, ValueError) as error:
+            return _parse_manifest(files.parse_json(text, path), run, round)
+        except (KeyError, TypeError, ValueError) as error:
             raise CorruptError(f"broken manifest: {error}", path=path) from None
 
     def next_round(self, run: str, rank: int | None = None) -> int:
@@ -264,31 +327,102 @@ class Workspace:
         except NotFoundError:
             return 1
         if rank is not None:
-            rounds = [n for n in rounds if any(name.rank == rank for name in self.rank_names(run, n))]
+            rounds = [n for n in rounds if self._has_written(run, n, rank)]
         return max(rounds, default=0) + 1
 
-    def remove(self, relatives: Iterable[str], *, manifest: bool = False) -> None:
-        """Remove files by name, then the directories that this leaves empty. What is gone already is no error."""
-        names = [RankName.parse(relative) for relative in relatives]
-        folders = {os.path.join(self.path, name.run, f"{name.round:06d}") for name in names}
-        if manifest:
-            for folder in folders:
-                _unlink(os.path.join(folder, MANIFEST))
-        for name in names:
-            _unlink(os.path.join(self.path, name.relative))
-        for folder in folders:
-            with contextlib.suppress(OSError):  # not empty: another rank's file, or NFS keeps an open one as .nfs*
-                os.rmdir(folder)
-                os.rmdir(os.path.dirname(folder))
+    def _has_written(self, run: str, number: int, rank: int) -> bool:
+        try:
+            return any(name.rank == rank for name in self.rank_names(run, number))
+        except NotFoundError:  # removed meanwhile
+            return False
+
+    def remove(self, relatives: Iterable[str]) -> None:
+        """Remove files by name, then directories that this leaves empty. What is gone already is no error.
+
+        Files of a committed round stay: they go when `commit` drops it.
+        """
+        for name in [RankName.parse(relative) for relative in relatives]:
+            try:
+                committed = self.manifest(name.run, name.round).receipts
+            except NotFoundError:
+                committed = ()
+            if name.relative not in {receipt.relative for receipt in committed}:
+                self._remove(name.run, name.round, [name.file])
+
+    def _drop(self, manifest: Manifest) -> None:
+        """Remove a committed round, its manifest last, so that what a failure leaves of it is dropped again."""
+        try:
+            names = [*(os.path.basename(receipt.relative) for receipt in manifest.receipts), MANIFEST]
+            self._remove(manifest.run, manifest.round, names, sweep=True)
+        except (StorageError, UnsafeError) as error:
+            _log.warning("an old round stays: %s", error)
+
+    def _remove(self, run: str, number: int, names: Sequence[str], *, sweep: bool = False) -> None:
+        """Remove files, then directories that this leaves empty; with `sweep` what killed writers left, too."""
+        path = os.path.join(self.path, run, f"{number:06d}")
+        try:
+            with self._round_directory(run, number) as dir_fd:
+                left = files.names_in(dir_fd, path) if sweep else []
+                for name in [*(name for name in left if _TEMPORARY.fullmatch(name)), *names]:
+                    files.remove_file(name, os.path.join(path, name), dir_fd)
+        except NotFoundError:
+            return
+        with contextlib.suppress(
+            OSError
+        ):  # not empty: another rank's file, or NFS keeps an open one as .nfs*
+            os.rmdir(path)
+            os.rmdir(os.path.dirname(path))
 
 
-def _unlink(path: str) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise StorageError.of(error, "remove", path=path) from error
+def _age(manifest: Manifest) -> tuple[int, str, int]:
+    """Two writers who committed at once may have taken one generation; then all must agree on some order."""
+    return manifest.generation, manifest.run, manifest.round
+
+
+def _is_whole(names: Sequence[RankName]) -> bool:
+    first = names[0]
+    same = {(name.run, name.round, name.world_size) for name in names} == {
+        (first.run, first.round, first.world_size)
+    }
+    return same and [name.rank for name in names] == list(range(first.world_size))
+
+
+def _manifest_text(manifest: Manifest) -> bytes:
+    record = {
+        "schema": SCHEMA,
+        "run": manifest.run,
+        "round": manifest.round,
+        "generation": manifest.generation,
+        "world_size": manifest.world_size,
+        "files": [[os.path.basename(r.relative), r.nbytes] for r in manifest.receipts],
+        "extra": dict(manifest.extra),
+    }
+    return json.dumps({**record, "digest": _digest_of(record)}, indent=1).encode()
+
+
+def _digest_of(record: Mapping[str, Any]) -> str:
+    return digest(json.dumps(record, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _parse_manifest(raw: Any, run: str, number: int) -> Manifest:
+    """The manifest of a round from parsed JSON; one that contradicts itself or the round is a ValueError."""
+    if not isinstance(raw, dict) or raw.pop("digest") != _digest_of(raw):
+        raise ValueError("it differs from its own digest")
+    receipts = tuple(Receipt(os.path.join(run, f"{number:06d}", name), size) for name, size in raw["files"])
+    names = [RankName.parse(receipt.relative) for receipt in receipts]
+    known = [raw["schema"], raw["run"], raw["round"], type(raw["generation"])] == [SCHEMA, run, number, int]
+    if not known or not names or not _is_whole(names):
+        raise ValueError("it is of another schema or round, or does not list all ranks")
+    return Manifest(run, number, raw["generation"], raw["world_size"], receipts, raw["extra"])
+
+
+def _check_private(dir_fd: int, path: str) -> None:
+    """UnsafeError where others could change what lies in a directory."""
+    found = os.fstat(dir_fd)
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise UnsafeError("refused: others may write in this directory", path=path)
+    if os.geteuid() not in (0, found.st_uid) and found.st_uid != 0:
+        raise UnsafeError("refused: this directory belongs to another user", path=path)
 
 
 class RankFile:
@@ -299,26 +433,46 @@ class RankFile:
         self.path = path
         self.header: Header = read_header(fd, path)
         if size is not None and self.header.nbytes != size:
-            raise CorruptError("size differs from its receipt", path=path, rank=name.rank, expected=size, found=self.header.nbytes)
+            raise CorruptError(
+                "size differs from its receipt",
+                path=path,
+                rank=name.rank,
+                expected=size,
+                found=self.header.nbytes,
+            )
         facts = self.header.facts(path)
         if facts is None:
             raise CorruptError("no file of a statexchange workspace", path=path)
+        if facts.get("schema") != SCHEMA:
+            raise CorruptError(
+                "its facts are of another version", path=path, expected=SCHEMA, found=facts.get("schema")
+            )
         self.facts = facts
-        self.shards, self.digests = _shards(self.header, facts, path)
-        for key, expected in (("run", name.run), ("round", name.round), ("rank", name.rank), ("world_size", name.world_size)):
-            if facts.get(key) != expected:
-                raise CorruptError(f"its facts name another {key}", path=path, rank=name.rank, expected=expected, found=facts.get(key))
-
-    @property
-    def config(self) -> str:
+        self.config = facts.get("config", "null")
         """The config as JSON text for `values.decode`."""
-        return str(self.facts.get("config", "null"))
+        if not isinstance(self.config, str):
+            raise CorruptError("its config is no text", path=path, rank=name.rank)
+        self.shards, self.digests = _shards(self.header, facts, path)
+        for key, expected in (
+            ("run", name.run),
+            ("round", name.round),
+            ("rank", name.rank),
+            ("world_size", name.world_size),
+        ):
+            if facts.get(key) != expected:
+                raise CorruptError(
+                    f"its facts name another {key}",
+                    path=path,
+                    rank=name.rank,
+                    expected=expected,
+                    found=facts.get(key),
+                )
 
-    def extent(self, name: str, box_index: int) -> tuple[int, int]:
-        """First byte in the file, and number of bytes, of one box."""
-        shard, entry = self.shards[name], self.header.entries[name]
+    def extents(self, name: str) -> list[tuple[int, int]]:
+        """First byte in the file, and number of bytes, of each box of a tensor."""
+        shard = self.shards[name]
         sizes = [box.numel * ITEMSIZE[shard.dtype] for box in shard.boxes]
-        return entry.begin + sum(sizes[:box_index]), sizes[box_index]
+        return list(zip(accumulate(sizes, initial=self.header.entries[name].begin), sizes, strict=False))
 
     def read(self, name: str) -> bytearray:
         """A tensor's bytes in a buffer of its own; bytes that contradict their digest are a CorruptError."""
@@ -331,7 +485,12 @@ class RankFile:
             found = digest(box)
             if found != expected:
                 raise CorruptError(
-                    "bytes differ from their digest", path=self.path, name=name, rank=self.facts["rank"], expected=expected, found=found
+                    "bytes differ from their digest",
+                    path=self.path,
+                    name=name,
+                    rank=self.facts["rank"],
+                    expected=expected,
+                    found=found,
                 )
         return data
 
@@ -342,21 +501,28 @@ class RankFile:
     def __enter__(self) -> RankFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
-def _shards(header: Header, facts: dict[str, Any], path: str) -> tuple[dict[str, Shard], dict[str, tuple[str, ...]]]:
+def _shards(
+    header: Header, facts: dict[str, Any], path: str
+) -> tuple[dict[str, Shard], dict[str, tuple[str, ...]]]:
     tensors = facts.get("tensors")
     if not isinstance(tensors, dict) or tensors.keys() != header.entries.keys():
         raise CorruptError("facts and header list different tensors", path=path)
     shards, digests = {}, {}
     for name, raw in tensors.items():
         try:
-            boxes = tuple(Box.from_json(b) for b in raw["boxes"])
-            shard = Shard(name, str(raw["dtype"]), tuple(int(v) for v in raw["global_shape"]), boxes)
-            kept = tuple(str(d) for d in raw["digests"])
-            fits = shard.nbytes == header.entries[name].nbytes and len(kept) == len(boxes)
+            boxes = tuple(Box.from_json(box) for box in raw["boxes"])
+            shard = Shard(name, raw["dtype"], sizes_from_json(raw["global_shape"]), boxes)
+            kept = tuple(str(known) for known in raw["digests"])
+            entry = header.entries[name]
+            fits = stored(shard.dtype, shard.local_shape) == (entry.dtype, entry.shape) and len(kept) == len(
+                boxes
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptError(f"broken facts: {error}", path=path, name=name) from None
         if not fits:

@@ -1,0 +1,121 @@
+"""Every block of the README is executed, and its table of the four systems' names is kept true."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import statexchange as sx
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+BIN = Path(sys.executable).parent
+FENCES = re.compile(r"^<!-- (.+?) -->\n```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+SEEDS = {
+    "ModelOpt": """NFSWorkspace NFSWorkspace.is_initialized NFSWorkspace.write_configs_and_weights
+        NFSWorkspace.read_configs_and_weights_from_rank get_configs_parallel get_tensors_parallel""",
+    "Lux": """MPIBackend NCCLBackend initialize initialized get_distributed_backend local_rank total_workers allreduce! bcast!
+        reduce! avg synchronize!! DistributedOptimizer DistributedDataContainer""",
+    "Bagua": """DistributedModule DistributedModule.unwrap DistributedModule.forward Reducer Reducer.fill_slot
+        Reducer.initialize_buckets Reducer.register_bagua_buckets Reducer.add_param Reducer.mark_bucket_ready
+        Reducer.mark_tensor_ready Reducer.mark_on_complete OverlappingWrapper OverlappingWrapper.reset_reducer
+        OverlappingWrapper.create_hooks OverlappingWrapper.forward ModelSwitchWrapper ModelSwitchWrapper.switch_to
+        ModelSwitchWrapper.state_dict ModelSwitchWrapper.report_metrics ModelSwitchWrapper.ask_and_update_hyperparameters
+        ModelSwitchWrapper.forward broadcast_parameters allreduce_parameters bagua_init""",
+    "Flashlight": """distributedInit isDistributedInit distributedBackend getWorldRank getWorldSize allReduce allReduceMultiple
+        syncDistributed barrier Reducer Reducer.add Reducer.finalize InlineReducer CoalescingReducer""",
+}
+
+
+def blocks() -> dict[str, str]:
+    return dict(FENCES.findall(README))
+
+
+def test_every_fenced_block_is_one_that_a_test_runs() -> None:
+    marked = {"block: train.py", "output: torchrun", "commands", "block: layout.py", "output: demo", "bench: export"}
+    assert set(blocks()) == marked
+    assert README.count("\n```") == 2 * len(marked)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The script of the README, run as it says on two ranks."""
+    folder = tmp_path_factory.mktemp("readme")
+    (folder / "train.py").write_text(blocks()["block: train.py"])
+    done = subprocess.run([BIN / "torchrun", "--nproc-per-node", "2", "train.py"], cwd=folder, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout
+
+
+def test_the_script_prints_what_the_readme_shows(trained: tuple[Path, str]) -> None:
+    assert trained[1] == blocks()["output: torchrun"]
+
+
+def test_the_commands_work_on_what_it_left(trained: tuple[Path, str]) -> None:
+    for line in blocks()["commands"].splitlines():
+        command = line.removeprefix("$ ").replace("statexchange", str(BIN / "statexchange"), 1)
+        done = subprocess.run(["bash", "-c", command], cwd=trained[0], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, (line, done.stdout, done.stderr)
+        assert done.stdout or line.startswith("$ cmp")
+
+
+def test_the_script_runs_alone(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", blocks()["block: train.py"]], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "rank 0: 0.weight (1025, 512)" in done.stdout
+
+
+def test_the_layout_block_runs_under_mpiexec(tmp_path: Path) -> None:
+    (tmp_path / "layout.py").write_text(blocks()["block: layout.py"])
+    subprocess.run([BIN / "mpiexec", "-n", "2", sys.executable, "layout.py"], cwd=tmp_path, check=True, timeout=60)
+    cut = sx.open_checkpoint(tmp_path / "cut")
+    assert cut["up.weight"].read().tolist() == [[0.0] * 4] * 3 + [[1.0] * 4] * 4
+
+
+@pytest.mark.parametrize(
+    ("example", "launcher"),
+    [
+        ("torchrun_fsdp2.py", [BIN / "torchrun", "--nproc-per-node", "4"]),
+        ("mpiexec_tensor_parallel.py", [BIN / "mpiexec", "-n", "4", sys.executable]),
+        ("alone.py", [sys.executable]),
+    ],
+)
+def test_the_examples_train_export_and_compare(example: str, launcher: list[str], tmp_path: Path) -> None:
+    command = [*launcher, ROOT / "tools/examples" / example, tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    assert losses[0] > 5
+    assert losses[1] < 1
+    equal, total = re.search(r"(\d+) of (\d+) tensors bit-equal", done.stdout).groups()
+    assert equal == total
+    assert len(sx.open_checkpoint(tmp_path / "out")) == int(total)
+
+
+def rows() -> list[tuple[str, str, str]]:
+    return re.findall(r"^\| (ModelOpt|Lux|Bagua|Flashlight) \| `([^`]+)` \| (.+) \|$", README, re.MULTILINE)
+
+
+def test_every_name_of_the_four_systems_is_in_the_table() -> None:
+    assert [(system, name) for system, name, _ in rows()] == [(s, name) for s, names in SEEDS.items() for name in names.split()]
+
+
+def test_what_the_table_names_exists_and_what_is_open_does_not() -> None:
+    for _, name, here in rows():
+        if here == "open":
+            assert not hasattr(sx, name), f"{name} exists: the table should say so"
+            continue
+        path = re.match(r"`sx\.([\w.]+)`", here)
+        assert path is not None, here
+        found = sx
+        for part in path[1].split("."):
+            found = getattr(found, part)
+
+
+def test_both_commands_stand_in_the_readme_as_the_project_promises_them() -> None:
+    start = "    python3 -m venv .venv && .venv/bin/pip install -c tools/constraints.txt "
+    assert f'{start}".[torch]" && .venv/bin/statexchange demo\n' in README
+    assert f'{start}".[test]" && .venv/bin/pytest\n' in README
