@@ -42,7 +42,12 @@ _ROOMS = {
         "UnsupportedError",
     ),
     "statexchange.exchange.export": ("ExportReport", "export_checkpoint", "save_checkpoint"),
-    "statexchange.exchange.gather": ("GatheredState", "gather_state", "get_configs_parallel", "get_tensors_parallel"),
+    "statexchange.exchange.gather": (
+        "GatheredState",
+        "gather_state",
+        "get_configs_parallel",
+        "get_tensors_parallel",
+    ),
     "statexchange.exchange.nfs_workspace": ("NFSWorkspace",),
     "statexchange.checkpoint.merge": ("MergeReport", "merge_checkpoint"),
     "statexchange.sources": ("open_checkpoint",),

@@ -46,23 +46,20 @@ class StateExchangeError(Exception):
         expected: object = None,
         found: object = None,
     ) -> None:
+        super().__init__(message)  # first: ImportError's clears name and path
         self.message = message
         self.rank = rank
         self.path = None if path is None else str(path)
         self.name = name
         self.expected = expected
         self.found = found
-        super().__init__(self._text())
+        self.args = (self._text(),)
 
     def _text(self) -> str:
         about = [] if self.name is None else [f"tensor {self.name!r}"]
         about += [] if self.rank is None else [f"rank {self.rank}"]
         about += [] if self.path is None else [self.path]
-        both = (
-            ""
-            if self.expected is None and self.found is None
-            else f": expected {self.expected}, found {self.found}"
-        )
+        both = "" if self.expected is None and self.found is None else f": expected {self.expected}, found {self.found}"
         return self.message + both + (f" [{', '.join(about)}]" if about else "")
 
     def __str__(self) -> str:
@@ -220,9 +217,7 @@ def from_record(record: dict[str, Any]) -> StateExchangeError:
     if record["type"] == "PeerError":
         return PeerError(record["rank"], record["phase"], record["cause"])
     cls = _tree(StateExchangeError).get(record["type"])
-    about = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in record["about"].items()
-    }
+    about = {key: tuple(value) if isinstance(value, list) else value for key, value in record["about"].items()}
     if cls is None:
-        return StateExchangeError(record["message"], **{key: about[key] for key in _ATTRIBUTES})
-    return cls(record["message"], **about)
+        return _rebuild(StateExchangeError, record["message"], {key: about[key] for key in _ATTRIBUTES})
+    return _rebuild(cls, record["message"], about)

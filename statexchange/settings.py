@@ -32,8 +32,8 @@ class Launch:
 
 _SINGLE = Launch("none", 0, 1, 0, 1, "")
 
-# In the order in which they are believed: torchrun may run under mpiexec, and mpiexec under Slurm. SLURM_NTASKS is set in
-# a batch script too, which is one process; only srun sets SLURM_STEP_NUM_TASKS.
+# In the order in which they are believed: torchrun may run under mpiexec, and mpiexec under Slurm. A batch script
+# alone has SLURM_NTASKS too, but is one process; only srun sets SLURM_STEP_NUM_TASKS.
 _VARIABLES = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     (
@@ -44,7 +44,6 @@ _VARIABLES = (
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
     ("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    # Of the step that srun started: a batch script alone also has SLURM_NTASKS, but is one process.
     ("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
 )
 
@@ -70,7 +69,8 @@ def _file_name(text: str) -> str:
     if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", text):
         return text
     plain = re.sub(r"[^A-Za-z0-9_-]", "-", text)[:80]
-    return f"{plain.lstrip('-')}-{hashlib.blake2b(text.encode(errors='surrogateescape'), digest_size=6).hexdigest()}"
+    digest = hashlib.blake2b(os.fsencode(text), digest_size=6).hexdigest()
+    return f"{plain.lstrip('-') or 'job'}-{digest}"
 
 
 def detect_launch() -> Launch:
@@ -98,9 +98,7 @@ def default_timeout_s() -> float:
     except ValueError:
         seconds = -1.0
     if not seconds > 0:
-        raise InvalidArgumentError(
-            f"STATEXCHANGE_TIMEOUT_S must be a number of seconds above 0, not {text!r}"
-        )
+        raise InvalidArgumentError(f"STATEXCHANGE_TIMEOUT_S must be a number of seconds above 0, not {text!r}")
     return seconds
 
 

@@ -43,7 +43,7 @@ class Arena:
 
     @classmethod
     def create(cls, nbytes: int, kind: Kind = "memfd") -> Arena:
-        """At least `nbytes` (> 0) of zeros. Too little room is a StorageError naming the size, never a SIGBUS."""
+        """At least `nbytes` (> 0) of zeros. Too little room is a StorageError, never a SIGBUS."""
         nbytes = -(-nbytes // _PAGE) * _PAGE
         ident = secrets.token_hex(16)
         fd, path = _open_memfd() if kind == "memfd" else _open_file(ident)
@@ -60,9 +60,7 @@ class Arena:
             if not isinstance(error, OSError):
                 raise
             hint = "" if path is None else " (in a container: --shm-size)"
-            raise StorageError.of(
-                error, f"reserve {nbytes} bytes of shared memory{hint}", path=path
-            ) from error
+            raise StorageError.of(error, f"reserve {nbytes} bytes of shared memory{hint}", path=path) from error
         return arena
 
     @property
@@ -132,9 +130,7 @@ def attach(address: dict[str, Any]) -> Attached:
     try:
         # A memfd opens through a link of /proc, which O_NOFOLLOW would refuse.
         # If that process has closed it, or is another one in our eyes, anything may lie there.
-        fd = os.open(
-            path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_NOFOLLOW if address["path"] else 0)
-        )
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_NOFOLLOW if address["path"] else 0))
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or (found.st_size, found.st_ino) != (

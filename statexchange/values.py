@@ -105,7 +105,7 @@ def _fields(value: Any, path: str) -> dict[str, Any]:
     for name in names:
         if not hasattr(value, name):
             raise TypeError(
-                f"cannot write a {_type_name(type(value))} whose field {name!r} is not set, at {path or 'the top'}"
+                f"cannot write a {_type_name(type(value))} with field {name!r} unset, at {path or 'the top'}"
             )
     return {name: getattr(value, name) for name in names}
 
@@ -236,9 +236,7 @@ class _Decoder:
         instance = object.__new__(cls)
         names = [f.name for f in dataclasses.fields(cls)]
         for name, item in _complete(raw, names, _defaults(cls), fields).items():
-            object.__setattr__(
-                instance, name, item
-            )  # not __init__: the fields are the whole state, and nothing is run
+            object.__setattr__(instance, name, item)  # not __init__: the fields are the whole state, and nothing is run
         return instance
 
     _BUILDERS: ClassVar[dict[str, Callable[[_Decoder, dict[str, Any]], Any]]] = {
@@ -256,9 +254,7 @@ class _Decoder:
 def _defaults(cls: type) -> dict[str, Any]:
     fields = dataclasses.fields(cls)
     plain = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
-    return plain | {
-        f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING
-    }
+    return plain | {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
 
 
 def _complete(

@@ -160,7 +160,9 @@ def hidden(kind: str) -> str | None:
     if kind == "no_shm":
         subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], check=True)
     comm = sx.get_communicator()
-    with sx.get_tensors_parallel(torch.full((3,), float(comm.rank)), [0, 1], None, None if comm.shared_memory else f"/tmp/{comm.run}") as tensors:
+    with sx.get_tensors_parallel(
+        torch.full((3,), float(comm.rank)), [0, 1], None, None if comm.shared_memory else f"/tmp/{comm.run}"
+    ) as tensors:
         assert [float(t[0]) for t in tensors] == ([0.0, 1.0] if comm.rank == 0 else [])
     return comm.shared_memory
 
@@ -176,7 +178,12 @@ def test_ranks_that_cannot_share_memory_fall_back_together(kind: str, expected: 
 
 
 def test_outside_any_launcher_there_is_a_world_of_one() -> None:
-    assert (sx.get_rank(), sx.get_world_size(), sx.get_backend(), sx.is_initialized()) == (0, 1, "single", False)
+    assert (sx.get_rank(), sx.get_world_size(), sx.get_backend(), sx.is_initialized()) == (
+        0,
+        1,
+        "single",
+        False,
+    )
     comm = sx.get_communicator()
     assert comm.world_size == 1
     assert comm.all_gather_object(5) == [5]
@@ -194,11 +201,20 @@ def uses_torch_distributed() -> list[Any]:
     assert sx.init("gloo") is comm
     odd = dist.new_group([1, 2])
     group = sx.from_process_group(odd) if dist.get_rank() else None
-    return [comm.world_size, comm.rank, comm.backend, group.all_gather_object(dist.get_rank()) if group else None]
+    return [
+        comm.world_size,
+        comm.rank,
+        comm.backend,
+        group.all_gather_object(dist.get_rank()) if group else None,
+    ]
 
 
 def test_torch_distributed_is_adopted() -> None:
-    assert run_ranks(uses_torch_distributed, 3, backend="gloo") == [[3, 0, "gloo", None], [3, 1, "gloo", [1, 2]], [3, 2, "gloo", [1, 2]]]
+    assert run_ranks(uses_torch_distributed, 3, backend="gloo") == [
+        [3, 0, "gloo", None],
+        [3, 1, "gloo", [1, 2]],
+        [3, 2, "gloo", [1, 2]],
+    ]
 
 
 def not_initialized() -> str:
@@ -216,18 +232,37 @@ def test_a_launched_rank_without_a_communicator_is_no_world_of_one() -> None:
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, ("torchrun", 3, 8, 1, 2)),
-        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, ("openmpi", 1, 2, 1, 2)),
+        (
+            {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+            ("torchrun", 3, 8, 1, 2),
+        ),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "1",
+                "OMPI_COMM_WORLD_SIZE": "2",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            },
+            ("openmpi", 1, 2, 1, 2),
+        ),
         ({"PMI_RANK": "0", "PMI_SIZE": "4"}, ("mpich", 0, 4, 0, 4)),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, ("none", 0, 1, 0, 1)),
         ({"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0"}, ("slurm", 2, 4, 0, 4)),
     ],
 )
-def test_launchers_are_recognised(variables: dict[str, str], expected: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launchers_are_recognised(
+    variables: dict[str, str], expected: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     launch = world.detect_launch()
-    assert (launch.launcher, launch.rank, launch.world_size, launch.local_rank, launch.local_world_size) == expected
+    assert (
+        launch.launcher,
+        launch.rank,
+        launch.world_size,
+        launch.local_rank,
+        launch.local_world_size,
+    ) == expected
 
 
 def test_an_unknown_backend_lists_the_known() -> None:
@@ -252,7 +287,13 @@ def test_under_mpiexec_an_uncaught_exception_ends_the_job(backend: str, tmp_path
     script.write_text(SCRIPT)
     mpiexec = Path(sys.executable).with_name("mpiexec")
     began = time.monotonic()
-    done = subprocess.run([mpiexec, "-n", "3", sys.executable, script, backend], capture_output=True, text=True, timeout=60, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"})
+    done = subprocess.run(
+        [mpiexec, "-n", "3", sys.executable, script, backend],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+    )
     assert done.returncode != 0
     assert "lost my keys" in done.stderr
     assert time.monotonic() - began < 30
@@ -274,7 +315,13 @@ def test_twenty_starts_and_stops_leave_nothing(backend: str, tmp_path: Path) -> 
     script = tmp_path / "script.py"
     script.write_text(START_STOP)
     mpiexec = Path(sys.executable).with_name("mpiexec")
-    done = subprocess.run([mpiexec, "-n", "2", sys.executable, script, backend], capture_output=True, text=True, timeout=60, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"})
+    done = subprocess.run(
+        [mpiexec, "-n", "2", sys.executable, script, backend],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done") == 2
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("statexchange-")]

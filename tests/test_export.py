@@ -17,7 +17,9 @@ from statexchange.testing import run_ranks
 BOTH = ("threads", "gloo")
 
 
-def part(rank: int, world_size: int, rows: int, columns: int, dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def part(
+    rank: int, world_size: int, rows: int, columns: int, dim: int, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """This rank's chunk of arange(rows * columns), cut along `dim` as torch.chunk cuts; possibly empty."""
     whole = torch.arange(rows * columns, dtype=torch.float32).reshape(rows, columns).to(dtype)
     chunks = torch.chunk(whole, world_size, dim)
@@ -27,10 +29,20 @@ def part(rank: int, world_size: int, rows: int, columns: int, dim: int, dtype: t
 @pytest.mark.ranks(1, 2, 3, backend=BOTH)
 def test_cut_tensors_and_replicas_become_the_file_that_save_file_writes(tmp_path: Path) -> None:
     comm = sx.get_communicator()
-    cut = {"rows": (0, torch.float32), "columns": (1, torch.bfloat16), "few": (0, torch.int64), "fp8": (1, torch.float8_e4m3fn)}
+    cut = {
+        "rows": (0, torch.float32),
+        "columns": (1, torch.bfloat16),
+        "few": (0, torch.int64),
+        "fp8": (1, torch.float8_e4m3fn),
+    }
     sizes = {"rows": (7, 5), "columns": (300, 17), "few": (2, 3), "fp8": (4, 8)}
     state = {name: part(comm.rank, comm.world_size, *sizes[name], dim, dtype) for name, (dim, dtype) in cut.items()}
-    both = {"scale": torch.tensor(4.6052), "flags": torch.tensor([True, False]), "empty": torch.empty(0, 3), "größe": torch.ones(2).half()}
+    both = {
+        "scale": torch.tensor(4.6052),
+        "flags": torch.tensor([True, False]),
+        "empty": torch.empty(0, 3),
+        "größe": torch.ones(2).half(),
+    }
     layout = {name: {"dim": dim} for name, (dim, _) in cut.items()}
     report = sx.export_checkpoint({**state, **both}, tmp_path / "out", layout=layout)
     whole = {name: part(0, 1, *sizes[name], dim, dtype).contiguous() for name, (dim, dtype) in cut.items()}
@@ -39,7 +51,11 @@ def test_cut_tensors_and_replicas_become_the_file_that_save_file_writes(tmp_path
         assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "expected.safetensors").read_bytes()
         assert sorted(p.name for p in tmp_path.iterdir()) == ["expected.safetensors", "out"]
     assert report.num_tensors == 8
-    assert sum(report.rank_nbytes) == report.nbytes == sum(t.numel() * t.element_size() for t in {**whole, **both}.values())
+    assert (
+        sum(report.rank_nbytes)
+        == report.nbytes
+        == sum(t.numel() * t.element_size() for t in {**whole, **both}.values())
+    )
 
 
 def mesh_modules(shape: tuple[int, ...], out: str) -> dict[str, Any]:
@@ -73,9 +89,11 @@ def test_fsdp2_and_tensor_parallel_modules_merge_bit_equal(shape: tuple[int, ...
         assert found["names"]
         assert found["files"] > 3
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
-    total = sum(t.numel() * t.element_size() for f in (tmp_path / "out").glob("*.safetensors") for t in load_file(f).values())
+    total = sum(
+        t.numel() * t.element_size() for f in (tmp_path / "out").glob("*.safetensors") for t in load_file(f).values()
+    )
     assert index["metadata"]["total_size"] == total
-    assert {file for file in index["weight_map"].values()} == {p.name for p in (tmp_path / "out").glob("*.safetensors")}
+    assert set(index["weight_map"].values()) == {p.name for p in (tmp_path / "out").glob("*.safetensors")}
 
 
 def placements(out: str) -> list[str]:
@@ -93,7 +111,10 @@ def placements(out: str) -> list[str]:
         "hybrid_columns": [Shard(1), Replicate()],
     }
     whole = {name: torch.randn(5, 3, generator=torch.Generator().manual_seed(i)) for i, name in enumerate(kinds)}
-    whole |= {"one_dim": torch.arange(3.0), "cube": torch.randn(3, 3, 5, generator=torch.Generator().manual_seed(9))}
+    whole |= {
+        "one_dim": torch.arange(3.0),
+        "cube": torch.randn(3, 3, 5, generator=torch.Generator().manual_seed(9)),
+    }
     kinds |= {"one_dim": [Shard(0), Shard(0)], "cube": [Shard(2), Shard(1)]}
     state = {name: distribute_tensor(whole[name], mesh, kinds[name]) for name in kinds}
     sx.export_checkpoint(state, out, comm=mesh)
@@ -126,7 +147,12 @@ def test_options_select_rename_cast_and_split(tmp_path: Path) -> None:
     (tmp_path / "cfg").mkdir(exist_ok=True)
     (tmp_path / "cfg/config.json").write_text("{}")
     comm.barrier()
-    state = {"model.a": torch.arange(4.0), "model.b": torch.arange(3), "lora.c": torch.ones(2), "model.skip": torch.ones(1)}
+    state = {
+        "model.a": torch.arange(4.0),
+        "model.b": torch.arange(3),
+        "lora.c": torch.ones(2),
+        "model.skip": torch.ones(1),
+    }
     report = sx.export_checkpoint(
         state,
         tmp_path / "out",
@@ -145,7 +171,9 @@ def test_options_select_rename_cast_and_split(tmp_path: Path) -> None:
         "config.json",
         "statexchange.json",
     ]
-    second, first = (load_file(tmp_path / "out" / name) for name, _ in report.files[:2])  # a tensor over the limit goes first
+    second, first = (
+        load_file(tmp_path / "out" / name) for name, _ in report.files[:2]
+    )  # a tensor over the limit goes first
     assert torch.equal(first["a"], torch.arange(4.0).bfloat16())
     assert torch.equal(second["b"], torch.arange(3))
 
@@ -177,7 +205,10 @@ def test_wrappers_leave_no_trace_in_names(tmp_path: Path) -> None:
 @pytest.mark.ranks(2, backend=BOTH)
 def test_pipeline_parts_have_different_names_on_each_rank(tmp_path: Path) -> None:
     rank = sx.get_communicator().rank
-    sx.export_checkpoint([{f"layer{rank}.w": torch.full((3,), float(rank))}, {f"layer{rank}.b": torch.ones(1)}], tmp_path / "out")
+    sx.export_checkpoint(
+        [{f"layer{rank}.w": torch.full((3,), float(rank))}, {f"layer{rank}.b": torch.ones(1)}],
+        tmp_path / "out",
+    )
     merged = load_file(tmp_path / "out/model.safetensors")
     assert torch.equal(merged["layer1.w"], torch.ones(3))
     assert len(merged) == 4
@@ -201,12 +232,28 @@ def test_every_refusal_names_its_reason_on_every_rank(tmp_path: Path) -> None:
     rank = sx.get_communicator().rank
     out = tmp_path / "out"
     mine = torch.full((2, 2), float(rank))
-    expect(sx.ReplicaError, r"ranks 0 and 1 hold different values.*layout=\{\"w\": Shard\(0\)\}.*replicas=\"root\".*'w'", {"w": mine}, out)
-    expect(sx.CorruptError, r"disagree on the dtype: expected F32, found F64.*'w', rank 1", {"w": mine if rank == 0 else mine.double()}, out)
+    expect(
+        sx.ReplicaError,
+        r"ranks 0 and 1 hold different values.*layout=\{\"w\": Shard\(0\)\}.*replicas=\"root\".*'w'",
+        {"w": mine},
+        out,
+    )
+    expect(
+        sx.CorruptError,
+        r"disagree on the dtype: expected F32, found F64.*'w', rank 1",
+        {"w": mine if rank == 0 else mine.double()},
+        out,
+    )
     gap = {"w": {"global_shape": (5, 2), "offsets": (3 * rank, 0), "shape": (2, 2)}}
     expect(sx.IncompleteError, r"no rank holds region \[2:3, 0:2\].*'w'", {"w": mine}, out, layout=gap)
     overlap = {"w": {"global_shape": (3, 2), "offsets": (rank, 0), "shape": (2, 2)}}
-    expect(sx.OverlapError, r"region \[1:2, 0:2\] is claimed twice.*rank 0.*rank 1.*'w'", {"w": mine}, out, layout=overlap)
+    expect(
+        sx.OverlapError,
+        r"region \[1:2, 0:2\] is claimed twice.*rank 0.*rank 1.*'w'",
+        {"w": mine},
+        out,
+        layout=overlap,
+    )
     expect(ValueError, r"layout pattern 'x' matches no tensor", {"w": mine}, out, layout={"x": {"dim": 0}})
     expect(ValueError, r"include pattern 'x' matches no tensor", {"w": mine}, out, include="x")
     expect(sx.UnsupportedError, r"complex128.*'w'", {"w": torch.ones(1, dtype=torch.complex128)}, out)
@@ -243,7 +290,13 @@ def test_an_exception_in_on_progress_reaches_all_and_leaves_nothing(tmp_path: Pa
             raise ZeroDivisionError("oops")
 
     state = {f"w{i}.{comm.rank}": torch.ones(1000) for i in range(5)}
-    expect(sx.PeerError, "rank 1 failed in writing: ZeroDivisionError: oops", state, tmp_path / "out", on_progress=progress)
+    expect(
+        sx.PeerError,
+        "rank 1 failed in writing: ZeroDivisionError: oops",
+        state,
+        tmp_path / "out",
+        on_progress=progress,
+    )
 
 
 def dies_while_writing(out: str, rank: int) -> str:
@@ -312,14 +365,19 @@ def test_save_checkpoint_keeps_everything_as_it_lies_and_merges_later(tmp_path: 
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     for step in range(3):
-        manifest = sx.save_checkpoint({"model": model, "optimizer": optimizer, "own": {f"part{comm.rank}": weight}, "step": step}, tmp_path / "ckpt")
+        manifest = sx.save_checkpoint(
+            {"model": model, "optimizer": optimizer, "own": {f"part{comm.rank}": weight}, "step": step},
+            tmp_path / "ckpt",
+        )
     assert manifest.generation == 3
     comm.barrier()
     if comm.rank:
         return
     names = sorted(p.name for p in (tmp_path / "ckpt" / manifest.run).iterdir())
     assert len(names) == 2
-    report = sx.merge_checkpoint(tmp_path / "ckpt", tmp_path / "merged", include=["model.*", "own.*"], rename=[(r"^model\.", "")])
+    report = sx.merge_checkpoint(
+        tmp_path / "ckpt", tmp_path / "merged", include=["model.*", "own.*"], rename=[(r"^model\.", "")]
+    )
     merged = load_file(tmp_path / "merged/model.safetensors")
     assert report.num_tensors == 2 + comm.world_size
     assert torch.equal(merged["weight"], model.weight)

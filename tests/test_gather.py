@@ -1,4 +1,4 @@
-"""Gathering through shared memory and through a workspace: everything comes back bit-equal, in place, on the first rank."""
+"""Gathering through shared memory and a workspace: everything comes back bit-equal, in place, on the first rank."""
 
 import enum
 import os
@@ -33,7 +33,7 @@ class Span(NamedTuple):
 class Layer:
     name: str
     weight: Any
-    span: Span = Span(0, float("nan"))
+    span: Span = field(default_factory=lambda: Span(0, float("nan")))
     kind: Kind = Kind.ROW
     dtype: Any = torch.bfloat16
     by_rank: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -128,7 +128,10 @@ def test_any_number_of_tensors_in_a_config(count: int, tmp_path: Path) -> None:
         with sx.get_configs_parallel({"weights": weights}, [0, 1], None, path) as configs:
             for r, config in enumerate(configs):
                 assert list(config["weights"]) == list(weights)
-                assert all(torch.equal(t, torch.full((i % 5,), float(r * 10_000 + i))) for i, t in enumerate(config["weights"].values()))
+                assert all(
+                    torch.equal(t, torch.full((i % 5,), float(r * 10_000 + i)))
+                    for i, t in enumerate(config["weights"].values())
+                )
 
 
 @pytest.mark.ranks(4, backend=BOTH)
@@ -148,7 +151,9 @@ def test_configs_of_any_shape_survive(tmp_path: Path) -> None:
     comm = sx.get_communicator()
     for path in (None, tmp_path / "ws"):
         layer = Layer(f"layer{comm.rank}", torch.arange(4.0) + comm.rank, by_rank={3: (1, 2), -1: ()})
-        with sx.get_configs_parallel([layer, {"nested": (layer.kind, [None, 1.5])}], list(range(comm.world_size)), None, path) as configs:
+        with sx.get_configs_parallel(
+            [layer, {"nested": (layer.kind, [None, 1.5])}], list(range(comm.world_size)), None, path
+        ) as configs:
             for rank, config in enumerate(configs):
                 found = config[0]
                 assert type(found) is Layer
@@ -218,7 +223,9 @@ def test_memory_is_recycled_once_nobody_looks_at_it() -> None:
     comm = sx.get_communicator()
     seen = set()
     for i in range(8):
-        with sx.get_tensors_parallel(torch.full((100_000,), float(i)), [0, 1]) as tensors:  # the list outlives the block
+        with sx.get_tensors_parallel(
+            torch.full((100_000,), float(i)), [0, 1]
+        ) as tensors:  # the list outlives the block
             assert [float(t[-1]) for t in tensors] == ([float(i)] * 2 if comm.rank == 0 else [])
             seen |= set(sx.get_communicator().attached)
     assert len(seen) <= 2
@@ -260,7 +267,10 @@ def test_nested_blocks_and_another_root() -> None:
 @pytest.mark.ranks(2, backend="threads")
 @pytest.mark.parametrize("ranks", [[], [0, 0], [0, 5], [-1, 0]])
 def test_bad_ranks_are_refused(ranks: list[int]) -> None:
-    with pytest.raises(ValueError, match="ranks must be distinct"), sx.get_tensors_parallel(torch.ones(1), ranks):
+    with (
+        pytest.raises(ValueError, match="ranks must be distinct"),
+        sx.get_tensors_parallel(torch.ones(1), ranks),
+    ):
         pass
 
 
@@ -277,7 +287,10 @@ def test_an_exception_in_the_block_reaches_every_member(who: int, tmp_path: Path
     rank = sx.get_communicator().rank
     for workspace in (None, tmp_path / "ws"):
         began = time.monotonic()
-        with pytest.raises(KeyError if rank == who else sx.PeerError) as caught, sx.gather_state({"w": torch.ones(3)}, workspace=workspace):
+        with (
+            pytest.raises(KeyError if rank == who else sx.PeerError) as caught,
+            sx.gather_state({"w": torch.ones(3)}, workspace=workspace),
+        ):
             if rank == who:
                 raise KeyError("boo")
         assert time.monotonic() - began < 5
@@ -294,9 +307,15 @@ def test_an_exception_in_the_block_reaches_every_member(who: int, tmp_path: Path
 def test_what_cannot_be_sent_is_named_on_every_rank() -> None:
     rank = sx.get_communicator().rank
     bad = torch.ones(3).to_sparse() if rank == 1 else torch.ones(3)
-    with pytest.raises(sx.UnsupportedError, match=r"sparse.*'layer\.w'.*rank 1"), sx.gather_state({"layer.w": bad}):
+    with (
+        pytest.raises(sx.UnsupportedError, match=r"sparse.*'layer\.w'.*rank 1"),
+        sx.gather_state({"layer.w": bad}),
+    ):
         pass
-    with pytest.raises(sx.PeerError, match=r"rank 2 failed.*object.*at \.a\[1\]"), sx.get_configs_parallel({"a": [1, object() if rank == 2 else 2]}, [0, 1, 2]):
+    with (
+        pytest.raises(sx.PeerError, match=r"rank 2 failed.*object.*at \.a\[1\]"),
+        sx.get_configs_parallel({"a": [1, object() if rank == 2 else 2]}, [0, 1, 2]),
+    ):
         pass
 
 
@@ -307,7 +326,10 @@ def test_a_workspace_that_cannot_be_is_an_error_with_its_path_on_every_rank(tmp_
     if rank == 0:
         target.touch()
     sx.get_communicator().barrier()
-    with pytest.raises(sx.NotFoundError, match=r"not a directory.*rank 1.*/file"), sx.gather_state({"w": torch.ones(3)}, workspace=target / "ws"):
+    with (
+        pytest.raises(sx.NotFoundError, match=r"not a directory.*rank 1.*/file"),
+        sx.gather_state({"w": torch.ones(3)}, workspace=target / "ws"),
+    ):
         pass
 
 
@@ -343,7 +365,10 @@ def never_comes(timeout_s: float) -> list[int]:
     if comm.rank == 1:
         time.sleep(1.5)
         return []
-    with pytest.raises(sx.StallError, match=r"ranks \[1\] did not reach") as caught, sx.gather_state({"w": torch.ones(3)}, comm=comm):
+    with (
+        pytest.raises(sx.StallError, match=r"ranks \[1\] did not reach") as caught,
+        sx.gather_state({"w": torch.ones(3)}, comm=comm),
+    ):
         pass
     return list(caught.value.missing)
 

@@ -27,13 +27,47 @@ LAWS = {
     "comm": BOTTOM | {"shared_memory"},
     "train": BOTTOM | {"comm", "layout"},
     "exchange": BOTTOM | {"layout", "storage", "sources", "checkpoint", "comm", "shared_memory", "train"},
-    "testing": BOTTOM | {"layout", "storage", "sources", "checkpoint", "report", "comm", "shared_memory", "exchange", "statexchange"},
-    "demo": BOTTOM | {"layout", "storage", "sources", "checkpoint", "report", "comm", "exchange", "testing", "statexchange"},
-    "cli": BOTTOM | {"layout", "storage", "sources", "checkpoint", "report", "comm", "exchange", "testing", "demo", "statexchange"},
+    "testing": BOTTOM
+    | {
+        "layout",
+        "storage",
+        "sources",
+        "checkpoint",
+        "report",
+        "comm",
+        "shared_memory",
+        "exchange",
+        "statexchange",
+    },
+    "demo": BOTTOM
+    | {"layout", "storage", "sources", "checkpoint", "report", "comm", "exchange", "testing", "statexchange"},
+    "cli": BOTTOM
+    | {
+        "layout",
+        "storage",
+        "sources",
+        "checkpoint",
+        "report",
+        "comm",
+        "exchange",
+        "testing",
+        "demo",
+        "statexchange",
+    },
 }
 LAWS["demo"] |= {"demo_model"}
 LAWS["demo_model"] = LAWS["demo"]
-TORCH_FREE = {"errors", "settings", "values", "layout", "shared_memory", "storage", "sources", "checkpoint", "report"}
+TORCH_FREE = {
+    "errors",
+    "settings",
+    "values",
+    "layout",
+    "shared_memory",
+    "storage",
+    "sources",
+    "checkpoint",
+    "report",
+}
 
 
 def room_of(module: str) -> str:
@@ -107,7 +141,9 @@ def test_there_are_no_import_cycles() -> None:
 
 @pytest.mark.parametrize("room", sorted(TORCH_FREE))
 def test_torch_free_rooms_never_import_torch(room: str) -> None:
-    assert not [n for n, found in imports().items() if room_of(n) == room and any(i.split(".")[0] == "torch" for i in found)]
+    assert not [
+        n for n, found in imports().items() if room_of(n) == room and any(i.split(".")[0] == "torch" for i in found)
+    ]
 
 
 def test_rooms_that_load_together_without_torch_do_not_load_it() -> None:
@@ -117,7 +153,9 @@ def test_rooms_that_load_together_without_torch_do_not_load_it() -> None:
 
 
 def test_import_statexchange_loads_neither_torch_nor_numpy() -> None:
-    code = "import sys, statexchange; loaded = {'torch', 'numpy', 'fsspec', 'mpi4py'} & set(sys.modules); assert not loaded, loaded"
+    code = (
+        "import sys, statexchange; heavy = {'torch', 'numpy', 'fsspec', 'mpi4py'}; assert not heavy & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -127,7 +165,10 @@ def test_only_settings_reads_the_environment() -> None:
         str(path)
         for path in PACKAGE.rglob("*.py")
         if room_of(module_name(path)) not in ("settings", "testing")
-        and any(isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv") for n in ast.walk(ast.parse(path.read_text())))
+        and any(
+            isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv")
+            for n in ast.walk(ast.parse(path.read_text()))
+        )
     ]
     assert not readers
 
@@ -144,7 +185,9 @@ def test_no_work_in_del() -> None:
 
 def test_every_public_name_exists_and_is_listed_in_the_stub() -> None:
     stub = ast.parse((PACKAGE / "__init__.pyi").read_text())
-    listed = {alias.asname or alias.name for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    listed = {
+        alias.asname or alias.name for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
     for name in statexchange.__all__:
         assert getattr(statexchange, name) is not None
     assert listed - {"testing"} == set(statexchange.__all__) - {"testing"}

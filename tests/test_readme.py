@@ -15,18 +15,28 @@ BIN = Path(sys.executable).parent
 FENCES = re.compile(r"^<!-- (.+?) -->\n```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 SEEDS = {
-    "ModelOpt": """NFSWorkspace NFSWorkspace.is_initialized NFSWorkspace.write_configs_and_weights
-        NFSWorkspace.read_configs_and_weights_from_rank get_configs_parallel get_tensors_parallel""",
-    "Lux": """MPIBackend NCCLBackend initialize initialized get_distributed_backend local_rank total_workers allreduce! bcast!
-        reduce! avg synchronize!! DistributedOptimizer DistributedDataContainer""",
-    "Bagua": """DistributedModule DistributedModule.unwrap DistributedModule.forward Reducer Reducer.fill_slot
+    "ModelOpt": """
+        NFSWorkspace NFSWorkspace.is_initialized NFSWorkspace.write_configs_and_weights
+        NFSWorkspace.read_configs_and_weights_from_rank get_configs_parallel get_tensors_parallel
+    """,
+    "Lux": """
+        MPIBackend NCCLBackend initialize initialized get_distributed_backend local_rank total_workers
+        allreduce! bcast! reduce! avg synchronize!! DistributedOptimizer DistributedDataContainer
+    """,
+    "Bagua": """
+        DistributedModule DistributedModule.unwrap DistributedModule.forward Reducer Reducer.fill_slot
         Reducer.initialize_buckets Reducer.register_bagua_buckets Reducer.add_param Reducer.mark_bucket_ready
         Reducer.mark_tensor_ready Reducer.mark_on_complete OverlappingWrapper OverlappingWrapper.reset_reducer
-        OverlappingWrapper.create_hooks OverlappingWrapper.forward ModelSwitchWrapper ModelSwitchWrapper.switch_to
-        ModelSwitchWrapper.state_dict ModelSwitchWrapper.report_metrics ModelSwitchWrapper.ask_and_update_hyperparameters
-        ModelSwitchWrapper.forward broadcast_parameters allreduce_parameters bagua_init""",
-    "Flashlight": """distributedInit isDistributedInit distributedBackend getWorldRank getWorldSize allReduce allReduceMultiple
-        syncDistributed barrier Reducer Reducer.add Reducer.finalize InlineReducer CoalescingReducer""",
+        OverlappingWrapper.create_hooks OverlappingWrapper.forward ModelSwitchWrapper
+        ModelSwitchWrapper.switch_to ModelSwitchWrapper.state_dict ModelSwitchWrapper.report_metrics
+        ModelSwitchWrapper.ask_and_update_hyperparameters ModelSwitchWrapper.forward broadcast_parameters
+        allreduce_parameters bagua_init
+    """,
+    "Flashlight": """
+        distributedInit isDistributedInit distributedBackend getWorldRank getWorldSize allReduce
+        allReduceMultiple syncDistributed barrier Reducer Reducer.add Reducer.finalize InlineReducer
+        CoalescingReducer
+    """,
 }
 
 
@@ -35,7 +45,14 @@ def blocks() -> dict[str, str]:
 
 
 def test_every_fenced_block_is_one_that_a_test_runs() -> None:
-    marked = {"block: train.py", "output: torchrun", "commands", "block: layout.py", "output: demo", "bench: export"}
+    marked = {
+        "block: train.py",
+        "output: torchrun",
+        "commands",
+        "block: layout.py",
+        "output: demo",
+        "bench: export",
+    }
     assert set(blocks()) == marked
     assert README.count("\n```") == 2 * len(marked)
 
@@ -45,7 +62,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The script of the README, run as it says on two ranks."""
     folder = tmp_path_factory.mktemp("readme")
     (folder / "train.py").write_text(blocks()["block: train.py"])
-    done = subprocess.run([BIN / "torchrun", "--nproc-per-node", "2", "train.py"], cwd=folder, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [BIN / "torchrun", "--nproc-per-node", "2", "train.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.returncode == 0, done.stderr
     return folder, done.stdout
 
@@ -63,7 +86,13 @@ def test_the_commands_work_on_what_it_left(trained: tuple[Path, str]) -> None:
 
 
 def test_the_script_runs_alone(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", blocks()["block: train.py"]], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", blocks()["block: train.py"]],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     assert "rank 0: 0.weight (1025, 512)" in done.stdout
 
@@ -100,7 +129,9 @@ def rows() -> list[tuple[str, str, str]]:
 
 
 def test_every_name_of_the_four_systems_is_in_the_table() -> None:
-    assert [(system, name) for system, name, _ in rows()] == [(s, name) for s, names in SEEDS.items() for name in names.split()]
+    assert [(system, name) for system, name, _ in rows()] == [
+        (s, name) for s, names in SEEDS.items() for name in names.split()
+    ]
 
 
 def test_what_the_table_names_exists_and_what_is_open_does_not() -> None:

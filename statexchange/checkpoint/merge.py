@@ -91,9 +91,7 @@ def merge_checkpoint(
             write_manifest(publication, plan, facts, travelling=travelling, source=opened.kind)
             publication.commit()
     names = tuple((file.name, file.data_nbytes) for file in plan.files)
-    return MergeReport(
-        path, names, plan.nbytes, plan.num_tensors, plan.aliases, time.perf_counter() - began, dry_run
-    )
+    return MergeReport(path, names, plan.nbytes, plan.num_tensors, plan.aliases, time.perf_counter() - began, dry_run)
 
 
 def _patterns(patterns: str | Sequence[str]) -> tuple[str, ...]:
@@ -106,7 +104,7 @@ def extent_of(source: Source, tensor: TensorPlan, holder: int, box_index: int) -
 
 
 def check_replicas(source: Source, plan: Plan) -> None:
-    """ReplicaError unless all copies of each box are equal to the one that is taken, and so are tied tensors."""
+    """ReplicaError unless the copies of each box equal the one that is taken, and tied tensors each other."""
     for file in plan.files:
         for tensor in file.tensors:
             for piece in tensor.pieces:
@@ -119,9 +117,7 @@ def check_replicas(source: Source, plan: Plan) -> None:
 def _check_tied(holder: Holder, alias: str, kept: str) -> None:
     one, other = holder.tensors.get(alias), holder.tensors.get(kept)
     if one is not None and other is not None and _digests(one) != _digests(other):
-        raise ReplicaError(
-            f"is called tied to {kept!r}, but differs", name=alias, rank=holder.rank, path=holder.path
-        )
+        raise ReplicaError(f"is called tied to {kept!r}, but differs", name=alias, rank=holder.rank, path=holder.path)
 
 
 def _digests(tensor: SourceTensor) -> list[str]:
@@ -129,11 +125,7 @@ def _digests(tensor: SourceTensor) -> list[str]:
 
 
 def _digest(extent: Extent) -> str:
-    return (
-        extent.digest
-        if extent.digest is not None
-        else files.digest_range(extent.path, extent.begin, extent.nbytes)
-    )
+    return extent.digest if extent.digest is not None else files.digest_range(extent.path, extent.begin, extent.nbytes)
 
 
 def _check_piece(source: Source, tensor: TensorPlan, piece: Piece) -> None:
@@ -145,8 +137,8 @@ def _check_piece(source: Source, tensor: TensorPlan, piece: Piece) -> None:
         if _digest(theirs) != ours:
             rank, other = source.holders[piece.holder].rank, source.holders[holder].rank
             raise ReplicaError(
-                f"ranks {rank} and {other} hold different values for region {piece.box}; to take the lowest rank's, "
-                'replicas="root" (--replicas root)',
+                f"ranks {rank} and {other} hold different values for region {piece.box}; "
+                'to take the lowest rank\'s, replicas="root" (--replicas root)',
                 name=tensor.source,
                 rank=other,
                 path=theirs.path,
@@ -176,9 +168,7 @@ class _Merge:
         opened = [self._publication.create(file) for file in self._plan.files]
         facts: dict[str, list[BoxFact]] = {}
         with ThreadPoolExecutor(max(1, min(threads or os.cpu_count() or 1, len(opened)))) as pool:
-            writing = [
-                pool.submit(self._write_file, *pair) for pair in zip(self._plan.files, opened, strict=True)
-            ]
+            writing = [pool.submit(self._write_file, *pair) for pair in zip(self._plan.files, opened, strict=True)]
             try:
                 for written in as_completed(writing):
                     facts |= written.result()
@@ -190,9 +180,7 @@ class _Merge:
     def _write_file(self, plan: FilePlan, opened: OpenFile) -> dict[str, list[BoxFact]]:
         memory = memoryview(bytearray(2 * WINDOW_BYTES))
         with files.OpenFiles() as inputs:
-            facts = {
-                tensor.name: self._write_tensor(tensor, opened, inputs, memory) for tensor in plan.tensors
-            }
+            facts = {tensor.name: self._write_tensor(tensor, opened, inputs, memory) for tensor in plan.tensors}
         opened.finish()
         return facts
 
@@ -209,9 +197,7 @@ class _Merge:
             self._fill(memory[:nbytes], window, waiting, memory[WINDOW_BYTES:])
             files.pwrite_all(opened.fd, memory[:nbytes], at, opened.path)
             at += nbytes
-        return [
-            self._fact(tensor, piece, reader) for piece, reader in zip(tensor.pieces, readers, strict=True)
-        ]
+        return [self._fact(tensor, piece, reader) for piece, reader in zip(tensor.pieces, readers, strict=True)]
 
     def _fill(self, buffer: memoryview, window: Box, waiting: deque[BoxReader], bounce: memoryview) -> None:
         """One window's bytes, from readers in the order of their first elements; those done are dropped."""

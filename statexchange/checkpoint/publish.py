@@ -132,9 +132,7 @@ class Publication:
         if not os.path.lexists(self.out):
             return
         if not self.overwrite:
-            raise TargetExistsError(
-                "the target exists; overwrite=True (--overwrite) replaces it", path=self.out
-            )
+            raise TargetExistsError("the target exists; overwrite=True (--overwrite) replaces it", path=self.out)
         if not os.path.isdir(self.out) or os.path.islink(self.out):
             raise UnsafeError("refused to overwrite: the target is no directory", path=self.out)
         strangers = sorted(set(files.list_directory(self.out)) - listed_files(self.out))
@@ -211,9 +209,7 @@ class Publication:
             opened.close()
         if self._lock.is_locked:
             try:
-                if not os.path.lexists(
-                    _record_path(self.out)
-                ):  # then what was built is needed to complete it
+                if not os.path.lexists(_record_path(self.out)):  # then what was built is needed to complete it
                     _discard(self.path, self.name)
             finally:
                 self._unlock()
@@ -268,7 +264,7 @@ def _discard_replaced(path: str, name: str) -> None:
 
 
 def _discard(path: str, name: str) -> None:
-    """Remove a directory of plain files; by renaming it first, so that whoever builds it publishes no part."""
+    """Remove a directory of plain files; renamed first, so that whoever builds it publishes no part."""
     parent = os.path.dirname(path)
     hidden = f".{name}.{files.new_nonce()}.discarded"
     gone = os.path.join(parent, hidden)
@@ -360,9 +356,7 @@ def travelling_files(
     """config.json, tokenizer and other small files: of a directory all but weights, else those named."""
     if sources is None:
         return {}
-    named = (
-        [os.fspath(sources)] if isinstance(sources, str | os.PathLike) else [os.fspath(s) for s in sources]
-    )
+    named = [os.fspath(sources)] if isinstance(sources, str | os.PathLike) else [os.fspath(s) for s in sources]
     paths = [path for name in named for path in (_small_files(name) if os.path.isdir(name) else [name])]
     return {os.path.basename(path): files.read_small(path) for path in paths}
 
@@ -373,9 +367,5 @@ _WEIGHTS = re.compile(
 
 
 def _small_files(directory: str) -> list[str]:
-    paths = [
-        os.path.join(directory, name)
-        for name in files.list_directory(directory)
-        if not _WEIGHTS.fullmatch(name)
-    ]
+    paths = [os.path.join(directory, name) for name in files.list_directory(directory) if not _WEIGHTS.fullmatch(name)]
     return [path for path in paths if os.path.isfile(path)]

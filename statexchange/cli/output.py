@@ -88,6 +88,7 @@ class Output:
     def __init__(self) -> None:
         self.format = "auto"
         self._warnings: list[str] = []
+        self._lost: OSError | None = None
 
     @property
     def human(self) -> bool:
@@ -194,15 +195,14 @@ class Output:
         return True
 
     def close(self) -> bool:
-        """Flush; False, with a message, if stdout could not take all of it. Readers that went away are no matter."""
+        """Flush; False, with a message, if stdout could not take everything."""
         try:
             sys.stdout.flush()
         except OSError as error:
-            _drop_the_rest(sys.stdout)
-            if not isinstance(error, BrokenPipeError):
-                self._marked("error:", _RED, f"cannot write the output: {error.strerror}")
-                return False
-        return True
+            self._give_up(sys.stdout, error)
+        if self._lost is not None:
+            self._marked("error:", _RED, f"cannot write the output: {self._lost.strerror}")
+        return self._lost is None
 
     def _marked(self, mark: str, style: str, text: str) -> None:
         self._write(sys.stderr, f"{self._styled(mark, style, sys.stderr)} {_printable_lines(text)}")
@@ -218,16 +218,15 @@ class Output:
             if stream is sys.stderr:
                 stream.flush()
         except OSError as error:
-            _drop_the_rest(stream)
-            if not isinstance(error, BrokenPipeError):
-                raise
+            self._give_up(stream, error)
 
-
-def _drop_the_rest(stream: TextIO) -> None:
-    """Lead a stream whose reader has gone to nowhere, so that nobody stumbles over it, not even at exit."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    def _give_up(self, stream: TextIO, error: OSError) -> None:
+        """Lead a stream to nowhere from now on, so that nothing stumbles over it again, not even at exit."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+        if stream is sys.stdout and not isinstance(error, BrokenPipeError):
+            self._lost = error
 
 
 def _aligned(cells: Sequence[Sequence[str]], right: Sequence[str]) -> list[str]:

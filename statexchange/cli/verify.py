@@ -46,7 +46,7 @@ def _show(output: Output, report: VerifyReport, seconds: float) -> None:
     if report.num_unproven:
         output.warning(f"no digest is known of {report.num_unproven:,} boxes: their bytes cannot be checked")
     if report.findings:
-        output.line(f"{len(report.findings):,} found to be wrong")
+        output.line("1 finding" if len(report.findings) == 1 else f"{len(report.findings):,} findings")
     elif not report.num_unproven:
         output.line("ok: every element is there exactly once, every digest agrees")
     elif report.num_unproven < report.num_boxes:

@@ -13,10 +13,10 @@ from statexchange.comm.control_page import ControlPage
 from statexchange.errors import InvalidArgumentError, PeerError, StateExchangeError, from_record, to_record
 from statexchange.shared_memory import Arena, ArenaPool, Attached, Kind
 
-__all__ = ["Abandoned", "Backend", "Communicator", "Place"]
+__all__ = ["AbandonedError", "Backend", "Communicator", "Place"]
 
 
-class Abandoned(Exception):
+class AbandonedError(Exception):
     """Raised inside a trip when another rank has failed: come to the agreement, which says who and why."""
 
 
@@ -35,7 +35,7 @@ class Backend(ABC):
     def subset(self, ranks: Sequence[int]) -> Backend:
         """A backend over `ranks` of this one. Collective over those ranks only."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (most hold nothing)
         """Free what the backend holds. Not collective."""
 
 
@@ -115,7 +115,14 @@ class Communicator:
             return "memfd"
         return self._page.kind if self._page is not None else None
 
-    def exchange(self, payload: bytes, *, root: int | None = None, timeout_s: float | None = None, doing: str = "an exchange") -> list[bytes]:
+    def exchange(
+        self,
+        payload: bytes,
+        *,
+        root: int | None = None,
+        timeout_s: float | None = None,
+        doing: str = "an exchange",
+    ) -> list[bytes]:
         """Every rank's bytes in rank order; if `root` is given, [] on other ranks.
 
         Collective. Blocks until all ranks have called; `timeout_s` None means this communicator's, inf no deadline.
@@ -159,7 +166,12 @@ class Communicator:
         self.exchange(b"", timeout_s=timeout_s, doing=f"barrier {tag!r}" if tag else "a barrier")
 
     def agree(
-        self, error: Exception | None = None, *, phase: str = "its own code", timeout_s: float | None = None, note: Any = None
+        self,
+        error: Exception | None = None,
+        *,
+        phase: str = "its own code",
+        timeout_s: float | None = None,
+        note: Any = None,
     ) -> list[Any]:
         """A barrier that carries failure: if any rank passes an error, all raise the same one. Collective.
 
@@ -173,7 +185,7 @@ class Communicator:
             return [note]
         if self._page is not None:
             self._page.flag_failure(error is not None)
-        record = None if error is None or isinstance(error, Abandoned) else to_record(error, self.rank, phase)
+        record = None if error is None or isinstance(error, AbandonedError) else to_record(error, self.rank, phase)
         answers = self.exchange(_encoded([record, note]), timeout_s=timeout_s, doing=f"the end of {phase}")
         if self._page is not None:
             self._page.flag_failure(False)
@@ -191,7 +203,7 @@ class Communicator:
         """
         try:
             yield
-        except Exception as error:  # noqa: BLE001 (agree raises it again, on every rank)
+        except Exception as error:
             if error is self._dead:
                 raise
             self.agree(error, phase=name, timeout_s=timeout_s)
@@ -202,14 +214,14 @@ class Communicator:
         self.agree(phase=name, timeout_s=timeout_s)
 
     def progress(self) -> None:
-        """Say that bytes move; raises Abandoned once another rank has failed. Not collective."""
+        """Say that bytes move; raises AbandonedError once another rank has failed. Not collective."""
         if self._page is not None and not self._page.progress():
-            raise Abandoned
+            raise AbandonedError
 
     def subset(self, ranks: Sequence[int]) -> Communicator:
         """The communicator of `ranks` (of this one), in that order; made once, then the same.
 
-        Collective over `ranks`: nobody else has to call. ValueError if ranks repeat, are out of range or lack the caller.
+        Collective over `ranks`: nobody else has to call. ValueError if ranks repeat, do not exist or lack the caller.
         """
         key = tuple(ranks)
         if len(set(key)) != len(key) or not key or any(not 0 <= r < self.world_size for r in key):
@@ -239,7 +251,9 @@ class Communicator:
     def check_root(self, root: int) -> None:
         """InvalidArgumentError unless `root` is a rank of this communicator."""
         if not 0 <= root < self.world_size:
-            raise InvalidArgumentError(f"root {root} is not a rank of this communicator of {self.world_size}", rank=self.rank)
+            raise InvalidArgumentError(
+                f"root {root} is not a rank of this communicator of {self.world_size}", rank=self.rank
+            )
 
 
 def _encoded(obj: Any) -> bytes:

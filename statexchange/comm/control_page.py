@@ -53,7 +53,9 @@ def process_is_alive(pid: int, start: int) -> bool:
 class ControlPage:
     """One rank's side of the page. Collective calls must be made by all ranks in the same order."""
 
-    def __init__(self, memory: memoryview, rank: int, world_size: int, kind: Kind = "memfd", *, threads: bool = False) -> None:
+    def __init__(
+        self, memory: memoryview, rank: int, world_size: int, kind: Kind = "memfd", *, threads: bool = False
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.kind: Kind = kind
@@ -151,7 +153,11 @@ class ControlPage:
                 if latest != progress:
                     progress, moved = latest, now
                 if timeout_s is not None and now - moved > timeout_s:
-                    raise StallError(f"ranks {missing} did not reach {doing} in {timeout_s:g} s", missing=tuple(missing), rank=missing[0])
+                    raise StallError(
+                        f"ranks {missing} did not reach {doing} in {timeout_s:g} s",
+                        missing=tuple(missing),
+                        rank=missing[0],
+                    )
             time.sleep(nap)
             nap = min(nap * 1.5, 2e-3)
 

@@ -19,6 +19,7 @@ from statexchange.settings import Launch
 __all__ = ["TorchBackend", "cpu_group", "default_group", "mesh_group", "of_ranks", "start_gloo"]
 
 _MAX_NAP_S = 0.01
+_stores: Any = dist  # torch exports its stores and rendezvous there, but not for type checkers
 
 
 def default_group() -> dist.ProcessGroup | None:
@@ -51,13 +52,14 @@ def start_gloo(launch: Launch, *, default: bool, timeout_s: float) -> dist.Proce
     if default:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
         return dist.group.WORLD  # type: ignore[return-value]
-    return dist.ProcessGroupGloo(dist.PrefixStore("statexchange", store), rank, size, timeout)
+    group: dist.ProcessGroup = _stores.ProcessGroupGloo(_stores.PrefixStore("statexchange", store), rank, size, timeout)
+    return group
 
 
-def _store(launch: Launch, timeout: timedelta) -> tuple[dist.Store, int, int]:
+def _store(launch: Launch, timeout: timedelta) -> tuple[Any, int, int]:
     """torchrun's own store; under MPI one whose port the system picks on root and MPI tells the others."""
     if launch.launcher == "torchrun":
-        store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+        store, rank, size = next(iter(_stores.rendezvous("env://", timeout=timeout)))
         return store, rank, size
     if launch.launcher in ("openmpi", "mpich"):
         from statexchange.comm import mpi_backend
@@ -65,16 +67,22 @@ def _store(launch: Launch, timeout: timedelta) -> tuple[dist.Store, int, int]:
         backend = mpi_backend.MPIBackend(mpi_backend.world())
         return _store_by_mpi(backend, timeout), backend.rank, backend.world_size
     if launch.world_size > 1:
-        raise NotInitializedError(f"no rendezvous for Gloo under {launch.launcher}; call torch.distributed.init_process_group")
-    return dist.HashStore(), 0, 1
+        raise NotInitializedError(
+            f"no rendezvous for Gloo under {launch.launcher}; call torch.distributed.init_process_group"
+        )
+    return _stores.HashStore(), 0, 1
 
 
-def _store_by_mpi(backend: Backend, timeout: timedelta) -> dist.Store:
+def _store_by_mpi(backend: Backend, timeout: timedelta) -> Any:
     host = socket.gethostname()
-    served = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout) if backend.rank == 0 else None
+    served = (
+        _stores.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        if backend.rank == 0
+        else None
+    )
     offer = json.dumps([host, served.port if served is not None else 0]).encode()
     host, port = json.loads(backend.exchange(offer, timeout.total_seconds(), "the choice of a port")[0])
-    return served if served is not None else dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    return served if served is not None else _stores.TCPStore(host, port, is_master=False, timeout=timeout)
 
 
 def mesh_group(mesh: Any) -> dist.ProcessGroup:
@@ -91,7 +99,9 @@ def mesh_group(mesh: Any) -> dist.ProcessGroup:
 def of_ranks(ranks: Sequence[int]) -> TorchBackend:
     """A Gloo backend over these ranks of the default group, in that order. Collective over them only."""
     if len(set(ranks)) != len(ranks) or not ranks or any(not 0 <= r < dist.get_world_size() for r in ranks):
-        raise InvalidArgumentError(f"ranks must be distinct and within 0..{dist.get_world_size() - 1}, not {list(ranks)}")
+        raise InvalidArgumentError(
+            f"ranks must be distinct and within 0..{dist.get_world_size() - 1}, not {list(ranks)}"
+        )
     if dist.get_rank() not in ranks:
         raise InvalidArgumentError(f"rank {dist.get_rank()} is not among ranks {list(ranks)}", rank=dist.get_rank())
     return TorchBackend(_sibling(ranks), ranks)

@@ -75,8 +75,8 @@ def init(backend: str = "auto", *, timeout_s: float | None = None) -> Communicat
 
     Collective over all ranks that the launcher started. `backend`: "auto" adopts torch.distributed if it runs, else
     uses MPI under an MPI launcher, else Gloo under torchrun, else a world of one; "single", "gloo" or "mpi" ask for
-    one. "gloo" initialises torch.distributed's default group if need be, "auto" never does. `timeout_s` bounds waits for
-    peers. A second call returns what the first made. Raises NotInitializedError or MissingExtraError.
+    one. "gloo" initialises torch.distributed's default group if need be, "auto" never does. `timeout_s` bounds waits
+    for peers. A second call returns what the first made. Raises NotInitializedError or MissingExtraError.
     """
     if backend not in BACKENDS:
         raise InvalidArgumentError(f"unknown backend {backend!r}; this version has {', '.join(BACKENDS)}")
@@ -160,7 +160,9 @@ def as_communicator(comm: Any = None) -> Communicator:
         return from_mpi(comm)
     if "torch.distributed" in sys.modules and isinstance(comm, sys.modules["torch.distributed"].ProcessGroup):
         return from_process_group(comm)
-    raise InvalidArgumentError(f"comm must be a Communicator, ProcessGroup, DeviceMesh or MPI communicator, not {type(comm)!r}")
+    raise InvalidArgumentError(
+        f"comm must be a Communicator, ProcessGroup, DeviceMesh or MPI communicator, not {type(comm)!r}"
+    )
 
 
 def _default_communicator() -> Communicator:

@@ -30,7 +30,9 @@ def dtype_name(tensor: Any, name: str) -> str:
     if found is None or getattr(tensor, "is_quantized", False):
         raise UnsupportedError(f"dtype {tensor.dtype} cannot be represented", name=name)
     if not isinstance(tensor, np.ndarray) and (tensor.is_meta or tensor.layout is not _strided()):
-        raise UnsupportedError(f"a {'meta' if tensor.is_meta else tensor.layout} tensor has no bytes to move", name=name)
+        raise UnsupportedError(
+            f"a {'meta' if tensor.is_meta else tensor.layout} tensor has no bytes to move", name=name
+        )
     return found
 
 
@@ -44,7 +46,7 @@ def torch_dtype(dtype: str) -> Any:
 def host_bytes(tensor: Any) -> memoryview:
     """A tensor's elements in C order as bytes; the tensor's own memory where it is contiguous on the host."""
     if isinstance(tensor, np.ndarray):
-        return memoryview(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8))
+        return memoryview(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
     import torch
 
     with torch.no_grad():
@@ -69,7 +71,9 @@ def from_bytes(data: Any, dtype: str, shape: tuple[int, ...], *, as_numpy: bool 
 def same_memory(tensor: Any) -> tuple[Any, ...] | None:
     """A key that tied tensors share: the same memory seen in the same way. None where nothing is there to share."""
     if isinstance(tensor, np.ndarray):
-        return (tensor.__array_interface__["data"][0], tensor.shape, tensor.strides, tensor.dtype) if tensor.size else None
+        return (
+            (tensor.__array_interface__["data"][0], tensor.shape, tensor.strides, tensor.dtype) if tensor.size else None
+        )
     if not tensor.numel():
         return None
     return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
@@ -79,4 +83,3 @@ def _strided() -> Any:
     import torch
 
     return torch.strided
-

@@ -121,7 +121,9 @@ def _hold_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Any) -> 
         box = Box(tuple(int(o) for o in chunk.offsets), tuple(int(s) for s in chunk.sizes))
         part = _chunk_tensor(name, tensor, chunk)
         if tuple(part.shape) != box.shape:
-            raise UnsupportedError("the local part does not fit its box", name=name, expected=box.shape, found=tuple(part.shape))
+            raise UnsupportedError(
+                "the local part does not fit its box", name=name, expected=box.shape, found=tuple(part.shape)
+            )
         boxes.append(box)
         parts.append(part)
     return HeldTensor(Shard(name, dtype, shape, tuple(boxes)), tuple(parts))
@@ -155,7 +157,7 @@ class _Rules:
 
 
 def _parse_rule(pattern: str, rule: Any) -> Any:
-    """torch's Shard(dim) and Replicate(), ``{"dim": 0}``, or ``{"global_shape": ..., "offsets": ..., "shape": ...}``."""
+    """torch's Shard(dim), Replicate(), ``{"dim": 0}``, or ``{"global_shape": ..., "offsets": ..., "shape": ...}``."""
     if type(rule).__name__ == "Replicate":
         return None
     if type(rule).__name__ == "Shard":
@@ -164,7 +166,9 @@ def _parse_rule(pattern: str, rule: Any) -> Any:
         return int(rule["dim"])
     if isinstance(rule, Mapping) and rule.keys() == {"global_shape", "offsets", "shape"}:
         return tuple(rule["global_shape"]), Box(tuple(rule["offsets"]), tuple(rule["shape"]))
-    raise InvalidArgumentError(f"layout rule for {pattern!r} must be Shard(dim), Replicate(), a dim or a box, not {rule!r}")
+    raise InvalidArgumentError(
+        f"layout rule for {pattern!r} must be Shard(dim), Replicate(), a dim or a box, not {rule!r}"
+    )
 
 
 def resolve_layout(described: Sequence[Sequence[tuple[Shard, int | None]]]) -> list[list[Shard]]:

@@ -97,7 +97,12 @@ def export_checkpoint(
     clock = _Clock()
     with communicator.phase("describing its state"):
         options = PlanOptions(
-            _patterns(include), _patterns(exclude), rename, parse_size(max_shard_size), filename_pattern, replicas
+            _patterns(include),
+            _patterns(exclude),
+            rename,
+            parse_size(max_shard_size),
+            filename_pattern,
+            replicas,
         )
         if communicator.num_nodes > 1:
             raise UnsupportedError(f"export needs all ranks on one host; these are on {communicator.num_nodes}")
@@ -146,7 +151,13 @@ class _Export:
     """One export, from descriptions to the published directory."""
 
     def __init__(
-        self, comm: Communicator, described: Description, out: str, options: PlanOptions, stall_timeout_s: float, clock: _Clock
+        self,
+        comm: Communicator,
+        described: Description,
+        out: str,
+        options: PlanOptions,
+        stall_timeout_s: float,
+        clock: _Clock,
     ) -> None:
         self._comm = comm
         self._described = described
@@ -203,7 +214,13 @@ class _Export:
             return b"null"
         opened = [[o.path, o.reserved] for o in self._open]
         tensors = [
-            [number, o.offset_of(t), list(t.shape), t.source, [[*p.box.to_json(), p.holder, p.box_index, p.replicas] for p in t.pieces]]
+            [
+                number,
+                o.offset_of(t),
+                list(t.shape),
+                t.source,
+                [[*p.box.to_json(), p.holder, p.box_index, p.replicas] for p in t.pieces],
+            ]
             for number, (f, o) in enumerate(zip(self._plan.files, self._open, strict=True))
             for t in f.tensors
         ]
@@ -215,9 +232,15 @@ class _Export:
         rank = self._comm.rank
         for number, (file, begin, shape, source, pieces) in enumerate(tensors):
             for index, (offsets, sizes, holder, box_index, replicas) in enumerate(pieces):
-                mine = [box_index] if holder == rank else [i for h, i in replicas if h == rank and self._options.replicas == "equal"]
+                mine = (
+                    [box_index]
+                    if holder == rank
+                    else [i for h, i in replicas if h == rank and self._options.replicas == "equal"]
+                )
                 box = Box(tuple(offsets), tuple(sizes))
-                tasks += [_Task(number, index, file, begin, tuple(shape), source, box, i, holder == rank) for i in mine[:1]]
+                tasks += [
+                    _Task(number, index, file, begin, tuple(shape), source, box, i, holder == rank) for i in mine[:1]
+                ]
         start = len(tasks) * rank // self._comm.world_size
         return tasks[start:] + tasks[:start]
 
@@ -225,7 +248,9 @@ class _Export:
         """Write this rank's boxes in place; returns (tensor, piece, digest) of each box that it holds."""
         opened, tensors = work
         tasks = self._tasks(tensors)
-        with _Writer(opened, self._comm, sum(self._nbytes(task) for task in tasks if task.writes), on_progress) as writer:
+        with _Writer(
+            opened, self._comm, sum(self._nbytes(task) for task in tasks if task.writes), on_progress
+        ) as writer:
             return [(task.tensor, task.piece, self._do(task, writer)) for task in tasks]
 
     def _nbytes(self, task: _Task) -> int:
@@ -251,7 +276,9 @@ class _Export:
         write_manifest(publication, plan, facts, travelling=self._travelling, source="export")
         publication.commit()
         self._clock.lap("publish")
-        names = [(name, os.stat(os.path.join(publication.out, name)).st_size) for name in sorted(os.listdir(publication.out))]
+        names = [
+            (name, os.stat(os.path.join(publication.out, name)).st_size) for name in sorted(os.listdir(publication.out))
+        ]
         return ExportReport(
             publication.out,
             tuple(names),
@@ -310,7 +337,11 @@ class _Writer:
     """The output files, open for writing in place, with progress and bounded dirty pages."""
 
     def __init__(
-        self, opened: Sequence[tuple[str, bool]], comm: Communicator, total: int, on_progress: Callable[[int, int], None] | None
+        self,
+        opened: Sequence[tuple[str, bool]],
+        comm: Communicator,
+        total: int,
+        on_progress: Callable[[int, int], None] | None,
     ) -> None:
         self._files = opened
         self._comm = comm
@@ -371,7 +402,9 @@ def save_checkpoint(state: Mapping[str, Any], url: str | os.PathLike[str], *, co
     try:
         with communicator.phase("describing its state"):
             config, held = _flatten(state)
-        number = communicator.broadcast_object(workspace.next_round(communicator.run) if communicator.rank == 0 else None)
+        number = communicator.broadcast_object(
+            workspace.next_round(communicator.run) if communicator.rank == 0 else None
+        )
         with communicator.phase("saving"):
             receipt = workspace.write(
                 [_held(h) for h in held.held.values()],
@@ -389,8 +422,8 @@ def save_checkpoint(state: Mapping[str, Any], url: str | os.PathLike[str], *, co
                 manifest = workspace.commit([Receipt(*r) for r in receipts], keep=_KEPT_ROUNDS)
                 committed = [manifest.generation, [[r.relative, r.nbytes] for r in manifest.receipts]]
         generation, kept = communicator.broadcast_object(committed)
-        receipts = tuple(Receipt(*r) for r in kept)
-        return Manifest(communicator.run, number, generation, communicator.world_size, receipts, {})
+        written = tuple(Receipt(*r) for r in kept)
+        return Manifest(communicator.run, number, generation, communicator.world_size, written, {})
     except BaseException:
         if receipt is not None:
             workspace.remove([receipt.relative])

@@ -19,7 +19,14 @@ from statexchange import values
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.world import as_communicator, members
 from statexchange.errors import InvalidArgumentError, StateExchangeError
-from statexchange.exchange.buffers import dtype_name, from_bytes, host_bytes, is_tensor, same_memory, torch_dtype
+from statexchange.exchange.buffers import (
+    dtype_name,
+    from_bytes,
+    host_bytes,
+    is_tensor,
+    same_memory,
+    torch_dtype,
+)
 from statexchange.exchange.describe import describe
 from statexchange.layout.arrays import array_over
 from statexchange.layout.shards import ITEMSIZE, Shard, full_box
@@ -52,7 +59,15 @@ class _Fact:
         return full_box(self.shape).numel * ITEMSIZE[self.dtype]
 
     def to_json(self) -> list[Any]:
-        return [self.name, self.dtype, list(self.shape), self.kind, self.requires_grad, self.alias, self.offset]
+        return [
+            self.name,
+            self.dtype,
+            list(self.shape),
+            self.kind,
+            self.requires_grad,
+            self.alias,
+            self.offset,
+        ]
 
     @classmethod
     def from_json(cls, raw: list[Any]) -> _Fact:
@@ -198,7 +213,10 @@ class _MemoryTransport:
         comm = self._comm
         has = [*comm.arenas.idents(), *(arena.ident for arena in comm.lent)]
         has += [self._arena.ident] if self._arena is not None else []
-        return {"has": has, "looks_at": [ident for ident, attached in comm.attached.items() if attached.referenced]}
+        return {
+            "has": has,
+            "looks_at": [ident for ident, attached in comm.attached.items() if attached.referenced],
+        }
 
     def end(self, notes: Sequence[Any] | None) -> None:
         """Recycle the arenas that nobody looks at; without an agreement (None) give this one away."""
@@ -269,7 +287,9 @@ def _held(tensor: Any, fact: _Fact) -> Held:
     return Held(Shard(fact.name, fact.dtype, fact.shape, (full_box(fact.shape),)), host_bytes(tensor))
 
 
-def _transport(comm: Communicator, workspace: Workspace | str | os.PathLike[str] | None) -> _MemoryTransport | _FileTransport:
+def _transport(
+    comm: Communicator, workspace: Workspace | str | os.PathLike[str] | None
+) -> _MemoryTransport | _FileTransport:
     if workspace is not None:
         return _FileTransport(comm, workspace if isinstance(workspace, Workspace) else Workspace(workspace))
     if comm.shared_memory is None:
@@ -310,7 +330,9 @@ def _receive(transport: _MemoryTransport | _FileTransport, rank: int, answer: by
 
 
 def _until_done(
-    comm: Communicator, transport: _MemoryTransport | _FileTransport, blocks: list[tuple[_Block, dict[str, Any]]]
+    comm: Communicator,
+    transport: _MemoryTransport | _FileTransport,
+    blocks: list[tuple[_Block, dict[str, Any]]],
 ) -> Iterator[list[tuple[_Block, dict[str, Any]]]]:
     """The user's block, and the agreement at its end, which waits as long as everybody lives."""
     failure: BaseException | None = None
@@ -368,13 +390,17 @@ class GatheredState(Mapping[str, Any]):
 
 @contextlib.contextmanager
 def gather_state(
-    state: Any, *, comm: Any = None, root: int = 0, workspace: Workspace | str | os.PathLike[str] | None = None
+    state: Any,
+    *,
+    comm: Any = None,
+    root: int = 0,
+    workspace: Workspace | str | os.PathLike[str] | None = None,
 ) -> Iterator[tuple[GatheredState, ...]]:
     """Every rank's state on root: one lazy mapping per rank, in rank order; () on the others.
 
     Collective over `comm`, also at the end of the block, where the others wait for root. `state` is a module, a mapping
-    of names to tensors, or a list of modules; of a DTensor each rank gives its local part, and the mapping's `shards` says
-    where it belongs. Through shared memory on one host, or through `workspace` (a directory or Workspace). An
+    of names to tensors, or a list of modules; of a DTensor each rank gives its local part, and its mapping's `shards`
+    says where it belongs. Through shared memory on one host, or through `workspace` (a directory or Workspace). An
     exception on any rank reaches all. Costs one copy of what is gathered.
     """
     communicator = as_communicator(comm)
@@ -415,7 +441,10 @@ def get_tensors_parallel(
 
 @contextlib.contextmanager
 def get_configs_parallel(
-    config: T | None, ranks: Sequence[int], group: Any = None, workspace_path: str | os.PathLike[str] | None = None
+    config: T | None,
+    ranks: Sequence[int],
+    group: Any = None,
+    workspace_path: str | os.PathLike[str] | None = None,
 ) -> Iterator[list[T | None]]:
     """Every member's config on the first of `ranks`: a list with one entry per rank in `ranks` order; [] elsewhere.
 

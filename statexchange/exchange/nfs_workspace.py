@@ -11,7 +11,7 @@ from typing import Any
 from statexchange import values
 from statexchange.comm import world
 from statexchange.errors import InvalidArgumentError, NotFoundError
-from statexchange.exchange.buffers import from_bytes, is_tensor
+from statexchange.exchange.buffers import from_bytes
 from statexchange.exchange.describe import describe
 from statexchange.settings import detect_launch
 from statexchange.storage.tensorfile import Held
@@ -24,7 +24,7 @@ class NFSWorkspace:
     """A shared directory in which each rank leaves its config and weights for others to read.
 
     Not collective: nothing here involves another rank, a collective or a barrier. `workspace_path` None makes an
-    uninitialised workspace, whose methods raise ValueError. `run` separates jobs that share the directory: by default it
+    uninitialised workspace, whose methods raise ValueError. `run` separates jobs that share a directory: by default it
     is that of this process's communicator, else of the launcher's job; a reader of a directory that holds one run needs
     none, and where several jobs cannot be told apart an error asks for it.
     """
@@ -58,7 +58,12 @@ class NFSWorkspace:
         self._round = workspace.next_round(run, rank) if self._round is None else self._round + 1
         held = [Held(h.shard, h.box_bytes(0)) for h in describe(weights).held.values() if h.tensors]
         workspace.write(
-            held, run=run, round=self._round, rank=rank, world_size=world_size, config=values.encode(config_json)
+            held,
+            run=run,
+            round=self._round,
+            rank=rank,
+            world_size=world_size,
+            config=values.encode(config_json),
         )
         old = [n for n in workspace.rounds(run) if n <= self._round - 2]
         workspace.remove([f.relative for n in old for f in workspace.rank_names(run, n) if f.rank == rank])
@@ -74,13 +79,17 @@ class NFSWorkspace:
                 self._run = f"run-{secrets.token_hex(8)}"
             else:
                 raise InvalidArgumentError(
-                    f"the launcher ({launch.launcher}) gives this job no identity of its own: pass run=, the same on all "
-                    "ranks, or call statexchange.init() first"
+                    f"the launcher ({launch.launcher}) gives this job no identity of its own: pass run=, the same on "
+                    "all ranks, or call statexchange.init() first"
                 )
         return self._run
 
     def read_configs_and_weights_from_rank(
-        self, target_rank: int, *, round: int | None = None, timeout_s: float = 0.0  # noqa: A002 (a workspace's word)
+        self,
+        target_rank: int,
+        *,
+        round: int | None = None,  # noqa: A002 (a workspace's own word)
+        timeout_s: float = 0.0,
     ) -> tuple[Any, dict[str, Any]]:
         """The config and weights (on the CPU) that `target_rank` wrote: in its newest whole round, or in `round`.
 

@@ -40,11 +40,13 @@ _WORD = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
     """numpy's dtype for a safetensors name; ml_dtypes supplies what numpy lacks."""
+    name = LONG_NAMES[dtype]
     if dtype == "BF16" or dtype.startswith("F8"):
         import ml_dtypes
 
-        return np.dtype(getattr(ml_dtypes, LONG_NAMES[dtype]))
-    return np.dtype(LONG_NAMES[dtype])
+        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+        return found
+    return np.dtype(name)
 
 
 def array_over(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:

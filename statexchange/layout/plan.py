@@ -65,7 +65,7 @@ class PlanOptions:
             raise InvalidArgumentError(f"max_shard_size must be positive, not {self.max_shard_bytes}")
         if not _FILENAME_PATTERN.fullmatch(self.filename_pattern):
             raise InvalidArgumentError(
-                f"filename_pattern must look like 'model{{suffix}}.safetensors', not {self.filename_pattern!r}"
+                f"filename_pattern must be like 'model{{suffix}}.safetensors', not {self.filename_pattern!r}"
             )
         if self.replicas not in ("equal", "root"):
             raise InvalidArgumentError(f"replicas must be 'equal' or 'root', not {self.replicas!r}")
@@ -95,7 +95,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """One output tensor: `source` is its name at the holders, `begin` its offset in the file's data section."""
+    """One output tensor: `source` is its name at the holders, `begin` its offset in the data section."""
 
     name: str
     source: str
@@ -185,9 +185,7 @@ def _by_name(holdings: Sequence[Holding]) -> dict[str, list[tuple[int, Shard]]]:
     return found
 
 
-def _select(
-    by_name: dict[str, list[tuple[int, Shard]]], options: PlanOptions
-) -> dict[str, list[tuple[int, Shard]]]:
+def _select(by_name: dict[str, list[tuple[int, Shard]]], options: PlanOptions) -> dict[str, list[tuple[int, Shard]]]:
     def wanted(name: str) -> bool:
         included = not options.include or any(fnmatch.fnmatchcase(name, p) for p in options.include)
         return included and not any(fnmatch.fnmatchcase(name, p) for p in options.exclude)
@@ -259,9 +257,7 @@ def _plan_tensor(
         for index, box in enumerate(shard.boxes):
             if box.numel:
                 owners.setdefault(box, []).append((holder, index))
-    prove_cover(
-        first.name, first.global_shape, {b: [holdings[h].rank for h, _ in o] for b, o in owners.items()}
-    )
+    prove_cover(first.name, first.global_shape, {b: [holdings[h].rank for h, _ in o] for b, o in owners.items()})
     pieces = tuple(_piece(box, who, options, load, ITEMSIZE[first.dtype]) for box, who in _in_order(owners))
     return TensorPlan(new, first.name, first.dtype, first.global_shape, 0, pieces)
 
@@ -271,9 +267,7 @@ def _in_order(owners: Mapping[Box, list[tuple[int, int]]]) -> list[tuple[Box, li
     return sorted(owners.items(), key=lambda item: item[0].offsets)
 
 
-def _piece(
-    box: Box, who: list[tuple[int, int]], options: PlanOptions, load: list[int], itemsize: int
-) -> Piece:
+def _piece(box: Box, who: list[tuple[int, int]], options: PlanOptions, load: list[int], itemsize: int) -> Piece:
     """Of equal replicas the least loaded holder writes; with "root", the first one."""
     chosen = who[0] if len(who) == 1 or options.replicas == "root" else min(who, key=lambda h: load[h[0]])
     load[chosen[0]] += box.numel * itemsize
@@ -281,27 +275,23 @@ def _piece(
 
 
 def prove_cover(name: str, shape: tuple[int, ...], boxes: Mapping[Box, Sequence[int]]) -> None:
-    """Raise unless the non-empty `boxes` (mapped to their holders' ranks) tile a tensor of `shape` exactly."""
+    """Raise unless the non-empty `boxes` (mapped to their ranks) tile a tensor of `shape` exactly."""
     cut = [d for d, size in enumerate(shape) if any(box.shape[d] != size for box in boxes)]
     if len(cut) > _MAX_CUT_DIMS:
         raise UnsupportedError(f"cut along {len(cut)} dims; {_MAX_CUT_DIMS} are supported", name=name)
     at = _first_flaw(shape, boxes, cut) if full_box(shape).numel else None
     if at is None:
         return
-    claims = [
-        box for box in boxes if all(o <= a < e for o, a, e in zip(box.offsets, at, box.ends, strict=True))
-    ]
+    claims = [box for box in boxes if all(o <= a < e for o, a, e in zip(box.offsets, at, box.ends, strict=True))]
     if not claims:
         held = sorted({rank for ranks in boxes.values() for rank in ranks})
         region = _free_region(at, shape, boxes)
-        raise IncompleteError(
-            f"no rank holds region {region} of shape {shape}; ranks {held} hold the rest", name=name
-        )
+        raise IncompleteError(f"no rank holds region {region} of shape {shape}; ranks {held} hold the rest", name=name)
     one, other = claims[:2]
     ends = tuple(map(min, one.ends, other.ends))
     raise OverlapError(
-        f"region {region_text(at, ends)} is claimed twice: as {one} by rank {boxes[one][0]} and as {other} by "
-        f"rank {boxes[other][0]}",
+        f"region {region_text(at, ends)} is claimed twice: as {one} by rank {boxes[one][0]} "
+        f"and as {other} by rank {boxes[other][0]}",
         name=name,
         rank=boxes[other][0],
     )
@@ -336,9 +326,7 @@ def _free_region(at: tuple[int, ...], shape: tuple[int, ...], boxes: Iterable[Bo
     for dim in reversed(range(len(shape))):
         ends[dim] = shape[dim]
         region = Box(at, tuple(e - a for a, e in zip(at, ends, strict=True)))
-        ends[dim] = min(
-            (b.offsets[dim] for b in boxes if intersect(b, region) is not None), default=shape[dim]
-        )
+        ends[dim] = min((b.offsets[dim] for b in boxes if intersect(b, region) is not None), default=shape[dim])
     return Box(at, tuple(e - a for a, e in zip(at, ends, strict=True)))
 
 

@@ -23,7 +23,7 @@ __all__ = [
 
 MAX_DIMS = 64
 
-# Bytes per element by safetensors dtype name, in the order in which safetensors ranks them when it lays out a file.
+# Bytes per element by safetensors dtype name, in the order in which safetensors ranks them in a file.
 # C128 is ours: safetensors has no name for it, so files store it as pairs of F64.
 ITEMSIZE: dict[str, int] = {
     "BOOL": 1,
@@ -136,9 +136,7 @@ class Shard:
     def __post_init__(self) -> None:
         itemsize_of(self.dtype)
         for box in self.boxes:
-            fits = (
-                len(box.shape) == len(self.global_shape) and min((*box.offsets, *box.shape), default=0) >= 0
-            )
+            fits = len(box.shape) == len(self.global_shape) and min((*box.offsets, *box.shape), default=0) >= 0
             if not fits or any(end > size for end, size in zip(box.ends, self.global_shape, strict=True)):
                 raise ValueError(f"box {box} lies outside {self.name!r} of shape {self.global_shape}")
 

@@ -30,12 +30,11 @@ def open_source(path: str | os.PathLike[str], *, strict: bool = True) -> Source:
     location = os.fspath(path)
     if not os.path.lexists(location) and "://" not in location:
         raise NotFoundError("no such path", path=location)
-    for kind in (huggingface, workspace):
-        if kind.recognises(location):
-            return kind.read(location, strict=strict)
-    raise NotFoundError(
-        "neither a workspace nor a checkpoint directory nor a safetensors file", path=location
-    )
+    if huggingface.recognises(location):
+        return huggingface.read(location, strict=strict)
+    if workspace.recognises(location):
+        return workspace.read(location, strict=strict)
+    raise NotFoundError("neither a workspace nor a checkpoint directory nor a safetensors file", path=location)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
@@ -45,7 +44,5 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
     """
     source = open_source(path)
     if source.kind != "huggingface":
-        raise InvalidArgumentError(
-            "this holds shards of tensors: merge it first (statexchange merge)", path=path
-        )
+        raise InvalidArgumentError("this holds shards of tensors: merge it first (statexchange merge)", path=path)
     return OpenCheckpoint(source)

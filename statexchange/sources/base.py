@@ -19,7 +19,7 @@ __all__ = ["Extent", "Holder", "OpenCheckpoint", "Source", "SourceTensor", "Stor
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where the bytes of one box lie, in C order and as one run; their `digest`, where the source knows it."""
+    """Where the bytes of one box lie, in C order and as one run; their `digest`, where it is known."""
 
     path: str
     begin: int
@@ -117,9 +117,7 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
             shard = tensor.shard
             if shard.name in self._tensors:
                 raise CorruptError("two files have a tensor of this name", name=shard.name, path=holder.path)
-            self._tensors[shard.name] = StoredTensor(
-                shard.name, shard.dtype, shard.global_shape, tensor.extents[0]
-            )
+            self._tensors[shard.name] = StoredTensor(shard.name, shard.dtype, shard.global_shape, tensor.extents[0])
 
     def __getitem__(self, name: str) -> StoredTensor:
         return self._tensors[name]

@@ -28,9 +28,7 @@ def recognises(path: str) -> bool:
         return False
     names = files.list_directory(path)
     ours = any(is_rank_file(name) for name in names)
-    return not ours and any(
-        name == MANIFEST or name.endswith((".safetensors", INDEX_SUFFIX)) for name in names
-    )
+    return not ours and any(name == MANIFEST or name.endswith((".safetensors", INDEX_SUFFIX)) for name in names)
 
 
 def read(path: str, *, strict: bool = True) -> Source:
@@ -45,9 +43,7 @@ def read(path: str, *, strict: bool = True) -> Source:
         weight_map = _weight_map(path, manifest)
     except StateExchangeError as error:
         problems.append(error)
-    names = sorted(set(weight_map.values())) or [
-        n for n in files.list_directory(path) if n.endswith(".safetensors")
-    ]
+    names = sorted(set(weight_map.values())) or [n for n in files.list_directory(path) if n.endswith(".safetensors")]
     digests = _whole_digests(manifest)
     holders = []
     for number, name in enumerate(names):
@@ -120,9 +116,7 @@ def _weight_map(path: str, manifest: dict[str, Any] | None) -> dict[str, str]:
         found = known
     for file in found.values():
         if not isinstance(file, str) or not _PLAIN_NAME.fullmatch(file):
-            raise CorruptError(
-                f"a tensor is said to lie in {file!r:.100}, which is no plain file name", path=path
-            )
+            raise CorruptError(f"a tensor is said to lie in {file!r:.100}, which is no plain file name", path=path)
     return found
 
 

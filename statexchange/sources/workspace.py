@@ -122,9 +122,7 @@ def _choose(
     if committed:
         return list(committed[-1].receipts), committed[-1]
     if len({name for name, _ in places}) > 1:
-        raise InvalidArgumentError(
-            f"several runs lie here, name one of them: {', '.join(runs)}", path=workspace.path
-        )
+        raise InvalidArgumentError(f"several runs lie here, name one of them: {', '.join(runs)}", path=workspace.path)
     rounds = [names for place in places if (names := _rank_names(workspace, *place))]
     if not rounds:
         raise NotFoundError("no rank has written here", path=workspace.path)
@@ -149,9 +147,7 @@ def _missing_ranks(
     where = os.path.join(workspace.path, os.path.dirname(first.relative))
     absent = sorted(set(range(first.world_size)) - set(ranks))
     if absent:
-        return [
-            IncompleteError(f"ranks {absent} of {first.world_size} have no file", rank=absent[0], path=where)
-        ]
+        return [IncompleteError(f"ranks {absent} of {first.world_size} have no file", rank=absent[0], path=where)]
     if len(ranks) > first.world_size or any(name.world_size != first.world_size for name in parsed):
         return [CorruptError("two attempts have written into one round", path=where)]
     return []

@@ -250,9 +250,7 @@ def _fallocate(fd: int, nbytes: int) -> int:
 
 def _libc(name: str) -> Callable[..., int] | None:
     """A function of Linux's C library that Python lacks."""
-    return (
-        getattr(ctypes.CDLL(None, use_errno=True), name, None) if sys.platform.startswith("linux") else None
-    )
+    return getattr(ctypes.CDLL(None, use_errno=True), name, None) if sys.platform.startswith("linux") else None
 
 
 def close_file(fd: int, path: str) -> None:
@@ -263,9 +261,7 @@ def close_file(fd: int, path: str) -> None:
         raise StorageError.of(error, "close", path=path) from error
 
 
-def read_small(
-    path: str, limit: int = 64 << 20, dir_fd: int | None = None, shown: str | None = None
-) -> bytes:
+def read_small(path: str, limit: int = 64 << 20, dir_fd: int | None = None, shown: str | None = None) -> bytes:
     """All bytes of a file that may not be larger than `limit` (CorruptError)."""
     shown = shown or path
     fd = open_file(path, dir_fd, shown)
@@ -283,9 +279,7 @@ def read_small(
 def parse_json(data: Buffer | str, path: str) -> object:
     """Parsed JSON; broken text or a key that occurs twice is a CorruptError."""
     try:
-        text = (
-            data if isinstance(data, str) else bytes(data).decode()
-        )  # given bytes, json would take UTF-16 too
+        text = data if isinstance(data, str) else bytes(data).decode()  # given bytes, json would take UTF-16 too
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"broken JSON: {error}", path=path) from None
@@ -374,11 +368,7 @@ def _renameat2(source: str, target: str, flags: int, dir_fd: int | None = None) 
     if call is None:
         return errno.ENOSYS
     at = _AT_CWD if dir_fd is None else dir_fd
-    return (
-        ctypes.get_errno()
-        if call(at, os.fsencode(source), at, os.fsencode(target), ctypes.c_uint(flags))
-        else 0
-    )
+    return ctypes.get_errno() if call(at, os.fsencode(source), at, os.fsencode(target), ctypes.c_uint(flags)) else 0
 
 
 def rename_new(source: str, target: str, *, dir_fd: int | None = None, path: str | None = None) -> None:

@@ -49,9 +49,7 @@ def windows(shape: Sequence[int], itemsize: int, budget: int = WINDOW_BYTES) -> 
 
 def within(inner: Box, outer: Box) -> tuple[slice, ...]:
     """The index of `inner` in an array that holds `outer`."""
-    return tuple(
-        slice(i - o, i - o + s) for i, o, s in zip(inner.offsets, outer.offsets, inner.shape, strict=True)
-    )
+    return tuple(slice(i - o, i - o + s) for i, o, s in zip(inner.offsets, outer.offsets, inner.shape, strict=True))
 
 
 def linear_offset(box: Box, shape: Sequence[int]) -> int:
@@ -93,9 +91,7 @@ def write_box(
             pwrite_all(fd, part, begin + run * ITEMSIZE[dtype], path)
 
 
-def _runs(
-    box: Box, shape: Sequence[int], itemsize: int, data: memoryview
-) -> Iterator[tuple[int, memoryview]]:
+def _runs(box: Box, shape: Sequence[int], itemsize: int, data: memoryview) -> Iterator[tuple[int, memoryview]]:
     """(first element in the tensor, bytes) of each contiguous run of a box."""
     dim = max(d for d in range(len(shape)) if box.shape[d] != shape[d])
     run_bytes = math.prod(box.shape[dim:]) * itemsize
@@ -151,7 +147,7 @@ class BoxReader:
         self._hasher = hasher
 
     def copy_into(self, buffer: memoryview, window: Box, bounce: memoryview) -> int:
-        """Put what this box has of `window` into the window's bytes; returns their number. Windows come in order.
+        """Put what this box has of `window` into its bytes; returns their number. Windows come in order.
 
         `bounce` is memory for passing use, as large as the window.
         """

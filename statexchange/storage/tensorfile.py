@@ -147,7 +147,7 @@ def read_header_of(path: str) -> Header:
 
 
 def read_header(fd: int, path: str) -> Header:
-    """The header of an open file; what breaks the format or our stricter rules is a CorruptError naming `path`.
+    """The header of an open file; what breaks the format or our stricter rules is a CorruptError.
 
     Stricter than safetensors: no key twice, no unknown field, no control characters in names.
     """
@@ -178,9 +178,7 @@ def read_header(fd: int, path: str) -> Header:
 
 def _entry(name: str, fields: Any, data_start: int, path: str) -> Entry:
     if not _is_name(name):
-        raise CorruptError(
-            f"tensor name {name[:60]!r} is empty, too long or holds control characters", path=path
-        )
+        raise CorruptError(f"tensor name {name[:60]!r} is empty, too long or holds control characters", path=path)
     if not isinstance(fields, dict) or fields.keys() != _ENTRY_KEYS:
         raise CorruptError("header entry has missing or unknown fields", path=path, name=name)
     dtype = fields["dtype"]
@@ -229,9 +227,7 @@ def tensor_file_facts(held: Sequence[Held], facts: Mapping[str, Any]) -> tuple[l
         }
         for h in kept
     }
-    offsets = {
-        h.shard.name: {"saved_offsets": _saved_offsets(h.shard)} for h in kept if len(h.shard.boxes) == 1
-    }
+    offsets = {h.shard.name: {"saved_offsets": _saved_offsets(h.shard)} for h in kept if len(h.shard.boxes) == 1}
     ours = json.dumps({**facts, "tensors": tensors}, separators=(",", ":"))
     torchs = json.dumps(offsets, separators=(",", ":"))
     return kept, {FACTS_KEY: ours, "format": "pt", _TORCH_KEY: torchs, _TORCH_VERSION_KEY: _TORCH_VERSION}

@@ -127,9 +127,7 @@ def local_path(url: str) -> str:
         if not _RUN.fullmatch(rest):
             raise InvalidArgumentError(f"shm:// wants a plain name, not {rest!r}")
         return f"/dev/shm/statexchange-{os.getuid()}/{rest}"  # noqa: S108 (0700, owner checked on use)
-    raise InvalidArgumentError(
-        f"a workspace lies in a directory or at shm://name; {scheme}:// is not supported"
-    )
+    raise InvalidArgumentError(f"a workspace lies in a directory or at shm://name; {scheme}:// is not supported")
 
 
 class Workspace:
@@ -205,11 +203,7 @@ class Workspace:
 
     def runs(self) -> list[str]:
         """Runs that left something here."""
-        return [
-            name
-            for name in files.list_directory(self.path)
-            if _RUN.fullmatch(name) and self._is_directory(name)
-        ]
+        return [name for name in files.list_directory(self.path) if _RUN.fullmatch(name) and self._is_directory(name)]
 
     def _is_directory(self, name: str) -> bool:
         path = os.path.join(self.path, name)
@@ -217,18 +211,14 @@ class Workspace:
 
     def rounds(self, run: str) -> list[int]:
         """Rounds of `run` that have a directory, oldest first."""
-        return sorted(
-            int(name) for name in files.list_directory(os.path.join(self.path, run)) if is_round_name(name)
-        )
+        return sorted(int(name) for name in files.list_directory(os.path.join(self.path, run)) if is_round_name(name))
 
     def rank_names(self, run: str, round: int) -> list[RankName]:  # noqa: A002
         """Whole files of a round, in rank order."""
         path = os.path.join(self.path, run, f"{round:06d}")
         with self._round_directory(run, round) as dir_fd:
             found = files.names_in(dir_fd, path)
-        names = [
-            RankName.parse(os.path.join(run, f"{round:06d}", name)) for name in found if is_rank_file(name)
-        ]
+        names = [RankName.parse(os.path.join(run, f"{round:06d}", name)) for name in found if is_rank_file(name)]
         return sorted(names, key=lambda name: name.rank)
 
     def open(self, receipt: Receipt | RankName, *, timeout_s: float = 0.0) -> RankFile:
@@ -262,9 +252,7 @@ class Workspace:
             os.close(fd)
             raise
 
-    def commit(
-        self, receipts: Sequence[Receipt], *, keep: int, extra: Mapping[str, Any] | None = None
-    ) -> Manifest:
+    def commit(self, receipts: Sequence[Receipt], *, keep: int, extra: Mapping[str, Any] | None = None) -> Manifest:
         """Make a round count: write its manifest, then drop all but the newest `keep` rounds. Root only.
 
         `receipts` are those of all ranks, in rank order. The rounds of all runs count: a job that starts
@@ -272,15 +260,11 @@ class Workspace:
         """
         names = [RankName.parse(receipt.relative) for receipt in receipts]
         if keep < 1 or not names or not _is_whole(names):
-            raise InvalidArgumentError(
-                "a commit wants one receipt of each rank, all of one round, and keep >= 1"
-            )
+            raise InvalidArgumentError("a commit wants one receipt of each rank, all of one round, and keep >= 1")
         older = self._readable_manifests()
         first = names[0]
         generation = max((m.generation for m in older), default=0) + 1
-        manifest = Manifest(
-            first.run, first.round, generation, first.world_size, tuple(receipts), dict(extra or {})
-        )
+        manifest = Manifest(first.run, first.round, generation, first.world_size, tuple(receipts), dict(extra or {}))
         text = _manifest_text(manifest)
         path = os.path.join(self.path, first.run, f"{first.round:06d}", MANIFEST)
         with self._round_directory(first.run, first.round) as dir_fd:
@@ -350,7 +334,7 @@ class Workspace:
                 self._remove(name.run, name.round, [name.file])
 
     def _drop(self, manifest: Manifest) -> None:
-        """Remove a committed round, its manifest last, so that what a failure leaves of it is dropped again."""
+        """Remove a committed round, its manifest last: what a failure leaves of it is dropped again."""
         try:
             names = [*(os.path.basename(receipt.relative) for receipt in manifest.receipts), MANIFEST]
             self._remove(manifest.run, manifest.round, names, sweep=True)
@@ -358,7 +342,7 @@ class Workspace:
             _log.warning("an old round stays: %s", error)
 
     def _remove(self, run: str, number: int, names: Sequence[str], *, sweep: bool = False) -> None:
-        """Remove files, then directories that this leaves empty; with `sweep` what killed writers left, too."""
+        """Remove files, then directories left empty; with `sweep` also what killed writers left."""
         path = os.path.join(self.path, run, f"{number:06d}")
         try:
             with self._round_directory(run, number) as dir_fd:
@@ -367,9 +351,7 @@ class Workspace:
                     files.remove_file(name, os.path.join(path, name), dir_fd)
         except NotFoundError:
             return
-        with contextlib.suppress(
-            OSError
-        ):  # not empty: another rank's file, or NFS keeps an open one as .nfs*
+        with contextlib.suppress(OSError):  # not empty: another rank's file, or NFS keeps an open one as .nfs*
             os.rmdir(path)
             os.rmdir(os.path.dirname(path))
 
@@ -381,9 +363,7 @@ def _age(manifest: Manifest) -> tuple[int, str, int]:
 
 def _is_whole(names: Sequence[RankName]) -> bool:
     first = names[0]
-    same = {(name.run, name.round, name.world_size) for name in names} == {
-        (first.run, first.round, first.world_size)
-    }
+    same = {(name.run, name.round, name.world_size) for name in names} == {(first.run, first.round, first.world_size)}
     return same and [name.rank for name in names] == list(range(first.world_size))
 
 
@@ -507,9 +487,7 @@ class RankFile:
         self.close()
 
 
-def _shards(
-    header: Header, facts: dict[str, Any], path: str
-) -> tuple[dict[str, Shard], dict[str, tuple[str, ...]]]:
+def _shards(header: Header, facts: dict[str, Any], path: str) -> tuple[dict[str, Shard], dict[str, tuple[str, ...]]]:
     tensors = facts.get("tensors")
     if not isinstance(tensors, dict) or tensors.keys() != header.entries.keys():
         raise CorruptError("facts and header list different tensors", path=path)
@@ -520,9 +498,7 @@ def _shards(
             shard = Shard(name, raw["dtype"], sizes_from_json(raw["global_shape"]), boxes)
             kept = tuple(str(known) for known in raw["digests"])
             entry = header.entries[name]
-            fits = stored(shard.dtype, shard.local_shape) == (entry.dtype, entry.shape) and len(kept) == len(
-                boxes
-            )
+            fits = stored(shard.dtype, shard.local_shape) == (entry.dtype, entry.shape) and len(kept) == len(boxes)
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptError(f"broken facts: {error}", path=path, name=name) from None
         if not fits:

@@ -1,6 +1,6 @@
 """Train a model in one process and export it: the same calls as with many ranks.
 
-    python tools/examples/alone.py OUT
+python tools/examples/alone.py OUT
 """
 
 import sys
