@@ -42,7 +42,7 @@ def rank_main(megabytes: int, rounds: int, run: str) -> dict[str, list[float]]:
         mine = None
         if rank:
             mine = shared_memory.SharedMemory(names[rank], create=True, size=tensor.nbytes + 2048)
-            torch.save(tensor, mine._mmap)
+            torch.save(tensor, mine._mmap)  # noqa: SLF001 (as they do)
         dist.barrier()
         if not rank:
             for r in ranks[1:]:
