@@ -15,7 +15,14 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from statexchange.errors import MissingExtraError, TargetExistsError
+from statexchange.errors import (
+    MissingExtraError,
+    StateExchangeError,
+    StorageError,
+    TargetExistsError,
+    from_record,
+    to_record,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -89,8 +96,8 @@ def run_demo(
     Not collective; blocks until all ranks have ended, and leaves no process behind. With `keep` the merged
     checkpoint stays in ``<keep>/merged``. `on_progress` gets {"phase": "train", "step", "loss", "seconds"}
     after each step, {"phase": "export"} before the export and, while the files exist, {"phase": "load",
-    "path"}. Raises MissingExtraError without torch, TargetExistsError if ``<keep>/merged`` exists, and
-    RankFailure if a rank fails.
+    "path"}. Raises MissingExtraError without torch, TargetExistsError if ``<keep>/merged`` exists, what
+    the export raises, and RankFailure if a rank fails otherwise.
     """
     began = time.perf_counter()
     _require_torch()
@@ -104,9 +111,7 @@ def run_demo(
             **_load(merged, ranks[0]["logits"]),
             mismatches=tuple(sorted({name for rank in ranks for name in rank["mismatches"]})),
             shard_bytes=tuple(rank["shard_bytes"] for rank in ranks),
-            files=tuple(
-                (name, os.path.getsize(os.path.join(merged, name))) for name in sorted(os.listdir(merged))
-            ),
+            files=tuple((name, os.path.getsize(os.path.join(merged, name))) for name in sorted(os.listdir(merged))),
             path=merged if keep else None,
             total_seconds=time.perf_counter() - began,
         )
@@ -122,12 +127,13 @@ def _require_torch() -> None:
 
 
 def _target(directory: str) -> str:
-    os.makedirs(directory, exist_ok=True)
+    try:
+        os.makedirs(directory, exist_ok=True)
+    except OSError as error:
+        raise StorageError.of(error, "make directory", path=directory) from error
     target = os.path.join(os.path.abspath(directory), "merged")
     if os.path.lexists(target):  # the export would refuse it as well, but only after the training
-        raise TargetExistsError(
-            "the demo's checkpoint is already there: remove it, or keep another", path=target
-        )
+        raise TargetExistsError("the demo's checkpoint is already there: remove it, or keep another", path=target)
     return target
 
 
@@ -146,9 +152,10 @@ def _run_ranks(world_size: int, args: tuple[str, int, str], on_progress: OnProgr
         on_progress(event)
 
     timeout_s = 120.0 + 3.0 * args[1]
-    return run_ranks(
-        demo_rank, world_size, backend="gloo", args=args, timeout_s=timeout_s, on_message=on_message
-    )
+    found = run_ranks(demo_rank, world_size, backend="gloo", args=args, timeout_s=timeout_s, on_message=on_message)
+    if "refused" in found[0]:
+        raise from_record(found[0]["refused"])
+    return found
 
 
 def _load(merged: str, reference: list[list[float]]) -> dict[str, Any]:
@@ -187,11 +194,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _weights(directory: str) -> list[str]:
-    return [
-        os.path.join(directory, name)
-        for name in sorted(os.listdir(directory))
-        if name.endswith(".safetensors")
-    ]
+    return [os.path.join(directory, name) for name in sorted(os.listdir(directory)) if name.endswith(".safetensors")]
 
 
 def _logits(model: Llama) -> Tensor:
@@ -220,7 +223,10 @@ def demo_rank(out_dir: str, steps: int, config_dir: str) -> dict[str, Any]:
     losses, seconds = _train(model, mesh, steps)
     logits = _logits(model).tolist()
     peak = _peak_bytes()
-    exported = _export(model, out_dir, config_dir)
+    try:
+        exported = _export(model, out_dir, config_dir)
+    except StateExchangeError as error:  # the same on all ranks: the parent raises it as it is
+        return {"refused": to_record(error, mesh.get_rank(), "export")}
     facts = {
         "mesh": tuple(mesh.shape),
         "losses": tuple(losses),
@@ -293,9 +299,7 @@ def _mismatches(state: Mapping[str, DTensor], merged: str) -> Iterator[str]:
     with _merged_slices(merged) as slices:
         for name, tensor in state.items():
             whole = tensor.full_tensor()  # collective: on all ranks, whatever this one finds
-            if name not in slices or not (
-                _same_bits(whole, slices[name][:]) and _same_shard(tensor, slices[name])
-            ):
+            if name not in slices or not (_same_bits(whole, slices[name][:]) and _same_shard(tensor, slices[name])):
                 yield name
 
 

@@ -1,0 +1,370 @@
+"""The merge plan against a painter: an array in which every holder paints every element of its boxes."""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    InvalidArgumentError,
+    OverlapError,
+    UnsafeError,
+    UnsupportedError,
+)
+from statexchange.layout.plan import Holding, Plan, PlanOptions, TensorPlan, parse_size, plan_merge, prove_cover
+from statexchange.layout.shards import ITEMSIZE, Box, Shard, full_box
+
+
+def painted(shape: tuple[int, ...], boxes: Any) -> Any:
+    """How often each element is covered, one by one."""
+    counts = np.zeros(shape, dtype=int)
+    for box in boxes:
+        for index in np.ndindex(*box.shape):
+            counts[tuple(o + i for o, i in zip(box.offsets, index, strict=True))] += 1
+    return counts
+
+
+def verdict(shape: tuple[int, ...], boxes: Any) -> str:
+    """What an exact proof must say of distinct boxes."""
+    counts = painted(shape, boxes)
+    bad = counts[counts != 1]
+    return "cover" if not bad.size else "overlap" if bad[0] > 1 else "missing"
+
+
+def region_in(text: str) -> tuple[slice, ...]:
+    found = re.search(r"region \[([0-9:, ]*)\]", text)
+    assert found is not None, text
+    return tuple(slice(*map(int, part.split(":"))) for part in found[1].split(", ") if part)
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[Box]]]:
+    """A global shape, and each holder's boxes, by cutting dims into (uneven, empty, interleaved) parts."""
+    shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
+    cuts = [draw(st.lists(st.integers(0, size), max_size=3).map(sorted)) for size in shape]
+    ranges = [list(zip([0, *c], [*c, size], strict=True)) for c, size in zip(cuts, shape, strict=True)]
+    boxes = [
+        Box(
+            tuple(r[i][0] for r, i in zip(ranges, place, strict=True)),
+            tuple(r[i][1] - r[i][0] for r, i in zip(ranges, place, strict=True)),
+        )
+        for place in np.ndindex(*(len(r) for r in ranges))
+    ]
+    holders = draw(st.integers(1, 5))
+    owners = draw(st.lists(st.integers(0, holders - 1), min_size=len(boxes), max_size=len(boxes)))
+    held: list[list[Box]] = [[] for _ in range(holders)]
+    for box, owner in zip(draw(st.permutations(boxes)), owners, strict=True):
+        held[owner].append(box)
+    for box in draw(st.lists(st.sampled_from(boxes), max_size=3)):  # replicas
+        held[draw(st.integers(0, holders - 1))].append(box)
+    return shape, held
+
+
+def plan_one(shape: tuple[int, ...], held: list[list[Box]], dtype: str = "F32", **options: Any) -> TensorPlan:
+    holdings = [Holding(10 + r, [Shard("w", dtype, shape, tuple(boxes))]) for r, boxes in enumerate(held)]
+    return plan_merge(holdings, PlanOptions(**options)).files[0].tensors[0]
+
+
+@given(meshes())
+def test_a_mesh_is_covered_and_every_piece_lies_where_its_holder_says(
+    mesh: tuple[tuple[int, ...], list[list[Box]]],
+) -> None:
+    shape, held = mesh
+    tensor = plan_one(shape, held)
+    assert (painted(shape, [piece.box for piece in tensor.pieces]) == 1).all()
+    for piece in tensor.pieces:
+        for holder, index in [(piece.holder, piece.box_index), *piece.replicas]:
+            assert held[holder][index] == piece.box
+        everywhere = {(h, i) for h, boxes in enumerate(held) for i, box in enumerate(boxes) if box == piece.box}
+        assert everywhere == {(piece.holder, piece.box_index), *piece.replicas}
+    starts = [piece.box.offsets for piece in tensor.pieces]
+    assert starts == sorted(starts)
+
+
+@st.composite
+def corruptions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[Box]]]:
+    shape, held = draw(meshes())
+    places = [(h, i) for h, boxes in enumerate(held) for i, box in enumerate(boxes) if box.numel]
+    for _ in range(draw(st.integers(1, 3))):
+        h, i = draw(st.sampled_from(places))
+        box = held[h][i]
+        kind = draw(st.sampled_from(["drop", "move", "add"]))
+        if kind == "drop":
+            held[h][i] = Box(box.offsets, (0,) * len(shape)) if shape else box
+            continue
+        offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
+        sizes = tuple(draw(st.integers(1, size - o)) for size, o in zip(shape, offsets, strict=True))
+        if kind == "move":
+            held[h][i] = Box(offsets, sizes)
+        else:
+            held[draw(st.integers(0, len(held) - 1))].append(Box(offsets, sizes))
+    return shape, held
+
+
+@given(corruptions())
+@example(((4, 4), [[Box((0, 0), (2, 4))], [Box((1, 0), (3, 4))]]))
+def test_corruptions_get_the_painters_verdict(case: tuple[tuple[int, ...], list[list[Box]]]) -> None:
+    shape, held = case
+    distinct = {box for boxes in held for box in boxes if box.numel}
+    expected = verdict(shape, distinct)
+    counts = painted(shape, distinct)
+    if expected == "cover":
+        plan_one(shape, held)
+        return
+    with pytest.raises((IncompleteError, OverlapError)) as caught:
+        plan_one(shape, held)
+    region = counts[region_in(str(caught.value))]
+    assert caught.value.name == "w"
+    assert region.size
+    if expected == "missing":
+        assert type(caught.value) is IncompleteError
+        assert (region == 0).all()
+    else:
+        assert type(caught.value) is OverlapError
+        assert (region > 1).all()
+        claims = [int(rank) for rank in re.findall(r"rank (\d+)", str(caught.value))]
+        claimed = [region_in("region " + text) for text in re.findall(r"as (\[.*?\])", str(caught.value))]
+        for rank, where in zip(claims, claimed, strict=False):
+            assert where in [
+                tuple(slice(o, e) for o, e in zip(b.offsets, b.ends, strict=True)) for b in held[rank - 10]
+            ]
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 0, 5)])
+def test_an_empty_tensor_needs_no_holder_of_anything(shape: tuple[int, ...]) -> None:
+    assert plan_one(shape, [[], [full_box(shape)]]).pieces == ()
+
+
+def test_a_scalar_is_one_element() -> None:
+    assert len(plan_one((), [[full_box(())], [full_box(())]]).pieces) == 1
+    with pytest.raises(IncompleteError, match=r"region \[\] of shape \(\)"):
+        plan_one((), [[], []])
+
+
+def test_a_region_that_nobody_holds_is_named_with_the_ranks_of_the_rest() -> None:
+    rows = [[Box((2 * r, 0), (2, 6))] for r in range(4)]
+    rows[2] = []
+    with pytest.raises(
+        IncompleteError, match=re.escape("no rank holds region [4:6, 0:6] of shape (8, 6); ranks [10, 11, 13]")
+    ):
+        plan_one((8, 6), rows)
+
+
+def test_a_million_boxes_or_very_unequal_ones_do_not_explode() -> None:
+    n = 20_000
+    long = {Box((0, i), (n, 1)): [0] for i in range(n // 2)} | {Box((i, n // 2), (1, n // 2)): [1] for i in range(n)}
+    prove_cover("w", (n, n), long)  # cut by cut this would take 10**8 steps
+    del long[Box((n - 1, n // 2), (1, n // 2))]
+    with pytest.raises(IncompleteError, match=re.escape(f"[{n - 1}:{n}, {n // 2}:{n}]")):
+        prove_cover("w", (n, n), long)
+
+
+def test_cuts_along_absurdly_many_dims_are_refused() -> None:
+    shape = (2,) * 40
+    with pytest.raises(UnsupportedError, match="40 dims"):
+        prove_cover("w", shape, {Box((0,) * 40, (1,) * 40): [0]})
+
+
+@pytest.mark.parametrize(("change", "what"), [(("F32", (4,)), "global_shape"), (("F16", (8,)), "dtype")])
+def test_holders_that_disagree_are_named(change: tuple[str, tuple[int, ...]], what: str) -> None:
+    holdings = [
+        Holding(3, [Shard("w", "F32", (8,), (Box((0,), (4,)),))]),
+        Holding(7, [Shard("w", *change, (Box((0,), (4,)),))]),
+    ]
+    with pytest.raises(CorruptError, match=f"ranks 3 and 7 disagree on the {what}") as caught:
+        plan_merge(holdings)
+    assert (caught.value.name, caught.value.rank) == ("w", 7)
+
+
+def whole(name: str, *shape: int, dtype: str = "F32") -> Shard:
+    return Shard(name, dtype, shape, (full_box(shape),))
+
+
+def names_of(plan: Plan) -> list[str]:
+    return [tensor.name for file in plan.files for tensor in file.tensors]
+
+
+def test_tied_names_are_dropped_only_where_every_holder_ties_them() -> None:
+    def plan(*aliases: dict[str, str], **options: Any) -> Plan:
+        return plan_merge(
+            [Holding(r, [whole("a", 2), whole("b", 2)], a) for r, a in enumerate(aliases)], PlanOptions(**options)
+        )
+
+    assert (names_of(plan({"b": "a"}, {"b": "a"})), plan({"b": "a"}).aliases) == (["a"], {"b": "a"})
+    assert names_of(plan({"b": "a"}, {})) == ["a", "b"]
+    assert names_of(plan({"b": "a"}, {"a": "b"})) == ["a", "b"]
+    assert names_of(plan({"b": "a"}, exclude=("a",))) == ["b"]
+    renamed = plan({"b": "a"}, rename=(("^", "model."),))
+    assert (names_of(renamed), renamed.aliases) == (["model.a"], {"model.b": "model.a"})
+
+
+def test_claims_of_ties_that_would_lose_a_tensor_are_not_believed() -> None:
+    shards = [whole("a", 2), whole("b", 2), whole("c", 3)]
+    for aliases in ({"a": "b", "b": "a"}, {"c": "a"}, {"a": "a"}, {"a": "gone"}, {"gone": "a"}):
+        assert names_of(plan_merge([Holding(0, shards, aliases)])) == ["a", "b", "c"], aliases
+    chain = plan_merge([Holding(0, [whole(n, 2) for n in "abc"], {"a": "b", "b": "c"})])
+    assert all(kept in names_of(chain) for kept in chain.aliases.values())
+    assert {*names_of(chain), *chain.aliases} == {"a", "b", "c"}
+
+
+def test_an_empty_part_says_nothing_about_ties() -> None:
+    parts = [Shard(n, "F32", (2,), (Box((0,), (2,)),)) for n in "ab"]
+    empty = [Shard(n, "F32", (2,), (Box((2,), (0,)),)) for n in "ab"]
+    assert names_of(plan_merge([Holding(0, parts, {"b": "a"}), Holding(1, empty)])) == ["a"]
+
+
+def test_selecting_and_renaming() -> None:
+    holdings = [Holding(0, [whole("model.a", 1), whole("model.b", 1), whole("head", 1)])]
+    assert names_of(plan_merge(holdings, PlanOptions(include=("model.*",), exclude=("*.b",)))) == ["model.a"]
+    renamed = plan_merge(holdings, PlanOptions(rename=str.upper, include=("h*",))).files[0].tensors[0]
+    assert (renamed.name, renamed.source) == ("HEAD", "head")
+    with pytest.raises(InvalidArgumentError, match=r"'x\*' matches no tensor"):
+        plan_merge(holdings, PlanOptions(include=("x*",)))
+    with pytest.raises(UnsafeError, match="both 'model.a' and 'model.b'") as caught:
+        plan_merge(holdings, PlanOptions(rename=((r"model\..", "same"),)))
+    assert caught.value.name == "same"
+    with pytest.raises(InvalidArgumentError, match="rename pattern"):
+        plan_merge(holdings, PlanOptions(rename=(("(", ""),)))
+    with pytest.raises(InvalidArgumentError, match="must return a name"):
+        plan_merge(holdings, PlanOptions(rename=lambda name: None))  # type: ignore[arg-type,return-value]
+
+
+@pytest.mark.parametrize(
+    "pattern", ["model.safetensors", "a/{suffix}.safetensors", "{suffix}.safetensors", ".m{suffix}.safetensors", "m{suffix}.bin", "m{suffix}{x}.safetensors", "m{suffix}.safetensors\n"]
+)  # fmt: skip
+def test_file_names_that_no_reader_would_find_are_refused(pattern: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="filename_pattern"):
+        PlanOptions(filename_pattern=pattern)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("5GB", 5 * 10**9),
+        ("512MiB", 512 << 20),
+        (" 1.5 kb ", 1500),
+        ("7", 7),
+        (7, 7),
+        ("0.1TB", 10**11),
+        ("2g", 2 * 10**9),
+        ("9B", 9),
+    ],
+)
+def test_sizes(text: int | str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-5GB", "5 i", "5XB", "1e9", "5GBs", "nan", "٣GB"[1:] + "x"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="is not a size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("size", [0, -5])
+def test_a_file_must_hold_something(size: int) -> None:
+    with pytest.raises(InvalidArgumentError, match="must be positive"):
+        PlanOptions(max_shard_bytes=size)
+
+
+@dataclass
+class Case:
+    sizes: dict[str, tuple[str, int]]
+    limit: int
+
+
+cases = st.builds(
+    Case,
+    st.dictionaries(
+        st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1, max_size=6),
+        st.tuples(st.sampled_from(["float32", "int8", "bfloat16", "bool"]), st.integers(0, 30)),
+        min_size=1,
+        max_size=12,
+    ),
+    st.integers(1, 200),
+)
+SHORT = {"float32": "F32", "int8": "I8", "bfloat16": "BF16", "bool": "BOOL"}
+
+
+@given(cases)
+def test_files_are_split_and_named_as_the_hub_does(case: Case) -> None:
+    # The hub makes each tensor's size from its storage, of which an empty one has none to tell apart.
+    state = {name: torch.zeros(n + 1, dtype=getattr(torch, dtype)) for name, (dtype, n) in case.sizes.items()}
+    hub = split_torch_state_dict_into_shards(state, max_shard_size=case.limit)
+    holding = Holding(0, [whole(name, n + 1, dtype=SHORT[dtype]) for name, (dtype, n) in case.sizes.items()])
+    ours = plan_merge([holding], PlanOptions(max_shard_bytes=case.limit))
+    assert {f.name: {t.name for t in f.tensors} for f in ours.files} == {
+        k: set(v) for k, v in hub.filename_to_tensors.items()
+    }
+    assert ours.nbytes == hub.metadata["total_size"]
+    assert ours.num_tensors == len(state)
+
+
+@given(cases)
+def test_tensors_lie_in_a_file_where_safetensors_puts_them(
+    tmp_path_factory: pytest.TempPathFactory, case: Case
+) -> None:
+    path = tmp_path_factory.mktemp("st") / "x"
+    save_file({k: torch.zeros(n, dtype=getattr(torch, d)) for k, (d, n) in case.sizes.items()}, path)
+    holding = Holding(0, [whole(name, n, dtype=SHORT[dtype]) for name, (dtype, n) in case.sizes.items()])
+    (ours,) = plan_merge([holding], PlanOptions(max_shard_bytes=1 << 40)).files
+    raw = path.read_bytes()
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    assert {t.name: [t.begin, t.begin + t.nbytes] for t in ours.tensors} == {
+        k: v["data_offsets"] for k, v in header.items()
+    }
+    assert [t.name for t in ours.tensors] == list(header)
+    with safe_open(path, "pt") as opened:
+        assert set(opened.keys()) == {t.name for t in ours.tensors}
+
+
+@given(meshes())
+def test_a_digest_depends_on_what_is_written_alone(mesh: tuple[tuple[int, ...], list[list[Box]]]) -> None:
+    shape, held = mesh
+    assume(shape)
+
+    def digest(rows: int, **options: Any) -> str:
+        held_by = [Holding(r, [Shard("w", "F32", shape, tuple(boxes))]) for r, boxes in enumerate(held)]
+        return plan_merge([*held_by, Holding(9, [whole("v", rows)])], PlanOptions(**options)).digest
+
+    assert re.fullmatch("[0-9a-f]{32}", digest(3))
+    assert digest(3) == digest(3)
+    assert len({digest(3), digest(4), digest(3, rename=(("v", "u"),)), digest(3, max_shard_bytes=1)}) == 4
+
+
+def test_a_digest_is_the_same_in_every_process_and_version() -> None:
+    assert plan_merge([Holding(0, [whole("w", 2, 3)])]).digest == "3692e210ceb558688f652b97e2f19a4f"
+
+
+def supplied(plan: Plan, holders: int) -> list[int]:
+    loads = [0] * holders
+    for file in plan.files:
+        for tensor in file.tensors:
+            for piece in tensor.pieces:
+                loads[piece.holder] += piece.box.numel * ITEMSIZE[tensor.dtype]
+    return loads
+
+
+def test_replicas_are_supplied_in_turn_and_by_root_alone_if_asked() -> None:
+    shards = [whole(f"w{i}", 100 + i) for i in range(40)]
+    holdings = [Holding(r, shards) for r in range(4)]
+    loads = supplied(plan_merge(holdings), 4)
+    assert max(loads) - min(loads) <= 4 * 140
+    assert supplied(plan_merge(holdings, PlanOptions(replicas="root")), 4)[1:] == [0, 0, 0]
+    with pytest.raises(InvalidArgumentError, match="replicas must be"):
+        PlanOptions(replicas="any")  # type: ignore[arg-type]
+
+
+def test_nothing_at_all_is_one_empty_file() -> None:
+    (file,) = plan_merge([Holding(0, [])]).files
+    assert (file.name, file.tensors) == ("model.safetensors", ())
