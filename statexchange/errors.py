@@ -59,7 +59,9 @@ class StateExchangeError(Exception):
         about = [] if self.name is None else [f"tensor {self.name!r}"]
         about += [] if self.rank is None else [f"rank {self.rank}"]
         about += [] if self.path is None else [self.path]
-        both = "" if self.expected is None and self.found is None else f": expected {self.expected}, found {self.found}"
+        sides = [] if self.expected is None else [f"expected {self.expected}"]
+        sides += [] if self.found is None else [f"found {self.found}"]
+        both = ": " + ", ".join(sides) if sides else ""
         return self.message + both + (f" [{', '.join(about)}]" if about else "")
 
     def __str__(self) -> str:

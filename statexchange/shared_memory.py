@@ -8,6 +8,7 @@ leak or collide.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -51,6 +52,7 @@ class Arena:
         address = {"id": ident, "pid": os.getpid(), "fd": fd, "inode": inode, "nbytes": nbytes, "path": path}
         arena = cls(nbytes, address, memoryview(b""), fd)
         try:
+            _check_room(nbytes)
             os.posix_fallocate(fd, 0, nbytes)
             if kind == "memfd":
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -81,6 +83,18 @@ class Arena:
         if fd >= 0:
             os.close(fd)
         self.view = memoryview(b"")
+
+
+def _check_room(nbytes: int) -> None:
+    """A memfd has no limit but the machine's: asking for more would not fail, it would bring the OOM killer."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            kibibytes = {line.split()[0]: int(line.split()[1]) for line in lines}
+        room = 1024 * (kibibytes["MemAvailable:"] + kibibytes["SwapFree:"])
+    except OSError:  # a sandbox without /proc
+        room = os.sysconf("SC_PHYS_PAGES") * _PAGE
+    if nbytes > room:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
 
 def _open_memfd() -> tuple[int, None]:

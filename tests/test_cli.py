@@ -854,3 +854,10 @@ def test_every_command_takes_a_format() -> None:
         assert command is not None
         assert {"format", "json"} <= {parameter.name for parameter in command.params}
         assert command.help
+
+
+def test_a_dry_run_refuses_what_the_merge_would_refuse(call: Call, workspace: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    assert call("merge", workspace, tmp_path / "out", "--dry-run")[0] == 7
+    assert call("merge", workspace, tmp_path / "new", "--exclude", "*")[0] == 2
+    assert not (tmp_path / "new").exists()

@@ -39,7 +39,7 @@ def test_shards_and_boxes_come_back_from_json() -> None:
     [((0,), (3, 1)), ((2, 0), (2, 1)), ((0, 0), (3, 2)), ((-1, 0), (2, 1)), ((0, 0), (-1, 1)), ((), ())],
 )
 def test_a_box_outside_its_tensor_is_refused(offsets: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="outside|argument"):
+    with pytest.raises(ValueError, match=r"outside|argument"):
         Shard("w", "F32", (3, 1), (Box(offsets, shape),))
 
 

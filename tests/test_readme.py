@@ -124,6 +124,36 @@ def test_the_examples_train_export_and_compare(example: str, launcher: list[str]
     assert len(sx.open_checkpoint(tmp_path / "out")) == int(total)
 
 
+def test_the_demo_prints_what_the_readme_shows() -> None:
+    """All but what differs between runs and machines: seconds, rates and bytes of memory."""
+    done = subprocess.run([BIN / "statexchange", "demo"], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    shown, printed = (
+        re.sub(r"\d[\d.]*(e-\d+)? ?(s|[kMG]?B/s|MB|kB)?\b", "N", text)
+        for text in (blocks()["output: statexchange demo"], done.stdout)
+    )
+    assert shown.split("loss N to N")[0] == printed.split("loss N to N")[0]
+    assert [line.split("  ")[0] for line in shown.splitlines() if "|" not in line] == [
+        line.split("  ")[0] for line in printed.splitlines() if "|" not in line
+    ]
+    first, last = re.search(r"loss (\S+) to (\S+) in 100 steps", done.stdout).groups()
+    assert float(first) > 5
+    assert float(last) < 2.6
+    assert "tensors bit-equal   30/30" in done.stdout
+
+
+@pytest.mark.parametrize("bench", ["export.py", "gather.py"])
+def test_the_benches_print_the_tables_that_the_readme_shows(bench: str) -> None:
+    command = [sys.executable, ROOT / "tools/bench" / bench, "--megabytes", "16", "--rounds", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    table = [line.split("|") for line in done.stdout.splitlines() if line.startswith("|")]
+    shown = [line.split("|") for line in README.splitlines() if line.startswith("|")]
+    assert table[0] in shown
+    for row in table[2:]:
+        assert row[1] in {found[1] for found in shown}
+
+
 def rows() -> list[tuple[str, str, str]]:
     return re.findall(r"^\| (ModelOpt|Lux|Bagua|Flashlight) \| `([^`]+)` \| (.+) \|$", README, re.MULTILINE)
 

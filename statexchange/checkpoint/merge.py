@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Literal
 
 import xxhash
 
-from statexchange.checkpoint.publish import BoxFact, OpenFile, Publication, travelling_files, write_manifest
+from statexchange.checkpoint.publish import (
+    BoxFact,
+    OpenFile,
+    Publication,
+    check_target,
+    travelling_files,
+    write_manifest,
+)
 from statexchange.errors import CorruptError, ReplicaError
 from statexchange.layout.plan import (
     FilePlan,
@@ -85,7 +92,9 @@ def merge_checkpoint(
         check_replicas(opened, plan)
     travelling = travelling_files(files_from)
     path = os.path.abspath(os.fspath(out))
-    if not dry_run:
+    if dry_run:
+        check_target(path, overwrite=overwrite)
+    else:
         with Publication(path, plan.digest, overwrite=overwrite) as publication:
             facts = _Merge(opened, plan, publication, on_progress).run(threads)
             write_manifest(publication, plan, facts, travelling=travelling, source=opened.kind)

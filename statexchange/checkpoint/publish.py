@@ -11,13 +11,13 @@ import json
 import logging
 import os
 import re
+import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
 from statexchange.errors import (
-    CorruptError,
     InvalidArgumentError,
     NotFoundError,
     StateExchangeError,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from statexchange.layout.plan import FilePlan, Plan, TensorPlan
 
-__all__ = ["BoxFact", "OpenFile", "Publication", "index_name", "write_manifest"]
+__all__ = ["BoxFact", "OpenFile", "Publication", "check_target", "index_name", "travelling_files", "write_manifest"]
 
 SCHEMA = 1
 _log = logging.getLogger(__name__)
@@ -78,6 +78,19 @@ class OpenFile:
                 os.close(fd)
 
 
+def check_target(out: str, *, overwrite: bool) -> None:
+    """Raise TargetExistsError if `out` exists and may not be replaced, UnsafeError if that would lose files."""
+    if not os.path.lexists(out):
+        return
+    if not overwrite:
+        raise TargetExistsError("the target exists; overwrite=True (--overwrite) replaces it", path=out)
+    if not os.path.isdir(out) or os.path.islink(out):
+        raise UnsafeError("refused to overwrite: the target is no directory", path=out)
+    strangers = sorted(set(files.list_directory(out)) - listed_files(out))
+    if strangers:
+        raise UnsafeError(f"refused to overwrite: {strangers[0]!r} is not listed in the target's {MANIFEST}", path=out)
+
+
 class Publication:
     """One directory on its way to `out`. Root only.
 
@@ -91,7 +104,7 @@ class Publication:
         self.parent, self.name = os.path.split(self.out)
         if not self.name:
             raise InvalidArgumentError("not a place for a checkpoint", path=self.out)
-        self.overwrite = overwrite
+        self._overwrite = overwrite
         self.path = os.path.join(self.parent, f".{self.name}.{plan_digest}.partial")
         self._open: list[OpenFile] = []
         files.make_path(self.parent, 0o777)
@@ -99,7 +112,7 @@ class Publication:
         self._acquire()
         try:
             _complete_replacement(self.out)
-            self._check_target()
+            check_target(self.out, overwrite=overwrite)
             self._remove_leftovers()
             self._make_directory()
         except BaseException:
@@ -127,20 +140,6 @@ class Publication:
 
     def __exit__(self, *exception: object) -> None:
         self.abandon()
-
-    def _check_target(self) -> None:
-        if not os.path.lexists(self.out):
-            return
-        if not self.overwrite:
-            raise TargetExistsError("the target exists; overwrite=True (--overwrite) replaces it", path=self.out)
-        if not os.path.isdir(self.out) or os.path.islink(self.out):
-            raise UnsafeError("refused to overwrite: the target is no directory", path=self.out)
-        strangers = sorted(set(files.list_directory(self.out)) - listed_files(self.out))
-        if strangers:
-            raise UnsafeError(
-                f"refused to overwrite: {strangers[0]!r} is not listed in the target's {MANIFEST}",
-                path=self.out,
-            )
 
     def _remove_leftovers(self) -> None:
         """What killed publishers have left: under our lock nobody else can be building for this target."""
@@ -186,17 +185,18 @@ class Publication:
         self._unlock()
 
     def _replace(self) -> None:
-        self._check_target()  # somebody may have put something there meanwhile
+        check_target(self.out, overwrite=self._overwrite)  # somebody may have put something there meanwhile
         if files.exchange_paths(self.path, self.out):
             _sync_parent(self.out)
-            _discard_replaced(self.path, self.name)
+            _discard_or_warn(self.path, self.name)
             return
-        # Two renames with a record, which the next publisher completes if we die between them.
-        record = _record_path(self.out)
-        text = json.dumps({"new": os.path.basename(self.path)}).encode()
-        with files.directory(self.parent) as dir_fd:
-            files.write_new(dir_fd, os.path.basename(record), [text], nbytes=len(text), path=record)
-        _complete_replacement(self.out)
+        files.rename_new(self.path, _waiting(self.out))
+        try:
+            _complete_replacement(self.out)
+        except BaseException:
+            if os.path.lexists(self.out):  # the old one is still there
+                _discard(_waiting(self.out), self.name)
+            raise
 
     def _unlock(self) -> None:
         with contextlib.suppress(OSError):  # an empty file that stays does no harm
@@ -208,45 +208,30 @@ class Publication:
         for opened in self._open:
             opened.close()
         if self._lock.is_locked:
-            try:
-                if not os.path.lexists(_record_path(self.out)):  # then what was built is needed to complete it
-                    _discard(self.path, self.name)
-            finally:
-                self._unlock()
+            _discard_or_warn(self.path, self.name)
+            self._unlock()
 
 
-def _record_path(out: str) -> str:
+def _waiting(out: str) -> str:
+    """Where a whole directory waits to replace `out` by renames, which whoever comes next completes."""
     parent, name = os.path.split(out)
-    return os.path.join(parent, f".{name}.replacing.json")
+    return os.path.join(parent, f".{name}.replacement")
 
 
 def _complete_replacement(out: str) -> None:
-    """Finish replacing the target by renames, from wherever a publisher came; without a record do nothing."""
-    record = _record_path(out)
-    if not os.path.lexists(record):
-        return
+    """Finish replacing the target by renames, from wherever a publisher came; if none has begun do nothing."""
     parent, name = os.path.split(out)
-    new = os.path.join(parent, _recorded(record, name))
-    old = os.path.join(parent, f".{name}.replaced")
-    if os.path.isdir(new):
+    new, old = _waiting(out), os.path.join(parent, f".{name}.replaced")
+    if os.path.lexists(new):
+        found = os.lstat(new)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            raise UnsafeError("refused: this is not what we had put there", path=new)
         if os.path.lexists(out):
             files.rename_new(out, old)
         files.rename_new(new, out)
         _sync_parent(out)
-    if os.path.lexists(old):
-        _discard_replaced(old, name)
-    files.remove_file(record, record)
-
-
-def _recorded(record: str, name: str) -> str:
-    """The name of the new directory by a record; one that we did not write is refused."""
-    if os.lstat(record).st_uid != os.geteuid():
-        raise UnsafeError("refused: this record belongs to another user", path=record)
-    raw = files.parse_json(files.read_small(record), record)
-    new = raw.get("new") if isinstance(raw, dict) else None
-    if not isinstance(new, str) or not re.fullmatch(re.escape(f".{name}.") + r"[0-9a-f]{32}\.partial", new):
-        raise CorruptError("broken record of a replacement", path=record)
-    return new
+    if os.path.lexists(old) and os.path.lexists(out):
+        _discard_or_warn(old, name)
 
 
 def _sync_parent(path: str) -> None:
@@ -255,12 +240,12 @@ def _sync_parent(path: str) -> None:
         files.sync_directory(dir_fd, path)
 
 
-def _discard_replaced(path: str, name: str) -> None:
-    """Remove what was replaced; the new is in place by now, so that a failure is no failure to publish."""
+def _discard_or_warn(path: str, name: str) -> None:
+    """`_discard` where a failure must not hide what counts; the next publisher removes what stays."""
     try:
         _discard(path, name)
     except StateExchangeError as error:
-        _log.warning("what was replaced could not be removed: %s", error)
+        _log.warning("a directory that is not needed any more stays: %s", error)
 
 
 def _discard(path: str, name: str) -> None:

@@ -193,7 +193,10 @@ def _select(by_name: dict[str, list[tuple[int, Shard]]], options: PlanOptions) -
     for pattern in options.include:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in by_name):
             raise InvalidArgumentError(f"include pattern {pattern!r} matches no tensor")
-    return {name: held for name, held in by_name.items() if wanted(name)}
+    chosen = {name: held for name, held in by_name.items() if wanted(name)}
+    if by_name and not chosen:
+        raise InvalidArgumentError(f"exclude patterns {list(options.exclude)} leave no tensor")
+    return chosen
 
 
 def _aliases(holdings: Sequence[Holding], by_name: Mapping[str, object]) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from statexchange.errors import InvalidArgumentError, NotFoundError
+from statexchange.errors import InvalidArgumentError, NotFoundError, StorageError
 from statexchange.sources import huggingface, workspace
 from statexchange.sources.base import Extent, Holder, OpenCheckpoint, Source, SourceTensor, StoredTensor
 
@@ -28,13 +28,22 @@ def open_source(path: str | os.PathLike[str], *, strict: bool = True) -> Source:
     `problems`.
     """
     location = os.fspath(path)
-    if not os.path.lexists(location) and "://" not in location:
-        raise NotFoundError("no such path", path=location)
+    if "://" not in location:
+        _check_exists(location)
     if huggingface.recognises(location):
         return huggingface.read(location, strict=strict)
     if workspace.recognises(location):
         return workspace.read(location, strict=strict)
     raise NotFoundError("neither a workspace nor a checkpoint directory nor a safetensors file", path=location)
+
+
+def _check_exists(path: str) -> None:
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotFoundError("no such path", path=path) from None
+    except OSError as error:
+        raise StorageError.of(error, "look up", path=path) from error
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:

@@ -31,7 +31,7 @@ from statexchange.storage import files
 from statexchange.storage.tensorfile import Header, Held, digest, read_header, stored, write_tensor_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from types import TracebackType
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 SCHEMA = 1
 MANIFEST = "manifest.json"
+_ATTEMPTS = 20
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _ROUND = re.compile(r"[0-9]{6,18}")
 _RANK_FILE = re.compile(r"rank-([0-9]{5,9})-of-([0-9]{5,9})\.[0-9a-f]{16}\.safetensors")
@@ -140,6 +141,7 @@ class Workspace:
     def __init__(self, url: str | os.PathLike[str]) -> None:
         self.url = os.fspath(url)
         self.path = local_path(self.url)
+        self._in_memory = self.url.startswith("shm://")
         self._durable: bool | None = None
 
     def __repr__(self) -> str:
@@ -170,11 +172,26 @@ class Workspace:
             "world_size": world_size,
             "config": config,
         }
-        files.make_path(self.path)
         path = os.path.join(self.path, name.relative)
-        with self._round_directory(run, round, make=True) as dir_fd:
-            nbytes = write_tensor_file(dir_fd, name.file, path, held, facts, durable=self.durable)
+        nbytes = self._retried(lambda: self._write(name, path, held, facts))
         return Receipt(name.relative, nbytes)
+
+    def _write(self, name: RankName, path: str, held: Sequence[Held], facts: Mapping[str, Any]) -> int:
+        files.make_path(self.path)
+        with self._round_directory(name.run, name.round, make=True) as dir_fd:
+            return write_tensor_file(dir_fd, name.file, path, held, facts, durable=self.durable)
+
+    def _retried(self, write: Callable[[], int]) -> int:
+        """Another rank may remove a directory that it leaves empty just when we are about to use it."""
+        for _ in range(_ATTEMPTS):
+            try:
+                return write()
+            except NotFoundError:
+                continue
+            except StorageError as error:
+                if error.errno != errno.ENOENT:
+                    raise
+        return write()
 
     @property
     def durable(self) -> bool:
@@ -188,7 +205,7 @@ class Workspace:
         """A descriptor of a round's directory, found step by step, so that no link leads elsewhere."""
         run_path = os.path.join(self.path, run)
         path = os.path.join(run_path, f"{number:06d}")
-        if self.url.startswith("shm://"):  # it lies where anybody could have made a directory
+        if self._in_memory:  # it lies where anybody could have made a directory
             with files.directory(os.path.dirname(self.path)) as base_fd:
                 _check_private(base_fd, os.path.dirname(self.path))
         with files.directory(self.path) as root_fd:
@@ -354,6 +371,9 @@ class Workspace:
         with contextlib.suppress(OSError):  # not empty: another rank's file, or NFS keeps an open one as .nfs*
             os.rmdir(path)
             os.rmdir(os.path.dirname(path))
+            if self._in_memory:
+                os.rmdir(self.path)
+                os.rmdir(os.path.dirname(self.path))
 
 
 def _age(manifest: Manifest) -> tuple[int, str, int]:

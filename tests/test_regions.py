@@ -1,0 +1,125 @@
+"""Boxes inside files, against numpy: every way of cutting and every way of writing gives the same bytes."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from statexchange.errors import CorruptError, StorageError
+from statexchange.layout.shards import Box
+from statexchange.storage import files
+from statexchange.storage.regions import BoxReader, is_contiguous, linear_offset, windows, within, write_box
+
+shapes = st.lists(st.integers(1, 7), max_size=4).map(tuple)
+
+
+@st.composite
+def boxed(draw: st.DrawFn) -> tuple[tuple[int, ...], Box]:
+    shape = draw(shapes)
+    offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
+    return shape, Box(offsets, tuple(draw(st.integers(1, size - o)) for size, o in zip(shape, offsets, strict=True)))
+
+
+def numbers(shape: tuple[int, ...]) -> Any:
+    return np.arange(int(np.prod(shape)), dtype=np.uint16).reshape(shape)
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    return within(box, Box((0,) * len(box.shape), box.shape))
+
+
+@given(shapes, st.integers(2, 60))
+def test_windows_follow_the_c_order_without_gaps_and_within_budget(shape: tuple[int, ...], budget: int) -> None:
+    whole = numbers(shape)
+    parts = [np.asarray(whole[slices(window)]).reshape(-1) for window in windows(shape, 2, budget)]
+    assert np.concatenate(parts).tolist() == whole.reshape(-1).tolist()
+    assert all(0 < part.nbytes <= budget for part in parts)
+
+
+def test_windows_of_nothing_and_of_very_long_rows() -> None:
+    assert [w for w in windows((0, 5), 4) if w.numel] == []
+    assert [w for w in windows((5, 0), 4) if w.numel] == []
+    assert len(list(windows((2, 10**6), 4, 1 << 20))) == 8
+    assert list(windows((), 4)) == [Box((), ())]
+
+
+@given(boxed())
+def test_one_run_is_told_from_several(case: tuple[tuple[int, ...], Box]) -> None:
+    shape, box = case
+    places = numbers(shape)[slices(box)].reshape(-1)
+    assert is_contiguous(box, shape) == bool((np.diff(places.astype(int)) == 1).all())
+    assert linear_offset(box, shape) == places[0]
+
+
+@settings(deadline=None)
+@given(boxed(), st.booleans())
+def test_a_box_is_written_where_it_belongs_and_nowhere_else(
+    tmp_path_factory: pytest.TempPathFactory, case: tuple[tuple[int, ...], Box], mapped: bool
+) -> None:
+    shape, box = case
+    path = tmp_path_factory.mktemp("box") / "file"
+    whole = numbers(shape)
+    begin = 10  # as a header puts it: not aligned to anything
+    path.write_bytes(b"\xff" * (begin + whole.nbytes + 3))
+    fd = os.open(path, os.O_RDWR)
+    data = memoryview(np.ascontiguousarray(whole[slices(box)]).reshape(-1).view(np.uint8))
+    write_box(fd, begin, shape, "I16", box, data, str(path), mapped=mapped)
+    os.close(fd)
+    expected = np.full(shape, 0xFFFF, dtype=np.uint16)
+    expected[slices(box)] = whole[slices(box)]
+    assert path.read_bytes() == b"\xff" * begin + expected.tobytes() + b"\xff" * 3
+
+
+@settings(deadline=None)
+@given(boxed(), st.integers(2, 60))
+def test_a_box_is_read_window_by_window(
+    tmp_path_factory: pytest.TempPathFactory, case: tuple[tuple[int, ...], Box], budget: int
+) -> None:
+    shape, box = case
+    path = tmp_path_factory.mktemp("box") / "file"
+    whole = numbers(shape)
+    data = np.ascontiguousarray(whole[slices(box)]).tobytes()
+    path.write_bytes(b"head" + data)
+    out = np.zeros(whole.size, dtype=np.uint16)
+    with files.OpenFiles() as inputs:
+        reader = BoxReader(inputs, str(path), 4, box, "I16", xxhash.xxh3_128())
+        at = 0
+        for window in windows(shape, 2, budget):
+            buffer = memoryview(out.view(np.uint8))[2 * at : 2 * (at + window.numel)]
+            reader.copy_into(buffer, window, memoryview(bytearray(budget)))
+            at += window.numel
+    expected = np.zeros_like(whole)
+    expected[slices(box)] = whole[slices(box)]
+    assert out.tolist() == expected.reshape(-1).tolist()
+    assert (reader.left, reader.digest()) == (0, xxhash.xxh3_128(data).hexdigest())
+
+
+def test_a_file_that_ends_early_or_cannot_be_mapped_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"1234")
+    with files.OpenFiles() as inputs:
+        reader = BoxReader(inputs, str(path), 0, Box((0,), (5,)), "U8", xxhash.xxh3_128())
+        with pytest.raises(CorruptError, match="truncated"):
+            reader.copy_into(memoryview(bytearray(5)), Box((0,), (5,)), memoryview(bytearray(5)))
+    fd = os.open(path, os.O_RDONLY)
+    with pytest.raises(StorageError, match="cannot map") as caught:
+        write_box(fd, 0, (2, 2), "U8", Box((0, 0), (2, 1)), memoryview(b"xy"), "p", mapped=True)
+    os.close(fd)
+    assert caught.value.path == "p"
+
+
+def test_few_descriptors_serve_many_files(tmp_path: Path) -> None:
+    paths = [str(tmp_path / str(i)) for i in range(20)]
+    for path in paths:
+        Path(path).write_text(path)
+    before = len(os.listdir("/proc/self/fd"))
+    with files.OpenFiles(4) as inputs:
+        for path in [*paths, *paths, paths[-1]]:
+            assert os.pread(inputs.descriptor(path), 1000, 0).decode() == path
+            assert len(os.listdir("/proc/self/fd")) <= before + 4
+    assert len(os.listdir("/proc/self/fd")) == before
