@@ -201,11 +201,18 @@ def to_record(error: BaseException, rank: int, phase: str) -> dict[str, Any]:
             "type": "PeerError",
             "rank": rank,
             "phase": phase,
-            "cause": f"{type(error).__name__}: {error}",
+            "cause": f"{type(error).__name__}: {_said(error)}",
         }
     about = {key: _portable(value) for key, value in error.__reduce__()[1][2].items()}
     about["rank"] = rank if error.rank is None else error.rank
     return {"type": type(error).__name__, "message": error.message, "about": about}
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "(its message cannot be shown)"
 
 
 def _portable(value: object) -> object:

@@ -98,7 +98,10 @@ def _check_room(nbytes: int) -> None:
 
 
 def _open_memfd() -> tuple[int, None]:
-    return os.memfd_create("statexchange", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), None
+    try:
+        return os.memfd_create("statexchange", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), None
+    except OSError as error:
+        raise StorageError.of(error, "create a memfd") from error
 
 
 def _open_file(ident: str) -> tuple[int, str]:

@@ -42,9 +42,7 @@ def shell(*arguments: object, **more: str) -> Ran:
     return done.returncode, done.stdout, done.stderr
 
 
-def held(
-    name: str, dtype: str, shape: Sequence[int], offsets: Sequence[int], size: Sequence[int], fill: int
-) -> Held:
+def held(name: str, dtype: str, shape: Sequence[int], offsets: Sequence[int], size: Sequence[int], fill: int) -> Held:
     shard = Shard(name, dtype, tuple(shape), (Box(tuple(offsets), tuple(size)),))
     return Held(shard, memoryview(Random(fill).randbytes(shard.nbytes)))
 
@@ -145,14 +143,10 @@ def test_looking_loads_neither_torch_nor_numpy(workspace: Path, command: str) ->
 def test_info_answers_before_torch_could_have_been_imported(workspace: Path) -> None:
     def seconds(*command: str) -> float:
         began = time.perf_counter()
-        subprocess.run(
-            [sys.executable, *command], check=True, env=environment(), stdout=subprocess.DEVNULL, timeout=60
-        )
+        subprocess.run([sys.executable, *command], check=True, env=environment(), stdout=subprocess.DEVNULL, timeout=60)
         return time.perf_counter() - began
 
-    extra = [
-        seconds("-m", "statexchange", "info", os.fspath(workspace)) - seconds("-c", "pass") for _ in range(5)
-    ]
+    extra = [seconds("-m", "statexchange", "info", os.fspath(workspace)) - seconds("-c", "pass") for _ in range(5)]
     assert min(extra) < 0.25, "the target is 0.1 s on an idle machine"
 
 
@@ -251,9 +245,7 @@ def test_a_reader_that_goes_away_is_no_failure(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     write_safetensors(path, {f"layer.{number:05d}.{'x' * 60}": ("U8", (0,), b"") for number in range(5000)})
     command = f"{sys.executable} -m statexchange ls {path} | head -n 1; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, env=environment(), timeout=60
-    )
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment(), timeout=60)
     assert done.stdout == "NAME\tDTYPE\tSHAPE\tBYTES\tHELD-BY\n0\n"
     assert done.stderr == ""
 
@@ -468,9 +460,7 @@ def test_a_flipped_bit(call: Call, workspace: Path, files: list[Path]) -> None:
     data = bytearray(files[3].read_bytes())
     data[-1] ^= 1
     files[3].write_bytes(data)
-    found = refused(
-        call, workspace, code=4, says=["digest", "rank 3", "tensor 'columns.weight'", os.fspath(files[3])]
-    )
+    found = refused(call, workspace, code=4, says=["digest", "rank 3", "tensor 'columns.weight'", os.fspath(files[3])])
     assert "1 finding" in found
     code, out, _ = call("verify", workspace, "--format", "jsonl")
     finding, summary = map(json.loads, out.splitlines())
@@ -561,9 +551,7 @@ def in_namespace(script: str) -> str:
     return done.stdout
 
 
-def test_a_full_disk_leaves_what_was_there(
-    call: Call, namespace: Path, workspace: Path, tmp_path: Path
-) -> None:
+def test_a_full_disk_leaves_what_was_there(call: Call, namespace: Path, workspace: Path, tmp_path: Path) -> None:
     assert call("merge", workspace, tmp_path / "old")[0] == 0
     write_workspace(tmp_path / "big", [[held("w", "U8", (2 << 20,), (0,), (2 << 20,), 1)]])
     sx = f"{sys.executable} -m statexchange"
@@ -630,9 +618,7 @@ def test_ctrl_c_leaves_nothing(memory_directory: Path) -> None:
     assert sorted(os.listdir(memory_directory)) == before
 
 
-def test_our_own_fault_says_where_to_report_it(
-    call: Call, monkeypatch: pytest.MonkeyPatch, workspace: Path
-) -> None:
+def test_our_own_fault_says_where_to_report_it(call: Call, monkeypatch: pytest.MonkeyPatch, workspace: Path) -> None:
     def broken(_path: str) -> None:
         raise RuntimeError("the moon is full")
 
@@ -675,9 +661,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_progress_in_a_log_is_a_line_each_half_minute(
-    clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_in_a_log_is_a_line_each_half_minute(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(Output(), "merge") as progress:
         for second in range(65):
             clock.now = 100.0 + second
@@ -728,9 +712,7 @@ def test_the_gravest_finding_decides() -> None:
 
 
 def test_demo_without_torch_says_how_to_get_it() -> None:
-    program = (
-        "import sys; sys.modules['torch'] = None\nfrom statexchange.cli.main import main\nmain(['demo'])"
-    )
+    program = "import sys; sys.modules['torch'] = None\nfrom statexchange.cli.main import main\nmain(['demo'])"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environment(), timeout=60
     )
@@ -779,9 +761,7 @@ def faked(monkeypatch: pytest.MonkeyPatch, workspace: Path, tmp_path: Path) -> d
     """A demo that trains nothing, and draws a merged workspace."""
     settings: dict[str, tuple[str, ...]] = {"mismatches": ()}
 
-    def run_demo(
-        _ranks: int, keep: str | None, steps: int, on_progress: "demo.OnProgress"
-    ) -> demo.DemoReport:
+    def run_demo(_ranks: int, keep: str | None, steps: int, on_progress: "demo.OnProgress") -> demo.DemoReport:
         from statexchange.checkpoint.merge import merge_checkpoint
 
         target = merge_checkpoint(workspace, os.path.join(keep or tmp_path / "scratch", "merged")).path

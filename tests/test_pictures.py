@@ -58,18 +58,14 @@ def quarters(tmp_path: Path) -> Path:
 def drawn(svg: str) -> dict[str, list[dict[str, str]]]:
     """The rectangles of each tensor's group, first the frame."""
     root = ET.fromstring(svg)
-    return {
-        g.findtext(f"{SVG}title", ""): [r.attrib for r in g.iter(f"{SVG}rect")] for g in root.iter(f"{SVG}g")
-    }
+    return {g.findtext(f"{SVG}title", ""): [r.attrib for r in g.iter(f"{SVG}rect")] for g in root.iter(f"{SVG}g")}
 
 
 def legend(svg: str) -> dict[str, str]:
     """Texts of the legend by colour."""
     children = list(ET.fromstring(svg))
     pairs = pairwise(children)
-    return {
-        a.get("fill", ""): b.text or "" for a, b in pairs if a.tag == f"{SVG}rect" and " · " in (b.text or "")
-    }
+    return {a.get("fill", ""): b.text or "" for a, b in pairs if a.tag == f"{SVG}rect" and " · " in (b.text or "")}
 
 
 def shares(rectangles: list[dict[str, str]]) -> dict[str, float]:

@@ -185,24 +185,18 @@ def test_ranks_see_a_launcher_and_the_environment_of_the_parent(monkeypatch: pyt
     monkeypatch.setenv("OF_THE_TEST", "here")
     before = dict(os.environ)
     found = run_ranks(environment, 2, backend="gloo")
-    assert [tuple(rank.values()) for rank in found] == [
-        (str(r), "2", str(r), "2", "lo", "here") for r in (0, 1)
-    ]
+    assert [tuple(rank.values()) for rank in found] == [(str(r), "2", str(r), "2", "lo", "here") for r in (0, 1)]
     assert dict(os.environ) == before
 
 
 def test_the_fork_server_is_reused() -> None:
-    assert run_ranks(count, 2, backend="processes", args=(0,)) == run_ranks(
-        count, 2, backend="gloo", args=(0,)
-    )
+    assert run_ranks(count, 2, backend="processes", args=(0,)) == run_ranks(count, 2, backend="gloo", args=(0,))
 
 
 @pytest.mark.parametrize("backend", REMOTE)
 def test_messages_arrive_in_order(backend: str) -> None:
     found: list[tuple[int, object]] = []
-    run_ranks(
-        count, 2, backend=backend, args=(5,), on_message=lambda rank, value: found.append((rank, value))
-    )
+    run_ranks(count, 2, backend=backend, args=(5,), on_message=lambda rank, value: found.append((rank, value)))
     for rank in range(2):
         assert [v for r, v in found if r == rank] == [{"number": n, "pair": (n, n)} for n in range(5)]
 
@@ -391,9 +385,7 @@ def test_ranks_end_with_a_killed_launcher(tmp_path: Path, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["processes", "mpi"])
-def test_an_interrupt_leaves_nothing_behind(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: str
-) -> None:
+def test_an_interrupt_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: str) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(KeyboardInterrupt):
         run_ranks(interrupt_the_launcher, 2, backend=backend, args=(os.getpid(), str(tmp_path)))
@@ -415,9 +407,7 @@ def test_an_interrupt_ends_the_wait_for_threads() -> None:
 
 
 def test_the_package_imports_no_torch() -> None:
-    program = (
-        "import sys, statexchange.testing.plugin; print('torch' in sys.modules or 'numpy' in sys.modules)"
-    )
+    program = "import sys, statexchange.testing.plugin; print('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
 
 

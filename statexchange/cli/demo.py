@@ -22,12 +22,8 @@ _LINE_EVERY = 10
 
 
 @commands.command
-@click.option(
-    "--ranks", "-n", default=4, show_default=True, type=click.IntRange(min=1), help="Processes to train on."
-)
-@click.option(
-    "--keep", metavar="DIR", help="Leave the merged checkpoint in DIR/merged, and a picture beside it."
-)
+@click.option("--ranks", "-n", default=4, show_default=True, type=click.IntRange(min=1), help="Processes to train on.")
+@click.option("--keep", metavar="DIR", help="Leave the merged checkpoint in DIR/merged, and a picture beside it.")
 @click.option("--steps", default=100, show_default=True, type=click.IntRange(min=1), help="Training steps.")
 def command(output: Output, ranks: int, keep: str | None, steps: int) -> int:
     """Train a small model on several ranks, export its sharded state, load it in one process, compare.

@@ -44,20 +44,14 @@ def command(output: Output, path: str, include: tuple[str, ...]) -> int:
         "num_tensors": len(rows),
         "nbytes": sum(row.nbytes for row in rows),
     }
-    return output.finish(
-        code_of(worst) if worst else "OK", data, rows=("tensors", map(fields_of, rows)), error=worst
-    )
+    return output.finish(code_of(worst) if worst else "OK", data, rows=("tensors", map(fields_of, rows)), error=worst)
 
 
 def _selected(rows: list[TensorRow], patterns: Sequence[str]) -> list[TensorRow]:
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(row.name, pattern) for row in rows):
             raise InvalidArgumentError(f"include pattern {pattern!r} matches no tensor")
-    return [
-        row
-        for row in rows
-        if not patterns or any(fnmatch.fnmatchcase(row.name, pattern) for pattern in patterns)
-    ]
+    return [row for row in rows if not patterns or any(fnmatch.fnmatchcase(row.name, pattern) for pattern in patterns)]
 
 
 def _cells(row: TensorRow, by_rank: bool, for_eyes: bool) -> tuple[str, ...]:

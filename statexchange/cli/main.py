@@ -49,9 +49,7 @@ class _Commands(click.Group):
             return output.fail(KeyboardInterrupt("interrupted"), "INTERRUPTED")
 
 
-@click.group(
-    cls=_Commands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]}
-)
+@click.group(cls=_Commands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 @click.pass_context
 def cli(context: click.Context) -> None:

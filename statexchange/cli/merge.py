@@ -29,12 +29,8 @@ def _parse_renames(
 @commands.command
 @click.argument("source")
 @click.argument("out")
-@click.option(
-    "--include", multiple=True, metavar="GLOB", help="Only tensors whose name matches; may be repeated."
-)
-@click.option(
-    "--exclude", multiple=True, metavar="GLOB", help="No tensors whose name matches; may be repeated."
-)
+@click.option("--include", multiple=True, metavar="GLOB", help="Only tensors whose name matches; may be repeated.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="No tensors whose name matches; may be repeated.")
 @click.option(
     "--rename", multiple=True, metavar="REGEX=REPL", callback=_parse_renames, help="Rename tensors; in order."
 )
@@ -87,9 +83,7 @@ def command(output: Output, source: str, out: str, **options: Any) -> int:
 def _show(output: Output, report: MergeReport) -> None:
     rate = f" in {format_seconds(report.seconds)}, {format_bytes(report.nbytes / report.seconds)}/s"
     done, pace = ("would merge", "") if report.dry_run else ("merged", rate)
-    output.line(
-        f"{done} {report.num_tensors:,} tensors, {format_bytes(report.nbytes)}, into {report.path}{pace}"
-    )
+    output.line(f"{done} {report.num_tensors:,} tensors, {format_bytes(report.nbytes)}, into {report.path}{pace}")
     for name, nbytes in report.files:
         output.line(f"  {name}  {format_bytes(nbytes)}")
     for alias, kept in report.aliases.items():

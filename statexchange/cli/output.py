@@ -120,9 +120,7 @@ class Output:
         for key, value in rows:
             self.line(f"{key:<{width}}  {value}")
 
-    def table(
-        self, header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()
-    ) -> None:
+    def table(self, header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()) -> None:
         """A table; columns named in `right` are aligned there. Nothing is ever cut off."""
         if not self.human:
             return
@@ -232,10 +230,7 @@ class Output:
 def _aligned(cells: Sequence[Sequence[str]], right: Sequence[str]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     aligns = [">" if name in right else "<" for name in cells[0]]
-    return [
-        "  ".join(f"{c:{a}{w}}" for c, a, w in zip(row, aligns, widths, strict=True)).rstrip()
-        for row in cells
-    ]
+    return ["  ".join(f"{c:{a}{w}}" for c, a, w in zip(row, aligns, widths, strict=True)).rstrip() for row in cells]
 
 
 def _printable_lines(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,21 +142,34 @@ class Communicator:
         return answers if root is None or root == self.rank else []
 
     def gather_object(self, obj: Any, *, root: int = 0) -> list[Any]:
-        """The JSON values (see `values`) of all ranks in rank order on `root`, [] elsewhere. Collective."""
+        """The JSON values (see `values`) of all ranks in rank order on `root`, [] elsewhere. Collective.
+
+        A value that cannot be encoded on one rank is an error on all.
+        """
         self.check_root(root)
-        answers = self.exchange(_encoded(obj), root=root, doing="gather_object")
-        return [values.decode(answer, types=values.types_of(obj)) for answer in answers]
+        found = self.all_gather_object(obj)
+        return found if self.rank == root else []
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """The JSON values of all ranks in rank order, on every rank. Collective."""
-        answers = self.exchange(_encoded(obj), doing="all_gather_object")
-        return [values.decode(answer, types=values.types_of(obj)) for answer in answers]
+        return self._exchange_values(obj, values.types_of(obj))
+
+    def _exchange_values(self, obj: Any, types: Mapping[str, type]) -> list[Any]:
+        failure: Exception | None = None
+        try:
+            payload = _encoded([None, obj])
+        except (TypeError, ValueError) as error:
+            failure = error
+            payload = _encoded([to_record(error, self.rank, "encoding its value"), None])
+        answers = self.exchange(payload, doing="the exchange of values")
+        records, found = zip(*(values.decode(answer, types=types) for answer in answers), strict=True)
+        _raise_first(records, failure)
+        return list(found)
 
     def broadcast_object(self, obj: Any = None, *, root: int = 0) -> Any:
         """Root's JSON value, on every rank; the others' `obj` only lends its types. Collective."""
         self.check_root(root)
-        payload = _encoded(obj) if self.rank == root else b""
-        return values.decode(self.exchange(payload, doing="broadcast_object")[root], types=values.types_of(obj))
+        return self._exchange_values(obj if self.rank == root else None, values.types_of(obj))[root]
 
     def barrier(self, timeout_s: float | None = None, tag: str | None = None) -> None:
         """Return when all ranks have called. Collective.
@@ -183,16 +196,12 @@ class Communicator:
             if error is not None:
                 raise error
             return [note]
-        if self._page is not None:
-            self._page.flag_failure(error is not None)
+        if self._page is not None and error is not None:
+            self._page.flag_failure()
         record = None if error is None or isinstance(error, AbandonedError) else to_record(error, self.rank, phase)
         answers = self.exchange(_encoded([record, note]), timeout_s=timeout_s, doing=f"the end of {phase}")
-        if self._page is not None:
-            self._page.flag_failure(False)
         records, notes = zip(*(values.decode(answer) for answer in answers), strict=True)
-        failure = next((found for found in records if found is not None), None)
-        if failure is not None:
-            raise from_record(failure) from error
+        _raise_first(records, error)
         return list(notes)
 
     @contextlib.contextmanager
@@ -254,6 +263,13 @@ class Communicator:
             raise InvalidArgumentError(
                 f"root {root} is not a rank of this communicator of {self.world_size}", rank=self.rank
             )
+
+
+def _raise_first(records: Sequence[dict[str, Any] | None], cause: Exception | None) -> None:
+    """Raise the failure of the lowest rank that has one."""
+    failure = next((record for record in records if record is not None), None)
+    if failure is not None:
+        raise from_record(failure) from cause
 
 
 def _encoded(obj: Any) -> bytes:

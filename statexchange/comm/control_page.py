@@ -88,12 +88,12 @@ class ControlPage:
         """
         self.raise_if_dead()
         parity = (self._count + 1) & 1
-        self._post(payload, parity)
         try:
+            self._post(payload, parity)
             self._arrive(timeout_s, doing)
             reads = root is None or root == self.rank
             answers = [self._read(r, parity) for r in range(self.world_size)] if reads else []
-            if any(_read_slot(self._slot(r, parity))[1] for r in range(self.world_size)):
+            if any(_is_spilled(self._slot(r, parity)) for r in range(self.world_size)):
                 self._arrive(timeout_s, doing)  # a long message lives in its writer, who may leave once all have read
                 if self.kind == "file":
                     self._drop_spills()
@@ -163,16 +163,21 @@ class ControlPage:
 
     def _raise_for_gone(self, ranks: list[int], doing: str) -> None:
         for rank in ranks:
-            if self._get(rank, _ARRIVED) >= self._count:
-                continue
             left = self._get(rank, _LEFT)
+            pid = self._get(rank, _PID)
+            alive = self._threads or self.sees(rank)
+            if self._get(rank, _ARRIVED) >= self._count:
+                continue  # looked at last: a rank may arrive, read and leave between two looks
             if left == _GONE_WITH_ERROR:
                 raise from_record(json.loads(_read_slot(self._slot(rank, 2))[0]))
             if left == _GONE_QUIETLY:
                 raise PeerError(rank, doing, "it closed its communicator")
-            pid = self._get(rank, _PID)
-            if pid and not self._threads and not process_is_alive(pid, self._get(rank, _START)):
+            if not alive:
                 raise PeerError(rank, doing, f"its process {pid} died")
+
+    def sees(self, rank: int) -> bool:
+        """Whether the process of `rank` runs, as far as this one can see."""
+        return process_is_alive(self._get(rank, _PID), self._get(rank, _START))
 
     def raise_if_dead(self) -> None:
         """After a failure every later call raises the same error."""
@@ -184,20 +189,21 @@ class ControlPage:
     def progress(self) -> bool:
         """Say that bytes move, so that nobody's stall deadline fires; False once a rank has flagged a failure."""
         self._set(_PROGRESS, self._get(self.rank, _PROGRESS) + 1)
-        return not any(self._get(r, _FAILING) for r in range(self.world_size))
+        return not any(self._get(r, _FAILING) > self._count for r in range(self.world_size))
 
-    def flag_failure(self, failing: bool) -> None:
-        """Tell ranks that poll `progress` to come to the agreement early."""
-        self._set(_FAILING, int(failing))
+    def flag_failure(self) -> None:
+        """Tell ranks that poll `progress` to come early to the next exchange, which says who failed and why."""
+        self._set(_FAILING, self._count + 1)
 
     def leave(self, error: BaseException | None = None) -> None:
         """Say that this rank will not arrive any more, and why."""
-        if self._get(self.rank, _LEFT):
-            return
+        if self._get(self.rank, _LEFT) or self._get(self.rank, _PID) != os.getpid():
+            return  # a forked child is no rank
         if error is not None:
             record = json.dumps(to_record(error, self.rank, "its own code")).encode()
             if len(record) > _SLOT_BYTES - _LENGTH_BYTES:
-                record = json.dumps(to_record(RuntimeError(str(error)[:500]), self.rank, "its own code")).encode()
+                short = PeerError(self.rank, "its own code", ascii(error)[:1000])
+                record = json.dumps(to_record(short, self.rank, "its own code")).encode()
             _write_slot(self._slot(self.rank, 2), record, 0)
         self._set(_LEFT, _GONE_WITH_ERROR if error is not None else _GONE_QUIETLY)
         self._drop_spills()
@@ -212,6 +218,10 @@ class ControlPage:
 def _write_slot(slot: memoryview, data: bytes, flag: int) -> None:
     slot[:_LENGTH_BYTES] = (len(data) | flag).to_bytes(_LENGTH_BYTES, "little")
     slot[_LENGTH_BYTES : _LENGTH_BYTES + len(data)] = data
+
+
+def _is_spilled(slot: memoryview) -> bool:
+    return bool(slot[_LENGTH_BYTES - 1] & 0x80)
 
 
 def _read_slot(slot: memoryview) -> tuple[bytes, bool]:
@@ -262,8 +272,9 @@ def _try_kind(kind: Kind, rank: int, world_size: int, exchange: Callable[[bytes]
     if not everybody or attached is None:
         return None
     page = ControlPage(attached.view, rank, world_size, kind)
-    exchange(b"")  # every row carries its pid before anybody looks for the dead
-    return page
+    exchange(b"")  # every row carries its pid before anybody looks for the others
+    sees_all = all(page.sees(other) for other in range(world_size))  # not across PID namespaces
+    return page if all(answer == b"1" for answer in exchange(b"1" if sees_all else b"0")) else None
 
 
 def _try_attach(address: dict[str, Any] | None) -> Attached | None:

@@ -11,7 +11,7 @@ from typing import Any
 from statexchange.comm.communicator import Backend
 from statexchange.errors import MissingExtraError, PeerError, StallError
 
-__all__ = ["MPIBackend", "is_mpi_communicator", "world"]
+__all__ = ["MPIBackend", "world"]
 
 _MAX_NAP_S = 0.002
 
@@ -22,12 +22,6 @@ def _mpi() -> Any:
     except ImportError as error:
         raise MissingExtraError(f'MPI needs mpi4py: pip install "statexchange[mpi]" ({error})') from error
     return MPI
-
-
-def is_mpi_communicator(value: object) -> bool:
-    """Whether `value` is an mpi4py communicator."""
-    module = sys.modules.get("mpi4py.MPI")
-    return module is not None and isinstance(value, module.Comm)
 
 
 def world() -> Any:

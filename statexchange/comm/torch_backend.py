@@ -27,33 +27,43 @@ def default_group() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
-def cpu_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def cpu_group(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
     """`group` itself if it moves CPU tensors; else a sibling Gloo group of its ranks, so that the training group is
     left alone. Collective over `group`."""
     if "cpu:gloo" in dist.get_backend_config(group) or dist.get_backend(group) == "gloo":
         return group
-    return _sibling(dist.get_process_group_ranks(group))
+    return _sibling(dist.get_process_group_ranks(group), timeout_s)
 
 
-def _sibling(global_ranks: Sequence[int]) -> dist.ProcessGroup:
-    group = dist.new_group(list(global_ranks), backend="gloo", use_local_synchronization=True)
+def _sibling(global_ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:
+    """A Gloo group of these ranks of the default group. Collective over them only."""
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        group = dist.new_group(list(global_ranks), timeout, "gloo", use_local_synchronization=True)
+    except dist.DistStoreError as error:
+        ranks = list(global_ranks)
+        raise StallError(f"not all of ranks {ranks} came to make a group in {timeout_s:g} s") from error
     if not isinstance(group, dist.ProcessGroup):
         raise NotInitializedError(f"torch.distributed made no group for ranks {list(global_ranks)}")
     return group
 
 
-def start_gloo(launch: Launch, *, default: bool, timeout_s: float) -> dist.ProcessGroup:
-    """A Gloo group of the ranks that the launcher started; torch's default group if `default`. Collective."""
+def start_gloo(launch: Launch, *, default: bool, timeout_s: float) -> Backend:
+    """A Gloo backend over the ranks that the launcher started. Collective.
+
+    With `default` it is torch's default group, initialised if need be; else a group that torch.distributed does not know.
+    """
     running = default_group()
     if running is not None:
-        return running
+        return TorchBackend(running, timeout_s)
     timeout = timedelta(seconds=timeout_s)
     store, rank, size = _store(launch, timeout)
-    if default:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-        return dist.group.WORLD  # type: ignore[return-value]
-    group: dist.ProcessGroup = _stores.ProcessGroupGloo(_stores.PrefixStore("statexchange", store), rank, size, timeout)
-    return group
+    if not default:
+        return StoreBackend(_stores.PrefixStore("statexchange", store), rank, size, timeout_s)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    group = default_group()
+    assert group is not None
+    return TorchBackend(group, timeout_s)
 
 
 def _store(launch: Launch, timeout: timedelta) -> tuple[Any, int, int]:
@@ -85,18 +95,16 @@ def _store_by_mpi(backend: Backend, timeout: timedelta) -> Any:
     return served if served is not None else _stores.TCPStore(host, port, is_master=False, timeout=timeout)
 
 
-def mesh_group(mesh: Any) -> dist.ProcessGroup:
+def mesh_group(mesh: Any, timeout_s: float) -> dist.ProcessGroup:
     """The group of all ranks of a DeviceMesh. Collective over them unless torch has it already."""
-    ranks = mesh.mesh.flatten().tolist()
+    ranks = sorted(mesh.mesh.flatten().tolist())
     world = default_group()
     if world is not None and ranks == list(range(dist.get_world_size())):
         return world
-    group = mesh.get_group() if mesh.ndim == 1 else _sibling(ranks)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    return _sibling(ranks, timeout_s)
 
 
-def of_ranks(ranks: Sequence[int]) -> TorchBackend:
+def of_ranks(ranks: Sequence[int], timeout_s: float) -> Backend:
     """A Gloo backend over these ranks of the default group, in that order. Collective over them only."""
     if len(set(ranks)) != len(ranks) or not ranks or any(not 0 <= r < dist.get_world_size() for r in ranks):
         raise InvalidArgumentError(
@@ -104,22 +112,22 @@ def of_ranks(ranks: Sequence[int]) -> TorchBackend:
         )
     if dist.get_rank() not in ranks:
         raise InvalidArgumentError(f"rank {dist.get_rank()} is not among ranks {list(ranks)}", rank=dist.get_rank())
-    return TorchBackend(_sibling(ranks), ranks)
+    return TorchBackend(_sibling(ranks, timeout_s), timeout_s, ranks)
 
 
-class TorchBackend(Backend):
-    """One rank of a ProcessGroup. Works are polled, never waited for, so that a deadline holds."""
+class _GlooBackend(Backend):
+    """Exchange through a group's all-gathers. Works are polled, never waited for, so that a deadline holds."""
 
-    def __init__(self, group: dist.ProcessGroup, order: Sequence[int] | None = None) -> None:
-        """`order`: the group's global ranks in the order in which they count here; None keeps torch's."""
-        self.name = "gloo" if isinstance(group, dist.ProcessGroupGloo) else str(dist.get_backend(group))
-        self._group = group if isinstance(group, dist.ProcessGroupGloo) else cpu_group(group)
-        self.world_size = self._group.size()
-        # torch sorts a new group's ranks; ours keep the order in which the caller named them.
-        torchs = sorted(order) if order is not None else []
-        self._places = [torchs.index(rank) for rank in order] if order is not None else list(range(self.world_size))
-        self.rank = self._places.index(self._group.rank())
+    name = "gloo"
+
+    def __init__(self, group: dist.ProcessGroup, places: Sequence[int], timeout_s: float) -> None:
+        """`places[rank]` is the place in `group` of each rank as it counts here."""
+        self._group = group
+        self._places = places
+        self._timeout_s = timeout_s
         self._abandoned: list[Any] = []
+        self.world_size = group.size()
+        self.rank = list(places).index(group.rank())
 
     def exchange(self, payload: bytes, timeout_s: float, doing: str) -> list[bytes]:
         """Every rank's payload, by two all-gathers: sizes, then padded bytes."""
@@ -156,8 +164,34 @@ class TorchBackend(Backend):
             nap = min(nap * 1.5, _MAX_NAP_S)
         work.wait()  # completed: this only raises what went wrong
 
+
+class TorchBackend(_GlooBackend):
+    """One rank of a ProcessGroup that torch.distributed knows."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float, order: Sequence[int] | None = None) -> None:
+        """`order`: the group's global ranks in the order in which they count here; None keeps torch's, which sorts."""
+        ranks = dist.get_process_group_ranks(group)
+        self._ranks = list(ranks if order is None else order)
+        super().__init__(cpu_group(group, timeout_s), [ranks.index(rank) for rank in self._ranks], timeout_s)
+        self.name = str(dist.get_backend(group))
+
     def subset(self, ranks: Sequence[int]) -> Backend:
         """A Gloo group of `ranks`; only they take part in making it."""
-        everybody = dist.get_process_group_ranks(self._group)
-        chosen = [everybody[self._places[rank]] for rank in ranks]
-        return TorchBackend(_sibling(chosen), chosen)
+        return of_ranks([self._ranks[rank] for rank in ranks], self._timeout_s)
+
+
+class StoreBackend(_GlooBackend):
+    """One rank of a Gloo group made from a store, which torch.distributed does not know."""
+
+    def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float) -> None:
+        self._store = store
+        timeout = timedelta(seconds=timeout_s)
+        group = _stores.ProcessGroupGloo(_stores.PrefixStore("group", store), rank, world_size, timeout)
+        super().__init__(group, range(world_size), timeout_s)
+
+    def subset(self, ranks: Sequence[int]) -> Backend:
+        """A Gloo group of `ranks` on the same store; only they take part in making it."""
+        prefix = "-".join(str(rank) for rank in ranks)
+        return StoreBackend(
+            _stores.PrefixStore(prefix, self._store), list(ranks).index(self.rank), len(ranks), self._timeout_s
+        )

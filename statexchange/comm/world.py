@@ -8,7 +8,7 @@ import json
 import re
 import secrets
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -39,7 +39,7 @@ __all__ = [
 _default: ContextVar[Communicator | None] = ContextVar("statexchange_communicator", default=None)
 # Adopted groups by identity; the group is kept with its communicator so that its id cannot be given to another.
 _adopted: dict[int, tuple[object, Communicator]] = {}
-_members: dict[tuple[int, ...], Communicator] = {}
+_members: dict[tuple[int, ...], tuple[object, Communicator]] = {}
 _ALONE = object()  # stands for a world of one, which is kept so that its run has one identity
 BACKENDS = ("auto", "single", "gloo", "mpi")
 
@@ -101,8 +101,8 @@ def _make(backend: str, timeout_s: float) -> Communicator:
     if backend == "gloo" or launch.launcher == "torchrun":
         from statexchange.comm import torch_backend
 
-        group = torch_backend.start_gloo(launch, default=backend == "gloo", timeout_s=timeout_s)
-        return communicator(torch_backend.TorchBackend(group), timeout_s)
+        gloo = torch_backend.start_gloo(launch, default=backend == "gloo", timeout_s=timeout_s)
+        return communicator(gloo, timeout_s)
     if launch.world_size > 1:
         raise NotInitializedError(
             f"{launch.variable} says {launch.world_size} ranks, but no transport was found: "
@@ -124,21 +124,22 @@ def from_process_group(group: Any, *, timeout_s: float | None = None) -> Communi
     """The communicator of a torch ProcessGroup. Collective over the group, the first time."""
     from statexchange.comm.torch_backend import TorchBackend
 
-    return _adopt(group, lambda: TorchBackend(group), timeout_s)
+    return _adopt(group, lambda wait: TorchBackend(group, wait), timeout_s)
 
 
 def from_mpi(mpi_comm: Any, *, timeout_s: float | None = None) -> Communicator:
     """The communicator of an mpi4py communicator. Collective over it, the first time."""
     from statexchange.comm.mpi_backend import MPIBackend
 
-    return _adopt(mpi_comm, lambda: MPIBackend(mpi_comm), timeout_s)
+    return _adopt(mpi_comm, lambda _wait: MPIBackend(mpi_comm), timeout_s)
 
 
-def _adopt(group: object, backend: Any, timeout_s: float | None) -> Communicator:
+def _adopt(group: object, backend: Callable[[float], Backend], timeout_s: float | None) -> Communicator:
     if id(group) not in _adopted:
-        made = communicator(backend(), default_timeout_s() if timeout_s is None else timeout_s)
-        _adopted[id(group)] = (group, made)
-        atexit.register(_forget)  # a Gloo group that outlives the interpreter's end aborts the process
+        if not _adopted:
+            atexit.register(_forget)  # a Gloo group that outlives the interpreter's end aborts the process
+        wait = default_timeout_s() if timeout_s is None else timeout_s
+        _adopted[id(group)] = (group, communicator(backend(wait), wait))
     return _adopted[id(group)][1]
 
 
@@ -153,9 +154,9 @@ def as_communicator(comm: Any = None) -> Communicator:
     if isinstance(comm, Communicator):
         return comm
     if type(comm).__name__ == "DeviceMesh":
-        from statexchange.comm.torch_backend import mesh_group
+        from statexchange.comm.torch_backend import TorchBackend, mesh_group
 
-        return from_process_group(mesh_group(comm))
+        return _adopt(comm, lambda wait: TorchBackend(mesh_group(comm, wait), wait), None)
     if type(comm).__module__.startswith("mpi4py"):
         return from_mpi(comm)
     if "torch.distributed" in sys.modules and isinstance(comm, sys.modules["torch.distributed"].ProcessGroup):
@@ -179,25 +180,29 @@ def _default_communicator() -> Communicator:
             "communicator: call statexchange.init() or torch.distributed.init_process_group() first",
             rank=launch.rank,
         )
-    return _adopt(_ALONE, SingleBackend, None)
+    return _adopt(_ALONE, lambda _wait: SingleBackend(), None)
 
 
 def members(ranks: Sequence[int], group: Any = None) -> Communicator:
     """The communicator of world ranks `ranks`, in that order. Collective over them only: nobody else has to call.
 
-    `group` is where the ranks are counted: anything that `comm=` takes; None is the default world.
+    `group` is None for the default world; a Communicator or MPI communicator in which the ranks are counted; or a torch
+    ProcessGroup, whose ranks torch counts in its default group anyway.
     """
-    world = as_communicator(group) if isinstance(group, Communicator) else current()
-    if world is not None or _torch_default_group() is None:
-        return (world or as_communicator(group)).subset(ranks)
+    torchs = _torch_default_group()
+    if isinstance(group, Communicator) or (group is not None and torchs is None):
+        return as_communicator(group).subset(ranks)
+    world = current()
+    if world is not None or torchs is None:
+        return (world or as_communicator(None)).subset(ranks)
     from statexchange.comm import torch_backend
 
     # The default group has no communicator yet, and making one would need ranks that do not take part.
-    key = tuple(ranks)
+    key = (id(torchs), *ranks)
     if key not in _members:
-        backend = torch_backend.of_ranks(key)
-        _members[key] = communicator(backend, default_timeout_s())
-    return _members[key]
+        wait = default_timeout_s()
+        _members[key] = (torchs, communicator(torch_backend.of_ranks(ranks, wait), wait))
+    return _members[key][1]
 
 
 @contextlib.contextmanager
@@ -236,15 +241,15 @@ def get_backend() -> str:
 
 
 def get_rank() -> int:
-    """This rank; 0 before `init`. Not collective."""
-    made = current()
-    return made.rank if made is not None else 0
+    """This rank, also by a torch.distributed that nobody has adopted yet; 0 before any `init`. Not collective."""
+    made, group = current(), _torch_default_group()
+    return made.rank if made is not None else int(group.rank()) if group is not None else 0
 
 
 def get_world_size() -> int:
-    """Number of ranks; 1 before `init`. Not collective."""
-    made = current()
-    return made.world_size if made is not None else 1
+    """Number of ranks, as `get_rank` knows them; 1 before any `init`. Not collective."""
+    made, group = current(), _torch_default_group()
+    return made.world_size if made is not None else int(group.size()) if group is not None else 1
 
 
 def get_local_rank() -> int:
@@ -255,7 +260,7 @@ def get_local_rank() -> int:
 
 def _forget() -> None:
     """Close and drop every group that was adopted."""
-    for kept in [*(adopted for _, adopted in _adopted.values()), *_members.values()]:
+    for _, kept in [*_adopted.values(), *_members.values()]:
         kept.close()
     _adopted.clear()
     _members.clear()

@@ -9,7 +9,7 @@ import numpy as np
 from statexchange.errors import UnsupportedError
 from statexchange.layout.arrays import DTYPE_NAMES, LONG_NAMES, array_over
 
-__all__ = ["dtype_name", "from_bytes", "host_bytes", "is_tensor", "same_memory", "torch_dtype"]
+__all__ = ["dtype_name", "from_bytes", "host_bytes", "is_tensor", "same_memory", "settled", "torch_dtype"]
 
 
 def is_tensor(value: object) -> bool:
@@ -24,16 +24,33 @@ def _is_torch(value: object) -> bool:
 def dtype_name(tensor: Any, name: str) -> str:
     """The safetensors name of a tensor's dtype; also the gate for tensors without plain bytes.
 
-    Sparse, meta and quantised tensors and unknown dtypes are an UnsupportedError that names the tensor.
+    Sparse, meta, masked and quantised tensors, such whose storage was freed, and unknown dtypes are an UnsupportedError
+    that names the tensor.
     """
     found = DTYPE_NAMES.get(str(tensor.dtype).removeprefix("torch."))
     if found is None or getattr(tensor, "is_quantized", False):
         raise UnsupportedError(f"dtype {tensor.dtype} cannot be represented", name=name)
-    if not isinstance(tensor, np.ndarray) and (tensor.is_meta or tensor.layout is not _strided()):
-        raise UnsupportedError(
-            f"a {'meta' if tensor.is_meta else tensor.layout} tensor has no bytes to move", name=name
-        )
+    if isinstance(tensor, np.ma.MaskedArray):
+        raise UnsupportedError("a masked array would lose its mask", name=name)
+    if not isinstance(tensor, np.ndarray) and not hasattr(tensor, "__create_chunk_list__"):
+        _check_storage(tensor, name)
     return found
+
+
+def _check_storage(tensor: Any, name: str) -> None:
+    if tensor.is_meta or tensor.layout is not _strided():
+        kind = "meta" if tensor.is_meta else tensor.layout
+        raise UnsupportedError(f"a {kind} tensor has no bytes to move", name=name)
+    if not tensor.numel():
+        return
+    last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    if not tensor.data_ptr() or tensor.untyped_storage().nbytes() < (last + 1) * tensor.element_size():
+        raise UnsupportedError(f"this {type(tensor).__name__} has no storage of its own, or it was freed", name=name)
+
+
+def settled(tensor: Any) -> Any:
+    """The tensor itself, once the collective that fills it is done."""
+    return tensor.wait() if type(tensor).__name__ == "AsyncCollectiveTensor" else tensor
 
 
 def torch_dtype(dtype: str) -> Any:
@@ -74,9 +91,10 @@ def same_memory(tensor: Any) -> tuple[Any, ...] | None:
         return (
             (tensor.__array_interface__["data"][0], tensor.shape, tensor.strides, tensor.dtype) if tensor.size else None
         )
-    if not tensor.numel():
+    if not tensor.numel() or not tensor.data_ptr():
         return None
-    return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+    seen_as = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return (tensor.data_ptr(), tensor.device, tuple(tensor.shape), tensor.stride(), *seen_as)
 
 
 def _strided() -> Any:

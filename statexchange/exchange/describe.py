@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError
-from statexchange.exchange.buffers import dtype_name, host_bytes, is_tensor, same_memory
+from statexchange.exchange.buffers import dtype_name, host_bytes, is_tensor, same_memory, settled
 from statexchange.layout.shards import Box, Shard, full_box
+from statexchange.storage.tensorfile import Held
 
 __all__ = ["Description", "HeldTensor", "Layout", "describe", "named_tensors", "resolve_layout"]
 
@@ -37,13 +38,22 @@ class HeldTensor:
         tensor = self.tensors[index]
         return host_bytes(tensor if self.cast is None else tensor.to(self.cast))
 
+    def whole(self) -> Held:
+        """The shard with the bytes of all its boxes."""
+        views = [self.box_bytes(index) for index in range(len(self.shard.boxes))]
+        return Held(self.shard, views[0] if len(views) == 1 else memoryview(b"".join(views)))
+
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """All tensors of a state on this rank, in order; `aliases` maps a tied name to the one that is kept."""
+    """All tensors of a state on this rank, in order.
+
+    `aliases` maps a tied name to the one that is kept; `unused` are layout patterns that match nothing on this rank.
+    """
 
     held: Mapping[str, HeldTensor]
     aliases: Mapping[str, str] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
 
 
 def describe(state: Any, layout: Layout | None = None) -> Description:
@@ -59,12 +69,11 @@ def describe(state: Any, layout: Layout | None = None) -> Description:
     for name, tensor in named_tensors(state):
         if name in held:
             raise InvalidArgumentError("two parts of the state use this name", name=name)
-        held[name] = _hold(name, tensor, rules.rule_for(name))
+        held[name] = _hold(name, settled(tensor), rules.rule_for(name))
         key = same_memory(held[name].tensors[0]) if held[name].tensors else None
         if key is not None and seen.setdefault(key, name) != name:
             aliases[name] = seen[key]
-    rules.check_all_used()
-    return Description(held, aliases)
+    return Description(held, aliases, tuple(sorted(rules.unused)))
 
 
 def named_tensors(state: Any) -> Iterator[tuple[str, Any]]:
@@ -89,6 +98,8 @@ def _module_items(module: Any) -> dict[str, Any]:
     for name, value in module.state_dict().items():
         parts = [part for part in name.split(".") if part not in _WRAPPERS]
         if is_tensor(value):  # a module's extra state may be anything; it is no tensor of the model
+            if ".".join(parts) in clean:
+                raise InvalidArgumentError("two tensors have this name once wrappers are removed", name=".".join(parts))
             clean[".".join(parts)] = value
     return clean
 
@@ -117,9 +128,10 @@ def _hold_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Any) -> 
         raise UnsupportedError(f"placement {partial[0]} holds an unfinished sum; redistribute it first", name=name)
     boxes = []
     parts = []
-    for chunk in tensor.__create_chunk_list__():
+    for chunk in _own_chunks(name, tensor):
         box = Box(tuple(int(o) for o in chunk.offsets), tuple(int(s) for s in chunk.sizes))
         part = _chunk_tensor(name, tensor, chunk)
+        dtype_name(part, name)
         if tuple(part.shape) != box.shape:
             raise UnsupportedError(
                 "the local part does not fit its box", name=name, expected=box.shape, found=tuple(part.shape)
@@ -129,11 +141,26 @@ def _hold_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Any) -> 
     return HeldTensor(Shard(name, dtype, shape, tuple(boxes)), tuple(parts))
 
 
+def _own_chunks(name: str, tensor: Any) -> list[Any]:
+    mesh = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return list(tensor.__create_chunk_list__())
+    if mesh.get_coordinate() is None:
+        return []  # this rank is not in the tensor's mesh
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_shard() and bool((mesh.mesh.diff(dim=axis) <= 0).any()):
+            raise UnsupportedError(
+                "its mesh lists ranks out of order, and torch itself is of two minds about who then holds what",
+                name=name,
+            )
+    return list(tensor.__create_chunk_list__())
+
+
 def _chunk_tensor(name: str, tensor: Any, chunk: Any) -> Any:
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     if hasattr(tensor, "to_local"):
-        return tensor.to_local()
+        return settled(tensor.to_local())
     return tensor.__get_tensor_shard__(MetadataIndex(name, chunk.offsets))
 
 
@@ -142,18 +169,14 @@ class _Rules:
 
     def __init__(self, layout: Layout) -> None:
         self._rules = [(pattern, _parse_rule(pattern, rule)) for pattern, rule in layout.items()]
-        self._unused = set(layout)
+        self.unused = set(layout)
 
     def rule_for(self, name: str) -> Any:
         for pattern, rule in self._rules:
             if fnmatch.fnmatchcase(name, pattern):
-                self._unused.discard(pattern)
+                self.unused.discard(pattern)
                 return rule
         return None
-
-    def check_all_used(self) -> None:
-        if self._unused:
-            raise InvalidArgumentError(f"layout pattern {sorted(self._unused)[0]!r} matches no tensor")
 
 
 def _parse_rule(pattern: str, rule: Any) -> Any:
@@ -167,7 +190,7 @@ def _parse_rule(pattern: str, rule: Any) -> Any:
     if isinstance(rule, Mapping) and rule.keys() == {"global_shape", "offsets", "shape"}:
         return tuple(rule["global_shape"]), Box(tuple(rule["offsets"]), tuple(rule["shape"]))
     raise InvalidArgumentError(
-        f"layout rule for {pattern!r} must be Shard(dim), Replicate(), a dim or a box, not {rule!r}"
+        f"layout rule for {pattern!r} must be Shard(dim), Replicate(), a mapping with dim, or a box, not {rule!r}"
     )
 
 

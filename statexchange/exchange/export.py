@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,12 +23,13 @@ from statexchange.layout.plan import Holding, Plan, PlanOptions, Rename, TensorP
 from statexchange.layout.shards import ITEMSIZE, Box, Shard
 from statexchange.storage import files
 from statexchange.storage.regions import write_box
-from statexchange.storage.tensorfile import Held, digest
+from statexchange.storage.tensorfile import digest
 from statexchange.storage.workspace import Manifest, Receipt, Workspace
 
 __all__ = ["ExportReport", "export_checkpoint", "save_checkpoint"]
 
 _SYNC_EVERY_BYTES = 256 << 20
+_STEP_BYTES = 64 << 20
 _KEPT_ROUNDS = 2
 _FLOATS = {"F16", "BF16", "F32", "F64"}
 
@@ -129,7 +130,7 @@ def _cast(described: Description, dtype: Any) -> Description:
         key: replace(h, shard=replace(h.shard, dtype=name), cast=target) if h.shard.dtype in _FLOATS else h
         for key, h in described.held.items()
     }
-    return Description(held, described.aliases)
+    return replace(described, held=held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,12 +196,15 @@ class _Export:
 
     def _description_bytes(self) -> bytes:
         held = [[h.shard.to_json(), h.cut_dim] for h in self._described.held.values()]
-        return json.dumps([held, dict(self._described.aliases)], separators=(",", ":")).encode()
+        return json.dumps([held, dict(self._described.aliases), self._described.unused], separators=(",", ":")).encode()
 
     def _prepare(self, answers: Sequence[bytes], overwrite: bool, files_from: Any) -> None:
         """Root: prove the cover, take the target, and make the files."""
         parsed = [json.loads(answer) for answer in answers]
-        described = [[(Shard.from_json(raw), dim) for raw, dim in held] for held, _ in parsed]
+        described = [[(Shard.from_json(raw), dim) for raw, dim in held] for held, _, _ in parsed]
+        unused = set.intersection(*(set(patterns) for _, _, patterns in parsed))
+        if unused:
+            raise InvalidArgumentError(f"layout pattern {min(unused)!r} matches no tensor")
         shards = resolve_layout(described)
         holdings = [Holding(rank, shards[rank], parsed[rank][1]) for rank in range(len(parsed))]
         self._plan = plan_merge(holdings, self._options)
@@ -224,30 +228,25 @@ class _Export:
             for number, (f, o) in enumerate(zip(self._plan.files, self._open, strict=True))
             for t in f.tensors
         ]
-        return json.dumps([opened, tensors], separators=(",", ":")).encode()
+        return json.dumps([opened, tensors, self._options.replicas], separators=(",", ":")).encode()
 
-    def _tasks(self, tensors: Sequence[Any]) -> list[_Task]:
+    def _tasks(self, tensors: Sequence[Any], *, all_replicas: bool) -> list[_Task]:
         """This rank's tasks, beginning at its own place among the tensors so that ranks start in different files."""
         tasks = []
         rank = self._comm.rank
         for number, (file, begin, shape, source, pieces) in enumerate(tensors):
             for index, (offsets, sizes, holder, box_index, replicas) in enumerate(pieces):
-                mine = (
-                    [box_index]
-                    if holder == rank
-                    else [i for h, i in replicas if h == rank and self._options.replicas == "equal"]
-                )
-                box = Box(tuple(offsets), tuple(sizes))
-                tasks += [
-                    _Task(number, index, file, begin, tuple(shape), source, box, i, holder == rank) for i in mine[:1]
-                ]
+                copies = [i for h, i in replicas if h == rank] if all_replicas else []
+                for mine in [box_index] if holder == rank else copies[:1]:
+                    box = Box(tuple(offsets), tuple(sizes))
+                    tasks.append(_Task(number, index, file, begin, tuple(shape), source, box, mine, holder == rank))
         start = len(tasks) * rank // self._comm.world_size
         return tasks[start:] + tasks[:start]
 
     def _write(self, work: Any, on_progress: Callable[[int, int], None] | None) -> list[tuple[int, int, str]]:
         """Write this rank's boxes in place; returns (tensor, piece, digest) of each box that it holds."""
-        opened, tensors = work
-        tasks = self._tasks(tensors)
+        opened, tensors, replicas = work
+        tasks = self._tasks(tensors, all_replicas=replicas == "equal")
         with _Writer(
             opened, self._comm, sum(self._nbytes(task) for task in tasks if task.writes), on_progress
         ) as writer:
@@ -333,6 +332,20 @@ def replica_error(name: str, box: Box, rank: int, other: int) -> ReplicaError:
     )
 
 
+def _steps(box: Box, data: memoryview) -> Iterator[tuple[Box, memoryview]]:
+    """A box cut along its first dim, so that no step takes long."""
+    rows = box.shape[0] if box.shape else 1
+    step = max(1, rows * _STEP_BYTES // max(1, len(data)))
+    if step >= rows:
+        yield box, data
+        return
+    row_bytes = len(data) // rows
+    for begin in range(0, rows, step):
+        end = min(begin + step, rows)
+        part = Box((box.offsets[0] + begin, *box.offsets[1:]), (end - begin, *box.shape[1:]))
+        yield part, data[begin * row_bytes : end * row_bytes]
+
+
 class _Writer:
     """The output files, open for writing in place, with progress and bounded dirty pages."""
 
@@ -355,12 +368,16 @@ class _Writer:
         return self
 
     def write(self, task: _Task, dtype: str, data: memoryview) -> None:
-        """Write one box and count it."""
+        """Write one box, step by step, and count it."""
         path, reserved = self._files[task.file]
         fd = self._fd(task.file, path)
-        write_box(fd, task.begin, task.shape, dtype, task.box, data, path, mapped=reserved)
-        self._done += len(data)
-        self._dirty += len(data)
+        for box, part in _steps(task.box, data):
+            write_box(fd, task.begin, task.shape, dtype, box, part, path, mapped=reserved)
+            self._count(len(part))
+
+    def _count(self, nbytes: int) -> None:
+        self._done += nbytes
+        self._dirty += nbytes
         if self._dirty > _SYNC_EVERY_BYTES:
             self._sync()
         self._comm.progress()
@@ -402,12 +419,14 @@ def save_checkpoint(state: Mapping[str, Any], url: str | os.PathLike[str], *, co
     try:
         with communicator.phase("describing its state"):
             config, held = _flatten(state)
-        number = communicator.broadcast_object(
-            workspace.next_round(communicator.run) if communicator.rank == 0 else None
-        )
+        number: Any = None
+        with communicator.phase("choosing a round"):
+            if communicator.rank == 0:
+                number = workspace.next_round(communicator.run)
+        number = communicator.broadcast_object(number)
         with communicator.phase("saving"):
             receipt = workspace.write(
-                [_held(h) for h in held.held.values()],
+                [h.whole() for h in held.held.values()],
                 run=communicator.run,
                 round=number,
                 rank=communicator.rank,
@@ -452,10 +471,3 @@ def _state_dicts(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_state_dicts(item) for item in value)
     return value
-
-
-def _held(held: HeldTensor) -> Held:
-    shard = held.shard
-    views = [held.box_bytes(index) for index in range(len(shard.boxes))]
-    data = views[0] if len(views) == 1 else memoryview(b"".join(views))
-    return Held(shard, data)

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,13 +18,14 @@ import numpy as np
 from statexchange import values
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.world import as_communicator, members
-from statexchange.errors import InvalidArgumentError, StateExchangeError
+from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError
 from statexchange.exchange.buffers import (
     dtype_name,
     from_bytes,
     host_bytes,
     is_tensor,
     same_memory,
+    settled,
     torch_dtype,
 )
 from statexchange.exchange.describe import describe
@@ -81,21 +82,25 @@ def _facts(tensors: Mapping[str, Any]) -> list[_Fact]:
     seen: dict[tuple[Any, ...], str] = {}
     offset = 0
     for name, tensor in tensors.items():
+        fact = _fact(name, tensor, offset)
         key = same_memory(tensor)
-        first = seen.setdefault(key, name) if key is not None else name
-        fact = _fact(name, tensor, None if first == name else first, offset)
+        if key is not None:  # a Parameter and its plain data are two objects over one memory
+            first = seen.setdefault((*key, fact.kind, fact.requires_grad), name)
+            fact = fact if first == name else replace(fact, alias=first)
         facts.append(fact)
         if fact.alias is None:
             offset += -(-fact.nbytes // _ALIGNMENT) * _ALIGNMENT
     return facts
 
 
-def _fact(name: str, tensor: Any, alias: str | None, offset: int) -> _Fact:
+def _fact(name: str, tensor: Any, offset: int) -> _Fact:
+    if hasattr(tensor, "__create_chunk_list__"):
+        raise UnsupportedError("this is a part of a sharded tensor: pass its to_local()", name=name)
     dtype, shape = dtype_name(tensor, name), tuple(int(size) for size in tensor.shape)
     if isinstance(tensor, np.ndarray):
-        return _Fact(name, dtype, shape, "numpy", False, alias, offset)
+        return _Fact(name, dtype, shape, "numpy", False, None, offset)
     kind = "parameter" if type(tensor).__name__ == "Parameter" else "tensor"
-    return _Fact(name, dtype, shape, kind, bool(tensor.requires_grad), alias, offset)
+    return _Fact(name, dtype, shape, kind, bool(tensor.requires_grad), None, offset)
 
 
 def _rebuild(fact: _Fact, data: Any) -> Any:
@@ -294,7 +299,7 @@ def _transport(
         return _FileTransport(comm, workspace if isinstance(workspace, Workspace) else Workspace(workspace))
     if comm.shared_memory is None:
         raise InvalidArgumentError(
-            f"ranks on {comm.num_nodes} hosts share no memory: pass workspace= (a directory that all of them see)"
+            f"these ranks, on {comm.num_nodes} host(s), share no memory: pass workspace=, a directory that all of them see"
         )
     return _MemoryTransport(comm)
 
@@ -304,7 +309,8 @@ def _gathered(
     comm: Communicator, root: int, tensors: Mapping[str, Any], message: dict[str, Any], workspace: Any
 ) -> Iterator[list[tuple[_Block, dict[str, Any]]]]:
     """Every rank's block and message, in rank order, on root; [] elsewhere. Collective at both ends."""
-    transport = _transport(comm, workspace)
+    with comm.phase("choosing a transport"):
+        transport = _transport(comm, workspace)
     payload: dict[str, Any] = {}
     try:
         with comm.phase("sending"):
@@ -342,10 +348,10 @@ def _until_done(
         failure = error
         raise
     finally:
-        for block, _ in blocks:
-            block.close()
         notes: list[Any] | None = None
         try:
+            for block, _ in blocks:
+                block.close()
             notes = _end(comm, failure, transport.note())
         finally:
             transport.end(notes)
@@ -433,9 +439,11 @@ def get_tensors_parallel(
     entry is the caller's own tensor; the others are views of shared memory, or copies read from `workspace_path`, and
     stay valid when kept. An exception on any member reaches all.
     """
-    if not is_tensor(tensor):
-        raise InvalidArgumentError(f"get_tensors_parallel wants a tensor, not {type(tensor)!r}")
-    with _gathered(members(ranks, group), 0, {"tensor": tensor}, {}, workspace_path) as blocks:
+    communicator = members(ranks, group)
+    with communicator.phase("looking at its tensor"):
+        if not is_tensor(tensor):
+            raise InvalidArgumentError(f"get_tensors_parallel wants a tensor, not {type(tensor)!r}")
+    with _gathered(communicator, 0, {"tensor": settled(tensor)}, {}, workspace_path) as blocks:
         yield [block.tensor("tensor") for block, _ in blocks]
 
 

@@ -14,7 +14,6 @@ from statexchange.errors import InvalidArgumentError, NotFoundError
 from statexchange.exchange.buffers import from_bytes
 from statexchange.exchange.describe import describe
 from statexchange.settings import detect_launch
-from statexchange.storage.tensorfile import Held
 from statexchange.storage.workspace import RankFile, RankName, Workspace
 
 __all__ = ["NFSWorkspace"]
@@ -50,13 +49,10 @@ class NFSWorkspace:
         Not collective. A rank's n-th write is its round n; its last two rounds stay.
         """
         workspace = self._initialized()
-        launch = detect_launch()
-        made = world.current()
-        rank = made.rank if made is not None else launch.rank
-        world_size = made.world_size if made is not None else launch.world_size
+        rank, world_size = _position()
         run = self._writing_run()
         self._round = workspace.next_round(run, rank) if self._round is None else self._round + 1
-        held = [Held(h.shard, h.box_bytes(0)) for h in describe(weights).held.values() if h.tensors]
+        held = [h.whole() for h in describe(weights).held.values()]
         workspace.write(
             held,
             run=run,
@@ -75,7 +71,7 @@ class NFSWorkspace:
                 self._run = made.run
             elif launch.job is not None:
                 self._run = launch.job
-            elif launch.world_size == 1:
+            elif _position()[1] == 1:
                 self._run = f"run-{secrets.token_hex(8)}"
             else:
                 raise InvalidArgumentError(
@@ -101,6 +97,13 @@ class NFSWorkspace:
         with workspace.open(name, timeout_s=timeout_s) as file:
             weights = {key: _tensor(file, key) for key in file.shards}
             return values.decode(file.config), weights
+
+
+def _position() -> tuple[int, int]:
+    """(rank, world size): of a communicator or torch.distributed where one runs, else as the launcher says."""
+    launch = detect_launch()
+    size = world.get_world_size()
+    return (world.get_rank(), size) if size > 1 else (launch.rank, launch.world_size)
 
 
 def _tensor(file: RankFile, name: str) -> Any:

@@ -267,9 +267,7 @@ class _Svg:
         self._y += (len(entries) + 3) // 4 * 20 + 12
 
     def _rectangle(self, x: float, y: float, width: float, height: float, style: str) -> None:
-        self._parts.append(
-            f'<rect x="{x:.6g}" y="{y:.6g}" width="{width:.5g}" height="{height:.5g}" {style}/>'
-        )
+        self._parts.append(f'<rect x="{x:.6g}" y="{y:.6g}" width="{width:.5g}" height="{height:.5g}" {style}/>')
 
     def _row(self, tensor: Supplied, cells: Sequence[_Cell]) -> None:
         bands = len({round(cell.y, 9) for cell in cells})
@@ -362,9 +360,7 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 _MAPS, _MAP_ROWS = 3, 6
 
 
-def supply_bars(
-    source: Source | str | os.PathLike[str], *, width: int = 100, ascii_only: bool = False
-) -> list[str]:
+def supply_bars(source: Source | str | os.PathLike[str], *, width: int = 100, ascii_only: bool = False) -> list[str]:
     """Lines of text that show who supplied which bytes: a bar per rank, and maps of the largest tensors.
 
     Not collective; reads headers only. In a map each character is the rank that supplied that part of the
@@ -429,9 +425,7 @@ def _middles(begin: float, extent: float, count: int) -> range:
     return range(first, min(last, count))
 
 
-def curve(
-    values: Sequence[float], *, width: int = 60, height: int = 6, ascii_only: bool = False
-) -> list[str]:
+def curve(values: Sequence[float], *, width: int = 60, height: int = 6, ascii_only: bool = False) -> list[str]:
     """A curve of `values` as lines of text, with the highest and lowest value written beside it.
 
     Where there are more values than columns, a column shows the mean of those that fall into it.
@@ -444,9 +438,7 @@ def curve(
     for row in reversed(range(height)):
         level = [min(max(h - row * levels, 0), levels) for h in heights]
         note = f"{high:.2f}" if row == height - 1 else f"{low:.2f}" if row == 0 else ""
-        rows.append(
-            f"{note:>6} |" + "".join(("#" if v else " ") if ascii_only else _LEVELS[v] for v in level)
-        )
+        rows.append(f"{note:>6} |" + "".join(("#" if v else " ") if ascii_only else _LEVELS[v] for v in level))
     return [row.rstrip() for row in rows]
 
 

@@ -97,11 +97,17 @@ class _Check:
         if extent.digest is None:
             self.num_unproven += 1
         elif hasher.hexdigest() != extent.digest:
-            raise self._broken(name, extent.path, extent.digest, hasher.hexdigest(), rank if self._source.kind == "workspace" else None)
+            raise self._broken(
+                name, extent.path, extent.digest, hasher.hexdigest(), rank if self._source.kind == "workspace" else None
+            )
 
-    def _broken(self, name: str, path: str, expected: str, found: str, rank: int | None, box: Box | None = None) -> CorruptError:
+    def _broken(
+        self, name: str, path: str, expected: str, found: str, rank: int | None, box: Box | None = None
+    ) -> CorruptError:
         where = f" in region {box}" if box is not None else ""
-        return CorruptError(f"bytes differ from their digest{where}", name=name, rank=rank, path=path, expected=expected, found=found)
+        return CorruptError(
+            f"bytes differ from their digest{where}", name=name, rank=rank, path=path, expected=expected, found=found
+        )
 
     def _published_boxes(self, tensor: SourceTensor, published: Mapping[str, Any]) -> None:
         """All boxes of one merged tensor in one forward pass over its bytes."""
@@ -136,12 +142,18 @@ class _Check:
             path = os.path.join(self._source.path, str(fact["file"]))
             if shard is None:
                 if path not in broken:
-                    self.findings.append(IncompleteError("the manifest lists this tensor, no file has it", name=name, path=path))
+                    self.findings.append(
+                        IncompleteError("the manifest lists this tensor, no file has it", name=name, path=path)
+                    )
             elif [shard.dtype, list(shard.global_shape)] != [fact["dtype"], fact["shape"]]:
                 expected, has = f"{fact['dtype']} {fact['shape']}", f"{shard.dtype} {list(shard.global_shape)}"
-                self.findings.append(CorruptError("file and manifest disagree", name=name, path=path, expected=expected, found=has))
+                self.findings.append(
+                    CorruptError("file and manifest disagree", name=name, path=path, expected=expected, found=has)
+                )
         for name in found.keys() - published.keys():
-            self.findings.append(CorruptError("the manifest does not list this tensor", name=name, path=self._source.path))
+            self.findings.append(
+                CorruptError("the manifest does not list this tensor", name=name, path=self._source.path)
+            )
 
     def _cover(self) -> None:
         """Prove the cover of each tensor by itself, so that every flaw is found, and compare replicas."""
@@ -151,7 +163,8 @@ class _Check:
 
     def _cover_of(self, name: str) -> None:
         holdings = [
-            Holding(holder.rank, [holder.tensors[name].shard] if name in holder.tensors else []) for holder in self._source.holders
+            Holding(holder.rank, [holder.tensors[name].shard] if name in holder.tensors else [])
+            for holder in self._source.holders
         ]
         plan = plan_merge(holdings, PlanOptions())
         for tensor in plan.files[0].tensors:
@@ -165,7 +178,11 @@ class _Check:
                 if known != copies[piece.holder]:
                     one, other = (self._source.holders[h].rank for h in (piece.holder, holder))
                     self.findings.append(
-                        ReplicaError(f"ranks {one} and {other} hold different values for region {piece.box}", name=tensor.source, rank=other)
+                        ReplicaError(
+                            f"ranks {one} and {other} hold different values for region {piece.box}",
+                            name=tensor.source,
+                            rank=other,
+                        )
                     )
 
     def _count(self, nbytes: int) -> None:

@@ -28,9 +28,7 @@ __all__ = ["describe", "load", "report", "sender", "serve"]
 Send = Callable[[object], None]
 
 sender: ContextVar[Send | None] = ContextVar("sender", default=None)
-_OWN_FILES = {
-    os.path.join(os.path.dirname(__file__), name) for name in ("child.py", "worlds.py", "plugin.py")
-}
+_OWN_FILES = {os.path.join(os.path.dirname(__file__), name) for name in ("child.py", "worlds.py", "plugin.py")}
 _process_sender: Send | None = None  # of a rank that is a process: its own threads have no context of ours
 
 
@@ -55,9 +53,7 @@ def load(target: str) -> Callable[..., Any]:
 def describe(error: BaseException) -> list[str]:
     """The type name, message and traceback text of `error`, without the launcher's own frames."""
     frames = error.__traceback__
-    while (
-        frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename in _OWN_FILES
-    ):
+    while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename in _OWN_FILES:
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
     return [type(error).__name__, str(error), text]

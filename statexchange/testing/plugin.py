@@ -30,9 +30,7 @@ _ALLOWED_SKIP = "no GPU"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds ``--no-skips``."""
-    parser.addoption(
-        "--no-skips", action="store_true", help=f"a skip fails the session, unless for {_ALLOWED_SKIP!r}"
-    )
+    parser.addoption("--no-skips", action="store_true", help=f"a skip fails the session, unless for {_ALLOWED_SKIP!r}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -46,9 +44,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if marker is None:
         return
     if metafunc.cls is not None:
-        raise pytest.UsageError(
-            f"{metafunc.definition.nodeid}: the ranks marker is for functions, not for methods"
-        )
+        raise pytest.UsageError(f"{metafunc.definition.nodeid}: the ranks marker is for functions, not for methods")
     if not marker.args or marker.kwargs.keys() - {"backend", "timeout_s"}:
         raise pytest.UsageError(f"{metafunc.definition.nodeid}: use {_MARKER.partition(':')[0]}")
     backend = marker.kwargs.get("backend", "threads")
@@ -76,9 +72,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def _run(
-    test: Callable[..., None], arguments: dict[str, Any], backend: str, world_size: int, timeout_s: float
-) -> None:
+def _run(test: Callable[..., None], arguments: dict[str, Any], backend: str, world_size: int, timeout_s: float) -> None:
     try:
         if backend == "threads":
             run_ranks(functools.partial(test, **arguments), world_size, timeout_s=timeout_s)
@@ -114,10 +108,7 @@ def _forbidden_skips(config: pytest.Config) -> list[str]:
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or not config.getoption("--no-skips"):
         return []
-    reasons = [
-        (skip.nodeid, skip.longrepr[2].removeprefix("Skipped: "))
-        for skip in reporter.stats.get("skipped", [])
-    ]
+    reasons = [(skip.nodeid, skip.longrepr[2].removeprefix("Skipped: ")) for skip in reporter.stats.get("skipped", [])]
     return [f"{nodeid}: {reason}" for nodeid, reason in reasons if not reason.startswith(_ALLOWED_SKIP)]
 
 

@@ -14,9 +14,7 @@ from statexchange.testing.worlds import BACKENDS, World, open_world
 
 __all__ = ["RankFailure", "RankOutcome", "RankOutcomes", "report", "run_ranks"]
 
-_GRACE_S = (
-    2.0  # for the peers of a failed rank to fail by themselves, and for a process to end after its work
-)
+_GRACE_S = 2.0  # for the peers of a failed rank to fail by themselves, and for a process to end after its work
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +145,7 @@ def run_ranks(
     if backend not in BACKENDS:
         raise InvalidArgumentError(f"no backend {backend!r}: use one of {', '.join(BACKENDS)}")
     if world_size < 1:
-        raise InvalidArgumentError(
-            "a world has at least one rank", expected="world_size >= 1", found=world_size
-        )
+        raise InvalidArgumentError("a world has at least one rank", expected="world_size >= 1", found=world_size)
     world = open_world(backend, fn, args, world_size)
     try:
         world.start()

@@ -77,9 +77,7 @@ def open_world(backend: str, fn: Callable[..., Any], args: tuple[Any, ...], worl
     if backend == "threads":
         return _Threads(fn, args, world_size)
     task = {"target": _target(fn, backend), "args": values.encode(args), "world_size": world_size}
-    return (
-        _Job({**task, "backend": backend}) if backend == "mpi" else _Processes({**task, "backend": backend})
-    )
+    return _Job({**task, "backend": backend}) if backend == "mpi" else _Processes({**task, "backend": backend})
 
 
 def _target(fn: Callable[..., Any], backend: str) -> str:
@@ -92,9 +90,7 @@ def _target(fn: Callable[..., Any], backend: str) -> str:
         )
     unnamed = backend == "mpi" or not hasattr(sys.modules["__main__"], "__file__")
     if module == "__main__" and unnamed:
-        raise InvalidArgumentError(
-            f"another process cannot import {qualname} from __main__: put it in a module"
-        )
+        raise InvalidArgumentError(f"another process cannot import {qualname} from __main__: put it in a module")
     return f"{module}:{qualname}"
 
 
@@ -124,9 +120,7 @@ class _Threads:
         from statexchange.comm import world
 
         communicator = self._communicators[rank]
-        child.sender.set(
-            lambda value: self._events.put((rank, "report", values.decode(values.encode(value))))
-        )
+        child.sender.set(lambda value: self._events.put((rank, "report", values.decode(values.encode(value)))))
         try:
             with world.use(communicator):
                 value = self._fn(*self._args)
@@ -330,9 +324,7 @@ class _Job(_Remote):
             address,
         ]
         # In a session of its own: on Ctrl-C we end it, and it does not meddle.
-        self._job = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, env=_mpi_environ(), start_new_session=True
-        )
+        self._job = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=_mpi_environ(), start_new_session=True)
 
     def events(self, wait_s: float) -> Iterator[Event]:
         ready = wait([self._listener, *self._open], min(wait_s, _POLL_S))
@@ -340,9 +332,7 @@ class _Job(_Remote):
             self._admit()
         events = list(self._read(c for c in ready if isinstance(c, Connection)))
         if not ready and self._ended(0):
-            events += [
-                (rank, "exited", None) for rank in range(self._world_size) if rank not in self._connections
-            ]
+            events += [(rank, "exited", None) for rank in range(self._world_size) if rank not in self._connections]
         self._ok.update(rank for rank, kind, _ in events if kind == "ok")
         yield from events
 
