@@ -211,7 +211,7 @@ def to_record(error: BaseException, rank: int, phase: str) -> dict[str, Any]:
 def _said(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:
+    except Exception:  # noqa: BLE001 (whatever a foreign __str__ does, the failure must reach the others)
         return "(its message cannot be shown)"
 
 

@@ -325,3 +325,49 @@ def test_twenty_starts_and_stops_leave_nothing(backend: str, tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done") == 2
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("statexchange-")]
+
+
+@pytest.mark.ranks(3, backend=ALL)
+def test_a_value_that_cannot_be_encoded_is_an_error_on_every_rank() -> None:
+    comm = start()
+    for call in (comm.gather_object, comm.all_gather_object):
+        with pytest.raises(sx.PeerError, match=r"rank 1 failed.*cannot write a builtins.object"):
+            call([object() if comm.rank == 1 else 1])
+    with pytest.raises(sx.PeerError, match="rank 0 failed"):
+        comm.broadcast_object(object() if comm.rank == 0 else None)
+    comm.barrier()
+
+
+def forks() -> str:
+    comm = sx.get_communicator()
+    child = os.fork()
+    if not child:
+        sx.shutdown()
+        os._exit(0)
+    os.waitpid(child, 0)
+    comm.barrier()
+    return "ok"
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 on: fork beside threads
+def test_a_forked_child_does_not_leave_for_its_parent() -> None:
+    assert run_ranks(forks, 2, backend="gloo") == ["ok", "ok"]
+
+
+STORE = """
+import statexchange as sx
+comm = sx.init()
+if comm.rank < 2:
+    print(comm.subset([1, 0]).all_gather_object(comm.rank), flush=True)
+import torch.distributed as dist
+assert not dist.is_initialized()
+"""
+
+
+def test_auto_under_torchrun_leaves_torch_alone_and_makes_subsets(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(STORE)
+    torchrun = Path(sys.executable).with_name("torchrun")
+    command = [torchrun, "--nproc-per-node", "3", tmp_path / "script.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("[1, 0]") == 2

@@ -392,3 +392,33 @@ def test_what_cannot_be_saved_is_named_and_the_last_round_stays(tmp_path: Path) 
         sx.save_checkpoint({"w": torch.ones(2), "x": object() if comm.rank else 1}, tmp_path / "ckpt")
     comm.barrier()
     assert len(list((tmp_path / "ckpt").rglob("*.safetensors"))) == 2
+
+
+def odd_meshes(out: str) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    rank = sx.get_communicator().rank
+    whole = torch.arange(10.0).reshape(5, 2)
+    swapped = distribute_tensor(whole, DeviceMesh("cpu", [2, 0, 1]), [Shard(0)])
+    with pytest.raises(sx.UnsupportedError, match=r"out of order.*'w'"):
+        sx.export_checkpoint({"w": swapped}, f"{out}-swapped")
+    pair = distribute_tensor(whole, DeviceMesh("cpu", [0, 1]), [Shard(0)])
+    head = {} if rank else {"head": torch.ones(2)}
+    sx.export_checkpoint({"w": pair, **head}, out, layout={"head": {"dim": 0}})
+    merged = load_file(f"{out}/model.safetensors")
+    assert torch.equal(merged["w"], whole)
+    assert torch.equal(merged["head"], torch.ones(2))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch says that a mesh of fewer ranks leaves some out
+def test_meshes_of_some_ranks_and_of_ranks_out_of_order(tmp_path: Path) -> None:
+    run_ranks(odd_meshes, 3, backend="gloo", args=(str(tmp_path / "out"),))
+
+
+def test_two_tensors_of_one_name_without_wrappers_are_refused(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(1))
+    model._orig_mod = nn.Linear(1, 1, bias=False)
+    with pytest.raises(ValueError, match=r"once wrappers are removed.*'weight'"):
+        sx.export_checkpoint(model, tmp_path / "out")

@@ -393,3 +393,60 @@ def test_two_jobs_at_once_on_one_host_do_not_meet() -> None:
         jobs = [pool.submit(run_ranks, one_job, 2, backend="gloo", args=(seed,)) for seed in (1, 2)]
         for seed, job in zip((1, 2), jobs, strict=True):
             assert job.result()[0] == [float(seed * 1000 + i * 10 + r) for i in range(20) for r in range(2)]
+
+
+@pytest.mark.ranks(2, backend="threads")
+def test_views_of_one_memory_that_differ_in_value_or_kind_stay_apart() -> None:
+    z = torch.tensor([1 + 2j, 3 - 1j])
+    p = torch.nn.Parameter(torch.ones(2))
+    state = {"z": z, "conj": z.conj(), "p": p, "data": p.detach()}
+    with sx.gather_state(state) as states:
+        for found in states:
+            assert all(same_bits(found[name], tensor) for name, tensor in state.items())
+            assert type(found["data"]) is torch.Tensor
+
+
+@pytest.mark.ranks(2, backend=BOTH)
+def test_ranks_stay_in_step_through_many_errors() -> None:
+    comm = sx.get_communicator()
+    tensor = torch.ones(10)
+    for i in range(100):
+        with pytest.raises((sx.PeerError, ZeroDivisionError)), sx.gather_state({"w": tensor}, root=i % 2):
+            if comm.rank == i % 2:
+                raise ZeroDivisionError
+        with sx.get_tensors_parallel(tensor, [0, 1]) as tensors:
+            assert len(tensors) == (0 if comm.rank else 2)
+
+
+@pytest.mark.ranks(2, backend="threads")
+def test_what_has_no_bytes_is_refused_on_every_rank() -> None:
+    rank = sx.get_communicator().rank
+    freed = torch.randn(1000)
+    freed.untyped_storage().resize_(0)
+    masked = np.ma.masked_array([1, 2], [0, 1])
+    for bad, match in [(freed, "freed"), (masked, "mask"), (torch.empty(2, device="meta"), "meta")]:
+        with pytest.raises(sx.UnsupportedError, match=match), sx.gather_state({"w": bad if rank else torch.ones(2)}):
+            pass
+    nothing = None if rank else torch.ones(1)
+    with pytest.raises(sx.InvalidArgumentError, match="a tensor"), sx.get_tensors_parallel(nothing, [0, 1]):
+        pass
+
+
+def starts_over(folder: str) -> list[list[int]]:
+    """torch.distributed is torn down and comes back with the ranks swapped."""
+    import torch.distributed as dist
+
+    found = []
+    for turn in range(2):
+        rank = dist.get_rank()
+        with sx.get_tensors_parallel(torch.tensor(rank), [0, 1]) as tensors:
+            found.append([int(t) for t in tensors])
+        dist.barrier()
+        dist.destroy_process_group()
+        store = dist.FileStore(f"{folder}/store{turn}", 2)
+        dist.init_process_group("gloo", store=store, rank=1 - rank, world_size=2)
+    return found
+
+
+def test_a_new_default_group_gets_new_members(tmp_path: Path) -> None:
+    assert run_ranks(starts_over, 2, backend="gloo", args=(str(tmp_path),)) == [[[0, 1], []], [[], [0, 1]]]

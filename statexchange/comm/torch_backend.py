@@ -51,7 +51,7 @@ def _sibling(global_ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup
 def start_gloo(launch: Launch, *, default: bool, timeout_s: float) -> Backend:
     """A Gloo backend over the ranks that the launcher started. Collective.
 
-    With `default` it is torch's default group, initialised if need be; else a group that torch.distributed does not know.
+    With `default` it is torch's default group, initialised if need be; else one that torch.distributed does not know.
     """
     running = default_group()
     if running is not None:

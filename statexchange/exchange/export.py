@@ -18,7 +18,7 @@ from statexchange.comm.communicator import Communicator
 from statexchange.comm.world import as_communicator
 from statexchange.errors import InvalidArgumentError, ReplicaError, StorageError, UnsupportedError
 from statexchange.exchange.buffers import dtype_name, is_tensor
-from statexchange.exchange.describe import Description, HeldTensor, Layout, describe, resolve_layout
+from statexchange.exchange.describe import Description, Layout, describe, resolve_layout
 from statexchange.layout.plan import Holding, Plan, PlanOptions, Rename, TensorPlan, parse_size, plan_merge
 from statexchange.layout.shards import ITEMSIZE, Box, Shard
 from statexchange.storage import files
@@ -415,7 +415,7 @@ def save_checkpoint(state: Mapping[str, Any], url: str | os.PathLike[str], *, co
     """
     communicator = as_communicator(comm)
     workspace = Workspace(url)
-    receipt: Receipt | None = None
+    ours: list[str] = []
     try:
         with communicator.phase("describing its state"):
             config, held = _flatten(state)
@@ -434,7 +434,9 @@ def save_checkpoint(state: Mapping[str, Any], url: str | os.PathLike[str], *, co
                 config=config,
                 extra={"aliases": dict(held.aliases)},
             )
-        receipts = communicator.gather_object([receipt.relative, receipt.nbytes] if receipt is not None else None)
+            ours = [receipt.relative]
+        receipts = communicator.gather_object([receipt.relative, receipt.nbytes])
+        ours = [relative for relative, _ in receipts]  # from here on root may commit them, and nobody else removes one
         committed: list[Any] = []
         with communicator.phase("committing"):
             if communicator.rank == 0:
@@ -444,8 +446,7 @@ def save_checkpoint(state: Mapping[str, Any], url: str | os.PathLike[str], *, co
         written = tuple(Receipt(*r) for r in kept)
         return Manifest(communicator.run, number, generation, communicator.world_size, written, {})
     except BaseException:
-        if receipt is not None:
-            workspace.remove([receipt.relative])
+        workspace.remove(ours)
         raise
 
 

@@ -299,7 +299,7 @@ def _transport(
         return _FileTransport(comm, workspace if isinstance(workspace, Workspace) else Workspace(workspace))
     if comm.shared_memory is None:
         raise InvalidArgumentError(
-            f"these ranks, on {comm.num_nodes} host(s), share no memory: pass workspace=, a directory that all of them see"
+            f"these ranks, on {comm.num_nodes} host(s), share no memory: pass workspace=, a directory that all see"
         )
     return _MemoryTransport(comm)
 

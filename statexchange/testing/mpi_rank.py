@@ -17,6 +17,9 @@ def main(address: str) -> None:
     with Client(address, "AF_UNIX") as connection:
         connection.send_bytes(values.encode([settings.detect_launch().rank, os.getpid()]).encode())
         child.serve(connection)
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and not mpi.Is_finalized():
+        mpi.Finalize()  # here, where all ranks meet; at the interpreter's end other libraries are half gone
 
 
 if __name__ == "__main__":

@@ -42,12 +42,12 @@ def rank_main(megabytes: int, rounds: int, run: str) -> dict[str, list[float]]:
         mine = None
         if rank:
             mine = shared_memory.SharedMemory(names[rank], create=True, size=tensor.nbytes + 2048)
-            torch.save(tensor, mine._mmap)  # noqa: SLF001 (as they do)
+            torch.save(tensor, mine._mmap)  # type: ignore[attr-defined]  # noqa: SLF001 (as they do)
         dist.barrier()
         if not rank:
             for r in ranks[1:]:
                 theirs = shared_memory.SharedMemory(names[r])
-                assert float(torch.load(io.BytesIO(theirs.buf))[-1]) == r
+                assert float(torch.load(io.BytesIO(bytes(theirs.buf or b"")))[-1]) == r
                 theirs.close()
         dist.barrier()
         if mine is not None:
