@@ -50,8 +50,7 @@ def test_every_fenced_block_is_one_that_a_test_runs() -> None:
         "output: torchrun",
         "commands",
         "block: layout.py",
-        "output: demo",
-        "bench: export",
+        "output: statexchange demo",
     }
     assert set(blocks()) == marked
     assert README.count("\n```") == 2 * len(marked)
