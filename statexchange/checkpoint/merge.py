@@ -29,7 +29,6 @@ from statexchange.layout.plan import (
     PlanOptions,
     Rename,
     TensorPlan,
-    parse_size,
     plan_merge,
 )
 from statexchange.layout.shards import ITEMSIZE, Box
@@ -83,8 +82,13 @@ def merge_checkpoint(
     StorageError.
     """
     began = time.perf_counter()
-    options = PlanOptions(
-        _patterns(include), _patterns(exclude), rename, parse_size(max_shard_size), filename_pattern, replicas
+    options = PlanOptions.of(
+        include=include,
+        exclude=exclude,
+        rename=rename,
+        max_shard_size=max_shard_size,
+        filename_pattern=filename_pattern,
+        replicas=replicas,
     )
     opened = open_source(source)
     plan = plan_merge(opened.holdings(), options)
@@ -101,10 +105,6 @@ def merge_checkpoint(
             publication.commit()
     names = tuple((file.name, file.data_nbytes) for file in plan.files)
     return MergeReport(path, names, plan.nbytes, plan.num_tensors, plan.aliases, time.perf_counter() - began, dry_run)
-
-
-def _patterns(patterns: str | Sequence[str]) -> tuple[str, ...]:
-    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
 
 
 def extent_of(source: Source, tensor: TensorPlan, holder: int, box_index: int) -> Extent:

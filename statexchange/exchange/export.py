@@ -19,7 +19,7 @@ from statexchange.comm.world import as_communicator
 from statexchange.errors import InvalidArgumentError, ReplicaError, StorageError, UnsupportedError
 from statexchange.exchange.buffers import dtype_name, is_tensor
 from statexchange.exchange.describe import Description, Layout, describe, resolve_layout
-from statexchange.layout.plan import Holding, Plan, PlanOptions, Rename, TensorPlan, parse_size, plan_merge
+from statexchange.layout.plan import Holding, Plan, PlanOptions, Rename, TensorPlan, plan_merge
 from statexchange.layout.shards import ITEMSIZE, Box, Shard
 from statexchange.storage import files
 from statexchange.storage.regions import write_box
@@ -97,23 +97,19 @@ def export_checkpoint(
     communicator = as_communicator(comm)
     clock = _Clock()
     with communicator.phase("describing its state"):
-        options = PlanOptions(
-            _patterns(include),
-            _patterns(exclude),
-            rename,
-            parse_size(max_shard_size),
-            filename_pattern,
-            replicas,
+        options = PlanOptions.of(
+            include=include,
+            exclude=exclude,
+            rename=rename,
+            max_shard_size=max_shard_size,
+            filename_pattern=filename_pattern,
+            replicas=replicas,
         )
         if communicator.num_nodes > 1:
             raise UnsupportedError(f"export needs all ranks on one host; these are on {communicator.num_nodes}")
         described = _cast(describe(state, layout), dtype)
     trip = _Export(communicator, described, os.fspath(out), options, stall_timeout_s, clock)
     return trip.run(overwrite=overwrite, files_from=files_from, on_progress=on_progress)
-
-
-def _patterns(patterns: str | Sequence[str]) -> tuple[str, ...]:
-    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
 
 
 def _cast(described: Description, dtype: Any) -> Description:

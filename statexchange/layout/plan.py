@@ -70,6 +70,25 @@ class PlanOptions:
         if self.replicas not in ("equal", "root"):
             raise InvalidArgumentError(f"replicas must be 'equal' or 'root', not {self.replicas!r}")
 
+    @classmethod
+    def of(
+        cls,
+        *,
+        include: str | Sequence[str],
+        exclude: str | Sequence[str],
+        rename: Rename,
+        max_shard_size: int | str,
+        filename_pattern: str,
+        replicas: Literal["equal", "root"],
+    ) -> PlanOptions:
+        """The options as callers of `merge_checkpoint` and `export_checkpoint` give them."""
+
+        def patterns(given: str | Sequence[str]) -> tuple[str, ...]:
+            return (given,) if isinstance(given, str) else tuple(given)
+
+        size = parse_size(max_shard_size)
+        return cls(patterns(include), patterns(exclude), rename, size, filename_pattern, replicas)
+
 
 @dataclass(frozen=True, slots=True)
 class Holding:
