@@ -167,14 +167,15 @@ class StallError(StateExchangeError, TimeoutError):
 
 
 class PeerError(StateExchangeError, RuntimeError):
-    """A rank failed: ``rank`` says which, ``phase`` where, ``cause`` why. The same on every rank."""
+    """A rank failed: ``rank`` says which (-1: the transport does not tell), ``phase`` where, ``cause`` why."""
 
     code = "IO"
 
     def __init__(self, rank: int, phase: str, cause: str) -> None:
         self.phase = phase
         self.cause = cause
-        super().__init__(f"rank {rank} failed in {phase}: {cause}")
+        who = f"rank {rank}" if rank >= 0 else "a rank, whose own log says more,"
+        super().__init__(f"{who} failed in {phase}: {cause}")
         self.rank = rank
 
     def _text(self) -> str:

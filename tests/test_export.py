@@ -422,3 +422,30 @@ def test_two_tensors_of_one_name_without_wrappers_are_refused(tmp_path: Path) ->
     model._orig_mod = nn.Linear(1, 1, bias=False)
     with pytest.raises(ValueError, match=r"once wrappers are removed.*'weight'"):
         sx.export_checkpoint(model, tmp_path / "out")
+
+
+@pytest.mark.parametrize("out", ["s3://bucket/key", "shm://name", ""])
+def test_a_target_that_is_no_directory_is_refused(out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="goes to a directory, not to"):
+        sx.export_checkpoint({"w": torch.ones(1)}, out)
+    assert not list(tmp_path.iterdir())
+
+
+def saves_by_mesh(folder: str) -> int:
+    """Each slice of a mesh is a new object, but not a new communicator."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    rank = mesh.get_rank()
+    sx.save_checkpoint({"other": torch.ones(1)}, f"{folder}/{rank // 2}", comm=sx.get_communicator().subset([rank]))
+    for step in range(4):
+        sx.save_checkpoint({"w": torch.ones(1), "step": step}, f"{folder}/{rank // 2}", comm=mesh["b"])
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_saving_by_a_mesh_is_one_run_and_leaves_other_runs_alone(tmp_path: Path) -> None:
+    run_ranks(saves_by_mesh, 4, backend="gloo", args=(str(tmp_path),))
+    for folder in ("0", "1"):
+        runs = [sorted(run.iterdir()) for run in (tmp_path / folder).iterdir()]
+        assert sorted(len(rounds) for rounds in runs) == [1, 1, 2]

@@ -378,13 +378,14 @@ def commit(
     return receipts
 
 
-def test_the_newest_rounds_stay_across_runs(workspace: Workspace) -> None:
+def test_the_newest_rounds_of_each_run_stay(workspace: Workspace) -> None:
     for run in ("a", "a", "a", "b"):
         commit(workspace, run=run)
-    assert [(m.run, m.round, m.generation) for m in workspace.manifests()] == [("a", 3, 3), ("b", 1, 4)]
-    assert sorted(os.listdir(os.path.join(workspace.path, "a"))) == ["000003"]
-    commit(workspace, run="b")
-    assert workspace.runs() == ["b"]
+    assert [(m.run, m.round, m.generation) for m in workspace.manifests()] == [("a", 2, 2), ("a", 3, 3), ("b", 1, 4)]
+    assert sorted(os.listdir(os.path.join(workspace.path, "a"))) == ["000002", "000003"]
+    for _ in range(3):
+        commit(workspace, run="b")
+    assert [(m.run, m.round) for m in workspace.manifests()] == [("a", 2), ("a", 3), ("b", 3), ("b", 4)]
 
 
 def test_files_of_killed_writers_go_with_their_round(workspace: Workspace) -> None:

@@ -18,6 +18,7 @@ from statexchange.checkpoint.publish import (
     OpenFile,
     Publication,
     check_target,
+    target_path,
     travelling_files,
     write_manifest,
 )
@@ -95,7 +96,7 @@ def merge_checkpoint(
     if replicas == "equal":
         check_replicas(opened, plan)
     travelling = travelling_files(files_from)
-    path = os.path.abspath(os.fspath(out))
+    path = target_path(out)
     if dry_run:
         check_target(path, overwrite=overwrite)
     else:

@@ -35,7 +35,16 @@ if TYPE_CHECKING:
 
     from statexchange.layout.plan import FilePlan, Plan, TensorPlan
 
-__all__ = ["BoxFact", "OpenFile", "Publication", "check_target", "index_name", "travelling_files", "write_manifest"]
+__all__ = [
+    "BoxFact",
+    "OpenFile",
+    "Publication",
+    "check_target",
+    "index_name",
+    "target_path",
+    "travelling_files",
+    "write_manifest",
+]
 
 SCHEMA = 1
 _log = logging.getLogger(__name__)
@@ -78,6 +87,14 @@ class OpenFile:
                 os.close(fd)
 
 
+def target_path(out: str | os.PathLike[str]) -> str:
+    """The absolute path of a directory to publish; a URL or an empty name is an InvalidArgumentError."""
+    name = os.fspath(out)
+    if "://" in name or not name:
+        raise InvalidArgumentError(f"a checkpoint goes to a directory, not to {name!r}")
+    return os.path.abspath(name)
+
+
 def check_target(out: str, *, overwrite: bool) -> None:
     """Raise TargetExistsError if `out` exists and may not be replaced, UnsafeError if that would lose files."""
     if not os.path.lexists(out):
@@ -100,7 +117,7 @@ class Publication:
     """
 
     def __init__(self, out: str | os.PathLike[str], plan_digest: str, *, overwrite: bool = False) -> None:
-        self.out = os.path.abspath(os.fspath(out))
+        self.out = target_path(out)
         self.parent, self.name = os.path.split(self.out)
         if not self.name:
             raise InvalidArgumentError("not a place for a checkpoint", path=self.out)

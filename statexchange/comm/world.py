@@ -39,7 +39,7 @@ __all__ = [
 _default: ContextVar[Communicator | None] = ContextVar("statexchange_communicator", default=None)
 # Adopted groups by identity; the group is kept with its communicator so that its id cannot be given to another.
 _adopted: dict[int, tuple[object, Communicator]] = {}
-_members: dict[tuple[int, ...], tuple[object, Communicator]] = {}
+_members: dict[tuple[int | str, ...], tuple[object, Communicator]] = {}
 _ALONE = object()  # stands for a world of one, which is kept so that its run has one identity
 BACKENDS = ("auto", "single", "gloo", "mpi")
 
@@ -136,8 +136,7 @@ def from_mpi(mpi_comm: Any, *, timeout_s: float | None = None) -> Communicator:
 
 def _adopt(group: object, backend: Callable[[float], Backend], timeout_s: float | None) -> Communicator:
     if id(group) not in _adopted:
-        if not _adopted:
-            atexit.register(_forget)  # a Gloo group that outlives the interpreter's end aborts the process
+        _forget_at_exit()
         wait = default_timeout_s() if timeout_s is None else timeout_s
         _adopted[id(group)] = (group, communicator(backend(wait), wait))
     return _adopted[id(group)][1]
@@ -154,9 +153,7 @@ def as_communicator(comm: Any = None) -> Communicator:
     if isinstance(comm, Communicator):
         return comm
     if type(comm).__name__ == "DeviceMesh":
-        from statexchange.comm.torch_backend import TorchBackend, mesh_group
-
-        return _adopt(comm, lambda wait: TorchBackend(mesh_group(comm, wait), wait), None)
+        return _of_mesh(comm)
     if type(comm).__module__.startswith("mpi4py"):
         return from_mpi(comm)
     if "torch.distributed" in sys.modules and isinstance(comm, sys.modules["torch.distributed"].ProcessGroup):
@@ -164,6 +161,21 @@ def as_communicator(comm: Any = None) -> Communicator:
     raise InvalidArgumentError(
         f"comm must be a Communicator, ProcessGroup, DeviceMesh or MPI communicator, not {type(comm)!r}"
     )
+
+
+def _of_mesh(mesh: Any) -> Communicator:
+    """The communicator of a mesh's ranks, found by the ranks: slicing a mesh makes a new object each time."""
+    from statexchange.comm.torch_backend import TorchBackend, mesh_group
+
+    torchs = _torch_default_group()
+    key = (id(torchs), "mesh", *sorted(mesh.mesh.flatten().tolist()))
+    if key not in _members:
+        _forget_at_exit()
+        wait = default_timeout_s()
+        group = mesh_group(mesh, wait)
+        made = from_process_group(group) if group is torchs else communicator(TorchBackend(group, wait), wait)
+        _members[key] = (torchs, made)
+    return _members[key][1]
 
 
 def _default_communicator() -> Communicator:
@@ -186,11 +198,11 @@ def _default_communicator() -> Communicator:
 def members(ranks: Sequence[int], group: Any = None) -> Communicator:
     """The communicator of world ranks `ranks`, in that order. Collective over them only: nobody else has to call.
 
-    `group` is None for the default world; a Communicator or MPI communicator in which the ranks are counted; or a torch
-    ProcessGroup, whose ranks torch counts in its default group anyway.
+    `group` is None for the default world; a torch ProcessGroup, whose ranks torch counts in its default group anyway;
+    or anything else that `comm=` takes, in which the ranks are counted.
     """
     torchs = _torch_default_group()
-    if isinstance(group, Communicator) or (group is not None and torchs is None):
+    if group is not None and not (torchs is not None and isinstance(group, type(torchs))):
         return as_communicator(group).subset(ranks)
     world = current()
     if world is not None or torchs is None:
@@ -200,6 +212,7 @@ def members(ranks: Sequence[int], group: Any = None) -> Communicator:
     # The default group has no communicator yet, and making one would need ranks that do not take part.
     key = (id(torchs), *ranks)
     if key not in _members:
+        _forget_at_exit()
         wait = default_timeout_s()
         _members[key] = (torchs, communicator(torch_backend.of_ranks(ranks, wait), wait))
     return _members[key][1]
@@ -253,9 +266,15 @@ def get_world_size() -> int:
 
 
 def get_local_rank() -> int:
-    """This rank within its host; 0 before `init`. Not collective."""
+    """This rank within its host, as the launcher says where no communicator knows; 0 without either. Not collective."""
     made = current()
-    return made.local_rank if made is not None else 0
+    return made.local_rank if made is not None else detect_launch().local_rank
+
+
+def _forget_at_exit() -> None:
+    """A Gloo group that outlives the interpreter's end aborts the process."""
+    if not _adopted and not _members:
+        atexit.register(_forget)
 
 
 def _forget() -> None:

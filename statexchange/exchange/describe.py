@@ -84,8 +84,13 @@ def named_tensors(state: Any) -> Iterator[tuple[str, Any]]:
         if not isinstance(items, Mapping):
             raise InvalidArgumentError(f"state must be a module, a mapping or a list of modules, not {type(part)!r}")
         for name, value in items.items():
-            if not isinstance(name, str) or not is_tensor(value):
-                raise InvalidArgumentError(f"state[{name!r}] is a {type(value).__name__}, not a tensor")
+            if not isinstance(name, str):
+                raise InvalidArgumentError(f"state has the key {name!r}: names must be text")
+            if not is_tensor(value):
+                found = f"state[{name!r}] is a {type(value).__name__}, not a tensor"
+                raise InvalidArgumentError(
+                    f"{found}: pass a module or one flat mapping; save_checkpoint takes nested state"
+                )
             yield name, value
 
 
@@ -168,6 +173,8 @@ class _Rules:
     """Layout rules by name pattern; each gives None (replicated), a dim, or (global shape, box)."""
 
     def __init__(self, layout: Layout) -> None:
+        if not isinstance(layout, Mapping):
+            raise InvalidArgumentError(f"layout must map name patterns to rules, not be a {type(layout).__name__}")
         self._rules = [(pattern, _parse_rule(pattern, rule)) for pattern, rule in layout.items()]
         self.unused = set(layout)
 

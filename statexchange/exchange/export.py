@@ -87,12 +87,15 @@ def export_checkpoint(
     `state`: a module, a mapping of names to tensors, or a list of modules. DTensors say where they belong; a plain
     tensor counts as a replica unless `layout` has a rule for its name pattern: torch's ``Shard(dim)`` or
     ``Replicate()``, ``{"dim": 0}``, or ``{"global_shape", "offsets", "shape"}``. `include` and `exclude` are shell
-    patterns; `rename` a function or (regex, replacement) pairs; `dtype` casts floating tensors; `replicas="root"` takes
-    the first holder's copy where copies differ; `files_from` names a directory (its small files go along) or files;
-    `on_progress(done, total)` is called with this rank's bytes. `stall_timeout_s` limits the time in which nobody
+    patterns, one or several; `rename` a function or (regex, replacement) pairs; `dtype` casts floating tensors;
+    `replicas="root"` takes the first holder's copy where copies differ; `files_from` names a directory (its small files
+    go along) or files; `on_progress(done, total)` is called with this rank's bytes. `stall_timeout_s` limits the time in which nobody
     moves a byte, not the total.
 
-    Raises TargetExistsError, IncompleteError, OverlapError, ReplicaError, UnsupportedError, PeerError.
+    `out` and the options are root's: give the same on all ranks.
+
+    Raises TargetExistsError, UnsafeError, IncompleteError, OverlapError, CorruptError, ReplicaError, UnsupportedError,
+    InvalidArgumentError, NotFoundError (`files_from`), StorageError, StallError, PeerError.
     """
     communicator = as_communicator(comm)
     clock = _Clock()
@@ -406,8 +409,8 @@ def save_checkpoint(state: Mapping[str, Any], url: str | os.PathLike[str], *, co
     """Save nested `state` (modules, optimizers' state dicts, tensors, numbers ...) in a workspace, sharded as it lies.
 
     Collective over `comm`. Each rank writes what it holds as one durable file, tensors by their dotted path; then root
-    commits the round, and the newest two rounds stay. Everything that is no tensor is kept as JSON values. A failure on
-    any rank is raised on all, and the earlier rounds stay as they were.
+    commits the round, and this job's newest two rounds stay. Everything that is no tensor is kept as JSON values. A
+    failure on any rank is raised on all, and the earlier rounds stay as they were.
     """
     communicator = as_communicator(comm)
     workspace = Workspace(url)

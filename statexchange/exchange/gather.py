@@ -435,7 +435,8 @@ def get_tensors_parallel(
 ) -> Iterator[list[Any]]:
     """Every member's tensor on the first of `ranks`, as a list in `ranks` order; [] on the others.
 
-    Collective over `ranks` (world ranks) only, also at the end of the block. Shapes and dtypes may differ. The first
+    Collective over `ranks` only, also at the end of the block. They are world ranks, or ranks of the Communicator or
+    MPI communicator `group`. Shapes and dtypes may differ. The first
     entry is the caller's own tensor; the others are views of shared memory, or copies read from `workspace_path`, and
     stay valid when kept. An exception on any member reaches all.
     """
@@ -456,7 +457,8 @@ def get_configs_parallel(
 ) -> Iterator[list[T | None]]:
     """Every member's config on the first of `ranks`: a list with one entry per rank in `ranks` order; [] elsewhere.
 
-    Collective over `ranks` (world ranks) only, also at the end of the block. A config is any nesting of dataclasses,
+    Collective over `ranks` only, also at the end of the block. They are world ranks, or ranks of the Communicator or
+    MPI communicator `group`. A config is any nesting of dataclasses,
     dicts, lists, tuples, enums, numbers, strings, dtypes and tensors, or None, which keeps its place. Dataclasses come
     back as the first rank's own types or registered ones (`register_config`), else as dicts with ``"__name__"``.
     """

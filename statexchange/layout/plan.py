@@ -86,6 +86,8 @@ class PlanOptions:
         def patterns(given: str | Sequence[str]) -> tuple[str, ...]:
             return (given,) if isinstance(given, str) else tuple(given)
 
+        if isinstance(rename, str | Mapping):
+            raise InvalidArgumentError(f"rename must be a function or (regex, replacement) pairs, not {rename!r}")
         size = parse_size(max_shard_size)
         return cls(patterns(include), patterns(exclude), rename, size, filename_pattern, replicas)
 
@@ -169,6 +171,8 @@ def parse_size(size: int | str) -> int:
     """Bytes of `size`: an int, or a number with KB, MB, GB, TB (powers of 1000) or KiB ... (of 1024)."""
     if isinstance(size, int):
         return size
+    if not isinstance(size, str):
+        raise InvalidArgumentError(f"a size is an int or text like '5GB', not {size!r}")
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(i?))?B?\s*", size, re.IGNORECASE)
     if match is None:
         raise InvalidArgumentError(f"{size!r} is not a size like '5GB' or '512MiB'")

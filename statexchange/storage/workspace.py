@@ -270,10 +270,10 @@ class Workspace:
             raise
 
     def commit(self, receipts: Sequence[Receipt], *, keep: int, extra: Mapping[str, Any] | None = None) -> Manifest:
-        """Make a round count: write its manifest, then drop all but the newest `keep` rounds. Root only.
+        """Make a round count: write its manifest, then drop all but this run's newest `keep` rounds. Root only.
 
-        `receipts` are those of all ranks, in rank order. The rounds of all runs count: a job that starts
-        again goes on where the last one ended. A round that cannot be dropped stays, with a warning.
+        `receipts` are those of all ranks, in rank order. What other runs have committed is theirs and stays. A
+        round that cannot be dropped stays, with a warning.
         """
         names = [RankName.parse(receipt.relative) for receipt in receipts]
         if keep < 1 or not names or not _is_whole(names):
@@ -286,7 +286,7 @@ class Workspace:
         path = os.path.join(self.path, first.run, f"{first.round:06d}", MANIFEST)
         with self._round_directory(first.run, first.round) as dir_fd:
             files.write_new(dir_fd, MANIFEST, [text], nbytes=len(text), path=path, durable=self.durable)
-        for old in [*older, manifest][:-keep]:
+        for old in [m for m in [*older, manifest] if m.run == first.run][:-keep]:
             self._drop(old)
         return manifest
 
