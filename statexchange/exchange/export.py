@@ -89,8 +89,8 @@ def export_checkpoint(
     ``Replicate()``, ``{"dim": 0}``, or ``{"global_shape", "offsets", "shape"}``. `include` and `exclude` are shell
     patterns, one or several; `rename` a function or (regex, replacement) pairs; `dtype` casts floating tensors;
     `replicas="root"` takes the first holder's copy where copies differ; `files_from` names a directory (its small files
-    go along) or files; `on_progress(done, total)` is called with this rank's bytes. `stall_timeout_s` limits the time in which nobody
-    moves a byte, not the total.
+    go along) or files; `on_progress(done, total)` is called with this rank's bytes. `stall_timeout_s` limits
+    the time in which nobody moves a byte, not the total.
 
     `out` and the options are root's: give the same on all ranks.
 
