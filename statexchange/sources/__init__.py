@@ -34,7 +34,8 @@ def open_source(path: str | os.PathLike[str], *, strict: bool = True) -> Source:
         return huggingface.read(location, strict=strict)
     if workspace.recognises(location):
         return workspace.read(location, strict=strict)
-    raise NotFoundError("neither a workspace nor a checkpoint directory nor a safetensors file", path=location)
+    known = "neither a workspace nor a checkpoint directory nor a safetensors file"
+    raise NotFoundError(f"{known} (.pt files and torch DCP directories are not read yet)", path=location)
 
 
 def _check_exists(path: str) -> None:

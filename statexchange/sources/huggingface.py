@@ -23,12 +23,20 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}\.safetensors")
 def recognises(path: str) -> bool:
     """Whether a checkpoint directory or a file lies at `path`; a rank's file of a workspace is none."""
     if os.path.isfile(path):
-        return not is_rank_file(os.path.basename(path))
+        return not is_rank_file(os.path.basename(path)) and (path.endswith(".safetensors") or _has_header(path))
     if not os.path.isdir(path):
         return False
     names = files.list_directory(path)
     ours = any(is_rank_file(name) for name in names)
     return not ours and any(name == MANIFEST or name.endswith((".safetensors", INDEX_SUFFIX)) for name in names)
+
+
+def _has_header(path: str) -> bool:
+    try:
+        read_header_of(path)
+    except CorruptError:
+        return False
+    return True
 
 
 def read(path: str, *, strict: bool = True) -> Source:
