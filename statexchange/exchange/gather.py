@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -112,7 +113,7 @@ def _rebuild(fact: _Fact, data: Any) -> Any:
     return tensor.requires_grad_() if fact.requires_grad else tensor
 
 
-class _Block:
+class _Block(ABC):
     """What one rank sent, as root sees it: tensors made on demand, and released at the end of the block."""
 
     def __init__(self, facts: Sequence[_Fact]) -> None:
@@ -129,8 +130,9 @@ class _Block:
             self._made[name] = self.tensor(fact.alias) if fact.alias is not None else self._make(fact)
         return self._made[name]
 
+    @abstractmethod
     def _make(self, fact: _Fact) -> Any:
-        raise NotImplementedError
+        """The tensor of one fact."""
 
     def close(self) -> None:
         """Forget everything; what the user kept stays valid."""
