@@ -13,7 +13,7 @@ from statexchange.comm.control_page import ControlPage
 from statexchange.errors import InvalidArgumentError, PeerError, StateExchangeError, from_record, to_record
 from statexchange.shared_memory import Arena, ArenaPool, Attached, Kind
 
-__all__ = ["AbandonedError", "Backend", "Communicator", "Place"]
+__all__ = ["AbandonedError", "Backend", "Communicator", "Place", "check_ranks"]
 
 
 class AbandonedError(Exception):
@@ -232,11 +232,8 @@ class Communicator:
 
         Collective over `ranks`: nobody else has to call. ValueError if ranks repeat, do not exist or lack the caller.
         """
+        check_ranks(ranks, self.rank, self.world_size)
         key = tuple(ranks)
-        if len(set(key)) != len(key) or not key or any(not 0 <= r < self.world_size for r in key):
-            raise InvalidArgumentError(f"ranks must be distinct and within 0..{self.world_size - 1}, not {list(ranks)}")
-        if self.rank not in key:
-            raise InvalidArgumentError(f"rank {self.rank} is not among ranks {list(ranks)}", rank=self.rank)
         if key == tuple(range(self.world_size)):
             return self
         if key not in self._subsets:
@@ -263,6 +260,14 @@ class Communicator:
             raise InvalidArgumentError(
                 f"root {root} is not a rank of this communicator of {self.world_size}", rank=self.rank
             )
+
+
+def check_ranks(ranks: Sequence[int], rank: int, world_size: int) -> None:
+    """InvalidArgumentError unless `ranks` are distinct ranks of a world of `world_size`, `rank` among them."""
+    if not ranks or len(set(ranks)) != len(ranks) or any(not 0 <= r < world_size for r in ranks):
+        raise InvalidArgumentError(f"ranks must be distinct and within 0..{world_size - 1}, not {list(ranks)}")
+    if rank not in ranks:
+        raise InvalidArgumentError(f"rank {rank} is not among ranks {list(ranks)}", rank=rank)
 
 
 def _raise_first(records: Sequence[dict[str, Any] | None], cause: Exception | None) -> None:

@@ -65,7 +65,6 @@ class ControlPage:
         self._count = 0
         self._spill: dict[int, Arena] = {}
         self._attached: dict[int, tuple[str, Attached]] = {}
-        self._dead: StateExchangeError | None = None
         self._set(_START, process_start(os.getpid()) or 0)
         self._set(_PID, os.getpid())
 
@@ -86,7 +85,7 @@ class ControlPage:
         Blocks until all ranks have arrived: a rank that has left or died is a PeerError within about a second, one
         that does not arrive while nobody makes progress for `timeout_s` seconds a StallError naming all missing.
         """
-        self.raise_if_dead()
+        self.raise_if_left()
         parity = (self._count + 1) & 1
         try:
             self._post(payload, parity)
@@ -98,7 +97,6 @@ class ControlPage:
                 if self.kind == "file":
                     self._drop_spills()
         except BaseException as error:
-            self._dead = error if isinstance(error, StateExchangeError) else None
             self.leave(error)
             raise
         return answers
@@ -179,10 +177,8 @@ class ControlPage:
         """Whether the process of `rank` runs, as far as this one can see."""
         return process_is_alive(self._get(rank, _PID), self._get(rank, _START))
 
-    def raise_if_dead(self) -> None:
-        """After a failure every later call raises the same error."""
-        if self._dead is not None:
-            raise self._dead
+    def raise_if_left(self) -> None:
+        """A rank that has left, after a failure or by `leave`, takes part in nothing any more."""
         if self._get(self.rank, _LEFT):
             raise PeerError(self.rank, "a later call", "this communicator is closed")
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from statexchange.comm.communicator import Backend
-from statexchange.errors import InvalidArgumentError, NotInitializedError, PeerError, StallError
+from statexchange.comm.communicator import Backend, check_ranks
+from statexchange.errors import NotInitializedError, PeerError, StallError
 from statexchange.settings import Launch
 
 __all__ = ["TorchBackend", "cpu_group", "default_group", "mesh_group", "of_ranks", "start_gloo"]
@@ -106,12 +106,7 @@ def mesh_group(mesh: Any, timeout_s: float) -> dist.ProcessGroup:
 
 def of_ranks(ranks: Sequence[int], timeout_s: float) -> Backend:
     """A Gloo backend over these ranks of the default group, in that order. Collective over them only."""
-    if len(set(ranks)) != len(ranks) or not ranks or any(not 0 <= r < dist.get_world_size() for r in ranks):
-        raise InvalidArgumentError(
-            f"ranks must be distinct and within 0..{dist.get_world_size() - 1}, not {list(ranks)}"
-        )
-    if dist.get_rank() not in ranks:
-        raise InvalidArgumentError(f"rank {dist.get_rank()} is not among ranks {list(ranks)}", rank=dist.get_rank())
+    check_ranks(ranks, dist.get_rank(), dist.get_world_size())
     return TorchBackend(_sibling(ranks, timeout_s), timeout_s, ranks)
 
 

@@ -201,7 +201,7 @@ class _MemoryTransport:
                 self._comm.progress()
         return self._arena.address
 
-    def receive(self, rank: int, facts: Sequence[_Fact], where: dict[str, Any]) -> _Block:  # noqa: ARG002
+    def receive(self, facts: Sequence[_Fact], where: dict[str, Any]) -> _Block:
         """Views of another rank's tensors."""
         if not where:
             return _MemoryBlock(facts, np.empty(0, dtype=np.uint8))
@@ -273,7 +273,7 @@ class _FileTransport:
         )
         return {"file": self._receipt.relative, "nbytes": self._receipt.nbytes}
 
-    def receive(self, rank: int, facts: Sequence[_Fact], where: dict[str, Any]) -> _Block:  # noqa: ARG002
+    def receive(self, facts: Sequence[_Fact], where: dict[str, Any]) -> _Block:
         """Another rank's file, opened by the name that its receipt gives."""
         return _FileBlock(facts, self._workspace.open(Receipt(where["file"], where["nbytes"]), timeout_s=_READ_RETRY_S))
 
@@ -324,7 +324,7 @@ def _gathered(
         blocks: list[tuple[_Block, dict[str, Any]]] = []
         with comm.phase("receiving"):
             for rank, answer in enumerate(answers):
-                blocks.append((_OwnBlock(tensors), message) if rank == root else _receive(transport, rank, answer))
+                blocks.append((_OwnBlock(tensors), message) if rank == root else _receive(transport, answer))
         transport.received()
     except BaseException:
         transport.end(None)
@@ -332,9 +332,9 @@ def _gathered(
     yield from _until_done(comm, transport, blocks)
 
 
-def _receive(transport: _MemoryTransport | _FileTransport, rank: int, answer: bytes) -> tuple[_Block, dict[str, Any]]:
+def _receive(transport: _MemoryTransport | _FileTransport, answer: bytes) -> tuple[_Block, dict[str, Any]]:
     raw = json.loads(answer)
-    return transport.receive(rank, [_Fact.from_json(f) for f in raw["facts"]], raw["where"]), raw["message"]
+    return transport.receive([_Fact.from_json(f) for f in raw["facts"]], raw["where"]), raw["message"]
 
 
 def _until_done(
