@@ -8,9 +8,11 @@ __all__ = [
     "CorruptError",
     "IncompleteError",
     "InvalidArgumentError",
+    "MismatchError",
     "MissingExtraError",
     "NotFoundError",
     "NotInitializedError",
+    "NumericOverflowError",
     "OverlapError",
     "PeerError",
     "ReplicaError",
@@ -133,6 +135,18 @@ class UnsupportedError(StateExchangeError, TypeError):
     code = "UNSAFE"
 
 
+class MismatchError(StateExchangeError, ValueError):
+    """Ranks met in different calls; the message shows what each called, and where."""
+
+    code = "USAGE"
+
+
+class NumericOverflowError(StateExchangeError, OverflowError):
+    """The result of a reduction does not fit into the dtype of its tensors."""
+
+    code = "UNSAFE"
+
+
 class StorageError(StateExchangeError, OSError):
     """The operating system refused a read or write; ``errno`` is kept."""
 
@@ -167,22 +181,25 @@ class StallError(StateExchangeError, TimeoutError):
 
 
 class PeerError(StateExchangeError, RuntimeError):
-    """A rank failed: ``rank`` says which (-1: the transport does not tell), ``phase`` where, ``cause`` why."""
+    """A rank failed: ``rank`` says which (-1: the transport does not tell), ``host`` on which host if there are
+    several, ``phase`` in what, ``cause`` why."""
 
     code = "IO"
 
-    def __init__(self, rank: int, phase: str, cause: str) -> None:
+    def __init__(self, rank: int, phase: str, cause: str, host: str | None = None) -> None:
         self.phase = phase
         self.cause = cause
+        self.host = host
         who = f"rank {rank}" if rank >= 0 else "a rank, whose own log says more,"
-        super().__init__(f"{who} failed in {phase}: {cause}")
-        self.rank = rank
+        where = f" on {host}" if host else ""
+        super().__init__(f"{who}{where} failed in {phase}: {cause}")
+        self.rank: int = rank
 
     def _text(self) -> str:
         return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.rank, self.phase, self.cause)
+        return type(self), (self.rank, self.phase, self.cause, self.host)
 
 
 def _rebuild(cls: type[StateExchangeError], message: str, about: dict[str, Any]) -> StateExchangeError:
@@ -196,7 +213,8 @@ def _tree(cls: type[StateExchangeError]) -> dict[str, type[StateExchangeError]]:
 def to_record(error: BaseException, rank: int, phase: str) -> dict[str, Any]:
     """A JSON object that carries `error` to the other ranks."""
     if isinstance(error, PeerError):
-        return {"type": "PeerError", "rank": error.rank, "phase": error.phase, "cause": error.cause}
+        about = {"rank": error.rank, "phase": error.phase, "cause": error.cause, "host": error.host}
+        return {"type": "PeerError", **about}
     if not isinstance(error, StateExchangeError):
         return {
             "type": "PeerError",
@@ -204,9 +222,9 @@ def to_record(error: BaseException, rank: int, phase: str) -> dict[str, Any]:
             "phase": phase,
             "cause": f"{type(error).__name__}: {_said(error)}",
         }
-    about = {key: _portable(value) for key, value in error.__reduce__()[1][2].items()}
-    about["rank"] = rank if error.rank is None else error.rank
-    return {"type": type(error).__name__, "message": error.message, "about": about}
+    carried = {key: _portable(value) for key, value in error.__reduce__()[1][2].items()}
+    carried["rank"] = rank if error.rank is None else error.rank
+    return {"type": type(error).__name__, "message": error.message, "about": carried}
 
 
 def _said(error: BaseException) -> str:
@@ -225,7 +243,7 @@ def _portable(value: object) -> object:
 def from_record(record: dict[str, Any]) -> StateExchangeError:
     """The error that `to_record` described; of a class that is not known here comes a StateExchangeError."""
     if record["type"] == "PeerError":
-        return PeerError(record["rank"], record["phase"], record["cause"])
+        return PeerError(record["rank"], record["phase"], record["cause"], record.get("host"))
     cls = _tree(StateExchangeError).get(record["type"])
     about = {key: tuple(value) if isinstance(value, list) else value for key, value in record["about"].items()}
     if cls is None:

@@ -18,7 +18,8 @@ class Launch:
 
     `launcher` is "torchrun", "openmpi", "mpich", "slurm" or "none"; `variable` is the environment variable
     that gave `world_size`. `job` identifies the job and its restart across all its ranks, and is fit to be a
-    file name; it is None where the launcher gives no trustworthy identity.
+    file name; it is None where the launcher gives no trustworthy identity. `master` is the host and port of
+    MASTER_ADDR and MASTER_PORT, where they are set.
     """
 
     launcher: str
@@ -28,6 +29,7 @@ class Launch:
     local_world_size: int
     variable: str
     job: str | None = None
+    master: tuple[str, int] | None = None
 
 
 _SINGLE = Launch("none", 0, 1, 0, 1, "")
@@ -64,6 +66,11 @@ def _job(launcher: str) -> str | None:
     return None
 
 
+def _master() -> tuple[str, int] | None:
+    host, port = os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT", 0)
+    return (host, port) if host and port else None
+
+
 def _file_name(text: str) -> str:
     """`text` where it is fit to be a file name, else with a hash that keeps two such texts apart."""
     if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", text):
@@ -86,6 +93,7 @@ def detect_launch() -> Launch:
                 _number(local_size, world_size),
                 size,
                 _job(launcher),
+                _master(),
             )
     return _SINGLE
 

@@ -18,6 +18,7 @@ from statexchange.errors import (
 
 BUILTINS = {
     "CorruptError": ValueError, "IncompleteError": ValueError, "InvalidArgumentError": ValueError,
+    "MismatchError": ValueError, "NumericOverflowError": OverflowError,
     "MissingExtraError": ImportError, "NotFoundError": FileNotFoundError, "NotInitializedError": RuntimeError,
     "OverlapError": CorruptError, "PeerError": RuntimeError, "ReplicaError": CorruptError, "StallError": TimeoutError,
     "StateExchangeError": Exception, "StorageError": OSError, "TargetExistsError": FileExistsError,

@@ -51,6 +51,8 @@ def test_every_fenced_block_is_one_that_a_test_runs() -> None:
         "commands",
         "block: layout.py",
         "output: statexchange demo",
+        "block: reduce.py",
+        "output: reduce.py",
     }
     assert set(blocks()) == marked
     assert README.count("\n```") == 2 * len(marked)
@@ -101,6 +103,15 @@ def test_the_layout_block_runs_under_mpiexec(tmp_path: Path) -> None:
     subprocess.run([BIN / "mpiexec", "-n", "2", sys.executable, "layout.py"], cwd=tmp_path, check=True, timeout=60)
     cut = sx.open_checkpoint(tmp_path / "cut")
     assert cut["up.weight"].read().tolist() == [[0.0] * 4] * 3 + [[1.0] * 4] * 4
+
+
+@pytest.mark.parametrize("launcher", [["torchrun", "--nproc-per-node", "2"], ["mpiexec", "-n", "2", sys.executable]])
+def test_the_collectives_print_what_the_readme_shows(launcher: list[str], tmp_path: Path) -> None:
+    (tmp_path / "reduce.py").write_text(blocks()["block: reduce.py"])
+    command = [BIN / launcher[0], *launcher[1:], "reduce.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.replace(f"{tmp_path}/", "") == blocks()["output: reduce.py"]
 
 
 @pytest.mark.parametrize(

@@ -1,119 +1,115 @@
-"""The communicator: ranks of one group that agree on values and on failure."""
+"""The communicator: the public face of ranks that belong together."""
 
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from statexchange import values
-from statexchange.comm.control_page import ControlPage
-from statexchange.errors import InvalidArgumentError, PeerError, StateExchangeError, from_record, to_record
+from statexchange.comm.backend import check_ranks
+from statexchange.comm.session import AbandonedError, Call, Session, encoded
+from statexchange.errors import InvalidArgumentError, to_record
 from statexchange.shared_memory import Arena, ArenaPool, Attached, Kind
 
-__all__ = ["AbandonedError", "Backend", "Communicator", "Place", "check_ranks"]
+if TYPE_CHECKING:
+    import torch
 
+__all__ = ["AbandonedError", "Communicator"]
 
-class AbandonedError(Exception):
-    """Raised inside a trip when another rank has failed: come to the agreement, which says who and why."""
-
-
-class Backend(ABC):
-    """How ranks exchange messages without a control page. An implementation never blocks without a deadline."""
-
-    name: str
-    rank: int
-    world_size: int
-
-    @abstractmethod
-    def exchange(self, payload: bytes, timeout_s: float, doing: str) -> list[bytes]:
-        """Every rank's payload in rank order. Collective."""
-
-    @abstractmethod
-    def subset(self, ranks: Sequence[int]) -> Backend:
-        """A backend over `ranks` of this one. Collective over those ranks only."""
-
-    def close(self) -> None:  # noqa: B027 (most hold nothing)
-        """Free what the backend holds. Not collective."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank is: its host among hosts, and itself among the ranks of its host."""
-
-    local_rank: int
-    local_world_size: int
-    node_rank: int
-    num_nodes: int
+Buffer = Any  # a torch tensor or a numpy array
 
 
 class Communicator:
     """Ranks of one group.
 
     Made by `init`, `from_process_group` or `from_mpi`. Attributes: `rank`, `world_size`, `local_rank` (within the
-    host), `local_world_size`, `node_rank`, `num_nodes`, `backend` (its name), `run` (an identity that all its ranks
-    share and no other job has), `timeout_s` (of waits for peers), `arenas` (shared memory that this rank recycles),
-    `lent` (arenas that another rank still looks at) and `attached` (mappings of other ranks' arenas, by identity).
+    host), `local_world_size`, `node_rank`, `num_nodes`, `backend` (its name), `device` (where this rank computes),
+    `hosts` (the name of each rank's host), `run` (an identity that all its ranks share and no other job has),
+    `timeout_s` (of waits for peers), `arenas` (shared memory that this rank recycles), `lent` (arenas that another rank
+    still looks at) and `attached` (mappings of other ranks' arenas, by identity).
+
+    Collective calls must be made by all ranks, with matching arguments, in the same order: ranks that meet in different
+    calls all raise MismatchError. A rank that dies, leaves or does not come makes the others raise PeerError or
+    StallError, and every later call raises the same.
     """
 
-    def __init__(self, backend: Backend, page: ControlPage | None, place: Place, run: str, timeout_s: float) -> None:
-        self._backend = backend
-        self._page = page
-        self._place = place
+    def __init__(self, session: Session, run: str) -> None:
+        self._session = session
         self._subsets: dict[tuple[int, ...], Communicator] = {}
-        self._dead: StateExchangeError | None = None
-        self.arenas = ArenaPool(page.kind if page is not None else "memfd")
+        self.arenas = ArenaPool(self.shared_memory or "memfd")
         self.lent: list[Arena] = []
         self.attached: dict[str, Attached] = {}
         self.run = run
-        self.timeout_s = timeout_s
 
     def __repr__(self) -> str:
         return f"Communicator({self.backend!r}, rank {self.rank} of {self.world_size})"
 
+    def compute_on(self, device: str) -> None:
+        """Say which device `device` names from now on. Not collective."""
+        self._session.device = device
+
     @property
     def rank(self) -> int:
         """This rank."""
-        return self._backend.rank
+        return self._session.rank
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self._backend.world_size
+        return self._session.world_size
 
     @property
     def backend(self) -> str:
         """Name of the backend."""
-        return self._backend.name
+        session = self._session
+        return (session.devices or session.backend).name
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which this rank computes."""
+        import torch
+
+        return torch.device(self._session.device)
 
     @property
     def local_rank(self) -> int:
         """This rank among the ranks of its host."""
-        return self._place.local_rank
+        return self._session.place.mates.index(self.rank)
 
     @property
     def local_world_size(self) -> int:
         """Number of ranks on this host."""
-        return self._place.local_world_size
+        return len(self._session.place.mates)
 
     @property
     def node_rank(self) -> int:
         """This host among the hosts."""
-        return self._place.node_rank
+        return self._session.place.nodes[self.rank]
 
     @property
     def num_nodes(self) -> int:
         """Number of hosts."""
-        return self._place.num_nodes
+        return len(self._session.place.leaders)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The name of each rank's host, by rank."""
+        return self._session.place.hosts
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a wait for peers may take, in seconds."""
+        return self._session.timeout_s
 
     @property
     def shared_memory(self) -> Kind | None:
         """How all ranks can share memory, or None if they cannot."""
         if self.world_size == 1:
             return "memfd"
-        return self._page.kind if self._page is not None else None
+        return self._session.page.kind if self._session.page is not None else None
+
+    # Messages
 
     def exchange(
         self,
@@ -127,56 +123,9 @@ class Communicator:
 
         Collective. Blocks until all ranks have called; `timeout_s` None means this communicator's, inf no deadline.
         """
-        if self._dead is not None:
-            raise self._dead
-        if self.world_size == 1:
-            return [payload]
-        wait = self.timeout_s if timeout_s is None else timeout_s
-        try:
-            if self._page is not None:
-                return self._page.exchange(payload, root, None if wait == float("inf") else wait, doing)
-            answers = self._backend.exchange(payload, wait, doing)
-        except StateExchangeError as error:
-            self._dead = error
-            raise
-        return answers if root is None or root == self.rank else []
+        return self._session.exchange(Call(doing if root is None else f"{doing} on {root}"), payload, root, timeout_s)
 
-    def gather_object(self, obj: Any, *, root: int = 0) -> list[Any]:
-        """The JSON values (see `values`) of all ranks in rank order on `root`, [] elsewhere. Collective.
-
-        A value that cannot be encoded on one rank is an error on all.
-        """
-        self.check_root(root)
-        found = self.all_gather_object(obj)
-        return found if self.rank == root else []
-
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        """The JSON values of all ranks in rank order, on every rank. Collective."""
-        return self._exchange_values(obj, values.types_of(obj))
-
-    def _exchange_values(self, obj: Any, types: Mapping[str, type]) -> list[Any]:
-        failure: Exception | None = None
-        try:
-            payload = _encoded([None, obj])
-        except (TypeError, ValueError) as error:
-            failure = error
-            payload = _encoded([to_record(error, self.rank, "encoding its value"), None])
-        answers = self.exchange(payload, doing="the exchange of values")
-        records, found = zip(*(values.decode(answer, types=types) for answer in answers), strict=True)
-        _raise_first(records, failure)
-        return list(found)
-
-    def broadcast_object(self, obj: Any = None, *, root: int = 0) -> Any:
-        """Root's JSON value, on every rank; the others' `obj` only lends its types. Collective."""
-        self.check_root(root)
-        return self._exchange_values(obj if self.rank == root else None, values.types_of(obj))[root]
-
-    def barrier(self, timeout_s: float | None = None, tag: str | None = None) -> None:
-        """Return when all ranks have called. Collective.
-
-        A StallError after `timeout_s` seconds (default: the communicator's) names all ranks that did not come.
-        """
-        self.exchange(b"", timeout_s=timeout_s, doing=f"barrier {tag!r}" if tag else "a barrier")
+    # Failure
 
     def agree(
         self,
@@ -189,19 +138,21 @@ class Communicator:
         """A barrier that carries failure: if any rank passes an error, all raise the same one. Collective.
 
         An error of ours is raised as itself on every rank, with the rank where it happened; any other error as
-        `PeerError(rank, phase, cause)`. The communicator stays usable, since all ranks have met. Returns every rank's
-        `note`, a JSON value.
+        `PeerError(rank, phase, cause)`. Ranks that sit in another call meanwhile raise it too. The communicator stays
+        usable, since all ranks have met. Returns every rank's `note`, a JSON value.
         """
         if self.world_size == 1:
+            self._session.wait_all()
             if error is not None:
                 raise error
             return [note]
-        if self._page is not None and error is not None:
-            self._page.flag_failure()
+        if self._session.page is not None and error is not None:
+            self._session.page.flag_failure()
         record = None if error is None or isinstance(error, AbandonedError) else to_record(error, self.rank, phase)
-        answers = self.exchange(_encoded([record, note]), timeout_s=timeout_s, doing=f"the end of {phase}")
+        call = Call(f"the end of {phase}", failure=record)
+        answers = self._session.exchange(call, encoded([record, note]), None, timeout_s)
         records, notes = zip(*(values.decode(answer) for answer in answers), strict=True)
-        _raise_first(records, error)
+        self._session.raise_first(records, error)
         return list(notes)
 
     @contextlib.contextmanager
@@ -213,8 +164,8 @@ class Communicator:
         try:
             yield
         except Exception as error:
-            if error is self._dead:
-                raise
+            if error is self._session.dead or error is self._session.settled:
+                raise  # all know
             self.agree(error, phase=name, timeout_s=timeout_s)
             raise AssertionError("agree must raise") from error
         except BaseException as error:
@@ -224,8 +175,162 @@ class Communicator:
 
     def progress(self) -> None:
         """Say that bytes move; raises AbandonedError once another rank has failed. Not collective."""
-        if self._page is not None and not self._page.progress():
+        if self._session.page is not None and not self._session.page.progress():
             raise AbandonedError
+
+    def barrier(self, timeout_s: float | None = None, tag: str | None = None) -> None:
+        """Return when all ranks have called. Collective.
+
+        A StallError after `timeout_s` seconds (default: the communicator's) names all ranks that did not come.
+        """
+        self._session.exchange(Call(f"barrier {tag!r}" if tag else "a barrier"), b"", None, timeout_s)
+
+    # Values
+
+    def gather_object(self, obj: Any, *, root: int = 0) -> list[Any]:
+        """The JSON values (see `values`) of all ranks in rank order on `root`, [] elsewhere. Collective.
+
+        A value that cannot be encoded on one rank is an error on all.
+        """
+        self._check_root(root, "gather_object")
+        found = self._exchange_values(f"gather_object on {root}", obj, values.types_of(obj))
+        return found if self.rank == root else []
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """The JSON values of all ranks in rank order, on every rank. Collective."""
+        return self._exchange_values("all_gather_object", obj, values.types_of(obj))
+
+    def broadcast_object(self, obj: Any = None, *, root: int = 0) -> Any:
+        """Root's JSON value, on every rank; the others' `obj` only lends its types. Collective."""
+        self._check_root(root, "broadcast_object")
+        told = obj if self.rank == root else None
+        return self._exchange_values(f"broadcast_object from {root}", told, values.types_of(obj))[root]
+
+    def _exchange_values(self, verb: str, obj: Any, types: Mapping[str, type]) -> list[Any]:
+        failure: Exception | None = None
+        try:
+            payload = encoded([None, obj])
+        except (TypeError, ValueError) as error:
+            failure = error
+            payload = encoded([to_record(error, self.rank, "encoding its value"), None])
+        answers = self._session.exchange(Call(verb), payload)
+        records, found = zip(*(values.decode(answer, types=types) for answer in answers), strict=True)
+        self._session.raise_first(records, failure)
+        return list(found)
+
+    # Tensors: `collectives` prepares them, here they are put in order
+
+    def all_reduce(
+        self, tensor: Buffer, op: str = "sum", *, out: Buffer = None, scale: float = 1.0, async_op: bool = False
+    ) -> Any:
+        """The reduction of all ranks' `tensor`, times `scale`; in place, or in `out`, which is returned.
+
+        Collective. `op` is "sum", "avg", "min", "max", "prod" or a torch ReduceOp. All ranks get equal bits. Halves are
+        added up in float32 where that matters; what does not fit into an integer dtype is a NumericOverflowError;
+        averages of integers, float8 and the order of complex numbers are an UnsupportedError, which is a TypeError,
+        before anything is sent.
+        With `async_op`, a Work whose `wait` returns the result.
+        """
+        from statexchange.comm import collectives
+
+        return collectives.all_reduce(self._session, tensor, op, out, scale, async_op)
+
+    def all_reduce_multiple(
+        self,
+        tensors: Sequence[Buffer],
+        op: str = "sum",
+        *,
+        scale: float = 1.0,
+        contiguous: bool = True,
+        async_op: bool = False,
+    ) -> Any:
+        """`all_reduce` of each of `tensors`, in place; the list is returned, and nothing is done for an empty one.
+
+        Collective. With `contiguous`, those of one dtype and device travel as one.
+        """
+        from statexchange.comm import collectives
+
+        return collectives.all_reduce_multiple(self._session, tensors, op, scale, contiguous, async_op)
+
+    def reduce(
+        self, tensor: Buffer, op: str = "sum", *, root: int = 0, out: Buffer = None, async_op: bool = False
+    ) -> Any:
+        """As `all_reduce`, on `root` only; other ranks' `tensor` and `out` stay as they are, and `tensor` is returned.
+
+        Collective.
+        """
+        from statexchange.comm import collectives
+
+        return collectives.reduce(self._session, tensor, op, root, out, async_op)
+
+    def broadcast(self, tensor: Buffer, *, root: int = 0, out: Buffer = None, async_op: bool = False) -> Any:
+        """Root's `tensor` on every rank: in place, or in `out`, on root too; which is returned. Collective."""
+        from statexchange.comm import collectives
+
+        return collectives.broadcast(self._session, tensor, root, out, async_op)
+
+    def all_gather(self, tensor: Buffer, *, async_op: bool = False) -> Any:
+        """All ranks' tensors, of one shape and dtype, as a list of new ones in rank order. Collective."""
+        from statexchange.comm import collectives
+
+        return collectives.all_gather(self._session, tensor, async_op)
+
+    def gather(self, tensor: Buffer, *, root: int = 0, async_op: bool = False) -> Any:
+        """As `all_gather` on `root`, [] elsewhere. Collective."""
+        from statexchange.comm import collectives
+
+        return collectives.gather(self._session, tensor, root, async_op)
+
+    def scatter(self, tensors: Sequence[Buffer] | None = None, *, root: int = 0, async_op: bool = False) -> Any:
+        """A new tensor: root's `tensors[rank]`, of any shape and dtype. Collective; other ranks give nothing."""
+        from statexchange.comm import collectives
+
+        return collectives.scatter(self._session, tensors, root, async_op)
+
+    def reduce_scatter(self, tensor: Buffer, op: str = "sum", *, async_op: bool = False) -> Any:
+        """This rank's part of the reduction, a new tensor: dimension 0 is cut into `world_size` parts. Collective."""
+        from statexchange.comm import collectives
+
+        return collectives.reduce_scatter(self._session, tensor, op, async_op)
+
+    def all_to_all(self, tensors: Sequence[Buffer], *, async_op: bool = False) -> Any:
+        """New tensors: from each rank the one that it has for this one; shapes and dtypes may differ. Collective."""
+        from statexchange.comm import collectives
+
+        return collectives.all_to_all(self._session, tensors, async_op)
+
+    def send(self, tensor: Buffer, dst: int, *, async_op: bool = False) -> Any:
+        """Send `tensor` to `dst`, which must `recv` one of the same shape and dtype: else both raise MismatchError.
+
+        Not collective. Blocks until the receiver is there. Tensors for one rank arrive in the order of the calls.
+        """
+        from statexchange.comm import collectives
+
+        return collectives.send(self._session, tensor, dst, async_op)
+
+    def recv(self, tensor: Buffer, src: int, *, async_op: bool = False) -> Any:
+        """`tensor`, in place, from `src`; it is returned. Not collective. Blocks until it is there."""
+        from statexchange.comm import collectives
+
+        return collectives.recv(self._session, tensor, src, async_op)
+
+    def wait_all(self) -> None:
+        """Return when all work that was begun with `async_op` is done; computing that follows sees its results.
+
+        Not collective. An error is raised by the `wait` of the work that it befell.
+        """
+        self._session.wait_all()
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor, uninitialised, that collectives of this communicator reduce without copying it.
+
+        Collective, with equal arguments. Its memory is used again once nothing refers to it.
+        """
+        from statexchange.comm import collectives
+
+        return collectives.empty(self._session, shape, dtype)
+
+    # Groups
 
     def subset(self, ranks: Sequence[int]) -> Communicator:
         """The communicator of `ranks` (of this one), in that order; made once, then the same.
@@ -239,20 +344,47 @@ class Communicator:
         if key not in self._subsets:
             from statexchange.comm.world import communicator
 
-            self._subsets[key] = communicator(self._backend.subset(key), self.timeout_s)
+            self._session.wait_all()
+            self._subsets[key] = communicator(
+                self._session.carrier.subset(key, self._session.timeout_s), self._session.timeout_s
+            )
         return self._subsets[key]
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """The communicator of all ranks that give the same `color`, ordered by `key`, then rank; None for None.
+
+        Collective over all ranks.
+        """
+        chosen = self._exchange_values("split", [color, key], {})
+        if color is None:
+            return None
+        members = [(k, rank) for rank, (c, k) in enumerate(chosen) if c == color]
+        return self.subset([rank for _, rank in sorted(members)])
+
+    @property
+    def node(self) -> Communicator:
+        """The communicator of the ranks on this host. Collective over them, the first time."""
+        return self.subset(self._session.place.mates)
+
+    @property
+    def leaders(self) -> Communicator | None:
+        """The communicator of each host's first rank; None on other ranks. Collective over those, the first time."""
+        return self.subset(self._session.place.leaders) if self.local_rank == 0 else None
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave: peers that still wait for this rank raise PeerError, with `error` as its cause. Not collective."""
         for subset in self._subsets.values():
             subset.close(error)
-        if self._page is not None:
-            self._page.leave(error)
+        self._session.close(error)
         self.arenas.close()
         self.attached.clear()
-        if self._dead is None and self.world_size > 1:
-            self._dead = PeerError(self.rank, "a later call", "this communicator is closed")
-        self._backend.close()
+
+    def _check_root(self, root: int, verb: str) -> None:
+        """InvalidArgumentError, on all ranks, unless `root` is a rank of this communicator."""
+        try:
+            self.check_root(root)
+        except Exception as refusal:  # noqa: BLE001 (whatever it is, it must reach the others)
+            self._session.refuse(Call(f"{verb}, refused: {refusal}"), refusal)
 
     def check_root(self, root: int) -> None:
         """InvalidArgumentError unless `root` is a rank of this communicator."""
@@ -260,22 +392,3 @@ class Communicator:
             raise InvalidArgumentError(
                 f"root {root} is not a rank of this communicator of {self.world_size}", rank=self.rank
             )
-
-
-def check_ranks(ranks: Sequence[int], rank: int, world_size: int) -> None:
-    """InvalidArgumentError unless `ranks` are distinct ranks of a world of `world_size`, `rank` among them."""
-    if not ranks or len(set(ranks)) != len(ranks) or any(not 0 <= r < world_size for r in ranks):
-        raise InvalidArgumentError(f"ranks must be distinct and within 0..{world_size - 1}, not {list(ranks)}")
-    if rank not in ranks:
-        raise InvalidArgumentError(f"rank {rank} is not among ranks {list(ranks)}", rank=rank)
-
-
-def _raise_first(records: Sequence[dict[str, Any] | None], cause: Exception | None) -> None:
-    """Raise the failure of the lowest rank that has one."""
-    failure = next((record for record in records if record is not None), None)
-    if failure is not None:
-        raise from_record(failure) from cause
-
-
-def _encoded(obj: Any) -> bytes:
-    return values.encode(obj).encode()

@@ -15,17 +15,21 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from statexchange.comm.backend import Wait, yield_core
 from statexchange.errors import PeerError, StallError, StateExchangeError, from_record, to_record
 from statexchange.shared_memory import Arena, Attached, Kind, attach
 
-__all__ = ["ControlPage", "host_identity", "meet"]
+__all__ = ["ControlPage", "DifferentCallsError", "host_identity", "meet"]
 
 _ROW_WORDS = 16
 _PID, _START, _ARRIVED, _LEFT, _PROGRESS, _FAILING = range(6)
+_FINGERPRINT, _LOCATION = 6, 8  # two of each, by the arrival's parity
 _SLOT_BYTES = 4096
+_BOX_BYTES = 1024
 _GONE_QUIETLY, _GONE_WITH_ERROR = 1, 2
 _LIVENESS_PERIOD_S = 0.05
-_SPINS = 200
+_SPINS = 100
+_YIELDS = 1000
 _LENGTH_BYTES = 8
 _SPILLED = 1 << 63
 
@@ -45,9 +49,26 @@ def process_start(pid: int) -> int | None:
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
+def process_is_stopped(pid: int) -> bool:
+    """Whether `pid` has been stopped by a signal or a debugger."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
 def process_is_alive(pid: int, start: int) -> bool:
     """Whether the process that had `pid` at time `start` still runs."""
     return process_start(pid) == start
+
+
+class DifferentCallsError(Exception):
+    """Raised on all ranks of a meeting in which not all showed the same fingerprint."""
 
 
 class ControlPage:
@@ -65,13 +86,25 @@ class ControlPage:
         self._count = 0
         self._spill: dict[int, Arena] = {}
         self._attached: dict[int, tuple[str, Attached]] = {}
+        self._arrivals = [r * _ROW_WORDS + _ARRIVED for r in range(world_size) if r != rank]
+        # Who waits on a core that a missing rank needs only delays it.
+        self._spins = _SPINS if world_size <= _cores() and not threads else 0
         self._set(_START, process_start(os.getpid()) or 0)
         self._set(_PID, os.getpid())
 
     @staticmethod
     def nbytes(world_size: int) -> int:
         """Size of a page for `world_size` ranks."""
-        return world_size * (_ROW_WORDS * 8 + 3 * _SLOT_BYTES)
+        return world_size * (_ROW_WORDS * 8 + 3 * _SLOT_BYTES + world_size * _BOX_BYTES)
+
+    def box(self, src: int, dst: int) -> memoryview:
+        """Zeros at first, for what `src` sends to `dst`."""
+        begin = 3 * self.world_size * _SLOT_BYTES + (src * self.world_size + dst) * _BOX_BYTES
+        return self._slots[begin : begin + _BOX_BYTES]
+
+    def has_left(self, rank: int) -> bool:
+        """Whether `rank` will not come any more, by its own word."""
+        return bool(self._get(rank, _LEFT))
 
     def _set(self, word: int, value: int) -> None:
         self._words[self.rank * _ROW_WORDS + word] = value
@@ -79,27 +112,38 @@ class ControlPage:
     def _get(self, rank: int, word: int) -> int:
         return int(self._words[rank * _ROW_WORDS + word])
 
-    def exchange(self, payload: bytes, root: int | None, timeout_s: float | None, doing: str) -> list[bytes]:
+    def exchange(self, payload: bytes, root: int | None, fingerprint: int, wait: Wait) -> list[bytes]:
         """Every rank's payload, in rank order, on `root` and [] elsewhere; on all ranks if root is None. Collective.
 
         Blocks until all ranks have arrived: a rank that has left or died is a PeerError within about a second, one
-        that does not arrive while nobody makes progress for `timeout_s` seconds a StallError naming all missing.
+        that does not arrive while nobody makes progress for the wait's time a StallError naming all missing. If the
+        others' `fingerprint` is another, DifferentCallsError on all ranks, and nobody reads anything.
         """
+        parity = (self._count + 1) & 1
+        self._post(payload, parity)
+        self.meet(fingerprint, 0, wait)
+        reads = root is None or root == self.rank
+        answers = [self._read(r, parity) for r in range(self.world_size)] if reads else []
+        if any(_is_spilled(self._slot(r, parity)) for r in range(self.world_size)):
+            self.sync(wait)  # a long message lives in its writer, who may leave once all have read
+            if self.kind == "file":
+                self._drop_spills()
+        return answers
+
+    def meet(self, fingerprint: int, location: int, wait: Wait) -> list[int]:
+        """Every rank's `location`; DifferentCallsError, on all ranks, unless all show one `fingerprint`. Collective."""
         self.raise_if_left()
         parity = (self._count + 1) & 1
-        try:
-            self._post(payload, parity)
-            self._arrive(timeout_s, doing)
-            reads = root is None or root == self.rank
-            answers = [self._read(r, parity) for r in range(self.world_size)] if reads else []
-            if any(_is_spilled(self._slot(r, parity)) for r in range(self.world_size)):
-                self._arrive(timeout_s, doing)  # a long message lives in its writer, who may leave once all have read
-                if self.kind == "file":
-                    self._drop_spills()
-        except BaseException as error:
-            self.leave(error)
-            raise
-        return answers
+        words = self._words
+        mine = self.rank * _ROW_WORDS
+        words[mine + _FINGERPRINT + parity] = fingerprint
+        words[mine + _LOCATION + parity] = location
+        self.sync(wait)
+        rows = range(0, self.world_size * _ROW_WORDS, _ROW_WORDS)
+        for row in rows:
+            if words[row + _FINGERPRINT + parity] != fingerprint:
+                raise DifferentCallsError
+        return [words[row + _LOCATION + parity] for row in rows]
 
     def _slot(self, rank: int, which: int) -> memoryview:
         begin = (rank * 3 + which) * _SLOT_BYTES
@@ -131,47 +175,94 @@ class ControlPage:
             self._attached[key] = (address["id"], attach(address))
         return bytes(self._attached[key][1].view[: address["length"]])
 
-    def _arrive(self, timeout_s: float | None, doing: str) -> None:
-        self._count += 1
-        self._set(_ARRIVED, self._count)
-        missing = [r for r in range(self.world_size) if self._get(r, _ARRIVED) < self._count]
-        started = checked = moved = time.monotonic()
-        progress, spins, nap = -1, 0, 2e-5
-        while missing:
-            missing = [r for r in missing if self._get(r, _ARRIVED) < self._count]
-            if spins < _SPINS:
-                spins += 1
-                os.sched_yield()
-                continue
+    def sync(self, wait: Wait) -> None:
+        """Return when all ranks are here: a barrier without a check, for the inside of a collective."""
+        self._count = count = self._count + 1
+        words = self._words
+        words[self.rank * _ROW_WORDS + _ARRIVED] = count
+        for arrived in self._arrivals:
+            if words[arrived] < count:
+                self._await(count, wait)
+                return
+
+    def _await(self, count: int, wait: Wait) -> None:
+        words, arrivals = self._words, self._arrivals
+        for _ in range(self._spins):
+            if all(words[arrived] >= count for arrived in arrivals):
+                return
+        for _ in range(_YIELDS):
+            if all(words[arrived] >= count for arrived in arrivals):
+                return
+            yield_core()
+        self._nap(count, wait)
+
+    def _nap(self, count: int, wait: Wait) -> None:
+        started = moved = time.monotonic()
+        checked = 0.0
+        progress, nap = -1, 2e-5
+        while missing := self._behind(count):
             now = time.monotonic()
             if now - checked >= _LIVENESS_PERIOD_S or now - started < 2 * nap:
                 checked = now
-                self._raise_for_gone(missing, doing)
+                self._raise_for_gone(missing, wait.doing)
+                if wait.look is not None:
+                    wait.look.failed()
                 latest = sum(self._get(r, _PROGRESS) for r in range(self.world_size))
                 if latest != progress:
                     progress, moved = latest, now
-                if timeout_s is not None and now - moved > timeout_s:
+                if now - moved > wait.timeout_s:
                     raise StallError(
-                        f"ranks {missing} did not reach {doing} in {timeout_s:g} s",
+                        f"ranks {missing} did not reach {wait.doing} in {wait.timeout_s:g} s",
                         missing=tuple(missing),
                         rank=missing[0],
                     )
             time.sleep(nap)
             nap = min(nap * 1.5, 2e-3)
 
+    def _behind(self, count: int) -> list[int]:
+        return [r for r in range(self.world_size) if self._get(r, _ARRIVED) < count]
+
+    def failed(self) -> None:
+        """Raise PeerError if a rank has died, or has left with an error."""
+        for rank in range(self.world_size):
+            left = self._get(rank, _LEFT)
+            if left == _GONE_WITH_ERROR:
+                raise self._last_words(rank)
+            if not left and not self._alive(rank):
+                raise PeerError(rank, "a collective", f"its process {self._get(rank, _PID)} died")
+
+    def close(self) -> None:
+        """Nothing more than `leave`."""
+
+    def entered(self, doing: str) -> None:
+        """Nothing more than what `meet` says."""
+
+    def tell(self, error: StateExchangeError) -> None:
+        """Nothing more than `leave` has said."""
+
+    def missing(self) -> tuple[int, ...]:
+        """Ranks that have not arrived where this one is, and ranks whose process is stopped."""
+        stopped = [r for r in range(self.world_size) if process_is_stopped(self._get(r, _PID))]
+        return tuple(self._behind(self._count) or stopped)
+
     def _raise_for_gone(self, ranks: list[int], doing: str) -> None:
         for rank in ranks:
             left = self._get(rank, _LEFT)
-            pid = self._get(rank, _PID)
-            alive = self._threads or self.sees(rank)
+            alive = self._alive(rank)
             if self._get(rank, _ARRIVED) >= self._count:
                 continue  # looked at last: a rank may arrive, read and leave between two looks
             if left == _GONE_WITH_ERROR:
-                raise from_record(json.loads(_read_slot(self._slot(rank, 2))[0]))
+                raise self._last_words(rank)
             if left == _GONE_QUIETLY:
                 raise PeerError(rank, doing, "it closed its communicator")
             if not alive:
-                raise PeerError(rank, doing, f"its process {pid} died")
+                raise PeerError(rank, doing, f"its process {self._get(rank, _PID)} died")
+
+    def _last_words(self, rank: int) -> StateExchangeError:
+        return from_record(json.loads(_read_slot(self._slot(rank, 2))[0]))
+
+    def _alive(self, rank: int) -> bool:
+        return self._threads or self.sees(rank)
 
     def sees(self, rank: int) -> bool:
         """Whether the process of `rank` runs, as far as this one can see."""
@@ -243,10 +334,14 @@ def meet(rank: int, world_size: int, exchange: Callable[[bytes], list[bytes]]) -
 
 
 def host_identity() -> str:
-    """What ranks of one host have in common: the kernel's boot id."""
+    """What ranks of one host have in common: the kernel's boot id, the host's name and /dev/shm.
+
+    Containers with a name and a /dev/shm of their own are hosts of their own, even on one machine.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
+            boot = file.read().strip()
+        return f"{boot} {platform.node()} {os.stat('/dev/shm').st_dev}"  # noqa: S108 (its identity is asked, no more)
     except OSError:
         return platform.node()
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from statexchange.comm.communicator import Backend
+from statexchange.comm.backend import Backend, Finish, Wait
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["SingleBackend"]
 
@@ -16,10 +20,14 @@ class SingleBackend(Backend):
     rank = 0
     world_size = 1
 
-    def exchange(self, payload: bytes, timeout_s: float, doing: str) -> list[bytes]:  # noqa: ARG002 (nobody to wait for)
+    def exchange(self, payload: bytes, wait: Wait) -> list[bytes]:  # noqa: ARG002 (nobody to wait for)
         """The payload itself."""
         return [payload]
 
-    def subset(self, ranks: Sequence[int]) -> Backend:  # noqa: ARG002 (only [0] exists)
+    def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:  # noqa: ARG002 (only [0] exists)
         """Itself."""
         return self
+
+    def all_reduce(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:  # noqa: ARG002
+        """The tensor itself."""
+        finish(tensor)

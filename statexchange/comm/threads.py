@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import platform
 import threading
 from collections.abc import Sequence
 
-from statexchange.comm.communicator import Backend, Communicator, Place
+from statexchange.comm.backend import Backend, Wait
+from statexchange.comm.communicator import Communicator
 from statexchange.comm.control_page import ControlPage
+from statexchange.comm.session import Place, Session
 from statexchange.comm.world import communicator
 from statexchange.errors import PeerError, StallError
 from statexchange.settings import default_timeout_s
@@ -40,7 +43,7 @@ class ThreadBackend(Backend):
         self._room = room
         self._count = 0
 
-    def exchange(self, payload: bytes, timeout_s: float, doing: str) -> list[bytes]:
+    def exchange(self, payload: bytes, wait: Wait) -> list[bytes]:
         """Every thread's payload."""
         self._count += 1
         keys = [(rank, self._count) for rank in range(self.world_size)]
@@ -48,15 +51,17 @@ class ThreadBackend(Backend):
         with room.changed:
             room.posted[self.rank, self._count] = payload
             room.changed.notify_all()
-            room.changed.wait_for(lambda: room.gone or all(key in room.posted for key in keys), timeout_s)
+            room.changed.wait_for(lambda: room.gone or all(key in room.posted for key in keys), wait.timeout_s)
             missing = [rank for rank, _ in keys if (rank, self._count) not in room.posted]
             for rank in sorted(room.gone.intersection(missing)):
-                raise PeerError(rank, doing, "its thread left")
+                raise PeerError(rank, wait.doing, "its thread left")
             if missing:
-                raise StallError(f"ranks {missing} did not reach {doing} in {timeout_s:g} s", missing=tuple(missing))
+                raise StallError(
+                    f"ranks {missing} did not reach {wait.doing} in {wait.timeout_s:g} s", missing=tuple(missing)
+                )
             return [room.posted[key] for key in keys]
 
-    def subset(self, ranks: Sequence[int]) -> Backend:
+    def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:  # noqa: ARG002 (nothing to wait for)
         """The room of `ranks`."""
         key = tuple(ranks)
         return ThreadBackend(self._room.room_of(key), key.index(self.rank))
@@ -76,10 +81,14 @@ def thread_communicators(world_size: int) -> list[Communicator]:
         return [communicator(SingleBackend(), default_timeout_s())]
     room = _Room(world_size)
     memory = memoryview(bytearray(ControlPage.nbytes(world_size)))
-    run = f"threads-{id(room):x}"
-    pages = [ControlPage(memory, rank, world_size, threads=True) for rank in range(world_size)]
-    places = [Place(rank, world_size, 0, 1) for rank in range(world_size)]
-    return [
-        Communicator(ThreadBackend(room, rank), page, place, run, default_timeout_s())
-        for rank, (page, place) in enumerate(zip(pages, places, strict=True))
-    ]
+    return [_thread_communicator(room, memory, rank) for rank in range(world_size)]
+
+
+def _thread_communicator(room: _Room, memory: memoryview, rank: int) -> Communicator:
+    from statexchange.comm.shared_memory_backend import SharedMemoryBackend
+
+    carrier = ThreadBackend(room, rank)
+    page = ControlPage(memory, rank, room.world_size, threads=True)
+    place = Place(rank, (0,) * room.world_size, (platform.node(),) * room.world_size)
+    backend = SharedMemoryBackend(page, carrier, name="threads")
+    return Communicator(Session(backend, carrier, page, page, place, default_timeout_s()), f"threads-{id(room):x}")

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
+import logging
+import platform
 import re
 import secrets
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass, fields
 from typing import Any
 
-from statexchange.comm.communicator import Backend, Communicator, Place
-from statexchange.comm.control_page import host_identity, meet
+from statexchange.comm.backend import Backend, Wait
+from statexchange.comm.board import open_board
+from statexchange.comm.communicator import Communicator
+from statexchange.comm.control_page import ControlPage, host_identity, meet
+from statexchange.comm.devices import Devices, choose
+from statexchange.comm.session import Place, Session
 from statexchange.comm.single import SingleBackend
-from statexchange.errors import InvalidArgumentError, NotInitializedError
+from statexchange.errors import InvalidArgumentError, NotInitializedError, UnsupportedError
 from statexchange.settings import default_timeout_s, detect_launch
 
 __all__ = [
@@ -40,28 +49,100 @@ _default: ContextVar[Communicator | None] = ContextVar("statexchange_communicato
 # Adopted groups by identity; the group is kept with its communicator so that its id cannot be given to another.
 _adopted: dict[int, tuple[object, Communicator]] = {}
 _members: dict[tuple[int | str, ...], tuple[object, Communicator]] = {}
+_alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
 _ALONE = object()  # stands for a world of one, which is kept so that its run has one identity
-BACKENDS = ("auto", "single", "gloo", "mpi")
+_ON_NODE = 1  # the fingerprint of meetings within a collective that all hosts have entered alike
+_log = logging.getLogger("statexchange")
+BACKENDS = ("auto", "single", "shm", "gloo", "nccl", "mpi")
 
 
-def communicator(backend: Backend, timeout_s: float) -> Communicator:
-    """A communicator over `backend`, with a control page where all its ranks share a host. Collective."""
-    if backend.world_size == 1:
-        return Communicator(backend, None, Place(0, 1, 0, 1), _run_identity(secrets.token_hex(8)), timeout_s)
+def communicator(
+    carrier: Backend,
+    timeout_s: float,
+    *,
+    prefer: str = "auto",
+    check: bool = True,
+    devices: Backend | None = None,
+) -> Communicator:
+    """A communicator of the ranks that can exchange messages over `carrier`. Collective.
+
+    `prefer` "auto" takes shared memory where all ranks share a host, and both where some do; "shm" insists on it;
+    "carrier" takes the carrier itself. `devices` moves the tensors of GPUs.
+    """
+    if carrier.world_size == 1:
+        alone = Session(SingleBackend(), carrier, None, None, Place(0, (0,), (platform.node(),)), timeout_s)
+        return Communicator(alone, _run_identity(secrets.token_hex(8)))
+    made = Communicator(*_meet(carrier, timeout_s, prefer, check, devices))
+    _alive.add(made)
+    _close_at_exit()
+    return made
+
+
+def _meet(carrier: Backend, timeout_s: float, prefer: str, check: bool, devices: Backend | None) -> tuple[Session, str]:
+    """The session of all ranks and the name of their run. Collective."""
 
     def exchange(payload: bytes) -> list[bytes]:
-        return backend.exchange(payload, timeout_s, "the meeting of all ranks")
+        return carrier.exchange(payload, Wait(timeout_s, "the meeting of all ranks"))
 
-    facts = [json.loads(answer) for answer in exchange(json.dumps([host_identity(), secrets.token_hex(8)]).encode())]
-    hosts = [fact[0] for fact in facts]
-    page = meet(backend.rank, backend.world_size, exchange)
-    return Communicator(backend, page, _place(hosts, backend.rank), _run_identity(facts[0][1]), timeout_s)
+    ours = [host_identity(), platform.node(), secrets.token_hex(8)]
+    facts = [json.loads(answer) for answer in exchange(json.dumps(ours).encode())]
+    place = _place(facts, carrier.rank)
+    page = meet(carrier.rank, carrier.world_size, exchange)
+    run = _run_identity(facts[0][2])
+    if page is not None:
+        backend = carrier if prefer == "carrier" else _shared_memory_backend(page, carrier)
+        return Session(backend, carrier, page, page, place, timeout_s, check=check, devices=devices), run
+    _say_why_not_shared(place, prefer)
+    transport = carrier.transport(timeout_s)
+    board = open_board(transport, place, timeout_s)
+    several = prefer == "auto" and 1 < len(place.leaders) < len(place.nodes)
+    backend = _hierarchical_backend(transport, place, timeout_s) if several else transport
+    session = Session(backend, transport, None, board, place, timeout_s, check=check, devices=devices)
+    return session, run
 
 
-def _place(hosts: list[str], rank: int) -> Place:
-    distinct = list(dict.fromkeys(hosts))
-    ours = [r for r, host in enumerate(hosts) if host == hosts[rank]]
-    return Place(ours.index(rank), len(ours), distinct.index(hosts[rank]), len(distinct))
+def _shared_memory_backend(page: ControlPage, carrier: Backend) -> Backend:
+    from statexchange.comm.shared_memory_backend import SharedMemoryBackend
+
+    return SharedMemoryBackend(page, carrier)
+
+
+def _hierarchical_backend(carrier: Backend, place: Place, timeout_s: float) -> Backend:
+    """Shared memory within each host, or else the carrier, and the carrier between hosts. Collective."""
+    from statexchange.comm.hierarchical_backend import HierarchicalBackend
+
+    local = carrier.subset(place.mates, timeout_s) if len(place.mates) > 1 else SingleBackend()
+
+    def exchange(payload: bytes) -> list[bytes]:
+        return local.exchange(payload, Wait(timeout_s, "the meeting of a host's ranks"))
+
+    page = meet(local.rank, local.world_size, exchange) if len(place.mates) > 1 else None
+    node = local if page is None else _shared_memory_backend(page, local)
+    leads = place.rank == place.mates[0]
+    leaders = carrier.subset(place.leaders, timeout_s) if leads else None
+
+    def meet_on_node(location: int, wait: Wait) -> Sequence[int]:
+        assert page is not None
+        return page.meet(_ON_NODE, location, wait)
+
+    return HierarchicalBackend(carrier, node, leaders, place, meet_on_node)
+
+
+def _say_why_not_shared(place: Place, prefer: str) -> None:
+    """All ranks come here or none: shared memory was tried, and some rank could not."""
+    hosts = sorted(set(place.hosts))
+    if prefer == "shm":
+        raise UnsupportedError(
+            f"the ranks, on {', '.join(hosts)}, cannot share memory: they need one host, one /proc or /dev/shm"
+        )
+    if len(place.leaders) == 1 and place.rank == 0:
+        _log.warning("the ranks on %s cannot share memory (containers?): messages go over sockets, slower", hosts[0])
+
+
+def _place(facts: list[list[str]], rank: int) -> Place:
+    identities = [fact[0] for fact in facts]
+    distinct = list(dict.fromkeys(identities))
+    return Place(rank, tuple(distinct.index(identity) for identity in identities), tuple(fact[1] for fact in facts))
 
 
 def _run_identity(nonce: str) -> str:
@@ -70,45 +151,141 @@ def _run_identity(nonce: str) -> str:
     return f"{job.lstrip('-') or 'run'}-{nonce}"
 
 
-def init(backend: str = "auto", *, timeout_s: float | None = None) -> Communicator:
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What a call of `init` asks for."""
+
+    backend: str
+    rank: int | None
+    world_size: int | None
+    rendezvous: str | None
+    devices: Devices
+    timeout_s: float | None
+    check: str
+
+
+_PLAIN = _Wish("auto", None, None, None, None, None, "auto")
+_asked: ContextVar[_Wish | None] = ContextVar("statexchange_asked", default=None)
+
+
+def init(
+    backend: str = "auto",
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    rendezvous: str | None = None,
+    devices: Devices = None,
+    timeout_s: float | None = None,
+    check: str = "auto",
+) -> Communicator:
     """Make the communicator that later calls use by default, and return it.
 
-    Collective over all ranks that the launcher started. `backend`: "auto" adopts torch.distributed if it runs, else
-    uses MPI under an MPI launcher, else Gloo under torchrun, else a world of one; "single", "gloo" or "mpi" ask for
-    one. "gloo" initialises torch.distributed's default group if need be, "auto" never does. `timeout_s` bounds waits
-    for peers. A second call returns what the first made. Raises NotInitializedError or MissingExtraError.
+    Collective over all ranks that the launcher started, or that are started by hand with `rendezvous`
+    ("file:///directory" or "tcp://host:port"), `rank` and `world_size`. A second call returns what the first made, with
+    a warning if it asks for something else.
+
+    `backend`: "auto" adopts torch.distributed if it runs, else follows torchrun, Open MPI, MPICH or Slurm, in this
+    order, else makes a world of one; CPU tensors then go through shared memory where ranks share a host. "shm"
+    insists on that, "gloo", "nccl" and "mpi" take that transport alone, "single" a world of one. "gloo" and "nccl"
+    initialise torch.distributed's default group if need be, the others never do.
+    `devices`: where this rank computes. None deals the GPUs to the ranks of a host in turn, a list names the device of
+    each `local_rank`, False leaves it at the CPU. `timeout_s` bounds waits for peers (seconds). `check="off"` trusts
+    that ranks make the same calls: on several hosts this saves a small message per call.
+    Raises InvalidArgumentError, NotInitializedError, MissingExtraError, UnsupportedError or StallError.
     """
-    if backend not in BACKENDS:
-        raise InvalidArgumentError(f"unknown backend {backend!r}; this version has {', '.join(BACKENDS)}")
+    wish = _Wish(backend, rank, world_size, rendezvous, devices, timeout_s, check)
     existing = _default.get()
     if existing is not None:
+        _warn_if_different(wish)
         return existing
-    made = _make(backend, default_timeout_s() if timeout_s is None else timeout_s)
+    _check_wish(wish)
+    made = _make(wish, default_timeout_s() if timeout_s is None else timeout_s)
+    try:
+        with made.phase("choosing a device"):
+            made.compute_on(choose(devices, made.local_rank))
+    except BaseException:
+        made.close()
+        raise
+    _asked.set(wish)
     _default.set(made)
     return made
 
 
-def _make(backend: str, timeout_s: float) -> Communicator:
-    launch = detect_launch()
-    if backend == "single":
+def _check_wish(wish: _Wish) -> None:
+    if wish.backend not in BACKENDS:
+        raise InvalidArgumentError(f"unknown backend {wish.backend!r}; this version has {', '.join(BACKENDS)}")
+    if wish.check not in ("auto", "off"):
+        raise InvalidArgumentError(f"check must be 'auto' or 'off', not {wish.check!r}")
+    if wish.rendezvous is None and (wish.rank is not None or wish.world_size is not None):
+        raise InvalidArgumentError("rank and world_size come with a rendezvous, or from a launcher's environment")
+    if wish.rendezvous is not None and wish.backend in ("mpi", "single"):
+        raise InvalidArgumentError(f"the {wish.backend} backend takes no rendezvous")
+
+
+def _warn_if_different(wish: _Wish) -> None:
+    first = _asked.get() or _PLAIN
+    names = [field.name for field in fields(_Wish)]
+    others = [n for n in names if getattr(wish, n) not in (getattr(_PLAIN, n), getattr(first, n))]
+    if others:
+        given = ", ".join(f"{name}={getattr(wish, name)!r}" for name in others)
+        _log.warning("init was called before, and its communicator stays: %s is not used", given)
+
+
+def _make(wish: _Wish, timeout_s: float) -> Communicator:
+    check = wish.check != "off"
+    torchs = None if wish.rendezvous is not None else _torch_default_group()
+    if wish.backend == "single":
         return communicator(SingleBackend(), timeout_s)
-    if backend == "auto" and _torch_default_group() is not None:
-        return from_process_group(_torch_default_group(), timeout_s=timeout_s)
-    if backend == "mpi" or (backend == "auto" and launch.launcher in ("openmpi", "mpich")):
+    if wish.backend == "auto" and torchs is not None:
+        return from_process_group(torchs, timeout_s=timeout_s)
+    if wish.backend in ("gloo", "nccl"):
+        return _make_by_torch(wish, timeout_s)
+    prefer = {"mpi": "carrier"}.get(wish.backend, wish.backend)
+    return communicator(_carrier(wish, timeout_s), timeout_s, prefer=prefer, check=check)
+
+
+def _make_by_torch(wish: _Wish, timeout_s: float) -> Communicator:
+    from statexchange.comm import torch_backend
+
+    start = torch_backend.start_nccl if wish.backend == "nccl" else torch_backend.start_gloo
+    group = _torch_default_group() or start(*_store(wish, timeout_s), timeout_s)
+    carrier = torch_backend.TorchBackend(group, timeout_s)
+    devices = torch_backend.NCCLBackend(group, carrier) if wish.backend == "nccl" else None
+    prefer = "auto" if wish.backend == "nccl" else "carrier"
+    return communicator(carrier, timeout_s, prefer=prefer, check=wish.check != "off", devices=devices)
+
+
+def _carrier(wish: _Wish, timeout_s: float) -> Backend:
+    """What the ranks can meet over."""
+    launch = detect_launch()
+    if wish.backend == "mpi" or (wish.rendezvous is None and launch.launcher in ("openmpi", "mpich")):
         from statexchange.comm import mpi_backend
 
-        return communicator(mpi_backend.MPIBackend(mpi_backend.world()), timeout_s)
-    if backend == "gloo" or launch.launcher == "torchrun":
-        from statexchange.comm import torch_backend
+        return mpi_backend.MPIBackend(mpi_backend.world(launch))
+    if wish.rendezvous is None and launch.world_size == 1:
+        return SingleBackend()
+    from statexchange.comm import torch_backend
 
-        gloo = torch_backend.start_gloo(launch, default=backend == "gloo", timeout_s=timeout_s)
-        return communicator(gloo, timeout_s)
-    if launch.world_size > 1:
-        raise NotInitializedError(
-            f"{launch.variable} says {launch.world_size} ranks, but no transport was found: "
-            "initialise torch.distributed first, or start under mpiexec or torchrun"
+    running = _torch_default_group() if wish.rendezvous is None else None
+    if running is not None:
+        return torch_backend.TorchBackend(running, timeout_s)
+    return torch_backend.StoreCarrier(*_store(wish, timeout_s))
+
+
+def _store(wish: _Wish, timeout_s: float) -> tuple[Any, int, int]:
+    """A torch Store that all ranks share, this rank and their number."""
+    from statexchange.comm import rendezvous
+
+    launch = detect_launch()
+    if wish.rendezvous is None:
+        return rendezvous.store_of(launch, timeout_s)
+    rank = launch.rank if wish.rank is None and launch.variable else wish.rank
+    size = launch.world_size if wish.world_size is None and launch.variable else wish.world_size
+    if rank is None or size is None or not 0 <= rank < size:
+        raise InvalidArgumentError(
+            f"a rendezvous needs rank and world_size with 0 <= rank < world_size, not {wish.rank} and {wish.world_size}"
         )
-    return communicator(SingleBackend(), timeout_s)
+    return rendezvous.store_at(wish.rendezvous, rank, size, timeout_s), rank, size
 
 
 def _torch_default_group() -> Any:
@@ -122,23 +299,29 @@ def _torch_default_group() -> Any:
 
 def from_process_group(group: Any, *, timeout_s: float | None = None) -> Communicator:
     """The communicator of a torch ProcessGroup. Collective over the group, the first time."""
-    from statexchange.comm.torch_backend import TorchBackend
+    import torch.distributed as dist
 
-    return _adopt(group, lambda wait: TorchBackend(group, wait), timeout_s)
+    from statexchange.comm.torch_backend import NCCLBackend, TorchBackend
+
+    def adopted(wait_s: float) -> Communicator:
+        carrier = TorchBackend(group, wait_s)
+        devices = NCCLBackend(group, carrier) if "nccl" in str(dist.get_backend_config(group)) else None
+        return communicator(carrier, wait_s, devices=devices)
+
+    return _adopt(group, adopted, timeout_s)
 
 
 def from_mpi(mpi_comm: Any, *, timeout_s: float | None = None) -> Communicator:
     """The communicator of an mpi4py communicator. Collective over it, the first time."""
     from statexchange.comm.mpi_backend import MPIBackend
 
-    return _adopt(mpi_comm, lambda _wait: MPIBackend(mpi_comm), timeout_s)
+    return _adopt(mpi_comm, lambda wait_s: communicator(MPIBackend(mpi_comm), wait_s), timeout_s)
 
 
-def _adopt(group: object, backend: Callable[[float], Backend], timeout_s: float | None) -> Communicator:
+def _adopt(group: object, make: Callable[[float], Communicator], timeout_s: float | None) -> Communicator:
     if id(group) not in _adopted:
-        _forget_at_exit()
         wait = default_timeout_s() if timeout_s is None else timeout_s
-        _adopted[id(group)] = (group, communicator(backend(wait), wait))
+        _adopted[id(group)] = (group, make(wait))
     return _adopted[id(group)][1]
 
 
@@ -170,7 +353,6 @@ def _of_mesh(mesh: Any) -> Communicator:
     torchs = _torch_default_group()
     key = (id(torchs), "mesh", *sorted(mesh.mesh.flatten().tolist()))
     if key not in _members:
-        _forget_at_exit()
         wait = default_timeout_s()
         group = mesh_group(mesh, wait)
         made = from_process_group(group) if group is torchs else communicator(TorchBackend(group, wait), wait)
@@ -192,7 +374,7 @@ def _default_communicator() -> Communicator:
             "communicator: call statexchange.init() or torch.distributed.init_process_group() first",
             rank=launch.rank,
         )
-    return _adopt(_ALONE, lambda _wait: SingleBackend(), None)
+    return _adopt(_ALONE, lambda wait_s: communicator(SingleBackend(), wait_s), None)
 
 
 def members(ranks: Sequence[int], group: Any = None) -> Communicator:
@@ -212,7 +394,6 @@ def members(ranks: Sequence[int], group: Any = None) -> Communicator:
     # The default group has no communicator yet, and making one would need ranks that do not take part.
     key = (id(torchs), *ranks)
     if key not in _members:
-        _forget_at_exit()
         wait = default_timeout_s()
         _members[key] = (torchs, communicator(torch_backend.of_ranks(ranks, wait), wait))
     return _members[key][1]
@@ -271,10 +452,17 @@ def get_local_rank() -> int:
     return made.local_rank if made is not None else detect_launch().local_rank
 
 
-def _forget_at_exit() -> None:
-    """A Gloo group that outlives the interpreter's end aborts the process."""
-    if not _adopted and not _members:
-        atexit.register(_forget)
+@functools.cache
+def _close_at_exit() -> None:
+    """Others must hear why this rank ends; and a Gloo group that outlives the interpreter's end aborts the process."""
+
+    def close() -> None:
+        for made in list(_alive):
+            made.close(getattr(sys, "last_value", None))  # the uncaught error, if there was one
+        _adopted.clear()
+        _members.clear()
+
+    atexit.register(close)
 
 
 def _forget() -> None:

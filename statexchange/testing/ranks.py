@@ -14,7 +14,8 @@ from statexchange.testing.worlds import BACKENDS, World, open_world
 
 __all__ = ["RankFailure", "RankOutcome", "RankOutcomes", "report", "run_ranks"]
 
-_GRACE_S = 2.0  # for the peers of a failed rank to fail by themselves, and for a process to end after its work
+_GRACE_S = 2.0  # for the peers of a failed rank to fail by themselves
+_EXIT_S = 8.0  # for a process to end after its work: on a busy machine torch and MPI take their time
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +198,7 @@ def _running(world: World, rank: int, why: str) -> RankOutcome:
 
 def _end(world: World, end: RankOutcome) -> RankOutcome:
     """The outcome when the process has ended too, which may be another: a crash at exit is no success."""
-    if not world.ended(end.rank, _GRACE_S) and end.state == "ok":
+    if not world.ended(end.rank, _EXIT_S) and end.state == "ok":
         return _running(world, end.rank, "did its work but did not exit")
     code = world.exit_code(end.rank)
     if end.state == "raised" or (end.state == "ok" and not code):

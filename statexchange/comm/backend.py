@@ -1,0 +1,262 @@
+"""What a backend is: how ranks move bytes and reduce tensors, and how they wait without waiting for ever.
+
+A backend only has to bring `exchange` and `subset` (and `send` and `recv`, if it can): every collective has a plain
+implementation by `exchange` here. What it overrides, it overrides for speed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from statexchange.errors import InvalidArgumentError, StallError, StateExchangeError, UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Backend", "Finish", "Look", "Wait", "check_ranks", "yield_core"]
+
+_SPINS = 100
+_FIRST_NAP_S, _LAST_NAP_S = 2e-5, 2e-3
+_LOOK_PERIOD_S = 0.05
+
+
+# Through ctypes, since os.sched_yield keeps the interpreter locked, in which another thread may want to go on.
+yield_core: Callable[[], object] = (
+    ctypes.CDLL(None).sched_yield if os.name == "posix" else functools.partial(time.sleep, 0)
+)
+
+
+class Look(Protocol):
+    """What a wait asks while it waits."""
+
+    def failed(self) -> None:
+        """Raise PeerError if a rank is known to have failed."""
+
+    def missing(self) -> tuple[int, ...]:
+        """The ranks that are known not to have come this far; () if nothing is known."""
+
+    def close(self) -> None:
+        """This rank leaves."""
+
+    def entered(self, doing: str) -> None:
+        """This rank begins its next call."""
+
+    def tell(self, error: StateExchangeError) -> None:
+        """Let the others know that this communicator has failed."""
+
+
+class Wait:
+    """A wait for peers: `doing` names what for, `timeout_s` how long, `look` tells whether it is still worth it.
+
+    `enter` is the meeting of all ranks before a collective, in which they compare what they are about to do. A backend
+    may call it at the moment that suits it; otherwise it has been called before. `location` is a number that this rank
+    wants the others to know; those of all ranks come back.
+    """
+
+    __slots__ = ("_deadline", "_enter", "_looked", "doing", "look", "timeout_s")
+
+    def __init__(
+        self,
+        timeout_s: float,
+        doing: str,
+        look: Look | None = None,
+        enter: Callable[[int], Sequence[int]] | None = None,
+    ) -> None:
+        self.timeout_s = timeout_s
+        self.doing = doing
+        self.look = look
+        self._enter = enter
+        self._deadline = time.monotonic() + timeout_s
+        self._looked = 0.0
+
+    def enter(self, location: int = 0) -> Sequence[int]:
+        """Meet the other ranks; an error if they are about to do something else."""
+        return () if self._enter is None else self._enter(location)
+
+    def poll(self) -> None:
+        """To be called between two looks at what is waited for: PeerError or, past the deadline, StallError."""
+        now = time.monotonic()
+        if now - self._looked >= _LOOK_PERIOD_S:
+            self._looked = now
+            if self.look is not None:
+                self.look.failed()
+        if now > self._deadline:
+            missing = self.look.missing() if self.look is not None else ()
+            who = f"ranks {list(missing)}" if missing else "not all ranks"
+            verb = "did not reach" if missing else "reached"
+            message = f"{who} {verb} {self.doing} in {self.timeout_s:g} s"
+            raise StallError(message, missing=missing, rank=missing[0] if missing else None)
+
+    def until(self, done: Callable[[], object]) -> None:
+        """Return once `done()` is true: look often at first, then yield, then nap ever longer."""
+        for _ in range(_SPINS):
+            if done():
+                return
+            yield_core()
+        nap = _FIRST_NAP_S
+        while not done():
+            self.poll()
+            time.sleep(nap)
+            nap = min(nap * 1.5, _LAST_NAP_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """What becomes of a reduced sum: it is divided by `divisor`, then multiplied by `scale`."""
+
+    divisor: int = 1
+    scale: float = 1.0
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        """In place."""
+        if tensor.is_complex():  # times a number as a whole, infinities would become NaN
+            import torch
+
+            tensor = torch.view_as_real(tensor)
+        if self.divisor != 1:
+            tensor.div_(self.divisor)
+        if self.scale != 1:
+            tensor.mul_(self.scale)
+
+
+class Backend(ABC):
+    """How ranks exchange messages and tensors. An implementation never blocks without polling its `wait`.
+
+    Tensors are one-dimensional and contiguous, of the same length and dtype on all ranks unless said otherwise, and on
+    the device that `device_type` names; moves get them as uint8. Operations are "sum", "min", "max" and "prod". When a
+    method raises, the tensors and requests that the transport may still touch must be kept alive.
+    """
+
+    name: str
+    rank: int
+    world_size: int
+    device_type: str = "cpu"
+    meets: bool = False
+    """Whether its tensor methods call `wait.enter` themselves."""
+
+    @functools.cached_property
+    def reductions(self) -> dict[object, Any]:
+        """What `reduction` has found out about this backend."""
+        return {}
+
+    @abstractmethod
+    def exchange(self, payload: bytes, wait: Wait) -> list[bytes]:
+        """Every rank's payload, of any length, in rank order. Collective."""
+
+    @abstractmethod
+    def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:
+        """A backend over `ranks` of this one, in that order. Collective over those ranks only."""
+
+    def transport(self, timeout_s: float) -> Backend:  # noqa: ARG002 (most have nothing to set up)
+        """What moves tensors between hosts, where this backend only serves to meet; itself if it does. Collective."""
+        return self
+
+    def close(self) -> None:  # noqa: B027 (most hold nothing)
+        """Free what the backend holds. Not collective."""
+
+    def empty(self, nbytes: int, wait: Wait) -> torch.Tensor:  # noqa: ARG002 (shared memory has to be announced)
+        """`nbytes` (> 0) of uint8 memory in which this backend reduces fastest. Collective, with equal `nbytes`."""
+        import torch
+
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def reduces(self, op: str, dtype: torch.dtype) -> bool:
+        """Whether its reductions are right for every value of `dtype`, NaN and half precision's ranges among them.
+
+        Whatever it says, `all_reduce` must be right for float32, float64, int64 and uint8 without NaN and overflow;
+        other cells are then reduced by way of these.
+        """
+        from statexchange.comm import reduction
+
+        return reduction.reduces_locally(op, dtype)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
+        """`tensor` becomes the reduction over all ranks. Collective."""
+        from statexchange.comm import reduction
+
+        parts = self.exchange(reduction.to_bytes(tensor), wait)
+        tensors = [reduction.of_bytes(part, tensor.dtype).to(tensor.device) for part in parts]
+        reduction.reduce_parts(tensor, tensors, op, finish)
+
+    def reduce(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
+        """As `all_reduce`, on `root` only; the others' `tensor` stays as it is. Collective."""
+        result = tensor if self.rank == root else tensor.clone()
+        self.all_reduce(result, op, finish, wait)
+
+    def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
+        """`into` becomes this rank's part of the reduction: `tensor` holds `world_size` parts. Collective."""
+        result = tensor.clone()
+        self.all_reduce(result, op, finish, wait)
+        into.copy_(result.view(self.world_size, -1)[self.rank])
+
+    def broadcast(self, data: torch.Tensor, root: int, wait: Wait) -> None:
+        """`data` becomes root's. Collective."""
+        from statexchange.comm import reduction
+
+        parts = self.exchange(reduction.to_bytes(data) if self.rank == root else b"", wait)
+        if self.rank != root:
+            data.copy_(reduction.of_bytes(parts[root], data.dtype))
+
+    def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
+        """`into` becomes every rank's `data`, in rank order. Collective."""
+        from statexchange.comm import reduction
+
+        for part, answer in zip(
+            into.view(self.world_size, -1), self.exchange(reduction.to_bytes(data), wait), strict=True
+        ):
+            part.copy_(reduction.of_bytes(answer, data.dtype))
+
+    def gather(self, data: torch.Tensor, into: torch.Tensor | None, root: int, wait: Wait) -> None:
+        """`into`, given on `root` only, becomes every rank's `data`, in rank order. Collective."""
+        sizes = [data.numel() if rank == root else 0 for rank in range(self.world_size)]
+        into = data.new_empty(0) if into is None else into
+        self.all_to_all(data, sizes, into, [into.numel() // self.world_size] * self.world_size, wait)
+
+    def scatter(
+        self, data: torch.Tensor | None, sizes: Sequence[int], into: torch.Tensor, root: int, wait: Wait
+    ) -> None:
+        """`into` becomes this rank's part of root's `data`; `sizes`, known to all, are those of all. Collective."""
+        if data is None:
+            sizes = [0] * self.world_size
+            data = into.new_empty(0)
+        into_sizes = [into.numel() if rank == root else 0 for rank in range(self.world_size)]
+        self.all_to_all(data, sizes, into, into_sizes, wait)
+
+    def all_to_all(
+        self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
+    ) -> None:
+        """Part i of `data` (of `sizes[i]`) goes to rank i; part i of `into` comes from rank i. Collective."""
+        from statexchange.comm import reduction
+
+        header = b"".join(size.to_bytes(8, "little") for size in sizes)
+        answers = self.exchange(header + reduction.to_bytes(data), wait)
+        at = 0
+        for answer, size in zip(answers, into_sizes, strict=True):
+            lengths = [int.from_bytes(answer[8 * r : 8 * r + 8], "little") for r in range(self.world_size)]
+            begin = 8 * self.world_size + sum(lengths[: self.rank])
+            into[at : at + size].copy_(reduction.of_bytes(answer[begin : begin + size], into.dtype))
+            at += size
+
+    def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:  # noqa: ARG002
+        """Send to `dst`; returns when `data` may be used again. Messages of one tag between two ranks keep their order;
+        `tag` is 0, 1 or 2."""
+        raise UnsupportedError(f"the {self.name} backend does not send to single ranks")
+
+    def recv(self, data: torch.Tensor, src: int, tag: int, wait: Wait) -> None:  # noqa: ARG002
+        """Receive from `src` exactly as many bytes as `data` holds."""
+        raise UnsupportedError(f"the {self.name} backend does not send to single ranks")
+
+
+def check_ranks(ranks: Sequence[int], rank: int, world_size: int) -> None:
+    """InvalidArgumentError unless `ranks` are distinct ranks of a world of `world_size`, `rank` among them."""
+    if not ranks or len(set(ranks)) != len(ranks) or any(not 0 <= r < world_size for r in ranks):
+        raise InvalidArgumentError(f"ranks must be distinct and within 0..{world_size - 1}, not {list(ranks)}")
+    if rank not in ranks:
+        raise InvalidArgumentError(f"rank {rank} is not among ranks {list(ranks)}", rank=rank)

@@ -1,0 +1,493 @@
+"""The collectives on tensors: what callers give is checked and laid flat, and results go back to where they belong.
+
+Whatever is wrong with a rank's arguments is raised on all ranks, since others may have called in earnest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from statexchange.comm.backend import Backend, Wait
+from statexchange.comm.reduction import Reduction
+from statexchange.comm.session import Call, Session, call_site
+from statexchange.errors import InvalidArgumentError, MismatchError, StateExchangeError, UnsupportedError
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_reduce_multiple",
+    "all_to_all",
+    "broadcast",
+    "empty",
+    "gather",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+]
+
+T = TypeVar("T")
+_HEADER, _ANSWER, _DATA = 0, 1, 2  # tags of what goes from rank to rank
+_NOTE_BYTES = 320
+_SHOWN = 300  # characters of a list of tensors in a message
+_NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
+_UNSIGNED = {1: torch.uint8, 2: torch.uint16}
+
+
+class Flat:
+    """A caller's tensor or array, and `data`: its elements as one contiguous dimension on the backend's device.
+
+    `data` is the caller's own memory where that is possible; `write_back` is for where it is not.
+    """
+
+    def __init__(self, given: Any, device: str, *, written: bool) -> None:
+        self.given = given
+        self.tensor = tensor = _tensor_of(given, written=written)
+        at_home = tensor.device.type == device
+        self._lent = at_home and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        if self._lent:
+            # torch calls no or one element contiguous whatever its stride is, but then refuses to see it as bytes
+            plain = tensor.dim() == 1 and tensor.stride(0) == 1
+            self.data = tensor if plain else tensor.as_strided((tensor.numel(),), (1,))
+            return
+        if written:
+            _check_writable(tensor)
+        there = (tensor if at_home else tensor.to(device)).resolve_conj().resolve_neg()
+        self.data = there.contiguous().view(-1)
+
+    @property
+    def text(self) -> str:
+        """Dtype and shape in words."""
+        return f"{str(self.tensor.dtype)[6:]}{list(self.tensor.shape)}"
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """`data` as uint8."""
+        return self.data.view(torch.uint8)
+
+    def write_back(self) -> Any:
+        """What the caller gave, which now holds `data`."""
+        if not self._lent:
+            self.tensor.copy_(self.data.view(self.tensor.shape))
+        if isinstance(self.given, np.ndarray):
+            array = _array_of(self.tensor)
+            if not np.may_share_memory(self.given, array):
+                self.given[...] = array
+        return self.given
+
+    def start_from(self, given: Flat) -> torch.Tensor:
+        """What to reduce so that the result can go here: a failure must find a caller's `out` as it was."""
+        return self.data if given is self else given.data.clone()
+
+    def finish_with(self, result: torch.Tensor) -> Any:
+        """What the caller gave, which now holds `result`."""
+        if result is not self.data:
+            self.data.copy_(result)
+        return self.write_back()
+
+    @property
+    def kind(self) -> str:
+        """What results for this caller should be: "array", or tensors of "cpu" or "cuda"."""
+        return "array" if isinstance(self.given, np.ndarray) else self.tensor.device.type
+
+
+def _tensor_of(given: Any, *, written: bool) -> torch.Tensor:
+    if not isinstance(given, torch.Tensor):
+        if isinstance(given, np.ndarray):
+            return _tensor_of_array(given, written=written)
+        raise UnsupportedError(f"a torch tensor or numpy array is wanted, not {type(given).__name__}")
+    if type(given).__name__ == "DTensor":
+        raise UnsupportedError("a DTensor has parts on other ranks: give its to_local()")
+    if given.layout != torch.strided or given.is_quantized or given.is_meta:
+        kind = "quantized" if given.is_quantized else "meta" if given.is_meta else str(given.layout)[6:]
+        raise UnsupportedError(f"only dense tensors can be exchanged, not a {kind} one")
+    if written and given.is_inference() and not torch.is_inference_mode_enabled():
+        raise UnsupportedError("an inference tensor cannot be changed outside torch.inference_mode()")
+    return given.detach()
+
+
+def _tensor_of_array(array: np.ndarray[Any, Any], *, written: bool) -> torch.Tensor:
+    if written and not array.flags.writeable:
+        raise InvalidArgumentError("this array is read-only, and the result goes into it")
+    dtype = getattr(torch, array.dtype.name, None)
+    if not isinstance(dtype, torch.dtype) or dtype.itemsize != array.itemsize or not array.dtype.isnative:
+        raise UnsupportedError(
+            f"arrays of {array.dtype.str if array.dtype.isbuiltin else array.dtype} cannot be exchanged"
+        )
+    plain = np.ascontiguousarray(array).reshape(array.shape)
+    if not plain.flags.writeable:
+        plain = plain.copy()
+    if array.dtype.isbuiltin == 1:
+        return torch.from_numpy(plain)
+    return torch.from_numpy(plain.view(f"u{array.itemsize}")).view(dtype)
+
+
+def _array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    if tensor.dtype in _NUMPY_FLOATS or not tensor.dtype.is_floating_point:
+        return tensor.numpy()
+    import ml_dtypes
+
+    name = str(tensor.dtype)[6:]
+    array: np.ndarray[Any, Any] = tensor.view(_UNSIGNED[tensor.itemsize]).numpy().view(getattr(ml_dtypes, name))
+    return array
+
+
+def _check_writable(tensor: torch.Tensor) -> None:
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise InvalidArgumentError("several elements of this tensor lie in one place of memory: clone() it first")
+
+
+def _refusing(session: Session, verb: str, prepare: Callable[[], T]) -> T:
+    """What `prepare` makes of the arguments; where it refuses them, all ranks raise."""
+    session.raise_if_dead()
+    try:
+        return prepare()
+    except Exception as refusal:  # noqa: BLE001 (whatever it is, it must reach the others)
+        session.refuse(Call(f"{verb}, refused: {refusal}"), refusal)
+
+
+def _check_root(session: Session, root: int) -> None:
+    if not 0 <= root < session.world_size:
+        raise InvalidArgumentError(f"root {root} is no rank of {session.world_size}", rank=session.rank)
+
+
+def _flat(session: Session, given: Any, *, written: bool) -> tuple[Flat, Backend]:
+    """What a caller gave, on the device of the backend that will move it."""
+    backend = session.backend_for(given.device.type if isinstance(given, torch.Tensor) else "cpu")
+    return Flat(given, backend.device_type, written=written), backend
+
+
+def _target(given: Flat, out: Any) -> Flat:
+    """Where the result goes."""
+    if out is None:
+        return given
+    target = Flat(out, given.data.device.type, written=True)
+    if target.text != given.text:
+        raise InvalidArgumentError("out is not like the tensor", expected=given.text, found=target.text)
+    return target
+
+
+def _new(tensor: torch.Tensor, kind: str, session: Session) -> Any:
+    """A result of its own, where the caller's tensors lie, or as an array."""
+    return _array_of(tensor) if kind == "array" else tensor if kind == tensor.device.type else tensor.to(session.device)
+
+
+def all_reduce(session: Session, tensor: Any, op: str, out: Any, scale: float, async_op: bool) -> Any:
+    """See `Communicator.all_reduce`. Collective."""
+
+    def prepare() -> tuple[Flat, Flat, Reduction, Backend]:
+        given, backend = _flat(session, tensor, written=out is None)
+        return given, _target(given, out), Reduction.of(op, given.data.dtype, scale, backend), backend
+
+    given, target, reduction, backend = _refusing(session, "all_reduce", prepare)
+
+    def body(wait: Wait) -> Any:
+        result = target.start_from(given)
+        reduction.all_reduce(backend, result, wait)
+        return target.finish_with(result)
+
+    return session.collective(Call(f"all_reduce {reduction.text} {given.text}"), backend, body, async_op)
+
+
+def all_reduce_multiple(
+    session: Session, tensors: Sequence[Any], op: str, scale: float, contiguous: bool, async_op: bool
+) -> Any:
+    """See `Communicator.all_reduce_multiple`. Collective."""
+
+    def prepare() -> list[tuple[Reduction, Backend, list[Flat]]]:
+        groups: dict[Any, tuple[Reduction, Backend, list[Flat]]] = {}
+        for i, tensor in enumerate(tensors):
+            flat, backend = _flat(session, tensor, written=True)
+            key = (flat.data.dtype, flat.data.device) if contiguous else i
+            reduction = Reduction.of(op, flat.data.dtype, scale, backend)
+            groups.setdefault(key, (reduction, backend, []))[2].append(flat)
+        return list(groups.values())
+
+    groups = _refusing(session, "all_reduce_multiple", prepare)
+    first = groups[0][1] if groups else session.backend_for("cpu")
+
+    def body(wait: Wait) -> Any:
+        if not groups and first.meets:
+            wait.enter()
+        for reduction, backend, flats in groups:
+            together = flats[0].data if len(flats) == 1 else torch.cat([flat.data for flat in flats])
+            reduction.all_reduce(backend, together, wait)
+            for flat, part in zip(flats, torch.split(together, [flat.data.numel() for flat in flats]), strict=True):
+                if flat.data is not together:
+                    flat.data.copy_(part)
+                flat.write_back()
+        return tensors
+
+    texts = " ".join(flat.text for _, _, flats in groups for flat in flats)
+    kinds = " ".join(dict.fromkeys(reduction.text for reduction, _, _ in groups))
+    how = "" if contiguous else ", one by one"
+    call = Call(f"all_reduce_multiple {kinds} of {len(tensors)}{how}: {_short(texts)}")
+    return session.collective(call, first, body, async_op)
+
+
+def _short(text: str) -> str:
+    """A text that may be long, so that two of them still differ."""
+    return (
+        text
+        if len(text) <= _SHOWN
+        else f"{text[:_SHOWN]}... {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+    )
+
+
+def reduce(session: Session, tensor: Any, op: str, root: int, out: Any, async_op: bool) -> Any:
+    """See `Communicator.reduce`. Collective."""
+    ours = session.rank == root
+
+    def prepare() -> tuple[Flat, Flat, Reduction, Backend]:
+        _check_root(session, root)
+        given, backend = _flat(session, tensor, written=ours and out is None)
+        target = _target(given, out) if ours else given
+        return given, target, Reduction.of(op, given.data.dtype, 1.0, backend), backend
+
+    given, target, reduction, backend = _refusing(session, "reduce", prepare)
+
+    def body(wait: Wait) -> Any:
+        result = target.start_from(given)
+        reduction.reduce(backend, result, root, wait)
+        return target.finish_with(result) if ours else tensor
+
+    return session.collective(Call(f"reduce {reduction.text} {given.text} to {root}"), backend, body, async_op)
+
+
+def broadcast(session: Session, tensor: Any, root: int, out: Any, async_op: bool) -> Any:
+    """See `Communicator.broadcast`. Collective."""
+    ours = session.rank == root
+
+    def prepare() -> tuple[Flat, Flat, Backend]:
+        _check_root(session, root)
+        given, backend = _flat(session, tensor, written=out is None and not ours)
+        return given, _target(given, out), backend
+
+    given, target, backend = _refusing(session, "broadcast", prepare)
+
+    def body(wait: Wait) -> Any:
+        backend.broadcast((given if ours else target).bytes, root, wait)
+        return tensor if ours and target is given else target.finish_with(given.data if ours else target.data)
+
+    return session.collective(Call(f"broadcast {given.text} from {root}"), backend, body, async_op)
+
+
+def all_gather(session: Session, tensor: Any, async_op: bool) -> Any:
+    """See `Communicator.all_gather`. Collective."""
+    given, backend = _refusing(session, "all_gather", lambda: _flat(session, tensor, written=False))
+
+    def body(wait: Wait) -> list[Any]:
+        into = given.data.new_empty(session.world_size * given.data.numel())
+        backend.all_gather(given.bytes, into.view(torch.uint8), wait)
+        return _parts(session, given, into)
+
+    return session.collective(Call(f"all_gather {given.text}"), backend, body, async_op)
+
+
+def _parts(session: Session, given: Flat, into: torch.Tensor) -> list[Any]:
+    """One result like `given` for each rank."""
+    return [_new(part, given.kind, session) for part in into.view(session.world_size, *given.tensor.shape)]
+
+
+def gather(session: Session, tensor: Any, root: int, async_op: bool) -> Any:
+    """See `Communicator.gather`. Collective."""
+
+    def prepare() -> tuple[Flat, Backend]:
+        _check_root(session, root)
+        return _flat(session, tensor, written=False)
+
+    given, backend = _refusing(session, "gather", prepare)
+
+    def body(wait: Wait) -> list[Any]:
+        into = given.data.new_empty(session.world_size * given.data.numel()) if session.rank == root else None
+        backend.gather(given.bytes, None if into is None else into.view(torch.uint8), root, wait)
+        return [] if into is None else _parts(session, given, into)
+
+    return session.collective(Call(f"gather {given.text} to {root}"), backend, body, async_op)
+
+
+def _facts(flats: Sequence[Flat]) -> list[Any]:
+    return [[str(flat.tensor.dtype)[6:], list(flat.tensor.shape), flat.kind] for flat in flats]
+
+
+def _nbytes(fact: Sequence[Any]) -> int:
+    return int(math.prod(fact[1]) * getattr(torch, fact[0]).itemsize)
+
+
+def _made(data: torch.Tensor, fact: Sequence[Any], session: Session) -> Any:
+    # A copy, so that a small result does not keep the memory of all; it also begins where its dtype may begin.
+    return _new(data.clone().view(getattr(torch, fact[0])).view(tuple(fact[1])), fact[2], session)
+
+
+def _one_of_each(session: Session, tensors: Sequence[Any]) -> tuple[list[Flat], Backend]:
+    if len(tensors) != session.world_size:
+        raise InvalidArgumentError(
+            "one tensor for each rank is wanted", expected=session.world_size, found=len(tensors)
+        )
+    kinds = {tensor.device.type if isinstance(tensor, torch.Tensor) else "cpu" for tensor in tensors}
+    backend = session.backend_for(kinds.pop() if len(kinds) == 1 else "cpu")
+    return [Flat(tensor, backend.device_type, written=False) for tensor in tensors], backend
+
+
+def scatter(session: Session, tensors: Sequence[Any] | None, root: int, async_op: bool) -> Any:
+    """See `Communicator.scatter`. Collective."""
+    ours = session.rank == root
+
+    def prepare() -> list[Flat]:
+        _check_root(session, root)
+        return _one_of_each(session, tensors or ())[0] if ours else []
+
+    flats = _refusing(session, "scatter", prepare)
+    call = Call(f"scatter from {root}")
+    backend = session.backend_for("cpu")
+
+    def body(wait: Wait) -> Any:
+        facts = json.loads(session.messages(call, json.dumps(_facts(flats)).encode(), None, wait)[root])
+        sizes = [_nbytes(fact) for fact in facts]
+        data = torch.cat([flat.bytes.cpu() for flat in flats]) if ours else None
+        into = torch.empty(sizes[session.rank], dtype=torch.uint8)
+        backend.scatter(data, sizes, into, root, wait)
+        return _made(into, facts[session.rank], session)
+
+    return session.collective(call, backend, body, async_op)
+
+
+def all_to_all(session: Session, tensors: Sequence[Any], async_op: bool) -> Any:
+    """See `Communicator.all_to_all`. Collective."""
+    flats, backend = _refusing(session, "all_to_all", lambda: _one_of_each(session, tensors))
+    call = Call("all_to_all")
+
+    def body(wait: Wait) -> list[Any]:
+        answers = session.messages(call, json.dumps(_facts(flats)).encode(), None, wait)
+        facts = [json.loads(answer)[session.rank] for answer in answers]
+        sizes = [_nbytes(fact) for fact in facts]
+        data = torch.cat([flat.bytes for flat in flats])
+        into = data.new_empty(sum(sizes))
+        backend.all_to_all(data, [flat.bytes.numel() for flat in flats], into, sizes, wait)
+        return [_made(part, fact, session) for part, fact in zip(torch.split(into, sizes), facts, strict=True)]
+
+    return session.collective(call, backend, body, async_op)
+
+
+def reduce_scatter(session: Session, tensor: Any, op: str, async_op: bool) -> Any:
+    """See `Communicator.reduce_scatter`. Collective."""
+
+    def prepare() -> tuple[Flat, Reduction, Backend]:
+        given, backend = _flat(session, tensor, written=False)
+        shape = given.tensor.shape
+        if not shape or shape[0] % session.world_size:
+            raise InvalidArgumentError(f"dimension 0 of {given.text} cannot be cut into {session.world_size} parts")
+        return given, Reduction.of(op, given.data.dtype, 1.0, backend), backend
+
+    given, reduction, backend = _refusing(session, "reduce_scatter", prepare)
+    shape = [given.tensor.shape[0] // session.world_size, *given.tensor.shape[1:]] if given.tensor.shape else []
+
+    def body(wait: Wait) -> Any:
+        into = given.data.new_empty(math.prod(shape))
+        reduction.reduce_scatter(backend, given.data, into, wait)
+        return _new(into.view(tuple(shape)), given.kind, session)
+
+    return session.collective(Call(f"reduce_scatter {reduction.text} {given.text}"), backend, body, async_op)
+
+
+def _size_of(shape: Sequence[int], dtype: torch.dtype) -> int:
+    if not isinstance(dtype, torch.dtype) or any(type(size) is not int or size < 0 for size in shape):
+        raise InvalidArgumentError(f"a shape and a torch dtype are wanted, not {shape!r} and {dtype!r}")
+    return math.prod(shape) * dtype.itemsize
+
+
+def empty(session: Session, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """See `Communicator.empty`. Collective."""
+    nbytes = _refusing(session, "empty", lambda: _size_of(shape, dtype))
+    backend = session.backend_for("cpu")
+
+    def body(wait: Wait) -> torch.Tensor:
+        if backend.meets:
+            wait.enter()
+        memory = backend.empty(nbytes, wait) if nbytes else torch.empty(0, dtype=torch.uint8)
+        return memory[:nbytes].view(dtype).view(tuple(shape))
+
+    call = Call(f"empty {str(dtype)[6:]}{list(shape)}")
+    tensor: Any = session.collective(call, backend, body, async_op=False)
+    return tensor  # type: ignore[no-any-return]
+
+
+# From rank to rank: a note that says what comes, the receiver's answer, and the data if both want the same
+
+
+def send(session: Session, tensor: Any, dst: int, async_op: bool) -> Any:
+    """See `Communicator.send`. Not collective."""
+    return _pass(session, tensor, dst, "send", async_op)
+
+
+def recv(session: Session, tensor: Any, src: int, async_op: bool) -> Any:
+    """See `Communicator.recv`. Not collective."""
+    return _pass(session, tensor, src, "recv", async_op)
+
+
+def _pass(session: Session, tensor: Any, peer: int, verb: str, async_op: bool) -> Any:
+    session.raise_if_dead()
+    if not 0 <= peer < session.world_size or peer == session.rank:
+        raise InvalidArgumentError(
+            f"cannot {verb}: rank {peer} is no other rank of {session.world_size}", rank=session.rank
+        )
+    refusal: StateExchangeError | None = None
+    flat: Flat | None = None
+    backend = session.backend_for("cpu")
+    try:
+        flat, backend = _flat(session, tensor, written=verb == "recv")
+        text = flat.text
+    except StateExchangeError as error:
+        refusal, text = error, f"refused: {error.message}"
+    note = f"rank {session.rank} called {verb} {text} {'to' if verb == 'send' else 'from'} {peer} at {call_site()}"
+
+    def body(wait: Wait) -> Any:
+        theirs = (_offer if verb == "send" else _await_offer)(backend, peer, text, note, wait)
+        if refusal is not None:
+            raise refusal
+        if theirs is not None:
+            raise MismatchError(f"ranks met in different calls: {note}; {theirs}")
+        assert flat is not None
+        if verb == "send":
+            backend.send(flat.bytes, peer, _DATA, wait)
+            return tensor
+        backend.recv(flat.bytes, peer, _DATA, wait)
+        return flat.write_back()
+
+    return session.deliver(verb, peer, f"{verb} {text}", body, async_op)
+
+
+def _offer(backend: Backend, peer: int, text: str, note: str, wait: Wait) -> str | None:
+    """Say what comes; the other's note if it wants something else."""
+    backend.send(_note(text, note), peer, _HEADER, wait)
+    answer = torch.empty(_NOTE_BYTES, dtype=torch.uint8)
+    backend.recv(answer, peer, _ANSWER, wait)
+    return _differs(text, answer)
+
+
+def _await_offer(backend: Backend, peer: int, text: str, note: str, wait: Wait) -> str | None:
+    """Hear what comes, and say what is wanted; the other's note if that is something else."""
+    offer = torch.empty(_NOTE_BYTES, dtype=torch.uint8)
+    backend.recv(offer, peer, _HEADER, wait)
+    backend.send(_note(text, note), peer, _ANSWER, wait)
+    return _differs(text, offer)
+
+
+def _note(text: str, note: str) -> torch.Tensor:
+    mark = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    said = note.encode()[: _NOTE_BYTES - 8].ljust(_NOTE_BYTES - 8, b"\0")
+    return torch.frombuffer(bytearray(mark + said), dtype=torch.uint8)
+
+
+def _differs(text: str, note: torch.Tensor) -> str | None:
+    theirs = bytes(note.numpy().data)
+    same = theirs[:8] == hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return None if same else theirs[8:].rstrip(b"\0").decode(errors="replace")

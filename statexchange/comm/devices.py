@@ -1,0 +1,54 @@
+"""On which device a rank computes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from statexchange.errors import InvalidArgumentError
+
+__all__ = ["Devices", "choose"]
+
+Devices = Sequence[Any] | Literal[False] | None
+
+
+def choose(devices: Devices, local_rank: int) -> str:
+    """The name of the device of the rank with this `local_rank`, made torch's current one if it is a GPU.
+
+    Not collective. `devices` as `init` takes it.
+    """
+    if devices is False:
+        return "cpu"
+    if devices is None:
+        count = _gpus() if "torch" in sys.modules else 0
+        return _use(f"cuda:{local_rank % count}") if count else "cpu"
+    if not 0 <= local_rank < len(devices):
+        raise InvalidArgumentError(f"devices={list(devices)} has no device for local_rank {local_rank}")
+    return _use(_name(devices[local_rank], devices))
+
+
+def _gpus() -> int:
+    import torch
+
+    return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
+
+
+def _name(entry: Any, devices: Sequence[Any]) -> str:
+    import torch
+
+    try:
+        device = torch.device("cuda", entry) if isinstance(entry, int) else torch.device(entry)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgumentError(f"devices={list(devices)}: {entry!r} is no device") from error
+    if device.type == "cuda" and (device.index or 0) >= _gpus():
+        raise InvalidArgumentError(f"devices={list(devices)}: there is no {device}, this host has {_gpus()} GPUs")
+    return str(device)
+
+
+def _use(name: str) -> str:
+    if name.startswith("cuda"):
+        import torch
+
+        torch.cuda.set_device(name)
+    return name

@@ -1,0 +1,187 @@
+"""What a reduction may do to which dtype, and its plain implementation: right, or refused before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from statexchange.comm.backend import Backend, Finish, Wait
+from statexchange.errors import InvalidArgumentError, NumericOverflowError, UnsupportedError
+
+__all__ = ["OPS", "Reduction", "of_bytes", "op_name", "reduce_parts", "reduces_locally", "to_bytes"]
+
+NOTHING = Finish()
+OPS = ("sum", "avg", "min", "max", "prod")
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_HALVES = (torch.float16, torch.bfloat16)
+_COMPLEX = (torch.complex64, torch.complex128)
+_INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_COMBINE: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "prod": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+
+
+def op_name(op: object) -> str:
+    """One of OPS for a name or a torch ReduceOp."""
+    name = op.lower() if isinstance(op, str) else str(op).rpartition(".")[2].lower()
+    name = {"product": "prod"}.get(name, name)
+    if name not in OPS:
+        raise InvalidArgumentError(f"unknown op {op!r}; known: {', '.join(OPS)}")
+    return name
+
+
+def reduces_locally(op: str, dtype: torch.dtype) -> bool:
+    """Whether `reduce_parts` is right for this cell."""
+    return dtype in _FLOATS or dtype in _INTS or (dtype in _COMPLEX and op in ("sum", "prod"))
+
+
+def to_bytes(tensor: torch.Tensor) -> bytes:
+    """The bytes of a contiguous tensor."""
+    return bytes(tensor.cpu().view(torch.uint8).numpy().data) if tensor.numel() else b""
+
+
+def of_bytes(data: bytes | bytearray, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor whose bytes these are."""
+    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+
+
+def reduce_parts(into: torch.Tensor, parts: Sequence[torch.Tensor], op: str, finish: Finish = NOTHING) -> None:
+    """`into`, which may be one of `parts`, becomes their reduction, in their order. Halves are widened where that
+    matters: several roundings, or a sum that is out of float16's range before it is divided."""
+    combine = _COMBINE[op]
+    halves = into.dtype in _HALVES and op in ("sum", "prod")
+    if len(parts) == 2 and not (halves and finish != NOTHING):
+        combine(parts[0], parts[1], out=into)
+        finish(into)
+        return
+    result = parts[0].float() if halves else parts[0].clone()
+    for part in parts[1:]:
+        combine(result, part, out=result)
+    finish(result)
+    into.copy_(result)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How one dtype is reduced by one op on one backend: made by `of`, which refuses what cannot be right."""
+
+    op: str
+    dtype: torch.dtype
+    finish: Finish
+    native: bool
+
+    @classmethod
+    def of(cls, op: object, dtype: torch.dtype, scale: float, backend: Backend) -> Reduction:
+        """UnsupportedError, a TypeError, for a cell that has no right value."""
+        key = (op, dtype, scale)
+        known: Reduction | None = backend.reductions.get(key)
+        if known is None:
+            known = backend.reductions[key] = cls._of(op_name(op), dtype, scale, backend)
+        return known
+
+    @classmethod
+    def _of(cls, op: str, dtype: torch.dtype, scale: float, backend: Backend) -> Reduction:
+        plain = "sum" if op == "avg" else op
+        exact = dtype in _INTS or dtype == torch.bool
+        if not exact and dtype not in _FLOATS + _COMPLEX:
+            raise UnsupportedError(f"{dtype} can be moved but not reduced: convert it first")
+        if dtype in _COMPLEX and plain in ("min", "max"):
+            raise UnsupportedError(f"{op} of {dtype}: complex numbers have no order")
+        if exact and op == "avg":
+            raise UnsupportedError(f"avg of {dtype}: convert it to a floating dtype first")
+        if exact and scale != 1 and (dtype == torch.bool or not float(scale).is_integer()):
+            raise UnsupportedError(f"{dtype} cannot be scaled by {scale}: convert it to a floating dtype first")
+        native = backend.reduces(plain, dtype)
+        if dtype in _COMPLEX and plain == "sum":  # torch adds b times one, of which infinities become NaN
+            native = False
+        if exact:  # sums and products must be looked at for overflow
+            native = native and dtype != torch.bool and plain in ("min", "max") and scale == 1
+        return cls(plain, dtype, Finish(backend.world_size if op == "avg" else 1, scale), native)
+
+    @property
+    def text(self) -> str:
+        """The operation in words."""
+        finish = self.finish
+        scale = f" times {finish.scale!r}" if finish.scale != 1 else ""
+        return ("avg" if finish.divisor != 1 else self.op) + scale
+
+    def all_reduce(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> None:
+        """`tensor` becomes the reduction. Collective."""
+        if self.native:
+            backend.all_reduce(tensor, self.op, self.finish, wait)
+        else:
+            tensor.copy_(self._widely(backend, tensor, wait))
+
+    def reduce(self, backend: Backend, tensor: torch.Tensor, root: int, wait: Wait) -> None:
+        """`tensor` becomes the reduction on `root`; elsewhere it stays as it is. Collective."""
+        if self.native:
+            backend.reduce(tensor, self.op, root, self.finish, wait)
+            return
+        result = self._widely(backend, tensor, wait)
+        if backend.rank == root:
+            tensor.copy_(result)
+
+    def reduce_scatter(self, backend: Backend, tensor: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
+        """`into` becomes this rank's part of the reduction. Collective."""
+        if self.native:
+            backend.reduce_scatter(tensor, into, self.op, self.finish, wait)
+        else:
+            into.copy_(self._widely(backend, tensor, wait).view(backend.world_size, -1)[backend.rank])
+
+    def _widely(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
+        """The reduction of `tensor` in a dtype in which the backend is right, or by plain arithmetic."""
+        if self.dtype == torch.bool:
+            return self._run(backend, tensor.to(torch.uint8), "max" if self.op in ("sum", "max") else "min", wait)
+        if self.dtype in _INTS:
+            return self._integers(backend, tensor, wait)
+        if self.dtype in _COMPLEX:
+            return self._complex(backend, tensor, wait)
+        wide = tensor.to(torch.float32) if self.dtype in _HALVES else tensor.clone()
+        result = (
+            self._with_nan(backend, wide, wait)
+            if self.op in ("min", "max")
+            else self._run(backend, wide, self.op, wait)
+        )
+        self.finish(result)
+        return result
+
+    def _run(self, backend: Backend, tensor: torch.Tensor, op: str, wait: Wait) -> torch.Tensor:
+        backend.all_reduce(tensor, op, NOTHING, wait)
+        return tensor
+
+    def _with_nan(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
+        """What a transport makes of NaN in min and max depends on the order of ranks: so NaN goes beside."""
+        nan = tensor.isnan()
+        anywhere = self._run(backend, nan.to(torch.uint8), "max", wait).bool()
+        least = float("-inf") if self.op == "max" else float("inf")
+        return self._run(backend, tensor.masked_fill_(nan, least), self.op, wait).masked_fill_(anywhere, float("nan"))
+
+    def _integers(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
+        """In int64, and in float64 beside it where int64 could wrap; what does not fit is an error on every rank."""
+        factor = int(self.finish.scale)
+        result = self._run(backend, tensor.to(torch.int64, copy=True), self.op, wait)
+        near = result.double()
+        if self.op == "prod" or (self.op == "sum" and self.dtype == torch.int64):
+            near = self._run(backend, tensor.double(), self.op, wait)
+        limits = torch.iinfo(self.dtype)
+        # float64 is off by 2**-53 of its value for each rank: so near to int64's limits it cannot tell the sides apart
+        slack = (backend.world_size + 2) * 2**11 if self.dtype == torch.int64 else 0
+        near *= factor
+        may_wrap = self.op in ("sum", "prod") or factor != 1
+        if may_wrap and bool(((near < limits.min + slack) | (near > limits.max - slack)).any()):
+            raise NumericOverflowError(f"the {self.op} over ranks does not fit into {self.dtype}: convert it first")
+        return result * factor
+
+    def _complex(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
+        result = tensor.clone()
+        if self.op == "sum":
+            self._run(backend, torch.view_as_real(result).view(-1), "sum", wait)
+            self.finish(result)
+        else:
+            Backend.all_reduce(backend, result, self.op, self.finish, wait)
+        return result

@@ -1,0 +1,304 @@
+"""A session of ranks: they meet, compare what they are about to do, keep it in order, and learn of failure."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+from statexchange import values
+from statexchange.comm.backend import Backend, Look, Wait
+from statexchange.comm.control_page import ControlPage, DifferentCallsError
+from statexchange.comm.work import Work, WorkQueue
+from statexchange.errors import (
+    InvalidArgumentError,
+    MismatchError,
+    NumericOverflowError,
+    PeerError,
+    StateExchangeError,
+    UnsupportedError,
+    from_record,
+    to_record,
+)
+
+__all__ = ["AbandonedError", "Call", "Place", "Session", "call_site", "encoded"]
+
+T = TypeVar("T")
+_ROOM = os.path.dirname(__file__)
+_NAMING_S, _NAP_S = 2.0, 0.02
+_MET = (MismatchError, NumericOverflowError, InvalidArgumentError, UnsupportedError)  # raised where all ranks have met
+
+
+class AbandonedError(Exception):
+    """Raised inside a trip when another rank has failed: come to the agreement, which says who and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the ranks are: the host of each, by rank; and which rank this is."""
+
+    rank: int
+    nodes: tuple[int, ...]
+    """The number of each rank's host, counted in the order of their lowest ranks."""
+    hosts: tuple[str, ...]
+    """The name of each rank's host."""
+
+    @property
+    def mates(self) -> list[int]:
+        """The ranks of this host, this one among them."""
+        return [rank for rank, node in enumerate(self.nodes) if node == self.nodes[self.rank]]
+
+    @property
+    def leaders(self) -> list[int]:
+        """The lowest rank of each host."""
+        return [self.nodes.index(node) for node in range(max(self.nodes) + 1)]
+
+
+class Call:
+    """What a rank is about to do, in words; ranks that are about to do different things compare them."""
+
+    def __init__(self, text: str, failure: dict[str, Any] | None = None, site: str | None = None) -> None:
+        self.text = text
+        self.failure = failure
+        self.site = site
+
+    @property
+    def fingerprint(self) -> int:
+        """A number that other words do not share."""
+        return _fingerprint(self.text)
+
+
+@functools.lru_cache(maxsize=4096)
+def _fingerprint(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def call_site() -> str:
+    """File and line of the innermost frame outside this room."""
+    frame = sys._getframe(1)  # noqa: SLF001 (the documented way to it)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_ROOM):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+class Session:
+    """One rank's part in what its group does together.
+
+    `backend` moves tensors, `devices` those of GPUs, `page` or else `carrier` messages; `look` knows who has failed;
+    `device` names the one on which this rank computes. `dead` is what every call raises once the group has failed,
+    `settled` the error that all ranks have raised together last, after which the group goes on.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        carrier: Backend,
+        page: ControlPage | None,
+        look: Look | None,
+        place: Place,
+        timeout_s: float,
+        *,
+        check: bool = True,
+        devices: Backend | None = None,
+        device: str = "cpu",
+    ) -> None:
+        self.backend = backend
+        self.carrier = carrier
+        self.page = page
+        self.look = look
+        self.place = place
+        self.timeout_s = timeout_s
+        self.devices = devices
+        self.device = device
+        self.rank = place.rank
+        self.world_size = len(place.nodes)
+        self.dead: StateExchangeError | None = None
+        self.settled: BaseException | None = None
+        self._check = check
+        self._queue = WorkQueue(f"statexchange rank {place.rank}")
+        self._lines: dict[tuple[str, int], WorkQueue] = {}
+
+    def backend_for(self, device_type: str) -> Backend:
+        """What moves tensors of this device."""
+        if self.devices is not None and device_type == self.devices.device_type:
+            return self.devices
+        return self.backend
+
+    # Meetings
+
+    def exchange(
+        self, call: Call, payload: bytes, root: int | None = None, timeout_s: float | None = None
+    ) -> list[bytes]:
+        """Every rank's payload in rank order; on `root` only, if that is given. Collective."""
+        self.raise_if_dead()
+        self._queue.drain()
+        if self.world_size == 1:
+            return [payload]
+        return self.guarded(call, lambda: self.messages(call, payload, root, self.wait_for(call, timeout_s)))
+
+    def messages(self, call: Call, payload: bytes, root: int | None, wait: Wait) -> list[bytes]:
+        """As `exchange`, inside a collective; DifferentCallsError, on all ranks, where they do not call the same."""
+        if self.page is not None:
+            return self.page.exchange(payload, root, call.fingerprint, wait)
+        mark = call.fingerprint.to_bytes(8, "little")
+        answers = self.carrier.exchange(mark + payload, wait)
+        if any(answer[:8] != mark for answer in answers):
+            raise DifferentCallsError
+        return [answer[8:] for answer in answers] if root is None or root == self.rank else []
+
+    def _meet(self, call: Call, location: int, wait: Wait) -> Sequence[int]:
+        """The entry of a collective on tensors."""
+        if self.page is not None and (self._check or self.backend.meets):
+            return self.page.meet(call.fingerprint, location, wait)
+        if self._check:
+            self.messages(call, b"", None, wait)
+        return ()
+
+    def wait_for(self, call: Call, timeout_s: float | None = None) -> Wait:
+        """The wait of a call: it asks who has failed, and how to meet."""
+        if self.look is not None:
+            self.look.entered(call.text)
+        seconds = self.timeout_s if timeout_s is None else timeout_s
+        wait = Wait(seconds, call.text, self.look, lambda location: self._meet(call, location, wait))
+        return wait
+
+    # Order
+
+    def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work:
+        """Run `body` after the meeting of all ranks, in the order of calls."""
+        self.raise_if_dead()
+
+        def job() -> T:
+            self.raise_if_dead()
+            wait = self.wait_for(call)
+            if not backend.meets and self.world_size > 1:
+                wait.enter()
+            return body(wait)
+
+        if async_op:
+            call.site = call_site()
+            return self._queue.submit(call.text, lambda: self.guarded(call, job))
+        self._queue.drain()
+        return self.guarded(call, job)
+
+    def refuse(self, call: Call, refusal: Exception) -> NoReturn:
+        """Raise what is wrong with this rank's arguments, on all ranks: others may have called in earnest."""
+        if self.world_size > 1:
+            call.failure = to_record(refusal, self.rank, call.text)
+            self.exchange(call, b"")
+        raise refusal
+
+    def deliver(self, verb: str, peer: int, doing: str, body: Callable[[Wait], T], async_op: bool) -> T | Work:
+        """Run `body` after what goes to, or comes from, `peer` already; in a line of its own, so that a send does not
+        hold up the receive that the peer waits for."""
+        line = self._lines.setdefault((verb, peer), WorkQueue(f"statexchange {verb} {peer}"))
+        call = Call(f"{doing} ({'to' if verb == 'send' else 'from'} rank {peer})")
+
+        def job() -> T:
+            self.raise_if_dead()
+            return body(Wait(self.timeout_s, call.text, self.look))
+
+        if async_op:
+            return line.submit(call.text, lambda: self.guarded(call, job))
+        line.drain()
+        return self.guarded(call, job)
+
+    def wait_all(self) -> None:
+        """Return when all work under way is done; its errors are its own. Not collective."""
+        for line in [self._queue, *self._lines.values()]:
+            line.drain()
+
+    # Failure
+
+    def raise_if_dead(self) -> None:
+        """Raise what this group has failed of."""
+        if self.dead is not None:
+            raise self.dead
+
+    def guarded(self, call: Call, body: Callable[[], T]) -> T:
+        """The value of `body`, whose failure on this rank reaches all."""
+        try:
+            return body()
+        except DifferentCallsError:
+            self.guarded(call, lambda: self._explain(call))
+            raise AssertionError("an explanation must raise") from None
+        except _MET as error:
+            self.settled = error
+            raise
+        except BaseException as error:
+            if error is self.settled or error is self.dead:
+                raise
+            self.fail(call, error)
+            if isinstance(error, StateExchangeError) and error is not self.dead:
+                raise (self.dead or error) from error
+            raise
+
+    def _explain(self, call: Call) -> NoReturn:
+        """Tell each other what all were about to do, and raise it everywhere."""
+        told = {"text": call.text, "site": call.site or call_site(), "failure": call.failure}
+        answers = self.messages(Call("an explanation"), encoded(told), None, self.wait_for(Call("an explanation")))
+        accounts = [values.decode(answer) for answer in answers]
+        failure = next((account["failure"] for account in accounts if account["failure"] is not None), None)
+        lines = [f"rank {rank} called {a['text']} at {a['site']}" for rank, a in enumerate(accounts)]
+        different = MismatchError("ranks met in different calls: " + "; ".join(lines))
+        error = self.settled = from_record(failure) if failure is not None else different
+        raise error
+
+    def fail(self, call: Call, error: BaseException) -> None:
+        """Nothing works here any more: say so to the others, and remember it."""
+        if isinstance(error, PeerError):
+            error = self._named(error)
+        self.dead = (
+            error if isinstance(error, StateExchangeError) else from_record(to_record(error, self.rank, call.text))
+        )
+        if self.page is not None:
+            self.page.leave(self.dead)
+        if self.look is not None:
+            self.look.tell(self.dead)
+
+    def _named(self, error: PeerError) -> StateExchangeError:
+        """The failure with its rank, which the transport may not tell but another rank know, and its host."""
+        known: StateExchangeError = error
+        deadline = time.monotonic() + _NAMING_S
+        while error.rank < 0 and self.look is not None and known is error and time.monotonic() < deadline:
+            try:
+                self.look.failed()
+                time.sleep(_NAP_S)
+            except StateExchangeError as named:
+                known = named
+        if len(set(self.place.nodes)) > 1 and isinstance(known, PeerError) and known.rank >= 0 and known.host is None:
+            return PeerError(known.rank, known.phase, known.cause, self.place.hosts[known.rank])
+        return known
+
+    def raise_first(self, records: Sequence[dict[str, Any] | None], cause: Exception | None) -> None:
+        """Raise the failure of the lowest rank that has one."""
+        failure = next((record for record in records if record is not None), None)
+        if failure is not None:
+            known = self.settled = from_record(failure)
+            raise known from cause
+
+    def close(self, error: BaseException | None) -> None:
+        """Leave: peers that still wait for this rank raise PeerError, with `error` as its cause. Not collective."""
+        if self.page is not None:
+            self.page.leave(error)
+        if self.look is not None and error is not None:
+            self.look.tell(from_record(to_record(error, self.rank, "its own code")))
+        for line in [self._queue, *self._lines.values()]:
+            line.close()
+        if self.look is not None:
+            self.look.close()
+        if self.dead is None and self.world_size > 1:
+            self.dead = PeerError(self.rank, "a later call", "this communicator is closed")
+        self.backend.close()
+        if self.carrier is not self.backend:
+            self.carrier.close()
+
+
+def encoded(obj: Any) -> bytes:
+    """A JSON value as bytes."""
+    return values.encode(obj).encode()

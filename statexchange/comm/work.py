@@ -1,0 +1,92 @@
+"""Work under way: what `async_op=True` gives, and the thread that does it in order."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from statexchange.errors import StallError
+
+__all__ = ["Work", "WorkQueue", "done"]
+
+
+class Work:
+    """A collective that goes on while the caller computes. Its tensors must not be touched until `wait` returns."""
+
+    def __init__(self, doing: str) -> None:
+        self.doing = doing
+        self._ended = threading.Event()
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return, or raise, at once. Not collective."""
+        return self._ended.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """The result, which a call without `async_op` would have returned; its error is raised here.
+
+        Not collective. Blocks until the work is done; after `timeout_s` seconds a StallError, and the work goes on.
+        """
+        if not self._ended.wait(timeout_s):
+            raise StallError(f"{self.doing} is not done after {timeout_s:g} s")
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def run(self, body: Callable[[], Any]) -> None:
+        """Do the work, here and now."""
+        try:
+            self._result = body()
+        except BaseException as error:  # noqa: BLE001 (it is raised where the work is waited for)
+            self._error = error
+        self._ended.set()
+
+
+def done(doing: str, result: Any) -> Work:
+    """Work that has nothing left to do."""
+    work = Work(doing)
+    work.run(lambda: result)
+    return work
+
+
+class WorkQueue:
+    """A thread that does work in the order in which it was submitted; it starts with the first."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[tuple[Work, Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: Work | None = None
+
+    def submit(self, doing: str, body: Callable[[], Any]) -> Work:
+        """Have `body` run after all that was submitted before."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._thread.start()
+        work = self._last = Work(doing)
+        self._jobs.put((work, body))
+        return work
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that was submitted is done."""
+        return self._last is None or self._last.is_completed()
+
+    def drain(self) -> None:
+        """Return when all that was submitted is done; its errors are its own."""
+        if self._last is not None and threading.current_thread() is not self._thread:
+            self._last._ended.wait()  # noqa: SLF001 (our own Work)
+            self._last = None
+
+    def close(self) -> None:
+        """Let the thread end after what it is doing."""
+        if self._thread is not None:
+            self._jobs.put(None)
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job[0].run(job[1])
+            del job

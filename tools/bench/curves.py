@@ -1,0 +1,55 @@
+"""Curves over sizes as SVG: both axes logarithmic, one line per contender."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from xml.sax.saxutils import escape
+
+__all__ = ["curves_svg"]
+
+_WIDTH, _HEIGHT = 760, 420
+_LEFT, _TOP, _RIGHT, _BOTTOM = 70, 40, 200, 50
+_COLOURS = ("#1b6ca8", "#7fb3d5", "#c0392b", "#e59866", "#6c7a89", "#27ae60", "#8e44ad")
+
+
+def curves_svg(title: str, unit: str, curves: Mapping[str, Sequence[tuple[int, float]]]) -> str:
+    """A picture of `curves`: for each label, (size in bytes, value in `unit`) in order of size."""
+    points = [point for curve in curves.values() for point in curve]
+    x0, x1 = (math.log2(f(x for x, _ in points)) for f in (min, max))
+    y0, y1 = math.floor(math.log10(min(y for _, y in points))), math.ceil(math.log10(max(y for _, y in points)))
+
+    def at(x: float, y: float) -> str:
+        across = _LEFT + (math.log2(x) - x0) / (x1 - x0) * (_WIDTH - _LEFT - _RIGHT)
+        down = _HEIGHT - _BOTTOM - (math.log10(y) - y0) / (y1 - y0) * (_HEIGHT - _TOP - _BOTTOM)
+        return f"{across:.1f},{down:.1f}"
+
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif"',
+        ' font-size="12">',
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
+        f'<text x="{_LEFT}" y="22" font-size="14">{escape(title)}</text>',
+    ]
+    for power in range(y0, y1 + 1):
+        left, right = at(2**x0, 10**power).split(","), at(2**x1, 10**power).split(",")
+        lines.append(f'<path d="M{left[0]},{left[1]}H{right[0]}" stroke="#ddd"/>')
+        lines.append(f'<text x="{_LEFT - 8}" y="{left[1]}" text-anchor="end">{10.0**power:g} {escape(unit)}</text>')
+    for size in sorted({x for x, _ in points}):
+        across = at(size, 10**y0).split(",")[0]
+        lines.append(f'<text x="{across}" y="{_HEIGHT - _BOTTOM + 20}" text-anchor="middle">{size_text(size)}</text>')
+    for number, (label, curve) in enumerate(curves.items()):
+        colour = _COLOURS[number % len(_COLOURS)]
+        path = " ".join(at(x, y) for x, y in curve)
+        lines.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        down = _TOP + 18 * number
+        lines.append(f'<rect x="{_WIDTH - _RIGHT + 15}" y="{down}" width="12" height="12" fill="{colour}"/>')
+        lines.append(f'<text x="{_WIDTH - _RIGHT + 33}" y="{down + 10}">{escape(label)}</text>')
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def size_text(nbytes: int) -> str:
+    """A power of two in the unit that suits it."""
+    for unit, exponent in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if nbytes >= 1 << exponent:
+            return f"{nbytes >> exponent} {unit}"
+    return f"{nbytes} B"
