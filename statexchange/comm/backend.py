@@ -6,6 +6,7 @@ implementation by `exchange` here. What it overrides, it overrides for speed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -158,6 +159,12 @@ class Backend(ABC):
         """What moves tensors between hosts, where this backend only serves to meet; itself if it does. Collective."""
         return self
 
+    def as_caller(self) -> contextlib.AbstractContextManager[Any]:
+        """What another thread has to enter to work for this one: its inference mode, say. Not collective."""
+        import torch
+
+        return torch.inference_mode(torch.is_inference_mode_enabled())
+
     def close(self) -> None:  # noqa: B027 (most hold nothing)
         """Free what the backend holds. Not collective."""
 
@@ -165,7 +172,7 @@ class Backend(ABC):
         """`nbytes` (> 0) of uint8 memory in which this backend reduces fastest. Collective, with equal `nbytes`."""
         import torch
 
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def reduces(self, op: str, dtype: torch.dtype) -> bool:
         """Whether its reductions are right for every value of `dtype`, NaN and half precision's ranges among them.

@@ -353,7 +353,7 @@ def scatter(session: Session, tensors: Sequence[Any] | None, root: int, async_op
         facts = json.loads(session.messages(call, json.dumps(_facts(flats)).encode(), None, wait)[root])
         sizes = [_nbytes(fact) for fact in facts]
         data = torch.cat([flat.bytes.cpu() for flat in flats]) if ours else None
-        into = torch.empty(sizes[session.rank], dtype=torch.uint8)
+        into = torch.empty(sizes[session.rank], dtype=torch.uint8, device="cpu")
         backend.scatter(data, sizes, into, root, wait)
         return _made(into, facts[session.rank], session)
 
@@ -412,7 +412,7 @@ def empty(session: Session, shape: Sequence[int], dtype: torch.dtype) -> torch.T
     def body(wait: Wait) -> torch.Tensor:
         if backend.meets:
             wait.enter()
-        memory = backend.empty(nbytes, wait) if nbytes else torch.empty(0, dtype=torch.uint8)
+        memory = backend.empty(nbytes, wait) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
         return memory[:nbytes].view(dtype).view(tuple(shape))
 
     call = Call(f"empty {str(dtype)[6:]}{list(shape)}")
@@ -462,20 +462,20 @@ def _pass(session: Session, tensor: Any, peer: int, verb: str, async_op: bool) -
         backend.recv(flat.bytes, peer, _DATA, wait)
         return flat.write_back()
 
-    return session.deliver(verb, peer, f"{verb} {text}", body, async_op)
+    return session.deliver(backend, verb, peer, f"{verb} {text}", body, async_op)
 
 
 def _offer(backend: Backend, peer: int, text: str, note: str, wait: Wait) -> str | None:
     """Say what comes; the other's note if it wants something else."""
     backend.send(_note(text, note), peer, _HEADER, wait)
-    answer = torch.empty(_NOTE_BYTES, dtype=torch.uint8)
+    answer = torch.empty(_NOTE_BYTES, dtype=torch.uint8, device="cpu")
     backend.recv(answer, peer, _ANSWER, wait)
     return _differs(text, answer)
 
 
 def _await_offer(backend: Backend, peer: int, text: str, note: str, wait: Wait) -> str | None:
     """Hear what comes, and say what is wanted; the other's note if that is something else."""
-    offer = torch.empty(_NOTE_BYTES, dtype=torch.uint8)
+    offer = torch.empty(_NOTE_BYTES, dtype=torch.uint8, device="cpu")
     backend.recv(offer, peer, _HEADER, wait)
     backend.send(_note(text, note), peer, _ANSWER, wait)
     return _differs(text, offer)

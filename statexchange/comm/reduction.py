@@ -47,7 +47,7 @@ def to_bytes(tensor: torch.Tensor) -> bytes:
 
 def of_bytes(data: bytes | bytearray, dtype: torch.dtype) -> torch.Tensor:
     """The tensor whose bytes these are."""
-    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
 
 
 def reduce_parts(into: torch.Tensor, parts: Sequence[torch.Tensor], op: str, finish: Finish = NOTHING) -> None:
@@ -171,9 +171,10 @@ class Reduction:
         limits = torch.iinfo(self.dtype)
         # float64 is off by 2**-53 of its value for each rank: so near to int64's limits it cannot tell the sides apart
         slack = (backend.world_size + 2) * 2**11 if self.dtype == torch.int64 else 0
-        near *= factor
+        near *= float(factor)
         may_wrap = self.op in ("sum", "prod") or factor != 1
-        if may_wrap and bool(((near < limits.min + slack) | (near > limits.max - slack)).any()):
+        outside = (near < limits.min + slack) | (near > limits.max - slack)
+        if may_wrap and (bool(outside.any()) or abs(factor) > limits.max):
             raise NumericOverflowError(f"the {self.op} over ranks does not fit into {self.dtype}: convert it first")
         return result * factor
 

@@ -182,7 +182,7 @@ class Session:
 
         if async_op:
             call.site = call_site()
-            return self._queue.submit(call.text, lambda: self.guarded(call, job))
+            return self._queue.submit(call.text, self._for_caller(backend, lambda: self.guarded(call, job)))
         self._queue.drain()
         return self.guarded(call, job)
 
@@ -193,7 +193,18 @@ class Session:
             self.exchange(call, b"")
         raise refusal
 
-    def deliver(self, verb: str, peer: int, doing: str, body: Callable[[Wait], T], async_op: bool) -> T | Work:
+    def _for_caller(self, backend: Backend, job: Callable[[], T]) -> Callable[[], T]:
+        caller = backend.as_caller()
+
+        def run() -> T:
+            with caller:
+                return job()
+
+        return run
+
+    def deliver(
+        self, backend: Backend, verb: str, peer: int, doing: str, body: Callable[[Wait], T], async_op: bool
+    ) -> T | Work:
         """Run `body` after what goes to, or comes from, `peer` already; in a line of its own, so that a send does not
         hold up the receive that the peer waits for."""
         line = self._lines.setdefault((verb, peer), WorkQueue(f"statexchange {verb} {peer}"))
@@ -204,7 +215,7 @@ class Session:
             return body(Wait(self.timeout_s, call.text, self.look))
 
         if async_op:
-            return line.submit(call.text, lambda: self.guarded(call, job))
+            return line.submit(call.text, self._for_caller(backend, lambda: self.guarded(call, job)))
         line.drain()
         return self.guarded(call, job)
 

@@ -45,6 +45,12 @@ class _Region:
     nbytes: int
 
 
+def _tensor_over(memory: Any) -> torch.Tensor:
+    """Not an inference tensor, even if it is made for a caller in inference mode: it outlives the call."""
+    with torch.inference_mode(False):
+        return torch.from_numpy(memory)
+
+
 class SharedMemoryBackend(Backend):
     """One rank of a host. Its meetings go through `page`; `carrier` is only asked for subsets."""
 
@@ -96,7 +102,8 @@ class SharedMemoryBackend(Backend):
         if not self._windows[0]:
             self._set_up_desks(wait)
         if dtype not in self._typed:
-            first, second = ([window.view(dtype) for window in half] for half in self._windows)
+            with torch.inference_mode(False):  # see _tensor_over
+                first, second = ([window.view(dtype) for window in half] for half in self._windows)
             self._typed[dtype] = (first, second)
         self._turn ^= 1
         return self._typed[dtype][self._turn]
@@ -104,10 +111,11 @@ class SharedMemoryBackend(Backend):
     def _set_up_desks(self, wait: Wait) -> None:
         desk = self._desk = Arena.create(2 * _WINDOW_BYTES, self._page.kind)
         answers = self._page.exchange(json.dumps(desk.address).encode(), None, _DESKS, wait)
-        desks = [torch.from_numpy(self._base_of(json.loads(answer))) for answer in answers]
+        desks = [_tensor_over(self._base_of(json.loads(answer))) for answer in answers]
         self._page.sync(wait)
         desk.unlink()
-        self._windows = ([d[:_WINDOW_BYTES] for d in desks], [d[_WINDOW_BYTES:] for d in desks])
+        with torch.inference_mode(False):
+            self._windows = ([d[:_WINDOW_BYTES] for d in desks], [d[_WINDOW_BYTES:] for d in desks])
 
     def _base_of(self, address: dict[str, Any]) -> Any:
         ident = address["id"]
@@ -145,7 +153,7 @@ class SharedMemoryBackend(Backend):
         base = bases[self.rank][:nbytes]
         self._idents[self._opened] = [answer["address"]["id"] for answer in answers]
         self._regions[self._opened] = _Region(arena, weakref.ref(base), base.ctypes.data, nbytes)
-        return torch.from_numpy(base)
+        return _tensor_over(base)
 
     def _acquire(self, nbytes: int) -> Arena | None:
         try:
@@ -179,7 +187,7 @@ class SharedMemoryBackend(Backend):
             return tensor
         ident = self._idents[location >> _OFFSET_BITS][rank]
         begin = location & ((1 << _OFFSET_BITS) - 1)
-        base = torch.from_numpy(self._attached[ident].lend())
+        base = _tensor_over(self._attached[ident].lend())
         return base[begin : begin + tensor.numel() * tensor.itemsize].view(tensor.dtype)
 
     # Reductions

@@ -289,7 +289,7 @@ class _GlooBackend(Backend):
         for peer in range(self.world_size):
             with contextlib.suppress(RuntimeError):  # always: it is late, or the connection is gone
                 if peer != self.rank:
-                    never = self._group.recv([torch.empty(1)], peer, _NEVER_SENT_TAG)
+                    never = self._group.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT_TAG)
                     never.wait(timedelta(milliseconds=1))
 
     # Messages
@@ -308,7 +308,7 @@ class _GlooBackend(Backend):
     def _gathered(self, ours: bytes, size: int, wait: Wait) -> list[bytes]:
         """Every rank's bytes, with zeros up to `size`."""
         data = torch.frombuffer(bytearray(ours.ljust(size, b"\0")), dtype=torch.uint8)
-        into = torch.empty(self.world_size * size, dtype=torch.uint8)
+        into = torch.empty(self.world_size * size, dtype=torch.uint8, device="cpu")
         self.all_gather(data, into, wait)
         return [row.tobytes() for row in into.view(self.world_size, size).numpy()]
 
@@ -512,6 +512,14 @@ class StoreBackend(_GlooBackend):
         return StoreBackend(store, list(ranks).index(self.rank), len(ranks), timeout_s, ranks)
 
 
+@contextlib.contextmanager
+def _both(
+    outer: contextlib.AbstractContextManager[Any], inner: contextlib.AbstractContextManager[Any]
+) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
 class NCCLBackend(Backend):
     """One rank of an NCCL group, for tensors of GPUs; messages go through `cpu`, a backend over the same ranks.
 
@@ -527,6 +535,10 @@ class NCCLBackend(Backend):
         self.rank = cpu.rank
         self.world_size = cpu.world_size
         assert (self.rank, self.world_size) == (group.rank(), group.size())
+
+    def as_caller(self) -> contextlib.AbstractContextManager[Any]:
+        """The caller's current stream, too."""
+        return _both(torch.cuda.stream(torch.cuda.current_stream()), super().as_caller())
 
     def exchange(self, payload: bytes, wait: Wait) -> list[bytes]:
         """Through the CPU backend."""

@@ -1,0 +1,176 @@
+"""Every backend, ours and one that somebody else might write, tried by the suite that we ship for that."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import statexchange as sx
+from statexchange.comm import control_page, world
+from statexchange.comm.backend import Backend, Wait
+from statexchange.testing import conformance, run_ranks
+from statexchange.testing.worlds import mpi_missing
+
+LAUNCHED_AS = {"threads": "threads", "shm": "processes", "gloo": "gloo", "mpi": "mpi", "hierarchical": "processes"}
+WORLDS = [(backend, world_size) for backend in LAUNCHED_AS for world_size in (1, 2, 3, 4)]
+WORLDS = [world for world in WORLDS if world not in (("hierarchical", 1), ("hierarchical", 2))]  # it takes three
+HOSTS = {3: "aba", 4: "abbb"}  # on which the ranks of a hierarchical world seem to be: unequal, and not in order
+NAMES = [check.name for check in conformance.CHECKS]
+LIMIT_S = 60.0
+
+
+def start(backend: str, directory: str) -> Any:
+    """This rank's communicator, whose tensors go over `backend` and nothing else."""
+    if backend == "threads":
+        return sx.get_communicator()
+    if backend == "shm":
+        return sx.init("shm", rendezvous=f"file://{directory}")
+    if backend == "hierarchical":
+        host = HOSTS[int(os.environ["WORLD_SIZE"])][int(os.environ["RANK"])]
+        world.host_identity = control_page.host_identity = lambda: host
+        return sx.init("auto", rendezvous=f"file://{directory}")
+    return sx.init(backend)
+
+
+def conforms(backend: str, directory: str) -> list[Any]:
+    comm = start(backend, directory)
+    return [comm.backend, conformance.run(comm)]
+
+
+@pytest.mark.parametrize(("backend", "world_size"), WORLDS)
+def test_a_backend_keeps_what_a_communicator_promises(backend: str, world_size: int, tmp_path: Path) -> None:
+    if backend == "mpi" and (missing := mpi_missing()):
+        pytest.skip(missing)
+    before, args = shared_memory_names(), (backend, str(tmp_path))
+    found = run_ranks(conforms, world_size, backend=LAUNCHED_AS[backend], args=args, timeout_s=LIMIT_S)
+    expected = [check.name for check in conformance.CHECKS if check.least_ranks <= world_size]
+    assert found == [["single" if world_size == 1 else backend, expected]] * world_size
+    assert shared_memory_names() == before
+
+
+def shared_memory_names() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith("statexchange-")}
+
+
+# A backend of somebody else's: the four methods that have to be written, and no more
+
+
+class Post:
+    """What threads leave for each other."""
+
+    def __init__(self) -> None:
+        self.parcels: dict[Any, bytes] = {}
+        self.letters: defaultdict[Any, list[bytes]] = defaultdict(list)
+
+
+class ToyBackend(Backend):
+    """Threads that leave bytes in one place."""
+
+    name = "toy"
+
+    def __init__(self, post: Post, room: tuple[int, ...], rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._post = post
+        self._room = room
+        self._count = 0
+
+    def exchange(self, payload: bytes, wait: Wait) -> list[bytes]:
+        self._count += 1
+        parcels = self._post.parcels
+        parcels[self._room, self._count, self.rank] = payload
+        keys = [(self._room, self._count, rank) for rank in range(self.world_size)]
+        wait.until(lambda: all(key in parcels for key in keys))
+        parcels.pop((self._room, self._count - 1, self.rank), None)  # all have read it, or they would not be here
+        return [parcels[key] for key in keys]
+
+    def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:
+        return ToyBackend(self._post, (*self._room, -1, *ranks), list(ranks).index(self.rank), len(ranks))
+
+    def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:
+        self._post.letters[self._room, self.rank, dst, tag].append(bytes(data.numpy().data))
+
+    def recv(self, data: torch.Tensor, src: int, tag: int, wait: Wait) -> None:
+        letters = self._post.letters[self._room, src, self.rank, tag]
+        wait.until(lambda: letters)
+        data.copy_(torch.frombuffer(bytearray(letters.pop(0)), dtype=torch.uint8)) if data.numel() else letters.pop(0)
+
+
+@pytest.mark.parametrize("sees_memory", [True, False], ids=["one host", "hosts apart"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_backend_of_four_methods_keeps_them_too(
+    world_size: int, sees_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no control page can be had, and every message goes over the backend."""
+    if not sees_memory:
+        monkeypatch.setattr(world, "meet", lambda *_: None)
+    post = Post()
+
+    def conforms_too() -> list[str]:
+        comm = conformance.communicator_of(ToyBackend(post, (), sx.get_rank(), world_size))
+        try:
+            return conformance.run(comm)
+        finally:
+            comm.close()
+
+    for names in run_ranks(conforms_too, world_size, timeout_s=LIMIT_S):
+        assert names == [check.name for check in conformance.CHECKS if check.least_ranks <= world_size]
+    assert world_size == 1 or len(post.parcels) <= 16 * world_size  # nothing heaps up
+
+
+class LossyBackend(ToyBackend):
+    """One that forgets the last rank's part of long sums."""
+
+    def all_reduce(self, tensor: torch.Tensor, op: str, finish: Any, wait: Wait) -> None:
+        lost = tensor.clone() if self.rank < self.world_size - 1 or tensor.numel() < 50_000 else tensor * 0
+        super().all_reduce(lost, op, finish, wait)
+        tensor.copy_(lost)
+
+
+class DeafBackend(ToyBackend):
+    """One that brings the first rank's bytes as everybody's."""
+
+    def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
+        super().all_gather(data, into, wait)
+        into.view(self.world_size, -1)[1:] = into.view(self.world_size, -1)[0].clone()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "seen"),
+    [
+        (
+            LossyBackend,
+            "reductions_are_right_at_every_size",
+            r"rank 0 failed in .*all_reduce of torch.float32\[\d+\]",
+        ),
+        (DeafBackend, "moves_keep_every_bit_at_every_size", r"rank \d failed in .*part 1 of all_gather"),
+    ],
+)
+def test_the_suite_sees_what_is_wrong_and_says_so_on_every_rank(kind: Any, name: str, seen: str) -> None:
+    post = Post()
+
+    def fails() -> str:
+        comm = conformance.communicator_of(kind(post, (), sx.get_rank(), 2))
+        with pytest.raises(AssertionError, match=seen) as caught:
+            conformance.run(comm, [name])
+        assert name in str(caught.value)
+        return str(caught.value)
+
+    messages = run_ranks(fails, 2)
+    assert messages[0] == messages[1]
+
+
+def test_checks_have_names_contracts_and_a_choice() -> None:
+    assert len(set(NAMES)) == len(NAMES)
+    assert all(check.contract.endswith(".") for check in conformance.CHECKS)
+    comm = sx.get_communicator()
+    assert conformance.run(comm, NAMES[:2]) == NAMES[:2]
+    assert conformance.run(comm, ["ranks_that_differ_all_learn_it_at_once"]) == []  # it takes two
+    with pytest.raises(ValueError, match="no check is called nonsense"):
+        conformance.run(comm, ["nonsense"])

@@ -1,0 +1,98 @@
+"""What needs a GPU: NCCL, here with one rank, and CUDA tensors on every other backend. Run with -m gpu."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import statexchange as sx
+from statexchange.testing import run_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is False"),
+]
+
+
+def verbs(comm: sx.Communicator, device: str) -> None:
+    """Every verb on tensors of `device`: results lie there too, and staged ones are always copied back."""
+    n, rank = comm.world_size, comm.rank
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64):
+        t = torch.full((100_003,), rank + 1, device=device).to(dtype)
+        assert comm.all_reduce(t) is t
+        assert bool((t == n * (n + 1) // 2).all())
+        out = torch.zeros_like(t)
+        comm.broadcast(torch.full_like(t, rank), root=n - 1, out=out)
+        assert bool((out == n - 1).all())
+        parts = comm.all_gather(torch.full((5,), rank, device=device).to(dtype))
+        assert [int(p[0]) for p in parts] == list(range(n))
+        assert all(p.device == t.device for p in parts)
+        assert int(comm.reduce_scatter(torch.full((3 * n,), 2, device=device).to(dtype))[0]) == 2 * n
+        swapped = comm.all_to_all([torch.full((2,), rank, device=device).to(dtype) for _ in range(n)])
+        assert [int(s[0]) for s in swapped] == list(range(n))
+        work = comm.all_reduce(torch.ones(7, device=device, dtype=dtype), async_op=True)
+        assert int(work.wait()[0]) == n
+    both = [torch.ones(3, device=device), torch.ones(4, device=device, dtype=torch.float64)]
+    comm.all_reduce_multiple(both)
+    assert [float(t[0]) for t in both] == [n, n]
+    strided = torch.ones(4, 6, device=device).t()
+    comm.all_reduce(strided)
+    assert bool((strided == n).all())
+    with pytest.raises(TypeError):
+        comm.all_reduce(torch.ones(3, dtype=torch.int32, device=device), "avg")
+    comm.wait_all()
+
+
+def on_every_backend(backend: str) -> str:
+    comm = sx.init(backend)
+    verbs(comm, "cuda:0")
+    if comm.world_size > 1:
+        received = torch.zeros(1000, device="cuda:0")
+        work = comm.send(torch.full((1000,), float(comm.rank), device="cuda:0"), 1 - comm.rank, async_op=True)
+        comm.recv(received, 1 - comm.rank)
+        work.wait()
+        assert float(received[-1]) == 1 - comm.rank
+    return str(comm.device)
+
+
+@pytest.mark.parametrize("backend", ["auto", "shm", "mpi", "gloo"])
+def test_cuda_tensors_go_through_a_cpu_backend_and_come_back(backend: str) -> None:
+    assert len(run_ranks(on_every_backend, 2, backend="mpi", args=(backend,), timeout_s=60)) == 2
+
+
+def one_rank_of_nccl() -> list[Any]:
+    comm = sx.init("nccl")
+    verbs(comm, "cuda:0")
+    verbs(comm, "cpu")
+    found = [comm.backend, str(comm.device)]
+    sx.shutdown()
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def test_nccl_with_one_rank() -> None:
+    assert run_ranks(one_rank_of_nccl, 1, backend="processes", timeout_s=60) == [["nccl", "cuda:0"]]
+
+
+def scaled_while_computing() -> float:
+    """The scale is applied when the reduction completes, also behind a long kernel."""
+    comm = sx.init("nccl")
+    t = torch.ones(50_000_000, device="cuda:0")
+    torch.cuda._sleep(100_000_000)
+    t.mul_(3)
+    work = comm.all_reduce(t, scale=0.5, async_op=True)
+    return float(work.wait()[-1])
+
+
+def test_the_scale_never_races_the_reduction() -> None:
+    assert run_ranks(scaled_while_computing, 1, backend="processes", timeout_s=60) == [1.5]
+
+
+def devices_in_turn() -> str:
+    return str(sx.init("auto").device)
+
+
+def test_gpus_are_dealt_in_turn() -> None:
+    count = torch.cuda.device_count()
+    found = run_ranks(devices_in_turn, 2, backend="mpi", timeout_s=60)
+    assert found == [f"cuda:{rank % count}" for rank in range(2)]
