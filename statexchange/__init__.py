@@ -54,6 +54,8 @@ _ROOMS = {
     "statexchange.checkpoint.merge": ("MergeReport", "merge_checkpoint"),
     "statexchange.sources": ("open_checkpoint",),
     "statexchange.storage.workspace": ("Workspace",),
+    "statexchange.train.data": ("DistributedDataContainer",),
+    "statexchange.train.synchronize": ("allreduce_parameters", "broadcast_parameters", "synchronize"),
     "statexchange.values": ("register_config",),
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}

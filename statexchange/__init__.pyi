@@ -39,6 +39,10 @@ from statexchange.exchange.gather import get_tensors_parallel as get_tensors_par
 from statexchange.exchange.nfs_workspace import NFSWorkspace as NFSWorkspace
 from statexchange.sources import open_checkpoint as open_checkpoint
 from statexchange.storage.workspace import Workspace as Workspace
+from statexchange.train.data import DistributedDataContainer as DistributedDataContainer
+from statexchange.train.synchronize import allreduce_parameters as allreduce_parameters
+from statexchange.train.synchronize import broadcast_parameters as broadcast_parameters
+from statexchange.train.synchronize import synchronize as synchronize
 from statexchange.values import register_config as register_config
 
 __version__: str

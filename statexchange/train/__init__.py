@@ -1,0 +1,1 @@
+"""Gradients and parameters of ranks that train one model: made alike, reduced, averaged."""
