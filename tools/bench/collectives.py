@@ -121,10 +121,12 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=256, help="MiB")
     parser.add_argument("--svg", type=Path, help="where to draw the curves of the first number of ranks")
     options = parser.parse_args()
+    from collectives import rank_main as ranks_work  # ranks under mpiexec cannot import __main__
+
     sizes = [s for s in (1 << k for k in range(10, 29, 2)) if s <= options.largest << 20]
     for number, ranks in enumerate(options.ranks):
         load = os.getloadavg()[0]
-        found = run_ranks(rank_main, ranks, backend="mpi", args=(sizes, options.rounds), timeout_s=1200)[0]
+        found = run_ranks(ranks_work, ranks, backend="mpi", args=(sizes, options.rounds), timeout_s=1200)[0]
         rounds = f"median of up to {options.rounds} rounds"
         print(f"{ranks} ranks, {os.cpu_count()} cores, load {load:.1f}, float32, {rounds}\n")
         print("\n".join(table(sizes, found)), end="\n\n")

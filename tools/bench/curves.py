@@ -1,4 +1,4 @@
-"""Curves over sizes as SVG: both axes logarithmic, one line per contender."""
+"""The pictures of the benches as SVG: curves over sizes, both axes logarithmic, and bars of parts of a time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
-__all__ = ["curves_svg"]
+__all__ = ["bars_svg", "curves_svg", "size_text"]
 
 _WIDTH, _HEIGHT = 760, 420
 _LEFT, _TOP, _RIGHT, _BOTTOM = 70, 40, 200, 50
@@ -53,3 +53,31 @@ def size_text(nbytes: int) -> str:
         if nbytes >= 1 << exponent:
             return f"{nbytes >> exponent} {unit}"
     return f"{nbytes} B"
+
+
+def bars_svg(title: str, parts: Sequence[str], bars: Mapping[str, Sequence[float]]) -> str:
+    """A picture of `bars`: for each label the seconds of each of `parts`, side by side on one scale."""
+    longest = max(sum(max(part, 0) for part in bar) for bar in bars.values())
+    height = _TOP + 24 * len(bars) + 40
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif"',
+        ' font-size="12">',
+        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
+        f'<text x="10" y="22" font-size="14">{escape(title)}</text>',
+    ]
+    for number, (label, bar) in enumerate(bars.items()):
+        across, down = 260.0, _TOP + 24 * number
+        lines.append(f'<text x="250" y="{down + 13}" text-anchor="end">{escape(label)}</text>')
+        for part, seconds in enumerate(bar):
+            width = max(seconds, 0) / longest * (_WIDTH - 350)
+            lines.append(
+                f'<rect x="{across:.1f}" y="{down}" width="{width:.1f}" height="17" fill="{_COLOURS[part * 2]}"/>'
+            )
+            across += width
+        lines.append(f'<text x="{across + 6:.1f}" y="{down + 13}">{sum(bar) * 1e3:.1f} ms</text>')
+    for part, name in enumerate(parts):
+        lines.append(
+            f'<rect x="{260 + 130 * part}" y="{height - 28}" width="12" height="12" fill="{_COLOURS[part * 2]}"/>'
+        )
+        lines.append(f'<text x="{278 + 130 * part}" y="{height - 18}">{escape(name)}</text>')
+    return "\n".join([*lines, "</svg>", ""])
