@@ -54,22 +54,26 @@ _ROOMS = {
     "statexchange.checkpoint.merge": ("MergeReport", "merge_checkpoint"),
     "statexchange.sources": ("open_checkpoint",),
     "statexchange.storage.workspace": ("Workspace",),
+    "statexchange.train.buckets": ("BucketReducer",),
     "statexchange.train.data": ("DistributedDataContainer",),
+    "statexchange.train.module": ("DistributedModule", "data_parallel"),
+    "statexchange.train.optimizer": ("DistributedOptimizer", "as_comm_hook", "average_gradients"),
+    "statexchange.train.reducers": ("CoalescingReducer", "InlineReducer", "Reducer"),
     "statexchange.train.synchronize": ("allreduce_parameters", "broadcast_parameters", "synchronize"),
     "statexchange.values": ("register_config",),
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
 
-__all__ = sorted([*_HOME, "testing"])  # noqa: PLE0605 (a list of str, put together above)
+_MODULES = {"algorithms": "statexchange.train.algorithms", "testing": "statexchange.testing"}
+
+__all__ = sorted([*_HOME, *_MODULES])  # noqa: PLE0605 (a list of str, put together above)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "testing":
-        return import_module("statexchange.testing")
-    if name not in _HOME:
+    if name not in _HOME and name not in _MODULES:
         raise AttributeError(f"module 'statexchange' has no attribute {name!r}")
     try:
-        value = getattr(import_module(_HOME[name]), name)
+        value = import_module(_MODULES[name]) if name in _MODULES else getattr(import_module(_HOME[name]), name)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

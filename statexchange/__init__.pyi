@@ -39,7 +39,17 @@ from statexchange.exchange.gather import get_tensors_parallel as get_tensors_par
 from statexchange.exchange.nfs_workspace import NFSWorkspace as NFSWorkspace
 from statexchange.sources import open_checkpoint as open_checkpoint
 from statexchange.storage.workspace import Workspace as Workspace
+from statexchange.train import algorithms as algorithms
+from statexchange.train.buckets import BucketReducer as BucketReducer
 from statexchange.train.data import DistributedDataContainer as DistributedDataContainer
+from statexchange.train.module import DistributedModule as DistributedModule
+from statexchange.train.module import data_parallel as data_parallel
+from statexchange.train.optimizer import DistributedOptimizer as DistributedOptimizer
+from statexchange.train.optimizer import as_comm_hook as as_comm_hook
+from statexchange.train.optimizer import average_gradients as average_gradients
+from statexchange.train.reducers import CoalescingReducer as CoalescingReducer
+from statexchange.train.reducers import InlineReducer as InlineReducer
+from statexchange.train.reducers import Reducer as Reducer
 from statexchange.train.synchronize import allreduce_parameters as allreduce_parameters
 from statexchange.train.synchronize import broadcast_parameters as broadcast_parameters
 from statexchange.train.synchronize import synchronize as synchronize

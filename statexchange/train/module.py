@@ -1,0 +1,347 @@
+"""A module and its optimizer on all ranks: wrapped in one line, and the algorithm can be switched while training."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from statexchange.comm.communicator import Communicator
+from statexchange.comm.world import as_communicator
+from statexchange.errors import InvalidArgumentError, MismatchError
+from statexchange.train.algorithms import Algorithm, GradientAllReduce, Run, as_algorithm
+from statexchange.train.optimizer import DistributedOptimizer
+from statexchange.train.synchronize import allreduce_parameters, broadcast_parameters
+from statexchange.train.tuner import BucketTuner, Trial
+
+__all__ = ["AlgorithmOptimizer", "DistributedModule", "data_parallel"]
+
+_PHASE = "switching the algorithm"
+_REMEMBERED = 1 << 12  # step times, the last ones
+_ALGORITHMS_OWN = ("bucket_type", "chunking", "communicate", "reducer", "scale")
+_TORCHS = "_ddp_params_and_buffers_to_ignore"
+
+
+class DistributedModule(nn.Module):
+    """`module`, with what training it on many ranks needs beside it; names and `state_dict` are those of `module`.
+
+    Not collective; `data_parallel` makes one that is trained. Whatever else `module` has, this has too.
+
+    The attribute `statexchange_ignore` of `module`, a collection of names of its parameters and buffers, keeps these
+    this rank's own: they are not broadcast, averaged or reduced. It replaces both lists of Bagua; torch's
+    `_ddp_params_and_buffers_to_ignore` is honoured too.
+    """
+
+    def __init__(self, module: nn.Module, comm: Any = None) -> None:
+        super().__init__()
+        _check_ignored(module)
+        self.module = module
+        self.training = module.training
+        self._comm = as_communicator(comm)
+        self._trained: AlgorithmOptimizer | None = None
+        self._tuner: BucketTuner | None = None
+        self._tune_every: int | None = None
+        self._due = False
+        self._forwards = 0
+        self._last: float | None = None
+        self._times: deque[float] = deque(maxlen=_REMEMBERED)
+        self.tuning_history: list[Trial] = []
+        """What steps took with each setting, one entry for each time the tuner was asked."""
+
+    # The module
+
+    def unwrap(self) -> nn.Module:
+        """The inner module. Not collective."""
+        return self.module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The inner module's; in train mode it is counted. Not collective."""
+        if self.module.training:
+            self._count()
+        else:
+            self._last = None
+        return self.module(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The inner module's. Not collective."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The inner module's. Not collective, but all ranks must load alike."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The inner module's. Not collective."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """The inner module's. Not collective."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> set[str]:
+        """All names that stay this rank's own, under the name by which torch and `synchronize` ask for them."""
+        return set().union(*(getattr(self.module, name, ()) for name in ("statexchange_ignore", _TORCHS)))
+
+    # The algorithm
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The present algorithm."""
+        return self._optimizer().algorithm
+
+    def _optimizer(self) -> AlgorithmOptimizer:
+        if self._trained is None:
+            raise InvalidArgumentError("this module has no optimizer: data_parallel(module, optimizer) gives it one")
+        return self._trained
+
+    def _train_with(self, optimizer: AlgorithmOptimizer, tune_every: int | None) -> None:
+        self._trained = optimizer
+        self._tune_every = tune_every
+        self._tuner = BucketTuner(optimizer.bucket_bytes)
+
+    def switch_to(self, algorithm: Algorithm | str) -> DistributedModule:
+        """Synchronise by another algorithm from the next step on; returns this module.
+
+        Collective, between steps: gradients that no step has used are forgotten. All ranks must choose alike, else all
+        raise MismatchError. Parameters and floating buffers are averaged, integer ones come from rank 0. The
+        optimizer keeps its state; what ranks have let drift apart with Decentralized is averaged too.
+        """
+        optimizer = self._optimizer()
+        with self._comm.phase(_PHASE):
+            chosen = optimizer.accept(algorithm)
+            allreduce_parameters(self, comm=self._comm)
+            if optimizer.algorithm.averages_weights:
+                optimizer.average_state()
+            optimizer.switch_to(chosen)
+        self._tuner = BucketTuner(optimizer.bucket_bytes)
+        self._times.clear()
+        return self
+
+    # Tuning
+
+    def report_metrics(self, step_s: Sequence[float]) -> None:
+        """What steps took with the present settings, in seconds, in place of what was measured. Not collective."""
+        self._times = deque(step_s, maxlen=_REMEMBERED)
+
+    def ask_and_update_hyperparameters(self) -> bool:
+        """Let rank 0 choose a bucket size by the step times of all ranks; True if it is another than before.
+
+        Collective, between steps. The time of a step is the median on the slowest rank, between training forwards or
+        as reported; `tuning_history` keeps it. The present size is tried first, then powers of two around it, one at
+        each call; when all are tried the fastest stays. False as long as nothing was measured, and with an algorithm
+        that averages weights. Nothing else is tuned: hierarchy is the communicator's.
+        """
+        optimizer = self._optimizer()
+        median = statistics.median(self._times) if self._times else None
+        self._times.clear()
+        self._due = False
+        medians = [value for value in self._comm.all_gather_object(median) if value is not None]
+        if not medians or optimizer.algorithm.averages_weights:
+            return False
+        present = optimizer.bucket_bytes
+        self.tuning_history.append(Trial(present, len(optimizer.reducer.buckets), max(medians)))
+        assert self._tuner is not None
+        proposed = self._tuner.propose(present, max(medians)) if self._comm.rank == 0 else None
+        chosen: int = self._comm.broadcast_object(proposed)
+        if chosen == present:
+            return False
+        optimizer.rebucket(chosen)
+        self._last = None  # the first step with new buckets has to make them
+        return True
+
+    def _stepped(self) -> None:
+        """The optimizer has made a step: ask the tuner if it is time. Collective then."""
+        if self._due:
+            self.ask_and_update_hyperparameters()
+
+    def _count(self) -> None:
+        now = time.perf_counter()
+        if self._last is not None:
+            self._times.append(now - self._last)
+        self._last = now
+        self._forwards += 1
+        if self._tune_every is not None and self._forwards % self._tune_every == 0:
+            self._due = True
+
+
+def _check_ignored(module: nn.Module) -> None:
+    ignored: Collection[str] = getattr(module, "statexchange_ignore", ())
+    lists = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    unknown = {ignored} if isinstance(ignored, str) else set(ignored) - {name for names in lists for name, _ in names}
+    if unknown:
+        raise InvalidArgumentError(
+            f"statexchange_ignore is a collection of names of parameters and buffers, not {min(unknown)!r}"
+        )
+
+
+class AlgorithmOptimizer(DistributedOptimizer):
+    """A DistributedOptimizer whose ranks keep in step by an algorithm that can be switched; `data_parallel` makes it.
+
+    Collective. `step` synchronises as the algorithm says, then steps. Parameters that the module ignores are stepped
+    with this rank's own gradients. `settings` are those of DistributedOptimizer and BucketReducer.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        module: DistributedModule,
+        algorithm: Algorithm,
+        comm: Communicator,
+        *,
+        bucket_bytes: int,
+        **settings: Any,
+    ) -> None:
+        self._wrapped = module
+        self._bucket_bytes = bucket_bytes
+        self._algorithm = algorithm
+        self._run = Run(comm)
+        settings.update(algorithm.settings(self._run), bucket_bytes=bucket_bytes)
+        super().__init__(optimizer, comm, module=module, **settings)
+        self._run.reducer = self._reducer
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        ignored = self._wrapped._ddp_params_and_buffers_to_ignore  # noqa: SLF001 (torch's name for it)
+        return {name: parameter for name, parameter in super()._named().items() if name not in ignored}
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The present algorithm."""
+        return self._algorithm
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The size to which buckets come near."""
+        return self._bucket_bytes
+
+    # Steps
+
+    def finalize(self, *, weight: float | None = None) -> None:
+        """As DistributedOptimizer's; with an algorithm of weights, these are averages now if this step is due.
+
+        Collective.
+        """
+        _check_weight(self._algorithm, weighted=weight is not None)
+        if self._local or self._algorithm.is_due(self._steps):
+            super().finalize(weight=weight)
+
+    def step(self, closure: Callable[[], Any] | None = None, *, weight: float | None = None) -> Any:
+        """Synchronise, then the inner optimizer's step. Collective."""
+        if self._algorithm.averages_weights:
+            self.finalize(weight=weight)
+            result = self._optimizer.step(closure)
+            self._steps += 1
+            self._begin()
+        else:
+            result = super().step(closure, weight=weight)
+        self._wrapped._stepped()  # noqa: SLF001 (ours)
+        return result
+
+    # Switching
+
+    def accept(self, algorithm: Algorithm | str) -> Algorithm:
+        """The algorithm that is meant; an error on all ranks unless all mean the same and can do it. Collective."""
+        chosen = as_algorithm(algorithm)
+        _compare(self._comm, chosen)
+        _check_weight(chosen, weighted=self._weight is not None)
+        return chosen
+
+    def switch_to(self, algorithm: Algorithm) -> None:
+        """Forget gradients and synchronise by `algorithm` from now on. Collective."""
+        self.zero_grad()
+        run = Run(self._comm)
+        self._reducer.reset(**algorithm.settings(run))
+        run.reducer = self._reducer
+        self._run = run
+        self._algorithm = algorithm
+        self._steps = 0
+        self._begin()
+
+    def rebucket(self, bucket_bytes: int) -> None:
+        """Make buckets of another size. Collective, between steps."""
+        self._reducer.reset(bucket_bytes=bucket_bytes)
+        self._bucket_bytes = bucket_bytes
+        self._arm()
+
+    def average_state(self) -> None:
+        """The mean over all ranks in every floating tensor of the inner optimizer's state. Collective.
+
+        MismatchError if ranks have state of different parameters.
+        """
+        held = nn.Module()
+        for name, parameter in self._named().items():
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    held.register_buffer(f"{name}.{key}".replace(".", "/"), value)  # torch allows no dots
+        allreduce_parameters(held, comm=self._comm)
+
+
+def _compare(comm: Communicator, algorithm: Algorithm) -> None:
+    """MismatchError on all ranks unless all have chosen the same algorithm, which can work here. Collective."""
+    algorithm.check(comm)
+    texts = comm.all_gather_object(repr(algorithm))
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            raise MismatchError("ranks choose different algorithms", rank=rank, expected=texts[0], found=text)
+
+
+def _check_weight(algorithm: Algorithm, *, weighted: bool) -> None:
+    if weighted and algorithm.averages_weights:
+        raise InvalidArgumentError(f"weight= is for averages of gradients, and {algorithm.name!r} makes none")
+
+
+def data_parallel(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    algorithm: Algorithm | str = GradientAllReduce(),  # noqa: B008 (a value)
+    comm: Any = None,
+    *,
+    root: int = 0,
+    bucket_bytes: int = 10 << 20,
+    autotune: bool = False,
+    tune_every: int = 100,
+    **settings: Any,
+) -> tuple[DistributedModule, AlgorithmOptimizer]:
+    """`module` and `optimizer`, ready to be trained on all ranks: use what is returned in their place.
+
+    Collective: all ranks call it, with modules of the same parameters. Parameters and buffers become root's; a resumed
+    root's optimizer state is shared by `synchronize(optimizer)` before.
+
+    Parameters
+    ----------
+    algorithm : an Algorithm, or "allreduce", "sg-allreduce", "quantize" or "decentralize"; `switch_to` of the module
+        takes another one later.
+    comm : what `comm=` means everywhere.
+    root : whose parameters and buffers all begin with.
+    bucket_bytes : as for BucketReducer.
+    autotune : ask the tuner of bucket sizes after each `tune_every`-th training forward, at the end of its step. All
+        ranks must make equally many forwards then; not for use with `join`.
+    settings : of DistributedOptimizer: `accumulate`, `weight`, and those of BucketReducer.
+    """
+    communicator = as_communicator(comm)
+    with communicator.phase("data_parallel"):
+        chosen = as_algorithm(algorithm)
+        _compare(communicator, chosen)
+        _check_weight(chosen, weighted=settings.get("weight") is not None)
+        if taken := [name for name in _ALGORITHMS_OWN if name in settings]:
+            raise InvalidArgumentError(f"{taken[0]} is the algorithm's, and cannot be given")
+        if tune_every < 1:
+            raise InvalidArgumentError("tune_every must be positive", found=tune_every)
+        wrapped = DistributedModule(module, communicator)
+        broadcast_parameters(wrapped, root=root, comm=communicator)
+        trained = AlgorithmOptimizer(optimizer, wrapped, chosen, communicator, bucket_bytes=bucket_bytes, **settings)
+        wrapped._train_with(trained, tune_every if autotune else None)  # noqa: SLF001 (ours)
+    return wrapped, trained
