@@ -14,6 +14,7 @@ import torch
 
 import statexchange as sx
 from statexchange.comm import world
+from statexchange.comm.control_page import pid_namespace
 from statexchange.testing import run_ranks
 
 
@@ -65,7 +66,7 @@ def test_what_a_crashed_run_has_left_is_not_taken_for_fresh(tmp_path: Path) -> N
     for rank in range(2):
         for host, pid in (("another host", 1), (world.host_identity(), 2**22 - 1)):
             nonce = f"{rank}{pid:x}".ljust(32, "0")
-            stale = {"host": host, "pid": pid, "start": 1, "count": 7, "world_size": 2}
+            stale = {"host": host, "namespace": pid_namespace(), "pid": pid, "start": 1, "count": 7, "world_size": 2}
             (tmp_path / f"hello-{rank}-{nonce}.json").write_text(json.dumps(stale))
     (tmp_path / "answer-00000000000000000000000000000000.json").write_text(json.dumps(["0" * 32, "1" * 32]))
     found = run_ranks(meets, 2, backend="processes", args=(f"file://{tmp_path}", "shm"))

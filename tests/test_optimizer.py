@@ -562,6 +562,47 @@ def test_a_second_backward_without_its_graph_is_torchs_own_error_and_training_go
     assert one == other
 
 
+class Fails(torch.autograd.Function):
+    """The identity, whose backward fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError("in the middle")
+
+
+@pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 64}], ids=str)
+def test_a_backward_that_breaks_off_is_forgotten_by_zero_grad(settings: dict[str, Any]) -> None:
+    def work() -> list[Any]:
+        comm = sx.get_communicator()
+        module = net()
+        optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), comm, **settings)
+        for step in range(6):
+            optimizer.zero_grad()
+            if step % 3 == 1:
+                with pytest.raises(ZeroDivisionError):
+                    module[2](Fails.apply(module[1](module[0](batch(comm.rank, step))))).sum().backward()
+                continue
+            loss_of(module, comm.rank, step).backward()
+            nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+            optimizer.step()
+        return state_of(module)
+
+    module = net()
+    plain = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in (0, 2, 3, 5):
+        plain.zero_grad()
+        (sum(loss_of(module, rank, step) for rank in range(2)) / 2).backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        plain.step()
+    for found in run_ranks(work, 2):
+        for a, b in zip(found, state_of(module), strict=True):
+            assert torch.allclose(torch.tensor(a), torch.tensor(b), rtol=1e-9)
+
+
 def tokens(rank: int, step: int) -> int:
     return (3, 1, 4, 1, 5, 9, 2, 6)[2 * step + rank]
 

@@ -17,7 +17,7 @@ import torch
 from statexchange.comm.backend import Backend, Wait
 from statexchange.comm.reduction import Reduction
 from statexchange.comm.session import Call, Session, call_site
-from statexchange.errors import InvalidArgumentError, MismatchError, StateExchangeError, UnsupportedError
+from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError
 
 __all__ = [
     "all_gather",
@@ -154,11 +154,6 @@ def _refusing(session: Session, verb: str, prepare: Callable[[], T]) -> T:
         session.refuse(Call(f"{verb}, refused: {refusal}"), refusal)
 
 
-def _check_root(session: Session, root: int) -> None:
-    if not 0 <= root < session.world_size:
-        raise InvalidArgumentError(f"root {root} is no rank of {session.world_size}", rank=session.rank)
-
-
 def _flat(session: Session, given: Any, *, written: bool) -> tuple[Flat, Backend]:
     """What a caller gave, on the device of the backend that will move it."""
     backend = session.backend_for(given.device.type if isinstance(given, torch.Tensor) else "cpu")
@@ -202,16 +197,17 @@ def all_reduce_multiple(
 ) -> Any:
     """See `Communicator.all_reduce_multiple`. Collective."""
 
-    def prepare() -> list[tuple[Reduction, Backend, list[Flat]]]:
+    def prepare() -> tuple[list[Any], list[tuple[Reduction, Backend, list[Flat]]]]:
+        given = list(tensors)
         groups: dict[Any, tuple[Reduction, Backend, list[Flat]]] = {}
-        for i, tensor in enumerate(tensors):
+        for i, tensor in enumerate(given):
             flat, backend = _flat(session, tensor, written=True)
             key = (flat.data.dtype, flat.data.device) if contiguous else i
             reduction = Reduction.of(op, flat.data.dtype, scale, backend)
             groups.setdefault(key, (reduction, backend, []))[2].append(flat)
-        return list(groups.values())
+        return given, list(groups.values())
 
-    groups = _refusing(session, "all_reduce_multiple", prepare)
+    given, groups = _refusing(session, "all_reduce_multiple", prepare)
     first = groups[0][1] if groups else session.backend_for("cpu")
 
     def body(wait: Wait) -> Any:
@@ -224,12 +220,12 @@ def all_reduce_multiple(
                 if flat.data is not together:
                     flat.data.copy_(part)
                 flat.write_back()
-        return tensors
+        return given
 
     texts = " ".join(flat.text for _, _, flats in groups for flat in flats)
     kinds = " ".join(dict.fromkeys(reduction.text for reduction, _, _ in groups))
     how = "" if contiguous else ", one by one"
-    call = Call(f"all_reduce_multiple {kinds} of {len(tensors)}{how}: {_short(texts)}")
+    call = Call(f"all_reduce_multiple {kinds} of {len(given)}{how}: {_short(texts)}")
     return session.collective(call, first, body, async_op)
 
 
@@ -247,7 +243,7 @@ def reduce(session: Session, tensor: Any, op: str, root: int, out: Any, async_op
     ours = session.rank == root
 
     def prepare() -> tuple[Flat, Flat, Reduction, Backend]:
-        _check_root(session, root)
+        session.check_root(root)
         given, backend = _flat(session, tensor, written=ours and out is None)
         target = _target(given, out) if ours else given
         return given, target, Reduction.of(op, given.data.dtype, 1.0, backend), backend
@@ -267,7 +263,7 @@ def broadcast(session: Session, tensor: Any, root: int, out: Any, async_op: bool
     ours = session.rank == root
 
     def prepare() -> tuple[Flat, Flat, Backend]:
-        _check_root(session, root)
+        session.check_root(root)
         given, backend = _flat(session, tensor, written=out is None and not ours)
         return given, _target(given, out), backend
 
@@ -301,7 +297,7 @@ def gather(session: Session, tensor: Any, root: int, async_op: bool) -> Any:
     """See `Communicator.gather`. Collective."""
 
     def prepare() -> tuple[Flat, Backend]:
-        _check_root(session, root)
+        session.check_root(root)
         return _flat(session, tensor, written=False)
 
     given, backend = _refusing(session, "gather", prepare)
@@ -342,8 +338,8 @@ def scatter(session: Session, tensors: Sequence[Any] | None, root: int, async_op
     ours = session.rank == root
 
     def prepare() -> list[Flat]:
-        _check_root(session, root)
-        return _one_of_each(session, tensors or ())[0] if ours else []
+        session.check_root(root)
+        return _one_of_each(session, () if tensors is None else tensors)[0] if ours else []
 
     flats = _refusing(session, "scatter", prepare)
     call = Call(f"scatter from {root}")
@@ -399,8 +395,9 @@ def reduce_scatter(session: Session, tensor: Any, op: str, async_op: bool) -> An
 
 
 def _size_of(shape: Sequence[int], dtype: torch.dtype) -> int:
-    if not isinstance(dtype, torch.dtype) or any(type(size) is not int or size < 0 for size in shape):
-        raise InvalidArgumentError(f"a shape and a torch dtype are wanted, not {shape!r} and {dtype!r}")
+    sizes = isinstance(shape, (list, tuple)) and all(type(size) is int and size >= 0 for size in shape)
+    if not sizes or not isinstance(dtype, torch.dtype):
+        raise InvalidArgumentError(f"a shape, as (2, 3), and a torch dtype are wanted, not {shape!r} and {dtype!r}")
     return math.prod(shape) * dtype.itemsize
 
 
@@ -439,14 +436,14 @@ def _pass(session: Session, tensor: Any, peer: int, verb: str, async_op: bool) -
         raise InvalidArgumentError(
             f"cannot {verb}: rank {peer} is no other rank of {session.world_size}", rank=session.rank
         )
-    refusal: StateExchangeError | None = None
+    refusal: Exception | None = None
     flat: Flat | None = None
     backend = session.backend_for("cpu")
     try:
         flat, backend = _flat(session, tensor, written=verb == "recv")
         text = flat.text
-    except StateExchangeError as error:
-        refusal, text = error, f"refused: {error.message}"
+    except Exception as error:  # noqa: BLE001 (whatever it is, the other must not wait)
+        refusal, text = error, f"refused: {error}"
     note = f"rank {session.rank} called {verb} {text} {'to' if verb == 'send' else 'from'} {peer} at {call_site()}"
 
     def body(wait: Wait) -> Any:

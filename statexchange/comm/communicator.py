@@ -109,6 +109,11 @@ class Communicator:
             return "memfd"
         return self._session.page.kind if self._session.page is not None else None
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether every later call raises: it has been closed, or has failed."""
+        return self._session.dead is not None
+
     # Messages
 
     def exchange(
@@ -142,7 +147,7 @@ class Communicator:
         usable, since all ranks have met. Returns every rank's `note`, a JSON value.
         """
         if self.world_size == 1:
-            self._session.wait_all()
+            self._session.drain()
             if error is not None:
                 raise error
             return [note]
@@ -183,6 +188,9 @@ class Communicator:
 
         A StallError after `timeout_s` seconds (default: the communicator's) names all ranks that did not come.
         """
+        if timeout_s is not None and not isinstance(timeout_s, (int, float)):
+            what = f"timeout_s is a number of seconds, not {timeout_s!r}"
+            self._session.refuse(Call(f"barrier, refused: {what}"), InvalidArgumentError(what))
         self._session.exchange(Call(f"barrier {tag!r}" if tag else "a barrier"), b"", None, timeout_s)
 
     # Values
@@ -246,7 +254,7 @@ class Communicator:
     ) -> Any:
         """`all_reduce` of each of `tensors`, in place; the list is returned, and nothing is done for an empty one.
 
-        Collective. With `contiguous`, those of one dtype and device travel as one.
+        Collective. With `contiguous`, those of one dtype and device travel as one. No tensor may be given twice.
         """
         from statexchange.comm import collectives
 
@@ -317,7 +325,7 @@ class Communicator:
     def wait_all(self) -> None:
         """Return when all work that was begun with `async_op` is done; computing that follows sees its results.
 
-        Not collective. An error is raised by the `wait` of the work that it befell.
+        Not collective. Raises the first error of work whose `wait` nobody has called.
         """
         self._session.wait_all()
 
@@ -337,14 +345,15 @@ class Communicator:
 
         Collective over `ranks`: nobody else has to call. ValueError if ranks repeat, do not exist or lack the caller.
         """
+        self._session.raise_if_dead()
         check_ranks(ranks, self.rank, self.world_size)
         key = tuple(ranks)
         if key == tuple(range(self.world_size)):
             return self
-        if key not in self._subsets:
+        if key not in self._subsets or self._subsets[key].is_closed:
             from statexchange.comm.world import communicator
 
-            self._session.wait_all()
+            self._session.drain()
             self._subsets[key] = communicator(
                 self._session.carrier.subset(key, self._session.timeout_s), self._session.timeout_s
             )
@@ -355,6 +364,9 @@ class Communicator:
 
         Collective over all ranks.
         """
+        if not isinstance(color, (int, type(None))) or not isinstance(key, int):
+            what = f"color and key are integers, not {color!r} and {key!r}"
+            self._session.refuse(Call(f"split, refused: {what}"), InvalidArgumentError(what))
         chosen = self._exchange_values("split", [color, key], {})
         if color is None:
             return None
@@ -376,6 +388,9 @@ class Communicator:
         for subset in self._subsets.values():
             subset.close(error)
         self._session.close(error)
+        for arena in self.lent:
+            arena.close()
+        self.lent.clear()
         self.arenas.close()
         self.attached.clear()
 
@@ -383,12 +398,9 @@ class Communicator:
         """InvalidArgumentError, on all ranks, unless `root` is a rank of this communicator."""
         try:
             self.check_root(root)
-        except Exception as refusal:  # noqa: BLE001 (whatever it is, it must reach the others)
+        except InvalidArgumentError as refusal:
             self._session.refuse(Call(f"{verb}, refused: {refusal}"), refusal)
 
     def check_root(self, root: int) -> None:
-        """InvalidArgumentError unless `root` is a rank of this communicator."""
-        if not 0 <= root < self.world_size:
-            raise InvalidArgumentError(
-                f"root {root} is not a rank of this communicator of {self.world_size}", rank=self.rank
-            )
+        """InvalidArgumentError unless `root` is a rank of this communicator. Not collective."""
+        self._session.check_root(root)

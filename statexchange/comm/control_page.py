@@ -19,13 +19,14 @@ from statexchange.comm.backend import Wait, yield_core
 from statexchange.errors import PeerError, StallError, StateExchangeError, from_record, to_record
 from statexchange.shared_memory import Arena, Attached, Kind, attach
 
-__all__ = ["ControlPage", "DifferentCallsError", "host_identity", "meet"]
+__all__ = ["ControlPage", "DifferentCallsError", "host_identity", "meet", "pid_namespace"]
 
 _ROW_WORDS = 16
 _PID, _START, _ARRIVED, _LEFT, _PROGRESS, _FAILING = range(6)
 _FINGERPRINT, _LOCATION = 6, 8  # two of each, by the arrival's parity
 _SLOT_BYTES = 4096
 _BOX_BYTES = 1024
+_KEPT_BYTES = 1 << 20  # longer messages are rare, and their memory is given back
 _GONE_QUIETLY, _GONE_WITH_ERROR = 1, 2
 _LIVENESS_PERIOD_S = 0.05
 _SPINS = 100
@@ -126,8 +127,9 @@ class ControlPage:
         answers = [self._read(r, parity) for r in range(self.world_size)] if reads else []
         if any(_is_spilled(self._slot(r, parity)) for r in range(self.world_size)):
             self.sync(wait)  # a long message lives in its writer, who may leave once all have read
-            if self.kind == "file":
+            if self.kind == "file" or any(arena.nbytes > _KEPT_BYTES for arena in self._spill.values()):
                 self._drop_spills()
+            self._attached = {key: kept for key, kept in self._attached.items() if len(kept[1].view) <= _KEPT_BYTES}
         return answers
 
     def meet(self, fingerprint: int, location: int, wait: Wait) -> list[int]:
@@ -161,7 +163,7 @@ class ControlPage:
         if arena is None or arena.nbytes < len(payload):
             if arena is not None:
                 arena.close()
-            arena = self._spill[parity] = Arena.create(2 * len(payload), self.kind)
+            arena = self._spill[parity] = Arena.create(len(payload) + min(len(payload), _KEPT_BYTES // 4), self.kind)
         arena.view[: len(payload)] = payload
         return json.dumps({**arena.address, "length": len(payload)}).encode()
 
@@ -322,9 +324,9 @@ def meet(rank: int, world_size: int, exchange: Callable[[bytes], list[bytes]]) -
 
     Collective. It is tried, not guessed: ranks of several hosts or with separate /proc and /dev/shm get None.
     """
-    ours = json.dumps([host_identity(), supported()]).encode()
+    ours = json.dumps([host_identity(), pid_namespace(), supported()]).encode()
     hosts = [json.loads(answer) for answer in exchange(ours)]
-    if any(host != hosts[0] or not host[1] for host in hosts):
+    if any(host != hosts[0] or not host[2] for host in hosts):
         return None
     for kind in ("memfd", "file"):
         page = _try_kind(kind, rank, world_size, exchange)
@@ -344,6 +346,14 @@ def host_identity() -> str:
         return f"{boot} {platform.node()} {os.stat('/dev/shm').st_dev}"  # noqa: S108 (its identity is asked, no more)
     except OSError:
         return platform.node()
+
+
+def pid_namespace() -> int:
+    """A number of the namespace in which this process sees others by their pids; 0 where there is none to be seen."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
 
 
 def _try_kind(kind: Kind, rank: int, world_size: int, exchange: Callable[[bytes], list[bytes]]) -> ControlPage | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import importlib.util
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ def choose(devices: Devices, local_rank: int) -> str:
     if devices is False:
         return "cpu"
     if devices is None:
-        count = _gpus() if "torch" in sys.modules else 0
+        count = _gpus() if importlib.util.find_spec("torch") is not None else 0
         return _use(f"cuda:{local_rank % count}") if count else "cpu"
     if not 0 <= local_rank < len(devices):
         raise InvalidArgumentError(f"devices={list(devices)} has no device for local_rank {local_rank}")

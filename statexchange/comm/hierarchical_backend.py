@@ -140,7 +140,8 @@ class HierarchicalBackend(Backend):
         return self._carrier.subset(ranks, timeout_s)
 
     def close(self) -> None:
-        """Close the parts; the carrier is somebody else's."""
+        """Close the parts."""
+        self._carrier.close()
         self.node.close()
         if self.leaders is not None:
             self.leaders.close()

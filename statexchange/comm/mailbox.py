@@ -21,7 +21,7 @@ _NOTE_BYTES = 320
 _CHUNK_BYTES = 1 << 18
 _NOTES = 64  # after the counts
 _ADDRESS = _NOTES + 2 * _NOTE_BYTES
-_DATA_TAG = 2
+_OFFER_TAG, _DATA_TAG = 0, 2
 
 
 class Mailbox:
@@ -40,6 +40,10 @@ class Mailbox:
         """Send the uint8 array `data`; returns when it is copied."""
         posted, taken = 2 * tag, 2 * tag + 1
         room = 1 if tag != _DATA_TAG else 2
+        if tag == _OFFER_TAG:
+            self._open_ring()  # before the offer: who has answered it has the ring, even if we leave then
+        elif tag == _DATA_TAG and self._made is not None:
+            self._made.unlink()
         for piece in self._pieces(data, tag):
             self._until(lambda: self._counts[posted] - self._counts[taken] < room, wait)
             self._place(tag, self._counts[posted])[: len(piece)] = piece
@@ -50,6 +54,8 @@ class Mailbox:
         posted, taken = 2 * tag, 2 * tag + 1
         for piece in self._pieces(data, tag):
             self._until(lambda: self._counts[posted] > self._counts[taken], wait)
+            if tag == _OFFER_TAG:
+                self._open_ring()
             piece[:] = self._place(tag, self._counts[taken])[: len(piece)]
             self._counts[taken] += 1
 
@@ -66,7 +72,7 @@ class Mailbox:
         return ring[(number & 1) * _CHUNK_BYTES :][:_CHUNK_BYTES]
 
     def _open_ring(self) -> memoryview:
-        """The sender makes the ring before it posts the first chunk; the receiver opens it when that has come."""
+        """The sender makes the ring before its first offer; the receiver opens it when that has come."""
         if self._ring is None:
             slot = self._memory[_ADDRESS:]
             length = int.from_bytes(slot[:2], "little")

@@ -78,10 +78,12 @@ class Reduction:
     @classmethod
     def of(cls, op: object, dtype: torch.dtype, scale: float, backend: Backend) -> Reduction:
         """UnsupportedError, a TypeError, for a cell that has no right value."""
-        key = (op, dtype, scale)
-        known: Reduction | None = backend.reductions.get(key)
+        factor = float(scale)
+        if factor != 1:
+            return cls._of(op_name(op), dtype, factor, backend)
+        known: Reduction | None = backend.reductions.get((op, dtype))
         if known is None:
-            known = backend.reductions[key] = cls._of(op_name(op), dtype, scale, backend)
+            known = backend.reductions[op, dtype] = cls._of(op_name(op), dtype, 1.0, backend)
         return known
 
     @classmethod

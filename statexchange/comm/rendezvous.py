@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from statexchange.comm.backend import Backend, Wait
-from statexchange.comm.control_page import host_identity, process_is_alive, process_start
+from statexchange.comm.control_page import host_identity, pid_namespace, process_is_alive, process_start
 from statexchange.comm.torch_backend import torch_errors, unused
 from statexchange.errors import (
     InvalidArgumentError,
@@ -169,8 +169,9 @@ class _Hello:
             nonces = self._answer() if self._rank == 0 else self._look_for_answer()
             if nonces is not None:
                 return nonces
-            missing = [r for r in range(self._world_size) if r not in self._fresh()] if self._rank == 0 else [0]
-            _raise_if_late(deadline, missing, timeout_s, str(self._directory))
+            if time.monotonic() > deadline:
+                missing = [r for r in range(self._world_size) if r not in self._fresh()] or [0]
+                _raise_if_late(deadline, missing, timeout_s, str(self._directory))
             time.sleep(_POLL_S)
 
     def _renew(self) -> None:
@@ -180,6 +181,7 @@ class _Hello:
         self._count += 1
         facts = {
             "host": host_identity(),
+            "namespace": pid_namespace(),
             "pid": os.getpid(),
             "start": process_start(os.getpid()),
             "count": self._count,
@@ -206,7 +208,7 @@ class _Hello:
         return found
 
     def _lives(self, nonce: str, facts: dict[str, Any]) -> bool:
-        if facts["host"] == host_identity():
+        if (facts["host"], facts["namespace"]) == (host_identity(), pid_namespace()):
             return process_is_alive(facts["pid"], facts["start"])
         return int(facts["count"]) > self._seen.setdefault(nonce, facts["count"])
 

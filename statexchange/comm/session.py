@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import operator
 import os
 import sys
 import time
@@ -31,6 +33,9 @@ __all__ = ["AbandonedError", "Call", "Place", "Session", "call_site", "encoded"]
 T = TypeVar("T")
 _ROOM = os.path.dirname(__file__)
 _NAMING_S, _NAP_S = 2.0, 0.02
+_CLOSE_S = 1.0
+_PACKAGE = os.path.dirname(_ROOM) + os.sep
+_CALLERS = os.path.join(_PACKAGE, "testing") + os.sep  # a part of the package that calls as others do
 _MET = (MismatchError, NumericOverflowError, InvalidArgumentError, UnsupportedError)  # raised where all ranks have met
 
 
@@ -79,11 +84,37 @@ def _fingerprint(text: str) -> int:
 
 
 def call_site() -> str:
-    """File and line of the innermost frame outside this room."""
+    """File and line of the innermost frame outside this package."""
     frame = sys._getframe(1)  # noqa: SLF001 (the documented way to it)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_ROOM):
+    while frame.f_back is not None and _is_ours(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_ours(file: str) -> bool:
+    return file == contextlib.__file__ or (file.startswith(_PACKAGE) and not file.startswith(_CALLERS))
+
+
+class _LookAt:
+    """What the wait for one peer asks."""
+
+    def __init__(self, look: Look | None, peer: int) -> None:
+        self._look = look
+        self._peer = peer
+
+    def failed(self) -> None:
+        if self._look is not None:
+            self._look.failed()
+
+    def missing(self) -> tuple[int, ...]:
+        return (self._peer,)
+
+    def entered(self, doing: str) -> None: ...
+
+    def tell(self, error: StateExchangeError) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Session:
@@ -172,6 +203,8 @@ class Session:
     def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work:
         """Run `body` after the meeting of all ranks, in the order of calls."""
         self.raise_if_dead()
+        if self.devices is not None:
+            call.text += f" on {backend.device_type}"
 
         def job() -> T:
             self.raise_if_dead()
@@ -182,7 +215,7 @@ class Session:
 
         if async_op:
             call.site = call_site()
-            return self._queue.submit(call.text, self._for_caller(backend, lambda: self.guarded(call, job)))
+            return self._queue.submit(call.text, self._for_caller(backend, call, job))
         self._queue.drain()
         return self.guarded(call, job)
 
@@ -193,12 +226,12 @@ class Session:
             self.exchange(call, b"")
         raise refusal
 
-    def _for_caller(self, backend: Backend, job: Callable[[], T]) -> Callable[[], T]:
+    def _for_caller(self, backend: Backend, call: Call, job: Callable[[], T]) -> Callable[[], T]:
         caller = backend.as_caller()
 
         def run() -> T:
             with caller:
-                return job()
+                return self.guarded(call, job, settles=False)
 
         return run
 
@@ -212,34 +245,50 @@ class Session:
 
         def job() -> T:
             self.raise_if_dead()
-            return body(Wait(self.timeout_s, call.text, self.look))
+            return body(Wait(self.timeout_s, call.text, _LookAt(self.look, peer)))
 
         if async_op:
-            return line.submit(call.text, self._for_caller(backend, lambda: self.guarded(call, job)))
+            return line.submit(call.text, self._for_caller(backend, call, job))
         line.drain()
-        return self.guarded(call, job)
+        return self.guarded(call, job, settles=False)
 
-    def wait_all(self) -> None:
+    def drain(self) -> None:
         """Return when all work under way is done; its errors are its own. Not collective."""
         for line in [self._queue, *self._lines.values()]:
             line.drain()
+
+    def wait_all(self) -> None:
+        """As `drain`, and raise the first error that nobody has waited for. Not collective."""
+        self.drain()
+        for line in [self._queue, *self._lines.values()]:
+            line.raise_lost()
+
+    def check_root(self, root: Any) -> None:
+        """InvalidArgumentError unless `root` is a rank of this group. Not collective."""
+        if not hasattr(root, "__index__") or not 0 <= operator.index(root) < self.world_size:
+            what = f"root {root!r} is not a rank of this communicator of {self.world_size}"
+            raise InvalidArgumentError(what, rank=self.rank)
 
     # Failure
 
     def raise_if_dead(self) -> None:
         """Raise what this group has failed of."""
         if self.dead is not None:
-            raise self.dead
+            raise self.dead.with_traceback(None)  # else each time adds to it
 
-    def guarded(self, call: Call, body: Callable[[], T]) -> T:
-        """The value of `body`, whose failure on this rank reaches all."""
+    def guarded(self, call: Call, body: Callable[[], T], *, settles: bool = True) -> T:
+        """The value of `body`, whose failure on this rank reaches all.
+
+        An error in which all ranks have met is `settled`, unless it is told later, to who waits for its work.
+        """
         try:
             return body()
         except DifferentCallsError:
-            self.guarded(call, lambda: self._explain(call))
-            raise AssertionError("an explanation must raise") from None
+            error = self.guarded(call, lambda: self._explanation(call), settles=settles)
+            self.settled = error if settles else None
+            raise error from None
         except _MET as error:
-            self.settled = error
+            self.settled = error if settles else None
             raise
         except BaseException as error:
             if error is self.settled or error is self.dead:
@@ -249,16 +298,15 @@ class Session:
                 raise (self.dead or error) from error
             raise
 
-    def _explain(self, call: Call) -> NoReturn:
-        """Tell each other what all were about to do, and raise it everywhere."""
+    def _explanation(self, call: Call) -> StateExchangeError:
+        """Tell each other what all were about to do; the error that all are to raise."""
         told = {"text": call.text, "site": call.site or call_site(), "failure": call.failure}
         answers = self.messages(Call("an explanation"), encoded(told), None, self.wait_for(Call("an explanation")))
         accounts = [values.decode(answer) for answer in answers]
         failure = next((account["failure"] for account in accounts if account["failure"] is not None), None)
         lines = [f"rank {rank} called {a['text']} at {a['site']}" for rank, a in enumerate(accounts)]
         different = MismatchError("ranks met in different calls: " + "; ".join(lines))
-        error = self.settled = from_record(failure) if failure is not None else different
-        raise error
+        return from_record(failure) if failure is not None else different
 
     def fail(self, call: Call, error: BaseException) -> None:
         """Nothing works here any more: say so to the others, and remember it."""
@@ -299,15 +347,13 @@ class Session:
             self.page.leave(error)
         if self.look is not None and error is not None:
             self.look.tell(from_record(to_record(error, self.rank, "its own code")))
+        if self.dead is None:
+            self.dead = PeerError(self.rank, "a later call", "this communicator is closed")
         for line in [self._queue, *self._lines.values()]:
-            line.close()
+            line.close(_CLOSE_S)
         if self.look is not None:
             self.look.close()
-        if self.dead is None and self.world_size > 1:
-            self.dead = PeerError(self.rank, "a later call", "this communicator is closed")
         self.backend.close()
-        if self.carrier is not self.backend:
-            self.carrier.close()
 
 
 def encoded(obj: Any) -> bytes:

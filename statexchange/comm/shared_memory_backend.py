@@ -85,7 +85,12 @@ class SharedMemoryBackend(Backend):
         return self._carrier.subset(ranks, timeout_s)
 
     def close(self) -> None:
-        """Give up what nobody refers to; the rest lives as long as its tensors."""
+        """Leave the page, and give up all memory; what tensors refer to lives as long as they do."""
+        self._page.leave()
+        for region in self._regions.values():
+            region.arena.close()
+        self._regions.clear()
+        self._idents.clear()
         self._pool.close()
         if self._desk is not None:
             self._desk.close()
@@ -94,6 +99,7 @@ class SharedMemoryBackend(Backend):
         self._attached.clear()
         for box in self._boxes.values():
             box.close()
+        self._carrier.close()
 
     # Where memory lies
 
@@ -109,7 +115,9 @@ class SharedMemoryBackend(Backend):
         return self._typed[dtype][self._turn]
 
     def _set_up_desks(self, wait: Wait) -> None:
-        desk = self._desk = Arena.create(2 * _WINDOW_BYTES, self._page.kind)
+        if self._desk is None:  # else a mismatch came in between
+            self._desk = Arena.create(2 * _WINDOW_BYTES, self._page.kind)
+        desk = self._desk
         answers = self._page.exchange(json.dumps(desk.address).encode(), None, _DESKS, wait)
         desks = [_tensor_over(self._base_of(json.loads(answer))) for answer in answers]
         self._page.sync(wait)

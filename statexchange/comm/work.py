@@ -20,6 +20,7 @@ class Work:
         self._ended = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
+        self._told = False
 
     def is_completed(self) -> bool:
         """Whether `wait` would return, or raise, at once. Not collective."""
@@ -32,9 +33,15 @@ class Work:
         """
         if not self._ended.wait(timeout_s):
             raise StallError(f"{self.doing} is not done after {timeout_s:g} s")
+        self._told = True
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)
         return self._result
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has failed, and nobody has been told."""
+        return self._ended.is_set() and self._error is not None and not self._told
 
     def run(self, body: Callable[[], Any]) -> None:
         """Do the work, here and now."""
@@ -59,32 +66,36 @@ class WorkQueue:
         self._name = name
         self._jobs: queue.SimpleQueue[tuple[Work, Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._last: Work | None = None
+        self._works: list[Work] = []
 
     def submit(self, doing: str, body: Callable[[], Any]) -> Work:
         """Have `body` run after all that was submitted before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()
-        work = self._last = Work(doing)
+        work = Work(doing)
+        self._works = [*(w for w in self._works if not w.is_completed() or w.is_lost), work]
         self._jobs.put((work, body))
         return work
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether all that was submitted is done."""
-        return self._last is None or self._last.is_completed()
-
     def drain(self) -> None:
         """Return when all that was submitted is done; its errors are its own."""
-        if self._last is not None and threading.current_thread() is not self._thread:
-            self._last._ended.wait()  # noqa: SLF001 (our own Work)
-            self._last = None
+        if threading.current_thread() is not self._thread:
+            for work in self._works:
+                work._ended.wait()  # noqa: SLF001 (our own Work)
 
-    def close(self) -> None:
-        """Let the thread end after what it is doing."""
+    def raise_lost(self) -> None:
+        """Raise the first error that nobody has waited for."""
+        for work in self._works:
+            if work.is_lost:
+                work.wait()
+
+    def close(self, wait_s: float) -> None:
+        """End the thread after what it is doing, for which at most `wait_s` is waited."""
         if self._thread is not None:
             self._jobs.put(None)
+            if self._thread is not threading.current_thread():
+                self._thread.join(wait_s)
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -45,7 +45,9 @@ __all__ = [
     "use",
 ]
 
-_default: ContextVar[Communicator | None] = ContextVar("statexchange_communicator", default=None)
+# What `use` says in this thread; where it says nothing, what `init` has made for the process.
+_default: ContextVar[Communicator | None] = ContextVar("statexchange_communicator")
+_of_process: Communicator | None = None
 # Adopted groups by identity; the group is kept with its communicator so that its id cannot be given to another.
 _adopted: dict[int, tuple[object, Communicator]] = {}
 _members: dict[tuple[int | str, ...], tuple[object, Communicator]] = {}
@@ -165,7 +167,7 @@ class _Wish:
 
 
 _PLAIN = _Wish("auto", None, None, None, None, None, "auto")
-_asked: ContextVar[_Wish | None] = ContextVar("statexchange_asked", default=None)
+_asked: weakref.WeakKeyDictionary[Communicator, _Wish] = weakref.WeakKeyDictionary()
 
 
 def init(
@@ -194,9 +196,9 @@ def init(
     Raises InvalidArgumentError, NotInitializedError, MissingExtraError, UnsupportedError or StallError.
     """
     wish = _Wish(backend, rank, world_size, rendezvous, devices, timeout_s, check)
-    existing = _default.get()
+    existing = _made()
     if existing is not None:
-        _warn_if_different(wish)
+        _warn_if_different(existing, wish)
         return existing
     _check_wish(wish)
     made = _make(wish, default_timeout_s() if timeout_s is None else timeout_s)
@@ -206,8 +208,8 @@ def init(
     except BaseException:
         made.close()
         raise
-    _asked.set(wish)
-    _default.set(made)
+    _asked[made] = wish
+    _keep(made)
     return made
 
 
@@ -222,8 +224,26 @@ def _check_wish(wish: _Wish) -> None:
         raise InvalidArgumentError(f"the {wish.backend} backend takes no rendezvous")
 
 
-def _warn_if_different(wish: _Wish) -> None:
-    first = _asked.get() or _PLAIN
+def _made() -> Communicator | None:
+    """What `use` says in this thread, else what `init` has made for the process."""
+    try:
+        return _default.get()
+    except LookupError:
+        return _of_process
+
+
+def _keep(comm: Communicator | None) -> None:
+    """Make `comm` the default where `_made` would look for it."""
+    global _of_process
+    try:
+        _default.get()
+        _default.set(comm)
+    except LookupError:
+        _of_process = comm
+
+
+def _warn_if_different(existing: Communicator, wish: _Wish) -> None:
+    first = _asked.get(existing, _PLAIN)
     names = [field.name for field in fields(_Wish)]
     others = [n for n in names if getattr(wish, n) not in (getattr(_PLAIN, n), getattr(first, n))]
     if others:
@@ -237,7 +257,7 @@ def _make(wish: _Wish, timeout_s: float) -> Communicator:
     if wish.backend == "single":
         return communicator(SingleBackend(), timeout_s)
     if wish.backend == "auto" and torchs is not None:
-        return from_process_group(torchs, timeout_s=timeout_s)
+        return from_process_group(torchs, timeout_s=timeout_s) if check else _of_group(torchs, timeout_s, check=False)
     if wish.backend in ("gloo", "nccl"):
         return _make_by_torch(wish, timeout_s)
     prefer = {"mpi": "carrier"}.get(wish.backend, wish.backend)
@@ -299,16 +319,17 @@ def _torch_default_group() -> Any:
 
 def from_process_group(group: Any, *, timeout_s: float | None = None) -> Communicator:
     """The communicator of a torch ProcessGroup. Collective over the group, the first time."""
+    return _adopt(group, lambda wait_s: _of_group(group, wait_s), timeout_s)
+
+
+def _of_group(group: Any, timeout_s: float, *, check: bool = True) -> Communicator:
     import torch.distributed as dist
 
     from statexchange.comm.torch_backend import NCCLBackend, TorchBackend
 
-    def adopted(wait_s: float) -> Communicator:
-        carrier = TorchBackend(group, wait_s)
-        devices = NCCLBackend(group, carrier) if "nccl" in str(dist.get_backend_config(group)) else None
-        return communicator(carrier, wait_s, devices=devices)
-
-    return _adopt(group, adopted, timeout_s)
+    carrier = TorchBackend(group, timeout_s)
+    devices = NCCLBackend(group, carrier) if "nccl" in str(dist.get_backend_config(group)) else None
+    return communicator(carrier, timeout_s, check=check, devices=devices)
 
 
 def from_mpi(mpi_comm: Any, *, timeout_s: float | None = None) -> Communicator:
@@ -361,7 +382,7 @@ def _of_mesh(mesh: Any) -> Communicator:
 
 
 def _default_communicator() -> Communicator:
-    made = _default.get()
+    made = _made()
     if made is not None:
         return made
     group = _torch_default_group()
@@ -400,8 +421,8 @@ def members(ranks: Sequence[int], group: Any = None) -> Communicator:
 
 
 @contextlib.contextmanager
-def use(comm: Communicator) -> Iterator[Communicator]:
-    """Make `comm` the default inside a block, for this thread. Not collective."""
+def use(comm: Communicator | None) -> Iterator[Communicator | None]:
+    """Make `comm` the default inside a block, for this thread; None: there `init` makes another. Not collective."""
     token = _default.set(comm)
     try:
         yield comm
@@ -411,7 +432,7 @@ def use(comm: Communicator) -> Iterator[Communicator]:
 
 def current() -> Communicator | None:
     """The communicator that exists already, made or adopted; never makes one. Not collective."""
-    made = _default.get()
+    made = _made()
     if made is not None:
         return made
     kept = _adopted.get(id(_torch_default_group()))
@@ -420,7 +441,7 @@ def current() -> Communicator | None:
 
 def is_initialized() -> bool:
     """Whether `init` has made a communicator. Not collective."""
-    return _default.get() is not None
+    return _made() is not None
 
 
 def get_communicator() -> Communicator:
@@ -478,8 +499,8 @@ def shutdown() -> None:
 
     Not collective: peers that still wait for this rank raise PeerError.
     """
-    made = _default.get()
+    made = _made()
     if made is not None:
         made.close()
-        _default.set(None)
+        _keep(None)
     _forget()

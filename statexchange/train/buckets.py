@@ -44,6 +44,7 @@ Source = Any  # a module, a mapping from names to parameters, or parameters with
 
 _PHASE = "averaging gradients"
 _LINE_BYTES = 64
+_BATCH_BYTES = 32 << 20  # of buckets that get their memory together
 _WARM_BYTES = 1 << 18  # of gradients that are copied together while they are in cache
 _NAMELESS = "parameters[{}]"
 _HEADER = struct.Struct("<8sQd?")  # plan, step, weight, whether the rank is done
@@ -373,7 +374,7 @@ class BucketReducer(Reducer):
     A gradient that arrived on some ranks counts as zeros on the others. One that arrived on none becomes None, so that
     optimizers skip the parameter. Where nothing arrived on any rank everything stays as it is. NaN on one rank is NaN
     on all. Sparse gradients are gathered and come back coalesced. Frozen parameters may be unfrozen, and the reverse.
-    With `create_graph` the averages carry no graph.
+    With `create_graph` the averages carry no graph. While the attribute `eager` is False, nothing goes during backward.
 
     Parameters
     ----------
@@ -554,6 +555,17 @@ class BucketReducer(Reducer):
         split = split_buckets([self._declared[slot.index] for slot in slots], self._settings.bucket_bytes)
         buckets = [[slots[arrival[d.name]] for d in bucket] for bucket in split]
         return sorted(buckets, key=lambda bucket: max(arrival[slot.name] for slot in bucket))
+
+    def _batches(self, buckets: Sequence[Sequence[_Slot]]) -> Iterator[list[Sequence[_Slot]]]:
+        """Buckets that get memory together: gradients give theirs back before the next ones do."""
+        batch: list[Sequence[_Slot]] = []
+        for bucket in buckets:
+            batch.append(bucket)
+            if sum(slot.nbytes for slots in batch for slot in slots) >= _BATCH_BYTES:
+                yield batch
+                batch = []
+        if batch:
+            yield batch
 
     def _extend_plan(self, buckets: Sequence[Sequence[_Slot]]) -> list[_Bucket]:
         """Put slots into new buckets, at the end of the plan. Collective."""
@@ -842,9 +854,10 @@ class BucketReducer(Reducer):
         """Reduce what is in no bucket yet: it gets one, unless it is sparse everywhere. Collective."""
         order = dict.fromkeys(int(index) for details in met.details for index in details.get("order", ()))
         dense = [self._slots[i] for i in order if met.any_rank[i] & _DENSE or not same_kind(met.sparse(i))]
-        for bucket in self._extend_plan(self._split(dense)) if dense else ():
-            self._send(bucket, share, async_op=False)
-            bucket.wait()
+        for batch in self._batches(self._split(dense)):
+            for bucket in self._extend_plan(batch):
+                self._send(bucket, share, async_op=False)
+                bucket.wait()
         for slot in (self._slots[i] for i in order if self._slots[i].bucket is None):
             grad = slot.param.grad if weight else None
             facts = met.sparse(slot.index)

@@ -27,8 +27,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Collective: all ranks construct it, over parameters of the same names, shapes and dtypes, and call backward and
     `step` equally often. Gradients are averages when backward returns, as with DDP, so that clipping and a GradScaler
-    come after it as usual; on a rank whose backward touched no parameter they are when `finalize` or `step` returns.
-    Parameters are not made equal here: `synchronize` the module and the optimizer first.
+    come after it as usual; on a rank whose backward touched no parameter they are when `finalize` or `step` returns,
+    so if there may be such a rank, `finalize` before you clip. Parameters are not made equal here: `synchronize` the
+    module and the optimizer first.
 
     A gradient that is missing on some ranks counts as zeros there; missing on all, it is None and the parameter is
     skipped. See BucketReducer. State, hyperparameters, `state_dict` and hooks are the inner optimizer's, so that
