@@ -165,6 +165,9 @@ class Backend(ABC):
 
         return torch.inference_mode(torch.is_inference_mode_enabled())
 
+    def leave(self, error: BaseException | None) -> None:  # noqa: B027 (most can tell nobody)
+        """Tell those who wait for this rank inside a collective that it will not come, and why. Not collective."""
+
     def close(self) -> None:  # noqa: B027 (most hold nothing)
         """Free what the backend holds. Not collective."""
 

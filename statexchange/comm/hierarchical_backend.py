@@ -81,14 +81,15 @@ class _Steps:
         try:
             step(backend, wait)
         except PeerError as error:
-            if error is self._above.raised or error.rank is None or error.rank < 0:
+            # A mate that leaves because of a failure tells of it in ranks of the world, and with the host.
+            if error is self._above.raised or error.rank < 0 or error.host is not None:
                 raise
             rank = ranks[error.rank]
             raise PeerError(rank, error.phase, error.cause, self._backend.place.hosts[rank]) from error
         except StallError as error:
             if error is self._above.raised:
                 raise
-            raise self._stall(tuple(ranks[rank] for rank in error.missing)) from error
+            raise self._stall(tuple(ranks[rank] for rank in error.missing if rank < len(ranks))) from error
 
     def _stall(self, seen: tuple[int, ...]) -> StallError:
         """Time is up. Who waits on his host sees his leader missing, which may itself wait for another host."""
@@ -138,6 +139,10 @@ class HierarchicalBackend(Backend):
     def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:
         """The carrier's."""
         return self._carrier.subset(ranks, timeout_s)
+
+    def leave(self, error: BaseException | None) -> None:
+        """Those of this host; the others hear it from the board."""
+        self.node.leave(error)
 
     def close(self) -> None:
         """Close the parts."""

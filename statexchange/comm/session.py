@@ -317,6 +317,7 @@ class Session:
         )
         if self.page is not None:
             self.page.leave(self.dead)
+        self.backend.leave(self.dead)
         if self.look is not None:
             self.look.tell(self.dead)
 
@@ -345,6 +346,7 @@ class Session:
         """Leave: peers that still wait for this rank raise PeerError, with `error` as its cause. Not collective."""
         if self.page is not None:
             self.page.leave(error)
+        self.backend.leave(error)
         if self.look is not None and error is not None:
             self.look.tell(from_record(to_record(error, self.rank, "its own code")))
         if self.dead is None:

@@ -84,8 +84,12 @@ class SharedMemoryBackend(Backend):
         """The carrier's."""
         return self._carrier.subset(ranks, timeout_s)
 
+    def leave(self, error: BaseException | None) -> None:
+        """By the page."""
+        self._page.leave(error)
+
     def close(self) -> None:
-        """Leave the page, and give up all memory; what tensors refer to lives as long as they do."""
+        """Give up all memory; what tensors refer to lives as long as they do."""
         self._page.leave()
         for region in self._regions.values():
             region.arena.close()
