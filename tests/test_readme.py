@@ -53,6 +53,7 @@ def test_every_fenced_block_is_one_that_a_test_runs() -> None:
         "output: statexchange demo",
         "block: reduce.py",
         "output: reduce.py",
+        "block: fit.py",
     }
     assert set(blocks()) == marked
     assert README.count("\n```") == 2 * len(marked)
@@ -114,6 +115,16 @@ def test_the_collectives_print_what_the_readme_shows(launcher: list[str], tmp_pa
     assert done.stdout.replace(f"{tmp_path}/", "") == blocks()["output: reduce.py"]
 
 
+@pytest.mark.parametrize("launcher", [["torchrun", "--nproc-per-node", "2"], ["python"]])
+def test_the_training_script_learns(launcher: list[str], tmp_path: Path) -> None:
+    (tmp_path / "fit.py").write_text(blocks()["block: fit.py"])
+    command = [BIN / launcher[0], *launcher[1:], "fit.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    ranks, loss = re.fullmatch(r"(\d) ranks, loss (\d\.\d+)\n", done.stdout).groups()
+    assert (int(ranks), float(loss) < 0.2) == (2 if len(launcher) > 1 else 1, True)
+
+
 @pytest.mark.parametrize(
     ("example", "launcher"),
     [
@@ -149,9 +160,17 @@ def test_the_demo_prints_what_the_readme_shows() -> None:
     assert "tensors bit-equal   30/30" in done.stdout
 
 
-@pytest.mark.parametrize("bench", ["export.py", "gather.py"])
-def test_the_benches_print_the_tables_that_the_readme_shows(bench: str) -> None:
-    command = [sys.executable, ROOT / "tools/bench" / bench, "--megabytes", "16", "--rounds", "1"]
+@pytest.mark.parametrize(
+    ("bench", "arguments"),
+    [
+        ("export.py", ["--megabytes", "16"]),
+        ("gather.py", ["--megabytes", "16"]),
+        ("collectives.py", ["--ranks", "2", "--largest", "1"]),
+        ("training.py", []),
+    ],
+)
+def test_the_benches_print_the_tables_that_the_readme_shows(bench: str, arguments: list[str]) -> None:
+    command = [sys.executable, ROOT / "tools/bench" / bench, *arguments, "--rounds", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     table = [line.split("|") for line in done.stdout.splitlines() if line.startswith("|")]
