@@ -21,7 +21,8 @@ REAL = ("gloo", "mpi")
 
 def start() -> Any:
     """The communicator of this rank on any backend; under MPI it takes an init."""
-    return sx.init() if "mpi4py" in sys.modules or world.detect_launch().launcher == "mpich" else sx.get_communicator()
+    under_mpi = world.detect_launch().launcher in ("mpich", "openmpi")
+    return sx.init() if "mpi4py" in sys.modules or under_mpi else sx.get_communicator()
 
 
 @pytest.mark.ranks(1, 2, 4, backend=ALL)

@@ -376,3 +376,29 @@ def test_a_small_dev_shm_is_no_harm(tmp_path: Path) -> None:
         "[['shm', 0, 2.0, 0], ['shm', 0, 2.0, 0]]",
         "[['shm', 0, 2.0, 1], ['shm', 0, 2.0, 0]]",
     ]
+
+
+APART = """
+import sys
+import torch
+import statexchange as sx
+comm = sx.init(rendezvous=sys.argv[1], rank=int(sys.argv[2]), world_size=2, timeout_s=30)
+print(comm.backend, comm.all_reduce(torch.ones(100_000))[-1].item(), flush=True)
+sx.shutdown()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")
+def test_ranks_of_different_pid_namespaces_meet_and_fall_back(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(APART)
+    apart = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, str(tmp_path / "script.py")]
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [*apart, f"file://{tmp_path}/meeting", str(rank)], stdout=subprocess.PIPE, text=True, env=environ
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert said == ["gloo 2.0\n", "gloo 2.0\n"]
+    assert [rank.returncode for rank in ranks] == [0, 0]
