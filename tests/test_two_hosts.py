@@ -96,7 +96,7 @@ def by_hosts() -> list[Any]:
 @pytest.mark.parametrize("counts", [(2, 2), (1, 3), (2, 1)], ids=str)
 def test_sums_and_averages_are_of_ranks_not_of_hosts(counts: tuple[int, int]) -> None:
     n = sum(counts)
-    with two_hosts(*counts) as hosts:
+    with two_hosts(*counts, fully=True) as hosts:
         for rank, (where, on_node, between, names) in enumerate(hosts.run(by_hosts)):
             node = int(rank >= counts[0])
             local = rank - node * counts[0]
@@ -269,6 +269,19 @@ def test_a_host_that_is_cut_off_is_named_on_both_sides(verb: str) -> None:
         hosts.link_down()
         since = hosts.go()
         expect_missing(others(hosts.finish(15), hosts, -1), far_from(hosts), since)
+
+
+@pytest.mark.parametrize("how", ["killed", "cut off"])
+def test_processes_come_to_their_end_after_a_fault(how: str) -> None:
+    with two_hosts(2, 2, fully=True) as hosts:
+        hosts.start(run_on, TIMEOUT_S)
+        hosts.wait_for("in")
+        time.sleep(0.3)
+        if how == "killed":
+            hosts.kill(3)
+        else:
+            hosts.link_down()
+        others(hosts.finish(60), hosts, 3 if how == "killed" else -1)
 
 
 @pytest.mark.parametrize("counts", [(2, 2), (1, 2)], ids=str)

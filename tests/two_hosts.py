@@ -14,6 +14,7 @@ Inside a rank `report(word)` tells the test at once; `hosts.wait_for(word)` wait
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -170,8 +171,9 @@ class _Rank:
 class TwoHosts:
     """The hosts and, once started, their ranks. Made by `two_hosts`."""
 
-    def __init__(self, counts: Sequence[int], directory: Path) -> None:
+    def __init__(self, counts: Sequence[int], directory: Path, *, fully: bool) -> None:
         self.counts = tuple(counts)
+        self._fully = fully
         self._directory = directory
         self._told = threading.Condition()
         self._ranks: list[_Rank] = []
@@ -217,6 +219,7 @@ class TwoHosts:
                 "environ": {**os.environ, **self._environ(rank, node), "MASTER_PORT": port},
                 "path": sys.path,
                 "directory": os.getcwd(),
+                "fully": self._fully,
             }
             self._ranks.append(_Rank(rank, task, self._directory / f"stderr-{rank}", self._told))
 
@@ -298,10 +301,10 @@ class TwoHosts:
 
 
 @contextlib.contextmanager
-def two_hosts(*counts: int) -> Iterator[TwoHosts]:
-    """Two hosts that have as many ranks as `counts` says."""
+def two_hosts(*counts: int, fully: bool = False) -> Iterator[TwoHosts]:
+    """Two hosts that have as many ranks as `counts` says. `fully`: the end of each rank's interpreter is part of it."""
     with tempfile.TemporaryDirectory(prefix="two-hosts-") as directory:
-        hosts = TwoHosts(counts, Path(directory))
+        hosts = TwoHosts(counts, Path(directory), fully=fully)
         try:
             hosts.open()
             yield hosts
@@ -326,7 +329,7 @@ def _say(kind: str, what: Any) -> None:
 
 
 def _serve(line: Connection, task: dict[str, Any]) -> None:
-    """One rank. It ends as a Python of its own would, with all that happens then, and not as a fork server's child."""
+    """One rank."""
     global _line
     _line = line
     _settle(task)
@@ -341,7 +344,18 @@ def _serve(line: Connection, task: dict[str, Any]) -> None:
         sys.last_value = error
         traceback.print_exc()
         code = 1
-    ctypes.pythonapi.Py_Exit(code)
+    _end(code, fully=task["fully"])
+
+
+def _end(code: int, *, fully: bool) -> None:
+    """End as a Python of its own does, which a fork server's child does not by itself: threads and exit functions have
+    their time. `fully`, also what takes seconds: the interpreter and torch are taken to pieces."""
+    if fully:
+        ctypes.pythonapi.Py_Exit(code)
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _settle(task: dict[str, Any]) -> None:
