@@ -5,7 +5,6 @@ Whatever is wrong with a rank's arguments is raised on all ranks, since others m
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ import torch
 
 from statexchange.comm.backend import Backend, Wait
 from statexchange.comm.reduction import Reduction
-from statexchange.comm.session import Call, Session, call_site
+from statexchange.comm.session import Call, Session, call_site, mark_of
 from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError
 
 __all__ = [
@@ -151,7 +150,7 @@ def _refusing(session: Session, verb: str, prepare: Callable[[], T]) -> T:
     try:
         return prepare()
     except Exception as refusal:  # noqa: BLE001 (whatever it is, it must reach the others)
-        session.refuse(Call(f"{verb}, refused: {refusal}"), refusal)
+        session.refuse(verb, refusal)
 
 
 def _flat(session: Session, given: Any, *, written: bool) -> tuple[Flat, Backend]:
@@ -231,11 +230,7 @@ def all_reduce_multiple(
 
 def _short(text: str) -> str:
     """A text that may be long, so that two of them still differ."""
-    return (
-        text
-        if len(text) <= _SHOWN
-        else f"{text[:_SHOWN]}... {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
-    )
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... {mark_of(text).hex()}"
 
 
 def reduce(session: Session, tensor: Any, op: str, root: int, out: Any, async_op: bool) -> Any:
@@ -479,12 +474,11 @@ def _await_offer(backend: Backend, peer: int, text: str, note: str, wait: Wait) 
 
 
 def _note(text: str, note: str) -> torch.Tensor:
-    mark = hashlib.blake2b(text.encode(), digest_size=8).digest()
     said = note.encode()[: _NOTE_BYTES - 8].ljust(_NOTE_BYTES - 8, b"\0")
-    return torch.frombuffer(bytearray(mark + said), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(mark_of(text) + said), dtype=torch.uint8)
 
 
 def _differs(text: str, note: torch.Tensor) -> str | None:
     theirs = bytes(note.numpy().data)
-    same = theirs[:8] == hashlib.blake2b(text.encode(), digest_size=8).digest()
+    same = theirs[:8] == mark_of(text)
     return None if same else theirs[8:].rstrip(b"\0").decode(errors="replace")

@@ -190,7 +190,7 @@ class Communicator:
         """
         if timeout_s is not None and not isinstance(timeout_s, (int, float)):
             what = f"timeout_s is a number of seconds, not {timeout_s!r}"
-            self._session.refuse(Call(f"barrier, refused: {what}"), InvalidArgumentError(what))
+            self._session.refuse("barrier", InvalidArgumentError(what))
         self._session.exchange(Call(f"barrier {tag!r}" if tag else "a barrier"), b"", None, timeout_s)
 
     # Values
@@ -366,7 +366,7 @@ class Communicator:
         """
         if not isinstance(color, (int, type(None))) or not isinstance(key, int):
             what = f"color and key are integers, not {color!r} and {key!r}"
-            self._session.refuse(Call(f"split, refused: {what}"), InvalidArgumentError(what))
+            self._session.refuse("split", InvalidArgumentError(what))
         chosen = self._exchange_values("split", [color, key], {})
         if color is None:
             return None
@@ -399,7 +399,7 @@ class Communicator:
         try:
             self.check_root(root)
         except InvalidArgumentError as refusal:
-            self._session.refuse(Call(f"{verb}, refused: {refusal}"), refusal)
+            self._session.refuse(verb, refusal)
 
     def check_root(self, root: int) -> None:
         """InvalidArgumentError unless `root` is a rank of this communicator. Not collective."""

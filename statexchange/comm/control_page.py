@@ -40,23 +40,25 @@ def supported() -> bool:
     return platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
 
 
-def process_start(pid: int) -> int | None:
-    """When `pid` started, in clock ticks since boot; None if it has ended (a zombie has)."""
+def _facts_of(pid: int) -> list[bytes] | None:
+    """What /proc/<pid>/stat says after the name, beginning with the state; None if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
+            return file.read().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def process_start(pid: int) -> int | None:
+    """When `pid` started, in clock ticks since boot; None if it has ended (a zombie has)."""
+    fields = _facts_of(pid)
+    return None if fields is None or fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 def process_is_stopped(pid: int) -> bool:
     """Whether `pid` has been stopped by a signal or a debugger."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    fields = _facts_of(pid)
+    return fields is not None and fields[0] in (b"T", b"t")
 
 
 def _cores() -> int:

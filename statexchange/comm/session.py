@@ -28,7 +28,7 @@ from statexchange.errors import (
     to_record,
 )
 
-__all__ = ["AbandonedError", "Call", "Place", "Session", "call_site", "encoded"]
+__all__ = ["AbandonedError", "Call", "Place", "Session", "call_site", "encoded", "mark_of"]
 
 T = TypeVar("T")
 _ROOM = os.path.dirname(__file__)
@@ -75,12 +75,18 @@ class Call:
     @property
     def fingerprint(self) -> int:
         """A number that other words do not share."""
-        return _fingerprint(self.text)
+        return int.from_bytes(self.mark, "little")
+
+    @property
+    def mark(self) -> bytes:
+        """The fingerprint as 8 bytes."""
+        return mark_of(self.text)
 
 
 @functools.lru_cache(maxsize=4096)
-def _fingerprint(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+def mark_of(text: str) -> bytes:
+    """8 bytes that other words do not share."""
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
 def call_site() -> str:
@@ -176,9 +182,8 @@ class Session:
         """As `exchange`, inside a collective; DifferentCallsError, on all ranks, where they do not call the same."""
         if self.page is not None:
             return self.page.exchange(payload, root, call.fingerprint, wait)
-        mark = call.fingerprint.to_bytes(8, "little")
-        answers = self.carrier.exchange(mark + payload, wait)
-        if any(answer[:8] != mark for answer in answers):
+        answers = self.carrier.exchange(call.mark + payload, wait)
+        if any(answer[:8] != call.mark for answer in answers):
             raise DifferentCallsError
         return [answer[8:] for answer in answers] if root is None or root == self.rank else []
 
@@ -219,11 +224,11 @@ class Session:
         self._queue.drain()
         return self.guarded(call, job)
 
-    def refuse(self, call: Call, refusal: Exception) -> NoReturn:
+    def refuse(self, verb: str, refusal: Exception) -> NoReturn:
         """Raise what is wrong with this rank's arguments, on all ranks: others may have called in earnest."""
         if self.world_size > 1:
-            call.failure = to_record(refusal, self.rank, call.text)
-            self.exchange(call, b"")
+            text = f"{verb}, refused: {refusal}"
+            self.exchange(Call(text, failure=to_record(refusal, self.rank, text)), b"")
         raise refusal
 
     def _for_caller(self, backend: Backend, call: Call, job: Callable[[], T]) -> Callable[[], T]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from statexchange.errors import StallError
 
-__all__ = ["Work", "WorkQueue", "done"]
+__all__ = ["Work", "WorkQueue"]
 
 
 class Work:
@@ -50,13 +50,6 @@ class Work:
         except BaseException as error:  # noqa: BLE001 (it is raised where the work is waited for)
             self._error = error
         self._ended.set()
-
-
-def done(doing: str, result: Any) -> Work:
-    """Work that has nothing left to do."""
-    work = Work(doing)
-    work.run(lambda: result)
-    return work
 
 
 class WorkQueue:
