@@ -26,7 +26,7 @@ __all__ = [
     "to_record",
 ]
 
-_ATTRIBUTES = ("rank", "path", "name", "expected", "found")
+_ABOUT = ("rank", "path", "name", "expected", "found")
 
 
 class StateExchangeError(Exception):
@@ -37,6 +37,7 @@ class StateExchangeError(Exception):
     """
 
     code: ClassVar[str] = "INTERNAL"
+    attributes: ClassVar[tuple[str, ...]] = _ABOUT
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class StateExchangeError(Exception):
         return self._text()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.message, {key: getattr(self, key) for key in _ATTRIBUTES})
+        return _rebuild, (type(self), self.message, {key: getattr(self, key) for key in self.attributes})
 
 
 class InvalidArgumentError(StateExchangeError, ValueError):
@@ -151,6 +152,7 @@ class StorageError(StateExchangeError, OSError):
     """The operating system refused a read or write; ``errno`` is kept."""
 
     code = "IO"
+    attributes = (*_ABOUT, "errno")
 
     def __init__(self, message: str, *, errno: int | None = None, **about: Any) -> None:
         super().__init__(message, **about)
@@ -161,28 +163,21 @@ class StorageError(StateExchangeError, OSError):
         """The same failure with what was being done, and to which path."""
         return cls(f"cannot {doing}: {error.strerror or error}", errno=error.errno, **about)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        rebuild, (cls, message, about) = super().__reduce__()
-        return rebuild, (cls, message, {**about, "errno": self.errno})
-
 
 class StallError(StateExchangeError, TimeoutError):
     """A wait ran out; ``missing`` lists all ranks that did not arrive."""
 
     code = "TIMEOUT"
+    attributes = (*_ABOUT, "missing")
 
     def __init__(self, message: str, *, missing: tuple[int, ...] = (), **about: Any) -> None:
         super().__init__(message, **about)
         self.missing = tuple(missing)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        rebuild, (cls, message, about) = super().__reduce__()
-        return rebuild, (cls, message, {**about, "missing": self.missing})
-
 
 class PeerError(StateExchangeError, RuntimeError):
-    """A rank failed: ``rank`` says which (-1: the transport does not tell), ``host`` on which host if there are
-    several, ``phase`` in what, ``cause`` why."""
+    """A rank failed: ``rank`` says which (-1: the transport does not tell), ``host`` on which host, ``phase`` in what,
+    ``cause`` why."""
 
     code = "IO"
 
@@ -210,8 +205,8 @@ def _tree(cls: type[StateExchangeError]) -> dict[str, type[StateExchangeError]]:
     return {cls.__name__: cls} | {k: v for sub in cls.__subclasses__() for k, v in _tree(sub).items()}
 
 
-def to_record(error: BaseException, rank: int, phase: str) -> dict[str, Any]:
-    """A JSON object that carries `error` to the other ranks."""
+def to_record(error: BaseException, rank: int, phase: str, host: str | None = None) -> dict[str, Any]:
+    """A JSON object that carries `error`, of `rank` on `host`, to the other ranks."""
     if isinstance(error, PeerError):
         about = {"rank": error.rank, "phase": error.phase, "cause": error.cause, "host": error.host}
         return {"type": "PeerError", **about}
@@ -221,10 +216,13 @@ def to_record(error: BaseException, rank: int, phase: str) -> dict[str, Any]:
             "rank": rank,
             "phase": phase,
             "cause": f"{type(error).__name__}: {_said(error)}",
+            "host": host,
         }
-    carried = {key: _portable(value) for key, value in error.__reduce__()[1][2].items()}
+    # A class of somebody else's may need more than can be told: the nearest of ours is told instead.
+    ours = next(c for c in type(error).__mro__ if c.__module__ == __name__ and issubclass(c, StateExchangeError))
+    carried = {key: _portable(getattr(error, key)) for key in ours.attributes}
     carried["rank"] = rank if error.rank is None else error.rank
-    return {"type": type(error).__name__, "message": error.message, "about": carried}
+    return {"type": ours.__name__, "message": error.message, "about": carried}
 
 
 def _said(error: BaseException) -> str:
@@ -244,8 +242,6 @@ def from_record(record: dict[str, Any]) -> StateExchangeError:
     """The error that `to_record` described; of a class that is not known here comes a StateExchangeError."""
     if record["type"] == "PeerError":
         return PeerError(record["rank"], record["phase"], record["cause"], record.get("host"))
-    cls = _tree(StateExchangeError).get(record["type"])
+    cls = _tree(StateExchangeError).get(record["type"], StateExchangeError)
     about = {key: tuple(value) if isinstance(value, list) else value for key, value in record["about"].items()}
-    if cls is None:
-        return _rebuild(StateExchangeError, record["message"], {key: about[key] for key in _ATTRIBUTES})
-    return _rebuild(cls, record["message"], about)
+    return _rebuild(cls, record["message"], {key: about[key] for key in cls.attributes})

@@ -107,6 +107,23 @@ def test_what_one_tells_all_know_at_once(teller: int) -> None:
         assert all(error.missing == (2,) for error in errors)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("caller", range(RANKS))
+def test_ranks_that_wait_elsewhere_are_called(caller: int) -> None:
+    """To the collective in which the caller is; who is there, or beyond, is not meant."""
+    with boards() as made:
+        made[caller].entered("the end of cooking")
+        ahead = (caller + 1) % RANKS
+        made[ahead].entered("the end of cooking")
+        made[caller].call_all()
+        waiting = [board for rank, board in enumerate(made) if rank not in (caller, ahead)]
+        until(lambda: all(board.is_called() for board in waiting), 0.5)
+        assert not made[caller].is_called()
+        assert not made[ahead].is_called()
+        for board in waiting:
+            board.entered("a message, broken off")
+            assert not board.is_called()
+
+
 def test_the_first_failure_counts() -> None:
     with boards() as made:
         made[3].tell(PeerError(3, "one", "first"))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+import re
+import time
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,7 @@ class ToyBackend(Backend):
         self._post = post
         self._room = room
         self._count = 0
+        self._subsets: Counter[Any] = Counter()
 
     def exchange(self, payload: bytes, wait: Wait) -> list[bytes]:
         self._count += 1
@@ -91,7 +94,9 @@ class ToyBackend(Backend):
         return [parcels[key] for key in keys]
 
     def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        return ToyBackend(self._post, (*self._room, -1, *ranks), list(ranks).index(self.rank), len(ranks))
+        self._subsets[tuple(ranks)] += 1
+        room = (*self._room, -self._subsets[tuple(ranks)], *ranks)
+        return ToyBackend(self._post, room, list(ranks).index(self.rank), len(ranks))
 
     def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:
         self._post.letters[self._room, self.rank, dst, tag].append(bytes(data.numpy().data))
@@ -147,9 +152,9 @@ class DeafBackend(ToyBackend):
         (
             LossyBackend,
             "reductions_are_right_at_every_size",
-            r"rank 0 failed in .*all_reduce of torch.float32\[\d+\]",
+            r"rank 0 on .* failed in .*all_reduce of torch.float32\[\d+\]",
         ),
-        (DeafBackend, "moves_keep_every_bit_at_every_size", r"rank \d failed in .*part 1 of all_gather"),
+        (DeafBackend, "moves_keep_every_bit_at_every_size", r"rank \d on .* failed in .*part 1 of all_gather"),
     ],
 )
 def test_the_suite_sees_what_is_wrong_and_says_so_on_every_rank(kind: Any, name: str, seen: str) -> None:
@@ -174,3 +179,34 @@ def test_checks_have_names_contracts_and_a_choice() -> None:
     assert conformance.run(comm, ["ranks_that_differ_all_learn_it_at_once"]) == []  # it takes two
     with pytest.raises(ValueError, match="no check is called nonsense"):
         conformance.run(comm, ["nonsense"])
+
+
+def waits_for_one_that_fails(backend: str, directory: str) -> list[Any]:
+    """Rank 0 receives and rank 1 sends, the one now, the other meanwhile, when rank 2 fails in a phase of its own."""
+    comm = start(backend, directory)
+    comm.barrier()
+    began = time.monotonic()
+    with pytest.raises(sx.PeerError) as caught:
+        if comm.rank == 0:
+            comm.recv(torch.zeros(3), 2)
+        elif comm.rank == 1:
+            comm.send(torch.zeros(70_001), 2, async_op=True).wait()
+        else:
+            time.sleep(0.3)
+            with comm.phase("cooking"):
+                raise KeyError("salt")
+    took = time.monotonic() - began
+    with pytest.raises(sx.PeerError, match="salt"):  # what was broken off lies around half: no later call may meet it
+        comm.barrier()
+    return [str(caught.value), caught.value.host == comm.hosts[2], took]
+
+
+@pytest.mark.parametrize("backend", list(LAUNCHED_AS))
+def test_a_failure_reaches_ranks_that_wait_for_a_message(backend: str, tmp_path: Path) -> None:
+    if backend == "mpi" and (missing := mpi_missing()):
+        pytest.skip(missing)
+    found = run_ranks(waits_for_one_that_fails, 3, backend=LAUNCHED_AS[backend], args=(backend, str(tmp_path)))
+    for said, names_host, took in found:
+        assert re.fullmatch(r"rank 2 on \S+ failed in cooking: KeyError: 'salt'", said)
+        assert names_host
+        assert took < 2

@@ -83,6 +83,19 @@ def test_facts_that_are_no_json_travel_as_text() -> None:
     assert (error.expected, error.found) == ("(b'a', 1)", "{1, 2}")
 
 
+class BrokenPartError(CorruptError):
+    """Somebody else's, with a constructor of its own."""
+
+    def __init__(self, part: set[int]) -> None:
+        super().__init__(f"part {part} is broken", rank=7)
+        self.part = part
+
+
+def test_somebody_elses_class_travels_as_the_nearest_of_ours() -> None:
+    error = from_record(json.loads(json.dumps(to_record(BrokenPartError({3}), 2, "saving"))))
+    assert (type(error), str(error), error.rank) == (CorruptError, "part {3} is broken [rank 7]", 7)
+
+
 def test_a_class_that_is_not_known_here_is_a_plain_error_of_ours() -> None:
     record = to_record(StorageError("no room", errno=28, path="/x"), 1, "saving")
     error = from_record({**record, "type": "ErrorOfTheFuture"})

@@ -21,7 +21,7 @@ from statexchange.errors import InvalidArgumentError, StallError, StateExchangeE
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Backend", "Finish", "Look", "Wait", "check_ranks", "yield_core"]
+__all__ = ["AbandonedError", "Backend", "Finish", "Look", "Wait", "check_ranks", "yield_core"]
 
 _SPINS = 100
 _FIRST_NAP_S, _LAST_NAP_S = 2e-5, 2e-3
@@ -32,6 +32,10 @@ _LOOK_PERIOD_S = 0.05
 yield_core: Callable[[], object] = (
     ctypes.CDLL(None).sched_yield if os.name == "posix" else functools.partial(time.sleep, 0)
 )
+
+
+class AbandonedError(Exception):
+    """Raised inside a trip when another rank has failed: come to the agreement, which says who and why."""
 
 
 class Look(Protocol):
@@ -51,6 +55,12 @@ class Look(Protocol):
 
     def tell(self, error: StateExchangeError) -> None:
         """Let the others know that this communicator has failed."""
+
+    def call_all(self) -> None:
+        """Have ranks that wait for single ones come to this collective, in which all hear of a failure."""
+
+    def is_called(self) -> bool:
+        """Whether a rank has called all to a collective to which this one has not come yet."""
 
 
 class Wait:
@@ -153,7 +163,7 @@ class Backend(ABC):
 
     @abstractmethod
     def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        """A backend over `ranks` of this one, in that order. Collective over those ranks only."""
+        """A new backend over `ranks` of this one, in that order. Collective over those ranks only."""
 
     def transport(self, timeout_s: float) -> Backend:  # noqa: ARG002 (most have nothing to set up)
         """What moves tensors between hosts, where this backend only serves to meet; itself if it does. Collective."""

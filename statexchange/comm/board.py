@@ -24,7 +24,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -141,6 +141,8 @@ class _View:
     silent: list[int] = field(default_factory=list)
     left: dict[int, tuple[int, str]] = field(default_factory=dict)
     """Ranks that took leave: after which of their collectives, and how."""
+    called: int = 0
+    """The latest collective to which a rank has called all."""
     heard: float = field(default_factory=time.monotonic)
 
 
@@ -168,7 +170,7 @@ class Board:
         self._gone: dict[int, float] = {}  # when a process was first seen to have ended
         self._period_s = _PERIOD_S * max(1.0, self._world_size / _CROWD)
         self._silent_s = _SILENT_PERIODS * self._period_s
-        self._notes: queue.SimpleQueue[tuple[dict[str, Any], threading.Event]] = queue.SimpleQueue()
+        self._notes: queue.SimpleQueue[tuple[Callable[[], None], threading.Event]] = queue.SimpleQueue()
         self._farewell: str | None = None
         self._selector = selectors.DefaultSelector()
         self._bell, self._string = socket.socketpair()
@@ -214,9 +216,22 @@ class Board:
 
     def tell(self, error: StateExchangeError) -> None:
         """Post what this communicator has failed of; the first post counts. Not collective; blocks a second at most."""
+        record = to_record(error, self._place.rank, self._doing)
+        self._have_said(lambda: self._post(record))
+
+    def call_all(self) -> None:
+        """Have ranks that wait for single ones come to this rank's collective. Not collective; as `tell`."""
+        sequence = self._sequence
+        self._have_said(lambda: self._call_to(sequence))
+
+    def is_called(self) -> bool:
+        """Whether a rank has called all to a collective to which this one has not come. Not collective."""
+        return self._view.called > self._sequence
+
+    def _have_said(self, note: Callable[[], None]) -> None:
         if self._thread.is_alive() and os.getpid() == self._process:
             posted = threading.Event()
-            self._notes.put((to_record(error, self._place.rank, self._doing), posted))
+            self._notes.put((note, posted))
             self._ring()
             posted.wait(_TELL_S)
 
@@ -266,8 +281,8 @@ class Board:
     def _deliver(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                record, posted = self._notes.get_nowait()
-                self._post(record)
+                note, posted = self._notes.get_nowait()
+                note()
                 posted.set()
 
     def _look_at_mates(self) -> None:
@@ -312,6 +327,9 @@ class Board:
         raise NotImplementedError
 
     def _post(self, record: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _call_to(self, sequence: int) -> None:
         raise NotImplementedError
 
     def _cause_of(self, rank: int) -> str:
@@ -361,6 +379,8 @@ class _Keeper(Board):
             self._view.sequence[line.rank] = rest[0]
         elif kind == "failure":
             self._post(rest[0])
+        elif kind == "called":
+            self._call_to(int(rest[0]))
         else:
             self._view.left[line.rank] = (rest[0], rest[1])
             self._tell_all()
@@ -397,7 +417,13 @@ class _Keeper(Board):
     def _news(self) -> dict[str, Any]:
         view = self._view
         left = [[rank, sequence, cause] for rank, (sequence, cause) in view.left.items()]
-        return {"sequence": view.sequence, "silent": view.silent, "left": left, "failure": self._failure}
+        return {
+            "sequence": view.sequence,
+            "silent": view.silent,
+            "left": left,
+            "called": view.called,
+            "failure": self._failure,
+        }
 
     def _tell_all(self) -> None:
         news = self._news()
@@ -408,6 +434,10 @@ class _Keeper(Board):
         if self._failure is None:
             self._failure = record
             self._tell_all()
+
+    def _call_to(self, sequence: int) -> None:
+        self._view.called = max(self._view.called, sequence)
+        self._tell_all()
 
     def _suspects(self) -> tuple[int, ...]:
         return ()  # only our own thread has been silent
@@ -449,7 +479,7 @@ class _Visitor(Board):
 
     def _learn(self, news: dict[str, Any]) -> None:
         left = {rank: (sequence, cause) for rank, sequence, cause in news["left"]}
-        self._view = _View(news["sequence"], news["silent"], left)
+        self._view = _View(news["sequence"], news["silent"], left, news["called"])
         self._refusals = 0
         self._host_answers = None
         self._gone.pop(0, None)
@@ -495,6 +525,10 @@ class _Visitor(Board):
             self._failure = record
         if self._line is not None:
             self._line.say(["failure", record])
+
+    def _call_to(self, sequence: int) -> None:
+        if self._line is not None:
+            self._line.say(["called", sequence])
 
     def _cause_of(self, rank: int) -> str:
         known = rank != 0 or rank in self._mates

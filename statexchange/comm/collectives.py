@@ -5,6 +5,7 @@ Whatever is wrong with a rank's arguments is raised on all ranks, since others m
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -65,7 +66,7 @@ class Flat:
     @property
     def text(self) -> str:
         """Dtype and shape in words."""
-        return f"{str(self.tensor.dtype)[6:]}{list(self.tensor.shape)}"
+        return _text_of(self.tensor.dtype, self.tensor.shape)
 
     @property
     def bytes(self) -> torch.Tensor:
@@ -98,6 +99,11 @@ class Flat:
         return "array" if isinstance(self.given, np.ndarray) else self.tensor.device.type
 
 
+@functools.lru_cache(maxsize=4096)
+def _text_of(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype)[6:]}{list(shape)}"
+
+
 def _tensor_of(given: Any, *, written: bool) -> torch.Tensor:
     if not isinstance(given, torch.Tensor):
         if isinstance(given, np.ndarray):
@@ -110,7 +116,7 @@ def _tensor_of(given: Any, *, written: bool) -> torch.Tensor:
         raise UnsupportedError(f"only dense tensors can be exchanged, not a {kind} one")
     if written and given.is_inference() and not torch.is_inference_mode_enabled():
         raise UnsupportedError("an inference tensor cannot be changed outside torch.inference_mode()")
-    return given.detach()
+    return given.detach() if given.requires_grad else given
 
 
 def _tensor_of_array(array: np.ndarray[Any, Any], *, written: bool) -> torch.Tensor:
@@ -177,11 +183,13 @@ def _new(tensor: torch.Tensor, kind: str, session: Session) -> Any:
 def all_reduce(session: Session, tensor: Any, op: str, out: Any, scale: float, async_op: bool) -> Any:
     """See `Communicator.all_reduce`. Collective."""
 
-    def prepare() -> tuple[Flat, Flat, Reduction, Backend]:
+    session.raise_if_dead()
+    try:
         given, backend = _flat(session, tensor, written=out is None)
-        return given, _target(given, out), Reduction.of(op, given.data.dtype, scale, backend), backend
-
-    given, target, reduction, backend = _refusing(session, "all_reduce", prepare)
+        target = _target(given, out)
+        reduction = Reduction.of(op, given.data.dtype, scale, backend)
+    except Exception as refusal:  # noqa: BLE001 (see _refusing, which costs a small tensor too much)
+        session.refuse("all_reduce", refusal)
 
     def body(wait: Wait) -> Any:
         result = target.start_from(given)

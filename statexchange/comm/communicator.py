@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from statexchange import values
-from statexchange.comm.backend import check_ranks
-from statexchange.comm.session import AbandonedError, Call, Session, encoded
-from statexchange.errors import InvalidArgumentError, to_record
+from statexchange.comm.backend import AbandonedError, check_ranks
+from statexchange.comm.session import Call, Session, encoded
+from statexchange.errors import InvalidArgumentError
 from statexchange.shared_memory import Arena, ArenaPool, Attached, Kind
 
 if TYPE_CHECKING:
@@ -18,6 +19,14 @@ if TYPE_CHECKING:
 __all__ = ["AbandonedError", "Communicator"]
 
 Buffer = Any  # a torch tensor or a numpy array
+
+
+@functools.cache
+def _tensors() -> Any:
+    """What needs torch, and is slow to import again and again."""
+    from statexchange.comm import collectives
+
+    return collectives
 
 
 class Communicator:
@@ -151,13 +160,11 @@ class Communicator:
             if error is not None:
                 raise error
             return [note]
-        if self._session.page is not None and error is not None:
-            self._session.page.flag_failure()
-        record = None if error is None or isinstance(error, AbandonedError) else to_record(error, self.rank, phase)
+        record = None if error is None or isinstance(error, AbandonedError) else self._session.record(error, phase)
         call = Call(f"the end of {phase}", failure=record)
         answers = self._session.exchange(call, encoded([record, note]), None, timeout_s)
         records, notes = zip(*(values.decode(answer) for answer in answers), strict=True)
-        self._session.raise_first(records, error)
+        self._session.raise_first(call, records, error)
         return list(notes)
 
     @contextlib.contextmanager
@@ -220,10 +227,11 @@ class Communicator:
             payload = encoded([None, obj])
         except (TypeError, ValueError) as error:
             failure = error
-            payload = encoded([to_record(error, self.rank, "encoding its value"), None])
-        answers = self._session.exchange(Call(verb), payload)
+            payload = encoded([self._session.record(error, "encoding its value"), None])
+        call = Call(verb)
+        answers = self._session.exchange(call, payload)
         records, found = zip(*(values.decode(answer, types=types) for answer in answers), strict=True)
-        self._session.raise_first(records, failure)
+        self._session.raise_first(call, records, failure)
         return list(found)
 
     # Tensors: `collectives` prepares them, here they are put in order
@@ -239,9 +247,7 @@ class Communicator:
         before anything is sent.
         With `async_op`, a Work whose `wait` returns the result.
         """
-        from statexchange.comm import collectives
-
-        return collectives.all_reduce(self._session, tensor, op, out, scale, async_op)
+        return _tensors().all_reduce(self._session, tensor, op, out, scale, async_op)
 
     def all_reduce_multiple(
         self,
@@ -256,9 +262,7 @@ class Communicator:
 
         Collective. With `contiguous`, those of one dtype and device travel as one. No tensor may be given twice.
         """
-        from statexchange.comm import collectives
-
-        return collectives.all_reduce_multiple(self._session, tensors, op, scale, contiguous, async_op)
+        return _tensors().all_reduce_multiple(self._session, tensors, op, scale, contiguous, async_op)
 
     def reduce(
         self, tensor: Buffer, op: str = "sum", *, root: int = 0, out: Buffer = None, async_op: bool = False
@@ -267,60 +271,42 @@ class Communicator:
 
         Collective.
         """
-        from statexchange.comm import collectives
-
-        return collectives.reduce(self._session, tensor, op, root, out, async_op)
+        return _tensors().reduce(self._session, tensor, op, root, out, async_op)
 
     def broadcast(self, tensor: Buffer, *, root: int = 0, out: Buffer = None, async_op: bool = False) -> Any:
         """Root's `tensor` on every rank: in place, or in `out`, on root too; which is returned. Collective."""
-        from statexchange.comm import collectives
-
-        return collectives.broadcast(self._session, tensor, root, out, async_op)
+        return _tensors().broadcast(self._session, tensor, root, out, async_op)
 
     def all_gather(self, tensor: Buffer, *, async_op: bool = False) -> Any:
         """All ranks' tensors, of one shape and dtype, as a list of new ones in rank order. Collective."""
-        from statexchange.comm import collectives
-
-        return collectives.all_gather(self._session, tensor, async_op)
+        return _tensors().all_gather(self._session, tensor, async_op)
 
     def gather(self, tensor: Buffer, *, root: int = 0, async_op: bool = False) -> Any:
         """As `all_gather` on `root`, [] elsewhere. Collective."""
-        from statexchange.comm import collectives
-
-        return collectives.gather(self._session, tensor, root, async_op)
+        return _tensors().gather(self._session, tensor, root, async_op)
 
     def scatter(self, tensors: Sequence[Buffer] | None = None, *, root: int = 0, async_op: bool = False) -> Any:
         """A new tensor: root's `tensors[rank]`, of any shape and dtype. Collective; other ranks give nothing."""
-        from statexchange.comm import collectives
-
-        return collectives.scatter(self._session, tensors, root, async_op)
+        return _tensors().scatter(self._session, tensors, root, async_op)
 
     def reduce_scatter(self, tensor: Buffer, op: str = "sum", *, async_op: bool = False) -> Any:
         """This rank's part of the reduction, a new tensor: dimension 0 is cut into `world_size` parts. Collective."""
-        from statexchange.comm import collectives
-
-        return collectives.reduce_scatter(self._session, tensor, op, async_op)
+        return _tensors().reduce_scatter(self._session, tensor, op, async_op)
 
     def all_to_all(self, tensors: Sequence[Buffer], *, async_op: bool = False) -> Any:
         """New tensors: from each rank the one that it has for this one; shapes and dtypes may differ. Collective."""
-        from statexchange.comm import collectives
-
-        return collectives.all_to_all(self._session, tensors, async_op)
+        return _tensors().all_to_all(self._session, tensors, async_op)
 
     def send(self, tensor: Buffer, dst: int, *, async_op: bool = False) -> Any:
         """Send `tensor` to `dst`, which must `recv` one of the same shape and dtype: else both raise MismatchError.
 
         Not collective. Blocks until the receiver is there. Tensors for one rank arrive in the order of the calls.
         """
-        from statexchange.comm import collectives
-
-        return collectives.send(self._session, tensor, dst, async_op)
+        return _tensors().send(self._session, tensor, dst, async_op)
 
     def recv(self, tensor: Buffer, src: int, *, async_op: bool = False) -> Any:
         """`tensor`, in place, from `src`; it is returned. Not collective. Blocks until it is there."""
-        from statexchange.comm import collectives
-
-        return collectives.recv(self._session, tensor, src, async_op)
+        return _tensors().recv(self._session, tensor, src, async_op)
 
     def wait_all(self) -> None:
         """Return when all work that was begun with `async_op` is done; computing that follows sees its results.
@@ -334,29 +320,25 @@ class Communicator:
 
         Collective, with equal arguments. Its memory is used again once nothing refers to it.
         """
-        from statexchange.comm import collectives
-
-        return collectives.empty(self._session, shape, dtype)
+        return cast("torch.Tensor", _tensors().empty(self._session, shape, dtype))
 
     # Groups
 
     def subset(self, ranks: Sequence[int]) -> Communicator:
         """The communicator of `ranks` (of this one), in that order; made once, then the same.
 
-        Collective over `ranks`: nobody else has to call. ValueError if ranks repeat, do not exist or lack the caller.
+        Collective over `ranks`: nobody else has to call. ValueError if ranks repeat, do not exist or lack the caller;
+        MismatchError if its ranks give different orders.
         """
         self._session.raise_if_dead()
         check_ranks(ranks, self.rank, self.world_size)
         key = tuple(ranks)
-        if key == tuple(range(self.world_size)):
-            return self
         if key not in self._subsets or self._subsets[key].is_closed:
             from statexchange.comm.world import communicator
 
-            self._session.drain()
-            self._subsets[key] = communicator(
-                self._session.carrier.subset(key, self._session.timeout_s), self._session.timeout_s
-            )
+            carrier = self._session.group_of(key)
+            ours = carrier is self._session.carrier  # all ranks, in their own order
+            self._subsets[key] = self if ours else communicator(carrier, self._session.timeout_s)
         return self._subsets[key]
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
@@ -386,7 +368,8 @@ class Communicator:
     def close(self, error: BaseException | None = None) -> None:
         """Leave: peers that still wait for this rank raise PeerError, with `error` as its cause. Not collective."""
         for subset in self._subsets.values():
-            subset.close(error)
+            if subset is not self:
+                subset.close(error)
         self._session.close(error)
         for arena in self.lent:
             arena.close()

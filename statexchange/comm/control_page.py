@@ -22,7 +22,7 @@ from statexchange.shared_memory import Arena, Attached, Kind, attach
 __all__ = ["ControlPage", "DifferentCallsError", "host_identity", "meet", "pid_namespace"]
 
 _ROW_WORDS = 16
-_PID, _START, _ARRIVED, _LEFT, _PROGRESS, _FAILING = range(6)
+_PID, _START, _ARRIVED, _LEFT, _PROGRESS, _CALLED = range(6)
 _FINGERPRINT, _LOCATION = 6, 8  # two of each, by the arrival's parity
 _SLOT_BYTES = 4096
 _BOX_BYTES = 1024
@@ -280,11 +280,15 @@ class ControlPage:
     def progress(self) -> bool:
         """Say that bytes move, so that nobody's stall deadline fires; False once a rank has flagged a failure."""
         self._set(_PROGRESS, self._get(self.rank, _PROGRESS) + 1)
-        return not any(self._get(r, _FAILING) > self._count for r in range(self.world_size))
+        return not self.is_called()
 
-    def flag_failure(self) -> None:
-        """Tell ranks that poll `progress` to come early to the next exchange, which says who failed and why."""
-        self._set(_FAILING, self._count + 1)
+    def call_all(self) -> None:
+        """Tell ranks that poll `progress`, or wait for single ranks, to come to this rank's next meeting at once."""
+        self._set(_CALLED, self._count + 1)
+
+    def is_called(self) -> bool:
+        """Whether a rank waits in a meeting to which it has called all, and this one has not come yet."""
+        return any(self._get(r, _CALLED) > self._count for r in range(self.world_size))
 
     def leave(self, error: BaseException | None = None) -> None:
         """Say that this rank will not arrive any more, and why."""

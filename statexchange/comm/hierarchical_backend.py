@@ -53,6 +53,13 @@ class _Above:
     def tell(self, error: StateExchangeError) -> None:
         """Nothing: whoever runs the collective tells the world."""
 
+    def call_all(self) -> None:
+        """Nothing: a step does not fail by itself."""
+
+    def is_called(self) -> bool:
+        """No: a collective is not broken off."""
+        return False
+
 
 class _Steps:
     """The waits of one collective's steps, whose errors it puts into ranks of the world."""
@@ -143,6 +150,7 @@ class HierarchicalBackend(Backend):
     def leave(self, error: BaseException | None) -> None:
         """Those of this host; the others hear it from the board."""
         self.node.leave(error)
+        self._carrier.leave(error)
 
     def close(self) -> None:
         """Close the parts."""

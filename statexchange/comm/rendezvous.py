@@ -87,10 +87,16 @@ def _store_by_mpi(backend: Backend, timeout_s: float) -> Any:
     limit = timedelta(seconds=timeout_s)
     wait = Wait(timeout_s, "the choice of a port")
     served: Any = None
+    offer: list[Any] = [host, 0, None]
     if backend.rank == 0:
-        served = _stores.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
-    offer = json.dumps([host, served.port if served is not None else 0]).encode()
-    host, port = json.loads(backend.exchange(offer, wait)[0])
+        try:
+            served = _stores.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+            offer[1] = served.port
+        except (dist.DistError, RuntimeError) as error:
+            offer[2] = str(error).splitlines()[0]
+    host, port, refusal = json.loads(backend.exchange(json.dumps(offer).encode(), wait)[0])
+    if refusal is not None:
+        raise NotInitializedError(f"rank 0 on {host} cannot listen for the others: {refusal}", rank=0)
     with torch_errors(wait):
         return served or _stores.TCPStore(host, port, is_master=False, timeout=limit)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from statexchange import values
-from statexchange.comm.backend import Backend, Look, Wait
+from statexchange.comm.backend import AbandonedError, Backend, Look, Wait
 from statexchange.comm.control_page import ControlPage, DifferentCallsError
 from statexchange.comm.work import Work, WorkQueue
 from statexchange.errors import (
@@ -28,7 +28,7 @@ from statexchange.errors import (
     to_record,
 )
 
-__all__ = ["AbandonedError", "Call", "Place", "Session", "call_site", "encoded", "mark_of"]
+__all__ = ["Call", "Place", "Session", "call_site", "encoded", "mark_of"]
 
 T = TypeVar("T")
 _ROOM = os.path.dirname(__file__)
@@ -37,10 +37,6 @@ _CLOSE_S = 1.0
 _PACKAGE = os.path.dirname(_ROOM) + os.sep
 _CALLERS = os.path.join(_PACKAGE, "testing") + os.sep  # a part of the package that calls as others do
 _MET = (MismatchError, NumericOverflowError, InvalidArgumentError, UnsupportedError)  # raised where all ranks have met
-
-
-class AbandonedError(Exception):
-    """Raised inside a trip when another rank has failed: come to the agreement, which says who and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +99,7 @@ def _is_ours(file: str) -> bool:
 
 
 class _LookAt:
-    """What the wait for one peer asks."""
+    """What the wait for one peer asks: AbandonedError, too, once some rank waits for all to hear of its failure."""
 
     def __init__(self, look: Look | None, peer: int) -> None:
         self._look = look
@@ -112,6 +108,8 @@ class _LookAt:
     def failed(self) -> None:
         if self._look is not None:
             self._look.failed()
+            if self._look.is_called():
+                raise AbandonedError
 
     def missing(self) -> tuple[int, ...]:
         return (self._peer,)
@@ -119,6 +117,11 @@ class _LookAt:
     def entered(self, doing: str) -> None: ...
 
     def tell(self, error: StateExchangeError) -> None: ...
+
+    def call_all(self) -> None: ...
+
+    def is_called(self) -> bool:
+        return False
 
     def close(self) -> None: ...
 
@@ -128,7 +131,8 @@ class Session:
 
     `backend` moves tensors, `devices` those of GPUs, `page` or else `carrier` messages; `look` knows who has failed;
     `device` names the one on which this rank computes. `dead` is what every call raises once the group has failed,
-    `settled` the error that all ranks have raised together last, after which the group goes on.
+    `settled` the error that all ranks have raised together last, after which the group goes on, unless a message from
+    rank to rank was cut off by it.
     """
 
     def __init__(
@@ -157,6 +161,7 @@ class Session:
         self.dead: StateExchangeError | None = None
         self.settled: BaseException | None = None
         self._check = check
+        self._cut = False  # a message between two ranks was broken off, and may lie around half
         self._queue = WorkQueue(f"statexchange rank {place.rank}")
         self._lines: dict[tuple[str, int], WorkQueue] = {}
 
@@ -176,7 +181,14 @@ class Session:
         self._queue.drain()
         if self.world_size == 1:
             return [payload]
-        return self.guarded(call, lambda: self.messages(call, payload, root, self.wait_for(call, timeout_s)))
+
+        def body() -> list[bytes]:
+            wait = self.wait_for(call, timeout_s)
+            if call.failure is not None and self.look is not None:
+                self.look.call_all()
+            return self.messages(call, payload, root, wait)
+
+        return self.guarded(call, body)
 
     def messages(self, call: Call, payload: bytes, root: int | None, wait: Wait) -> list[bytes]:
         """As `exchange`, inside a collective; DifferentCallsError, on all ranks, where they do not call the same."""
@@ -228,8 +240,12 @@ class Session:
         """Raise what is wrong with this rank's arguments, on all ranks: others may have called in earnest."""
         if self.world_size > 1:
             text = f"{verb}, refused: {refusal}"
-            self.exchange(Call(text, failure=to_record(refusal, self.rank, text)), b"")
+            self.exchange(Call(text, failure=self.record(refusal, text)), b"")
         raise refusal
+
+    def record(self, error: BaseException, phase: str) -> dict[str, Any]:
+        """What carries an error of this rank to the others."""
+        return to_record(error, self.rank, phase, self.place.hosts[self.rank])
 
     def _for_caller(self, backend: Backend, call: Call, job: Callable[[], T]) -> Callable[[], T]:
         caller = backend.as_caller()
@@ -250,12 +266,25 @@ class Session:
 
         def job() -> T:
             self.raise_if_dead()
-            return body(Wait(self.timeout_s, call.text, _LookAt(self.look, peer)))
+            try:
+                return body(Wait(self.timeout_s, call.text, _LookAt(self.look, peer)))
+            except AbandonedError:
+                self._cut = True
+                raise
 
         if async_op:
-            return line.submit(call.text, self._for_caller(backend, call, job))
+            return line.submit(call.text, self._for_caller(backend, call, job), lambda: self._follow_the_call(call))
         line.drain()
-        return self.guarded(call, job, settles=False)
+        try:
+            return self.guarded(call, job, settles=False)
+        except AbandonedError:
+            self._follow_the_call(call)
+
+    def _follow_the_call(self, call: Call) -> NoReturn:
+        """`call` was broken off, since a rank calls all to hear of its failure: hear it, and raise it."""
+        if self.look is not None and self.look.is_called():
+            self.exchange(Call(f"{call.text}, broken off"), b"")
+        raise self.dead or self.settled or AbandonedError
 
     def drain(self) -> None:
         """Return when all work under way is done; its errors are its own. Not collective."""
@@ -290,11 +319,13 @@ class Session:
             return body()
         except DifferentCallsError:
             error = self.guarded(call, lambda: self._explanation(call), settles=settles)
-            self.settled = error if settles else None
+            self._settle(call, error, settles)
             raise error from None
         except _MET as error:
-            self.settled = error if settles else None
+            self._settle(call, error, settles)
             raise
+        except AbandonedError:
+            raise  # nothing has failed here
         except BaseException as error:
             if error is self.settled or error is self.dead:
                 raise
@@ -302,6 +333,11 @@ class Session:
             if isinstance(error, StateExchangeError) and error is not self.dead:
                 raise (self.dead or error) from error
             raise
+
+    def _settle(self, call: Call, error: StateExchangeError, settles: bool) -> None:
+        self.settled = error if settles else None
+        if settles and self._cut:
+            self.fail(call, error)
 
     def _explanation(self, call: Call) -> StateExchangeError:
         """Tell each other what all were about to do; the error that all are to raise."""
@@ -317,9 +353,7 @@ class Session:
         """Nothing works here any more: say so to the others, and remember it."""
         if isinstance(error, PeerError):
             error = self._named(error)
-        self.dead = (
-            error if isinstance(error, StateExchangeError) else from_record(to_record(error, self.rank, call.text))
-        )
+        self.dead = error if isinstance(error, StateExchangeError) else from_record(self.record(error, call.text))
         if self.page is not None:
             self.page.leave(self.dead)
         self.backend.leave(self.dead)
@@ -336,15 +370,39 @@ class Session:
                 time.sleep(_NAP_S)
             except StateExchangeError as named:
                 known = named
-        if len(set(self.place.nodes)) > 1 and isinstance(known, PeerError) and known.rank >= 0 and known.host is None:
+        if isinstance(known, PeerError) and known.rank >= 0 and known.host is None:
             return PeerError(known.rank, known.phase, known.cause, self.place.hosts[known.rank])
         return known
 
-    def raise_first(self, records: Sequence[dict[str, Any] | None], cause: Exception | None) -> None:
+    def group_of(self, ranks: Sequence[int]) -> Backend:
+        """A carrier for `ranks`, in that order; MismatchError on all if they give several. Collective over them."""
+        members = sorted(ranks)
+        if len(members) == self.world_size:
+            self.exchange(Call(f"subset({list(ranks)})"), b"")
+            group = self.carrier
+        else:
+            self.raise_if_dead()
+            self.drain()
+            group = self.carrier.subset(members, self.timeout_s)
+            self._compare_orders(group, ranks, members)
+        if members == list(ranks):
+            return group
+        return group.subset([members.index(rank) for rank in ranks], self.timeout_s)
+
+    def _compare_orders(self, group: Backend, ranks: Sequence[int], members: Sequence[int]) -> None:
+        wait = Wait(self.timeout_s, f"the making of a subset of ranks {list(members)}")
+        answers = group.exchange(encoded([list(ranks), call_site()]), wait)
+        orders = [values.decode(answer) for answer in answers]
+        if any(order != list(ranks) for order, _ in orders):
+            lines = [f"rank {r} called subset({o}) at {site}" for r, (o, site) in zip(members, orders, strict=True)]
+            raise MismatchError("ranks met in different calls: " + "; ".join(lines))
+
+    def raise_first(self, call: Call, records: Sequence[dict[str, Any] | None], cause: Exception | None) -> None:
         """Raise the failure of the lowest rank that has one."""
         failure = next((record for record in records if record is not None), None)
         if failure is not None:
-            known = self.settled = from_record(failure)
+            known = from_record(failure)
+            self._settle(call, known, settles=True)
             raise known from cause
 
     def close(self, error: BaseException | None) -> None:
@@ -353,7 +411,7 @@ class Session:
             self.page.leave(error)
         self.backend.leave(error)
         if self.look is not None and error is not None:
-            self.look.tell(from_record(to_record(error, self.rank, "its own code")))
+            self.look.tell(from_record(self.record(error, "its own code")))
         if self.dead is None:
             self.dead = PeerError(self.rank, "a later call", "this communicator is closed")
         for line in [self._queue, *self._lines.values()]:

@@ -30,6 +30,7 @@ _log = logging.getLogger("statexchange")
 _WINDOW_BYTES = 1 << 20
 _SMALL_BYTES = 1 << 19  # of all ranks together: up to here every rank reduces everything, which saves a meeting
 _CHUNK_BYTES = 1 << 18  # stays in cache between the reduction and the copies of its result
+_KEPT_CUTS = 256
 _LINE_BYTES = 64
 _OFFSET_BITS = 40
 _DESKS, _REGION, _SIZES, _MESSAGE = 1, 2, 3, 4  # fingerprints of its own meetings
@@ -69,6 +70,7 @@ class SharedMemoryBackend(Backend):
         self._turn = 0
         self._windows: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self._typed: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._cut: dict[tuple[torch.dtype, int, int], list[torch.Tensor]] = {}
         self._regions: dict[int, _Region] = {}
         self._idents: dict[int, list[str]] = {}  # of every rank's arena, by the number of the `empty` call
         self._opened = 0
@@ -99,6 +101,7 @@ class SharedMemoryBackend(Backend):
         if self._desk is not None:
             self._desk.close()
         self._typed.clear()
+        self._cut.clear()
         self._windows = ([], [])
         self._attached.clear()
         for box in self._boxes.values():
@@ -108,15 +111,16 @@ class SharedMemoryBackend(Backend):
     # Where memory lies
 
     def _window(self, dtype: torch.dtype, wait: Wait) -> list[torch.Tensor]:
-        """Every rank's window of this turn, as `dtype`. Collective, the first time."""
-        if not self._windows[0]:
-            self._set_up_desks(wait)
-        if dtype not in self._typed:
+        """Every rank's window of the next turn, as `dtype`. Collective, the first time."""
+        typed = self._typed.get(dtype)
+        if typed is None:
+            if not self._windows[0]:
+                self._set_up_desks(wait)
             with torch.inference_mode(False):  # see _tensor_over
                 first, second = ([window.view(dtype) for window in half] for half in self._windows)
-            self._typed[dtype] = (first, second)
+            typed = self._typed[dtype] = (first, second)
         self._turn ^= 1
-        return self._typed[dtype][self._turn]
+        return typed[self._turn]
 
     def _set_up_desks(self, wait: Wait) -> None:
         if self._desk is None:  # else a mismatch came in between
@@ -205,8 +209,8 @@ class SharedMemoryBackend(Backend):
     # Reductions
 
     def all_reduce(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
-        """In place where the tensors lie in shared memory, over the desks elsewhere."""
-        if tensor.numel() * tensor.itemsize <= self._small_bytes:
+        """In place where the tensors lie in shared memory, over the desks elsewhere, and where that takes longer."""
+        if tensor.nbytes <= self._small_bytes:
             self._reduce_all(tensor, op, finish, wait, keeps=True)
             return
         locations = wait.enter(self._locate(tensor))
@@ -219,23 +223,35 @@ class SharedMemoryBackend(Backend):
     def reduce(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
         """Over the desks."""
         keeps = self.rank == root
-        if tensor.numel() * tensor.itemsize <= self._small_bytes:
+        if tensor.nbytes <= self._small_bytes:
             self._reduce_all(tensor, op, finish, wait, keeps=keeps)
         else:
             wait.enter()
             self._reduce_by_windows(tensor, op, finish, wait, keeps=keeps)
 
     def _reduce_all(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait, *, keeps: bool) -> None:
-        n = tensor.numel()
-        windows = self._window(tensor.dtype, wait)
-        windows[self.rank][:n].copy_(tensor)
+        parts = self._small_parts(tensor.dtype, tensor.numel(), wait)
+        parts[self.rank].copy_(tensor)
         try:
             wait.enter()
         except DifferentCallsError:
             self._turn ^= 1  # others have not put anything down
             raise
         if keeps:
-            reduce_parts(tensor, [window[:n] for window in windows], op, finish)
+            reduce_parts(tensor, parts, op, finish)
+
+    def _small_parts(self, dtype: torch.dtype, n: int, wait: Wait) -> list[torch.Tensor]:
+        """The first `n` elements of every rank's window of this turn; kept, as cutting them takes longer than adding
+        them up."""
+        windows = self._window(dtype, wait)
+        key = (dtype, n, self._turn)
+        parts = self._cut.get(key)
+        if parts is None:
+            if len(self._cut) >= _KEPT_CUTS:
+                self._cut.clear()
+            with torch.inference_mode(False):  # see _tensor_over
+                parts = self._cut[key] = [window[:n] for window in windows]
+        return parts
 
     def _reduce_in_place(self, parts: Sequence[torch.Tensor], op: str, finish: Finish) -> None:
         """Our slice of all ranks' tensors, chunk by chunk, with the result in each of them."""

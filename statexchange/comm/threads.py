@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import threading
+from collections import Counter
 from collections.abc import Sequence
 
 from statexchange.comm.backend import Backend, Wait
@@ -24,12 +25,12 @@ class _Room:
         self.world_size = world_size
         self.changed = threading.Condition()
         self.posted: dict[tuple[int, int], bytes] = {}
-        self.rooms: dict[tuple[int, ...], _Room] = {}
+        self.rooms: dict[tuple[tuple[int, ...], int], _Room] = {}
         self.gone: set[int] = set()
 
-    def room_of(self, ranks: tuple[int, ...]) -> _Room:
+    def room_of(self, ranks: tuple[int, ...], use: int) -> _Room:
         with self.changed:
-            return self.rooms.setdefault(ranks, _Room(len(ranks)))
+            return self.rooms.setdefault((ranks, use), _Room(len(ranks)))
 
 
 class ThreadBackend(Backend):
@@ -42,6 +43,7 @@ class ThreadBackend(Backend):
         self.world_size = room.world_size
         self._room = room
         self._count = 0
+        self._uses: Counter[tuple[int, ...]] = Counter()
 
     def exchange(self, payload: bytes, wait: Wait) -> list[bytes]:
         """Every thread's payload."""
@@ -64,7 +66,8 @@ class ThreadBackend(Backend):
     def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:  # noqa: ARG002 (nothing to wait for)
         """The room of `ranks`."""
         key = tuple(ranks)
-        return ThreadBackend(self._room.room_of(key), key.index(self.rank))
+        self._uses[key] += 1
+        return ThreadBackend(self._room.room_of(key, self._uses[key]), key.index(self.rank))
 
     def close(self) -> None:
         """Let those who wait for this thread know."""

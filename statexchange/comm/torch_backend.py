@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from statexchange.comm.backend import Backend, Finish, Wait, check_ranks
+from statexchange.comm.backend import AbandonedError, Backend, Finish, Wait, check_ranks
 from statexchange.comm.reduction import reduce_parts
 from statexchange.comm.work import Work
 from statexchange.errors import (
@@ -258,6 +258,7 @@ class _GlooBackend(Backend):
         self._group = group
         self._abandoned: list[Any] = []
         self._is_broken_off = False
+        self._leaves_work = False
         self.world_size = int(group.size())
         self.rank = int(group.rank())
 
@@ -273,9 +274,16 @@ class _GlooBackend(Backend):
                     work.wait()  # completed: this only raises what went wrong
         except BaseException as error:
             self._abandoned.append(works)
-            if not isinstance(error, StallError):  # for these Gloo's own time is up soon
+            if isinstance(error, AbandonedError):
+                self._leaves_work = True  # the others are to hear why first
+            elif not isinstance(error, StallError):  # for these Gloo's own time is up soon
                 self._break_off()
             raise
+
+    def leave(self, error: BaseException | None) -> None:  # noqa: ARG002 (Gloo can tell nobody)
+        """End the messages that were broken off."""
+        if self._leaves_work:
+            self._break_off()
 
     def _break_off(self) -> None:
         """Have Gloo close the group's connections, as it does when a receive runs out of time.

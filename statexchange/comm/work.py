@@ -5,8 +5,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
+from statexchange.comm.backend import AbandonedError
 from statexchange.errors import StallError
 
 __all__ = ["Work", "WorkQueue"]
@@ -15,8 +16,10 @@ __all__ = ["Work", "WorkQueue"]
 class Work:
     """A collective that goes on while the caller computes. Its tensors must not be touched until `wait` returns."""
 
-    def __init__(self, doing: str) -> None:
+    def __init__(self, doing: str, broken_off: Callable[[], NoReturn] | None = None) -> None:
+        """`broken_off` finds out, where the work is waited for, why it was abandoned, and raises that."""
         self.doing = doing
+        self._broken_off = broken_off
         self._ended = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
@@ -34,6 +37,8 @@ class Work:
         if not self._ended.wait(timeout_s):
             raise StallError(f"{self.doing} is not done after {timeout_s:g} s")
         self._told = True
+        if isinstance(self._error, AbandonedError) and self._broken_off is not None:
+            self._broken_off()
         if self._error is not None:
             raise self._error.with_traceback(None)
         return self._result
@@ -61,12 +66,12 @@ class WorkQueue:
         self._thread: threading.Thread | None = None
         self._works: list[Work] = []
 
-    def submit(self, doing: str, body: Callable[[], Any]) -> Work:
+    def submit(self, doing: str, body: Callable[[], Any], broken_off: Callable[[], NoReturn] | None = None) -> Work:
         """Have `body` run after all that was submitted before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()
-        work = Work(doing)
+        work = Work(doing, broken_off)
         self._works = [*(w for w in self._works if not w.is_completed() or w.is_lost), work]
         self._jobs.put((work, body))
         return work

@@ -1212,6 +1212,18 @@ def subsets_are_communicators_of_their_ranks(comm: Communicator) -> None:
     comm.barrier()
 
 
+@_check(least_ranks=3)
+def subsets_have_one_order(comm: Communicator) -> None:
+    """Ranks that make a `subset` of the same ranks in different orders all raise MismatchError, and it goes on."""
+    for n in {comm.world_size, comm.world_size - 1} - {2}:
+        if comm.rank < n:
+            orders = [[*range(1, n), 0], [n - 1, *range(n - 1)]]
+            error = _raised(MismatchError, f"two orders of {n} ranks", comm.subset, orders[comm.rank == 0])
+            _expect(all(f"subset({order})" in str(error) for order in orders), f"the orders are not told: {error}")
+            _expect_all(comm.subset(orders[0]).all_reduce(_ones(3)), n, f"a sum over {n} ranks")
+    _expect_it_still_works(comm)
+
+
 @_check()
 def split_puts_ranks_of_one_color_together(comm: Communicator) -> None:
     """`split` orders the ranks of one color by key, then rank; a rank that gives None gets None."""
