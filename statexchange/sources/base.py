@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import xxhash
-
 from statexchange.errors import CorruptError, InvalidArgumentError, StateExchangeError
 from statexchange.layout.plan import Holding
 from statexchange.layout.shards import Shard, full_box
@@ -49,6 +47,8 @@ class SourceTensor:
 
     def digest_of(self, index: int) -> str:
         """The digest of a box: the one that is known, else that of its bytes, which are read."""
+        import xxhash
+
         known = self.extents[index].digest
         if known is not None:
             return known
@@ -73,8 +73,8 @@ class Holder:
 class Source:
     """A checkpoint on disk. `kind` is "workspace", "huggingface", "dcp" or "torch".
 
-    `configs` is JSON text of `values` by rank; `manifest` is the content of the statexchange.json of a published directory; `others` what is no tensor, by name
-    and in words; `problems` what is missing or broken.
+    `configs` is JSON text of `values` by rank; `manifest` the content of the statexchange.json of a published
+    directory; `others` what is no tensor, by name and in words; `problems` what is missing or broken.
     """
 
     kind: str
