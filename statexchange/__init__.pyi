@@ -31,12 +31,14 @@ from statexchange.errors import UnsafeError as UnsafeError
 from statexchange.errors import UnsupportedError as UnsupportedError
 from statexchange.exchange.export import ExportReport as ExportReport
 from statexchange.exchange.export import export_checkpoint as export_checkpoint
-from statexchange.exchange.export import save_checkpoint as save_checkpoint
 from statexchange.exchange.gather import GatheredState as GatheredState
 from statexchange.exchange.gather import gather_state as gather_state
 from statexchange.exchange.gather import get_configs_parallel as get_configs_parallel
 from statexchange.exchange.gather import get_tensors_parallel as get_tensors_parallel
+from statexchange.exchange.load import LoadReport as LoadReport
+from statexchange.exchange.load import load_checkpoint as load_checkpoint
 from statexchange.exchange.nfs_workspace import NFSWorkspace as NFSWorkspace
+from statexchange.exchange.save import save_checkpoint as save_checkpoint
 from statexchange.sources import open_checkpoint as open_checkpoint
 from statexchange.storage.workspace import Workspace as Workspace
 from statexchange.train import algorithms as algorithms

@@ -12,7 +12,17 @@ from statexchange.exchange.buffers import dtype_name, host_bytes, is_tensor, sam
 from statexchange.layout.shards import Box, Shard, full_box
 from statexchange.storage.tensorfile import Held
 
-__all__ = ["Description", "HeldTensor", "Layout", "describe", "named_tensors", "resolve_layout"]
+__all__ = [
+    "Description",
+    "HeldTensor",
+    "Layout",
+    "describe",
+    "is_module",
+    "load_extra_state",
+    "module_items",
+    "named_tensors",
+    "resolve_layout",
+]
 
 # What wrappers put into module names: torch.compile, FSDP1, activation checkpointing.
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -80,7 +90,8 @@ def named_tensors(state: Any) -> Iterator[tuple[str, Any]]:
     """The (name, tensor) pairs of a state; a value that is no tensor is an InvalidArgumentError naming it."""
     parts = state if isinstance(state, list | tuple) else [state]
     for part in parts:
-        items = _module_items(part) if hasattr(part, "state_dict") and hasattr(part, "modules") else part
+        # A module's extra state may be anything; it is no tensor of the model.
+        items = {n: v for n, v in module_items(part).items() if is_tensor(v)} if is_module(part) else part
         if not isinstance(items, Mapping):
             raise InvalidArgumentError(f"state must be a module, a mapping or a list of modules, not {type(part)!r}")
         for name, value in items.items():
@@ -94,19 +105,39 @@ def named_tensors(state: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _module_items(module: Any) -> dict[str, Any]:
-    """A module's state dict under the names that it has without wrappers."""
-    while type(module).__name__ in ("DistributedDataParallel", "AveragedModel", "OptimizedModule"):
-        inner = "_orig_mod" if type(module).__name__ == "OptimizedModule" else "module"
-        module = getattr(module, inner)
-    clean = {}
-    for name, value in module.state_dict().items():
-        parts = [part for part in name.split(".") if part not in _WRAPPERS]
-        if is_tensor(value):  # a module's extra state may be anything; it is no tensor of the model
-            if ".".join(parts) in clean:
-                raise InvalidArgumentError("two tensors have this name once wrappers are removed", name=".".join(parts))
-            clean[".".join(parts)] = value
+def is_module(value: Any) -> bool:
+    """Whether `value` is a torch module, or behaves like one."""
+    return hasattr(value, "state_dict") and hasattr(value, "modules")
+
+
+def module_items(module: Any, *, keep_vars: bool = False) -> dict[str, Any]:
+    """A module's state dict under the names that it has without wrappers; `keep_vars` gives the parameters themselves.
+
+    Two names that wrappers told apart are an InvalidArgumentError.
+    """
+    module = _unwrapped(module)
+    clean: dict[str, Any] = {}
+    for name, value in module.state_dict(keep_vars=keep_vars).items():
+        if _clean(name) in clean:
+            raise InvalidArgumentError("two tensors have this name once wrappers are removed", name=_clean(name))
+        clean[_clean(name)] = value
     return clean
+
+
+def load_extra_state(module: Any, extra: Mapping[str, Any]) -> None:
+    """Give a module those entries of `module_items` that are no tensors."""
+    module = _unwrapped(module)
+    module.load_state_dict({n: extra[_clean(n)] for n in module.state_dict() if _clean(n) in extra}, strict=False)
+
+
+def _unwrapped(module: Any) -> Any:
+    while type(module).__name__ in ("DistributedDataParallel", "AveragedModel", "OptimizedModule"):
+        module = module._orig_mod if type(module).__name__ == "OptimizedModule" else module.module  # noqa: SLF001
+    return module
+
+
+def _clean(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _hold(name: str, tensor: Any, rule: Any) -> HeldTensor:

@@ -1,4 +1,4 @@
-"""Export live sharded state as one Hugging Face checkpoint, or save it as it lies in a workspace.
+"""Export live sharded state as one Hugging Face checkpoint.
 
 Root plans and keeps the metadata; every rank writes its own bytes in place. Nobody holds the model.
 """
@@ -12,25 +12,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from statexchange import values
 from statexchange.checkpoint.publish import BoxFact, OpenFile, Publication, travelling_files, write_manifest
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.world import as_communicator
 from statexchange.errors import InvalidArgumentError, ReplicaError, StorageError, UnsupportedError
-from statexchange.exchange.buffers import dtype_name, is_tensor
+from statexchange.exchange.buffers import dtype_name
 from statexchange.exchange.describe import Description, Layout, describe, resolve_layout
 from statexchange.layout.plan import Holding, Plan, PlanOptions, Rename, TensorPlan, plan_merge
 from statexchange.layout.shards import ITEMSIZE, Box, Shard
 from statexchange.storage import files
 from statexchange.storage.regions import write_box
 from statexchange.storage.tensorfile import digest
-from statexchange.storage.workspace import Manifest, Receipt, Workspace
 
-__all__ = ["ExportReport", "export_checkpoint", "save_checkpoint"]
+__all__ = ["ExportReport", "export_checkpoint"]
 
 _SYNC_EVERY_BYTES = 256 << 20
 _STEP_BYTES = 64 << 20
-_KEPT_ROUNDS = 2
 _FLOATS = {"F16", "BF16", "F32", "F64"}
 
 
@@ -403,71 +400,3 @@ class _Writer:
         finally:
             for fd in self._fds.values():
                 os.close(fd)
-
-
-def save_checkpoint(state: Mapping[str, Any], url: str | os.PathLike[str], *, comm: Any = None) -> Manifest:
-    """Save nested `state` (modules, optimizers' state dicts, tensors, numbers ...) in a workspace, sharded as it lies.
-
-    Collective over `comm`. Each rank writes what it holds as one durable file, tensors by their dotted path; then root
-    commits the round, and this job's newest two rounds stay. Everything that is no tensor is kept as JSON values. A
-    failure on any rank is raised on all, and the earlier rounds stay as they were.
-    """
-    communicator = as_communicator(comm)
-    workspace = Workspace(url)
-    ours: list[str] = []
-    try:
-        with communicator.phase("describing its state"):
-            config, held = _flatten(state)
-        number: Any = None
-        with communicator.phase("choosing a round"):
-            if communicator.rank == 0:
-                number = workspace.next_round(communicator.run)
-        number = communicator.broadcast_object(number)
-        with communicator.phase("saving"):
-            receipt = workspace.write(
-                [h.whole() for h in held.held.values()],
-                run=communicator.run,
-                round=number,
-                rank=communicator.rank,
-                world_size=communicator.world_size,
-                config=config,
-                extra={"aliases": dict(held.aliases)},
-            )
-            ours = [receipt.relative]
-        receipts = communicator.gather_object([receipt.relative, receipt.nbytes])
-        ours = [relative for relative, _ in receipts]  # from here on root may commit them, and nobody else removes one
-        committed: list[Any] = []
-        with communicator.phase("committing"):
-            if communicator.rank == 0:
-                manifest = workspace.commit([Receipt(*r) for r in receipts], keep=_KEPT_ROUNDS)
-                committed = [manifest.generation, [[r.relative, r.nbytes] for r in manifest.receipts]]
-        generation, kept = communicator.broadcast_object(committed)
-        written = tuple(Receipt(*r) for r in kept)
-        return Manifest(communicator.run, number, generation, communicator.world_size, written, {})
-    except BaseException:
-        workspace.remove(ours)
-        raise
-
-
-def _flatten(state: Any) -> tuple[str, Description]:
-    """The JSON text of everything that is no tensor, and the tensors described under their dotted paths."""
-    tensors: dict[str, Any] = {}
-
-    def keep(value: object, path: str) -> str | None:
-        if not is_tensor(value):
-            return None
-        tensors[path.removeprefix(".")] = value
-        return path.removeprefix(".")
-
-    return values.encode(_state_dicts(state), keep), describe(tensors)
-
-
-def _state_dicts(value: Any) -> Any:
-    """Modules and optimizers replaced by their state dicts."""
-    if hasattr(value, "state_dict") and not isinstance(value, Mapping):
-        return _state_dicts(value.state_dict())
-    if isinstance(value, Mapping):
-        return {key: _state_dicts(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_state_dicts(item) for item in value)
-    return value

@@ -25,6 +25,7 @@ __all__ = [
     "is_contiguous",
     "linear_offset",
     "read_block",
+    "read_part",
     "windows",
     "within",
     "write_box",
@@ -186,6 +187,47 @@ def blocks(
         at = begin + itemsize * sum(map(operator.mul, window.offsets, along))
         read_block(inputs.descriptor(path), at, window.shape, strides, dtype, part, path)
         yield part
+
+
+def read_part(
+    inputs: OpenFiles,
+    path: str,
+    begin: int,
+    strides: tuple[int, ...] | None,
+    box: Box,
+    part: Box,
+    dtype: str,
+    memory: memoryview,
+    target: Box,
+    hasher: Any = None,
+) -> None:
+    """Copy `part` of a stored `box`, which starts at byte `begin` (see `read_block`), into the bytes of `target`.
+
+    Both boxes are of one tensor, and both hold `part`; `hasher` is given its bytes in C order.
+    """
+    itemsize = ITEMSIZE[dtype]
+    along = c_strides(box.shape) if strides is None else strides
+    inside = _relative(part, box)
+    lies = None if strides is None and is_contiguous(inside, box.shape) else along
+    goes = _relative(part, target)
+    straight = is_contiguous(goes, target.shape)
+    bounce = memoryview(bytearray(0 if straight else min(WINDOW_BYTES, part.numel * itemsize)))
+    to = linear_offset(goes, target.shape) * itemsize
+    for window in windows(part.shape, itemsize):
+        nbytes = window.numel * itemsize
+        at = begin + itemsize * sum(map(operator.mul, map(operator.add, inside.offsets, window.offsets), along))
+        data = memory[to : to + nbytes] if straight else bounce[:nbytes]
+        read_block(inputs.descriptor(path), at, window.shape, lies, dtype, data, path)
+        if hasher is not None:
+            hasher.update(data)
+        if not straight:
+            shifted = Box(tuple(map(operator.add, part.offsets, window.offsets)), window.shape)
+            _assign(memory, dtype, target, shifted, elements(data, dtype, window.shape))
+        to += nbytes
+
+
+def _relative(inner: Box, outer: Box) -> Box:
+    return Box(tuple(map(operator.sub, inner.offsets, outer.offsets)), inner.shape)
 
 
 class BoxReader:

@@ -1,0 +1,309 @@
+"""Load a checkpoint into live state, in place, whatever mesh and placement it was saved from or is wanted in.
+
+Every rank reads the bytes of its own boxes, and no others, from the files.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from statexchange import values
+from statexchange.comm.communicator import Communicator
+from statexchange.comm.world import as_communicator
+from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, NotFoundError
+from statexchange.exchange.buffers import is_tensor, torch_dtype
+from statexchange.exchange.describe import HeldTensor, describe, is_module, named_tensors
+from statexchange.exchange.nested import Restoration, Saved, merged, restoration
+from statexchange.layout.plan import prove_cover
+from statexchange.layout.shards import ITEMSIZE, Box, Shard, intersect
+from statexchange.sources import Extent, Source, open_source
+from statexchange.storage.files import OpenFiles
+from statexchange.storage.regions import read_part
+
+__all__ = ["LoadReport", "load_checkpoint"]
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a load did on this rank: `nbytes` it has read for `num_tensors`; `missing` are names of the state that the
+    source lacks, `unexpected` those of the source that the state lacks."""
+
+    path: str
+    num_tensors: int
+    nbytes: int
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    seconds: float
+
+
+def load_checkpoint(
+    state: Any,
+    source: str | os.PathLike[str],
+    *,
+    comm: Any = None,
+    strict: bool = True,
+    stall_timeout_s: float = 300.0,
+) -> LoadReport:
+    """Fill `state` from the checkpoint at `source`, in place, bit by bit as it was saved.
+
+    Collective over `comm`, and blocks until all ranks are done. `source` is anything that `merge_checkpoint` reads. A
+    rank reads what its own boxes need, so world size, mesh and placements may be others than those it was saved with.
+    What does not fit is found before anything is changed; any rank's failure is raised on all. After a failure while
+    reading, the state is part old, part new.
+
+    `state`: a module, a mapping of names to tensors or a list of modules, with the source's names for tensors; or
+    what `save_checkpoint` takes, ``{"model": ..., "optimizer": ..., "step": 7}``, in which optimizers get state and
+    param groups, what has a `load_state_dict` is given its own, and other entries are replaced.
+    With `strict`, names that only one side has are an error, as in torch; else the report lists them. Shapes and dtypes
+    must be equal. Boxes that a rank reads whole are checked against their digests; `verify` checks all.
+
+    Raises NotFoundError, IncompleteError, CorruptError, InvalidArgumentError, UnsupportedError, StorageError,
+    StallError, PeerError.
+    """
+    communicator = as_communicator(comm)
+    began = time.perf_counter()
+    with communicator.phase("reading the headers"):
+        opened = open_source(source)
+        catalog = _Catalog(opened)
+        wanted = _wanted(state, catalog)
+        jobs = [_job(name, live, path, catalog) for name, live, path in wanted.targets]
+        if strict:
+            _check_names(wanted, opened)
+    read = 0
+    with communicator.phase("reading", timeout_s=stall_timeout_s), OpenFiles() as inputs:
+        for job in jobs:
+            read += _fill(job, inputs, communicator)
+        for deed in wanted.deeds:
+            deed()
+    seconds = time.perf_counter() - began
+    return LoadReport(opened.path, len(jobs), read, tuple(wanted.missing), tuple(wanted.unexpected), seconds)
+
+
+class _Catalog:
+    """The tensors of a source by name: dtype, shape, and where every box lies."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.aliases: dict[str, str] = {}
+        self._parts: dict[str, list[tuple[Shard, Sequence[Extent], str]]] = {}
+        for holder in source.holders:
+            self.aliases.update(holder.aliases)
+            for tensor in holder.tensors.values():
+                self._parts.setdefault(tensor.shard.name, []).append((tensor.shard, tensor.extents, holder.path))
+        if source.manifest is not None:
+            self.aliases.update(source.manifest.get("aliases", {}))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __contains__(self, name: str) -> bool:
+        return self.stored(name) in self._parts
+
+    def stored(self, name: str) -> str:
+        """The name under which a tied tensor was written."""
+        return name if name in self._parts else self.aliases.get(name, name)
+
+    def shard_of(self, name: str) -> Shard:
+        """What the source says of a tensor; CorruptError if its files disagree."""
+        parts = self._parts[self.stored(name)]
+        first = parts[0][0]
+        for shard, _, path in parts[1:]:
+            if (shard.dtype, shard.global_shape) != (first.dtype, first.global_shape):
+                raise CorruptError(
+                    "two files disagree on dtype or shape",
+                    name=name,
+                    path=path,
+                    expected=f"{first.dtype} {first.global_shape}",
+                    found=f"{shard.dtype} {shard.global_shape}",
+                )
+        return first
+
+    def boxes_of(self, name: str) -> dict[Box, Extent]:
+        """Where each box of a tensor lies; of replicas the first."""
+        found: dict[Box, Extent] = {}
+        for shard, extents, _ in self._parts[self.stored(name)]:
+            for box, extent in zip(shard.boxes, extents, strict=True):
+                if box.numel:
+                    found.setdefault(box, extent)
+        return found
+
+
+# What is wanted
+
+
+def _wanted(state: Any, catalog: _Catalog) -> Restoration:
+    """The tensors of `state` with their names in the source, and what is to be done besides."""
+    if not _is_nested(state):
+        return _flat(state, catalog)
+    configs = catalog.source.configs
+    if not configs:
+        text = f"this {catalog.source.kind} source holds tensors only: give a module, or a mapping of names to tensors"
+        raise InvalidArgumentError(text, path=catalog.source.path)
+    types = values.types_of(state)
+    trees = [values.decode(text, types=types, leaf=Saved) for text in dict.fromkeys(configs.values())]
+    return restoration(state, merged(trees), lambda name, own, like: _memory(catalog.shard_of(name), own, like))
+
+
+def _is_nested(state: Any) -> bool:
+    """Whether `state` is more than tensors by name."""
+    if is_module(state):
+        return False
+    if isinstance(state, Mapping):
+        return not all(is_tensor(value) for value in state.values())
+    return not (isinstance(state, list | tuple) and all(is_module(part) for part in state))
+
+
+def _flat(state: Any, catalog: _Catalog) -> Restoration:
+    named = dict(named_tensors(state))
+    found = Restoration()
+    found.targets = [(name, live, name) for name, live in named.items() if name in catalog]
+    found.missing = [name for name in named if name not in catalog]
+    taken = {catalog.stored(name) for name in named}
+    found.unexpected = [name for name in catalog if name not in taken]
+    return _without_ties(found, describe(dict(named)).aliases)
+
+
+def _without_ties(found: Restoration, aliases: Mapping[str, str]) -> Restoration:
+    """A tied tensor is there if it is there under any of its names."""
+    there = {name for name, _, _ in found.targets}
+    names = {**aliases, **{kept: alias for alias, kept in aliases.items()}}
+    found.missing = [name for name in found.missing if names.get(name) not in there]
+    return found
+
+
+def _memory(shard: Shard, own: Any, like: Any) -> Any:
+    """`own` if the tensor fits into it; else new memory, placed as `like` if that has its shape, else whole."""
+    import torch
+
+    dtype = torch_dtype(shard.dtype)
+    if isinstance(own, torch.Tensor) and (tuple(own.shape), own.dtype) == (shard.global_shape, dtype):
+        return own
+    if like is not None and tuple(like.shape) == shard.global_shape:
+        return torch.zeros_like(like, dtype=dtype, requires_grad=False)
+    return torch.empty(shard.global_shape, dtype=dtype)
+
+
+def _check_names(wanted: Restoration, source: Source) -> None:
+    """Missing or unexpected names, all at once, as torch reports them."""
+    if not wanted.missing and not wanted.unexpected:
+        return
+    told = [
+        f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
+        for what, names in (("missing in the source", wanted.missing), ("not in the state", wanted.unexpected))
+        if names
+    ]
+    text = f"the names differ; {'; '.join(told)} (strict=False loads what both have{_hint(wanted)})"
+    raise NotFoundError(text, path=source.path) if wanted.missing else InvalidArgumentError(text, path=source.path)
+
+
+def _hint(wanted: Restoration) -> str:
+    """What to write instead, where all names of one side are those of the other under one prefix."""
+    missing = set(wanted.missing)
+    for prefix in {name.split(".", 1)[0] for name in wanted.unexpected if "." in name}:
+        if missing and missing <= {name.removeprefix(f"{prefix}.") for name in wanted.unexpected}:
+            return f'; the source has them under "{prefix}": give {{"{prefix}": state}}'
+    return ""
+
+
+# Reading
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A live tensor, and the stored boxes that fill it."""
+
+    name: str
+    held: HeldTensor
+    boxes: Mapping[Box, Extent]
+
+
+def _job(name: str, live: Any, path: str, catalog: _Catalog) -> _Job:
+    stored = catalog.shard_of(name)
+    held = describe({path: live}).held[path]
+    for what, ours, theirs in (
+        ("shape", held.shard.global_shape, stored.global_shape),
+        ("dtype", held.shard.dtype, stored.dtype),
+    ):
+        if ours != theirs:
+            raise InvalidArgumentError(f"{what} differs from the source's", name=path, expected=theirs, found=ours)
+    boxes = catalog.boxes_of(name)
+    try:
+        prove_cover(name, stored.global_shape, {box: [0] for box in boxes})
+    except CorruptError as error:
+        raise CorruptError(error.message, name=name, path=catalog.source.path) from error
+    except IncompleteError as error:
+        raise IncompleteError(error.message, name=name, path=catalog.source.path) from error
+    return _Job(name, held, boxes)
+
+
+def _fill(job: _Job, inputs: OpenFiles, comm: Communicator) -> int:
+    """Read a live tensor's boxes; returns the bytes read."""
+    read = 0
+    for target, part in zip(job.held.shard.boxes, job.held.tensors, strict=True):
+        with _Room(part) as room:
+            for box, extent in job.boxes.items():
+                shared = intersect(box, target)
+                if shared is not None:
+                    read += _read(job, room.memory, target, shared, box, extent, inputs)
+                    comm.progress()
+    return read
+
+
+def _read(job: _Job, memory: memoryview, target: Box, shared: Box, box: Box, extent: Extent, inputs: OpenFiles) -> int:
+    whole = shared == box and extent.digest is not None
+    hasher = xxhash.xxh3_128() if whole else None
+    lies = (extent.path, extent.begin, extent.strides, box)
+    read_part(inputs, *lies, shared, job.held.shard.dtype, memory, target, hasher)
+    if hasher is not None and hasher.hexdigest() != extent.digest:
+        raise CorruptError(
+            "bytes differ from their digest",
+            name=job.name,
+            path=extent.path,
+            expected=extent.digest,
+            found=hasher.hexdigest(),
+        )
+    return shared.numel * ITEMSIZE[job.held.shard.dtype]
+
+
+class _Room:
+    """Host memory in C order for a tensor to be written: its own where that is possible, else a copy put back."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+        self._staged: Any = None
+        self.memory = memoryview(bytearray())
+
+    def __enter__(self) -> _Room:
+        if isinstance(self._tensor, np.ndarray):
+            plain = self._tensor if self._tensor.flags.c_contiguous else np.empty_like(self._tensor, order="C")
+            self._staged = None if plain is self._tensor else plain
+            self.memory = memoryview(plain.reshape(-1).view(np.uint8).data)
+            return self
+        import torch
+
+        tensor = self._tensor.detach()
+        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            tensor = self._staged = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if tensor.numel():
+            self.memory = memoryview(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy())
+        return self
+
+    def __exit__(self, kind: object, *exception: object) -> None:
+        if kind is not None or self._staged is None:
+            return
+        if isinstance(self._tensor, np.ndarray):
+            self._tensor[...] = self._staged
+            return
+        import torch
+
+        with torch.no_grad():
+            self._tensor.copy_(self._staged)

@@ -1,0 +1,273 @@
+"""Nested state, as a training job keeps it: modules, optimizers, tensors and numbers as one tree, and back.
+
+In the tree a module is its tensors by their names without wrappers, and an optimizer's state goes by the names of its
+parameters, where the state holds their module: so both mean the same on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from statexchange import values
+from statexchange.errors import CorruptError, InvalidArgumentError
+from statexchange.exchange.buffers import is_tensor
+from statexchange.exchange.describe import is_module, load_extra_state, module_items
+from statexchange.layout.tree import flatten, rebuild
+
+__all__ = ["Restoration", "Saved", "merged", "restoration", "tree_of"]
+
+
+def tree_of(state: Any) -> tuple[str, dict[str, Any]]:
+    """The JSON text of `state`, and its tensors by their dotted paths, to which the text refers. Not collective."""
+    tensors: dict[str, Any] = {}
+
+    def keep(value: object, path: str) -> str | None:
+        if not is_tensor(value):
+            return None
+        tensors[path.removeprefix(".")] = value
+        return path.removeprefix(".")
+
+    return values.encode(_plain(state, _parameter_names(state)), keep), tensors
+
+
+def _is_optimizer(value: Any) -> bool:
+    return hasattr(value, "param_groups") and hasattr(value, "state_dict")
+
+
+def _parameter_names(state: Any) -> dict[int, str]:
+    """The first name of every parameter of every module in `state`, by its identity."""
+    names: dict[int, str] = {}
+    for path, module in _modules(state, ""):
+        parameters = {id(parameter): parameter for parameter in module.parameters()}
+        for name, value in module_items(module, keep_vars=True).items():
+            if id(value) in parameters:
+                names.setdefault(id(value), f"{path}.{name}".removeprefix("."))
+    return names
+
+
+def _modules(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if is_module(value):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _modules(item, f"{path}.{key}")
+    elif type(value) in (list, tuple):
+        for number, item in enumerate(value):
+            yield from _modules(item, f"{path}[{number}]")
+
+
+def _plain(value: Any, names: Mapping[int, str]) -> Any:
+    """`value` with mappings in place of what has a state."""
+    if is_module(value):
+        return _plain(module_items(value), names)
+    if _is_optimizer(value):
+        return _optimizer_tree(value, names)
+    if hasattr(value, "state_dict") and not isinstance(value, Mapping):
+        return _plain(value.state_dict(), names)
+    if isinstance(value, Mapping):
+        return {key: _plain(item, names) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(item, names) for item in value)
+    return value
+
+
+def _optimizer_tree(optimizer: Any, names: Mapping[int, str]) -> dict[str, Any]:
+    """An optimizer's state dict, with the names of its parameters instead of their numbers."""
+    state = optimizer.state_dict()
+    known = dict(enumerate(_named_parameters(optimizer, names)))
+    groups = [{**group, "params": [known[number] for number in group["params"]]} for group in state["param_groups"]]
+    held = {known.get(key, key): entries for key, entries in state["state"].items()}
+    return {**state, "state": held, "param_groups": groups}
+
+
+def _parameters(optimizer: Any) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _named_parameters(optimizer: Any, names: Mapping[int, str]) -> dict[str, Any]:
+    """An optimizer's parameters by name; by number, all of them, if the state lacks the module of one."""
+    parameters = _parameters(optimizer)
+    found = {names.get(id(parameter), ""): parameter for parameter in parameters}
+    if len(found) == len(parameters) and "" not in found:
+        return found
+    return {str(number): parameter for number, parameter in enumerate(parameters)}
+
+
+# Back
+
+
+class Saved:
+    """In a decoded tree, the place of a tensor of this name."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def merged(trees: Sequence[Any]) -> Any:
+    """One tree of what several ranks saved: all that any has, and where they differ, what the first has."""
+    first, *others = trees
+    for other in others:
+        first = _merge(first, other)
+    return first
+
+
+def _merge(one: Any, other: Any) -> Any:
+    if isinstance(one, dict) and isinstance(other, dict):
+        both = {key: _merge(one[key], other[key]) for key in one if key in other}
+        return {**other, **one, **both}
+    if _are_groups(one) and _are_groups(other):
+        return one + [group for group in other if group not in one]
+    return one
+
+
+def _are_groups(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(v, dict) and "params" in v for v in value)
+
+
+@dataclass(slots=True)
+class Restoration:
+    """What is to be done so that a live state becomes the saved one.
+
+    `targets` are (name, live tensor, path) of tensors to be read; `deeds` what is to be done afterwards. `missing` are
+    paths of the live state that were not saved, `unexpected` those that the live state has no place for.
+    """
+
+    targets: list[tuple[str, Any, str]] = field(default_factory=list)
+    deeds: list[Callable[[], None]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+
+
+def restoration(state: Any, saved: Any, make: Callable[[str, Any, Any], Any]) -> Restoration:
+    """How `state` becomes the decoded tree `saved`. Nothing is changed yet. Not collective.
+
+    `make(name, own, like)` gives memory for a tensor in whose place the live state has `own`, if anything; new memory
+    lies as `like` does.
+    """
+    found = _Restorer(make, _parameter_names(state))
+    found.visit(state, saved, "")
+    return found.restoration
+
+
+class _Restorer:
+    """Walks a live state and a saved tree together."""
+
+    def __init__(self, make: Callable[[str, Any, Any], Any], names: Mapping[int, str]) -> None:
+        self.restoration = Restoration()
+        self._make = make
+        self._names = names
+
+    def visit(self, live: Any, saved: Any, path: str) -> None:
+        """One place of both."""
+        if is_tensor(live):
+            self._expect(isinstance(saved, Saved), "a tensor", saved, path)
+            self.restoration.targets.append((saved.name, live, path))
+        elif is_module(live):
+            self._module(live, saved, path)
+        elif _is_optimizer(live):
+            self._optimizer(live, saved, path)
+        elif hasattr(live, "load_state_dict") and not isinstance(live, Mapping):
+            self.restoration.deeds.append(functools.partial(live.load_state_dict, self._made(saved)))
+        elif isinstance(live, Mapping):
+            self._expect(isinstance(saved, Mapping), "a mapping", saved, path)
+            self._entries(live, saved, path)
+        elif isinstance(live, list):
+            self._expect(isinstance(saved, list) and len(saved) == len(live), f"a list of {len(live)}", saved, path)
+            self._entries(live, dict(enumerate(saved)), path)
+        else:
+            raise InvalidArgumentError(f"state{path} is a {type(live).__name__}, which cannot be changed in place")
+
+    def _entries(self, live: Any, saved: Mapping[Any, Any], path: str) -> None:
+        """The entries of a mapping or list: those that hold state are visited, the others replaced."""
+        items = dict(live.items() if isinstance(live, Mapping) else enumerate(live))
+        for key, value in items.items():
+            inner = f"{path}[{key}]" if isinstance(live, list) else f"{path}.{key}"
+            if key not in saved:
+                self.restoration.missing.append(inner)
+            elif _holds_state(value):
+                self.visit(value, saved[key], inner)
+            else:
+                self._expect(isinstance(live, MutableMapping | list), "a mutable mapping to change", saved[key], inner)
+                self.restoration.deeds.append(functools.partial(operator.setitem, live, key, self._made(saved[key])))
+        self.restoration.unexpected += [f"{path}.{key}" for key in saved if key not in items]
+
+    def _module(self, module: Any, saved: Any, path: str) -> None:
+        self._expect(isinstance(saved, Mapping), "the tensors of a module", saved, path)
+        extra: dict[str, Any] = {}
+        items = module_items(module)
+        for name, value in items.items():
+            if name not in saved:
+                self.restoration.missing.append(f"{path}.{name}")
+            elif is_tensor(value):
+                self.visit(value, saved[name], f"{path}.{name}")
+            else:
+                extra[name] = self._made(saved[name])
+        if extra:
+            self.restoration.deeds.append(functools.partial(load_extra_state, module, extra))
+        self.restoration.unexpected += [f"{path}.{name}" for name in saved if name not in items]
+
+    def _optimizer(self, optimizer: Any, saved: Any, path: str) -> None:
+        known = isinstance(saved, Mapping) and {"state", "param_groups"} <= saved.keys()
+        self._expect(known, "an optimizer", saved, path)
+        parameters = _named_parameters(optimizer, self._names)
+        states: dict[Any, dict[str, Any]] = {}
+        for name, parameter in parameters.items():
+            held = optimizer.state.get(parameter, {})
+            entries = saved["state"].get(name, {})
+            states[parameter] = {k: self._entry(told, held.get(k), parameter) for k, told in entries.items()}
+        by_parameter = {name: group for group in saved["param_groups"] for name in group["params"]}
+        absent = [name for name in parameters if name not in by_parameter]
+        self.restoration.missing += [f"{path}.{name}" for name in absent]
+        groups = self._groups(optimizer, by_parameter)
+        self.restoration.deeds.append(functools.partial(_set_optimizer, optimizer, groups, states))
+
+    def _entry(self, told: Any, own: Any, parameter: Any) -> Any:
+        if not isinstance(told, Saved):
+            return self._made(told)
+        live = self._make(told.name, own, parameter)
+        self.restoration.targets.append((told.name, live, told.name))
+        return live
+
+    def _groups(self, optimizer: Any, by_parameter: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What each param group is to say: as the saved group of its first parameter."""
+        names = {id(parameter): name for name, parameter in _named_parameters(optimizer, self._names).items()}
+        groups = []
+        for group in optimizer.param_groups:
+            told: Any = next((by_parameter[n] for p in group["params"] if (n := names[id(p)]) in by_parameter), {})
+            groups.append({key: self._made(value) for key, value in told.items() if key != "params"})
+        return groups
+
+    def _made(self, saved: Any) -> Any:
+        """A subtree with new tensors, which are to be read."""
+        made = {path: self._make(leaf.name, None, None) for path, leaf in flatten(saved) if isinstance(leaf, Saved)}
+        names = {path: leaf.name for path, leaf in flatten(saved) if isinstance(leaf, Saved)}
+        self.restoration.targets += [(names[path], live, names[path]) for path, live in made.items()]
+        return rebuild(saved, made)
+
+    def _expect(self, holds: bool, wanted: str, saved: Any, path: str) -> None:
+        if not holds:
+            found = "a tensor" if isinstance(saved, Saved) else f"a {type(saved).__name__}"
+            raise CorruptError(f"state{path} was saved as something else", expected=wanted, found=found)
+
+
+def _holds_state(value: Any) -> bool:
+    """Whether `value` is, or contains, something that is changed in place."""
+    if is_tensor(value) or hasattr(value, "state_dict"):
+        return True
+    if isinstance(value, Mapping):
+        return any(_holds_state(item) for item in value.values())
+    return isinstance(value, list) and any(_holds_state(item) for item in value)
+
+
+def _set_optimizer(optimizer: Any, groups: Sequence[Mapping[str, Any]], states: Mapping[Any, dict[str, Any]]) -> None:
+    for group, told in zip(optimizer.param_groups, groups, strict=True):
+        group.update(told)
+    for parameter, entries in states.items():
+        if entries or parameter in optimizer.state:
+            optimizer.state[parameter] = entries

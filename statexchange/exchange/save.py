@@ -1,0 +1,61 @@
+"""Save live state as it lies, one file a rank, to go on from there later on any number of ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from statexchange.comm.world import as_communicator
+from statexchange.exchange.describe import describe
+from statexchange.exchange.nested import tree_of
+from statexchange.storage.workspace import Manifest, Receipt, Workspace
+
+__all__ = ["save_checkpoint"]
+
+_KEPT_ROUNDS = 2
+
+
+def save_checkpoint(state: Mapping[str, Any], url: str | os.PathLike[str], *, comm: Any = None) -> Manifest:
+    """Save nested `state` (modules, optimizers' state dicts, tensors, numbers ...) in a workspace, sharded as it lies.
+
+    Collective over `comm`. Each rank writes what it holds as one durable file, tensors by their dotted path; then root
+    commits the round, and this job's newest two rounds stay. Everything that is no tensor is kept as JSON values. A
+    failure on any rank is raised on all, and the earlier rounds stay as they were.
+    """
+    communicator = as_communicator(comm)
+    workspace = Workspace(url)
+    ours: list[str] = []
+    try:
+        with communicator.phase("describing its state"):
+            config, tensors = tree_of(state)
+            held = describe(tensors)
+        number: Any = None
+        with communicator.phase("choosing a round"):
+            if communicator.rank == 0:
+                number = workspace.next_round(communicator.run)
+        number = communicator.broadcast_object(number)
+        with communicator.phase("saving"):
+            receipt = workspace.write(
+                [h.whole() for h in held.held.values()],
+                run=communicator.run,
+                round=number,
+                rank=communicator.rank,
+                world_size=communicator.world_size,
+                config=config,
+                extra={"aliases": dict(held.aliases)},
+            )
+            ours = [receipt.relative]
+        receipts = communicator.gather_object([receipt.relative, receipt.nbytes])
+        ours = [relative for relative, _ in receipts]  # from here on root may commit them, and nobody else removes one
+        committed: list[Any] = []
+        with communicator.phase("committing"):
+            if communicator.rank == 0:
+                manifest = workspace.commit([Receipt(*r) for r in receipts], keep=_KEPT_ROUNDS)
+                committed = [manifest.generation, [[r.relative, r.nbytes] for r in manifest.receipts]]
+        generation, kept = communicator.broadcast_object(committed)
+        written = tuple(Receipt(*r) for r in kept)
+        return Manifest(communicator.run, number, generation, communicator.world_size, written, {})
+    except BaseException:
+        workspace.remove(ours)
+        raise

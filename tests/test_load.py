@@ -1,0 +1,368 @@
+"""Loading into live state: any source, any number of ranks, any placement, bit by bit; or a named error everywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+
+import statexchange as sx
+from statexchange.testing import run_ranks
+
+NAN = float("nan")
+
+
+def model_of(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(7, 33), nn.BatchNorm1d(33), nn.Linear(33, 5))
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 7, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+        optimizer.step()
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, torch.Tensor):
+        one, other = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (one, other))
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return bool(one == other)
+
+
+# One process
+
+
+def test_tensors_of_every_dtype_come_back_in_place(tmp_path: Path) -> None:
+    dtypes = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool, torch.complex64]
+    saved = {f"t{i}": torch.arange(12).reshape(3, 4).to(d) for i, d in enumerate(dtypes)}
+    saved |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 3), "one": torch.ones(1, 1)}
+    sx.export_checkpoint(saved, tmp_path / "out")
+    live = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+    before = {name: tensor.data_ptr() for name, tensor in live.items()}
+    report = sx.load_checkpoint(live, tmp_path / "out")
+    assert {name: tensor.data_ptr() for name, tensor in live.items()} == before
+    assert all(
+        torch.equal(live[name].view(torch.uint8), saved[name].view(torch.uint8)) for name in saved if name != "scalar"
+    )
+    assert live["scalar"] == 2.5
+    assert (report.num_tensors, report.nbytes) == (10, sum(t.nbytes for t in saved.values()))
+    assert (report.missing, report.unexpected) == ((), ())
+
+
+def test_strided_live_tensors_and_arrays_are_filled(tmp_path: Path) -> None:
+    save_file({"a": torch.arange(12.0).reshape(3, 4), "b": torch.arange(6.0)}, tmp_path / "model.safetensors")
+    import numpy as np
+
+    turned, spread = torch.zeros(4, 3).T, np.zeros(12, np.float32)[::2]
+    sx.load_checkpoint({"a": turned, "b": spread}, tmp_path)
+    assert torch.equal(turned, torch.arange(12.0).reshape(3, 4))
+    assert spread.tolist() == list(range(6))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
+def test_a_model_with_tied_weights_and_one_that_is_compiled(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(6, 3)
+            self.head = nn.Linear(3, 6, bias=False)
+            self.head.weight = self.embed.weight
+
+    one, other = Tied(), Tied()
+    sx.export_checkpoint(one, tmp_path / "out")
+    sx.load_checkpoint(torch.compile(other), tmp_path / "out")
+    assert torch.equal(other.embed.weight, one.embed.weight)
+    assert other.head.weight is other.embed.weight
+
+
+def test_names_that_differ_are_told_all_at_once_and_nothing_is_changed(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "model.safetensors")
+    live = {"a": torch.zeros(2), "c": torch.zeros(2)}
+    with pytest.raises(FileNotFoundError, match=r"1 missing in the source: c; 1 not in the state: b.*strict=False"):
+        sx.load_checkpoint(live, tmp_path)
+    assert live["a"].tolist() == [0, 0]
+    report = sx.load_checkpoint(live, tmp_path, strict=False)
+    assert (report.missing, report.unexpected) == (("c",), ("b",))
+    assert live["a"].tolist() == [1, 1]
+    with pytest.raises(ValueError, match=r"1 not in the state: b"):
+        sx.load_checkpoint({"a": torch.zeros(2)}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("live", "told"),
+    [
+        (torch.zeros(3), r"shape differs.*expected \(2,\), found \(3,\).*'a'"),
+        (torch.zeros(2, dtype=torch.float16), "dtype differs.*expected F32, found F16.*'a'"),
+    ],
+)
+def test_shapes_and_dtypes_must_be_equal(live: torch.Tensor, told: str, tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=told):
+        sx.load_checkpoint({"a": live}, tmp_path)
+
+
+def test_bytes_that_changed_are_found(tmp_path: Path) -> None:
+    sx.export_checkpoint({"a": torch.ones(1000)}, tmp_path / "out")
+    file = tmp_path / "out/model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(sx.CorruptError, match=r"bytes differ from their digest.*'a'"):
+        sx.load_checkpoint({"a": torch.zeros(1000)}, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["nothing", "file.txt"])
+def test_a_source_that_is_none(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file.txt").write_text("hello")
+    with pytest.raises(FileNotFoundError):
+        sx.load_checkpoint({"a": torch.zeros(1)}, tmp_path / name)
+
+
+# Nested state
+
+
+def test_a_job_resumes_where_it_was(tmp_path: Path) -> None:
+    model = model_of(1)
+    optimizer = torch.optim.AdamW([{"params": model[0].parameters(), "lr": 0.5}, {"params": model[2].parameters()}])
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
+    trained(model, optimizer)
+    schedule.step()
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": schedule,
+        "step": 7,
+        "seen": [1, (2, "x")],
+        "nan": float("nan"),
+    }
+    sx.save_checkpoint(state, tmp_path / "ckpt")
+    fresh = model_of(2)
+    its = torch.optim.AdamW([{"params": fresh[0].parameters(), "lr": 0.1}, {"params": fresh[2].parameters()}])
+    plan = torch.optim.lr_scheduler.StepLR(its, 5)
+    other = {
+        "model": fresh,
+        "optimizer": its,
+        "schedule": plan,
+        "step": 0,
+        "seen": [],
+        "nan": 0.0,
+    }
+    sx.load_checkpoint(other, tmp_path / "ckpt")
+    assert same(fresh.state_dict(), model.state_dict())
+    assert same(its.state_dict(), optimizer.state_dict())
+    assert same(plan.state_dict(), schedule.state_dict())
+    assert (other["step"], other["seen"], other["nan"] != other["nan"]) == (7, [1, (2, "x")], True)
+    for m, o in ((model, optimizer), (fresh, its)):
+        trained(m, o, 2)
+    assert same(fresh.state_dict(), model.state_dict())
+
+
+def test_an_optimizer_finds_its_parameters_by_name(tmp_path: Path) -> None:
+    model, fresh = model_of(1), model_of(2)
+    optimizer = torch.optim.Adam(model.parameters())
+    trained(model, optimizer)
+    sx.save_checkpoint({"model": model, "optimizer": optimizer}, tmp_path / "ckpt")
+    turned = torch.optim.Adam(list(fresh.parameters())[::-1])
+    sx.load_checkpoint({"model": fresh, "optimizer": turned}, tmp_path / "ckpt")
+    for one, other in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert same(optimizer.state[one], turned.state[other])
+
+
+def test_what_was_not_saved_is_told(tmp_path: Path) -> None:
+    sx.save_checkpoint({"model": model_of(1), "step": 7}, tmp_path / "ckpt")
+    with pytest.raises(FileNotFoundError, match=r"1 missing in the source: \.epoch; 1 not in the state: \.step"):
+        sx.load_checkpoint({"model": model_of(2), "epoch": 7}, tmp_path / "ckpt")
+    with pytest.raises(FileNotFoundError, match=r'under "model": give \{"model": state\}'):
+        sx.load_checkpoint(model_of(2), tmp_path / "ckpt")
+    with pytest.raises(
+        sx.CorruptError, match=r"state\.step was saved as something else.*expected a tensor, found a int"
+    ):
+        sx.load_checkpoint({"model": model_of(2), "step": torch.zeros(1)}, tmp_path / "ckpt")
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="holds tensors only"):
+        sx.load_checkpoint({"a": torch.zeros(2), "step": 7}, tmp_path / "model.safetensors")
+
+
+# Ranks
+
+
+def placed(whole: torch.Tensor, mesh: Any, text: str) -> Any:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    placements = [Replicate() if p == "r" else Shard(int(p)) for p in text]
+    return distribute_tensor(whole, mesh, placements)
+
+
+def mesh_of(shape: list[int]) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", tuple(shape))
+
+
+def saves_and_loads(folder: str, cases: list[Any]) -> None:
+    """Tensors that lie in one way are saved, and loaded into tensors that lie in another."""
+    import torch.distributed as dist
+
+    state, live, wholes = {}, {}, {}
+    meshes: dict[str, Any] = {}
+    for number, (shape, before, after) in enumerate(cases):
+        whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape) + 0.5
+        wholes[f"t{number}"] = whole
+        for target, (mesh_shape, text) in ((state, before), (live, after)):
+            mesh = meshes.setdefault(str(mesh_shape), mesh_of(mesh_shape) if str(mesh_shape) not in meshes else None)
+            target[f"t{number}"] = placed(whole if target is state else torch.zeros(shape), mesh, text)
+    sx.save_checkpoint(state, f"{folder}/saved")
+    sx.export_checkpoint(state, f"{folder}/exported")
+    for source in ("saved", "exported"):
+        for tensor in live.values():
+            tensor.to_local().zero_()
+        sx.load_checkpoint(live, f"{folder}/{source}")
+        for name, tensor in live.items():
+            assert torch.equal(tensor.full_tensor(), wholes[name]), (source, name)
+    dist.barrier()
+
+
+MESHES = {2: [[2]], 3: [[3]], 4: [[4], [2, 2]]}
+
+
+@st.composite
+def cases(draw: Any, world_size: int) -> Any:
+    def lies(dims: int) -> Any:
+        mesh = draw(st.sampled_from(MESHES[world_size]))
+        return [mesh, "".join(draw(st.sampled_from(["r", *map(str, range(dims))])) for _ in mesh)]
+
+    found = []
+    for _ in range(12):
+        shape = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
+        found.append([shape, lies(len(shape)), lies(len(shape))])
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_any_placement_is_loaded_into_any_other(world_size: int, tmp_path: Path) -> None:
+    numbers = iter(range(100))
+
+    @settings(max_examples=3, deadline=None, derandomize=True)
+    @given(cases(world_size))
+    def check(found: Any) -> None:
+        folder = str(tmp_path / str(next(numbers)))
+        run_ranks(saves_and_loads, world_size, backend="gloo", args=(folder, found), timeout_s=60)
+
+    check()
+
+
+def sharded(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(7, 33), nn.ReLU(), nn.Linear(33, 5))
+    fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def trains_and_saves(folder: str) -> list[Any]:
+    import torch.distributed as dist
+
+    model, optimizer = sharded(1)
+    trained(model, optimizer)
+    sx.save_checkpoint({"model": model, "optimizer": optimizer, "step": 3}, folder)
+    dist.barrier()
+    return [sums(model, optimizer)]
+
+
+def resumes(folder: str) -> list[Any]:
+    import torch.distributed as dist
+
+    model, optimizer = sharded(2)
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    sx.load_checkpoint(state, folder)
+    assert state["step"] == 3
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    kinds = {type(value).__name__ for held in optimizer.state.values() for value in held.values()}
+    assert kinds == {"Tensor", "DTensor"}
+    found = sums(model, optimizer)
+    trained(model, optimizer, 1)  # goes on
+    dist.barrier()
+    return [found]
+
+
+def sums(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """Every bit of a state, as numbers."""
+    tensors = list(model.state_dict().values())
+    for parameter in model.parameters():
+        tensors += [optimizer.state[parameter][key] for key in ("step", "exp_avg", "exp_avg_sq")]
+    full = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
+    return [t.double().flatten().tolist() for t in full]
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_a_sharded_job_resumes_on_another_number_of_ranks(after: int, tmp_path: Path) -> None:
+    before = run_ranks(trains_and_saves, 2, backend="gloo", args=(str(tmp_path / "ckpt"),), timeout_s=60)
+    found = run_ranks(resumes, after, backend="gloo", args=(str(tmp_path / "ckpt"),), timeout_s=60)
+    assert all(rank == before[0] for rank in found)
+
+
+@pytest.mark.ranks(2, backend=("threads", "gloo", "mpi"))
+def test_an_error_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    comm = sx.init() if "mpi" in str(tmp_path) else sx.get_communicator()
+    folder = comm.broadcast_object(str(tmp_path))
+    if comm.rank == 0:
+        save_file({"a": torch.ones(2)}, f"{folder}/model.safetensors")
+    comm.barrier()
+    live = {"a": torch.zeros(2 + comm.rank)}
+    with pytest.raises(ValueError, match=r"shape differs.*expected \(2,\), found \(3,\).*rank 1"):
+        sx.load_checkpoint(live, folder)
+    assert not live["a"].any()
+
+
+def builds_stages(folder: str) -> list[Any]:
+    """A pipeline of two stages, whose optimizers number their parameters alike."""
+    rank = sx.get_communicator().rank
+    torch.manual_seed(rank)
+    stage = nn.ModuleDict({f"layer{rank}": nn.Linear(3, 3)})
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1 * (rank + 1), momentum=0.9)
+    stage[f"layer{rank}"](torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    sx.save_checkpoint({"model": stage, "optimizer": optimizer}, folder)
+    return [
+        [t.flatten().tolist() for t in stage.state_dict().values()],
+        optimizer.state[stage[f"layer{rank}"].bias]["momentum_buffer"].tolist(),
+    ]
+
+
+def test_stages_of_a_pipeline_are_loaded_into_one_process(tmp_path: Path) -> None:
+    stages = run_ranks(builds_stages, 2, backend="gloo", args=(str(tmp_path),))
+    model = nn.ModuleDict({f"layer{i}": nn.Linear(3, 3) for i in range(2)})
+    optimizer = torch.optim.SGD([{"params": model[name].parameters()} for name in model], lr=1.0, momentum=0.9)
+    sx.load_checkpoint({"model": model, "optimizer": optimizer}, tmp_path)
+    for i, (tensors, momentum) in enumerate(stages):
+        assert [t.flatten().tolist() for t in model[f"layer{i}"].state_dict().values()] == tensors
+        assert optimizer.state[model[f"layer{i}"].bias]["momentum_buffer"].tolist() == momentum
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+
+
+def test_the_saved_tree_can_be_read(tmp_path: Path) -> None:
+    """Names of parameters, not numbers, in what lies on disk."""
+    model = model_of(1)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    trained(model, optimizer, 1)
+    sx.save_checkpoint({"model": model, "optimizer": optimizer}, tmp_path)
+    from statexchange.sources import open_source
+
+    source = open_source(tmp_path)
+    names = [tensor.shard.name for _, tensor in source.shards()]
+    assert "optimizer.state.model.0.weight.momentum_buffer" in names
+    assert json.loads(source.configs[0])["optimizer"]["param_groups"][0]["params"][0] == "model.0.weight"
