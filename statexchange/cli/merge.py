@@ -84,7 +84,7 @@ def command(output: Output, source: str, out: str, **options: Any) -> int:
 
     \b
     A layout file maps name patterns to rules; the first that matches wins:
-      {"grid": {"pp": 2, "tp": 4},                  the ranks, slowest axis first
+      {"grid": {"pp": 2, "ep": 2, "tp": 4},         the ranks, slowest axis first
        "rules": {
          "*.o_proj.weight": {"dim": 1, "axis": "tp"},
          "*.gate_up.weight": {"dim": 0, "axis": "tp", "blocks": [1, 1]},
