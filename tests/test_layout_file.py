@@ -327,6 +327,18 @@ def test_layout_is_for_workspaces_too_but_not_for_tensors_that_know_their_place(
     assert (caught.value.name, caught.value.rank) == ("w", 0)
 
 
+def test_files_of_torch_save_are_laid_out_too(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    whole = torch.randn(3, 8, 5)
+    for rank, part in enumerate(torch.cat([whole[:, :4], whole[:, 4:]]).chunk(2)):
+        torch.save({"w": part.transpose(1, 2)}, tmp_path / "in" / f"rank{rank}.pt")
+    layout = {"w": {"dim": 2, "split": {"w": {"a": 1, "b": 1}}}}
+    merge_checkpoint(tmp_path / "in", tmp_path / "out", layout=layout)
+    parts = whole.transpose(1, 2).split(2, 2)
+    expected = {"a": torch.cat([parts[0], parts[2]], 2), "b": torch.cat([parts[1], parts[3]], 2)}
+    assert equal(load_file(tmp_path / "out" / "model.safetensors"), expected)
+
+
 def test_files_are_ranks_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     path = ranks(tmp_path / "in", *[{"w": torch.tensor([r])} for r in range(12)], name="model-tp{}.safetensors")
     merge_checkpoint(path, tmp_path / "out", layout={"w": {"dim": 0}})

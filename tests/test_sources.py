@@ -116,7 +116,7 @@ def test_what_is_nothing_of_ours(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="s3://"):
         open_source("s3://bucket/x")
     (tmp_path / "text").write_text("hello, I am no checkpoint")
-    with pytest.raises(NotFoundError, match=r"neither .*\.pt files"):
+    with pytest.raises(NotFoundError, match=r"neither .*\.pt"):
         open_source(tmp_path / "text")
     (tmp_path / "text").rename(tmp_path / "text.safetensors")
     with pytest.raises(CorruptError, match="no safetensors file"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import click
@@ -13,6 +14,8 @@ from statexchange.report.pictures import format_bytes
 
 if TYPE_CHECKING:
     from statexchange.report.summary import Summary
+
+_MAX_OTHERS = 8
 
 
 @commands.command
@@ -46,10 +49,21 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
             ("round", str(summary.round)),
             ("ranks", f"{len(summary.ranks)} of {summary.world_size}: {ranges(summary.ranks)}"),
         ]
+    elif summary.ranks:
+        facts.append(("ranks", f"{len(summary.ranks)}: {ranges(summary.ranks)}"))
     if summary.aliases:
         facts.append(("aliases", ", ".join(f"{alias} -> {kept}" for alias, kept in summary.aliases.items())))
+    if summary.others:
+        facts.append(("others", _others(summary)))
     facts.append(("digests", "known, not checked here" if summary.proven else "not known"))
     return facts
+
+
+def _others(summary: Summary) -> str:
+    """The first entries that are no tensors; ``--json`` has all of them."""
+    shown = [f"{name} ({what})" for name, what in islice(summary.others.items(), _MAX_OTHERS)]
+    hidden = len(summary.others) - len(shown)
+    return f"{len(summary.others):,}: {', '.join(shown)}" + (f" and {hidden:,} more" if hidden else "")
 
 
 def _exact(nbytes: int) -> str:

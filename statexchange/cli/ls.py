@@ -33,7 +33,7 @@ def command(output: Output, path: str, include: tuple[str, ...]) -> int:
 
     source = open_source(path, strict=False)
     rows = _selected(tensor_rows(source), include)
-    by_rank = source.kind == "workspace"
+    by_rank = source.kind in ("workspace", "dcp")
     output.table(_HEADER, (_cells(row, by_rank, output.aligned) for row in rows), right=("BYTES",))
     for problem in source.problems:
         output.warning(str(problem))
@@ -43,6 +43,7 @@ def command(output: Output, path: str, include: tuple[str, ...]) -> int:
         "kind": source.kind,
         "num_tensors": len(rows),
         "nbytes": sum(row.nbytes for row in rows),
+        "others": dict(source.others),
     }
     return output.finish(code_of(worst) if worst else "OK", data, rows=("tensors", map(fields_of, rows)), error=worst)
 
@@ -56,4 +57,5 @@ def _selected(rows: list[TensorRow], patterns: Sequence[str]) -> list[TensorRow]
 
 def _cells(row: TensorRow, by_rank: bool, for_eyes: bool) -> tuple[str, ...]:
     nbytes = format_bytes(row.nbytes) if for_eyes else str(row.nbytes)
-    return row.name, row.dtype, shape_text(row.shape), nbytes, ranges(row.holders) if by_rank else row.file
+    held_by = ranges(row.holders) if by_rank or len(row.holders) > 1 else row.file
+    return row.name, row.dtype, shape_text(row.shape), nbytes, held_by

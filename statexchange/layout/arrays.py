@@ -6,33 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from statexchange.layout.shards import ITEMSIZE
+from statexchange.layout.shards import DTYPE_NAMES, ITEMSIZE
 
 __all__ = ["DTYPE_NAMES", "LONG_NAMES", "array_over", "elements", "numpy_dtype"]
 
-# The name that torch and numpy (with ml_dtypes) use, to the name that safetensors uses.
-DTYPE_NAMES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e8m0fnu": "F8_E8M0",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "int16": "I16",
-    "uint16": "U16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int32": "I32",
-    "uint32": "U32",
-    "float32": "F32",
-    "complex64": "C64",
-    "float64": "F64",
-    "int64": "I64",
-    "uint64": "U64",
-    "complex128": "C128",
-}
 LONG_NAMES = {name: long_name for long_name, name in DTYPE_NAMES.items()}
 # Unsigned words move faster than opaque ones; complex carries 16 bytes.
 _WORD = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}

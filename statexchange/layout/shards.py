@@ -10,10 +10,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
+    "DTYPE_NAMES",
     "ITEMSIZE",
     "MAX_DIMS",
     "Box",
     "Shard",
+    "c_strides",
     "full_box",
     "intersect",
     "itemsize_of",
@@ -46,6 +48,30 @@ ITEMSIZE: dict[str, int] = {
     "I64": 8,
     "U64": 8,
     "C128": 16,
+}
+
+# The name that torch and numpy (with ml_dtypes) use, to the name that safetensors uses.
+DTYPE_NAMES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "int16": "I16",
+    "uint16": "U16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int32": "I32",
+    "uint32": "U32",
+    "float32": "F32",
+    "complex64": "C64",
+    "float64": "F64",
+    "int64": "I64",
+    "uint64": "U64",
+    "complex128": "C128",
 }
 
 
@@ -100,6 +126,11 @@ def sizes_from_json(raw: Any) -> tuple[int, ...]:
     ):
         raise ValueError(f"not a list of sizes: {raw!r:.100}")
     return tuple(raw)
+
+
+def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Elements from one index to the next in each dim, of a tensor of `shape` in C order."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def full_box(shape: Sequence[int]) -> Box:

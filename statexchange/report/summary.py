@@ -20,7 +20,8 @@ __all__ = ["Summary", "TensorRow", "summarize", "tensor_rows"]
 class Summary:
     """A checkpoint in a few numbers. `nbytes` counts each tensor once; `file_nbytes` is that of all files.
 
-    `proven` says whether the digest of every box is known; `problems` are what is missing or broken.
+    `proven` says whether the digest of every box is known; `others` what is no tensor, by name and in words;
+    `problems` are what is missing or broken.
     """
 
     kind: str
@@ -37,12 +38,13 @@ class Summary:
     ranks: tuple[int, ...]
     aliases: dict[str, str]
     proven: bool
+    others: dict[str, str]
     problems: tuple[StateExchangeError, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """One tensor: its global shape, and which ranks (workspace) or file (checkpoint) hold it."""
+    """One tensor: its global shape, which ranks or numbers of files hold it, and the first file."""
 
     name: str
     dtype: str
@@ -58,7 +60,7 @@ def summarize(path: str | os.PathLike[str]) -> Summary:
     source = open_source(path, strict=False)
     rows = tensor_rows(source)
     dtypes = Counter(row.dtype for row in rows)
-    workspace = source.kind == "workspace"
+    by_rank = source.kind in ("workspace", "dcp")
     return Summary(
         kind=source.kind,
         path=os.fspath(path),
@@ -71,9 +73,10 @@ def summarize(path: str | os.PathLike[str]) -> Summary:
         run=source.run,
         round=source.round,
         world_size=source.world_size,
-        ranks=tuple(holder.rank for holder in source.holders) if workspace else (),
+        ranks=tuple(dict.fromkeys(holder.rank for holder in source.holders)) if by_rank else (),
         aliases=_aliases(source),
         proven=_proven(source),
+        others=dict(source.others),
         problems=source.problems,
     )
 

@@ -10,13 +10,11 @@ from typing import Any
 from statexchange.errors import CorruptError, IncompleteError, ReplicaError, StateExchangeError
 from statexchange.layout.plan import Holding, PlanOptions, TensorPlan, plan_merge, prove_cover
 from statexchange.layout.shards import ITEMSIZE, Box
-from statexchange.sources import Extent, Source, SourceTensor, open_source
+from statexchange.sources import Source, SourceTensor, open_source
 from statexchange.storage import files
 from statexchange.storage.regions import intersect, windows, within
 
 __all__ = ["VerifyReport", "verify"]
-
-_CHUNK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +55,13 @@ class _Check:
         self.num_boxes = 0
         self.num_unproven = 0
         self.findings: list[StateExchangeError] = list(source.problems)
+        self._found: dict[tuple[int, str, int], str] = {}  # digests that nobody knew before
 
     def run(self) -> None:
         published = self._source.manifest["tensors"] if self._source.manifest is not None else {}
-        for holder, tensor in self._source.shards():
-            self._guard(self._tensor, holder.rank, tensor, published.get(tensor.shard.name))
+        for number, holder in enumerate(self._source.holders):
+            for tensor in holder.tensors.values():
+                self._guard(self._tensor, number, tensor, published.get(tensor.shard.name))
         if self._source.manifest is not None:
             self._compare_with_manifest(published)
         else:
@@ -73,33 +73,29 @@ class _Check:
         except StateExchangeError as error:
             self.findings.append(error)
 
-    def _tensor(self, rank: int, tensor: SourceTensor, published: Any) -> None:
+    def _tensor(self, number: int, tensor: SourceTensor, published: Any) -> None:
         if published is not None and len(published["boxes"]) > 1:
             self._published_boxes(tensor, published)
             return
-        for extent in tensor.extents:
-            self._guard(self._extent, rank, tensor.shard.name, extent)
+        for index in range(len(tensor.extents)):
+            self._guard(self._extent, number, tensor, index)
 
-    def _extent(self, rank: int, name: str, extent: Extent) -> None:
+    def _extent(self, number: int, tensor: SourceTensor, index: int) -> None:
         import xxhash
 
+        extent, name = tensor.extents[index], tensor.shard.name
         self.num_boxes += 1
         hasher = xxhash.xxh3_128()
-        fd = files.open_file(extent.path)
-        try:
-            for begin in range(0, extent.nbytes, _CHUNK_BYTES):
-                chunk = bytearray(min(_CHUNK_BYTES, extent.nbytes - begin))
-                files.pread_into(fd, memoryview(chunk), extent.begin + begin, extent.path)
-                hasher.update(chunk)
-                self._count(len(chunk))
-        finally:
-            os.close(fd)
+        for block in tensor.blocks(index):
+            hasher.update(block)
+            self._count(len(block))
+        found = hasher.hexdigest()
         if extent.digest is None:
             self.num_unproven += 1
-        elif hasher.hexdigest() != extent.digest:
-            raise self._broken(
-                name, extent.path, extent.digest, hasher.hexdigest(), rank if self._source.kind == "workspace" else None
-            )
+            self._found[number, name, index] = found
+        elif found != extent.digest:
+            rank = self._source.holders[number].rank if self._source.kind == "workspace" else None
+            raise self._broken(name, extent.path, extent.digest, found, rank)
 
     def _broken(
         self, name: str, path: str, expected: str, found: str, rank: int | None, box: Box | None = None
@@ -157,26 +153,26 @@ class _Check:
 
     def _cover(self) -> None:
         """Prove the cover of each tensor by itself, so that every flaw is found, and compare replicas."""
-        by_name: dict[str, None] = {tensor.shard.name: None for _, tensor in self._source.shards()}
-        for name in by_name:
-            self._guard(self._cover_of, name)
+        by_name: dict[str, list[int]] = {}
+        for number, holder in enumerate(self._source.holders):
+            for name in holder.tensors:
+                by_name.setdefault(name, []).append(number)
+        for name, numbers in by_name.items():
+            self._guard(self._cover_of, name, numbers)
 
-    def _cover_of(self, name: str) -> None:
-        holdings = [
-            Holding(holder.rank, [holder.tensors[name].shard] if name in holder.tensors else [])
-            for holder in self._source.holders
-        ]
-        plan = plan_merge(holdings, PlanOptions())
+    def _cover_of(self, name: str, numbers: list[int]) -> None:
+        held = [self._source.holders[number] for number in numbers]
+        plan = plan_merge([Holding(holder.rank, [holder.tensors[name].shard]) for holder in held], PlanOptions())
         for tensor in plan.files[0].tensors:
-            self._replicas(tensor)
+            self._replicas(tensor, numbers)
 
-    def _replicas(self, tensor: TensorPlan) -> None:
+    def _replicas(self, tensor: TensorPlan, numbers: list[int]) -> None:
         for piece in tensor.pieces:
-            ranks = [(piece.holder, piece.box_index), *piece.replicas]
-            copies = {h: self._source.holders[h].tensors[tensor.source].extents[i].digest for h, i in ranks}
-            for holder, known in copies.items():
-                if known != copies[piece.holder]:
-                    one, other = (self._source.holders[h].rank for h in (piece.holder, holder))
+            ours = self._digest(numbers[piece.holder], tensor.source, piece.box_index)
+            for holder, index in piece.replicas:
+                theirs = self._digest(numbers[holder], tensor.source, index)
+                if ours is not None and theirs is not None and ours != theirs:
+                    one, other = (self._source.holders[numbers[h]].rank for h in (piece.holder, holder))
                     self.findings.append(
                         ReplicaError(
                             f"ranks {one} and {other} hold different values for region {piece.box}",
@@ -184,6 +180,11 @@ class _Check:
                             rank=other,
                         )
                     )
+
+    def _digest(self, number: int, name: str, index: int) -> str | None:
+        """The digest of a box; None if it could not be read, which is a finding of its own."""
+        known = self._source.holders[number].tensors[name].extents[index].digest
+        return known if known is not None else self._found.get((number, name, index))
 
     def _count(self, nbytes: int) -> None:
         self.done += nbytes

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 
 from statexchange.errors import InvalidArgumentError, NotFoundError, StorageError
-from statexchange.sources import huggingface, workspace
+from statexchange.sources import dcp, huggingface, torch_file, workspace
 from statexchange.sources.base import Extent, Holder, OpenCheckpoint, Source, SourceTensor, StoredTensor
+from statexchange.storage import files
 
 __all__ = [
     "Extent",
@@ -21,7 +22,8 @@ __all__ = [
 
 
 def open_source(path: str | os.PathLike[str], *, strict: bool = True) -> Source:
-    """What lies at `path`: a workspace (or one run or round of it), or a Hugging Face directory or file.
+    """What lies at `path`: a workspace (or one run or round of it), a Hugging Face directory or file, a torch DCP
+    directory, or a file of torch.save or a directory of them.
 
     Not collective; reads headers only. NotFoundError if nothing known lies there; with `strict`,
     IncompleteError or CorruptError for what is missing or broken, else such things become the source's
@@ -30,12 +32,25 @@ def open_source(path: str | os.PathLike[str], *, strict: bool = True) -> Source:
     location = os.fspath(path)
     if "://" not in location:
         _check_exists(location)
+    if dcp.recognises(location):
+        return dcp.read(location, strict=strict)
     if huggingface.recognises(location):
         return huggingface.read(location, strict=strict)
     if workspace.recognises(location):
         return workspace.read(location, strict=strict)
-    known = "neither a workspace nor a checkpoint directory nor a safetensors file"
-    raise NotFoundError(f"{known} (.pt files and torch DCP directories are not read yet)", path=location)
+    _check_not_above(location)
+    if torch_file.recognises(location):
+        return torch_file.read(location, strict=strict)
+    known = "neither a workspace nor a checkpoint (safetensors, torch DCP, or torch.save's .pt files)"
+    raise NotFoundError(known, path=location)
+
+
+def _check_not_above(path: str) -> None:
+    """accelerate puts DCP directories below a directory of its own, beside files of torch.save that are no model."""
+    names = files.list_directory(path) if os.path.isdir(path) else []
+    below = [name for name in names if dcp.recognises(os.path.join(path, name))]
+    if below:
+        raise InvalidArgumentError(f"torch DCP directories lie here, name one of them: {', '.join(below)}", path=path)
 
 
 def _check_exists(path: str) -> None:
@@ -50,9 +65,6 @@ def _check_exists(path: str) -> None:
 def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
     """A lazy mapping of tensor names to shape, dtype and `read()`, of a checkpoint that holds whole tensors.
 
-    Not collective. For sharded state in a workspace, merge it first (InvalidArgumentError).
+    Not collective. Sharded state must be merged first (InvalidArgumentError).
     """
-    source = open_source(path)
-    if source.kind != "huggingface":
-        raise InvalidArgumentError("this holds shards of tensors: merge it first (statexchange merge)", path=path)
-    return OpenCheckpoint(source)
+    return OpenCheckpoint(open_source(path))

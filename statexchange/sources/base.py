@@ -5,26 +5,29 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from statexchange.errors import CorruptError, StateExchangeError
+from statexchange.errors import CorruptError, InvalidArgumentError, StateExchangeError
 from statexchange.layout.plan import Holding
+from statexchange.layout.shards import Shard, full_box
 from statexchange.storage import files
-
-if TYPE_CHECKING:
-    from statexchange.layout.shards import Shard
 
 __all__ = ["Extent", "Holder", "OpenCheckpoint", "Source", "SourceTensor", "StoredTensor"]
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where the bytes of one box lie, in C order and as one run; their `digest`, where it is known."""
+    """Where the bytes of one box lie; the `digest` of its bytes in C order, where it is known.
+
+    The first element starts at byte `begin` of the file. Without `strides` all `nbytes` of the box follow in C order;
+    else index i lies ``sum(i * strides)`` elements further.
+    """
 
     path: str
     begin: int
     nbytes: int
     digest: str | None = None
+    strides: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,26 @@ class SourceTensor:
 
     shard: Shard
     extents: tuple[Extent, ...]
+
+    def blocks(self, index: int) -> Iterator[memoryview]:
+        """The bytes of a box in C order, block by block, each good until the next one."""
+        from statexchange.storage import regions  # and with it numpy, for which looking does not wait
+
+        extent, shape = self.extents[index], self.shard.boxes[index].shape
+        with files.OpenFiles() as inputs:
+            yield from regions.blocks(inputs, extent.path, extent.begin, shape, extent.strides, self.shard.dtype)
+
+    def digest_of(self, index: int) -> str:
+        """The digest of a box: the one that is known, else that of its bytes, which are read."""
+        import xxhash
+
+        known = self.extents[index].digest
+        if known is not None:
+            return known
+        hasher = xxhash.xxh3_128()
+        for block in self.blocks(index):
+            hasher.update(block)
+        return str(hasher.hexdigest())
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +71,10 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint on disk. `kind` is "workspace" or "huggingface"; `configs` JSON text of `values` by rank.
+    """A checkpoint on disk. `kind` is "workspace", "huggingface", "dcp" or "torch".
 
-    `manifest` is the content of the statexchange.json of a published directory; `problems` what is missing or
-    broken.
+    `configs` is JSON text of `values` by rank; `manifest` the content of the statexchange.json of a published
+    directory; `others` what is no tensor, by name and in words; `problems` what is missing or broken.
     """
 
     kind: str
@@ -62,6 +85,7 @@ class Source:
     world_size: int | None = None
     configs: Mapping[int, str] = field(default_factory=dict)
     manifest: Mapping[str, Any] | None = None
+    others: Mapping[str, str] = field(default_factory=dict)
     problems: tuple[StateExchangeError, ...] = ()
 
     @property
@@ -97,11 +121,12 @@ class StoredTensor:
     def read(self) -> Any:
         """The tensor as a numpy array; ml_dtypes supplies dtypes that numpy lacks."""
         from statexchange.layout.arrays import array_over
+        from statexchange.storage import regions
 
-        data = bytearray(self._extent.nbytes)
-        fd = files.open_file(self._extent.path)
+        extent, data = self._extent, bytearray(self._extent.nbytes)
+        fd = files.open_file(extent.path)
         try:
-            files.pread_into(fd, memoryview(data), self._extent.begin, self._extent.path)
+            regions.read_block(fd, extent.begin, self.shape, extent.strides, self.dtype, memoryview(data), extent.path)
         finally:
             os.close(fd)
         return array_over(data, self.dtype, self.shape)
@@ -115,6 +140,9 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
         self._tensors: dict[str, StoredTensor] = {}
         for holder, tensor in source.shards():
             shard = tensor.shard
+            if shard.boxes != (full_box(shard.global_shape),):
+                problem = "this holds shards of tensors: merge it first (statexchange merge)"
+                raise InvalidArgumentError(problem, name=shard.name, path=source.path)
             if shard.name in self._tensors:
                 raise CorruptError("two files have a tensor of this name", name=shard.name, path=holder.path)
             self._tensors[shard.name] = StoredTensor(shard.name, shard.dtype, shard.global_shape, tensor.extents[0])

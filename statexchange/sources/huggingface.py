@@ -1,23 +1,29 @@
-"""Hugging Face checkpoints: one safetensors file, or a directory of them with or without an index."""
+"""Hugging Face checkpoints: one safetensors file, or a directory of them with or without an index.
+
+Files in which torch's HuggingFaceStorageWriter says where each tensor's part begins are shards. They do not say how
+large a tensor is: it ends where the last part that is there ends.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from typing import Any
 
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, StateExchangeError
-from statexchange.layout.shards import Box, Shard, full_box, itemsize_of, sizes_from_json
+from statexchange.layout.shards import Box, Shard, itemsize_of, sizes_from_json
 from statexchange.sources.base import Extent, Holder, Source, SourceTensor
 from statexchange.storage import files
-from statexchange.storage.tensorfile import read_header_of
+from statexchange.storage.tensorfile import TORCH_SHARDING_KEY, Header, read_header_of
 from statexchange.storage.workspace import is_rank_file
 
-__all__ = ["INDEX_SUFFIX", "MANIFEST", "read", "recognises"]
+__all__ = ["INDEX_SUFFIX", "MANIFEST", "read", "read_index", "recognises"]
 
 MANIFEST = "statexchange.json"
 INDEX_SUFFIX = ".safetensors.index.json"
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}\.safetensors")
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_SHARD_NAME = re.compile(r"shard-([0-9]{5,9})-model-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
 
 
 def recognises(path: str) -> bool:
@@ -42,7 +48,7 @@ def _has_header(path: str) -> bool:
 def read(path: str, *, strict: bool = True) -> Source:
     """The source at `path`: each file is a holder of whole tensors."""
     if os.path.isfile(path):
-        return Source("huggingface", path, (_holder(0, path, {}),))
+        return Source("huggingface", path, tuple(_whole([_holder(0, path, {})])))
     problems: list[StateExchangeError] = []
     manifest = None
     weight_map: dict[str, str] = {}
@@ -60,6 +66,10 @@ def read(path: str, *, strict: bool = True) -> Source:
         except StateExchangeError as error:
             problems.append(_missing(error, path, name))
     problems += _misplaced(weight_map, holders)
+    try:
+        holders = _whole(holders)
+    except StateExchangeError as error:
+        problems.append(error)
     if problems and strict:
         raise problems[0]
     return Source("huggingface", path, tuple(holders), manifest=manifest, problems=tuple(problems))
@@ -72,12 +82,53 @@ def _missing(error: StateExchangeError, path: str, name: str) -> StateExchangeEr
 
 
 def _holder(number: int, path: str, digests: dict[str, str]) -> Holder:
+    """A file; a tensor of which it has a part is taken to end with that part."""
     header = read_header_of(path)
+    parts = _parts(header, path)
     tensors = {}
     for name, entry in header.entries.items():
-        shard = Shard(name, entry.dtype, entry.shape, (full_box(entry.shape),))
+        box = Box(parts.get(name, (0,) * len(entry.shape)), entry.shape)
+        shard = Shard(name, entry.dtype, box.ends, (box,))
         tensors[name] = SourceTensor(shard, (Extent(path, entry.begin, entry.nbytes, digests.get(name)),))
-    return Holder(number, path, header.nbytes, tensors)
+    match = _SHARD_NAME.fullmatch(os.path.basename(path))
+    return Holder(int(match[1]) - 1 if match else number, path, header.nbytes, tensors)
+
+
+def _parts(header: Header, path: str) -> dict[str, tuple[int, ...]]:
+    """The offsets that torch's writer keeps of each tensor."""
+    text = header.metadata.get(TORCH_SHARDING_KEY)
+    found = files.parse_json(text, path) if text is not None else {}
+    try:
+        assert isinstance(found, dict)
+        parts = {name: sizes_from_json(fact["saved_offsets"]) for name, fact in found.items()}
+        assert all(len(parts[name]) == len(entry.shape) for name, entry in header.entries.items() if name in parts)
+    except (AssertionError, KeyError, TypeError, ValueError) as error:
+        raise CorruptError(f"broken {TORCH_SHARDING_KEY}: {error}", path=path) from None
+    return parts
+
+
+def _whole(holders: list[Holder]) -> list[Holder]:
+    """The holders with the global shapes of tensors that lie in several files as parts."""
+    ends: dict[str, tuple[int, ...]] = {}
+    for holder in holders:
+        for name, tensor in holder.tensors.items():
+            shape = tensor.shard.global_shape
+            known = ends.setdefault(name, shape)
+            if len(known) != len(shape):
+                raise CorruptError("its parts differ in their number of dims", name=name, path=holder.path)
+            ends[name] = tuple(map(max, known, shape))
+    return [
+        replace(holder, tensors={name: _ending(tensor, ends[name]) for name, tensor in holder.tensors.items()})
+        for holder in holders
+    ]
+
+
+def _ending(tensor: SourceTensor, shape: tuple[int, ...]) -> SourceTensor:
+    return (
+        tensor
+        if tensor.shard.global_shape == shape
+        else replace(tensor, shard=replace(tensor.shard, global_shape=shape))
+    )
 
 
 def _manifest(path: str) -> dict[str, Any] | None:
@@ -116,23 +167,29 @@ def _whole_digests(manifest: dict[str, Any] | None) -> dict[str, str]:
 def _weight_map(path: str, manifest: dict[str, Any] | None) -> dict[str, str]:
     """Which file has which tensor: by the manifest, else by the indexes, else nobody says."""
     indexes = [name for name in files.list_directory(path) if name.endswith(INDEX_SUFFIX)]
-    found = {name: file for index in indexes for name, file in _read_index(os.path.join(path, index)).items()}
+    found = {name: file for index in indexes for name, file in read_index(os.path.join(path, index)).items()}
     if manifest is not None:
         known = {name: fact["file"] for name, fact in manifest["tensors"].items()}
         if found and found != known:
             raise CorruptError("index and manifest disagree", path=os.path.join(path, indexes[0]))
         found = known
-    for file in found.values():
-        if not isinstance(file, str) or not _PLAIN_NAME.fullmatch(file):
-            raise CorruptError(f"a tensor is said to lie in {file!r:.100}, which is no plain file name", path=path)
+        _check_names(found, ".safetensors", path)
     return found
 
 
-def _read_index(index: str) -> dict[str, str]:
+def _check_names(weight_map: dict[str, str], suffix: str, path: str) -> None:
+    for file in weight_map.values():
+        if not isinstance(file, str) or not _PLAIN_NAME.fullmatch(file) or not file.endswith(suffix):
+            raise CorruptError(f"a tensor is said to lie in {file!r:.100}, which is no plain file name", path=path)
+
+
+def read_index(index: str, suffix: str = ".safetensors") -> dict[str, str]:
+    """The file of each tensor by an index; a name that is not plain and ends otherwise is a CorruptError."""
     raw = files.parse_json(files.read_small(index, 1 << 30), index)
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(weight_map, dict):
         raise CorruptError("the index has no weight_map", path=index)
+    _check_names(weight_map, suffix, index)
     return weight_map
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import product
 
 from statexchange.errors import IncompleteError, InvalidArgumentError
 from statexchange.layout.rules import Layout, Part, place, renumbered
-from statexchange.layout.shards import ITEMSIZE, Box, Shard, full_box
+from statexchange.layout.shards import ITEMSIZE, Box, Shard, c_strides, full_box
 from statexchange.sources.base import Extent, Holder, Source, SourceTensor
 from statexchange.storage import files
 from statexchange.storage.tensorfile import read_header_of
@@ -138,29 +138,17 @@ def _placed(
             found[rank] = replace(tensor, shard=replace(tensor.shard, name=name))
             continue
         global_shape, whole = boxes[rank]
-        dtype, (extent,) = tensor.shard.dtype, tensor.extents
-        pieces: list[tuple[Box, Extent]] = []
-        for box, local in zip(whole, part.local_boxes(), strict=True):
-            pieces += _runs(box, local, part.shape, ITEMSIZE[dtype], extent)
-        shard = Shard(name, dtype, global_shape, tuple(box for box, _ in pieces))
-        found[rank] = SourceTensor(shard, tuple(extent for _, extent in pieces))
+        (extent,) = tensor.extents
+        extents = tuple(_slice(extent, tensor.shard, local) for local in part.local_boxes())
+        found[rank] = SourceTensor(Shard(name, tensor.shard.dtype, global_shape, whole), extents)
     return found
 
 
-def _runs(box: Box, local: Box, shape: tuple[int, ...], itemsize: int, extent: Extent) -> list[tuple[Box, Extent]]:
-    """`box`, which lies at `local` in a tensor of `shape`, as boxes that are each one run of the tensor's bytes."""
-    if local.shape == shape:
-        return [(box, extent)]
-    partial = max(dim for dim in range(len(shape)) if local.shape[dim] != shape[dim])
-    strides = [itemsize] * len(shape)
-    for dim in reversed(range(len(shape) - 1)):
-        strides[dim] = strides[dim + 1] * shape[dim + 1]
-    sizes = (*(1,) * partial, *box.shape[partial:])
-    nbytes = strides[partial] * local.shape[partial]
-    found = []
-    for prefix in product(*(range(size) for size in local.shape[:partial])):
-        at = (*prefix, *(0,) * (len(shape) - partial))
-        begin = extent.begin + sum((o + a) * s for o, a, s in zip(local.offsets, at, strides, strict=True))
-        offsets = tuple(o + a for o, a in zip(box.offsets, at, strict=True))
-        found.append((Box(offsets, sizes), Extent(extent.path, begin, nbytes)))
-    return found
+def _slice(extent: Extent, shard: Shard, local: Box) -> Extent:
+    """Where a block of a plain tensor lies."""
+    if local.shape == shard.global_shape:
+        return extent
+    itemsize = ITEMSIZE[shard.dtype]
+    strides = extent.strides or c_strides(shard.global_shape)
+    begin = extent.begin + itemsize * sum(map(operator.mul, local.offsets, strides))
+    return Extent(extent.path, begin, local.numel * itemsize, strides=strides)

@@ -27,7 +27,6 @@ __all__ = [
     "OpenFiles",
     "close_file",
     "create_file",
-    "digest_range",
     "directory",
     "exchange_paths",
     "filesystem_is_memory",
@@ -199,20 +198,6 @@ def pread_into(fd: int, buffer: memoryview, offset: int, path: str) -> None:
             done += count
     except OSError as error:
         raise StorageError.of(error, "read", path=path) from error
-
-
-def digest_range(path: str, begin: int, nbytes: int) -> str:
-    """xxh3-128 of a range of a file, as 32 hex digits."""
-    import xxhash
-
-    hasher = xxhash.xxh3_128()
-    chunk = memoryview(bytearray(min(nbytes, 1 << 20)))
-    with OpenFiles() as inputs:
-        for done in range(0, nbytes, len(chunk) or 1):
-            part = chunk[: nbytes - done]
-            pread_into(inputs.descriptor(path), part, begin + done, path)
-            hasher.update(part)
-    return str(hasher.hexdigest())
 
 
 def pwrite_all(fd: int, buffer: Buffer, offset: int, path: str) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import mmap
+import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from statexchange.errors import StorageError
 from statexchange.layout.arrays import elements
-from statexchange.layout.shards import ITEMSIZE, Box, intersect
+from statexchange.layout.shards import ITEMSIZE, Box, c_strides, intersect
 from statexchange.storage.files import OpenFiles, pread_into, pwrite_all
 
 if TYPE_CHECKING:
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
 __all__ = [
     "WINDOW_BYTES",
     "BoxReader",
+    "blocks",
     "intersect",
     "is_contiguous",
     "linear_offset",
+    "read_block",
     "windows",
     "within",
     "write_box",
@@ -29,6 +32,7 @@ __all__ = [
 
 WINDOW_BYTES = 2 << 20  # what the processor's cache holds while it is read, hashed and written
 _MAPPED_BYTES = 64 << 20
+_SPAN_BYTES = 4 << 20
 
 
 def windows(shape: Sequence[int], itemsize: int, budget: int = WINDOW_BYTES) -> Iterator[Box]:
@@ -134,17 +138,81 @@ def _assign(memory: memoryview, dtype: str, window: Box, part: Box, source: Any)
     elements(memory, dtype, window.shape)[within(part, window)] = source
 
 
-class BoxReader:
-    """Reads a box's bytes, one run in a file, forward and window by window, hashing them on the way."""
+def read_block(
+    fd: int,
+    begin: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...] | None,
+    dtype: str,
+    target: memoryview,
+    path: str,
+) -> None:
+    """Fill `target` with a block's bytes in C order; its first element starts at byte `begin` of an open file.
 
-    def __init__(self, inputs: OpenFiles, path: str, begin: int, box: Box, dtype: str, hasher: Any) -> None:
+    `strides` (elements) say how it lies there; None means as one run. A strided block is read in spans of at most
+    4 MiB, so a transposed one is read whole for every window of its consumer.
+    """
+    if strides is None:
+        pread_into(fd, target, begin, path)
+    elif all(shape):
+        _read_strided(fd, begin, elements(target, dtype, shape), strides, path)
+
+
+def _read_strided(fd: int, begin: int, target: Any, strides: tuple[int, ...], path: str) -> None:
+    reach = [(size - 1) * stride for size, stride in zip(target.shape, strides, strict=True)]
+    span = (sum(reach) + 1) * target.itemsize
+    if span > _SPAN_BYTES and max(reach):
+        dim = max(range(len(reach)), key=lambda d: reach[d])
+        half = target.shape[dim] // 2
+        one, other = np.split(target, [half], axis=dim)
+        _read_strided(fd, begin, one, strides, path)
+        _read_strided(fd, begin + half * strides[dim] * target.itemsize, other, strides, path)
+        return
+    data = np.empty(span, np.uint8)
+    pread_into(fd, data.data, begin, path)
+    in_bytes = tuple(stride * target.itemsize for stride in strides)
+    target[...] = np.ndarray(target.shape, target.dtype, data, strides=in_bytes)
+
+
+def blocks(
+    inputs: OpenFiles, path: str, begin: int, shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: str
+) -> Iterator[memoryview]:
+    """The bytes of a block of a file in C order, window by window, each good until the next one."""
+    itemsize = ITEMSIZE[dtype]
+    memory = memoryview(bytearray(min(WINDOW_BYTES, math.prod(shape) * itemsize)))
+    along = c_strides(shape) if strides is None else strides
+    for window in windows(shape, itemsize) if memory else ():
+        part = memory[: window.numel * itemsize]
+        at = begin + itemsize * sum(map(operator.mul, window.offsets, along))
+        read_block(inputs.descriptor(path), at, window.shape, strides, dtype, part, path)
+        yield part
+
+
+class BoxReader:
+    """Reads a box's bytes from a file, forward and window by window, hashing them on the way.
+
+    `strides` are those of `read_block`.
+    """
+
+    def __init__(
+        self,
+        inputs: OpenFiles,
+        path: str,
+        begin: int,
+        box: Box,
+        dtype: str,
+        hasher: Any,
+        strides: tuple[int, ...] | None = None,
+    ) -> None:
         self.box = box
         self.left = box.numel * ITEMSIZE[dtype]
         self._inputs = inputs
         self._path = path
-        self._at = begin
+        self._begin = begin
+        self._read = 0
         self._dtype = dtype
         self._hasher = hasher
+        self._strides = strides
 
     def copy_into(self, buffer: memoryview, window: Box, bounce: memoryview) -> int:
         """Put what this box has of `window` into its bytes; returns their number. Windows come in order.
@@ -160,13 +228,22 @@ class BoxReader:
         straight = is_contiguous(inside, window.shape)
         begin = linear_offset(inside, window.shape) * itemsize if straight else 0
         target = (buffer if straight else bounce)[begin : begin + nbytes]
-        pread_into(self._inputs.descriptor(self._path), target, self._at, self._path)
+        fd = self._inputs.descriptor(self._path)
+        read_block(fd, self._place_of(part), part.shape, self._strides, self._dtype, target, self._path)
         self._hasher.update(target)
         if not straight:
             _assign(buffer, self._dtype, window, part, elements(target, self._dtype, part.shape))
-        self._at += nbytes
+        self._read += nbytes
         self.left -= nbytes
         return nbytes
+
+    def _place_of(self, part: Box) -> int:
+        """The byte in the file where `part` starts."""
+        if self._strides is None:
+            return self._begin + self._read  # windows come in the order of the bytes
+        steps = map(operator.sub, part.offsets, self.box.offsets)
+        index: int = sum(map(operator.mul, steps, self._strides))
+        return self._begin + ITEMSIZE[self._dtype] * index
 
     def digest(self) -> str:
         """The digest of all bytes read."""

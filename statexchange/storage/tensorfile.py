@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 __all__ = [
+    "TORCH_SHARDING_KEY",
     "Entry",
     "Header",
     "Held",
@@ -36,7 +37,7 @@ __all__ = [
 MAX_HEADER_BYTES = 100_000_000
 FACTS_KEY = "statexchange"
 # torch's Hugging Face storage keeps a shard's offsets under this key, and its version beside it.
-_TORCH_KEY, _TORCH_VERSION_KEY, _TORCH_VERSION = "DCP_SHARDING_INFO", "DCP_VERSION", "1.0"
+TORCH_SHARDING_KEY, _TORCH_VERSION_KEY, _TORCH_VERSION = "DCP_SHARDING_INFO", "DCP_VERSION", "1.0"
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
@@ -230,7 +231,7 @@ def tensor_file_facts(held: Sequence[Held], facts: Mapping[str, Any]) -> tuple[l
     offsets = {h.shard.name: {"saved_offsets": _saved_offsets(h.shard)} for h in kept if len(h.shard.boxes) == 1}
     ours = json.dumps({**facts, "tensors": tensors}, separators=(",", ":"))
     torchs = json.dumps(offsets, separators=(",", ":"))
-    return kept, {FACTS_KEY: ours, "format": "pt", _TORCH_KEY: torchs, _TORCH_VERSION_KEY: _TORCH_VERSION}
+    return kept, {FACTS_KEY: ours, "format": "pt", TORCH_SHARDING_KEY: torchs, _TORCH_VERSION_KEY: _TORCH_VERSION}
 
 
 def _saved_offsets(shard: Shard) -> list[int]:

@@ -1,0 +1,106 @@
+"""Which boxes a rank of a device mesh holds: torch's DTensor placements, computed without torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING
+
+from statexchange.layout.shards import Box
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Cut", "local_boxes"]
+
+_MAX_PIECES = 1 << 16
+
+Run = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One mesh axis cuts `dim` into as many parts as it has ranks.
+
+    Each part is one run, as with Shard. With a `split_factor`, as with _StridedShard, the dim is first cut into so
+    many pieces, and a part is one run of every piece.
+    """
+
+    dim: int
+    split_factor: int = 1
+
+
+def local_boxes(
+    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], cuts: Sequence[Cut | None]
+) -> list[tuple[Box, tuple[int, ...]]]:
+    """The boxes that the rank at `coordinate` holds, each with its offsets in the local tensor.
+
+    `cuts` has one entry per mesh axis, None for Replicate, applied from the first axis on. All sizes follow
+    `torch.chunk`: parts are as large as the first, the last ones smaller or empty. A local tensor without elements
+    has no boxes. What cannot be a placement is a ValueError.
+    """
+    if not len(mesh_shape) == len(coordinate) == len(cuts):
+        raise ValueError(f"{len(cuts)} placements for a mesh of {len(mesh_shape)} axes")
+    runs: list[list[Run]] = [[(0, size)] for size in shape]
+    for parts, index, cut in zip(mesh_shape, coordinate, cuts, strict=True):
+        if not 0 <= index < parts:
+            raise ValueError(f"coordinate {tuple(coordinate)} lies outside a mesh of shape {tuple(mesh_shape)}")
+        if cut is not None:
+            if not -len(shape) <= cut.dim < len(shape) or cut.split_factor < 1:
+                raise ValueError(f"{cut} does not fit shape {tuple(shape)}")
+            runs[cut.dim] = _joined(_part(runs[cut.dim], parts, index, cut.split_factor))
+    if not all(_length(of_dim) for of_dim in runs):
+        return []
+    if math.prod(map(len, runs)) > _MAX_PIECES:
+        raise ValueError(f"a rank would hold {math.prod(map(len, runs))} boxes of one tensor")
+    placed = [list(zip(of_dim, _begins(of_dim), strict=True)) for of_dim in runs]
+    return [
+        (
+            Box(tuple(begin for (begin, _), _ in chosen), tuple(end - begin for (begin, end), _ in chosen)),
+            tuple(local for _, local in chosen),
+        )
+        for chosen in product(*placed)
+    ]
+
+
+def _length(runs: Sequence[Run]) -> int:
+    return sum(end - begin for begin, end in runs)
+
+
+def _begins(runs: Sequence[Run]) -> list[int]:
+    return [_length(runs[:number]) for number in range(len(runs))]
+
+
+def _part(runs: list[Run], parts: int, index: int, split_factor: int) -> list[Run]:
+    size = _length(runs)
+    step = -(-size // split_factor)
+    if split_factor > 1 and step and -(-size // step) > _MAX_PIECES:
+        raise ValueError(f"a dim would be cut into {-(-size // step)} pieces")
+    found = []
+    for begin in range(0, size, step or 1):
+        piece = _between(runs, begin, begin + step)
+        each = -(-_length(piece) // parts)
+        found += _between(piece, index * each, (index + 1) * each)
+    return found
+
+
+def _between(runs: Sequence[Run], low: int, high: int) -> list[Run]:
+    """What lies between two positions of the runs, counted as if they were one."""
+    found = []
+    for begin, end in runs:
+        first, last = begin + max(low, 0), min(end, begin + high)
+        if first < last:
+            found.append((first, last))
+        low, high = low - (end - begin), high - (end - begin)
+    return found
+
+
+def _joined(runs: Sequence[Run]) -> list[Run]:
+    found: list[Run] = []
+    for begin, end in runs:
+        if found and found[-1][1] == begin:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((begin, end))
+    return found or [(0, 0)]

@@ -1,0 +1,272 @@
+"""Files of torch.save (.pt, .pth, .bin): one, or a directory of them, one per rank or one per part of a model.
+
+Nested dicts and lists become dotted names. A DTensor's pickle has its placements, its mesh and the coordinate of the
+rank that saved it, so that its boxes follow from the file alone; a plain tensor counts as whole.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    NotFoundError,
+    StateExchangeError,
+    UnsupportedError,
+)
+from statexchange.layout.placements import Cut, local_boxes
+from statexchange.layout.shards import ITEMSIZE, Shard, c_strides, full_box, sizes_from_json
+from statexchange.sources.base import Extent, Holder, Source, SourceTensor
+from statexchange.sources.huggingface import read_index
+from statexchange.sources.pickles import Made, Symbol, read_pickle
+from statexchange.sources.torch_archive import Archive, described, is_tensor, plain, strides_of, view_of
+from statexchange.storage import files
+
+__all__ = ["read", "recognises"]
+
+_SUFFIXES = (".pt", ".pth", ".bin")
+_INDEX_SUFFIX = ".bin.index.json"
+_RANK = re.compile(r"(?<![A-Za-z])rank[_-]?([0-9]{1,9})(?![0-9])", re.IGNORECASE)
+_ZIP, _LEGACY = b"PK\3\4", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_MAX_DEPTH = 100
+
+
+def recognises(path: str) -> bool:
+    """Whether a file of torch.save or a directory with such files lies at `path`."""
+    if os.path.isdir(path):
+        return any(name.endswith(_SUFFIXES) for name in files.list_directory(path))
+    return os.path.isfile(path) and (path.endswith(_SUFFIXES) or _head(path).startswith((_ZIP, _LEGACY)))
+
+
+def _head(path: str) -> bytes:
+    fd = files.open_file(path)
+    try:
+        return os.pread(fd, len(_LEGACY), 0)
+    finally:
+        os.close(fd)
+
+
+def read(path: str, *, strict: bool = True) -> Source:
+    """The source at `path`: each file is a holder.
+
+    In a directory with an index (``*.bin.index.json``) these are the files that it names, else all of them. Their ranks
+    are the numbers N in names that all have exactly one ``rankN``, else the files are numbered in the order of names.
+    """
+    problems: list[StateExchangeError] = []
+    holders: list[Holder] = []
+    others: dict[str, str] = {}
+    for rank, file in _files(path):
+        try:
+            found = _File(file, rank)
+            holders.append(found.holder)
+            others |= found.others
+        except NotFoundError:
+            problems.append(IncompleteError("a file of this checkpoint is missing", path=file))
+        except StateExchangeError as error:
+            problems.append(error)
+    if problems and strict:
+        raise problems[0]
+    return Source("torch", path, tuple(holders), others=others, problems=tuple(problems))
+
+
+def _files(path: str) -> list[tuple[int, str]]:
+    """The files to read with their ranks."""
+    if not os.path.isdir(path):
+        return [(0, path)]
+    present = files.list_directory(path)
+    indexes = [name for name in present if name.endswith(_INDEX_SUFFIX)]
+    listed = sorted({file for index in indexes for file in read_index(os.path.join(path, index), ".bin").values()})
+    names = listed or [name for name in present if name.endswith(_SUFFIXES)]
+    numbers = [_RANK.findall(name) for name in names]
+    ranks = [int(found[0]) for found in numbers] if all(len(n) == 1 for n in numbers) else list(range(len(names)))
+    return sorted((rank, os.path.join(path, name)) for rank, name in zip(ranks, names, strict=True))
+
+
+class _File:
+    """One file's tensors, and what else it has."""
+
+    def __init__(self, path: str, rank: int) -> None:
+        self._path = path
+        self._rank = rank
+        self._meshes: dict[Any, list[int]] = {}
+        self.others: dict[str, str] = {}
+        tensors: dict[str, SourceTensor] = {}
+        aliases: dict[str, str] = {}
+        seen: dict[Any, str] = {}
+        fd = files.open_file(path)
+        try:
+            self._archive = _archive(fd, path)
+            data = self._archive.pickle()
+            for name, value in _leaves(read_pickle(data, path), path, 4 * len(data)):
+                if name in tensors or name in self.others:
+                    raise CorruptError("two entries have this name once nesting becomes dots", name=name, path=path)
+                if not is_tensor(value):
+                    self.others[name] = described(value)
+                    continue
+                tensors[name] = tensor = self._tensor(name, value)
+                key = tensor.shard.dtype, tensor.shard.global_shape, tensor.shard.boxes, tensor.extents
+                if tensor.shard.nbytes and seen.setdefault(key, name) != name:
+                    aliases[name] = seen[key]
+            self.holder = Holder(rank, path, os.fstat(fd).st_size, tensors, aliases)
+        finally:
+            os.close(fd)
+
+    def _tensor(self, name: str, value: Made) -> SourceTensor:
+        try:
+            made = plain(value)
+            if _is_distributed(made):
+                return self._distributed(name, made)
+            view = view_of(made)
+            shard = Shard(name, view.dtype, view.shape, (full_box(view.shape),))
+            return SourceTensor(shard, (self._archive.extent(view),))
+        except UnsupportedError as error:
+            raise UnsupportedError(error.message, name=name, rank=self._rank, path=self._path) from None
+        except StateExchangeError:
+            raise
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise CorruptError(
+                f"not what torch writes for a tensor: {error!r:.200}", name=name, path=self._path
+            ) from None
+
+    def _distributed(self, name: str, made: Made) -> SourceTensor:
+        """A DTensor: the boxes of its placements, each a part of the local tensor."""
+        _, _, wrapped, state = made.args
+        slots = state[1] if type(state) is tuple else state
+        shape, spec = sizes_from_json(wrapped[2]), slots["_spec"].state
+        local = view_of(plain(slots["_local_tensor"]))
+        whole = self._archive.extent(local)
+        mesh = spec["mesh"].state
+        cuts = [_cut(placement) for placement in spec["placements"]]
+        if "_coordinate_on_dim" not in mesh:
+            raise UnsupportedError("its mesh does not say which coordinate the saving rank had")
+        boxes = []
+        if mesh["_coordinate_on_dim"] is not None:
+            boxes = local_boxes(
+                shape, self._mesh_shape(spec["mesh"], cuts), sizes_from_json(mesh["_coordinate_on_dim"]), cuts
+            )
+        shard = Shard(name, local.dtype, shape, tuple(box for box, _ in boxes))
+        if shard.nbytes != local.nbytes or (len(boxes) == 1 and boxes[0][0].shape != local.shape):
+            raise CorruptError(
+                "its local part does not fit its placements",
+                name=name,
+                path=self._path,
+                expected=[box.shape for box in shard.boxes],
+                found=local.shape,
+            )
+        if len(boxes) == 1:
+            return SourceTensor(shard, (whole,))
+        itemsize = ITEMSIZE[local.dtype]
+        extents = []
+        for box, place in boxes:
+            begin = whole.begin + itemsize * sum(p * s for p, s in zip(place, local.strides, strict=True))
+            strides = strides_of(box.shape, local.strides)
+            extents.append(Extent(self._path, begin, box.numel * itemsize, strides=strides))
+        return SourceTensor(shard, tuple(extents))
+
+    def _mesh_shape(self, mesh: Made, cuts: list[Cut | None]) -> list[int]:
+        """A mesh is checked once for all tensors that are cut along the same axes of it."""
+        key = id(mesh), tuple(cut is not None for cut in cuts)  # all of a pickle is kept until its file is done
+        if key not in self._meshes:
+            self._meshes[key] = _checked_mesh(mesh.state, cuts)
+        return self._meshes[key]
+
+
+def _archive(fd: int, path: str) -> Archive:
+    head = os.pread(fd, len(_LEGACY), 0)
+    if head.startswith(_ZIP):
+        return Archive(fd, path)
+    if head.startswith(b"\x80"):
+        problem = "this is a pickle, or torch's format of before 1.6, not a zip"
+        cure = "torch.save(torch.load(path, weights_only=True), path) makes it one"
+        raise UnsupportedError(f"{problem}: {cure}", path=path)
+    raise CorruptError("not a file of torch.save", path=path)
+
+
+def _leaves(root: Any, path: str, budget: int) -> Iterator[tuple[str, Any]]:
+    """Dotted names and what is no container, in order. A sequence without tensors is one leaf.
+
+    A pickle can name one list many times, so what is visited is counted: it is refused when that is more than a real
+    one could hold.
+    """
+    waiting = [(("tensor" if is_tensor(root) else ""), root, 0)]
+    while waiting:
+        name, value, depth = waiting.pop()
+        if depth > _MAX_DEPTH or (budget := budget - 1) < 0:
+            raise CorruptError("its nesting is deeper or wider than anything real", name=name[:80], path=path)
+        children = _children(value)
+        if children is None:
+            yield name or "value", value
+            continue
+        below = [(f"{name}.{key}" if name else str(key), child, depth + 1) for key, child in children]
+        waiting.extend(reversed(below))
+
+
+def _children(value: Any) -> list[tuple[Any, Any]] | None:
+    if type(value) is dict:
+        return list(value.items()) or None
+    if type(value) in (list, tuple) and any(type(item) in (dict, list, tuple) or is_tensor(item) for item in value):
+        return list(enumerate(value))
+    return None
+
+
+def _is_distributed(made: Made) -> bool:
+    kind = made.args[1] if made.name == "_rebuild_from_type_v2" and len(made.args) == 4 else None
+    return type(kind) is Symbol and kind.name == "DTensor"
+
+
+def _cut(placement: Made) -> Cut | None:
+    if placement.name == "Replicate":
+        return None
+    if placement.name in ("Shard", "_StridedShard"):
+        (dim,) = sizes_from_json((placement.state["dim"],))
+        return Cut(dim, placement.state["split_factor"] if placement.name == "_StridedShard" else 1)
+    raise UnsupportedError(f"placement {placement.name} holds an unfinished sum; redistribute it before it is saved")
+
+
+def _checked_mesh(mesh: dict[str, Any], cuts: list[Cut | None]) -> list[int]:
+    """The mesh's shape. Ranks must ascend along an axis that cuts, as in live tensors (exchange.describe)."""
+    if "_layout" in mesh:
+        ranks, axes = mesh["_flatten_rank_map"], _axes(mesh["_layout"].state)
+    else:  # torch before 2.9
+        shape = sizes_from_json(mesh["mesh"].args[2])
+        ranks, axes = mesh["_flatten_mesh_list"], [[pair] for pair in zip(shape, c_strides(shape), strict=True)]
+    sizes = []
+    for axis, cut in zip(axes, cuts, strict=True):
+        steps = [0]
+        for size, stride in axis:
+            if size * len(steps) > len(ranks):
+                raise ValueError(f"a mesh of {len(ranks)} ranks has an axis that is larger")
+            steps = [step + index * stride for step in steps for index in range(size)]
+        sizes.append(len(steps))
+        for first in range(len(ranks)) if cut is not None else ():
+            line = [ranks[first + step] for step in steps] if first + max(steps) < len(ranks) else []
+            begins = all((first // stride) % size == 0 for size, stride in axis)
+            if begins and line != sorted(line):
+                raise UnsupportedError(
+                    "its mesh lists ranks out of order, and torch itself is of two minds about who then holds what"
+                )
+    return sizes
+
+
+def _axes(layout: dict[str, Any]) -> list[list[tuple[int, int]]]:
+    """For each axis of a mesh its (size, stride) parts, in numbers of entries of the rank map."""
+    if "axes" in layout:
+        axes = [(axis.state["shape"], axis.state["stride"]) for axis in layout["axes"]]
+    else:
+        axes = list(zip(_many(layout["shape"]), _many(layout["stride"]), strict=True))
+    return [list(zip(_numbers(shape), _numbers(stride), strict=True)) for shape, stride in axes]
+
+
+def _many(value: Any) -> tuple[Any, ...]:
+    return value if type(value) is tuple else (value,)
+
+
+def _numbers(value: Any) -> tuple[int, ...]:
+    found = sizes_from_json(_many(value))
+    if not all(found):
+        raise ValueError("a mesh with an axis of size or stride 0")
+    return found
