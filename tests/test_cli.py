@@ -841,3 +841,34 @@ def test_a_dry_run_refuses_what_the_merge_would_refuse(call: Call, workspace: Pa
     assert call("merge", workspace, tmp_path / "out", "--dry-run")[0] == 7
     assert call("merge", workspace, tmp_path / "new", "--exclude", "*")[0] == 2
     assert not (tmp_path / "new").exists()
+
+
+def test_a_dry_run_prints_where_tensors_come_from(call: Call, workspace: Path, tmp_path: Path) -> None:
+    code, text, err = call(
+        "merge", workspace, tmp_path / "out", "--dry-run", "--rename", r"\.weight$=.w", "--dtype", "float16"
+    )
+    assert (code, err) == (0, "")
+    table = [line.split("\t") for line in text.splitlines() if "\t" in line]
+    assert table[0] == ["tensor", "dtype", "shape", "file", "from"]
+    rows = {row[0]: row[1:] for row in table[1:]}
+    assert rows["rows.w"][2:] == ["model.safetensors", "ranks 0-3, as rows.weight"]
+    data = call.json("merge", workspace, tmp_path / "out", "--dry-run")[1]["data"]
+    assert {t["name"]: t["ranks"] for t in data["tensors"]}["rows.weight"] == [0, 1, 2, 3]
+    assert "tensors" not in call.json("merge", workspace, tmp_path / "out")[1]["data"]
+
+
+def test_what_a_merge_does_to_names_is_told(call: Call, workspace: Path, tmp_path: Path) -> None:
+    assert call("merge", workspace, tmp_path / "one", "--rename", "^=module.")[0] == 0
+    code, _, err = call("merge", tmp_path / "one", tmp_path / "two")
+    assert (code, "names lost the wrapper 'module.'" in err) == (0, True)
+    assert call("merge", workspace, tmp_path / "three", "--rename", "^=model.model.")[0] == 0
+    envelope = call.json("merge", tmp_path / "three", tmp_path / "four")[1]
+    assert '--rename "^model\\.="' in envelope["warnings"][0]
+
+
+def test_the_help_of_merge_shows_a_layout_that_is_one(call: Call) -> None:
+    from statexchange.layout.rules import Layout
+
+    text = call("merge", "--help")[1]
+    lines = text[text.index('  {"grid"') : text.index("Without a grid")].replace("the ranks, slowest axis first", "")
+    assert len(Layout.parse(json.loads(lines)).rules) == 5

@@ -229,6 +229,34 @@ def expect(error: type[Exception], match: str, state: dict[str, torch.Tensor], o
 
 
 @pytest.mark.ranks(2, backend=BOTH)
+def test_rules_of_a_layout_file_are_for_live_ranks_too(tmp_path: Path) -> None:
+    rank = sx.get_communicator().rank
+    gate, up, down = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(0))
+    q, k = gate.clone(), up[:2].clone()
+    state = {
+        "gate_up.weight": torch.cat([gate.chunk(2)[rank], up.chunk(2)[rank]]),
+        "qk.weight": torch.cat([q.chunk(2)[rank], k.chunk(2)[rank]]),
+        "l.down.weight": down.chunk(2, 1)[rank],
+        "l.down.bias": torch.ones(6),
+    }
+    rules = {
+        "gate_up.*": {"dim": 0, "blocks": [1, 1]},
+        "qk.*": {"dim": 0, "split": {"qk": {"q": 3, "k": 1}}},
+        "l.down": "rowwise",
+    }
+    sx.export_checkpoint(state, tmp_path / "out", layout={"grid": {"tp": 2}, "rules": rules})
+    expected = {"gate_up.weight": torch.cat([gate, up]), "q.weight": q, "k.weight": k}
+    expected |= {"l.down.weight": down, "l.down.bias": torch.ones(6)}
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    expect(sx.UnsupportedError, "merge --layout.*'w'", {"w": q}, tmp_path / "x", layout={"w": {"reduce": "max"}})
+    expect(
+        ValueError, r"grid \(tp 3\)", {"w": q}, tmp_path / "x", layout={"grid": {"tp": 3}, "rules": {"w": "rowwise"}}
+    )
+
+
+@pytest.mark.ranks(2, backend=BOTH)
 def test_every_refusal_names_its_reason_on_every_rank(tmp_path: Path) -> None:
     rank = sx.get_communicator().rank
     out = tmp_path / "out"

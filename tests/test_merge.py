@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from statexchange.errors import (
 )
 from statexchange.layout.arrays import DTYPE_NAMES
 from statexchange.layout.shards import Box, Shard, full_box
+from statexchange.report.verify import verify
 from statexchange.sources import open_source
 from statexchange.storage.tensorfile import Held
 from statexchange.storage.workspace import Receipt, Workspace
@@ -374,3 +377,212 @@ def test_an_error_in_one_file_stops_the_others(tmp_path: Path) -> None:
         merge_checkpoint(tmp_path / "ws", tmp_path / "out", max_shard_size="2.4MB", threads=2, on_progress=fail)
     assert len(seen) < 12  # of at least 32
     assert os.listdir(tmp_path) == ["ws"]
+
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def awkward(dtype: torch.dtype) -> torch.Tensor:
+    """Values that show how a conversion rounds: ties, the smallest and largest of every dtype, random bits."""
+    generator = torch.Generator().manual_seed(3)
+    edges = [v for d in FLOATS for i in [torch.finfo(d)] for v in (i.max, i.tiny, i.smallest_normal, i.eps, i.tiny / 2)]
+    edges += [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-11 + 2**-40, 65519.99, 65520.0, 3.39e38]
+    edges += [1 + 2**-8 + 2**-30, 2**-25, 2**-24 * 1.5, 0.0, float("inf"), 1 / 3, float("nan")]
+    values = torch.tensor([*edges, *(-v for v in edges)], dtype=torch.float64)
+    random = torch.randint(-(2**31), 2**31 - 1, (60_000,), generator=generator).to(torch.int32).view(torch.float32)
+    return torch.cat([values, random.double(), torch.randn(60_000, generator=generator).double()]).to(dtype)
+
+
+@pytest.mark.parametrize("target", FLOATS, ids=str)
+def test_floats_are_converted_bit_by_bit_as_torch_does(tmp_path: Path, target: torch.dtype) -> None:
+    state = {str(dtype): awkward(dtype) for dtype in FLOATS}
+    state |= {"matrix": torch.randn(1500, 701), "int": torch.arange(5), "fp8": torch.ones(3).to(torch.float8_e5m2)}
+    state |= {"bool": torch.tensor([True]), "complex": torch.ones(2, dtype=torch.complex64), "none": torch.empty(0, 3)}
+    save(tmp_path / "ws", *lay_out(state, 3, 1))
+    merge_checkpoint(tmp_path / "ws", tmp_path / "out", dtype=str(target).removeprefix("torch."), max_shard_size="3MB")
+    back: dict[str, torch.Tensor] = {}
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        back |= load_file(file)
+    for name, value in state.items():
+        expected = value.to(target) if value.dtype in FLOATS else value
+        assert back[name].dtype == expected.dtype
+        if not expected.is_floating_point() or expected.element_size() == 1:
+            assert content(back[name]) == content(expected), name
+            continue
+        numbers = ~expected.isnan()
+        assert torch.equal(back[name].isnan(), ~numbers), name
+        assert content(back[name][numbers]) == content(expected[numbers]), name
+    merge_checkpoint(tmp_path / "ws", tmp_path / "torch", dtype=target, max_shard_size="3MB")
+    checked = verify(tmp_path / "out")
+    assert (checked.findings, checked.num_unproven) == ((), 1)  # an empty tensor has no box
+
+
+def test_a_conversion_is_the_exports_and_checks_its_sources(tmp_path: Path) -> None:
+    import statexchange as sx
+
+    state = {"w": torch.randn(300, 200, dtype=torch.float64), "n": torch.arange(4)}
+    receipts = save(tmp_path / "ws", *lay_out(state, 2, 0))
+    merge_checkpoint(tmp_path / "ws", tmp_path / "merged", dtype=torch.bfloat16)
+    sx.export_checkpoint(state, tmp_path / "exported", dtype=torch.bfloat16)
+    files_ = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("merged", "exported")]
+    assert files_[0] == files_[1]
+    for name in ("int8", "float8_e4m3fn", "F8_E4M3", "double trouble"):
+        refuse(InvalidArgumentError, tmp_path, "dtype must be one of float16", dtype=name)
+    path = tmp_path / "ws" / receipts[1].relative
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert refuse(CorruptError, tmp_path, "digest", dtype="float16").rank == 1
+
+
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_wrappers_around_all_names_are_removed(tmp_path: Path, wrapper: str) -> None:
+    state = {"model.a": torch.ones(2), "head": torch.zeros(3)}
+    save(tmp_path / "ws", *lay_out({wrapper + name: value for name, value in state.items()}, 2, 0))
+    report = merge_checkpoint(tmp_path / "ws", tmp_path / "out", rename=[("^model", "m")])
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"m.a", "head"}
+    assert report.notes == (f"names lost the wrapper {wrapper!r} that all of them began with",)
+    merge_checkpoint(tmp_path / "ws", tmp_path / "upper", rename=str.upper, exclude="*.head")
+    assert set(load_file(tmp_path / "upper" / "model.safetensors")) == {"MODEL.A"}
+
+
+def test_a_wrapper_of_some_names_only_is_none(tmp_path: Path) -> None:
+    save(tmp_path / "ws", *lay_out({"module.a": torch.ones(2), "module": torch.ones(2)}, 1, 0))
+    report = merge_checkpoint(tmp_path / "ws", tmp_path / "out")
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"module.a", "module"}
+    assert report.notes == ()
+
+
+def test_a_model_within_a_model_is_pointed_out(tmp_path: Path) -> None:
+    save(tmp_path / "ws", *lay_out({"model.model.a": torch.ones(2), "model.lm_head": torch.ones(2)}, 1, 0))
+    (note,) = merge_checkpoint(tmp_path / "ws", tmp_path / "out").notes
+    assert '--rename "^model\\.="' in note
+    report = merge_checkpoint(tmp_path / "ws", tmp_path / "new", rename=[(r"^model\.", "")])
+    assert (report.notes, list(load_file(tmp_path / "new" / "model.safetensors"))) == ((), ["lm_head", "model.a"])
+    save(tmp_path / "tied", *lay_out({"model.layers.0.w": torch.ones(2), "model.norm": torch.ones(2)}, 1, 0))
+    assert merge_checkpoint(tmp_path / "tied", tmp_path / "hf").notes == ()
+
+
+KILLED = """
+import os, signal, sys
+from statexchange.checkpoint import merge
+source, out, when = sys.argv[1:4]
+record = merge.Publication.record
+def die(self, name, facts):
+    if when == "before": os.kill(os.getpid(), signal.SIGKILL)
+    record(self, name, facts)
+    if name.endswith("00002-of-00004.safetensors"): os.kill(os.getpid(), signal.SIGKILL)
+merge.Publication.record = die
+merge.merge_checkpoint(source, out, max_shard_size=2_500_000, threads=1, overwrite=os.path.exists(out))
+"""
+
+
+def kill_a_merge(source: Path, out: Path, when: str = "after") -> Path:
+    """A merge of four files killed when two are finished; returns the directory that it leaves."""
+    done = subprocess.run([sys.executable, "-c", KILLED, str(source), str(out), when], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    (left,) = out.parent.glob(f".{out.name}.*.partial")
+    return left
+
+
+def four_files(path: Path) -> None:
+    save(path / "ws", *lay_out({f"w{i}": torch.randn(600, 1000) for i in range(4)}, 2, 1))
+
+
+def marks(directory: Path) -> dict[str, tuple[int, int]]:
+    return {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in directory.glob("*.safetensors")}
+
+
+def tree(directory: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in directory.iterdir()}
+
+
+@pytest.mark.parametrize("target", ["absent", "there"])
+def test_a_merge_that_was_killed_goes_on_after_its_finished_files(tmp_path: Path, target: str) -> None:
+    four_files(tmp_path)
+    merge_checkpoint(tmp_path / "ws", tmp_path / "expected", max_shard_size=2_500_000)
+    out = tmp_path / "place" / "out"
+    if target == "there":
+        merge_checkpoint(tmp_path / "ws", out)
+    before = marks(kill_a_merge(tmp_path / "ws", out))
+    assert len(before) == 4
+    seen: list[int] = []
+    report = merge_checkpoint(
+        tmp_path / "ws", out, max_shard_size=2_500_000, overwrite=True, on_progress=lambda done, _: seen.append(done)
+    )
+    names = sorted(before)
+    assert report.reused == tuple(names[:2])
+    after = marks(out)
+    assert [after[name] == before[name] for name in names] == [True, True, False, False]
+    assert tree(out) == tree(tmp_path / "expected")
+    assert (seen[0], seen[1], seen[-1]) == (2_400_000, 4_800_000, 9_600_000)
+    assert os.listdir(out.parent) == ["out"]
+
+
+def test_a_file_without_a_receipt_or_touched_since_is_written_again(tmp_path: Path) -> None:
+    four_files(tmp_path)
+    merge_checkpoint(tmp_path / "ws", tmp_path / "expected", max_shard_size=2_500_000)
+
+    def reused_after(harm: Callable[[Path], object], when: str = "after") -> tuple[str, ...]:
+        out = tmp_path / "place" / "out"
+        harm(kill_a_merge(tmp_path / "ws", out, when))
+        report = merge_checkpoint(tmp_path / "ws", out, max_shard_size=2_500_000)
+        assert tree(out) == tree(tmp_path / "expected")
+        assert os.listdir(out.parent) == ["out"]
+        shutil.rmtree(out.parent)
+        return report.reused
+
+    one, two = (f"model-0000{n}-of-00004.safetensors" for n in (1, 2))
+    assert reused_after(lambda left: None, "before") == ()
+    assert reused_after(lambda left: (left / one).write_bytes((left / two).read_bytes())) == (two,)
+    assert reused_after(lambda left: (left / f".{one}.finished").write_text("[1, 2")) == (two,)
+    assert reused_after(lambda left: (left / one).unlink()) == (two,)
+    assert reused_after(lambda left: (left / "stranger").write_text("x")) == (one, two)
+
+    def link(left: Path) -> None:
+        (tmp_path / "victim").write_bytes((left / one).read_bytes())
+        (left / one).unlink()
+        (left / one).symlink_to(tmp_path / "victim")
+
+    assert reused_after(link) == (two,)
+    assert (tmp_path / "victim").exists()
+
+
+def test_other_sources_or_options_never_reuse_a_file(tmp_path: Path) -> None:
+    four_files(tmp_path)
+    source = open_source(tmp_path / "ws").holders[0].path
+    changes: dict[str, tuple[Callable[[], object], dict[str, Any]]] = {
+        "time": (lambda: os.utime(source), {}),
+        "dtype": (lambda: None, {"dtype": "float16"}),
+        "replicas": (lambda: None, {"replicas": "root"}),
+        "names": (lambda: None, {"rename": [("w", "v")]}),
+    }
+    for name, (change, options) in changes.items():
+        out = tmp_path / name / "out"
+        kill_a_merge(tmp_path / "ws", out)
+        change()
+        report = merge_checkpoint(tmp_path / "ws", out, max_shard_size=2_500_000, **options)
+        assert (report.reused, os.listdir(out.parent)) == ((), ["out"]), name
+
+
+def test_two_merges_into_one_target_do_not_share_files(tmp_path: Path) -> None:
+    four_files(tmp_path)
+    inner: list[str] = []
+
+    def second(done: int, total: int) -> None:
+        if not inner:
+            with pytest.raises(TargetExistsError, match="another process") as caught:
+                merge_checkpoint(tmp_path / "ws", tmp_path / "out")
+            inner.append(caught.value.code)
+
+    merge_checkpoint(tmp_path / "ws", tmp_path / "out", on_progress=second)
+    assert inner == ["UNSAFE"]
+    assert sorted(os.listdir(tmp_path)) == ["out", "ws"]
+
+
+def test_a_dry_run_tells_where_each_tensor_comes_from(tmp_path: Path) -> None:
+    save(tmp_path / "ws", *lay_out({"w": torch.ones(4, 4), "n": torch.ones(())}, 2, 1))
+    report = merge_checkpoint(tmp_path / "ws", tmp_path / "out", dry_run=True, dtype="float16", rename=[("w", "x")])
+    told = {t.name: (t.source, t.dtype, t.shape, t.file, t.num_boxes, len(t.ranks)) for t in report.tensors}
+    assert told["x"] == ("w", "F16", (4, 4), "model.safetensors", 2, 2)
+    assert told["n"] == ("n", "F16", (), "model.safetensors", 1, 1)

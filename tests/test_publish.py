@@ -254,6 +254,48 @@ def test_without_exchange_two_renames_do_and_a_kill_between_them_is_completed(pl
     assert gap  # the sweep did hit the moment between the two renames
 
 
+def publish_on(out: str | Path, value: int) -> None:
+    """As `publish`, but what a killed one has finished is kept."""
+    plan = plan_of(value)
+    data = bytes([value]) * 5000
+    facts = {tensor.name: [BoxFact(0, digest(data))] for file in plan.files for tensor in file.tensors}
+    with Publication(out, plan.digest, overwrite=True, resume=True) as publication:
+        for file in plan.files:
+            if file.name not in publication.finished:
+                opened = publication.create(file)
+                for tensor in file.tensors:
+                    files.pwrite_all(opened.fd, data, opened.offset_of(tensor), opened.path)
+                opened.finish()
+                publication.record(file.name, value)
+        print(len(publication.finished), flush=True)
+        write_manifest(publication, plan, facts, travelling={}, source="test")
+        publication.commit()
+
+
+RESUMER = (
+    PUBLISHER[: PUBLISHER.index("try:")] + inspect.getsource(publish_on) + "publish_on(sys.argv[1], int(sys.argv[2]))"
+)
+
+
+def test_killed_at_any_write_a_second_run_goes_on_to_the_same_directory(place: Path) -> None:
+    publish(place / "trace" / "out", 1)
+    calls = system_calls(RESUMER, place / "trace" / "out", 2, log=place / "log")
+    publish(place / "template" / "out", 1)
+    kept = []
+
+    def check(point: tuple[str, int]) -> None:
+        own = place / f"{point[0]}-{point[1]}"
+        shutil.copytree(place / "template", own)
+        strace(f"inject={point[0]}:signal=SIGKILL:when={point[1]}", RESUMER, own / "out", 2)
+        assert value_of(own / "out") in (1, 2), point
+        kept.extend(p.name for p in own.glob(".out.*.partial/*.finished"))
+        publish_on(own / "out", 2)
+        assert (value_of(own / "out"), os.listdir(own)) == (2, ["out"]), point
+
+    in_pairs(check, each_call(calls)[::2])
+    assert kept
+
+
 FAULTS = [("fsync", "EIO"), ("pwrite64", "ENOSPC"), ("fallocate", "ENOSPC"), ("ftruncate", "EIO"), ("renameat2", "EIO")]
 FAULTS += [("mkdir", "EROFS"), ("mkdirat", "EACCES")]
 

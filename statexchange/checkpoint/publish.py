@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from statexchange.errors import (
+    CorruptError,
     InvalidArgumentError,
     NotFoundError,
     StateExchangeError,
@@ -114,9 +115,14 @@ class Publication:
     Constructing it checks the target and takes the lock: TargetExistsError if `out` exists (unless
     `overwrite`) or is being published by another process; UnsafeError if overwriting would remove files that
     no manifest of ours lists. Ends in `commit` or `abandon`; in a with block `abandon` is the default.
+
+    With `resume`, output files of this very plan that a killed publisher had recorded as finished stay: `finished`
+    maps their names to the facts that `record` was given. It is for plans whose digest stands for every byte.
     """
 
-    def __init__(self, out: str | os.PathLike[str], plan_digest: str, *, overwrite: bool = False) -> None:
+    def __init__(
+        self, out: str | os.PathLike[str], plan_digest: str, *, overwrite: bool = False, resume: bool = False
+    ) -> None:
         self.out = target_path(out)
         self.parent, self.name = os.path.split(self.out)
         if not self.name:
@@ -124,14 +130,19 @@ class Publication:
         self._overwrite = overwrite
         self.path = os.path.join(self.parent, f".{self.name}.{plan_digest}.partial")
         self._open: list[OpenFile] = []
+        self.finished: dict[str, Any] = {}
         files.make_path(self.parent, 0o777)
         self._lock = FileLock(os.path.join(self.parent, f".{self.name}.lock"), thread_local=False)
         self._acquire()
         try:
             _complete_replacement(self.out)
             check_target(self.out, overwrite=overwrite)
-            self._remove_leftovers()
-            self._make_directory()
+            kept = resume and _is_our_directory(self.path)
+            self._remove_leftovers(os.path.basename(self.path) if kept else None)
+            if kept:
+                self._take_over()
+            else:
+                self._make_directory()
         except BaseException:
             self._unlock()
             raise
@@ -158,12 +169,34 @@ class Publication:
     def __exit__(self, *exception: object) -> None:
         self.abandon()
 
-    def _remove_leftovers(self) -> None:
+    def _remove_leftovers(self, kept: str | None) -> None:
         """What killed publishers have left: under our lock nobody else can be building for this target."""
         pattern = re.compile(re.escape(f".{self.name}.") + r"([0-9a-f]{32}\.partial|[0-9a-f]{16}\.discarded)")
         for name in files.list_directory(self.parent):
-            if pattern.fullmatch(name):
+            if pattern.fullmatch(name) and name != kept:
                 _discard(os.path.join(self.parent, name), self.name)
+
+    def _take_over(self) -> None:
+        """Keep the finished files of a killed publisher, each with its receipt; remove the rest."""
+        with files.directory(self.path) as dir_fd:
+            names = files.names_in(dir_fd, self.path)
+            for name in names:
+                facts = _finished_facts(name, dir_fd, self.path) if _receipt(name) in names else None
+                if facts is not None:
+                    self.finished[name] = facts
+            kept = {*self.finished, *map(_receipt, self.finished)}
+            for name in set(names) - kept:
+                files.remove_file(name, os.path.join(self.path, name), dir_fd)
+
+    def record(self, name: str, facts: Any) -> None:
+        """Remember durably that an output file is finished, and its facts (JSON), for whoever resumes after a kill."""
+        path = os.path.join(self.path, name)
+        try:
+            found = os.lstat(path)
+        except OSError as error:
+            raise StorageError.of(error, "look up", path=path) from error
+        self.write_text(_receipt(name), json.dumps([*_identity(found), facts], separators=(",", ":")).encode())
+        self.finished[name] = facts
 
     def create(self, plan: FilePlan) -> OpenFile:
         """A new output file with all its room reserved."""
@@ -193,6 +226,8 @@ class Publication:
     def commit(self) -> None:
         """Give the directory its name. After this it is there, whole and durable, whatever happens."""
         with files.directory(self.path) as dir_fd:
+            for name in map(_receipt, self.finished):
+                files.remove_file(name, os.path.join(self.path, name), dir_fd)
             files.sync_directory(dir_fd, self.path)
         if os.path.lexists(self.out):
             self._replace()
@@ -229,6 +264,37 @@ class Publication:
             self._unlock()
 
 
+def _receipt(name: str) -> str:
+    """The file beside an output file that says it is finished."""
+    return f".{name}.finished"
+
+
+def _identity(found: os.stat_result) -> list[int]:
+    """What shows that nobody has touched a finished file."""
+    return [found.st_size, found.st_mtime_ns]
+
+
+def _finished_facts(name: str, dir_fd: int, directory: str) -> Any:
+    """The facts of a finished output file; None unless its receipt is whole and fits."""
+    receipt = _receipt(name)
+    try:
+        path = os.path.join(directory, receipt)
+        raw: Any = files.parse_json(files.read_small(receipt, 1 << 30, dir_fd, path), path)
+        size, mtime_ns, facts = raw
+        found = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+    except (CorruptError, UnsafeError, NotFoundError, FileNotFoundError, TypeError, ValueError):
+        return None
+    return facts if stat.S_ISREG(found.st_mode) and _identity(found) == [size, mtime_ns] else None
+
+
+def _is_our_directory(path: str) -> bool:
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+
+
 def _waiting(out: str) -> str:
     """Where a whole directory waits to replace `out` by renames, which whoever comes next completes."""
     parent, name = os.path.split(out)
@@ -240,8 +306,7 @@ def _complete_replacement(out: str) -> None:
     parent, name = os.path.split(out)
     new, old = _waiting(out), os.path.join(parent, f".{name}.replaced")
     if os.path.lexists(new):
-        found = os.lstat(new)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        if not _is_our_directory(new):
             raise UnsafeError("refused: this is not what we had put there", path=new)
         if os.path.lexists(out):
             files.rename_new(out, old)

@@ -9,11 +9,11 @@ import click
 from statexchange.cli import command as commands
 from statexchange.cli.output import Output, fields_of
 from statexchange.cli.progress import Progress
-from statexchange.cli.text import format_seconds
-from statexchange.report.pictures import format_bytes
+from statexchange.cli.text import format_seconds, ranges
+from statexchange.report.pictures import format_bytes, shape_text
 
 if TYPE_CHECKING:
-    from statexchange.checkpoint.merge import MergeReport
+    from statexchange.checkpoint.merge import MergeReport, PlannedTensor
 
 
 def _parse_renames(
@@ -29,6 +29,11 @@ def _parse_renames(
 @commands.command
 @click.argument("source")
 @click.argument("out")
+@click.option(
+    "--layout",
+    metavar="FILE.json",
+    help="Where plain tensors of per-rank files belong, by name pattern: see below.",
+)
 @click.option("--include", multiple=True, metavar="GLOB", help="Only tensors whose name matches; may be repeated.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="No tensors whose name matches; may be repeated.")
 @click.option(
@@ -40,6 +45,11 @@ def _parse_renames(
     default="equal",
     show_default=True,
     help="Copies must be equal, or the lowest rank's is taken.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float16", "bfloat16", "float32", "float64"]),
+    help="Write floating tensors in this dtype; integers and float8 stay as they are.",
 )
 @click.option(
     "--max-shard-size",
@@ -70,14 +80,32 @@ def _parse_renames(
 @click.option("--overwrite", is_flag=True, help="Replace the checkpoint that lies at OUT.")
 @click.option("--dry-run", is_flag=True, help="Check everything and say what would be written.")
 def command(output: Output, source: str, out: str, **options: Any) -> int:
-    """Merge the shards at SOURCE into the checkpoint directory OUT, whole or not at all."""
+    """Merge the shards at SOURCE into the checkpoint directory OUT, whole or not at all.
+
+    \b
+    A layout file maps name patterns to rules; the first that matches wins:
+      {"grid": {"pp": 2, "ep": 2, "tp": 4},         the ranks, slowest axis first
+       "rules": {
+         "*.o_proj.weight": {"dim": 1, "axis": "tp"},
+         "*.gate_up.weight": {"dim": 0, "axis": "tp", "blocks": [1, 1]},
+         "*.qkv.weight": {"dim": 0, "axis": "tp",
+                          "split": {"qkv": {"q": 4, "k": 1, "v": 1}}},
+         "*.experts.*": {"renumber": "experts", "axis": "ep"},
+         "*.scale": {"reduce": "max"}}}
+    Without a grid the rules alone do. Words of transformers' tp_plan are rules too.
+    All of it: python -m pydoc statexchange.layout.rules
+    """
     from statexchange.checkpoint.merge import merge_checkpoint
 
     commands.refuse_other_ranks()
     with Progress(output, "merge") as progress:
         report = merge_checkpoint(source, out, **options, on_progress=progress)
+    for note in report.notes:
+        output.warning(note)
     _show(output, report)
-    return output.finish("OK", fields_of(report))
+    fields = fields_of(report)
+    tensors = [fields_of(tensor) for tensor in fields.pop("tensors")]
+    return output.finish("OK", fields, rows=("tensors", tensors) if report.dry_run else None)
 
 
 def _show(output: Output, report: MergeReport) -> None:
@@ -86,5 +114,17 @@ def _show(output: Output, report: MergeReport) -> None:
     output.line(f"{done} {report.num_tensors:,} tensors, {format_bytes(report.nbytes)}, into {report.path}{pace}")
     for name, nbytes in report.files:
         output.line(f"  {name}  {format_bytes(nbytes)}")
+    for name in report.reused:
+        output.line(f"  {name} had been finished by a merge that was interrupted")
+    rows = [[t.name, t.dtype, shape_text(t.shape), t.file, _origin(t)] for t in report.tensors]
+    if rows:
+        output.table(["tensor", "dtype", "shape", "file", "from"], rows)
     for alias, kept in report.aliases.items():
         output.line(f"  {alias} is tied to {kept}, which is written once")
+
+
+def _origin(tensor: PlannedTensor) -> str:
+    """Which ranks supply a tensor, and in how many boxes."""
+    boxes = f"{tensor.num_boxes} boxes of " if tensor.num_boxes != len(tensor.ranks) else ""
+    source = f", as {tensor.source}" if tensor.source != tensor.name else ""
+    return f"{boxes}rank{'s' if len(tensor.ranks) != 1 else ''} {ranges(tensor.ranks)}{source}"

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError
 from statexchange.exchange.buffers import dtype_name, host_bytes, is_tensor, same_memory, settled
+from statexchange.layout.rules import Layout, Part, Rule, place
 from statexchange.layout.shards import Box, Shard, full_box
 from statexchange.storage.tensorfile import Held
 
 __all__ = [
     "Description",
     "HeldTensor",
-    "Layout",
     "describe",
     "is_module",
     "load_extra_state",
@@ -27,20 +26,19 @@ __all__ = [
 # What wrappers put into module names: torch.compile, FSDP1, activation checkpointing.
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
-Layout = Mapping[str, Any]
-
 
 @dataclass(frozen=True, slots=True)
 class HeldTensor:
     """One tensor of this rank's: its shard, and for each box the tensor that holds it.
 
-    `cut_dim` is set for a plain tensor that a layout rule calls one of equal-rank parts: its true box is known once all
-    ranks' parts are. `cast` is the torch dtype in which its bytes are wanted, if another.
+    `part` is set for a plain tensor that has a layout rule: its shard says where the boxes lie in this rank's tensor,
+    and where they lie in the whole is known once all ranks' parts are. `cast` is the torch dtype in which its bytes
+    are wanted, if another.
     """
 
     shard: Shard
     tensors: tuple[Any, ...]
-    cut_dim: int | None = None
+    part: Part | None = None
     cast: Any = None
 
     def box_bytes(self, index: int) -> memoryview:
@@ -66,23 +64,24 @@ class Description:
     unused: tuple[str, ...] = ()
 
 
-def describe(state: Any, layout: Layout | None = None) -> Description:
+def describe(state: Any, layout: Layout | None = None, rank: int = 0) -> Description:
     """Describe a module, a mapping of names to tensors, or a list of modules (pipeline parts). Not collective.
 
     Raises UnsupportedError, naming the tensor, for what has no faithful representation: a Partial placement, sparse,
-    quantised or meta tensors.
+    quantised or meta tensors. `rank` is this one's, where a layout gives boxes by rank.
     """
     held: dict[str, HeldTensor] = {}
     aliases: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
-    rules = _Rules(layout or {})
+    rules = layout or Layout({})
     for name, tensor in named_tensors(state):
-        if name in held:
-            raise InvalidArgumentError("two parts of the state use this name", name=name)
-        held[name] = _hold(name, settled(tensor), rules.rule_for(name))
-        key = same_memory(held[name].tensors[0]) if held[name].tensors else None
-        if key is not None and seen.setdefault(key, name) != name:
-            aliases[name] = seen[key]
+        for part in _hold(name, settled(tensor), rules.rule_for(name), rank):
+            if part.shard.name in held:
+                raise InvalidArgumentError("two parts of the state use this name", name=part.shard.name)
+            held[part.shard.name] = part
+            key = same_memory(part.tensors[0]) if part.tensors else None
+            if key is not None and seen.setdefault(key, part.shard.name) != part.shard.name:
+                aliases[part.shard.name] = seen[key]
     return Description(held, aliases, tuple(sorted(rules.unused)))
 
 
@@ -140,21 +139,24 @@ def _clean(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _hold(name: str, tensor: Any, rule: Any) -> HeldTensor:
+def _hold(name: str, tensor: Any, rule: Rule | None, rank: int) -> list[HeldTensor]:
     dtype = dtype_name(tensor, name)
     shape = tuple(int(size) for size in tensor.shape)
     if hasattr(tensor, "__create_chunk_list__"):
-        return _hold_chunks(name, dtype, shape, tensor)
+        return [_hold_chunks(name, dtype, shape, tensor)]
     if rule is None:
-        return HeldTensor(Shard(name, dtype, shape, (full_box(shape),)), (tensor,))
-    if isinstance(rule, int):
-        if not -len(shape) <= rule < len(shape):
-            raise InvalidArgumentError(f"layout says dim {rule}, but the shape is {shape}", name=name)
-        return HeldTensor(Shard(name, dtype, shape, (full_box(shape),)), (tensor,), rule % len(shape))
-    global_shape, box = rule
-    if box.shape != shape:
-        raise InvalidArgumentError("layout box and tensor differ in shape", name=name, expected=box.shape, found=shape)
-    return HeldTensor(Shard(name, dtype, global_shape, (box,)), (tensor,))
+        return [HeldTensor(Shard(name, dtype, shape, (full_box(shape),)), (tensor,))]
+    if rule.reduce is not None or rule.renumber:
+        raise UnsupportedError(
+            "a layout reduces and renumbers what lies in files only: save_checkpoint, then merge --layout", name=name
+        )
+    return [_hold_part(part, dtype, tensor) for part in rule.parts(name, shape, rank)]
+
+
+def _hold_part(part: Part, dtype: str, tensor: Any) -> HeldTensor:
+    boxes = part.local_boxes()
+    parts = [tensor[tuple(slice(o, e) for o, e in zip(box.offsets, box.ends, strict=True))] for box in boxes]
+    return HeldTensor(Shard(part.name, dtype, part.shape, boxes), tuple(parts) if part.cuts else (tensor,), part)
 
 
 def _hold_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Any) -> HeldTensor:
@@ -200,55 +202,19 @@ def _chunk_tensor(name: str, tensor: Any, chunk: Any) -> Any:
     return tensor.__get_tensor_shard__(MetadataIndex(name, chunk.offsets))
 
 
-class _Rules:
-    """Layout rules by name pattern; each gives None (replicated), a dim, or (global shape, box)."""
-
-    def __init__(self, layout: Layout) -> None:
-        if not isinstance(layout, Mapping):
-            raise InvalidArgumentError(f"layout must map name patterns to rules, not be a {type(layout).__name__}")
-        self._rules = [(pattern, _parse_rule(pattern, rule)) for pattern, rule in layout.items()]
-        self.unused = set(layout)
-
-    def rule_for(self, name: str) -> Any:
-        for pattern, rule in self._rules:
-            if fnmatch.fnmatchcase(name, pattern):
-                self.unused.discard(pattern)
-                return rule
-        return None
+def resolve_layout(described: Sequence[Sequence[tuple[Shard, Part | None]]], layout: Layout) -> list[list[Shard]]:
+    """Every rank's shards, with the parts that layout rules speak of placed where they lie in the whole."""
+    parts: dict[str, dict[int, Part]] = {}
+    for rank, shards in enumerate(described):
+        for shard, part in shards:
+            if part is not None:
+                parts.setdefault(shard.name, {})[rank] = part
+    placed = {name: place(held, layout.grid) for name, held in parts.items()}
+    return [
+        [shard if part is None else _placed(shard, *placed[shard.name][rank]) for shard, part in shards]
+        for rank, shards in enumerate(described)
+    ]
 
 
-def _parse_rule(pattern: str, rule: Any) -> Any:
-    """torch's Shard(dim), Replicate(), ``{"dim": 0}``, or ``{"global_shape": ..., "offsets": ..., "shape": ...}``."""
-    if type(rule).__name__ == "Replicate":
-        return None
-    if type(rule).__name__ == "Shard":
-        return int(rule.dim)
-    if isinstance(rule, Mapping) and rule.keys() == {"dim"}:
-        return int(rule["dim"])
-    if isinstance(rule, Mapping) and rule.keys() == {"global_shape", "offsets", "shape"}:
-        return tuple(rule["global_shape"]), Box(tuple(rule["offsets"]), tuple(rule["shape"]))
-    raise InvalidArgumentError(
-        f"layout rule for {pattern!r} must be Shard(dim), Replicate(), a mapping with dim, or a box, not {rule!r}"
-    )
-
-
-def resolve_layout(described: Sequence[Sequence[tuple[Shard, int | None]]]) -> list[list[Shard]]:
-    """Every rank's shards, with parts that a layout rule cuts along a dim placed one after another in rank order."""
-    begins: dict[str, int] = {}
-    totals: dict[str, int] = {}
-    for shards in described:
-        for shard, dim in shards:
-            if dim is not None:
-                totals[shard.name] = totals.get(shard.name, 0) + shard.global_shape[dim]
-    return [[_placed(shard, dim, begins, totals) for shard, dim in shards] for shards in described]
-
-
-def _placed(shard: Shard, dim: int | None, begins: dict[str, int], totals: dict[str, int]) -> Shard:
-    if dim is None:
-        return shard
-    shape = shard.global_shape
-    begin = begins.get(shard.name, 0)
-    begins[shard.name] = begin + shape[dim]
-    offsets = tuple(begin if d == dim else 0 for d in range(len(shape)))
-    global_shape = tuple(totals[shard.name] if d == dim else size for d, size in enumerate(shape))
-    return Shard(shard.name, shard.dtype, global_shape, (Box(offsets, shape),))
+def _placed(shard: Shard, global_shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Shard:
+    return replace(shard, global_shape=global_shape, boxes=boxes)

@@ -17,8 +17,9 @@ from statexchange.comm.communicator import Communicator
 from statexchange.comm.world import as_communicator
 from statexchange.errors import InvalidArgumentError, ReplicaError, StorageError, UnsupportedError
 from statexchange.exchange.buffers import dtype_name
-from statexchange.exchange.describe import Description, Layout, describe, resolve_layout
+from statexchange.exchange.describe import Description, describe, resolve_layout
 from statexchange.layout.plan import Holding, Plan, PlanOptions, Rename, TensorPlan, plan_merge
+from statexchange.layout.rules import Layout, Part
 from statexchange.layout.shards import ITEMSIZE, Box, Shard
 from statexchange.storage import files
 from statexchange.storage.regions import write_box
@@ -63,7 +64,7 @@ def export_checkpoint(
     out: str | os.PathLike[str],
     *,
     comm: Any = None,
-    layout: Layout | None = None,
+    layout: Mapping[str, Any] | None = None,
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     rename: Rename = (),
@@ -83,7 +84,7 @@ def export_checkpoint(
 
     `state`: a module, a mapping of names to tensors, or a list of modules. DTensors say where they belong; a plain
     tensor counts as a replica unless `layout` has a rule for its name pattern: torch's ``Shard(dim)`` or
-    ``Replicate()``, ``{"dim": 0}``, or ``{"global_shape", "offsets", "shape"}``. `include` and `exclude` are shell
+    ``Replicate()``, ``{"dim": 0}``, or what else `statexchange.layout.rules` tells. `include` and `exclude` are shell
     patterns, one or several; `rename` a function or (regex, replacement) pairs; `dtype` casts floating tensors;
     `replicas="root"` takes the first holder's copy where copies differ; `files_from` names a directory (its small files
     go along) or files; `on_progress(done, total)` is called with this rank's bytes. `stall_timeout_s` limits
@@ -107,8 +108,9 @@ def export_checkpoint(
         )
         if communicator.num_nodes > 1:
             raise UnsupportedError(f"export needs all ranks on one host; these are on {communicator.num_nodes}")
-        described = _cast(describe(state, layout), dtype)
-    trip = _Export(communicator, described, os.fspath(out), options, stall_timeout_s, clock)
+        rules = Layout.parse(layout or {})
+        described = _cast(describe(state, rules, communicator.rank), dtype)
+    trip = _Export(communicator, described, os.fspath(out), options, rules, stall_timeout_s, clock)
     return trip.run(overwrite=overwrite, files_from=files_from, on_progress=on_progress)
 
 
@@ -153,6 +155,7 @@ class _Export:
         described: Description,
         out: str,
         options: PlanOptions,
+        layout: Layout,
         stall_timeout_s: float,
         clock: _Clock,
     ) -> None:
@@ -160,6 +163,7 @@ class _Export:
         self._described = described
         self._out = out
         self._options = options
+        self._layout = layout
         self._stall_timeout_s = stall_timeout_s
         self._clock = clock
         self._publication: Publication | None = None
@@ -191,17 +195,21 @@ class _Export:
                 self._publication.abandon()
 
     def _description_bytes(self) -> bytes:
-        held = [[h.shard.to_json(), h.cut_dim] for h in self._described.held.values()]
+        held = [[h.shard.to_json(), h.part.to_json() if h.part else None] for h in self._described.held.values()]
         return json.dumps([held, dict(self._described.aliases), self._described.unused], separators=(",", ":")).encode()
 
     def _prepare(self, answers: Sequence[bytes], overwrite: bool, files_from: Any) -> None:
         """Root: prove the cover, take the target, and make the files."""
         parsed = [json.loads(answer) for answer in answers]
-        described = [[(Shard.from_json(raw), dim) for raw, dim in held] for held, _, _ in parsed]
+        self._layout.check_ranks(range(len(parsed)))
+        described = [
+            [(Shard.from_json(raw), Part.from_json(part) if part is not None else None) for raw, part in held]
+            for held, _, _ in parsed
+        ]
         unused = set.intersection(*(set(patterns) for _, _, patterns in parsed))
         if unused:
             raise InvalidArgumentError(f"layout pattern {min(unused)!r} matches no tensor")
-        shards = resolve_layout(described)
+        shards = resolve_layout(described, self._layout)
         holdings = [Holding(rank, shards[rank], parsed[rank][1]) for rank in range(len(parsed))]
         self._plan = plan_merge(holdings, self._options)
         self._travelling = travelling_files(files_from)

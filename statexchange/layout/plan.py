@@ -70,6 +70,11 @@ class PlanOptions:
         if self.replicas not in ("equal", "root"):
             raise InvalidArgumentError(f"replicas must be 'equal' or 'root', not {self.replicas!r}")
 
+    def wants(self, name: str) -> bool:
+        """Whether a source name is selected."""
+        included = not self.include or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.include)
+        return included and not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude)
+
     @classmethod
     def of(
         cls,
@@ -180,8 +185,8 @@ def parse_size(size: int | str) -> int:
     return int(Fraction(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() if unit else " "))
 
 
-def plan_merge(holdings: Sequence[Holding], options: PlanOptions | None = None) -> Plan:
-    """The plan that merges `holdings`. Not collective.
+def plan_merge(holdings: Sequence[Holding], options: PlanOptions | None = None, *, basis: str = "") -> Plan:
+    """The plan that merges `holdings`. Not collective. `basis` is what else the bytes depend on, for the digest.
 
     Raises IncompleteError (a region nobody holds), OverlapError (a region claimed by different boxes) or
     CorruptError (dtype or global shape differ between holders); each names tensor, region and ranks. A
@@ -197,7 +202,7 @@ def plan_merge(holdings: Sequence[Holding], options: PlanOptions | None = None) 
     tensors = [_plan_tensor(new, by_name[old], holdings, options, load) for new, old in renamed.items()]
     files = _deal(tensors, options)
     written = {_apply(options.rename, alias): _apply(options.rename, kept) for alias, kept in aliases.items()}
-    return Plan(files, written, _digest(files, written))
+    return Plan(files, written, _digest(files, written, basis))
 
 
 def _by_name(holdings: Sequence[Holding]) -> dict[str, list[tuple[int, Shard]]]:
@@ -209,14 +214,10 @@ def _by_name(holdings: Sequence[Holding]) -> dict[str, list[tuple[int, Shard]]]:
 
 
 def _select(by_name: dict[str, list[tuple[int, Shard]]], options: PlanOptions) -> dict[str, list[tuple[int, Shard]]]:
-    def wanted(name: str) -> bool:
-        included = not options.include or any(fnmatch.fnmatchcase(name, p) for p in options.include)
-        return included and not any(fnmatch.fnmatchcase(name, p) for p in options.exclude)
-
     for pattern in options.include:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in by_name):
             raise InvalidArgumentError(f"include pattern {pattern!r} matches no tensor")
-    chosen = {name: held for name, held in by_name.items() if wanted(name)}
+    chosen = {name: held for name, held in by_name.items() if options.wants(name)}
     if by_name and not chosen:
         raise InvalidArgumentError(f"exclude patterns {list(options.exclude)} leave no tensor")
     return chosen
@@ -271,8 +272,10 @@ def _plan_tensor(
         for what in ("dtype", "global_shape"):
             ours, theirs = getattr(first, what), getattr(shard, what)
             if ours != theirs:
+                plain = all(s.boxes == (full_box(s.global_shape),) for s in (first, shard)) and what == "global_shape"
+                hint = f'; if each holds a part, a layout says so: {{"{first.name}": {{"dim": 0}}}}' if plain else ""
                 raise CorruptError(
-                    f"ranks {holdings[held[0][0]].rank} and {holdings[holder].rank} disagree on the {what}",
+                    f"ranks {holdings[held[0][0]].rank} and {holdings[holder].rank} disagree on the {what}{hint}",
                     name=first.name,
                     rank=holdings[holder].rank,
                     expected=ours,
@@ -386,7 +389,7 @@ def _file_plan(index: int, count: int, tensors: list[TensorPlan], options: PlanO
     return FilePlan(options.filename_pattern.replace("{suffix}", suffix), tuple(placed))
 
 
-def _digest(files: tuple[FilePlan, ...], aliases: Mapping[str, str]) -> str:
+def _digest(files: tuple[FilePlan, ...], aliases: Mapping[str, str], basis: str) -> str:
     facts = [[f.name, [[t.name, t.source, t.dtype, t.shape, t.begin] for t in f.tensors]] for f in files]
-    text = json.dumps([facts, sorted(aliases.items())], separators=(",", ":"))
+    text = json.dumps([facts, sorted(aliases.items()), *([basis] if basis else [])], separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

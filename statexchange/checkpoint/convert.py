@@ -1,0 +1,91 @@
+"""Values that change on their way from source to output: another floating dtype, or several copies made one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from statexchange.errors import InvalidArgumentError
+from statexchange.layout.arrays import DTYPE_NAMES, LONG_NAMES, array_over
+from statexchange.layout.plan import Holding
+from statexchange.layout.shards import ITEMSIZE, Box, intersect
+from statexchange.storage.regions import BoxReader, within
+
+__all__ = ["FLOATS", "ConvertingReader", "cast_holdings", "converted", "float_name", "output_dtype"]
+
+FLOATS = ("F16", "BF16", "F32", "F64")
+_REDUCE = {"max": np.maximum, "min": np.minimum}
+
+
+def float_name(dtype: Any) -> str | None:
+    """The safetensors name of the floating dtype that a caller asks for by name or as torch's; None for None."""
+    if dtype is None:
+        return None
+    name = DTYPE_NAMES.get(str(dtype).removeprefix("torch."), str(dtype))
+    if name not in FLOATS:
+        known = ", ".join(LONG_NAMES[float_] for float_ in FLOATS)
+        raise InvalidArgumentError(f"dtype must be one of {known}, not {dtype!r}")
+    return name
+
+
+def output_dtype(dtype: str, wanted: str | None) -> str:
+    """The dtype in which a tensor of `dtype` is written: floating ones as `wanted`, all others as they are."""
+    return wanted if wanted is not None and dtype in FLOATS else dtype
+
+
+def cast_holdings(holdings: list[Holding], wanted: str | None) -> Iterator[Holding]:
+    """What holders will supply, with the dtypes that will be written."""
+    for holding in holdings:
+        shards = [replace(shard, dtype=output_dtype(shard.dtype, wanted)) for shard in holding.shards]
+        yield replace(holding, shards=shards)
+
+
+def converted(array: Any, dtype: str) -> Any:
+    """`array` in a floating dtype, rounded to nearest even by way of float32, bit by bit as torch's `to` does."""
+    target = array_over(b"", dtype, (0,)).dtype
+    with np.errstate(all="ignore"):  # a value out of range becomes infinite, as it does in torch
+        if array.dtype != np.float64 or dtype != "F64":
+            array = array.astype(np.float32, copy=False)
+        return array.astype(target, copy=False)
+
+
+class ConvertingReader:
+    """One BoxReader, or several of equal boxes to be reduced, whose values are given in another dtype, and hashed."""
+
+    def __init__(self, readers: Sequence[BoxReader], held: str, given: str, reduce: str | None, hasher: Any) -> None:
+        self.readers = readers
+        self.box = readers[0].box
+        self._held = held
+        self._given = given
+        self._reduce = reduce
+        self._hasher = hasher
+
+    @property
+    def left(self) -> int:
+        """Bytes that are still to come from the source."""
+        return self.readers[0].left
+
+    def copy_into(self, buffer: memoryview, window: Box, bounce: memoryview) -> int:
+        """As BoxReader's; `bounce` is three times as large as the window is in the wider of the two dtypes."""
+        part = intersect(self.box, window)
+        if part is None:
+            return 0
+        nbytes, third = part.numel * ITEMSIZE[self._held], len(bounce) // 3
+        values: Any = None
+        for reader in self.readers:
+            memory = bounce[:nbytes] if values is None else bounce[third : third + nbytes]
+            reader.copy_into(memory, part, bounce[2 * third :])
+            one = array_over(memory, self._held, part.shape)
+            values = one if values is None else _REDUCE[str(self._reduce)](values, one, out=values)
+        given = np.ascontiguousarray(converted(values, self._given) if self._given != self._held else values)
+        raw = given.reshape(-1).view(np.uint8)
+        self._hasher.update(raw)
+        array_over(buffer, self._given, window.shape)[within(part, window)] = given.reshape(part.shape)
+        return part.numel * ITEMSIZE[self._given]
+
+    def digest(self) -> str:
+        """The digest of all bytes given."""
+        return str(self._hasher.hexdigest())

@@ -1,0 +1,530 @@
+"""Layout rules: which part of which tensor a rank's plain tensor is, where the tensors do not say it themselves.
+
+A layout maps name patterns (shell patterns; the first that matches wins) to rules, and may name the axes of the grid
+in which the ranks stand, slowest first. `statexchange merge --layout FILE` reads it as JSON::
+
+    {
+      "grid": {"pp": 2, "tp": 4},
+      "rules": {
+        "*.embed_tokens.weight":   {"dim": 0, "axis": "tp"},
+        "*.o_proj.weight":         {"dim": 1, "axis": "tp"},
+        "*.gate_up_proj.weight":   {"dim": 0, "axis": "tp", "blocks": [1, 1]},
+        "*.qkv.weight":            {"dim": 0, "axis": "tp", "split": {"qkv": {"q_proj": 4, "k_proj": 1, "v_proj": 1}}},
+        "*.input_scale":           {"reduce": "max"},
+        "*":                       "replicate"
+      }
+    }
+
+Without a grid the rules alone do: ``{"*.o_proj.weight": {"dim": 1}}``. A rule is one of these, or a list of several:
+
+``"replicate"``
+    Every rank has the whole tensor. Copies must be equal. So it is for tensors without a rule.
+``{"dim": 1}``
+    The ranks' tensors lie one after another along dim 1, in the order of ranks. Their sizes may differ.
+``{"dim": 1, "axis": "tp"}``
+    The same along one axis of the grid; ranks that differ in other axes only have copies. A list of axes, slowest
+    first, cuts along all of them; an empty list cuts nothing.
+``{"dim": 0, "blocks": [32, 8, 8]}``
+    A fused tensor (QKV, gate and up): each rank has its part of each block, one after another. Sizes or ratios.
+``{"dim": 0, "split": {"qkv": {"q_proj": 32, "k_proj": 8, "v_proj": 8}}}``
+    The same, and each block becomes a tensor of its own: this part of the name is replaced. With
+    ``"interleaved": true`` the blocks, now in whole sizes, repeat along the dim (Megatron's groups of heads).
+``{"dim": 0, "axis": "ep"}`` and ``{"renumber": "experts", "axis": "ep"}``
+    Experts: stacked along a dim; or one tensor each, whose number after the name's part ``experts`` is the rank's own
+    and is counted on over the ranks. ``{"renumber": "layers", "axis": "pp"}`` does it for layers of pipeline stages.
+``{"reduce": "max"}``
+    Copies differ, and the largest (or "min", the smallest) value of each element is right: scales of float8 weights.
+``{"global_shape": [8, 4], "boxes": [[[[0, 0], [2, 4]]], ...]}``
+    Explicit: for each rank its list of boxes, each (offsets, shape); several lie one after another along "dim" (0).
+``{"global_shape": [8, 4], "offsets": [2, 0], "shape": [2, 4]}``
+    The box of the rank that says it, for live ranks.
+``"colwise"``, ``"rowwise"``, ``"packed_colwise"``, ...
+    transformers' words: `model.tp_plan` may be given as it is. Such a pattern may also name the tensor's module. The
+    axis is "tp" ("ep" for "grouped_gemm") where the grid has it.
+
+torch's ``Shard(dim)`` and ``Replicate()`` are understood too.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, product
+from typing import Any
+
+from statexchange.errors import IncompleteError, InvalidArgumentError
+from statexchange.layout.shards import Box, full_box, sizes_from_json
+
+__all__ = ["Cut", "Layout", "Part", "Rule", "place", "renumbered"]
+
+_SHOWN = 8
+_CUT_KEYS = {"dim", "axis", "blocks", "split", "interleaved"}
+_BOXES_KEYS = {"global_shape", "boxes", "dim"}
+_OWN_BOX_KEYS = {"global_shape", "offsets", "shape"}
+_REDUCTIONS = ("max", "min")
+
+# transformers' words: which dim of a tensor with n dims they cut (None: none), and into how many packed blocks.
+_COLWISE = ("colwise", "colwise_rep", "colwise_gather_output", "local_colwise")
+_ROWWISE = ("rowwise", "rowwise_rep", "rowwise_split_input", "local_rowwise")
+_PACKED_ROWWISE = ("packed_rowwise", "local_packed_rowwise")
+_WHOLE = {"replicate", "replicated_with_grad_allreduce", "sequence_parallel", "mla_kv_a_proj", "all_reduce", "local"}
+_WHOLE |= {"local_params", "gather", "moe_tp_experts", "moe_identity_expert", "ep_dispatch_experts"}
+_WORDS = {*_COLWISE, *_ROWWISE, "embedding_rowwise", "embedding_colwise", "packed_colwise", *_PACKED_ROWWISE}
+_WORDS |= {"grouped_gemm"} | _WHOLE
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a rank's tensor lies along one dim: `segments` are (block, begin in the rank's tensor, size).
+
+    Over all ranks along `axes` (None: all that hold the tensor, in order) block after block makes the dim.
+    """
+
+    dim: int
+    axes: tuple[str, ...] | None
+    segments: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rank's plain tensor, or a slice of it, as a part of the tensor `name`; `shape` is the rank's tensor's.
+
+    `fixed` is set where a rule gives the boxes themselves: the global shape and, for each segment, its box.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    cuts: tuple[Cut, ...] = ()
+    fixed: tuple[tuple[int, ...], tuple[Box, ...]] | None = None
+
+    def local_boxes(self) -> tuple[Box, ...]:
+        """Where each box's elements lie in the rank's tensor, in the order of the boxes that `place` gives."""
+        found = []
+        for segments in product(*(cut.segments for cut in self.cuts)):
+            offsets, sizes = [0] * len(self.shape), list(self.shape)
+            for cut, (_, begin, size) in zip(self.cuts, segments, strict=True):
+                offsets[cut.dim], sizes[cut.dim] = begin, size
+            found.append(Box(tuple(offsets), tuple(sizes)))
+        return tuple(found)
+
+    def to_json(self) -> list[Any]:
+        """A JSON value that `from_json` reads."""
+        fixed = [list(self.fixed[0]), [box.to_json() for box in self.fixed[1]]] if self.fixed else None
+        return [self.name, list(self.shape), [[c.dim, c.axes, c.segments] for c in self.cuts], fixed]
+
+    @classmethod
+    def from_json(cls, raw: Any) -> Part:
+        """The part that `to_json` wrote."""
+        name, shape, cuts, fixed = raw
+        read = [Cut(dim, None if axes is None else tuple(axes), tuple(map(tuple, s))) for dim, axes, s in cuts]
+        boxes = (tuple(fixed[0]), tuple(Box.from_json(box) for box in fixed[1])) if fixed is not None else None
+        return cls(name, tuple(shape), tuple(read), boxes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One cut of a rule: `split` is (part of the name, new parts) where each block becomes a tensor of its own."""
+
+    dim: int
+    axes: tuple[str, ...] | None
+    blocks: tuple[int, ...] = (1,)
+    split: tuple[str, tuple[str, ...]] | None = None
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One parsed rule: how the tensor is cut (`steps`, a `word` of transformers along `word_axes`, or `boxes` by rank),
+    what is counted on in its name (`renumber`), and what is done with copies that differ (`reduce`).
+    """
+
+    pattern: str
+    steps: tuple[_Step, ...] = ()
+    word: str | None = None
+    word_axes: tuple[str, ...] | None = None
+    boxes: Mapping[str, Any] | None = None
+    renumber: tuple[tuple[str, tuple[str, ...] | None], ...] = ()
+    reduce: str | None = None
+
+    def parts(self, name: str, shape: tuple[int, ...], rank: int) -> list[Part]:
+        """What rank `rank`'s tensor of `shape` is a part of; a rule that does not fit it is an InvalidArgumentError."""
+        try:
+            if self.boxes is not None:
+                return [_fixed_part(name, shape, rank, self.boxes)]
+            steps = self.steps if self.word is None else _word_steps(self.word, self.word_axes, name, len(shape))
+            return _cut_parts(name, shape, steps)
+        except (ValueError, TypeError, IndexError, KeyError) as error:
+            raise InvalidArgumentError(f"layout rule for {self.pattern!r}: {error}", name=name, rank=rank) from None
+
+
+@dataclass(slots=True)
+class Layout:
+    """Rules by name pattern, in order, and the grid of ranks. `unused` are patterns that no name has matched so far."""
+
+    rules: Mapping[str, Rule]
+    grid: Mapping[str, int] = field(default_factory=dict)
+    unused: set[str] = field(default_factory=set)
+
+    @classmethod
+    def parse(cls, raw: Any) -> Layout:
+        """The layout that this module's text describes; anything else is an InvalidArgumentError saying where."""
+        if not isinstance(raw, Mapping):
+            raise InvalidArgumentError(f"layout must map name patterns to rules, not be a {type(raw).__name__}")
+        with_grid = "grid" in raw or isinstance(raw.get("rules"), Mapping)
+        unknown = sorted(str(key) for key in set(raw) - {"grid", "rules"}) if with_grid else []
+        if unknown:
+            raise InvalidArgumentError(f"layout has the unknown key {unknown[0]!r} beside 'grid' and 'rules'")
+        rules, grid = (raw.get("rules", {}), raw.get("grid", {})) if with_grid else (raw, {})
+        if not isinstance(grid, Mapping) or any(type(size) is not int or size < 1 for size in grid.values()):
+            raise InvalidArgumentError(f'layout grid must be like {{"pp": 2, "tp": 4}}, not {grid!r:.100}')
+        parsed = {str(pattern): _parse_rule(str(pattern), rule, grid) for pattern, rule in rules.items()}
+        return cls(parsed, dict(grid), set(parsed))
+
+    def rule_for(self, name: str) -> Rule | None:
+        """The first rule whose pattern matches the name, else the first word that matches the name of its module."""
+        module = name.rpartition(".")[0]
+        named = [rule for pattern, rule in self.rules.items() if fnmatch.fnmatchcase(name, pattern)]
+        named = named or [r for pattern, r in self.rules.items() if r.word and fnmatch.fnmatchcase(module, pattern)]
+        if not named:
+            return None
+        self.unused.discard(named[0].pattern)
+        return named[0]
+
+    def check_ranks(self, ranks: Sequence[int]) -> None:
+        """InvalidArgumentError unless these are all ranks of the grid, if there is one."""
+        wanted = math.prod(self.grid.values())
+        if self.grid and sorted(ranks) != list(range(wanted)):
+            shape = " x ".join(f"{axis} {size}" for axis, size in self.grid.items())
+            raise InvalidArgumentError(f"the layout's grid ({shape}) is of {wanted} ranks; there are {len(ranks)}")
+
+
+def _parse_rule(pattern: str, raw: Any, grid: Mapping[str, int]) -> Rule:
+    steps: list[_Step] = []
+    words: list[str] = []
+    boxes: list[Mapping[str, Any]] = []
+    renumber: list[tuple[str, tuple[str, ...] | None]] = []
+    reduce: str | None = None
+    for one in raw if isinstance(raw, list) else [raw]:
+        keys = one.keys() if isinstance(one, Mapping) else set()
+        if isinstance(one, str) and one in _WORDS:
+            words.append(one)
+        elif type(one).__name__ == "Shard":
+            steps.append(_Step(int(one.dim), _axes(pattern, {}, grid)))
+        elif type(one).__name__ == "Replicate":
+            words.append("replicate")
+        elif keys == {"reduce"} and one["reduce"] in _REDUCTIONS:
+            reduce = one["reduce"]
+        elif "renumber" in keys and keys <= {"renumber", "axis"}:
+            renumber.append((str(one["renumber"]), _axes(pattern, one, grid)))
+        elif "dim" in keys and keys <= _CUT_KEYS:
+            steps.append(_parse_step(pattern, one, grid))
+        elif "global_shape" in keys and (keys <= _BOXES_KEYS or keys == _OWN_BOX_KEYS):
+            boxes.append(one)
+        else:
+            raise _no_rule(pattern, one)
+    if len(words) + len(boxes) + bool(steps) > 1 or len({step.dim for step in steps}) < len(steps):
+        raise InvalidArgumentError(f"layout rule for {pattern!r} says twice how a tensor is cut: {raw!r:.200}")
+    word = words[0] if words else None
+    axes = _word_axes(pattern, word, grid) if word is not None and word not in _WHOLE else None
+    return Rule(pattern, tuple(steps), word, axes, boxes[0] if boxes else None, tuple(renumber), reduce)
+
+
+def _no_rule(pattern: str, raw: Any) -> InvalidArgumentError:
+    known = {"reduce", "renumber"} | _CUT_KEYS | _BOXES_KEYS | _OWN_BOX_KEYS
+    unknown = sorted(str(key) for key in raw if key not in known) if isinstance(raw, Mapping) else []
+    if unknown:
+        return InvalidArgumentError(f"layout rule for {pattern!r} has the unknown key {unknown[0]!r}: {raw!r:.200}")
+    return InvalidArgumentError(
+        f'layout rule for {pattern!r} must be Shard(dim), Replicate(), a mapping with dim ({{"dim": 0}}), "replicate", '
+        f'{{"reduce": "max"}}, {{"renumber": "experts"}}, boxes, a word of transformers\' tp_plan, or a list of these, '
+        f"not {raw!r:.200}"
+    )
+
+
+def _axes(pattern: str, raw: Mapping[str, Any], grid: Mapping[str, int]) -> tuple[str, ...] | None:
+    """The axes that a rule names; of a grid with one axis that one; without a grid None."""
+    if "axis" not in raw:
+        if len(grid) > 1:
+            raise InvalidArgumentError(f'layout rule for {pattern!r} must say its "axis": one of {list(grid)}')
+        return tuple(grid) or None
+    said = raw["axis"]
+    axes = (said,) if isinstance(said, str) else tuple(said) if isinstance(said, list | tuple) else (said,)
+    for axis in axes:
+        if axis not in grid:
+            raise InvalidArgumentError(f'layout rule for {pattern!r}: axis {axis!r} is not in the "grid" {dict(grid)}')
+    return axes
+
+
+def _word_axes(pattern: str, word: str, grid: Mapping[str, int]) -> tuple[str, ...] | None:
+    usual = "ep" if word == "grouped_gemm" else "tp"
+    return (usual,) if usual in grid else _axes(pattern, {}, grid)
+
+
+def _parse_step(pattern: str, raw: Mapping[str, Any], grid: Mapping[str, int]) -> _Step:
+    dim, blocks, split = raw["dim"], raw.get("blocks"), raw.get("split")
+    axes = _axes(pattern, raw, grid)
+    name: tuple[str, tuple[str, ...]] | None = None
+    try:
+        if split is not None:
+            ((replaced, parts),) = split.items()
+            name, blocks = (str(replaced), tuple(map(str, parts))), list(parts.values())
+        sizes = (1,) if blocks is None else sizes_from_json(blocks)
+        fits = type(dim) is int and sizes and min(sizes) > 0 and (split is None or "blocks" not in raw)
+        if not fits or (raw.get("interleaved", False) is not False and name is None):
+            raise ValueError
+    except (AttributeError, TypeError, ValueError):
+        raise InvalidArgumentError(
+            f'layout rule for {pattern!r}: a cut is like {{"dim": 0, "blocks": [32, 8, 8]}} or {{"dim": 0, "split": '
+            f'{{"qkv": {{"q": 32, "k": 8, "v": 8}}}}, "interleaved": true}}, not {raw!r:.200}'
+        ) from None
+    return _Step(dim, axes, sizes, name, bool(raw.get("interleaved", False)))
+
+
+def _word_steps(word: str, axes: tuple[str, ...] | None, name: str, dims: int) -> tuple[_Step, ...]:
+    """What transformers' tensor parallel styles do with a parameter of so many dims."""
+    is_bias = name.rpartition(".")[2] == "bias"
+    if word in _WHOLE or not dims:
+        return ()
+    if word in _COLWISE:
+        return (_Step(max(dims - 2, 0), axes),)
+    if word in _ROWWISE:
+        return () if is_bias else (_Step(dims - 1, axes),)
+    if word == "packed_colwise":
+        return (_Step(max(dims - 2, 0), axes, (1, 1) if dims > 1 else (1,)),)
+    if word in _PACKED_ROWWISE:
+        return (_Step(dims - 1, axes, (1, 1)),) if dims > 1 else ()
+    return (_Step(1 if word == "embedding_colwise" else 0, axes),)
+
+
+def _cut_parts(name: str, shape: tuple[int, ...], steps: Sequence[_Step]) -> list[Part]:
+    """The parts that the product of all cuts makes of a tensor; a split gives several of different names."""
+    named: list[tuple[str, tuple[Cut, ...]]] = [(name, ())]
+    for step in steps:
+        if not -len(shape) <= step.dim < len(shape):
+            raise ValueError(f"dim {step.dim}, but the shape is {shape}")
+        dim = step.dim % len(shape)
+        runs = list(_runs(shape[dim], step))
+        if step.split is None:
+            segments = tuple((block, begin, size) for block, begin, size in runs)
+            named = [(known, (*cuts, Cut(dim, step.axes, segments))) for known, cuts in named]
+            continue
+        replaced, news = step.split
+        named = [
+            (
+                _replaced(known, replaced, new),
+                (*cuts, Cut(dim, step.axes, tuple((0, b, s) for k, b, s in runs if k == i))),
+            )
+            for known, cuts in named
+            for i, new in enumerate(news)
+        ]
+    return [Part(known, shape, cuts) for known, cuts in named]
+
+
+def _runs(length: int, step: _Step) -> Iterator[tuple[int, int, int]]:
+    """(block, begin, size) along a rank's dim of this length."""
+    total = sum(step.blocks)
+    repeats, unit = (length // total, total) if step.interleaved else (1, length)
+    if (step.interleaved and length % total) or any(unit * block % total for block in step.blocks):
+        raise ValueError(
+            f"a dim of {length} does not divide into blocks {list(step.blocks)}; whole parts of each are needed"
+        )
+    sizes = [unit * block // total for block in step.blocks]
+    begins = [0, *accumulate(sizes)]
+    for repeat in range(repeats):
+        for block, size in enumerate(sizes):
+            yield block, repeat * unit + begins[block], size
+
+
+def _replaced(name: str, part: str, new: str) -> str:
+    parts = name.split(".")
+    if part not in parts:
+        raise ValueError(f"the name has no part {part!r} to split")
+    parts[parts.index(part)] = new
+    return ".".join(parts)
+
+
+def _fixed_part(name: str, shape: tuple[int, ...], rank: int, raw: Mapping[str, Any]) -> Part:
+    """The boxes that a rule gives, which lie one after another along a dim of the rank's tensor."""
+    global_shape = sizes_from_json(raw["global_shape"])
+    if "boxes" in raw:
+        if rank >= len(raw["boxes"]):
+            raise ValueError(f"boxes are given for {len(raw['boxes'])} ranks only")
+        boxes = tuple(Box.from_json(box) for box in raw["boxes"][rank])
+    else:
+        boxes = (Box(sizes_from_json(raw["offsets"]), sizes_from_json(raw["shape"])),)
+    dim = raw.get("dim", 0)
+    begins = [0, *accumulate(box.shape[dim] if shape else 1 for box in boxes)]
+    whole = (*shape[:dim], begins[-1], *shape[dim + 1 :]) if shape else ()
+    if whole != shape or any(
+        (*b.shape[:dim], 0, *b.shape[dim + 1 :]) != (*shape[:dim], 0, *shape[dim + 1 :]) for b in boxes
+    ):
+        raise ValueError(f"boxes {[str(box) for box in boxes]} and the tensor of shape {shape} differ in shape")
+    for box in boxes:
+        if len(global_shape) != len(shape) or any(e > s for e, s in zip(box.ends, global_shape, strict=True)):
+            raise ValueError(f"box {box} lies outside the global shape {global_shape}")
+    if not shape:
+        return Part(name, shape)
+    segments = tuple((0, begin, box.shape[dim]) for begin, box in zip(begins, boxes, strict=False))
+    return Part(name, shape, (Cut(dim, (), segments),), (global_shape, boxes))
+
+
+def _coordinates(rank: int, grid: Mapping[str, int]) -> dict[str, int]:
+    found = {}
+    for axis, size in reversed(tuple(grid.items())):
+        rank, found[axis] = divmod(rank, size)
+    return found
+
+
+def _index(rank: int, axes: tuple[str, ...], grid: Mapping[str, int]) -> int:
+    """The place of a rank along some axes, the first of which is the slowest."""
+    at = _coordinates(rank, grid)
+    index = 0
+    for axis in axes:
+        index = index * grid[axis] + at[axis]
+    return index
+
+
+def place(
+    parts: Mapping[int, Part], grid: Mapping[str, int], paths: Mapping[int, str] | None = None
+) -> dict[int, tuple[tuple[int, ...], tuple[Box, ...]]]:
+    """For each rank the global shape of one tensor and the rank's boxes, from all ranks' parts of it.
+
+    InvalidArgumentError where shapes do not fit each other, IncompleteError where a place along an axis has no rank;
+    `paths` are the ranks' files, for messages.
+    """
+    one, first = next(iter(parts.items()))
+    paths = paths or {}
+    cut_dims = {cut.dim for cut in first.cuts} if first.fixed is None else set(range(len(first.shape)))
+    for rank, part in parts.items():
+        same = len(part.shape) == len(first.shape) and (part.fixed is None) == (first.fixed is None)
+        odd = [d for d in range(len(first.shape)) if same and d not in cut_dims and part.shape[d] != first.shape[d]]
+        if not same or odd or {cut.dim for cut in part.cuts} != {cut.dim for cut in first.cuts}:
+            where = odd[0] if odd else 0
+            raise InvalidArgumentError(
+                f"ranks {one} and {rank} have shapes {first.shape} and {part.shape}: if each rank holds a part, the "
+                f'layout must say so, {{"{first.name}": {{"dim": {where}}}}}',
+                name=first.name,
+                rank=rank,
+                path=paths.get(rank),
+            )
+    if first.fixed is not None:
+        return {rank: part.fixed for rank, part in parts.items() if part.fixed is not None}
+    shape = list(first.shape)
+    spans: dict[int, list[list[tuple[int, int]]]] = {rank: [] for rank in parts}  # by rank, cut, segment
+    for number in range(len(first.cuts)):
+        length = _place_cut(parts, number, grid, paths, spans)
+        shape[first.cuts[number].dim] = length
+    return {rank: (tuple(shape), _boxes(part, spans[rank])) for rank, part in parts.items()}
+
+
+def _boxes(part: Part, spans: Sequence[Sequence[tuple[int, int]]]) -> tuple[Box, ...]:
+    if not part.cuts:
+        return (full_box(part.shape),)
+    found = []
+    for chosen in product(*spans):
+        offsets, sizes = [0] * len(part.shape), list(part.shape)
+        for cut, (begin, size) in zip(part.cuts, chosen, strict=True):
+            offsets[cut.dim], sizes[cut.dim] = begin, size
+        found.append(Box(tuple(offsets), tuple(sizes)))
+    return tuple(found)
+
+
+def _place_cut(
+    parts: Mapping[int, Part],
+    number: int,
+    grid: Mapping[str, int],
+    paths: Mapping[int, str],
+    spans: dict[int, list[list[tuple[int, int]]]],
+) -> int:
+    """Add where each segment of one cut begins in the tensor to `spans`; returns the length of the dim."""
+    first = next(iter(parts.values()))
+    axes, dim = first.cuts[number].axes, first.cuts[number].dim
+    order = {rank: n if axes is None else _index(rank, axes, grid) for n, rank in enumerate(sorted(parts))}
+    sizes: dict[int, dict[int, int]] = {}  # by place along the axes, by block
+    speaker: dict[int, int] = {}
+    for rank in sorted(parts):
+        ours: dict[int, int] = {}
+        for block, _, size in parts[rank].cuts[number].segments:
+            ours[block] = ours.get(block, 0) + size
+        if sizes.setdefault(order[rank], ours) != ours:
+            other = speaker[order[rank]]
+            raise InvalidArgumentError(
+                f"ranks {other} and {rank} are at the same place along {list(axes or ())}, but have shapes "
+                f'{parts[other].shape} and {parts[rank].shape}: its "axis" must name all axes that cut dim {dim}',
+                name=first.name,
+                rank=rank,
+                path=paths.get(rank),
+            )
+        speaker.setdefault(order[rank], rank)
+    wanted = len(parts) if axes is None else math.prod(grid[axis] for axis in axes)
+    absent = sorted(set(range(wanted)) - set(sizes))
+    if absent:
+        raise IncompleteError(
+            f"no rank at place {_some(absent)} along {list(axes or ())} holds a part; ranks {_some(sorted(parts))} do",
+            name=first.name,
+        )
+    blocks = sorted({block for ours in sizes.values() for block in ours})
+    begins: dict[tuple[int, int], int] = {}  # by block, place
+    at = 0
+    for block in blocks:
+        for index in range(wanted):
+            begins[block, index] = at
+            at += sizes[index].get(block, 0)
+    for rank, part in parts.items():
+        found = []
+        taken: dict[int, int] = {}
+        for block, _, size in part.cuts[number].segments:
+            found.append((begins[block, order[rank]] + taken.get(block, 0), size))
+            taken[block] = taken.get(block, 0) + size
+        spans[rank].append(found)
+    return at
+
+
+def _some(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:_SHOWN]))
+    return f"[{shown}, ... {len(numbers)} of them]" if len(numbers) > _SHOWN else f"[{shown}]"
+
+
+def renumbered(names: Mapping[int, Iterable[str]], layout: Layout) -> dict[int, dict[str, str]]:
+    """For each rank its tensors' names with the numbers that rules count on over the ranks; others unchanged."""
+    found = {rank: {name: name for name in ours} for rank, ours in names.items()}
+    for component in sorted({c for rule in layout.rules.values() for c, _ in rule.renumber}):
+        counts: dict[tuple[Any, ...], dict[int, int]] = {}
+        for rank, ours in found.items():
+            for name, now in ours.items():
+                place = _numbered(name, now, component, layout, rank)
+                if place is not None:
+                    group, index, number, _ = place
+                    known = counts.setdefault(group, {})
+                    known[index] = max(known.get(index, 0), number + 1)
+        for rank, ours in found.items():
+            for name, now in ours.items():
+                place = _numbered(name, now, component, layout, rank)
+                if place is not None:
+                    group, index, number, (head, tail) = place
+                    before = sum(count for other, count in counts[group].items() if other < index)
+                    ours[name] = f"{head}{number + before}{tail}"
+    return found
+
+
+def _numbered(
+    name: str, now: str, component: str, layout: Layout, rank: int
+) -> tuple[tuple[Any, ...], int, int, tuple[str, str]] | None:
+    """(who counts together, place among them, number, text around it) of a name that is counted on."""
+    rule = layout.rule_for(name)
+    said = [axes for counted, axes in rule.renumber if counted == component] if rule is not None else []
+    if not said:
+        return None
+    axes = said[0]
+    parts = now.split(".")
+    at = parts.index(component) + 1 if component in parts else len(parts)
+    if at >= len(parts) or not parts[at].isdecimal():
+        raise InvalidArgumentError(f"layout renumbers {component!r}, but the name has no number after it", name=name)
+    head = ".".join(parts[:at]) + "."
+    tail = "".join("." + part for part in parts[at + 1 :])
+    if axes is None:
+        return (head,), rank, int(parts[at]), (head, tail)
+    others = tuple((axis, c) for axis, c in _coordinates(rank, layout.grid).items() if axis not in axes)
+    return (head, others), _index(rank, axes, layout.grid), int(parts[at]), (head, tail)

@@ -1,0 +1,425 @@
+"""Layout files against what they describe: tensors that are cut by hand, put into plain files, and merged by rules."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from statexchange.checkpoint.merge import merge_checkpoint
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    InvalidArgumentError,
+    ReplicaError,
+    StateExchangeError,
+    UnsupportedError,
+)
+from statexchange.layout.rules import Layout
+
+State = dict[str, torch.Tensor]
+
+
+def ranks(path: Path, *states: State, name: str = "rank{}.safetensors") -> Path:
+    """One plain safetensors file per rank."""
+    path.mkdir()
+    for rank, state in enumerate(states):
+        save_file({key: value.contiguous() for key, value in state.items()}, path / name.format(rank))
+    return path
+
+
+def merged(path: Path, layout: Any, *states: State, **options: Any) -> State:
+    merge_checkpoint(ranks(path / "in", *states), path / "out", layout=layout, **options)
+    return load_file(path / "out" / "model.safetensors")
+
+
+def equal(one: State, other: State) -> bool:
+    same = {n: one[n].dtype == other[n].dtype and torch.equal(one[n], other[n]) for n in one.keys() & other.keys()}
+    return one.keys() == other.keys() and all(same.values())
+
+
+def refuse(error: type[StateExchangeError], match: str, path: Path, layout: Any, *states: State) -> StateExchangeError:
+    source = ranks(path / "in", *states)
+    with pytest.raises(error, match=match) as caught:
+        merge_checkpoint(source, path / "out", layout=layout)
+    assert not (path / "out").exists()
+    return caught.value
+
+
+def test_dims_replicas_and_uneven_parts(tmp_path: Path) -> None:
+    w, v = torch.randn(7, 6), torch.randn(5, 8).bfloat16()
+    states = [
+        {"a.w": w[:3], "a.v": v[:, :1], "norm": torch.ones(3)},
+        {"a.w": w[3:], "a.v": v[:, 1:], "norm": torch.ones(3)},
+    ]
+    layout = {"*.w": {"dim": 0}, "a.*": {"dim": -1}, "norm": "replicate"}
+    assert equal(merged(tmp_path, layout, *states), {"a.w": w, "a.v": v, "norm": torch.ones(3)})
+
+
+def test_a_file_and_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from statexchange.cli.main import main
+
+    w = torch.arange(40.0).reshape(4, 10)
+    source = ranks(tmp_path / "in", *[{"w": part} for part in w.split(5, dim=1)])
+    layout = tmp_path / "layout.json"
+    layout.write_text(json.dumps({"rules": {"w": {"dim": 1}}}))
+    with pytest.raises(SystemExit) as ended:
+        main(["merge", str(source), str(tmp_path / "out"), "--layout", str(layout)])
+    assert ended.value.code == 0, capfd.readouterr()
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], w)
+    layout.write_text("{")
+    with pytest.raises(SystemExit) as ended:
+        main(["merge", str(source), str(tmp_path / "new"), "--layout", str(layout)])
+    assert ended.value.code == 4
+
+
+def test_a_grid_of_pipeline_tensor_and_expert_parallel_ranks(tmp_path: Path) -> None:
+    """pp 2 x ep 2 x tp 2: each stage has a layer, each ep rank two stacked experts, tp cuts their columns."""
+    layers = [torch.randn(4, 6, 10) for _ in range(2)]
+    embedding = torch.randn(12, 3)
+    states = []
+    for pp in range(2):
+        for ep in range(2):
+            for tp in range(2):
+                state = {f"layers.{pp}.experts.up": layers[pp][2 * ep : 2 * ep + 2, :, 5 * tp : 5 * tp + 5]}
+                state |= {"embed": embedding[6 * tp : 6 * tp + 6]} if pp == 0 else {"norm": torch.arange(3)}
+                states.append(state)
+    rules = {
+        "*.experts.up": [{"dim": 0, "axis": "ep"}, {"dim": 2, "axis": "tp"}],
+        "embed": {"dim": 0, "axis": "tp"},
+    }
+    expected = {"layers.0.experts.up": layers[0], "layers.1.experts.up": layers[1]}
+    expected |= {"embed": embedding, "norm": torch.arange(3)}
+    layout = {"grid": {"pp": 2, "ep": 2, "tp": 2}, "rules": rules}
+    assert equal(merged(tmp_path, layout, *states), expected)
+
+
+def test_one_dim_cut_along_two_axes_the_first_being_the_slowest(tmp_path: Path) -> None:
+    w = torch.randn(10, 2)
+    states = [{"w": part} for part in w.split([3, 2, 3, 2])]
+    layout = {"grid": {"tp": 2, "dp": 2}, "rules": {"w": {"dim": 0, "axis": ["tp", "dp"]}}}
+    assert torch.equal(merged(tmp_path, layout, *states)["w"], w)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_fused_blocks(tmp_path: Path, dim: int) -> None:
+    """Each rank has its part of the query, of the key and of the value, one after another."""
+    blocks = [torch.randn(*(s if d == dim else 4 for d in range(3))) for s in (8, 2, 2)]
+    parts = [torch.cat([block.chunk(2, dim)[rank] for block in blocks], dim) for rank in range(2)]
+    whole = merged(tmp_path, {"qkv": {"dim": dim, "blocks": [8, 2, 2]}}, *[{"qkv": part} for part in parts])
+    assert torch.equal(whole["qkv"], torch.cat(blocks, dim))
+
+
+def test_a_fused_tensor_becomes_several(tmp_path: Path) -> None:
+    blocks = {"q": torch.randn(8, 3), "k": torch.randn(2, 3), "v": torch.randn(2, 3)}
+    states = [{"l.qkv.weight": torch.cat([b.chunk(2)[rank] for b in blocks.values()])} for rank in range(2)]
+    states = [{**s, "up.weight": torch.cat([torch.zeros(2, 2), torch.ones(2, 2)])} for s in states]
+    layout = {
+        "grid": {"tp": 2},
+        "rules": {
+            "*.qkv.*": {"dim": 0, "split": {"qkv": {"q": 4, "k": 1, "v": 1}}},
+            "up.*": {"dim": 0, "axis": [], "split": {"up": {"gate": 1, "up": 1}}},
+        },
+    }
+    expected = {f"l.{name}.weight": block for name, block in blocks.items()}
+    expected |= {"gate.weight": torch.zeros(2, 2), "up.weight": torch.ones(2, 2)}
+    assert equal(merged(tmp_path, layout, *states), expected)
+
+
+def test_interleaved_groups_of_heads(tmp_path: Path) -> None:
+    """Megatron's fused projection: for each group its queries, its key, its value; ranks hold two groups each."""
+    q, k, v = torch.randn(4, 6, 5), torch.randn(4, 2, 5), torch.randn(4, 2, 5)  # group, head x dim, hidden
+    fused = torch.cat([q, k, v], 1).reshape(40, 5)
+    rule = {"dim": 0, "split": {"linear_qkv": {"q_proj": 6, "k_proj": 2, "v_proj": 2}}, "interleaved": True}
+    states = [{"linear_qkv.weight": part} for part in fused.chunk(2)]
+    expected = {f"{name}_proj.weight": part.reshape(-1, 5) for name, part in (("q", q), ("k", k), ("v", v))}
+    assert equal(merged(tmp_path, {"linear_qkv.*": rule}, *states), expected)
+
+
+def test_experts_and_layers_are_counted_on_over_the_ranks(tmp_path: Path) -> None:
+    grid = {"pp": 2, "ep": 2, "tp": 2}
+    states, expected = [], {}
+    layers_at = [2, 1]  # stage 0 has two layers
+    for pp in range(2):
+        for ep in range(2):
+            for tp in range(2):
+                state = {}
+                for layer in range(layers_at[pp]):
+                    for expert in range(3):
+                        name = f"layers.{2 * pp + layer}.mlp.experts.{3 * ep + expert}.w"
+                        whole = expected.setdefault(name, torch.randn(4, 6))
+                        state[f"layers.{layer}.mlp.experts.{expert}.w"] = whole[:, 3 * tp : 3 * tp + 3]
+                states.append(state)
+    renumber = [{"renumber": "layers", "axis": "pp"}, {"renumber": "experts", "axis": "ep"}]
+    layout = {"grid": grid, "rules": {"*.w": [*renumber, {"dim": 1, "axis": "tp"}]}}
+    assert equal(merged(tmp_path, layout, *states), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn])
+@pytest.mark.parametrize("reduce", ["max", "min"])
+def test_scales_that_differ_are_reduced(tmp_path: Path, dtype: torch.dtype, reduce: str) -> None:
+    copies = [torch.randint(-9, 9, (50, 3)).float() for _ in range(3)]
+    expected = getattr(torch.stack(copies), "a" + reduce)(0).to(dtype)
+    layout = {"*_scale": {"reduce": reduce}}
+    found = merged(tmp_path, layout, *[{"a_scale": copy.to(dtype), "w": torch.ones(2)} for copy in copies])
+    assert torch.equal(found["a_scale"].view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_a_reduction_goes_window_by_window_and_with_a_cut(tmp_path: Path) -> None:
+    whole = torch.randn(2, 1000, 900)
+    copies = [{"s": whole[n, :, 450 * tp : 450 * tp + 450]} for n in range(2) for tp in range(2)]
+    layout = {"grid": {"dp": 2, "tp": 2}, "rules": {"s": [{"dim": 1, "axis": "tp"}, {"reduce": "max"}]}}
+    assert torch.equal(merged(tmp_path, layout, *copies, dtype="bfloat16")["s"], whole.amax(0).bfloat16())
+
+
+def test_explicit_boxes(tmp_path: Path) -> None:
+    w = torch.arange(32).reshape(8, 4)
+    states = [{"w": torch.cat([w[0:1], w[5:8]])}, {"w": w[1:5]}]
+    boxes = [[[[0, 0], [1, 4]], [[5, 0], [3, 4]]], [[[1, 0], [4, 4]]]]
+    assert torch.equal(merged(tmp_path, {"w": {"global_shape": [8, 4], "boxes": boxes}}, *states)["w"], w)
+
+
+def test_the_documented_example_is_one() -> None:
+    from statexchange.layout import rules
+
+    text = str(rules.__doc__)
+    example = text[text.index("    {\n") : text.index("    }\n\n") + 6]
+    assert len(Layout.parse(json.loads(example)).rules) == 6
+    for rule in re.findall(r"^``(\{.*?\})``", text, re.MULTILINE):
+        axes = {"grid": {"pp": 1, "tp": 1, "ep": 1}} if "axis" in rule else {}
+        Layout.parse({**axes, "rules": {"w": json.loads(rule.replace(", ...]}", "]}"))}})
+
+
+TP_MODULES: dict[str, Callable[[], torch.nn.Module]] = {
+    "embedding_rowwise": lambda: torch.nn.Embedding(12, 8),
+    "embedding_colwise": lambda: torch.nn.Embedding(12, 8),
+}
+
+
+class Experts(torch.nn.Module):
+    """Stacked weights as transformers' mixtures of experts have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 8, 12))
+        self.bias = torch.nn.Parameter(torch.randn(8))
+
+
+@pytest.fixture
+def two_ranks() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend)
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.distributed.destroy_process_group()
+
+
+def test_words_cut_as_transformers_own_styles_do(two_ranks: Any) -> None:
+    from torch.distributed.tensor import DTensor
+    from transformers.distributed import expert_parallel  # noqa: F401 (registers its styles)
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+    for word in sorted(ALL_PARALLEL_STYLES):
+        modules = [TP_MODULES.get(word, lambda: torch.nn.Linear(8, 12))(), Experts()]
+        for module in modules if not word.startswith("embedding") else modules[:1]:
+            layout = Layout.parse({"layer": word})
+            for name, value in list(module.named_parameters()):
+                ALL_PARALLEL_STYLES[word].shard_param(module, name, two_ranks)
+                theirs = getattr(module, name)
+                rule = layout.rule_for(f"layer.{name}")
+                assert rule is not None
+                placed = theirs.placements[0] if isinstance(theirs, DTensor) else None
+                local = list(value.shape)
+                if placed is not None and hasattr(placed, "dim"):
+                    local[placed.dim] //= 2
+                (part,) = rule.parts(f"layer.{name}", tuple(local), 0)
+                said = [(cut.dim, len(cut.segments)) for cut in part.cuts]
+                if placed is None or placed.is_replicate():
+                    assert said == [], (word, name)
+                else:
+                    assert said == [(placed.dim % value.ndim, getattr(placed, "split_factor", 1))], (word, name)
+
+
+def test_a_models_own_tp_plan_is_a_layout(tmp_path: Path) -> None:
+    """A tiny Llama cut by hand as its plan says, and back."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=False, attention_bias=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    plan = {f"model.{name}": word for name, word in config.base_model_tp_plan.items()}
+    plan["lm_head"] = "colwise_gather_output"
+    states: list[State] = [{}, {}]
+    for name, value in model.state_dict().items():
+        module = re.sub(r"\d+", "*", name.rpartition(".")[0])
+        word = plan.get(module, "replicate")
+        dim = {"colwise": 0, "colwise_gather_output": 0, "rowwise": 1}.get(word)
+        cut = dim is not None and not (word == "rowwise" and name.endswith("bias"))
+        for rank in range(2):
+            states[rank][name] = value.chunk(2, dim)[rank] if cut else value
+    assert equal(merged(tmp_path, plan, *states), dict(model.state_dict()))
+
+
+@st.composite
+def cut_by_rules(draw: st.DrawFn) -> tuple[Any, State, list[State]]:
+    """A layout, what it should give, and the ranks' tensors, cut by torch alone."""
+    grid = {"a": draw(st.integers(1, 3)), "b": draw(st.integers(1, 3))}
+    whole: State = {}
+    rules: dict[str, Any] = {}
+    states: list[State] = [{} for _ in range(grid["a"] * grid["b"])]
+    for number in range(draw(st.integers(1, 4))):
+        name = f"t{number}"
+        dims = draw(st.integers(1, 3))
+        axis_of = draw(st.permutations(range(dims)).map(lambda order: dict(zip("ab", order, strict=False))))
+        axis_of = {axis: dim for axis, dim in axis_of.items() if draw(st.booleans())}
+        pieces: dict[str, list[list[int]]] = {}  # by axis, by place: the size of each block
+        rule: list[Any] = []
+        for axis, dim in axis_of.items():
+            blocks = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+            scales = [draw(st.integers(0, 2)) for _ in range(grid[axis])]
+            pieces[axis] = [[block * scale for block in blocks] for scale in scales]
+            rule.append({"dim": dim, "axis": axis, "blocks": blocks})
+        shape = [draw(st.integers(1, 4)) for _ in range(dims)]
+        for axis, dim in axis_of.items():
+            shape[dim] = sum(map(sum, pieces[axis]))
+        value = torch.arange(torch.Size(shape).numel()).reshape(shape)
+        whole[name] = value
+        rules[name] = rule or "replicate"
+        for rank, state in enumerate(states):
+            at = {"a": rank // grid["b"], "b": rank % grid["b"]}
+            part = value
+            for axis, dim in axis_of.items():
+                by_block = part.split([sum(p[k] for p in pieces[axis]) for k in range(len(pieces[axis][0]))], dim)
+                mine = [b.split([p[k] for p in pieces[axis]], dim)[at[axis]] for k, b in enumerate(by_block)]
+                part = torch.cat(mine, dim)
+            state[name] = part
+    return {"grid": grid, "rules": rules}, whole, states
+
+
+@settings(max_examples=60, deadline=None)
+@given(cut_by_rules())
+def test_whatever_rules_say_comes_back(tmp_path_factory: pytest.TempPathFactory, case: Any) -> None:
+    layout, whole, states = case
+    assert equal(merged(tmp_path_factory.mktemp("rules", numbered=True), layout, *states), whole)
+
+
+def test_layout_is_for_workspaces_too_but_not_for_tensors_that_know_their_place(tmp_path: Path) -> None:
+    from test_merge import part, save
+
+    from statexchange.layout.shards import Box, full_box
+
+    w = torch.arange(8.0)
+    save(tmp_path / "ws", *[[part("w", half, full_box((4,)))] for half in w.chunk(2)])
+    merge_checkpoint(tmp_path / "ws", tmp_path / "out", layout={"w": {"dim": 0}})
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], w)
+    save(tmp_path / "cut", *[[part("w", w, Box((4 * r,), (4,)))] for r in range(2)])
+    with pytest.raises(InvalidArgumentError, match="says itself which part") as caught:
+        merge_checkpoint(tmp_path / "cut", tmp_path / "new", layout={"w": {"dim": 0}})
+    assert (caught.value.name, caught.value.rank) == ("w", 0)
+
+
+def test_files_of_torch_save_are_laid_out_too(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    whole = torch.randn(3, 8, 5)
+    for rank, part in enumerate(torch.cat([whole[:, :4], whole[:, 4:]]).chunk(2)):
+        torch.save({"w": part.transpose(1, 2)}, tmp_path / "in" / f"rank{rank}.pt")
+    layout = {"w": {"dim": 2, "split": {"w": {"a": 1, "b": 1}}}}
+    merge_checkpoint(tmp_path / "in", tmp_path / "out", layout=layout)
+    parts = whole.transpose(1, 2).split(2, 2)
+    expected = {"a": torch.cat([parts[0], parts[2]], 2), "b": torch.cat([parts[1], parts[3]], 2)}
+    assert equal(load_file(tmp_path / "out" / "model.safetensors"), expected)
+
+
+def test_files_are_ranks_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    path = ranks(tmp_path / "in", *[{"w": torch.tensor([r])} for r in range(12)], name="model-tp{}.safetensors")
+    merge_checkpoint(path, tmp_path / "out", layout={"w": {"dim": 0}})
+    assert load_file(tmp_path / "out" / "model.safetensors")["w"].tolist() == list(range(12))
+    (path / "model-tp7.safetensors").unlink()
+    with pytest.raises(IncompleteError, match="number 7 is missing"):
+        merge_checkpoint(path, tmp_path / "new", layout={"w": {"dim": 0}})
+    few = ranks(tmp_path / "few", {"w": torch.ones(1)}, name="x-0000{}-of-00003.safetensors")
+    with pytest.raises(IncompleteError, match="as of 3, but there are 1"):
+        merge_checkpoint(few, tmp_path / "new", layout={"w": {"dim": 0}})
+
+
+two = [{"w": torch.zeros(2, 4)}, {"w": torch.ones(2, 4)}]
+WRONG: list[tuple[Any, str]] = [
+    ({"w": {"dim": 0, "axes": "tp"}}, "'w' has the unknown key 'axes'"),
+    ({"grid": {"tp": 2}, "rule": {}}, "unknown key 'rule'"),
+    ({"w": "columns"}, "'w' must be"),
+    ({"w": {"dim": "0"}}, "'w': a cut is like"),
+    ({"w": {"dim": 0, "blocks": [0, 1]}}, "a cut is like"),
+    ({"w": {"dim": 0, "blocks": []}}, "a cut is like"),
+    ({"w": {"dim": 0, "split": {"w": {"a": 1}}, "blocks": [1]}}, "a cut is like"),
+    ({"w": {"reduce": "sum"}}, "'w' must be"),
+    ({"w": [{"dim": 0}, {"dim": 0}]}, "says twice"),
+    ({"w": ["colwise", {"dim": 0}]}, "says twice"),
+    ({"w": {"dim": 0}, "v.*": {"dim": 0}}, r"'v\.\*' matches no tensor"),
+    ({"w": {"dim": 0, "axis": "tp"}}, "axis 'tp' is not in the \"grid\""),
+    ({"grid": {"tp": 2, "pp": 1}, "rules": {"w": {"dim": 0}}}, 'must say its "axis": one of'),
+    ({"grid": {"tp": 3}, "rules": {"w": {"dim": 0}}}, r"grid \(tp 3\) is of 3 ranks; there are 2"),
+    ({"grid": [2], "rules": {}}, "layout grid must be like"),
+    (["w"], "must map name patterns"),
+    ({"w": {"dim": 2}}, r"'w': dim 2, but the shape is \(2, 4\).*rank0"),
+    ({"w": {"dim": 0, "blocks": [2, 1]}}, r"a dim of 2 does not divide into blocks \[2, 1\].*rank 0"),
+    ({"w": {"dim": 0, "split": {"qkv": {"q": 1, "k": 1}}}}, "no part 'qkv' to split"),
+    ({"w": {"renumber": "experts"}}, "no number after it"),
+    ({"w": {"global_shape": [4, 4], "boxes": [[[[0, 0], [2, 4]]]]}}, "boxes are given for 1 ranks only"),
+    ({"w": {"global_shape": [4, 4], "offsets": [3, 0], "shape": [2, 4]}}, "lies outside the global shape"),
+    ({"w": {"global_shape": [4, 4], "offsets": [2, 0], "shape": [1, 4]}}, "differ in shape"),
+]
+
+
+@pytest.mark.parametrize(("layout", "match"), WRONG)
+def test_what_is_no_layout_for_these_files(tmp_path: Path, layout: Any, match: str) -> None:
+    refuse(InvalidArgumentError, match, tmp_path, layout, *two)
+
+
+def test_sizes_that_do_not_fit_name_tensor_ranks_and_file(tmp_path: Path) -> None:
+    states = [{"w": torch.zeros(2, 4)}, {"w": torch.zeros(2, 3)}]
+    match = r'ranks 0 and 1 have shapes \(2, 4\) and \(2, 3\): .*\{"w": \{"dim": 1\}\}'
+    error = refuse(InvalidArgumentError, match, tmp_path, {"w": {"dim": 0}}, *states)
+    assert (error.name, error.rank, error.path) == ("w", 1, str(tmp_path / "in" / "rank1.safetensors"))
+
+
+def test_copies_along_an_axis_must_have_one_size(tmp_path: Path) -> None:
+    states = [{"w": torch.zeros(n)} for n in (2, 2, 3, 2)]
+    layout = {"grid": {"dp": 2, "tp": 2}, "rules": {"w": {"dim": 0, "axis": "tp"}}}
+    error = refuse(InvalidArgumentError, 'ranks 0 and 2 .*"axis" must name all axes', tmp_path, layout, *states)
+    assert (error.name, error.rank) == ("w", 2)
+
+
+def test_a_part_that_no_rank_holds(tmp_path: Path) -> None:
+    states = [{"w": torch.zeros(2)}, {"w": torch.ones(2)}, {"v": torch.zeros(1)}]
+    layout = {"grid": {"tp": 3}, "rules": {"w": {"dim": 0}}}
+    error = refuse(IncompleteError, r"no rank at place \[2\] along \['tp'\]", tmp_path, layout, *states)
+    assert error.name == "w"
+
+
+def test_without_a_rule_the_errors_print_one(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    error = refuse(ReplicaError, r'--layout\): \{"w": \{"dim": 0\}\}', tmp_path / "a", {}, *two)
+    assert (error.name, error.rank) == ("w", 1)
+    (tmp_path / "b").mkdir()
+    states = [{"w": torch.zeros(2)}, {"w": torch.zeros(3)}]
+    refuse(CorruptError, r'disagree on the global_shape; .*\{"w": \{"dim": 0\}\}', tmp_path / "b", {}, *states)
+
+
+def test_two_tensors_cannot_become_one(tmp_path: Path) -> None:
+    states = [{"qkv": torch.zeros(2), "q": torch.zeros(1)}]
+    layout = {"qkv": {"dim": 0, "split": {"qkv": {"q": 1, "k": 1}}}}
+    refuse(InvalidArgumentError, "two tensors of one rank", tmp_path, layout, *states)
+
+
+def test_complex_numbers_have_no_maximum(tmp_path: Path) -> None:
+    states = [{"w": torch.zeros(2, dtype=torch.complex64)}] * 2
+    refuse(UnsupportedError, "complex numbers have no max", tmp_path, {"w": {"reduce": "max"}}, *states)
