@@ -42,6 +42,7 @@ _SPELLINGS = {
     "torch": "Size device Tensor DoubleStorage FloatStorage HalfStorage BFloat16Storage LongStorage IntStorage"
     " ShortStorage CharStorage ByteStorage BoolStorage ComplexDoubleStorage ComplexFloatStorage"
     " QInt8Storage QUInt8Storage QInt32Storage QUInt4x2Storage QUInt2x4Storage"
+    " per_tensor_affine per_channel_affine per_channel_affine_float_qparams"
     " qint8 quint8 qint32 quint4x2 quint2x4 complex32 float4_e2m1fn_x2 bits8 bits16 bits1x8 bits2x4 bits4x2"
     " uint1 uint2 uint3 uint4 uint5 uint6 uint7 int1 int2 int3 int4 int5 int6 int7 " + " ".join(DTYPE_NAMES),
     "torch.storage": "UntypedStorage TypedStorage",
