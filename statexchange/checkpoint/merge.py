@@ -26,7 +26,8 @@ from statexchange.checkpoint.publish import (
     travelling_files,
     write_manifest,
 )
-from statexchange.errors import CorruptError, ReplicaError, StorageError, UnsupportedError
+from statexchange.checkpoint.publish_objects import ObjectPublication, OpenObject, check_url
+from statexchange.errors import CorruptError, ReplicaError, UnsupportedError
 from statexchange.layout.plan import (
     FilePlan,
     Holding,
@@ -41,6 +42,7 @@ from statexchange.layout.rules import Layout
 from statexchange.layout.shards import ITEMSIZE, Box
 from statexchange.sources import Extent, Holder, Source, SourceTensor, open_source, rank_files
 from statexchange.storage import files
+from statexchange.storage.object_store import is_url
 from statexchange.storage.regions import WINDOW_BYTES, BoxReader, windows
 
 if TYPE_CHECKING:
@@ -146,12 +148,13 @@ def merge_checkpoint(
     if replicas == "equal":
         check_replicas(opened, plan, reductions)
     travelling = travelling_files(files_from)
-    path = target_path(out)
+    path = os.fspath(out) if is_url(os.fspath(out)) else target_path(out)
     reused: tuple[str, ...] = ()
     if dry_run:
-        check_target(path, overwrite=overwrite)
+        check = check_url if is_url(path) else check_target
+        check(path, overwrite=overwrite)
     else:
-        with Publication(path, plan.digest, overwrite=overwrite, resume=True) as publication:
+        with _publication(path, plan, overwrite=overwrite) as publication:
             reused = tuple(sorted(publication.finished))
             facts = _Merge(opened, plan, publication, reductions, on_progress).run(threads)
             write_manifest(publication, plan, facts, travelling=travelling, source=opened.kind)
@@ -168,6 +171,12 @@ def merge_checkpoint(
         reused,
         _planned(opened, plan) if dry_run else (),
     )
+
+
+def _publication(path: str, plan: Plan, *, overwrite: bool) -> Publication | ObjectPublication:
+    if is_url(path):
+        return ObjectPublication(path, overwrite=overwrite)
+    return Publication(path, plan.digest, overwrite=overwrite, resume=True)
 
 
 def _open(
@@ -220,11 +229,7 @@ def _basis(source: Source, replicas: str, dtype: str | None, reductions: Mapping
             add([tensor.shard.to_json(), [repr(extent) for extent in tensor.extents]])
             paths.update((extent.path, None) for extent in tensor.extents)
     for path in paths:
-        try:
-            found = os.stat(path)
-        except OSError as error:
-            raise StorageError.of(error, "look up", path=path) from error
-        add([os.path.abspath(path), found.st_size, found.st_mtime_ns])
+        add(files.version_of(path))
     return hasher.hexdigest()
 
 
@@ -301,7 +306,7 @@ class _Merge:
         self,
         source: Source,
         plan: Plan,
-        publication: Publication,
+        publication: Publication | ObjectPublication,
         reductions: Mapping[str, str],
         on_progress: Callable[[int, int], None] | None,
     ) -> None:
@@ -333,7 +338,7 @@ class _Merge:
                 raise
         return facts
 
-    def _write_file(self, plan: FilePlan, opened: OpenFile) -> dict[str, list[BoxFact]]:
+    def _write_file(self, plan: FilePlan, opened: OpenFile | OpenObject) -> dict[str, list[BoxFact]]:
         memory = memoryview(bytearray(4 * WINDOW_BYTES))
         with files.OpenFiles() as inputs:
             facts = {tensor.name: self._write_tensor(tensor, opened, inputs, memory) for tensor in plan.tensors}
@@ -344,7 +349,7 @@ class _Merge:
         return facts
 
     def _write_tensor(
-        self, tensor: TensorPlan, opened: OpenFile, inputs: files.OpenFiles, memory: memoryview
+        self, tensor: TensorPlan, opened: OpenFile | OpenObject, inputs: files.OpenFiles, memory: memoryview
     ) -> list[BoxFact]:
         readers = [self._reader(tensor, piece, inputs) for piece in tensor.pieces]
         waiting = deque(readers)
@@ -355,7 +360,7 @@ class _Merge:
                 raise RuntimeError("another file of this merge failed")
             nbytes = window.numel * ITEMSIZE[tensor.dtype]
             self._fill(memory[:nbytes], window, waiting, memory[WINDOW_BYTES:])
-            files.pwrite_all(opened.fd, memory[:nbytes], at, opened.path)
+            opened.write(memory[:nbytes], at)
             at += nbytes
         return [self._fact(tensor, piece, reader) for piece, reader in zip(tensor.pieces, readers, strict=True)]
 

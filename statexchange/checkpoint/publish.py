@@ -13,7 +13,7 @@ import os
 import re
 import stat
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from filelock import FileLock, Timeout
 
@@ -29,6 +29,7 @@ from statexchange.errors import (
 )
 from statexchange.sources.huggingface import MANIFEST
 from statexchange.storage import files
+from statexchange.storage.object_store import plain
 from statexchange.storage.tensorfile import encode_header
 
 if TYPE_CHECKING:
@@ -41,7 +42,9 @@ __all__ = [
     "OpenFile",
     "Publication",
     "check_target",
+    "header_of",
     "index_name",
+    "listed_files",
     "target_path",
     "travelling_files",
     "write_manifest",
@@ -73,6 +76,10 @@ class OpenFile:
         """First byte of a tensor in the file."""
         return len(self.header) + tensor.begin
 
+    def write(self, data: files.Buffer, at: int) -> None:
+        """Write `data` at byte `at`."""
+        files.pwrite_all(self.fd, data, at, self.path)
+
     def finish(self) -> None:
         """Write the header and make the file durable."""
         files.pwrite_all(self.fd, self.header, 0, self.path)
@@ -88,9 +95,17 @@ class OpenFile:
                 os.close(fd)
 
 
+def header_of(plan: FilePlan) -> bytes:
+    """The header of an output file; UnsupportedError for what safetensors cannot hold."""
+    for tensor in plan.tensors:
+        if tensor.dtype == "C128":
+            raise UnsupportedError("safetensors has no complex128; cast or exclude it", name=tensor.name)
+    return encode_header([(t.name, t.dtype, t.shape) for t in plan.tensors], FORMAT_METADATA)
+
+
 def target_path(out: str | os.PathLike[str]) -> str:
     """The absolute path of a directory to publish; a URL or an empty name is an InvalidArgumentError."""
-    name = os.fspath(out)
+    name = plain(os.fspath(out))
     if "://" in name or not name:
         raise InvalidArgumentError(f"a checkpoint goes to a directory, not to {name!r}")
     return os.path.abspath(name)
@@ -200,10 +215,7 @@ class Publication:
 
     def create(self, plan: FilePlan) -> OpenFile:
         """A new output file with all its room reserved."""
-        for tensor in plan.tensors:
-            if tensor.dtype == "C128":
-                raise UnsupportedError("safetensors has no complex128; cast or exclude it", name=tensor.name)
-        header = encode_header([(t.name, t.dtype, t.shape) for t in plan.tensors], FORMAT_METADATA)
+        header = header_of(plan)
         path = os.path.join(self.path, plan.name)
         with files.directory(self.path) as dir_fd:
             fd = files.create_file(dir_fd, plan.name, path)
@@ -376,8 +388,15 @@ def index_text(plan: Plan) -> bytes:
     return (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode()
 
 
+class TakesText(Protocol):
+    """A publication on its way, for its small files."""
+
+    def write_text(self, name: str, data: files.Buffer) -> None:
+        """A small file of the checkpoint."""
+
+
 def write_manifest(
-    publication: Publication,
+    publication: TakesText,
     plan: Plan,
     facts: Mapping[str, Sequence[BoxFact]],
     *,

@@ -113,7 +113,7 @@ class _Check:
         boxes = [(Box.from_json(raw[:2]), str(raw[2]), int(raw[3])) for raw in published["boxes"]]
         prove_cover(shard.name, shard.global_shape, {box: [rank] for box, _, rank in boxes})
         hashers = [xxhash.xxh3_128() for _ in boxes]
-        fd = files.open_file(extent.path)
+        fd = files.open_for_reading(extent.path)
         try:
             at = extent.begin
             for window in windows(shard.global_shape, ITEMSIZE[shard.dtype]):
@@ -124,7 +124,7 @@ class _Check:
                     _hash_part(buffer, shard.dtype, window, box, hasher)
                 self._count(len(buffer))
         finally:
-            os.close(fd)
+            files.close(fd)
         for (box, expected, rank), hasher in zip(boxes, hashers, strict=True):
             self.num_boxes += 1
             if hasher.hexdigest() != expected:

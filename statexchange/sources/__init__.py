@@ -8,6 +8,7 @@ from statexchange.errors import InvalidArgumentError, NotFoundError, StorageErro
 from statexchange.sources import dcp, huggingface, torch_file, workspace
 from statexchange.sources.base import Extent, Holder, OpenCheckpoint, Source, SourceTensor, StoredTensor
 from statexchange.storage import files
+from statexchange.storage.object_store import is_url, kind_of, plain
 
 __all__ = [
     "Extent",
@@ -29,9 +30,8 @@ def open_source(path: str | os.PathLike[str], *, strict: bool = True) -> Source:
     IncompleteError or CorruptError for what is missing or broken, else such things become the source's
     `problems`.
     """
-    location = os.fspath(path)
-    if "://" not in location:
-        _check_exists(location)
+    location = plain(os.fspath(path))
+    _check_exists(location)
     if dcp.recognises(location):
         return dcp.read(location, strict=strict)
     if huggingface.recognises(location):
@@ -47,15 +47,21 @@ def open_source(path: str | os.PathLike[str], *, strict: bool = True) -> Source:
 
 def _check_not_above(path: str) -> None:
     """accelerate puts DCP directories below a directory of its own, beside files of torch.save that are no model."""
-    names = files.list_directory(path) if os.path.isdir(path) else []
+    names = files.list_directory(path) if files.is_directory(path) else []
     below = [name for name in names if dcp.recognises(os.path.join(path, name))]
     if below:
         raise InvalidArgumentError(f"torch DCP directories lie here, name one of them: {', '.join(below)}", path=path)
 
 
 def _check_exists(path: str) -> None:
+    """Workspaces look for themselves."""
+    if path.startswith("shm://"):
+        return
     try:
-        os.lstat(path)
+        if not is_url(path):
+            os.lstat(path)
+        elif kind_of(path) is None:
+            raise FileNotFoundError
     except (FileNotFoundError, NotADirectoryError):
         raise NotFoundError("no such path", path=path) from None
     except OSError as error:

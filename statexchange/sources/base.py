@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -124,11 +123,11 @@ class StoredTensor:
         from statexchange.storage import regions
 
         extent, data = self._extent, bytearray(self._extent.nbytes)
-        fd = files.open_file(extent.path)
+        fd = files.open_for_reading(extent.path)
         try:
             regions.read_block(fd, extent.begin, self.shape, extent.strides, self.dtype, memoryview(data), extent.path)
         finally:
-            os.close(fd)
+            files.close(fd)
         return array_over(data, self.dtype, self.shape)
 
 

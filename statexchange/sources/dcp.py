@@ -34,7 +34,7 @@ _MAX_ENTRY_PICKLE_BYTES = 1 << 20  # of a tensor, about 200 bytes
 
 def recognises(path: str) -> bool:
     """Whether a DCP directory lies at `path`."""
-    return os.path.isdir(path) and METADATA in files.list_directory(path)
+    return files.is_directory(path) and METADATA in files.list_directory(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class _File:
     def read(self, entries: list[_Stored]) -> Holder:
         """The holder with all tensors of the file."""
         try:
-            fd = files.open_file(self._path)
+            fd = files.open_for_reading(self._path)
         except NotFoundError:
             names = sorted({entry.name for entry in entries})
             raise IncompleteError(
@@ -199,13 +199,11 @@ class _File:
                     self._entry(fd, entry, parts)
                 except _REFUSALS as error:
                     raise _at(error, self._path, entry.name, self._rank) from None
-            return Holder(
-                self._rank, self._path, os.fstat(fd).st_size, {n: self._joined(n, p) for n, p in parts.items()}
-            )
+            return Holder(self._rank, self._path, files.size_of(fd), {n: self._joined(n, p) for n, p in parts.items()})
         finally:
-            os.close(fd)
+            files.close(fd)
 
-    def _entry(self, fd: int, entry: _Stored, parts: dict[str, list[tuple[Box, Extent]]]) -> None:
+    def _entry(self, fd: files.Readable, entry: _Stored, parts: dict[str, list[tuple[Box, Extent]]]) -> None:
         archive = Archive(fd, self._path, entry.begin, entry.length)
         if entry.offsets is None:
             self.others[entry.name] = self._other(archive)

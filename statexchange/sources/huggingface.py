@@ -28,9 +28,9 @@ _SHARD_NAME = re.compile(r"shard-([0-9]{5,9})-model-[0-9]{5,9}-of-[0-9]{5,9}\.sa
 
 def recognises(path: str) -> bool:
     """Whether a checkpoint directory or a file lies at `path`; a rank's file of a workspace is none."""
-    if os.path.isfile(path):
+    if files.is_file(path):
         return not is_rank_file(os.path.basename(path)) and (path.endswith(".safetensors") or _has_header(path))
-    if not os.path.isdir(path):
+    if not files.is_directory(path):
         return False
     names = files.list_directory(path)
     ours = any(is_rank_file(name) for name in names)
@@ -47,7 +47,7 @@ def _has_header(path: str) -> bool:
 
 def read(path: str, *, strict: bool = True) -> Source:
     """The source at `path`: each file is a holder of whole tensors."""
-    if os.path.isfile(path):
+    if files.is_file(path):
         return Source("huggingface", path, tuple(_whole([_holder(0, path, {})])))
     problems: list[StateExchangeError] = []
     manifest = None
@@ -133,7 +133,7 @@ def _ending(tensor: SourceTensor, shape: tuple[int, ...]) -> SourceTensor:
 
 def _manifest(path: str) -> dict[str, Any] | None:
     location = os.path.join(path, MANIFEST)
-    if not os.path.lexists(location):
+    if not files.is_file(location) and not os.path.islink(location):
         return None
     manifest = files.parse_json(files.read_small(location, 1 << 30), location)
     try:

@@ -25,7 +25,7 @@ _TOTAL = re.compile(r"[-_.]of[-_.]?0*([0-9]+)")
 
 def recognises(path: str) -> bool:
     """Whether `path` is a directory of safetensors files that are no workspace's."""
-    if not os.path.isdir(path):
+    if not files.is_directory(path):
         return False
     names = files.list_directory(path)
     return any(name.endswith(_SUFFIX) for name in names) and not any(is_rank_file(name) for name in names)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import struct
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from statexchange.errors import CorruptError, UnsupportedError
 from statexchange.layout.shards import DTYPE_NAMES, ITEMSIZE, c_strides, sizes_from_json
 from statexchange.sources.base import Extent
 from statexchange.sources.pickles import MAX_PICKLE_BYTES, Made, Symbol
+from statexchange.storage import files
 from statexchange.storage.files import pread_into
 
 __all__ = ["Archive", "View", "described", "dtype_of", "is_tensor", "plain", "strides_of", "view_of"]
@@ -55,8 +55,8 @@ class View:
 class Archive:
     """One zip, in `length` bytes of an open file from `begin` on; whatever it claims is checked against these."""
 
-    def __init__(self, fd: int, path: str, begin: int = 0, length: int | None = None) -> None:
-        size = os.fstat(fd).st_size
+    def __init__(self, fd: files.Readable, path: str, begin: int = 0, length: int | None = None) -> None:
+        size = files.size_of(fd)
         self._length = size - begin if length is None else length
         if self._length < 0 or begin + self._length > size:
             raise CorruptError(

@@ -37,17 +37,23 @@ _MAX_DEPTH = 100
 
 def recognises(path: str) -> bool:
     """Whether a file of torch.save or a directory with such files lies at `path`."""
-    if os.path.isdir(path):
+    if files.is_directory(path):
         return any(name.endswith(_SUFFIXES) for name in files.list_directory(path))
-    return os.path.isfile(path) and (path.endswith(_SUFFIXES) or _head(path).startswith((_ZIP, _LEGACY)))
+    return files.is_file(path) and (path.endswith(_SUFFIXES) or _head(path).startswith((_ZIP, _LEGACY)))
 
 
 def _head(path: str) -> bytes:
-    fd = files.open_file(path)
+    file = files.open_for_reading(path)
     try:
-        return os.pread(fd, len(_LEGACY), 0)
+        return _start_of(file, path)
     finally:
-        os.close(fd)
+        files.close(file)
+
+
+def _start_of(file: files.Readable, path: str) -> bytes:
+    start = bytearray(min(len(_LEGACY), files.size_of(file)))
+    files.pread_into(file, memoryview(start), 0, path)
+    return bytes(start)
 
 
 def read(path: str, *, strict: bool = True) -> Source:
@@ -75,7 +81,7 @@ def read(path: str, *, strict: bool = True) -> Source:
 
 def _files(path: str) -> list[tuple[int, str]]:
     """The files to read with their ranks."""
-    if not os.path.isdir(path):
+    if not files.is_directory(path):
         return [(0, path)]
     present = files.list_directory(path)
     indexes = [name for name in present if name.endswith(_INDEX_SUFFIX)]
@@ -97,7 +103,7 @@ class _File:
         tensors: dict[str, SourceTensor] = {}
         aliases: dict[str, str] = {}
         seen: dict[Any, str] = {}
-        fd = files.open_file(path)
+        fd = files.open_for_reading(path)
         try:
             self._archive = _archive(fd, path)
             data = self._archive.pickle()
@@ -111,9 +117,9 @@ class _File:
                 key = tensor.shard.dtype, tensor.shard.global_shape, tensor.shard.boxes, tensor.extents
                 if tensor.shard.nbytes and seen.setdefault(key, name) != name:
                     aliases[name] = seen[key]
-            self.holder = Holder(rank, path, os.fstat(fd).st_size, tensors, aliases)
+            self.holder = Holder(rank, path, files.size_of(fd), tensors, aliases)
         finally:
-            os.close(fd)
+            files.close(fd)
 
     def _tensor(self, name: str, value: Made) -> SourceTensor:
         try:
@@ -175,8 +181,8 @@ class _File:
         return self._meshes[key]
 
 
-def _archive(fd: int, path: str) -> Archive:
-    head = os.pread(fd, len(_LEGACY), 0)
+def _archive(fd: files.Readable, path: str) -> Archive:
+    head = _start_of(fd, path)
     if head.startswith(_ZIP):
         return Archive(fd, path)
     if head.startswith(b"\x80"):

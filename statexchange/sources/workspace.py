@@ -14,6 +14,7 @@ from statexchange.errors import (
 )
 from statexchange.sources.base import Extent, Holder, Source, SourceTensor
 from statexchange.storage import files
+from statexchange.storage.object_store import is_url
 from statexchange.storage.workspace import (
     MANIFEST,
     Manifest,
@@ -31,6 +32,8 @@ __all__ = ["read", "recognises"]
 
 def recognises(path: str) -> bool:
     """Whether `path` is a workspace, or one run, round or rank's file of it."""
+    if is_url(path):
+        return False
     return (os.path.isfile(path) and is_rank_file(os.path.basename(path))) or _place(path) is not None
 
 

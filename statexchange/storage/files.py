@@ -14,9 +14,10 @@ import os
 import secrets
 import stat
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from statexchange.errors import CorruptError, NotFoundError, StorageError, TargetExistsError, UnsafeError
+from statexchange.storage import object_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -25,11 +26,15 @@ __all__ = [
     "TEMPORARY_PREFIX",
     "Buffer",
     "OpenFiles",
+    "Readable",
+    "close",
     "close_file",
     "create_file",
     "directory",
     "exchange_paths",
     "filesystem_is_memory",
+    "is_directory",
+    "is_file",
     "list_directory",
     "make_directory",
     "make_path",
@@ -37,6 +42,7 @@ __all__ = [
     "new_nonce",
     "open_directory",
     "open_file",
+    "open_for_reading",
     "parse_json",
     "pread_into",
     "pwrite_all",
@@ -44,13 +50,17 @@ __all__ = [
     "remove_file",
     "rename_new",
     "reserve",
+    "size_of",
     "sync_directory",
     "sync_file",
+    "version_of",
     "write_new",
 ]
 
 TEMPORARY_PREFIX = ".tmp-"
 Buffer = bytes | bytearray | memoryview
+Readable: TypeAlias = int | object_store.ObjectFile
+"""An open file descriptor, or an object of a store."""
 
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _CLOEXEC = getattr(os, "O_CLOEXEC", 0)
@@ -121,7 +131,9 @@ def sync_file(fd: int, path: str) -> None:
 
 
 def list_directory(path: str) -> list[str]:
-    """Names in a directory, opened first so that NFS shows the newest."""
+    """Names in a directory, which may be a URL; it is opened first so that NFS shows the newest."""
+    if object_store.is_url(path):
+        return object_store.names_below(path)
     with directory(path) as fd:
         return names_in(fd, path)
 
@@ -132,6 +144,43 @@ def names_in(dir_fd: int, path: str) -> list[str]:
         return sorted(os.listdir(dir_fd))
     except OSError as error:
         raise StorageError.of(error, "list directory", path=path) from error
+
+
+def is_directory(path: str) -> bool:
+    """Whether `path`, which may be a URL, is a directory."""
+    return object_store.kind_of(path) == "directory" if object_store.is_url(path) else os.path.isdir(path)
+
+
+def is_file(path: str) -> bool:
+    """Whether `path`, which may be a URL, is a file."""
+    return object_store.kind_of(path) == "file" if object_store.is_url(path) else os.path.isfile(path)
+
+
+def open_for_reading(path: str) -> Readable:
+    """A file, or an object if `path` is a URL; `close` it."""
+    return object_store.ObjectFile(path) if object_store.is_url(path) else open_file(path)
+
+
+def size_of(file: Readable) -> int:
+    """Bytes of an open file."""
+    return os.fstat(file).st_size if isinstance(file, int) else file.size
+
+
+def version_of(path: str) -> list[str | int]:
+    """What changes when the file at `path`, which may be a URL, does: with its name, its size and time."""
+    if object_store.is_url(path):
+        return [path, object_store.version_of(path)]
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise StorageError.of(error, "look up", path=path) from error
+    return [os.path.abspath(path), found.st_size, found.st_mtime_ns]
+
+
+def close(file: Readable) -> None:
+    """Close what was opened for reading."""
+    if isinstance(file, int):
+        os.close(file)
 
 
 def open_file(path: str, dir_fd: int | None = None, shown: str | None = None) -> int:
@@ -162,28 +211,31 @@ class OpenFiles:
 
     def __init__(self, limit: int = 32) -> None:
         self._limit = limit
-        self._descriptors: dict[str, int] = {}
+        self._files: dict[str, Readable] = {}
 
-    def descriptor(self, path: str) -> int:
-        """A descriptor that is good until the next call."""
-        fd = self._descriptors.pop(path, None)
-        if fd is None:
-            if len(self._descriptors) >= self._limit:
-                os.close(self._descriptors.pop(next(iter(self._descriptors))))
-            fd = open_file(path)
-        self._descriptors[path] = fd  # again the last one to be closed
-        return fd
+    def file(self, path: str) -> Readable:
+        """The file at `path`, good until the next call."""
+        file = self._files.pop(path, None)
+        if file is None:
+            if len(self._files) >= self._limit:
+                close(self._files.pop(next(iter(self._files))))
+            file = open_for_reading(path)
+        self._files[path] = file  # again the last one to be closed
+        return file
 
     def __enter__(self) -> OpenFiles:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
+        while self._files:
+            close(self._files.popitem()[1])
 
 
-def pread_into(fd: int, buffer: memoryview, offset: int, path: str) -> None:
+def pread_into(fd: Readable, buffer: memoryview, offset: int, path: str) -> None:
     """Fill `buffer` from `offset`; a file that ends before that is a CorruptError."""
+    if not isinstance(fd, int):
+        fd.read_into(buffer, offset)
+        return
     done = 0
     try:
         while done < len(buffer):
@@ -249,15 +301,15 @@ def close_file(fd: int, path: str) -> None:
 def read_small(path: str, limit: int = 64 << 20, dir_fd: int | None = None, shown: str | None = None) -> bytes:
     """All bytes of a file that may not be larger than `limit` (CorruptError)."""
     shown = shown or path
-    fd = open_file(path, dir_fd, shown)
+    fd = open_for_reading(path) if dir_fd is None else open_file(path, dir_fd, shown)
     try:
-        size = os.fstat(fd).st_size
+        size = size_of(fd)
         if size > limit:
             raise CorruptError(f"file of {size} bytes is too large for what it should hold", path=shown)
         data = bytearray(size)
         pread_into(fd, memoryview(data), 0, shown)
     finally:
-        os.close(fd)
+        close(fd)
     return bytes(data)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from statexchange.errors import StorageError
 from statexchange.layout.arrays import elements
 from statexchange.layout.shards import ITEMSIZE, Box, c_strides, intersect
-from statexchange.storage.files import OpenFiles, pread_into, pwrite_all
+from statexchange.storage.files import OpenFiles, Readable, pread_into, pwrite_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -140,7 +140,7 @@ def _assign(memory: memoryview, dtype: str, window: Box, part: Box, source: Any)
 
 
 def read_block(
-    fd: int,
+    fd: Readable,
     begin: int,
     shape: tuple[int, ...],
     strides: tuple[int, ...] | None,
@@ -159,7 +159,7 @@ def read_block(
         _read_strided(fd, begin, elements(target, dtype, shape), strides, path)
 
 
-def _read_strided(fd: int, begin: int, target: Any, strides: tuple[int, ...], path: str) -> None:
+def _read_strided(fd: Readable, begin: int, target: Any, strides: tuple[int, ...], path: str) -> None:
     reach = [(size - 1) * stride for size, stride in zip(target.shape, strides, strict=True)]
     span = (sum(reach) + 1) * target.itemsize
     if span > _SPAN_BYTES and max(reach):
@@ -185,7 +185,7 @@ def blocks(
     for window in windows(shape, itemsize) if memory else ():
         part = memory[: window.numel * itemsize]
         at = begin + itemsize * sum(map(operator.mul, window.offsets, along))
-        read_block(inputs.descriptor(path), at, window.shape, strides, dtype, part, path)
+        read_block(inputs.file(path), at, window.shape, strides, dtype, part, path)
         yield part
 
 
@@ -217,7 +217,7 @@ def read_part(
         nbytes = window.numel * itemsize
         at = begin + itemsize * sum(map(operator.mul, map(operator.add, inside.offsets, window.offsets), along))
         data = memory[to : to + nbytes] if straight else bounce[:nbytes]
-        read_block(inputs.descriptor(path), at, window.shape, lies, dtype, data, path)
+        read_block(inputs.file(path), at, window.shape, lies, dtype, data, path)
         if hasher is not None:
             hasher.update(data)
         if not straight:
@@ -270,7 +270,7 @@ class BoxReader:
         straight = is_contiguous(inside, window.shape)
         begin = linear_offset(inside, window.shape) * itemsize if straight else 0
         target = (buffer if straight else bounce)[begin : begin + nbytes]
-        fd = self._inputs.descriptor(self._path)
+        fd = self._inputs.file(self._path)
         read_block(fd, self._place_of(part), part.shape, self._strides, self._dtype, target, self._path)
         self._hasher.update(target)
         if not straight:

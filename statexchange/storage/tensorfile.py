@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import struct
 from dataclasses import dataclass, field
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError, InvalidArgumentError, UnsafeError
 from statexchange.layout.shards import ITEMSIZE, Shard, sizes_from_json
-from statexchange.storage.files import Buffer, open_file, parse_json, pread_into, write_new
+from statexchange.storage import files
+from statexchange.storage.files import Buffer, Readable, parse_json, pread_into, write_new
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -140,19 +140,19 @@ def encode_header(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: M
 
 def read_header_of(path: str) -> Header:
     """The header of the file at `path`."""
-    fd = open_file(path)
+    fd = files.open_for_reading(path)
     try:
         return read_header(fd, path)
     finally:
-        os.close(fd)
+        files.close(fd)
 
 
-def read_header(fd: int, path: str) -> Header:
+def read_header(fd: Readable, path: str) -> Header:
     """The header of an open file; what breaks the format or our stricter rules is a CorruptError.
 
     Stricter than safetensors: no key twice, no unknown field, no control characters in names.
     """
-    size = os.fstat(fd).st_size
+    size = files.size_of(fd)
     if size < 8:
         raise CorruptError("file is too short to be a tensor file", path=path, found=f"{size} bytes")
     head = bytearray(8)
