@@ -35,7 +35,7 @@ from statexchange.layout.plan import (
 from statexchange.layout.shards import ITEMSIZE, Box
 from statexchange.sources import Extent, Holder, Source, SourceTensor, open_source
 from statexchange.storage import files
-from statexchange.storage.regions import WINDOW_BYTES, BoxReader, windows
+from statexchange.storage.regions import AHEAD_BYTES, WINDOW_BYTES, BoxReader, windows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -217,7 +217,9 @@ class _Merge:
 
     def _reader(self, tensor: TensorPlan, piece: Piece, inputs: files.OpenFiles) -> BoxReader:
         extent = extent_of(self._source, tensor, piece.holder, piece.box_index)
-        return BoxReader(inputs, extent.path, extent.begin, piece.box, tensor.dtype, xxhash.xxh3_128(), extent.strides)
+        ahead = AHEAD_BYTES // len(tensor.pieces)
+        hasher = xxhash.xxh3_128()
+        return BoxReader(inputs, extent.path, extent.begin, piece.box, tensor.dtype, hasher, extent.strides, ahead)
 
     def _fact(self, tensor: TensorPlan, piece: Piece, reader: BoxReader) -> BoxFact:
         extent = extent_of(self._source, tensor, piece.holder, piece.box_index)
