@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from statexchange.errors import CorruptError, StorageError
 from statexchange.layout.shards import Box
 from statexchange.storage import files
-from statexchange.storage.files import OpenFiles
 from statexchange.storage.regions import BoxReader, blocks, is_contiguous, linear_offset, windows, within, write_box
 
 shapes = st.lists(st.integers(1, 7), max_size=4).map(tuple)
@@ -145,7 +144,7 @@ def test_strided_boxes_are_read_in_the_order_of_their_indices(
     whole = tuple(n + 2 * m for n, m in zip(view.shape, margins, strict=True))
     out = np.zeros(whole, "<i4")
     box = Box(tuple(margins), view.shape)
-    with OpenFiles() as inputs:
+    with files.OpenFiles() as inputs:
         reader = BoxReader(inputs, str(path), at, box, "I32", xxhash.xxh3_128(), strides)
         for window in windows(whole, 4, data.draw(st.sampled_from([4, 40, 400]))):
             buffer = memoryview(bytearray(window.numel * 4))
@@ -160,7 +159,7 @@ def test_strided_boxes_are_read_in_the_order_of_their_indices(
 def test_strided_blocks_come_in_parts_and_a_file_that_ends_early_is_corrupt(tmp_path: Path) -> None:
     base = np.arange(600 * 700, dtype="<i4").reshape(600, 700)
     (tmp_path / "file").write_bytes(base.tobytes())
-    with OpenFiles() as inputs:
+    with files.OpenFiles() as inputs:
         ahead = 100_000
         parts = [bytes(p) for p in blocks(inputs, str(tmp_path / "file"), 0, (700, 600), (1, 700), "I32", ahead)]
         assert (b"".join(parts), max(map(len, parts)) <= ahead) == (base.T.tobytes(), True)
