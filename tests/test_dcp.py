@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.cli.main import main
@@ -247,6 +248,20 @@ def test_a_directory_of_one_rank_is_a_lazy_mapping(saved: Path) -> None:
     checkpoint = open_checkpoint(saved)
     assert checkpoint["w"].shape == (40, 50)
     assert checkpoint["w"].read().tolist() == numbers(40, 50).tolist()
+
+
+def test_a_file_for_each_entry_and_torchs_own_conversion(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    state = {"w": numbers(40, 50), "nested": {"b": numbers(5)}}
+    writer = dcp.FileSystemWriter(tmp_path / "dcp", single_file_per_rank=False, thread_count=2)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "converted.pt")
+    recwarn.clear()
+    assert [holder.rank for holder in open_source(tmp_path / "dcp").holders] == [0, 0]
+    for source in ("dcp", "converted.pt"):
+        merge_checkpoint(tmp_path / source, tmp_path / f"{source}.out")
+        found = load_file(tmp_path / f"{source}.out/model.safetensors")
+        assert found["w"].equal(state["w"])
+        assert found["nested.b"].equal(state["nested"]["b"])
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Any, str, str]:

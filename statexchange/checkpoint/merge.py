@@ -43,7 +43,7 @@ from statexchange.layout.shards import ITEMSIZE, Box
 from statexchange.sources import Extent, Holder, Source, SourceTensor, open_source, rank_files
 from statexchange.storage import files
 from statexchange.storage.object_store import is_url
-from statexchange.storage.regions import WINDOW_BYTES, BoxReader, windows
+from statexchange.storage.regions import AHEAD_BYTES, WINDOW_BYTES, BoxReader, windows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -398,7 +398,8 @@ class _Merge:
     ) -> BoxReader:
         extent = extent_of(self._source, tensor, holder, box_index)
         dtype = self._source.holders[holder].tensors[tensor.source].shard.dtype
-        return BoxReader(inputs, extent.path, extent.begin, piece.box, dtype, xxhash.xxh3_128(), extent.strides)
+        hasher, ahead = xxhash.xxh3_128(), AHEAD_BYTES // len(tensor.pieces)
+        return BoxReader(inputs, extent.path, extent.begin, piece.box, dtype, hasher, extent.strides, ahead)
 
     def _fact(self, tensor: TensorPlan, piece: Piece, reader: _Reader) -> BoxFact:
         suppliers = [(piece.holder, piece.box_index), *piece.replicas]

@@ -18,7 +18,7 @@ __all__ = ["MAX_PICKLE_BYTES", "Made", "Symbol", "read_pickle"]
 
 MAX_PICKLE_BYTES = 512 << 20
 _MAX_LONG_BYTES = 1024
-_STOP, _MEMOIZE, _BINGET, _BININT1 = b".\x94hK"
+_STOP, _MEMOIZE, _BINGET, _BININT1, _LONG_BINGET = b".\x94hKj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +122,9 @@ class _Machine:
             elif code == _BININT1:
                 self.stack.append(data[at])
                 at += 1
+            elif code == _LONG_BINGET:
+                self.stack.append(memo[int.from_bytes(data[at : at + 4], "little")])
+                at += 4
             else:
                 self.at = at
                 operation = _OPERATIONS.get(code)
@@ -294,10 +297,6 @@ def _put(width: int) -> _Operation:
     return put
 
 
-def _get(machine: _Machine) -> None:
-    machine.stack.append(machine.memo[machine.number(4)])
-
-
 def _global(machine: _Machine) -> None:
     machine.symbol(machine.line(), machine.line())
 
@@ -380,7 +379,6 @@ _OPERATIONS: dict[int, _Operation] = {
         "\x91": _frozenset,
         "q": _put(1),
         "r": _put(4),
-        "j": _get,
         "c": _global,
         "\x93": _stack_global,
         "Q": _persistent,
