@@ -39,9 +39,9 @@ def torch_elements(shape: tuple[int, ...], placement: Placement, at: tuple[int, 
 
 
 def planned(shape: tuple[int, ...], placement: Placement, **options: Any) -> TensorPlan:
-    holdings = [Holding(rank, ()) for rank in range(math.prod(placement.mesh_shape))]
-    spread = [Spread("w", "F32", shape, placement)]
-    return plan_merge(holdings, PlanOptions(**options), spread=spread).files[0].tensors[0]
+    ranks = range(math.prod(placement.mesh_shape))
+    holdings = [Holding(rank, [Spread("w", "F32", shape, placement)] if rank == 0 else ()) for rank in ranks]
+    return plan_merge(holdings, PlanOptions(**options)).files[0].tensors[0]
 
 
 def elements_of(box: Box, shape: tuple[int, ...]) -> Any:
@@ -92,7 +92,7 @@ def test_a_record_plans_what_its_boxes_plan(case: tuple[tuple[int, ...], Placeme
 def test_replicas_take_turns() -> None:
     mesh = Placement((4, 2), (None, Cut(0)))
     spread = [Spread(f"w{i}", "F32", (8, 2), mesh) for i in range(8)]
-    plan = plan_merge([Holding(rank, ()) for rank in range(8)], spread=spread)
+    plan = plan_merge([Holding(0, spread), *(Holding(rank, ()) for rank in range(1, 8))])
     suppliers = [piece.holder for tensor in plan.files[0].tensors for piece in tensor.pieces]
     assert sorted(suppliers) == sorted([*range(8)] * 2)
 
@@ -105,16 +105,21 @@ def test_selecting_renaming_ties_and_names_said_twice() -> None:
     mesh = Placement((2,), (Cut(0),))
     a, b = Spread("a", "F32", (4,), mesh), Spread("b", "F32", (4,), mesh)
     plain = Shard("c", "I64", (3,), (full_box((3,)),))
-    tied = [Holding(rank, [plain], {"b": "a"}) for rank in range(2)]
-    plan = plan_merge(tied, PlanOptions(rename=[("a", "x")]), spread=[a, b])
+
+    def tied(*shards: Shard | Spread) -> list[Holding]:
+        return [Holding(0, shards, {"b": "a"}), Holding(1, [plain], {"b": "a"})]
+
+    plan = plan_merge(tied(a, plain, b), PlanOptions(rename=[("a", "x")]))
     assert (names_of(plan), plan.aliases) == (["c", "x"], {"b": "x"})
-    assert names_of(plan_merge([*tied, Holding(2, ())], spread=[a, b])) == ["c", "a", "b"]
+    assert names_of(plan_merge([*tied(a, plain, b), Holding(2, ())])) == ["c", "a", "b"]
     other = Spread("b", "F32", (4,), Placement((2,), (None,)))
-    assert names_of(plan_merge(tied, spread=[a, other])) == ["c", "a", "b"]
-    assert names_of(plan_merge(tied, PlanOptions(exclude=("c", "a")), spread=[a, b])) == ["b"]
-    for twice in ([a, a], [Spread("c", "I64", (3,), mesh)]):
+    assert names_of(plan_merge(tied(a, other, plain))) == ["c", "a", "b"]
+    assert names_of(plan_merge(tied(a, plain, b), PlanOptions(exclude=("c", "a")))) == ["b"]
+    files = plan_merge(tied(a, plain, other), PlanOptions(max_shard_bytes=1)).files
+    assert [[tensor.name for tensor in file.tensors] for file in files] == [["a"], ["c"], ["b"]]
+    for twice in ((a, Spread("a", "F32", (4,), other.placement)), (Spread("c", "I64", (3,), mesh),)):
         with pytest.raises(CorruptError, match="said twice"):
-            plan_merge(tied, spread=twice)
+            plan_merge(tied(*twice))
 
 
 def test_runs_that_leave_a_gap_are_no_cover(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,9 +145,9 @@ def test_a_plan_does_not_grow_with_the_number_of_ranks() -> None:
     sizes = []
     for ranks in (64, 1024):
         spread = [Spread(f"layers.{i}.w", "BF16", (4096, 64), Placement((ranks,), (Cut(0),))) for i in range(2000)]
-        holdings = [Holding(rank, ()) for rank in range(ranks)]
+        holdings = [Holding(rank, spread if rank == 0 else ()) for rank in range(ranks)]
         start()
-        plan = plan_merge(holdings, spread=spread)
+        plan = plan_merge(holdings)
         sizes.append(get_traced_memory()[0])
         stop()
         assert sum(len(tensor.pieces) for file in plan.files for tensor in file.tensors) == 2000 * ranks

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import product
-from typing import Literal, TypeVar
+from typing import Literal
 
 from statexchange.errors import (
     CorruptError,
@@ -106,10 +106,13 @@ class PlanOptions:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one holder has. `rank` names it in errors; `aliases` maps a tied name to the name that is kept."""
+    """What one holder has. `rank` names it in errors; `aliases` maps a tied name to the name that is kept.
+
+    A `Spread` among the shards of one holding speaks for all holdings.
+    """
 
     rank: int
-    shards: Sequence[Shard]
+    shards: Sequence[Shard | Spread]
     aliases: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -196,20 +199,18 @@ def plan_merge(
     holdings: Sequence[Holding],
     options: PlanOptions | None = None,
     *,
-    spread: Sequence[Spread] = (),
     basis: str = "",
 ) -> Plan:
-    """The plan that merges `holdings`, and what is `spread` over all of them. Not collective.
+    """The plan that merges `holdings`. Not collective. `basis` is what else the bytes depend on, for the digest.
 
-    `basis` is what else the bytes depend on, for the digest. The pieces of a spread tensor are made when they are asked
-    for, and the plan's size does not grow with the number of ranks.
+    The pieces of a spread tensor are made when they are asked for: of these the plan does not grow with the ranks.
 
     Raises IncompleteError (a region nobody holds), OverlapError (a region claimed by different boxes) or
     CorruptError (dtype or global shape differ between holders); each names tensor, region and ranks. A
     `rename` that gives two tensors one name is an UnsafeError.
     """
     with _collector_paused():
-        return _plan(holdings, options or PlanOptions(), spread, basis)
+        return _plan(holdings, options or PlanOptions(), basis)
 
 
 @contextlib.contextmanager
@@ -224,13 +225,8 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _plan(holdings: Sequence[Holding], options: PlanOptions, spread: Sequence[Spread], basis: str) -> Plan:
-    meshed = {tensor.name: tensor for tensor in spread}
-    by_name = _by_name(holdings)
-    twice = sorted(by_name.keys() & meshed.keys())
-    if twice or len(meshed) < len(spread):
-        raise CorruptError("the tensor is said twice to lie somewhere", name=twice[0] if twice else None)
-    chosen: dict[str, Sequence[tuple[int, Shard]] | Spread] = _select({**by_name, **meshed}, options)
+def _plan(holdings: Sequence[Holding], options: PlanOptions, basis: str) -> Plan:
+    chosen = _select(_by_name(holdings), options)
     aliases = _aliases(holdings, chosen)
     for alias in aliases:
         chosen.pop(alias, None)
@@ -277,18 +273,21 @@ def _plan_spread(new: str, held: Spread, options: PlanOptions, number: int) -> T
     return TensorPlan(new, held.name, held.dtype, held.global_shape, 0, pieces)
 
 
-def _by_name(holdings: Sequence[Holding]) -> dict[str, list[tuple[int, Shard]]]:
-    found: dict[str, list[tuple[int, Shard]]] = {}
+def _by_name(holdings: Sequence[Holding]) -> dict[str, list[tuple[int, Shard]] | Spread]:
+    found: dict[str, list[tuple[int, Shard]] | Spread] = {}
     for holder, holding in enumerate(holdings):
         for shard in holding.shards:
-            found.setdefault(shard.name, []).append((holder, shard))
+            held = found.setdefault(shard.name, shard if isinstance(shard, Spread) else [])
+            if isinstance(held, list) and isinstance(shard, Shard):
+                held.append((holder, shard))
+            elif held is not shard:
+                raise CorruptError("it is said twice how this tensor lies", name=shard.name, rank=holding.rank)
     return found
 
 
-_Held = TypeVar("_Held")
-
-
-def _select(by_name: Mapping[str, _Held], options: PlanOptions) -> dict[str, _Held]:
+def _select(
+    by_name: Mapping[str, list[tuple[int, Shard]] | Spread], options: PlanOptions
+) -> dict[str, list[tuple[int, Shard]] | Spread]:
     for pattern in options.include:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in by_name):
             raise InvalidArgumentError(f"include pattern {pattern!r} matches no tensor")
@@ -298,14 +297,14 @@ def _select(by_name: Mapping[str, _Held], options: PlanOptions) -> dict[str, _He
     return chosen
 
 
-def _aliases(
-    holdings: Sequence[Holding], by_name: Mapping[str, Sequence[tuple[int, Shard]] | Spread]
-) -> dict[str, str]:
+def _aliases(holdings: Sequence[Holding], by_name: Mapping[str, list[tuple[int, Shard]] | Spread]) -> dict[str, str]:
     """Tied names that may be dropped: every holder of the alias says so, and the kept name is written."""
     tied_to: dict[str, set[str]] = {}
     for holding in holdings:
         # An empty part cannot tell what it is tied to.
-        parts = {s.name: (s.dtype, s.global_shape, s.boxes) for s in holding.shards if s.nbytes}
+        parts = {
+            s.name: (s.dtype, s.global_shape, s.boxes) for s in holding.shards if isinstance(s, Shard) and s.nbytes
+        }
         for name, part in parts.items():
             kept = holding.aliases.get(name, name)
             tied_to.setdefault(name, set()).add(kept if parts.get(kept) == part else name)

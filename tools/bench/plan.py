@@ -23,30 +23,28 @@ from statexchange.layout.plan import Holding, plan_merge
 from statexchange.layout.shards import Box, Shard
 from statexchange.layout.spread import Placement, Spread
 
-Case = tuple[list[Holding], list[Spread]]
 
-
-def one_tensor(boxes: int) -> Case:
+def one_tensor(boxes: int) -> list[Holding]:
     """One matrix in a square grid of boxes, dealt to 1,000 ranks."""
     side = round(boxes**0.5)
     by_rank: list[list[Box]] = [[] for _ in range(1000)]
     for number in range(side * side):
         by_rank[number % 1000].append(Box((4 * (number // side), 4 * (number % side)), (4, 4)))
     shape = (4 * side, 4 * side)
-    return [Holding(rank, [Shard("w", "F32", shape, tuple(held))]) for rank, held in enumerate(by_rank)], []
+    return [Holding(rank, [Shard("w", "F32", shape, tuple(held))]) for rank, held in enumerate(by_rank)]
 
 
-def many_tensors(boxes: int) -> Case:
+def many_tensors(boxes: int) -> list[Holding]:
     """Matrices of 1,024 rows, one on each of 1,024 ranks."""
     names = [f"model.layers.{number}.weight" for number in range(boxes // 1024)]
     shape = (1024, 4096)
     return [
         Holding(rank, [Shard(name, "BF16", shape, (Box((rank, 0), (1, 4096)),)) for name in names])
         for rank in range(1024)
-    ], []
+    ]
 
 
-def records(tensors: int, ranks: int = 1024) -> Case:
+def records(tensors: int, ranks: int = 1024) -> list[Holding]:
     """Tensors of 24 shapes as FSDP, HSDP and FSDP with tensor parallelism lay them over a mesh: one record each."""
     inner = min(8, ranks)
     meshes = [
@@ -60,10 +58,10 @@ def records(tensors: int, ranks: int = 1024) -> Case:
         Spread(f"model.layers.{n}.weight", "BF16", shapes[n % len(shapes)], meshes[n % len(meshes)])
         for n in range(tensors)
     ]
-    return [Holding(rank, ()) for rank in range(ranks)], spread
+    return [Holding(rank, spread if rank == 0 else ()) for rank in range(ranks)]
 
 
-CASES: dict[str, Callable[[], Case]] = {
+CASES: dict[str, Callable[[], list[Holding]]] = {
     "one tensor, 10^4 boxes": lambda: one_tensor(10**4),
     "one tensor, 10^5 boxes": lambda: one_tensor(10**5),
     "one tensor, 10^6 boxes": lambda: one_tensor(10**6),
@@ -77,9 +75,9 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 def measure(case: str) -> None:
-    holdings, spread = CASES[case]()
+    holdings = CASES[case]()
     wall, cpu = time.perf_counter(), time.process_time()
-    plan = plan_merge(holdings, spread=spread)
+    plan = plan_merge(holdings)
     seconds, processor = time.perf_counter() - wall, time.process_time() - cpu
     pieces = sum(len(tensor.pieces) for file in plan.files for tensor in file.tensors)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
