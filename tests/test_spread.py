@@ -1,5 +1,6 @@
 """Tensors spread over meshes as one record, against torch's own chunks element by element, and explicit boxes."""
 
+import json
 import math
 from itertools import product
 from typing import Any
@@ -14,7 +15,7 @@ from statexchange.errors import CorruptError, IncompleteError
 from statexchange.layout.placements import Cut
 from statexchange.layout.plan import Holding, Plan, PlanOptions, TensorPlan, plan_merge
 from statexchange.layout.shards import Box, Shard, full_box
-from statexchange.layout.spread import Placement, Spread, tiles
+from statexchange.layout.spread import Placement, Spread, coordinate_of, tiles
 
 
 @st.composite
@@ -120,6 +121,24 @@ def test_selecting_renaming_ties_and_names_said_twice() -> None:
     for twice in ((a, Spread("a", "F32", (4,), other.placement)), (Spread("c", "I64", (3,), mesh),)):
         with pytest.raises(CorruptError, match="said twice"):
             plan_merge(tied(*twice))
+
+
+def test_a_rank_with_an_empty_part_says_nothing_about_ties() -> None:
+    mesh = Placement((2,), (Cut(0),))
+    for rows, expected in ((1, ["a"]), (2, ["a", "b"])):
+        both = [Spread(name, "F32", (rows, 3), mesh) for name in "ab"]
+        assert names_of(plan_merge([Holding(0, both, {"b": "a"}), Holding(1, ())])) == expected
+
+
+@given(placements(), st.integers(0, 63))
+def test_a_record_and_its_json_mean_the_same(case: tuple[tuple[int, ...], Placement], rank: int) -> None:
+    shape, placement = case
+    assume(rank < math.prod(placement.mesh_shape))
+    assert Placement.from_json(json.loads(json.dumps(placement.to_json()))) == placement
+    at = list(product(*map(range, placement.mesh_shape)))[rank]
+    assert coordinate_of(rank, placement.mesh_shape) == at
+    held = torch_elements(shape, placement, at)
+    assert Spread("w", "U8", shape, placement).shard_of(rank).nbytes == held.numel()
 
 
 def test_runs_that_leave_a_gap_are_no_cover(monkeypatch: pytest.MonkeyPatch) -> None:

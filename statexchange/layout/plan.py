@@ -314,8 +314,10 @@ def _aliases(holdings: Sequence[Holding], by_name: Mapping[str, list[tuple[int, 
                 same = isinstance(other, Spread) and replace(other, name=name) == one
                 tied_to.setdefault(name, set()).add(kept if same else name)
     for name, held in by_name.items():
-        if isinstance(held, Spread) and any(name not in holding.aliases for holding in holdings):
-            tied_to[name] = {name}
+        if isinstance(held, Spread):
+            says = tied_to.setdefault(name, set())
+            if not says or any(name not in h.aliases and held.shard_of(n).nbytes for n, h in enumerate(holdings)):
+                says.add(name)
     only = {name: next(iter(kept)) for name, kept in tied_to.items() if len(kept) == 1}
     return {a: k for a, k in only.items() if a != k and a in by_name and k in by_name and only.get(k) == k}
 

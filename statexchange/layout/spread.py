@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice, product
+from typing import Any
 
 from statexchange.layout.placements import Cut, local_boxes
-from statexchange.layout.shards import Box
+from statexchange.layout.shards import Box, Shard
 
-__all__ = ["Placement", "Spread", "SpreadBox", "SpreadBoxes", "tiles"]
+__all__ = ["Placement", "Spread", "SpreadBox", "SpreadBoxes", "coordinate_of", "tiles"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,25 @@ class Placement:
 
     mesh_shape: tuple[int, ...]
     cuts: tuple[Cut | None, ...]
+
+    def to_json(self) -> list[Any]:
+        """A JSON value that `from_json` reads."""
+        return [self.mesh_shape, [None if cut is None else [cut.dim, cut.split_factor] for cut in self.cuts]]
+
+    @classmethod
+    def from_json(cls, raw: Any) -> Placement:
+        """The placement that `to_json` wrote."""
+        mesh_shape, cuts = raw
+        return cls(tuple(mesh_shape), tuple(None if cut is None else Cut(*cut) for cut in cuts))
+
+
+def coordinate_of(rank: int, mesh_shape: Sequence[int]) -> tuple[int, ...]:
+    """Where a rank stands in a mesh whose ranks are numbered in C order."""
+    found = []
+    for size in reversed(mesh_shape):
+        rank, place = divmod(rank, size)
+        found.append(place)
+    return tuple(reversed(found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +53,13 @@ class Spread:
     dtype: str
     global_shape: tuple[int, ...]
     placement: Placement
+
+    def shard_of(self, rank: int) -> Shard:
+        """What one rank holds, as explicit boxes."""
+        mesh_shape = self.placement.mesh_shape
+        at = coordinate_of(rank, mesh_shape)
+        boxes = local_boxes(self.global_shape, mesh_shape, at, self.placement.cuts)
+        return Shard(self.name, self.dtype, self.global_shape, tuple(box for box, _ in boxes))
 
 
 @dataclass(frozen=True, slots=True)
