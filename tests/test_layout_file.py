@@ -339,6 +339,17 @@ def test_files_of_torch_save_are_laid_out_too(tmp_path: Path) -> None:
     assert equal(load_file(tmp_path / "out" / "model.safetensors"), expected)
 
 
+def test_what_torchs_writer_says_of_parts_stays_true(tmp_path: Path) -> None:
+    w, v = torch.arange(8.0), torch.arange(6.0)
+    (tmp_path / "in").mkdir()
+    for rank in range(2):
+        facts = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [4 * rank]}}), "DCP_VERSION": "1.0"}
+        name = f"shard-0000{rank + 1}-model-00001-of-00001.safetensors"
+        save_file({"w": w[4 * rank :][:4].clone(), "v": v[3 * rank :][:3].clone()}, tmp_path / "in" / name, facts)
+    merge_checkpoint(tmp_path / "in", tmp_path / "out", layout={"v": {"dim": 0}})
+    assert equal(load_file(tmp_path / "out" / "model.safetensors"), {"w": w, "v": v})
+
+
 def test_files_are_ranks_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     path = ranks(tmp_path / "in", *[{"w": torch.tensor([r])} for r in range(12)], name="model-tp{}.safetensors")
     merge_checkpoint(path, tmp_path / "out", layout={"w": {"dim": 0}})

@@ -2,13 +2,14 @@
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import split_state_dict_into_shards_factory, split_torch_state_dict_into_shards
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -112,6 +113,16 @@ def corruptions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[Box]]]:
     return shape, held
 
 
+@pytest.fixture(params=["few boxes", "many boxes"], scope="module")
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Both ways to prove a cover."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "many boxes":
+            patch.setattr("statexchange.layout.plan._MANY_BOXES", 1)
+        yield
+
+
+@pytest.mark.usefixtures("way")
 @given(corruptions())
 @example(((4, 4), [[Box((0, 0), (2, 4))], [Box((1, 0), (3, 4))]]))
 def test_corruptions_get_the_painters_verdict(case: tuple[tuple[int, ...], list[list[Box]]]) -> None:
@@ -168,6 +179,15 @@ def test_a_million_boxes_or_very_unequal_ones_do_not_explode() -> None:
     del long[Box((n - 1, n // 2), (1, n // 2))]
     with pytest.raises(IncompleteError, match=re.escape(f"[{n - 1}:{n}, {n // 2}:{n}]")):
         prove_cover("w", (n, n), long)
+
+
+def test_corners_that_cannot_be_numbered_are_counted_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("statexchange.layout.plan._MANY_BOXES", 1)
+    n = 40_000
+    shape = (n,) * 4
+    diagonal = {Box((i,) * 4, (1,) * 4): [0] for i in range(n)}
+    with pytest.raises(IncompleteError, match=re.escape("[0:1, 0:40000, 0:40000, 1:40000]")):
+        prove_cover("w", shape, diagonal)
 
 
 def test_cuts_along_absurdly_many_dims_are_refused() -> None:
@@ -311,6 +331,22 @@ def test_files_are_split_and_named_as_the_hub_does(case: Case) -> None:
     }
     assert ours.nbytes == hub.metadata["total_size"]
     assert ours.num_tensors == len(state)
+
+
+@given(st.dictionaries(st.text(min_size=1, max_size=4), st.integers(0, 300), max_size=20), st.integers(1, 200))
+def test_files_are_split_as_the_hubs_factory_does_with_empty_and_oversized_tensors(
+    sizes: dict[str, int], limit: int
+) -> None:
+    assume(sizes)
+    pattern = "model{suffix}.safetensors"
+    hub = split_state_dict_into_shards_factory(
+        sizes, get_storage_size=int, filename_pattern=pattern, max_shard_size=limit
+    )
+    holding = Holding(0, [whole(name, n, dtype="U8") for name, n in sizes.items()])
+    ours = plan_merge([holding], PlanOptions(max_shard_bytes=limit))
+    assert {f.name: {t.name for t in f.tensors} for f in ours.files} == {
+        k: set(v) for k, v in hub.filename_to_tensors.items()
+    }
 
 
 @settings(deadline=None)

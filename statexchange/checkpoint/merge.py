@@ -142,7 +142,7 @@ def merge_checkpoint(
     )
     opened, reductions = _open(source, layout)
     holdings = opened.holdings()
-    options, notes = _unwrapped(holdings, options)
+    options, notes = _unwrapped(opened.kind, holdings, options)
     basis = _basis(opened, replicas, wanted, reductions)
     plan = plan_merge(list(cast_holdings(holdings, wanted)) if wanted else holdings, options, basis=basis)
     if replicas == "equal":
@@ -194,7 +194,7 @@ def _open(
     return rank_files.lay_out(rank_files.read(os.fspath(source)) if plain else open_source(source), parsed)
 
 
-def _unwrapped(holdings: Sequence[Holding], options: PlanOptions) -> tuple[PlanOptions, tuple[str, ...]]:
+def _unwrapped(kind: str, holdings: Sequence[Holding], options: PlanOptions) -> tuple[PlanOptions, tuple[str, ...]]:
     """Options that remove wrappers which begin every selected name, and what to say about it."""
     names = {shard.name for holding in holdings for shard in holding.shards if options.wants(shard.name)}
     wrapper = ""
@@ -208,9 +208,14 @@ def _unwrapped(holdings: Sequence[Holding], options: PlanOptions) -> tuple[PlanO
         unwrap = (lambda name: given(name.removeprefix(wrapper))) if given else ((pattern, ""), *rename)  # type: ignore[misc]
         return replace(options, rename=unwrap), (f"names lost the wrapper {wrapper!r} that all of them began with",)
     inner = [name.removeprefix("model.") for name in names if name.startswith("model.")]
-    if names and len(inner) == len(names) and any(name.startswith(_TOPS) for name in inner) and not options.rename:
-        hint = 'rename=[(r"^model\\.", "")] (--rename "^model\\.=")'
-        return options, (f"all names begin with 'model.', which seems to wrap a whole model: to remove it, {hint}",)
+    if inner and len(inner) == len(names) and not options.rename:
+        sure = any(name.startswith(_TOPS) for name in inner)
+        if sure or kind == "dcp":  # where saving {"model": ...} is the custom
+            what = (
+                "which seems to wrap a whole model" if sure else "which may be a wrapper around the model's own names"
+            )
+            line = 'rename=[(r"^model\\.", "")] (--rename "^model\\.=")'
+            return options, (f"all names begin with 'model.', {what}: to remove it, {line}",)
     return options, ()
 
 
@@ -327,8 +332,8 @@ class _Merge:
                 facts |= _facts_of(file, self._publication.finished[file.name])
                 self._count(file.data_nbytes)
         todo = [file for file in self._plan.files if file.name not in self._publication.finished]
-        opened = [self._publication.create(file) for file in todo]
-        with ThreadPoolExecutor(max(1, min(threads or os.cpu_count() or 1, len(opened)))) as pool:
+        with ThreadPoolExecutor(max(1, min(threads or os.cpu_count() or 1, len(todo)))) as pool:
+            opened = list(pool.map(self._publication.create, todo))  # all room is there before anything is written
             writing = [pool.submit(self._write_file, *pair) for pair in zip(todo, opened, strict=True)]
             try:
                 for written in as_completed(writing):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError
 from statexchange.exchange.buffers import dtype_name, host_bytes, is_tensor, same_memory, settled
+from statexchange.layout.placements import Cut, local_boxes
 from statexchange.layout.rules import Layout, Part, Rule, place
 from statexchange.layout.shards import Box, Shard, full_box
+from statexchange.layout.spread import Placement, Spread, coordinate_of
 from statexchange.storage.tensorfile import Held
 
 __all__ = [
@@ -32,13 +34,15 @@ class HeldTensor:
     """One tensor of this rank's: its shard, and for each box the tensor that holds it.
 
     `part` is set for a plain tensor that has a layout rule: its shard says where the boxes lie in this rank's tensor,
-    and where they lie in the whole is known once all ranks' parts are. `cast` is the torch dtype in which its bytes
-    are wanted, if another.
+    and where they lie in the whole is known once all ranks' parts are. `placement` is set for a tensor over a mesh of
+    all ranks of which this rank's boxes are those that `local_boxes` gives. `cast` is the torch dtype in which its
+    bytes are wanted, if another.
     """
 
     shard: Shard
     tensors: tuple[Any, ...]
     part: Part | None = None
+    placement: Placement | None = None
     cast: Any = None
 
     def box_bytes(self, index: int) -> memoryview:
@@ -143,7 +147,7 @@ def _hold(name: str, tensor: Any, rule: Rule | None, rank: int) -> list[HeldTens
     dtype = dtype_name(tensor, name)
     shape = tuple(int(size) for size in tensor.shape)
     if hasattr(tensor, "__create_chunk_list__"):
-        return [_hold_chunks(name, dtype, shape, tensor)]
+        return [_hold_chunks(name, dtype, shape, tensor, rank)]
     if rule is None:
         return [HeldTensor(Shard(name, dtype, shape, (full_box(shape),)), (tensor,))]
     if rule.reduce is not None or rule.renumber:
@@ -159,7 +163,7 @@ def _hold_part(part: Part, dtype: str, tensor: Any) -> HeldTensor:
     return HeldTensor(Shard(part.name, dtype, part.shape, boxes), tuple(parts) if part.cuts else (tensor,), part)
 
 
-def _hold_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Any) -> HeldTensor:
+def _hold_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Any, rank: int) -> HeldTensor:
     """A tensor that tells its own chunks by torch's protocol, as DTensor and its placements do."""
     partial = [str(p) for p in getattr(tensor, "placements", ()) if p.is_partial()]
     if partial:
@@ -176,7 +180,22 @@ def _hold_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Any) -> 
             )
         boxes.append(box)
         parts.append(part)
-    return HeldTensor(Shard(name, dtype, shape, tuple(boxes)), tuple(parts))
+    return HeldTensor(Shard(name, dtype, shape, tuple(boxes)), tuple(parts), placement=_placement(tensor, boxes, rank))
+
+
+def _placement(tensor: Any, boxes: Sequence[Box], rank: int) -> Placement | None:
+    """The record of a DTensor, if this rank of a mesh of ranks 0, 1, ... holds just what follows from it."""
+    mesh = getattr(tensor, "device_mesh", None)
+    if mesh is None or mesh.mesh.flatten().tolist() != list(range(mesh.mesh.numel())) or rank >= mesh.mesh.numel():
+        return None
+    mesh_shape = tuple(mesh.mesh.shape)
+    cuts = [Cut(p.dim, getattr(p, "split_factor", 1)) if hasattr(p, "dim") else None for p in tensor.placements]
+    try:
+        found = [box for box, _ in local_boxes(tuple(tensor.shape), mesh_shape, coordinate_of(rank, mesh_shape), cuts)]
+    except ValueError:
+        return None
+    same = found == [box for box in boxes if box.numel] and len(boxes) <= 1
+    return Placement(mesh_shape, tuple(cuts)) if same else None
 
 
 def _own_chunks(name: str, tensor: Any) -> list[Any]:
@@ -202,7 +221,9 @@ def _chunk_tensor(name: str, tensor: Any, chunk: Any) -> Any:
     return tensor.__get_tensor_shard__(MetadataIndex(name, chunk.offsets))
 
 
-def resolve_layout(described: Sequence[Sequence[tuple[Shard, Part | None]]], layout: Layout) -> list[list[Shard]]:
+def resolve_layout(
+    described: Sequence[Sequence[tuple[Shard | Spread, Part | None]]], layout: Layout
+) -> list[list[Shard | Spread]]:
     """Every rank's shards, with the parts that layout rules speak of placed where they lie in the whole."""
     parts: dict[str, dict[int, Part]] = {}
     for rank, shards in enumerate(described):
@@ -216,5 +237,5 @@ def resolve_layout(described: Sequence[Sequence[tuple[Shard, Part | None]]], lay
     ]
 
 
-def _placed(shard: Shard, global_shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Shard:
-    return replace(shard, global_shape=global_shape, boxes=boxes)
+def _placed(shard: Shard | Spread, global_shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Shard:
+    return Shard(shard.name, shard.dtype, global_shape, boxes)

@@ -6,6 +6,7 @@ Root plans and keeps the metadata; every rank writes its own bytes in place. Nob
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from statexchange.exchange.describe import Description, describe, resolve_layout
 from statexchange.layout.plan import Holding, Plan, PlanOptions, Rename, TensorPlan, plan_merge
 from statexchange.layout.rules import Layout, Part
 from statexchange.layout.shards import ITEMSIZE, Box, Shard
+from statexchange.layout.spread import Placement, Spread
 from statexchange.storage import files
 from statexchange.storage.regions import write_box
 from statexchange.storage.tensorfile import digest
@@ -146,6 +148,42 @@ class _Task:
     writes: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What a rank has said of its state; of equal answers there is one."""
+
+    held: Sequence[tuple[Shard | Spread, Part | None]]
+    aliases: Mapping[str, str]
+    unused: Sequence[str]
+
+    @classmethod
+    def parse(cls, answer: bytes) -> _Said:
+        held, raw_placements, aliases, unused = json.loads(answer)
+        placements = [Placement.from_json(raw) for raw in raw_placements]
+        entries: list[tuple[Shard | Spread, Part | None]] = []
+        for entry in held:
+            if len(entry) == 4:
+                name, dtype, shape, number = entry
+                entries.append((Spread(name, dtype, tuple(shape), placements[number]), None))
+            else:
+                shard, part = entry
+                entries.append((Shard.from_json(shard), Part.from_json(part) if part is not None else None))
+        return cls(entries, aliases, unused)
+
+
+def _by_rank(parsed: Sequence[_Said]) -> list[list[tuple[Shard | Spread, Part | None]]]:
+    """What each rank holds: a tensor of which all ranks say that it lies over a mesh of all is told by rank 0 alone."""
+    distinct = list({id(one): one for one in parsed}.values())
+    agreed = set.intersection(*({shard for shard, _ in one.held if isinstance(shard, Spread)} for one in distinct))
+    agreed = {s for s in agreed if math.prod(s.placement.mesh_shape) == len(parsed)}
+    rest = {id(one): [pair for pair in one.held if pair[0] not in agreed] for one in distinct}
+    found: list[list[tuple[Shard | Spread, Part | None]]] = []
+    for rank, one in enumerate(parsed):
+        ours = one.held if rank == 0 else rest[id(one)]
+        found.append([(s.shard_of(rank) if isinstance(s, Spread) and s not in agreed else s, p) for s, p in ours])
+    return found
+
+
 class _Export:
     """One export, from descriptions to the published directory."""
 
@@ -195,22 +233,28 @@ class _Export:
                 self._publication.abandon()
 
     def _description_bytes(self) -> bytes:
-        held = [[h.shard.to_json(), h.part.to_json() if h.part else None] for h in self._described.held.values()]
-        return json.dumps([held, dict(self._described.aliases), self._described.unused], separators=(",", ":")).encode()
+        """What this rank holds. Of tensors over a mesh every rank says the same, and root reads it once."""
+        held: list[Any] = []
+        placements: dict[Any, int] = {}
+        for h in self._described.held.values():
+            if h.placement is not None:
+                number = placements.setdefault(h.placement, len(placements))
+                held.append([h.shard.name, h.shard.dtype, h.shard.global_shape, number])
+            else:
+                held.append([h.shard.to_json(), h.part.to_json() if h.part else None])
+        said = [held, [p.to_json() for p in placements], dict(self._described.aliases), self._described.unused]
+        return json.dumps(said, separators=(",", ":")).encode()
 
     def _prepare(self, answers: Sequence[bytes], overwrite: bool, files_from: Any) -> None:
         """Root: prove the cover, take the target, and make the files."""
-        parsed = [json.loads(answer) for answer in answers]
-        self._layout.check_ranks(range(len(parsed)))
-        described = [
-            [(Shard.from_json(raw), Part.from_json(part) if part is not None else None) for raw, part in held]
-            for held, _, _ in parsed
-        ]
-        unused = set.intersection(*(set(patterns) for _, _, patterns in parsed))
+        self._layout.check_ranks(range(len(answers)))
+        said = {answer: _Said.parse(answer) for answer in set(answers)}
+        parsed = [said[answer] for answer in answers]
+        unused = set.intersection(*(set(one.unused) for one in parsed))
         if unused:
             raise InvalidArgumentError(f"layout pattern {min(unused)!r} matches no tensor")
-        shards = resolve_layout(described, self._layout)
-        holdings = [Holding(rank, shards[rank], parsed[rank][1]) for rank in range(len(parsed))]
+        shards = resolve_layout(_by_rank(parsed), self._layout)
+        holdings = [Holding(rank, shards[rank], parsed[rank].aliases) for rank in range(len(parsed))]
         self._plan = plan_merge(holdings, self._options)
         self._travelling = travelling_files(files_from)
         self._publication = Publication(self._out, self._plan.digest, overwrite=overwrite)

@@ -6,12 +6,15 @@ what they hold and of `PlanOptions`; the same input gives the same plan and the 
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
+import gc
 import hashlib
 import json
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import product
 from typing import Literal
@@ -21,10 +24,12 @@ from statexchange.errors import (
     IncompleteError,
     InvalidArgumentError,
     OverlapError,
+    StateExchangeError,
     UnsafeError,
     UnsupportedError,
 )
 from statexchange.layout.shards import ITEMSIZE, Box, Shard, full_box, intersect, region_text
+from statexchange.layout.spread import Spread, SpreadBox, SpreadBoxes, tiles
 
 __all__ = [
     "FilePlan",
@@ -41,6 +46,8 @@ __all__ = [
 
 Rename = Callable[[str], str] | Sequence[tuple[str, str]]
 _MAX_CUT_DIMS = 12
+_MANY_BOXES = 1000
+_MANY_CORNERS = 1 << 25
 _FILENAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\{suffix\}[A-Za-z0-9._-]{0,80}\.safetensors")
 
 
@@ -99,10 +106,13 @@ class PlanOptions:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one holder has. `rank` names it in errors; `aliases` maps a tied name to the name that is kept."""
+    """What one holder has. `rank` names it in errors; `aliases` maps a tied name to the name that is kept.
+
+    A `Spread` among the shards of one holding speaks for all holdings.
+    """
 
     rank: int
-    shards: Sequence[Shard]
+    shards: Sequence[Shard | Spread]
     aliases: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -128,7 +138,7 @@ class TensorPlan:
     dtype: str
     shape: tuple[int, ...]
     begin: int
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[Piece]
 
     @property
     def nbytes(self) -> int:
@@ -185,35 +195,99 @@ def parse_size(size: int | str) -> int:
     return int(Fraction(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() if unit else " "))
 
 
-def plan_merge(holdings: Sequence[Holding], options: PlanOptions | None = None, *, basis: str = "") -> Plan:
+def plan_merge(
+    holdings: Sequence[Holding],
+    options: PlanOptions | None = None,
+    *,
+    basis: str = "",
+) -> Plan:
     """The plan that merges `holdings`. Not collective. `basis` is what else the bytes depend on, for the digest.
+
+    The pieces of a spread tensor are made when they are asked for: of these the plan does not grow with the ranks.
 
     Raises IncompleteError (a region nobody holds), OverlapError (a region claimed by different boxes) or
     CorruptError (dtype or global shape differ between holders); each names tensor, region and ranks. A
     `rename` that gives two tensors one name is an UnsafeError.
     """
-    options = options or PlanOptions()
-    by_name = _select(_by_name(holdings), options)
-    aliases = _aliases(holdings, by_name)
+    with _collector_paused():
+        return _plan(holdings, options or PlanOptions(), basis)
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """A plan makes millions of tuples and no cycles; looking at them again and again would take half of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _plan(holdings: Sequence[Holding], options: PlanOptions, basis: str) -> Plan:
+    chosen = _select(_by_name(holdings), options)
+    aliases = _aliases(holdings, chosen)
     for alias in aliases:
-        by_name.pop(alias, None)
-    renamed = _renamed(by_name, options.rename)
+        chosen.pop(alias, None)
+    renamed = _renamed(chosen, options.rename)
     load = [0] * len(holdings)
-    tensors = [_plan_tensor(new, by_name[old], holdings, options, load) for new, old in renamed.items()]
+    tensors = []
+    for number, (new, old) in enumerate(renamed.items()):
+        held = chosen[old]
+        if isinstance(held, Spread):
+            tensors.append(_plan_spread(new, held, options, number))
+        else:
+            tensors.append(_plan_tensor(new, held, holdings, options, load))
     files = _deal(tensors, options)
     written = {_apply(options.rename, alias): _apply(options.rename, kept) for alias, kept in aliases.items()}
     return Plan(files, written, _digest(files, written, basis))
 
 
-def _by_name(holdings: Sequence[Holding]) -> dict[str, list[tuple[int, Shard]]]:
-    found: dict[str, list[tuple[int, Shard]]] = {}
+class _SpreadPieces(Sequence[Piece]):
+    """The pieces of a spread tensor; of equal replicas each tensor takes the next ones in turn."""
+
+    def __init__(self, boxes: SpreadBoxes, turn: int) -> None:
+        self._boxes = boxes
+        self._turn = turn
+
+    def __len__(self) -> int:
+        return len(self._boxes)
+
+    def __iter__(self) -> Iterator[Piece]:
+        return map(self._piece, self._boxes)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        found = self._boxes[index]
+        return list(map(self._piece, found)) if isinstance(index, slice) else self._piece(found)
+
+    def _piece(self, found: SpreadBox) -> Piece:
+        chosen = found.owners[self._turn % len(found.owners)]
+        return Piece(found.box, *chosen, tuple(owner for owner in found.owners if owner != chosen))
+
+
+def _plan_spread(new: str, held: Spread, options: PlanOptions, number: int) -> TensorPlan:
+    if not tiles(held.global_shape, held.placement):
+        raise IncompleteError(f"{held.placement} does not cover shape {held.global_shape}", name=held.name)
+    pieces = _SpreadPieces(SpreadBoxes(held.global_shape, held.placement), 0 if options.replicas == "root" else number)
+    return TensorPlan(new, held.name, held.dtype, held.global_shape, 0, pieces)
+
+
+def _by_name(holdings: Sequence[Holding]) -> dict[str, list[tuple[int, Shard]] | Spread]:
+    found: dict[str, list[tuple[int, Shard]] | Spread] = {}
     for holder, holding in enumerate(holdings):
         for shard in holding.shards:
-            found.setdefault(shard.name, []).append((holder, shard))
+            held = found.setdefault(shard.name, shard if isinstance(shard, Spread) else [])
+            if isinstance(held, list) and isinstance(shard, Shard):
+                held.append((holder, shard))
+            elif held is not shard:
+                raise CorruptError("it is said twice how this tensor lies", name=shard.name, rank=holding.rank)
     return found
 
 
-def _select(by_name: dict[str, list[tuple[int, Shard]]], options: PlanOptions) -> dict[str, list[tuple[int, Shard]]]:
+def _select(
+    by_name: Mapping[str, list[tuple[int, Shard]] | Spread], options: PlanOptions
+) -> dict[str, list[tuple[int, Shard]] | Spread]:
     for pattern in options.include:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in by_name):
             raise InvalidArgumentError(f"include pattern {pattern!r} matches no tensor")
@@ -223,15 +297,27 @@ def _select(by_name: dict[str, list[tuple[int, Shard]]], options: PlanOptions) -
     return chosen
 
 
-def _aliases(holdings: Sequence[Holding], by_name: Mapping[str, object]) -> dict[str, str]:
+def _aliases(holdings: Sequence[Holding], by_name: Mapping[str, list[tuple[int, Shard]] | Spread]) -> dict[str, str]:
     """Tied names that may be dropped: every holder of the alias says so, and the kept name is written."""
     tied_to: dict[str, set[str]] = {}
     for holding in holdings:
         # An empty part cannot tell what it is tied to.
-        parts = {s.name: (s.dtype, s.global_shape, s.boxes) for s in holding.shards if s.nbytes}
+        parts = {
+            s.name: (s.dtype, s.global_shape, s.boxes) for s in holding.shards if isinstance(s, Shard) and s.nbytes
+        }
         for name, part in parts.items():
             kept = holding.aliases.get(name, name)
             tied_to.setdefault(name, set()).add(kept if parts.get(kept) == part else name)
+        for name, kept in holding.aliases.items():
+            one, other = by_name.get(name), by_name.get(kept)
+            if isinstance(one, Spread):
+                same = isinstance(other, Spread) and replace(other, name=name) == one
+                tied_to.setdefault(name, set()).add(kept if same else name)
+    for name, held in by_name.items():
+        if isinstance(held, Spread):
+            says = tied_to.setdefault(name, set())
+            if not says or any(name not in h.aliases and held.shard_of(n).nbytes for n, h in enumerate(holdings)):
+                says.add(name)
     only = {name: next(iter(kept)) for name, kept in tied_to.items() if len(kept) == 1}
     return {a: k for a, k in only.items() if a != k and a in by_name and k in by_name and only.get(k) == k}
 
@@ -262,7 +348,7 @@ def _apply(rename: Rename, name: str) -> str:
 
 def _plan_tensor(
     new: str,
-    held: list[tuple[int, Shard]],
+    held: Sequence[tuple[int, Shard]],
     holdings: Sequence[Holding],
     options: PlanOptions,
     load: list[int],
@@ -286,7 +372,10 @@ def _plan_tensor(
         for index, box in enumerate(shard.boxes):
             if box.numel:
                 owners.setdefault(box, []).append((holder, index))
-    prove_cover(first.name, first.global_shape, {b: [holdings[h].rank for h, _ in o] for b, o in owners.items()})
+    at = _flaw(first.name, first.global_shape, owners)
+    if at is not None:
+        ranks = {box: [holdings[holder].rank for holder, _ in who] for box, who in owners.items()}
+        raise _flaw_error(first.name, first.global_shape, ranks, at)
     pieces = tuple(_piece(box, who, options, load, ITEMSIZE[first.dtype]) for box, who in _in_order(owners))
     return TensorPlan(new, first.name, first.dtype, first.global_shape, 0, pieces)
 
@@ -298,27 +387,41 @@ def _in_order(owners: Mapping[Box, list[tuple[int, int]]]) -> list[tuple[Box, li
 
 def _piece(box: Box, who: list[tuple[int, int]], options: PlanOptions, load: list[int], itemsize: int) -> Piece:
     """Of equal replicas the least loaded holder writes; with "root", the first one."""
-    chosen = who[0] if len(who) == 1 or options.replicas == "root" else min(who, key=lambda h: load[h[0]])
+    if len(who) == 1:
+        load[who[0][0]] += box.numel * itemsize
+        return Piece(box, *who[0])
+    chosen = who[0] if options.replicas == "root" else min(who, key=lambda h: load[h[0]])
     load[chosen[0]] += box.numel * itemsize
     return Piece(box, *chosen, tuple(h for h in who if h != chosen))
 
 
 def prove_cover(name: str, shape: tuple[int, ...], boxes: Mapping[Box, Sequence[int]]) -> None:
     """Raise unless the non-empty `boxes` (mapped to their ranks) tile a tensor of `shape` exactly."""
+    at = _flaw(name, shape, boxes)
+    if at is not None:
+        raise _flaw_error(name, shape, boxes, at)
+
+
+def _flaw(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> tuple[int, ...] | None:
+    """The first element that is not covered exactly once."""
     cut = [d for d, size in enumerate(shape) if any(box.shape[d] != size for box in boxes)]
     if len(cut) > _MAX_CUT_DIMS:
         raise UnsupportedError(f"cut along {len(cut)} dims; {_MAX_CUT_DIMS} are supported", name=name)
-    at = _first_flaw(shape, boxes, cut) if full_box(shape).numel else None
-    if at is None:
-        return
+    return _first_flaw(shape, list(boxes), cut) if full_box(shape).numel else None
+
+
+def _flaw_error(
+    name: str, shape: tuple[int, ...], boxes: Mapping[Box, Sequence[int]], at: tuple[int, ...]
+) -> StateExchangeError:
     claims = [box for box in boxes if all(o <= a < e for o, a, e in zip(box.offsets, at, box.ends, strict=True))]
     if not claims:
         held = sorted({rank for ranks in boxes.values() for rank in ranks})
         region = _free_region(at, shape, boxes)
-        raise IncompleteError(f"no rank holds region {region} of shape {shape}; ranks {held} hold the rest", name=name)
+        problem = f"no rank holds region {region} of shape {shape}; ranks {held} hold the rest"
+        return IncompleteError(problem, name=name)
     one, other = claims[:2]
     ends = tuple(map(min, one.ends, other.ends))
-    raise OverlapError(
+    return OverlapError(
         f"region {region_text(at, ends)} is claimed twice: as {one} by rank {boxes[one][0]} "
         f"and as {other} by rank {boxes[other][0]}",
         name=name,
@@ -326,7 +429,7 @@ def prove_cover(name: str, shape: tuple[int, ...], boxes: Mapping[Box, Sequence[
     )
 
 
-def _first_flaw(shape: tuple[int, ...], boxes: Iterable[Box], cut: Sequence[int]) -> tuple[int, ...] | None:
+def _first_flaw(shape: tuple[int, ...], boxes: Sequence[Box], cut: Sequence[int]) -> tuple[int, ...] | None:
     """The first element, in lexicographic order, that is not covered exactly once; None if there is none.
 
     Only dims in `cut` matter; all boxes span the others. Prefix sums: let c(x) be the number of boxes at x,
@@ -334,6 +437,13 @@ def _first_flaw(shape: tuple[int, ...], boxes: Iterable[Box], cut: Sequence[int]
     +1 or -1 for an even or odd number of ends. So c is zero everywhere exactly if all corners cancel; else
     the first corner that is left has no other before it, and is the first flaw.
     """
+    if cut and _MANY_BOXES <= len(boxes) <= _MANY_CORNERS >> len(cut):
+        return _first_flaw_of_many(shape, boxes, cut)
+    return _first_flaw_of_few(shape, boxes, cut)
+
+
+def _first_flaw_of_few(shape: tuple[int, ...], boxes: Sequence[Box], cut: Sequence[int]) -> tuple[int, ...] | None:
+    """`_first_flaw` with a dictionary of the corners that are left."""
     signs = [(-1) ** sum(bits) for bits in product((0, 1), repeat=len(cut))]
     corners = product(*((0, shape[dim]) for dim in cut))
     left = {corner: -sign for corner, sign in zip(corners, signs, strict=True)}
@@ -346,6 +456,36 @@ def _first_flaw(shape: tuple[int, ...], boxes: Iterable[Box], cut: Sequence[int]
     if not left:
         return None
     first = dict(zip(cut, min(left), strict=True))
+    return tuple(first.get(dim, 0) for dim in range(len(shape)))
+
+
+def _first_flaw_of_many(shape: tuple[int, ...], boxes: Sequence[Box], cut: Sequence[int]) -> tuple[int, ...] | None:
+    """`_first_flaw` by sorting the corners, which is faster than a dictionary."""
+    import numpy as np
+
+    lows = np.array([[box.offsets[dim] for dim in cut] for box in boxes] + [[0] * len(cut)], dtype=np.int64)
+    highs = np.array([[box.shape[dim] for dim in cut] for box in boxes] + [[shape[d] for d in cut]], dtype=np.int64)
+    highs += lows
+    signs = np.ones(len(lows), np.int8)
+    signs[-1] = -1  # one is taken away inside the tensor
+    edges = [np.unique(np.concatenate([lows[:, d], highs[:, d]])) for d in range(len(cut))]
+    places = [[np.searchsorted(edges[d], side[:, d]) for side in (lows, highs)] for d in range(len(cut))]
+    counts = tuple(map(len, edges))
+    if math.prod(counts) >= 1 << 62:  # corners cannot be numbered
+        return _first_flaw_of_few(shape, boxes, cut)
+    corners = list(product((0, 1), repeat=len(cut)))
+    keys = np.concatenate(
+        [np.ravel_multi_index([places[d][b] for d, b in enumerate(bits)], counts) for bits in corners]
+    )
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    values = np.concatenate([-signs if sum(bits) % 2 else signs for bits in corners])[order]
+    starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))
+    left = np.flatnonzero(np.add.reduceat(values, starts, dtype=np.int64))
+    if not left.size:
+        return None
+    at = np.unravel_index(keys[starts[left[0]]], counts)
+    first = {dim: int(edges[d][at[d]]) for d, dim in enumerate(cut)}
     return tuple(first.get(dim, 0) for dim in range(len(shape)))
 
 

@@ -13,7 +13,7 @@ from statexchange.layout.rules import Layout, Part, place, renumbered
 from statexchange.layout.shards import ITEMSIZE, Box, Shard, c_strides, full_box
 from statexchange.sources.base import Extent, Holder, Source, SourceTensor
 from statexchange.storage import files
-from statexchange.storage.tensorfile import read_header_of
+from statexchange.storage.tensorfile import TORCH_SHARDING_KEY, read_header_of
 from statexchange.storage.workspace import is_rank_file
 
 __all__ = ["lay_out", "read", "recognises"]
@@ -24,11 +24,12 @@ _TOTAL = re.compile(r"[-_.]of[-_.]?0*([0-9]+)")
 
 
 def recognises(path: str) -> bool:
-    """Whether `path` is a directory of safetensors files that are no workspace's."""
+    """Whether `path` is a directory of safetensors files that say nothing of parts, as workspaces and torch's do."""
     if not files.is_directory(path):
         return False
-    names = files.list_directory(path)
-    return any(name.endswith(_SUFFIX) for name in names) and not any(is_rank_file(name) for name in names)
+    names = [name for name in files.list_directory(path) if name.endswith(_SUFFIX)]
+    plain = names and not any(map(is_rank_file, names))
+    return bool(plain) and TORCH_SHARDING_KEY not in read_header_of(os.path.join(path, names[0])).metadata
 
 
 def read(path: str) -> Source:

@@ -1,0 +1,161 @@
+"""A tensor that lies over a mesh of ranks as one record, from which every rank's boxes follow.
+
+What 1,024 ranks hold of 100,000 tensors are 10^8 boxes, but a few records: a mesh's shape and how its axes cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice, product
+from typing import Any
+
+from statexchange.layout.placements import Cut, local_boxes
+from statexchange.layout.shards import Box, Shard
+
+__all__ = ["Placement", "Spread", "SpreadBox", "SpreadBoxes", "coordinate_of", "tiles"]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The axes of a mesh whose ranks are numbered in C order, and what each axis cuts (None: it replicates)."""
+
+    mesh_shape: tuple[int, ...]
+    cuts: tuple[Cut | None, ...]
+
+    def to_json(self) -> list[Any]:
+        """A JSON value that `from_json` reads."""
+        return [self.mesh_shape, [None if cut is None else [cut.dim, cut.split_factor] for cut in self.cuts]]
+
+    @classmethod
+    def from_json(cls, raw: Any) -> Placement:
+        """The placement that `to_json` wrote."""
+        mesh_shape, cuts = raw
+        return cls(tuple(mesh_shape), tuple(None if cut is None else Cut(*cut) for cut in cuts))
+
+
+def coordinate_of(rank: int, mesh_shape: Sequence[int]) -> tuple[int, ...]:
+    """Where a rank stands in a mesh whose ranks are numbered in C order."""
+    found = []
+    for size in reversed(mesh_shape):
+        rank, place = divmod(rank, size)
+        found.append(place)
+    return tuple(reversed(found))
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """One tensor, spread over the holders 0, 1, ... of a mesh."""
+
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    placement: Placement
+
+    def shard_of(self, rank: int) -> Shard:
+        """What one rank holds, as explicit boxes."""
+        mesh_shape = self.placement.mesh_shape
+        at = coordinate_of(rank, mesh_shape)
+        boxes = local_boxes(self.global_shape, mesh_shape, at, self.placement.cuts)
+        return Shard(self.name, self.dtype, self.global_shape, tuple(box for box, _ in boxes))
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadBox:
+    """One box, and the (rank, index among the rank's boxes) of each that holds it."""
+
+    box: Box
+    owners: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run of one dim: which coordinates along the axes that cut the dim hold it, as how manieth of how many runs."""
+
+    begin: int
+    size: int
+    at: tuple[tuple[int, int], ...]
+    number: int
+    count: int
+
+
+@lru_cache(maxsize=4096)
+def _runs(size: int, mesh_shape: tuple[int, ...], cuts: tuple[Cut | None, ...]) -> tuple[_Run, ...]:
+    """All runs of a dim of `size`, in order; `cuts` has an entry for each axis that cuts this dim, None for others."""
+    axes = [axis for axis, cut in enumerate(cuts) if cut is not None]
+    shape = tuple(mesh_shape[axis] for axis in axes)
+    along = tuple(Cut(0, cut.split_factor) for cut in cuts if cut is not None)
+    found = []
+    for index in product(*map(range, shape)):
+        boxes = local_boxes((size,), shape, index, along)
+        at = tuple(zip(axes, index, strict=True))
+        found += [_Run(b.offsets[0], b.shape[0], at, n, len(boxes)) for n, (b, _) in enumerate(boxes)]
+    return tuple(sorted(found, key=lambda run: run.begin))
+
+
+def _by_dim(shape: tuple[int, ...], placement: Placement) -> list[tuple[_Run, ...]]:
+    of_dim = []
+    for dim, size in enumerate(shape):
+        cuts = tuple(cut if cut is not None and cut.dim % len(shape) == dim else None for cut in placement.cuts)
+        of_dim.append(_runs(size, placement.mesh_shape, cuts))
+    return of_dim
+
+
+def tiles(shape: tuple[int, ...], placement: Placement) -> bool:
+    """Whether the boxes of all ranks, without replicas, cover a tensor of `shape` exactly once.
+
+    Each dim is cut by axes of its own, so the boxes are all products of the dims' runs: they tile the tensor exactly
+    if the runs of each dim tile that dim.
+    """
+    return all(_tiles(runs, size) for runs, size in zip(_by_dim(shape, placement), shape, strict=True))
+
+
+def _tiles(runs: Sequence[_Run], size: int) -> bool:
+    at = 0
+    for run in runs:
+        if run.begin != at:
+            return False
+        at += run.size
+    return at == size
+
+
+class SpreadBoxes(Sequence[SpreadBox]):
+    """The boxes of a tensor in the order of their first elements, made when they are asked for."""
+
+    def __init__(self, shape: tuple[int, ...], placement: Placement) -> None:
+        self._mesh_shape = placement.mesh_shape
+        self._runs = _by_dim(shape, placement)
+        cutting = {axis for runs in self._runs for run in runs[:1] for axis, _ in run.at}
+        self._free = [range(n) if axis not in cutting else range(1) for axis, n in enumerate(placement.mesh_shape)]
+
+    def __len__(self) -> int:
+        return math.prod(map(len, self._runs))
+
+    def __iter__(self) -> Iterator[SpreadBox]:
+        return (self._box(chosen) for chosen in product(*self._runs))
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        if isinstance(index, slice):
+            return list(islice(self, *index.indices(len(self))))
+        chosen = []
+        at = range(len(self))[index]
+        for runs in reversed(self._runs):
+            at, number = divmod(at, len(runs))
+            chosen.append(runs[number])
+        return self._box(tuple(reversed(chosen)))
+
+    def _box(self, chosen: tuple[_Run, ...]) -> SpreadBox:
+        box = Box(tuple(run.begin for run in chosen), tuple(run.size for run in chosen))
+        index = 0
+        for run in chosen:
+            index = index * run.count + run.number
+        fixed = {axis: place for run in chosen for axis, place in run.at}
+        ranks = []
+        for free in product(*self._free):
+            rank = 0
+            for axis, size in enumerate(self._mesh_shape):
+                rank = rank * size + fixed.get(axis, free[axis])
+            ranks.append(rank)
+        return SpreadBox(box, tuple((rank, index) for rank in ranks))

@@ -1,0 +1,173 @@
+"""Tensors spread over meshes as one record, against torch's own chunks element by element, and explicit boxes."""
+
+import json
+import math
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from statexchange.errors import CorruptError, IncompleteError
+from statexchange.layout.placements import Cut
+from statexchange.layout.plan import Holding, Plan, PlanOptions, TensorPlan, plan_merge
+from statexchange.layout.shards import Box, Shard, full_box
+from statexchange.layout.spread import Placement, Spread, coordinate_of, tiles
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> tuple[tuple[int, ...], Placement]:
+    shape = tuple(draw(st.lists(st.integers(0, 9), min_size=0, max_size=3)))
+    mesh = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    dims = st.integers(0, len(shape) - 1) if shape else st.nothing()
+    cut = st.one_of(st.none(), st.builds(Cut, dims, st.sampled_from([1, 1, 2, 3])))
+    return shape, Placement(mesh, tuple(draw(cut) for _ in mesh))
+
+
+def torch_elements(shape: tuple[int, ...], placement: Placement, at: tuple[int, ...]) -> Any:
+    """The numbers of the elements that a rank holds, as torch's own chunking of a whole tensor gives them."""
+    local = torch.arange(math.prod(shape)).reshape(shape)
+    for parts, index, cut in zip(placement.mesh_shape, at, placement.cuts, strict=True):
+        if cut is not None:
+            pieces = local.chunk(cut.split_factor, cut.dim) if local.shape[cut.dim] else [local]
+            chosen = [piece.chunk(parts, cut.dim)[index : index + 1] for piece in pieces]
+            empty = local.narrow(cut.dim, 0, 0)
+            local = torch.cat([empty, *(chunk for found in chosen for chunk in found)], cut.dim)
+    return local
+
+
+def planned(shape: tuple[int, ...], placement: Placement, **options: Any) -> TensorPlan:
+    ranks = range(math.prod(placement.mesh_shape))
+    holdings = [Holding(rank, [Spread("w", "F32", shape, placement)] if rank == 0 else ()) for rank in ranks]
+    return plan_merge(holdings, PlanOptions(**options)).files[0].tensors[0]
+
+
+def elements_of(box: Box, shape: tuple[int, ...]) -> Any:
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    return numbers[tuple(slice(o, e) for o, e in zip(box.offsets, box.ends, strict=True))]
+
+
+@settings(deadline=None, max_examples=300)
+@given(placements())
+def test_every_element_comes_once_and_from_ranks_that_have_it(case: tuple[tuple[int, ...], Placement]) -> None:
+    shape, placement = case
+    tensor = planned(shape, placement)
+    ranks = list(product(*map(range, placement.mesh_shape)))
+    held = [torch_elements(shape, placement, at) for at in ranks]
+    counts = np.zeros(shape, dtype=int)
+    told: list[list[tuple[int, Box]]] = [[] for _ in ranks]
+    for piece in tensor.pieces:
+        counts[tuple(slice(o, e) for o, e in zip(piece.box.offsets, piece.box.ends, strict=True))] += 1
+        for rank, index in [(piece.holder, piece.box_index), *piece.replicas]:
+            told[rank].append((index, piece.box))
+    assert (counts == 1).all()
+    for rank, boxes in enumerate(told):
+        boxes.sort(key=lambda item: item[0])
+        assert [index for index, _ in boxes] == list(range(len(boxes)))
+        numbers = sorted(n for _, box in boxes for n in elements_of(box, shape).reshape(-1).tolist())
+        assert numbers == sorted(held[rank].reshape(-1).tolist())
+    offsets = [piece.box.offsets for piece in tensor.pieces]
+    assert offsets == sorted(offsets)
+    assert list(tensor.pieces) == [tensor.pieces[index] for index in range(len(tensor.pieces))]
+    assert list(tensor.pieces[1:]) == list(tensor.pieces)[1:]
+
+
+@settings(deadline=None)
+@given(placements())
+def test_a_record_plans_what_its_boxes_plan(case: tuple[tuple[int, ...], Placement]) -> None:
+    from statexchange.layout.placements import local_boxes
+
+    shape, placement = case
+    assume(math.prod(shape))
+    holdings = []
+    for rank, at in enumerate(product(*map(range, placement.mesh_shape))):
+        boxes = tuple(box for box, _ in local_boxes(shape, placement.mesh_shape, at, placement.cuts))
+        holdings.append(Holding(rank, [Shard("w", "F32", shape, boxes)]))
+    explicit = plan_merge(holdings, PlanOptions(replicas="root")).files[0].tensors[0]
+    assert list(planned(shape, placement, replicas="root").pieces) == list(explicit.pieces)
+
+
+def test_replicas_take_turns() -> None:
+    mesh = Placement((4, 2), (None, Cut(0)))
+    spread = [Spread(f"w{i}", "F32", (8, 2), mesh) for i in range(8)]
+    plan = plan_merge([Holding(0, spread), *(Holding(rank, ()) for rank in range(1, 8))])
+    suppliers = [piece.holder for tensor in plan.files[0].tensors for piece in tensor.pieces]
+    assert sorted(suppliers) == sorted([*range(8)] * 2)
+
+
+def names_of(plan: Plan) -> list[str]:
+    return [tensor.name for file in plan.files for tensor in file.tensors]
+
+
+def test_selecting_renaming_ties_and_names_said_twice() -> None:
+    mesh = Placement((2,), (Cut(0),))
+    a, b = Spread("a", "F32", (4,), mesh), Spread("b", "F32", (4,), mesh)
+    plain = Shard("c", "I64", (3,), (full_box((3,)),))
+
+    def tied(*shards: Shard | Spread) -> list[Holding]:
+        return [Holding(0, shards, {"b": "a"}), Holding(1, [plain], {"b": "a"})]
+
+    plan = plan_merge(tied(a, plain, b), PlanOptions(rename=[("a", "x")]))
+    assert (names_of(plan), plan.aliases) == (["c", "x"], {"b": "x"})
+    assert names_of(plan_merge([*tied(a, plain, b), Holding(2, ())])) == ["c", "a", "b"]
+    other = Spread("b", "F32", (4,), Placement((2,), (None,)))
+    assert names_of(plan_merge(tied(a, other, plain))) == ["c", "a", "b"]
+    assert names_of(plan_merge(tied(a, plain, b), PlanOptions(exclude=("c", "a")))) == ["b"]
+    files = plan_merge(tied(a, plain, other), PlanOptions(max_shard_bytes=1)).files
+    assert [[tensor.name for tensor in file.tensors] for file in files] == [["a"], ["c"], ["b"]]
+    for twice in ((a, Spread("a", "F32", (4,), other.placement)), (Spread("c", "I64", (3,), mesh),)):
+        with pytest.raises(CorruptError, match="said twice"):
+            plan_merge(tied(*twice))
+
+
+def test_a_rank_with_an_empty_part_says_nothing_about_ties() -> None:
+    mesh = Placement((2,), (Cut(0),))
+    for rows, expected in ((1, ["a"]), (2, ["a", "b"])):
+        both = [Spread(name, "F32", (rows, 3), mesh) for name in "ab"]
+        assert names_of(plan_merge([Holding(0, both, {"b": "a"}), Holding(1, ())])) == expected
+
+
+@given(placements(), st.integers(0, 63))
+def test_a_record_and_its_json_mean_the_same(case: tuple[tuple[int, ...], Placement], rank: int) -> None:
+    shape, placement = case
+    assume(rank < math.prod(placement.mesh_shape))
+    assert Placement.from_json(json.loads(json.dumps(placement.to_json()))) == placement
+    at = list(product(*map(range, placement.mesh_shape)))[rank]
+    assert coordinate_of(rank, placement.mesh_shape) == at
+    held = torch_elements(shape, placement, at)
+    assert Spread("w", "U8", shape, placement).shard_of(rank).nbytes == held.numel()
+
+
+def test_runs_that_leave_a_gap_are_no_cover(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof does not take the arithmetic of placements on trust."""
+    from statexchange.layout import spread
+
+    mesh = Placement((3,), (Cut(0),))
+    assert tiles((7, 2), mesh)
+    spread._runs.cache_clear()
+    wrong = [[], [(Box((0,), (3,)), (0,))], [(Box((4,), (3,)), (0,))]]
+    monkeypatch.setattr(
+        spread, "local_boxes", lambda shape, mesh, at, cuts: wrong[at[0]] if cuts else [(full_box(shape), (0,))]
+    )
+    assert not tiles((7, 2), mesh)
+    with pytest.raises(IncompleteError, match="does not cover"):
+        planned((7, 2), mesh)
+    spread._runs.cache_clear()
+
+
+def test_a_plan_does_not_grow_with_the_number_of_ranks() -> None:
+    from tracemalloc import get_traced_memory, start, stop
+
+    sizes = []
+    for ranks in (64, 1024):
+        spread = [Spread(f"layers.{i}.w", "BF16", (4096, 64), Placement((ranks,), (Cut(0),))) for i in range(2000)]
+        holdings = [Holding(rank, spread if rank == 0 else ()) for rank in range(ranks)]
+        start()
+        plan = plan_merge(holdings)
+        sizes.append(get_traced_memory()[0])
+        stop()
+        assert sum(len(tensor.pieces) for file in plan.files for tensor in file.tensors) == 2000 * ranks
+    assert sizes[1] < 1.3 * sizes[0]

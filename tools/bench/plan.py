@@ -1,0 +1,111 @@
+"""How the merge plan grows: explicit boxes, and tensors over a mesh as records, from simulated headers.
+
+    python tools/bench/plan.py [--quick]
+
+Each size runs in a process of its own. Seconds (and processor seconds, for busy machines) are of planning alone: the
+proof that everything is covered once, the dealing to files, the digest. The peak is of the whole process, with the
+simulated headers in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from statexchange.layout.placements import Cut
+from statexchange.layout.plan import Holding, plan_merge
+from statexchange.layout.shards import Box, Shard
+from statexchange.layout.spread import Placement, Spread
+
+
+def one_tensor(boxes: int) -> list[Holding]:
+    """One matrix in a square grid of boxes, dealt to 1,000 ranks."""
+    side = round(boxes**0.5)
+    by_rank: list[list[Box]] = [[] for _ in range(1000)]
+    for number in range(side * side):
+        by_rank[number % 1000].append(Box((4 * (number // side), 4 * (number % side)), (4, 4)))
+    shape = (4 * side, 4 * side)
+    return [Holding(rank, [Shard("w", "F32", shape, tuple(held))]) for rank, held in enumerate(by_rank)]
+
+
+def many_tensors(boxes: int) -> list[Holding]:
+    """Matrices of 1,024 rows, one on each of 1,024 ranks."""
+    names = [f"model.layers.{number}.weight" for number in range(boxes // 1024)]
+    shape = (1024, 4096)
+    return [
+        Holding(rank, [Shard(name, "BF16", shape, (Box((rank, 0), (1, 4096)),)) for name in names])
+        for rank in range(1024)
+    ]
+
+
+def records(tensors: int, ranks: int = 1024) -> list[Holding]:
+    """Tensors of 24 shapes as FSDP, HSDP and FSDP with tensor parallelism lay them over a mesh: one record each."""
+    inner = min(8, ranks)
+    meshes = [
+        Placement((ranks,), (Cut(0),)),
+        Placement((ranks // inner, inner), (None, Cut(0))),
+        Placement((ranks // inner, inner), (Cut(0), Cut(1))),
+        Placement((ranks // inner, inner), (Cut(0, inner), Cut(0))),
+    ]
+    shapes = [(1024 * (n + 1), 512) for n in range(24)]
+    spread = [
+        Spread(f"model.layers.{n}.weight", "BF16", shapes[n % len(shapes)], meshes[n % len(meshes)])
+        for n in range(tensors)
+    ]
+    return [Holding(rank, spread if rank == 0 else ()) for rank in range(ranks)]
+
+
+CASES: dict[str, Callable[[], list[Holding]]] = {
+    "one tensor, 10^4 boxes": lambda: one_tensor(10**4),
+    "one tensor, 10^5 boxes": lambda: one_tensor(10**5),
+    "one tensor, 10^6 boxes": lambda: one_tensor(10**6),
+    "98 tensors on 1,024 ranks, 10^5 boxes": lambda: many_tensors(10**5),
+    "977 tensors on 1,024 ranks, 10^6 boxes": lambda: many_tensors(10**6 + 1024),
+    "1,000 DTensors on 1,024 ranks, records": lambda: records(1000),
+    "10,000 DTensors on 1,024 ranks, records": lambda: records(10_000),
+    "100,000 DTensors on 64 ranks, records": lambda: records(100_000, 64),
+    "100,000 DTensors on 1,024 ranks, records": lambda: records(100_000),
+}
+
+
+def measure(case: str) -> None:
+    holdings = CASES[case]()
+    wall, cpu = time.perf_counter(), time.process_time()
+    plan = plan_merge(holdings)
+    seconds, processor = time.perf_counter() - wall, time.process_time() - cpu
+    pieces = sum(len(tensor.pieces) for file in plan.files for tensor in file.tensors)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps([plan.num_tensors, pieces, seconds, processor, peak]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true", help="leave out the sizes of 10^6 boxes")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case:
+        measure(options.case)
+        return
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    print("| what | tensors | boxes | seconds | processor seconds | peak |")
+    print("|---|---|---|---|---|---|")
+    for case in CASES:
+        if options.quick and "10^6" in case:
+            continue
+        command = [sys.executable, __file__, "--case", case]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        tensors, pieces, seconds, processor, peak = json.loads(done.stdout)
+        print(
+            f"| {case} | {tensors:,} | {pieces:,} | {seconds:.2f} | {processor:.2f} | {peak / 2**20:.0f} MiB |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
