@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ import torch
 from torch import nn
 
 import statexchange as sx
-from statexchange.errors import InvalidArgumentError, MismatchError, NumericOverflowError, UnsupportedError
+from statexchange.comm import control_page, world
+from statexchange.errors import InvalidArgumentError, MismatchError, NumericOverflowError
 from statexchange.testing import run_ranks
 from statexchange.train.algorithms import (
     Algorithm,
@@ -27,7 +30,7 @@ from statexchange.train.algorithms import (
 )
 from statexchange.train.buckets import BucketReducer
 from statexchange.train.module import DistributedModule, data_parallel
-from statexchange.train.tuner import BucketTuner
+from statexchange.train.tuner import Setting, Tuner
 
 STEPS = 10
 Weights = list[list[Any]]
@@ -644,15 +647,6 @@ def test_what_is_wrong_is_an_error_on_all_ranks(case: int) -> None:
     assert all(run_ranks(work, 2))
 
 
-def test_a_hierarchical_communicator_cannot_be_made_flat(monkeypatch: pytest.MonkeyPatch) -> None:
-    comm = sx.get_communicator()
-    GradientAllReduce(hierarchical=False).check(comm)
-    monkeypatch.setattr(type(comm), "backend", "hierarchical")
-    GradientAllReduce(hierarchical=True).check(comm)
-    with pytest.raises(UnsupportedError, match="hierarchical=False"):
-        QuantizedAllReduce(hierarchical=False).check(comm)
-
-
 def test_a_step_inside_no_sync() -> None:
     def work() -> bool:
         module = net()
@@ -671,12 +665,23 @@ def test_a_step_inside_no_sync() -> None:
 
 def test_the_tuner_tries_powers_of_two_and_keeps_the_fastest() -> None:
     took = {2**k: abs(k - 21) + 1.0 for k in range(10, 32)} | {10 << 20: 9.0}
-    tuner = BucketTuner(10 << 20)
+    tuner = Tuner(Setting(10 << 20))
     sizes = [10 << 20]
     for _ in range(8):
-        sizes.append(tuner.propose(sizes[-1], took[sizes[-1]]))
+        sizes.append(tuner.propose(Setting(sizes[-1]), took[sizes[-1]]).bucket_bytes)
     assert sizes == [10 << 20, 4 << 20, 16 << 20, 2 << 20, 32 << 20, 2 << 20, 2 << 20, 2 << 20, 2 << 20]
-    assert BucketTuner(1).propose(1, 1.0) == 1
+    assert Tuner(Setting(1)).propose(Setting(1), 1.0) == Setting(1)
+
+
+@pytest.mark.parametrize("faster", [False, True])
+def test_the_tuner_tries_sizes_with_the_faster_way_of_several_hosts(faster: bool) -> None:
+    present = Setting(4096, hierarchical=True)
+    tuner, tried = Tuner(present, both=True), [present]
+    for _ in range(6):
+        tried.append(tuner.propose(tried[-1], 1.0 + (tried[-1].hierarchical is not faster)))
+    assert tried[1] == Setting(4096, hierarchical=False)
+    assert tried[2:6] == [Setting(size, hierarchical=faster) for size in (2048, 8192, 1024, 16384)]
+    assert tried[6] == Setting(4096, hierarchical=faster)
 
 
 def test_the_bucket_count_changes_on_all_ranks_at_the_same_step() -> None:
@@ -725,7 +730,11 @@ def test_step_times_can_be_reported_and_the_slowest_rank_counts() -> None:
         wrapped.switch_to("decentralize")
         wrapped.report_metrics([1.0])
         answers.append(wrapped.ask_and_update_hyperparameters())
-        return answers, [(trial.bucket_bytes, trial.step_s) for trial in wrapped.tuning_history], optimizer.bucket_bytes
+        return (
+            answers,
+            [(trial.bucket_bytes, trial.step_s) for trial in wrapped.tuning_history],
+            optimizer.setting.bucket_bytes,
+        )
 
     expected = [(2048, 5.0), (1024, 4.0), (4096, 1.0), (8192, 3.0), (4096, 2.0), (4096, 7.0)]
     for answers, trials, present in run_ranks(work, 2):
@@ -756,3 +765,43 @@ def test_everywhere(backend: str) -> None:
     one, two = run_ranks(everything, 2, backend=backend, args=(backend,), timeout_s=60.0)
     assert one == two
     assert one[0] is True
+
+
+def over_two_hosts(directory: str) -> list[Any]:
+    """Every algorithm with the hierarchy and without, and the tuner, which tries both; three ranks of two hosts."""
+    host = "aba"[int(os.environ["RANK"])]
+    world.host_identity = control_page.host_identity = lambda: host
+    comm = sx.init("auto", rendezvous=f"file://{directory}")
+    kinds: list[Any] = [GradientAllReduce, ScatterGatherAllReduce, QuantizedAllReduce, Decentralized]
+    found: dict[bool | None, list[Any]] = {}
+    for hierarchical in (None, True, False):
+        module = net(comm.rank)
+        wrapped, optimizer = data_parallel(module, sgd(module), kinds[0](hierarchical=hierarchical))
+        steps = (comm.backend if hierarchical is not False else comm.flat.backend, optimizer.reducer.comm.backend)
+        assert steps[0] == steps[1]
+        train(wrapped, optimizer, comm.rank, range(STEPS))
+        right = all(
+            torch.allclose(torch.tensor(ours), torch.tensor(theirs), rtol=1e-9, atol=1e-12)
+            for ours, theirs in zip(weights(module), of_one_process(comm.world_size), strict=True)
+        )
+        for kind in [*kinds[1:], kinds[0]]:
+            wrapped.switch_to(kind(hierarchical=hierarchical))
+            train(wrapped, optimizer, comm.rank, range(2))
+        for step_s in (3.0, 2.0, 1.0, 4.0):
+            wrapped.report_metrics([step_s])
+            wrapped.ask_and_update_hyperparameters()
+            train(wrapped, optimizer, comm.rank, range(1))
+        tried = [trial.hierarchical for trial in wrapped.tuning_history]
+        found[hierarchical] = [right, tried, weights(module), optimizer.reducer.comm.backend]
+    assert found[None][:2] == [True, [True, False, False, False]]
+    assert found[True][:2] == [True, [True] * 4]
+    assert found[False][:2] == [True, [False] * 4]
+    return [[result[2:] for result in found.values()], comm.backend]
+
+
+def test_hierarchy_is_the_callers_choice_or_the_tuners(tmp_path: Path) -> None:
+    results = run_ranks(over_two_hosts, 3, backend="processes", args=(str(tmp_path),), timeout_s=60.0)
+    assert results[1:] == results[:1] * 2
+    found, backend = results[0]
+    assert backend == "hierarchical"
+    assert [result[1] for result in found] == ["gloo", "hierarchical", "gloo"]

@@ -410,7 +410,7 @@ class BucketReducer(Reducer):
         communicate: Communicate | None = None,
     ) -> None:
         self._comm = as_communicator(comm)
-        self._number = next(_numbers.setdefault(self._comm, itertools.count()))
+        self._number = next(_numbers.setdefault(self._comm.flat, itertools.count()))
         self._communicate = communicate
         self._lock = threading.RLock()  # hooks of several devices run in several threads
         self._watch: weakref.WeakMethod[Callable[[], None]] | None = None
@@ -433,12 +433,13 @@ class BucketReducer(Reducer):
         with self._telling():
             if any(bucket.gone for bucket in self._plan):
                 raise InvalidArgumentError("gradients are on their way: finalize() before reset()")
-            known = {*_Settings.__slots__, "communicate"}
+            known = {*_Settings.__slots__, "comm", "communicate"}
             if unknown := sorted(changes.keys() - known):
                 raise InvalidArgumentError(f"unknown setting {unknown[0]!r}; known: {', '.join(sorted(known))}")
-            given = {key: value for key, value in changes.items() if key not in ("communicate", "buckets")}
+            given = {key: value for key, value in changes.items() if key in _Settings.__slots__ and key != "buckets"}
             settings = replace(self._settings, **given)
             settings.check()
+        self._comm = as_communicator(changes.get("comm", self._comm))
         self._communicate = changes.get("communicate", self._communicate)
         self._explicit = changes.get("buckets", self._explicit)
         self._settings = settings
