@@ -59,7 +59,7 @@ def conforms_without_hierarchy(directory: str) -> list[Any]:
     whole = start("hierarchical", directory)
     flat = whole.flat
     assert [flat.flat is flat, whole.flat is flat, flat.num_nodes] == [True, True, 2]
-    with pytest.raises(MismatchError, match="different calls.*, flat"):
+    with pytest.raises(MismatchError, match=r"different calls.*, flat"):
         (flat if whole.rank else whole).all_reduce(torch.ones(3))
     first, second = torch.ones(3), torch.ones(3)
     works = [whole.all_reduce(first, async_op=True), flat.all_reduce(second, async_op=True)]
