@@ -119,7 +119,7 @@ def test_baguas_net_is_bit_equal_between_ranks_and_to_one_process(algorithm: str
             torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("settings", [{"bucket_bytes": 64}, {"align_bytes": 256}, {"delay_reduce": True}])
+@pytest.mark.parametrize("settings", [{"bucket_bytes": 64, "overlap": True}, {"align_bytes": 256}, {"delay_reduce": True}])
 def test_scatter_gather_with_buckets_of_any_size(settings: dict[str, Any]) -> None:
     plain, scattered = (run_ranks(trained(name, 3, **settings), 3) for name in ("allreduce", "sg-allreduce"))
     assert all(result == scattered[0] for result in scattered)
@@ -204,7 +204,7 @@ def test_what_fills_a_bucket_up_has_no_part_in_its_range() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3e38])
-@pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 64}, {"delay_reduce": True}])
+@pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 64, "overlap": True}, {"delay_reduce": True}])
 def test_a_gradient_that_cannot_be_quantised_is_named_on_all_ranks(bad: float, settings: dict[str, Any]) -> None:
     def work() -> tuple[str | None, int | None, bool, list[Any]]:
         comm = sx.get_communicator()

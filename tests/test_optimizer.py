@@ -66,7 +66,7 @@ def loss_of(module: nn.Module, rank: int, step: int) -> torch.Tensor:
 # Equal to one process
 
 
-@pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 64}, {"fusion": False, "delay_reduce": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 64, "overlap": True}, {"fusion": False, "delay_reduce": True}], ids=str)
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_equal_one_process_that_adds_in_their_order(world_size: int, name: str, settings: dict[str, Any]) -> None:
@@ -294,7 +294,7 @@ def test_closures_see_averages_so_that_ranks_decide_alike(kind: str) -> None:
 
 
 @pytest.mark.parametrize("finalize", [False, True])
-@pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 64}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 64, "overlap": True}], ids=str)
 def test_clipping_clips_the_average(settings: dict[str, Any], finalize: bool) -> None:
     def work() -> tuple[float, list[Any], list[Any]]:
         comm = sx.get_communicator()
@@ -389,7 +389,7 @@ def rounds(optimizer: DistributedOptimizer) -> list[int]:
 
 
 @pytest.mark.parametrize("how", ["no_sync", "accumulate"])
-@pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 64}, {"delay_reduce": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 64, "overlap": True}, {"delay_reduce": True}], ids=str)
 def test_accumulation_averages_once_and_adds_everything(settings: dict[str, Any], how: str) -> None:
     def work() -> tuple[bool, int]:
         comm = sx.get_communicator()
@@ -433,7 +433,7 @@ def test_a_gradient_of_an_earlier_micro_step_alone_is_not_lost() -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
         params = [nn.Parameter(torch.ones(1, dtype=torch.float64)) for _ in range(3)]
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), comm, accumulate=2, bucket_bytes=1)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), comm, accumulate=2, bucket_bytes=1, overlap=True)
         found = []
         for _ in range(3):
             optimizer.zero_grad()
@@ -451,7 +451,7 @@ def test_several_backwards_in_a_step_add_up() -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
         params = [nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(3)]
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), comm, bucket_bytes=1)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), comm, bucket_bytes=1, overlap=True)
         found = []
         for set_to_none in (True, False, True):
             optimizer.zero_grad(set_to_none)
@@ -548,7 +548,7 @@ def test_a_second_backward_without_its_graph_is_torchs_own_error_and_training_go
     def work() -> list[Any]:
         comm = sx.get_communicator()
         module = net()
-        optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), comm, bucket_bytes=64)
+        optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), comm, bucket_bytes=64, overlap=True)
         for step in range(3):
             optimizer.zero_grad()
             loss = loss_of(module, comm.rank, step)
@@ -574,7 +574,7 @@ class Fails(torch.autograd.Function):
         raise ZeroDivisionError("in the middle")
 
 
-@pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 64}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 64, "overlap": True}], ids=str)
 def test_a_backward_that_breaks_off_is_forgotten_by_zero_grad(settings: dict[str, Any]) -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
@@ -653,7 +653,7 @@ def test_a_weight_that_comes_too_late_is_refused() -> None:
         optimizer.step(weight=3)
 
 
-JOINS = [{}, {"bucket_bytes": 64}, {"weight": lambda: 1.0}, {"delay_reduce": True}, {"fusion": False}]
+JOINS = [{}, {"bucket_bytes": 64, "overlap": True}, {"weight": lambda: 1.0}, {"delay_reduce": True}, {"fusion": False}]
 
 
 @pytest.mark.parametrize("settings", JOINS, ids=["plain", "overlap", "weight", "delay", "no fusion"])
@@ -978,7 +978,7 @@ def against_ddp() -> dict[str, list[bool]]:
             (ours, make([p for p in ours.parameters() if p.requires_grad])),
             (our_second, make(our_second.parameters())),
         ]
-        wrapped = [DistributedOptimizer(o, comm, module=m, bucket_bytes=200) for m, o in pairs]
+        wrapped = [DistributedOptimizer(o, comm, module=m, bucket_bytes=200, overlap=True) for m, o in pairs]
         for _ in zip(steps_of(*ddps, plain, rank), steps_of(ours, our_second, wrapped, rank), strict=True):
             pass
         both = zip(

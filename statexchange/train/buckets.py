@@ -9,6 +9,7 @@ is in no bucket yet gets one, in root's order of arrival: in the first step that
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -24,6 +25,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.control_page import usable_cores
 from statexchange.comm.work import Work
 from statexchange.comm.world import as_communicator
 from statexchange.errors import InvalidArgumentError, MismatchError, StateExchangeError, UnsupportedError
@@ -46,6 +48,7 @@ _PHASE = "averaging gradients"
 _LINE_BYTES = 64
 _BATCH_BYTES = 32 << 20  # of buckets that get their memory together
 _WARM_BYTES = 1 << 18  # of gradients that are copied together while they are in cache
+_LARGEST_OF_HEAP_BYTES = (32 << 20) - (64 << 10)  # above, glibc maps a block by itself and learns nothing from it
 _NAMELESS = "parameters[{}]"
 _HEADER = struct.Struct("<8sQd?")  # plan, step, weight, whether the rank is done
 _DENSE, _SPARSE, _LATE, _FROZEN = 1, 2, 4, 8  # what the meeting says of a parameter on a rank
@@ -390,6 +393,9 @@ class BucketReducer(Reducer):
         back; or "parameter", the same, noticed by a graph that still needs their old values.
     buckets : lists of names or parameters that are to lie together; others are placed as they arrive.
     scale : multiplies the sum over ranks; None makes it the average.
+    overlap : send buckets while backward goes on, in another thread. None, which each rank decides for itself, does so
+        unless they go through shared memory and there are fewer than two cores for each rank: that thread would only
+        take backward's core.
     communicate : turns a flat bucket, in place, into what all ranks should have; None is the all-reduce. It may return
         a Work. It is called on all ranks in the order of the plan.
     """
@@ -407,9 +413,11 @@ class BucketReducer(Reducer):
         bucket_type: BucketType = "gradient",
         buckets: Sequence[Sequence[str | torch.Tensor]] | None = None,
         scale: float | None = None,
+        overlap: bool | None = None,
         communicate: Communicate | None = None,
     ) -> None:
         self._comm = as_communicator(comm)
+        self._overlap = overlap
         self._number = next(_numbers.setdefault(self._comm.flat, itertools.count()))
         self._communicate = communicate
         self._lock = threading.RLock()  # hooks of several devices run in several threads
@@ -433,7 +441,7 @@ class BucketReducer(Reducer):
         with self._telling():
             if any(bucket.gone for bucket in self._plan):
                 raise InvalidArgumentError("gradients are on their way: finalize() before reset()")
-            known = {*_Settings.__slots__, "comm", "communicate"}
+            known = {*_Settings.__slots__, "comm", "communicate", "overlap"}
             if unknown := sorted(changes.keys() - known):
                 raise InvalidArgumentError(f"unknown setting {unknown[0]!r}; known: {', '.join(sorted(known))}")
             given = {key: value for key, value in changes.items() if key in _Settings.__slots__ and key != "buckets"}
@@ -441,6 +449,7 @@ class BucketReducer(Reducer):
             settings.check()
         self._comm = as_communicator(changes.get("comm", self._comm))
         self._communicate = changes.get("communicate", self._communicate)
+        self._overlap = changes.get("overlap", self._overlap)
         self._explicit = changes.get("buckets", self._explicit)
         self._settings = settings
         self._source = self._source if module_or_params is None else module_or_params
@@ -458,6 +467,8 @@ class BucketReducer(Reducer):
             self._check_owners()
         about = f"reducer {self._number}, {self._settings}, its own communicate: {self._communicate is not None}"
         self._digest = compare_declarations(self._comm, self._declared, about)
+        self._sends_early = not self._settings.delay_reduce and self._may_overlap()
+        _keep_freed_memory()
         self._rounds = 0
         self._set_plan([])
         self.eager = True
@@ -547,6 +558,12 @@ class BucketReducer(Reducer):
     def watch(self, ended: Callable[[], None] | None) -> None:
         """Have the method `ended` called at the end of each backward that touches a parameter. Not collective."""
         self._watch = None if ended is None else weakref.WeakMethod(ended)
+
+    def _may_overlap(self) -> bool:
+        if self._overlap is not None:
+            return self._overlap
+        on_desks = self._comm.backend in ("shm", "threads") and all(d.device[:3] == "cpu" for d in self._declared)
+        return not on_desks or usable_cores() >= 2 * self._comm.world_size
 
     # The plan
 
@@ -649,7 +666,7 @@ class BucketReducer(Reducer):
                 self._warm_bytes += slot.nbytes
                 if self._warm_bytes >= _WARM_BYTES:
                     self._copy_warm()
-            if not bucket.waiting and not self._settings.delay_reduce:
+            if not bucket.waiting and self._sends_early:
                 self._send_full()
 
     def _copy_warm(self) -> None:
@@ -907,6 +924,16 @@ class BucketReducer(Reducer):
             yield
         except Exception as error:  # noqa: BLE001 (it is raised there)
             self._comm.agree(error, phase=_PHASE)
+
+
+@functools.cache
+def _keep_freed_memory() -> None:
+    """Let the C library keep the memory of gradients that have been copied, for those which come next.
+
+    glibc gives back to the kernel what is freed at the end of its heap, to fault it in again in each step, until it
+    has seen a block as large as this one freed.
+    """
+    torch.empty(_LARGEST_OF_HEAP_BYTES, dtype=torch.uint8, device="cpu")
 
 
 def _hook(reducer: weakref.ref[BucketReducer], index: int) -> Callable[[torch.Tensor], None]:
