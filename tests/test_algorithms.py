@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from starting import LAUNCHED_AS, start
 from torch import nn
 
 import statexchange as sx
-from statexchange.comm import control_page, world
 from statexchange.errors import InvalidArgumentError, MismatchError, NumericOverflowError
 from statexchange.testing import run_ranks
+from statexchange.testing.worlds import mpi_missing
 from statexchange.train.algorithms import (
     Algorithm,
     Decentralized,
@@ -119,7 +119,9 @@ def test_baguas_net_is_bit_equal_between_ranks_and_to_one_process(algorithm: str
             torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("settings", [{"bucket_bytes": 64, "overlap": True}, {"align_bytes": 256}, {"delay_reduce": True}])
+@pytest.mark.parametrize(
+    "settings", [{"bucket_bytes": 64, "overlap": True}, {"align_bytes": 256}, {"delay_reduce": True}]
+)
 def test_scatter_gather_with_buckets_of_any_size(settings: dict[str, Any]) -> None:
     plain, scattered = (run_ranks(trained(name, 3, **settings), 3) for name in ("allreduce", "sg-allreduce"))
     assert all(result == scattered[0] for result in scattered)
@@ -746,9 +748,9 @@ def test_step_times_can_be_reported_and_the_slowest_rank_counts() -> None:
 # Everywhere
 
 
-def everything(backend: str) -> list[Any]:
+def everything(backend: str, directory: str) -> list[Any]:
     """All algorithms one after the other, and the tuner."""
-    comm = sx.init("mpi") if backend == "mpi" else sx.get_communicator()
+    comm = start(backend, directory)
     module = net(comm.rank)
     wrapped, optimizer = data_parallel(module, torch.optim.Adam(module.parameters()), bucket_bytes=512)
     for name in ("sg-allreduce", "quantize", Decentralized("shift_one"), Decentralized("ring", 2), "allreduce"):
@@ -760,18 +762,86 @@ def everything(backend: str) -> list[Any]:
     return [changed, weights(module), [list(map(float, s["exp_avg"].flatten())) for s in optimizer.state.values()]]
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
-def test_everywhere(backend: str) -> None:
-    one, two = run_ranks(everything, 2, backend=backend, args=(backend,), timeout_s=60.0)
-    assert one == two
-    assert one[0] is True
+def uneven(backend: str, directory: str) -> list[Any]:
+    """By each average of gradients: ranks with unequally much data, one with none; the weights of each run."""
+    comm = start(backend, directory)
+    found = []
+    for name in ("allreduce", "sg-allreduce", "quantize"):
+        module = net(comm.rank)
+        wrapped, optimizer = data_parallel(module, sgd(module), name, bucket_bytes=512)
+        with optimizer.join():
+            train(wrapped, optimizer, comm.rank, range(2 * comm.rank))
+        found.append(weights(module))
+    return found
+
+
+def scaled(backend: str, directory: str) -> list[Any]:
+    """A GradScaler and inf on one rank in step 1: the scale, and whether weights change, in each step."""
+    comm = start(backend, directory)
+    found = []
+    for name in ("allreduce", "sg-allreduce"):
+        module = net(comm.rank).float()
+        wrapped, optimizer = data_parallel(module, sgd(module), name)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+        for step in range(3):
+            before = weights(module)
+            optimizer.zero_grad()
+            data, target = (part.float() for part in batch(comm.rank, step))
+            loss = nn.functional.mse_loss(wrapped(data), target)
+            scaler.scale(loss * (float("inf") if step == 1 and comm.rank == 1 else 1.0)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            found.append([scaler.get_scale(), weights(module) != before, weights(module)])
+    return found
+
+
+BACKENDS = pytest.mark.parametrize("backend", ["gloo", "shm", "mpi", "hierarchical"])
+
+
+def over(backend: str, work: Callable[..., list[Any]], tmp_path: Path) -> list[list[Any]]:
+    """What each rank found over `backend`."""
+    if backend == "mpi" and (missing := mpi_missing()):
+        pytest.skip(missing)
+    world_size = 3 if backend == "hierarchical" else 2
+    args = (backend, str(tmp_path))
+    return run_ranks(work, world_size, backend=LAUNCHED_AS[backend], args=args, timeout_s=60.0)
+
+
+@BACKENDS
+def test_everywhere(backend: str, tmp_path: Path) -> None:
+    first, *others = over(backend, everything, tmp_path)
+    assert others == [first] * len(others)
+    assert first[0] is True
+
+
+@BACKENDS
+def test_uneven_data_is_joined_by_every_average(backend: str, tmp_path: Path) -> None:
+    first, *others = over(backend, uneven, tmp_path)
+    assert others == [first] * len(others)
+    module, world_size = net(), 1 + len(others)
+    optimizer = sgd(module)
+    for step in range(2 * (world_size - 1)):
+        optimizer.zero_grad()
+        active = [rank for rank in range(world_size) if 2 * rank > step]
+        (sum(loss_of(module, rank, step) for rank in active) / len(active)).backward()
+        optimizer.step()
+    for found, slack in zip(first, (1e-12, 1e-12, 1e-4), strict=True):
+        for ours, theirs in zip(found, weights(module), strict=True):
+            torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=0, atol=slack)
+
+
+@BACKENDS
+def test_a_grad_scaler_skips_the_same_step_on_all_ranks(backend: str, tmp_path: Path) -> None:
+    first, *others = over(backend, scaled, tmp_path)
+    assert others == [first] * len(others)
+    assert [step[:2] for step in first] == [[4.0, True], [2.0, False], [2.0, True]] * 2
 
 
 def over_two_hosts(directory: str) -> list[Any]:
     """Every algorithm with the hierarchy and without, and the tuner, which tries both; three ranks of two hosts."""
-    host = "aba"[int(os.environ["RANK"])]
-    world.host_identity = control_page.host_identity = lambda: host
-    comm = sx.init("auto", rendezvous=f"file://{directory}")
+    comm = start("hierarchical", directory)
     kinds: list[Any] = [GradientAllReduce, ScatterGatherAllReduce, QuantizedAllReduce, Decentralized]
     found: dict[bool | None, list[Any]] = {}
     for hierarchical in (None, True, False):

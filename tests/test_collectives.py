@@ -10,33 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from starting import LAUNCHED_AS, start
 
 import statexchange as sx
-from statexchange.comm import control_page, world
+from statexchange.comm import world
 from statexchange.comm.backend import Backend, Wait
 from statexchange.errors import MismatchError
 from statexchange.testing import conformance, run_ranks
 from statexchange.testing.worlds import mpi_missing
 
-LAUNCHED_AS = {"threads": "threads", "shm": "processes", "gloo": "gloo", "mpi": "mpi", "hierarchical": "processes"}
 WORLDS = [(backend, world_size) for backend in LAUNCHED_AS for world_size in (1, 2, 3, 4)]
 WORLDS = [world for world in WORLDS if world not in (("hierarchical", 1), ("hierarchical", 2))]  # it takes three
-HOSTS = {3: "aba", 4: "abbb"}  # on which the ranks of a hierarchical world seem to be: unequal, and not in order
 NAMES = [check.name for check in conformance.CHECKS]
 LIMIT_S = 60.0
-
-
-def start(backend: str, directory: str) -> Any:
-    """This rank's communicator, whose tensors go over `backend` and nothing else."""
-    if backend == "threads":
-        return sx.get_communicator()
-    if backend == "shm":
-        return sx.init("shm", rendezvous=f"file://{directory}")
-    if backend == "hierarchical":
-        host = HOSTS[int(os.environ["WORLD_SIZE"])][int(os.environ["RANK"])]
-        world.host_identity = control_page.host_identity = lambda: host
-        return sx.init("auto", rendezvous=f"file://{directory}")
-    return sx.init(backend)
 
 
 def conforms(backend: str, directory: str) -> list[Any]:
