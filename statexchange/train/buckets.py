@@ -9,11 +9,13 @@ is in no bucket yet gets one, in root's order of arrival: in the first step that
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import itertools
 import json
 import math
+import os
 import struct
 import threading
 import weakref
@@ -876,6 +878,8 @@ class BucketReducer(Reducer):
             for bucket in self._extend_plan(batch):
                 self._send(bucket, share, async_op=False)
                 bucket.wait()
+        if dense:
+            _give_back_freed_memory()
         for slot in (self._slots[i] for i in order if self._slots[i].bucket is None):
             grad = slot.param.grad if weight else None
             facts = met.sparse(slot.index)
@@ -934,6 +938,13 @@ def _keep_freed_memory() -> None:
     has seen a block as large as this one freed.
     """
     torch.empty(_LARGEST_OF_HEAP_BYTES, dtype=torch.uint8, device="cpu")
+
+
+def _give_back_freed_memory() -> None:
+    """Have the C library give back the memory of gradients that have just moved into new buckets, if it can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
 
 
 def _hook(reducer: weakref.ref[BucketReducer], index: int) -> Callable[[torch.Tensor], None]:
