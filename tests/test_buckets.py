@@ -18,7 +18,8 @@ from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, MismatchError, PeerError, StateExchangeError, UnsupportedError
 from statexchange.testing import run_ranks
 from statexchange.train import buckets
-from statexchange.train.buckets import BucketReducer, Declaration, split_buckets
+from statexchange.train.buckets import BucketReducer
+from statexchange.train.declarations import Declaration, split_buckets
 
 MIB = 1 << 20
 SETTINGS: list[dict[str, Any]] = [

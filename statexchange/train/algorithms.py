@@ -47,12 +47,6 @@ class Run:
         self.calls = 0
         self.kept = WeakTensorKeyDictionary()
 
-    def spans(self, flat: torch.Tensor) -> list[tuple[str, int]]:
-        """The parameters that lie in the bucket `flat`, with the elements of each; then comes what fills it up."""
-        plan = self.reducer._plan  # noqa: SLF001 (only the plan knows which bucket this is)
-        slots = next(bucket.slots for bucket in plan if bucket.flat is flat)
-        return [(slot.name, slot.shape.numel()) for slot in slots]
-
 
 @dataclass(frozen=True)
 class Algorithm(abc.ABC):
@@ -145,7 +139,7 @@ class QuantizedAllReduce(Algorithm):
 
 def _average_quantized(run: Run, flat: torch.Tensor, *, error_feedback: bool) -> None:
     """The average in `flat`, by way of 8 bits. Collective."""
-    spans = run.spans(flat)
+    spans = run.reducer.spans(flat)
     parts = 2 if flat.is_complex() else 1
     numel = parts * sum(n for _, n in spans)
     if run.comm.world_size == 1 or not numel:
