@@ -29,7 +29,18 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Llama", "LlamaConfig", "byte_tokens", "generate", "huggingface_config", "shard_model", "train"]
+__all__ = [
+    "Llama",
+    "LlamaConfig",
+    "batch",
+    "byte_tokens",
+    "corpus_tokens",
+    "generate",
+    "huggingface_config",
+    "learning_rate",
+    "shard_model",
+    "train",
+]
 
 _SEED = 20
 _SEQUENCES, _LENGTH = 4, 128
@@ -210,30 +221,36 @@ def byte_tokens(text: bytes) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
-def _batch(corpus: Tensor, step: int, dp_rank: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets by `step` and `dp_rank` alone: tensor parallel peers see the same."""
+def corpus_tokens() -> Tensor:
+    """What the demo trains on: the English text of `pydoc_data`. Not collective."""
+    return byte_tokens("\n".join(topics.values()).encode())
+
+
+def batch(corpus: Tensor, step: int, dp_rank: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets by `step` and `dp_rank` alone: tensor parallel peers see the same. Not collective."""
     generator = torch.Generator().manual_seed(1_000 * step + dp_rank)
     starts = torch.randint(len(corpus) - _LENGTH, (_SEQUENCES, 1), generator=generator)
     window = corpus[starts + torch.arange(_LENGTH + 1)]
     return window[:, :-1], window[:, 1:]
 
 
-def _learning_rate(step: int, steps: int) -> float:
+def learning_rate(step: int, steps: int) -> float:
+    """A short warm-up, then half a cosine down to a tenth. Not collective."""
     warmup = min(1.0, (step + 1) / _WARMUP_STEPS)
     return _PEAK_LR * warmup * (0.55 + 0.45 * math.cos(math.pi * step / steps))
 
 
 def train(model: Llama, mesh: DeviceMesh, steps: int, on_step: Callable[[int, float, float], None]) -> None:
-    """Train on the English text of `pydoc_data`; `on_step(step, mean loss, seconds)` follows each step.
+    """Train on `corpus_tokens()`; `on_step(step, mean loss, seconds)` follows each step.
 
     Collective over `mesh`: blocks on each step's exchanges.
     """
-    corpus = byte_tokens("\n".join(topics.values()).encode())
+    corpus = corpus_tokens()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01, fused=True)
     for step in range(steps):
         began = time.perf_counter()
-        optimizer.param_groups[0]["lr"] = _learning_rate(step, steps)
-        loss = _step(model, optimizer, *_batch(corpus, step, mesh.get_local_rank("dp")))
+        optimizer.param_groups[0]["lr"] = learning_rate(step, steps)
+        loss = _step(model, optimizer, *batch(corpus, step, mesh.get_local_rank("dp")))
         on_step(step, loss, time.perf_counter() - began)
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from starting import LAUNCHED_AS, start
 from torch import nn
 
 import statexchange as sx
-from statexchange.errors import InvalidArgumentError, MismatchError, NumericOverflowError, UnsupportedError
+from statexchange.errors import InvalidArgumentError, MismatchError, NumericOverflowError
 from statexchange.testing import run_ranks
+from statexchange.testing.worlds import mpi_missing
 from statexchange.train.algorithms import (
     Algorithm,
     Decentralized,
@@ -27,7 +30,7 @@ from statexchange.train.algorithms import (
 )
 from statexchange.train.buckets import BucketReducer
 from statexchange.train.module import DistributedModule, data_parallel
-from statexchange.train.tuner import BucketTuner
+from statexchange.train.tuner import Setting, Tuner
 
 STEPS = 10
 Weights = list[list[Any]]
@@ -116,7 +119,9 @@ def test_baguas_net_is_bit_equal_between_ranks_and_to_one_process(algorithm: str
             torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("settings", [{"bucket_bytes": 64}, {"align_bytes": 256}, {"delay_reduce": True}])
+@pytest.mark.parametrize(
+    "settings", [{"bucket_bytes": 64, "overlap": True}, {"align_bytes": 256}, {"delay_reduce": True}]
+)
 def test_scatter_gather_with_buckets_of_any_size(settings: dict[str, Any]) -> None:
     plain, scattered = (run_ranks(trained(name, 3, **settings), 3) for name in ("allreduce", "sg-allreduce"))
     assert all(result == scattered[0] for result in scattered)
@@ -201,7 +206,7 @@ def test_what_fills_a_bucket_up_has_no_part_in_its_range() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3e38])
-@pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 64}, {"delay_reduce": True}])
+@pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 64, "overlap": True}, {"delay_reduce": True}])
 def test_a_gradient_that_cannot_be_quantised_is_named_on_all_ranks(bad: float, settings: dict[str, Any]) -> None:
     def work() -> tuple[str | None, int | None, bool, list[Any]]:
         comm = sx.get_communicator()
@@ -644,15 +649,6 @@ def test_what_is_wrong_is_an_error_on_all_ranks(case: int) -> None:
     assert all(run_ranks(work, 2))
 
 
-def test_a_hierarchical_communicator_cannot_be_made_flat(monkeypatch: pytest.MonkeyPatch) -> None:
-    comm = sx.get_communicator()
-    GradientAllReduce(hierarchical=False).check(comm)
-    monkeypatch.setattr(type(comm), "backend", "hierarchical")
-    GradientAllReduce(hierarchical=True).check(comm)
-    with pytest.raises(UnsupportedError, match="hierarchical=False"):
-        QuantizedAllReduce(hierarchical=False).check(comm)
-
-
 def test_a_step_inside_no_sync() -> None:
     def work() -> bool:
         module = net()
@@ -671,12 +667,23 @@ def test_a_step_inside_no_sync() -> None:
 
 def test_the_tuner_tries_powers_of_two_and_keeps_the_fastest() -> None:
     took = {2**k: abs(k - 21) + 1.0 for k in range(10, 32)} | {10 << 20: 9.0}
-    tuner = BucketTuner(10 << 20)
+    tuner = Tuner(Setting(10 << 20))
     sizes = [10 << 20]
     for _ in range(8):
-        sizes.append(tuner.propose(sizes[-1], took[sizes[-1]]))
+        sizes.append(tuner.propose(Setting(sizes[-1]), took[sizes[-1]]).bucket_bytes)
     assert sizes == [10 << 20, 4 << 20, 16 << 20, 2 << 20, 32 << 20, 2 << 20, 2 << 20, 2 << 20, 2 << 20]
-    assert BucketTuner(1).propose(1, 1.0) == 1
+    assert Tuner(Setting(1)).propose(Setting(1), 1.0) == Setting(1)
+
+
+@pytest.mark.parametrize("faster", [False, True])
+def test_the_tuner_tries_sizes_with_the_faster_way_of_several_hosts(faster: bool) -> None:
+    present = Setting(4096, hierarchical=True)
+    tuner, tried = Tuner(present, both=True), [present]
+    for _ in range(6):
+        tried.append(tuner.propose(tried[-1], 1.0 + (tried[-1].hierarchical is not faster)))
+    assert tried[1] == Setting(4096, hierarchical=False)
+    assert tried[2:6] == [Setting(size, hierarchical=faster) for size in (2048, 8192, 1024, 16384)]
+    assert tried[6] == Setting(4096, hierarchical=faster)
 
 
 def test_the_bucket_count_changes_on_all_ranks_at_the_same_step() -> None:
@@ -725,7 +732,11 @@ def test_step_times_can_be_reported_and_the_slowest_rank_counts() -> None:
         wrapped.switch_to("decentralize")
         wrapped.report_metrics([1.0])
         answers.append(wrapped.ask_and_update_hyperparameters())
-        return answers, [(trial.bucket_bytes, trial.step_s) for trial in wrapped.tuning_history], optimizer.bucket_bytes
+        return (
+            answers,
+            [(trial.bucket_bytes, trial.step_s) for trial in wrapped.tuning_history],
+            optimizer.setting.bucket_bytes,
+        )
 
     expected = [(2048, 5.0), (1024, 4.0), (4096, 1.0), (8192, 3.0), (4096, 2.0), (4096, 7.0)]
     for answers, trials, present in run_ranks(work, 2):
@@ -737,9 +748,9 @@ def test_step_times_can_be_reported_and_the_slowest_rank_counts() -> None:
 # Everywhere
 
 
-def everything(backend: str) -> list[Any]:
+def everything(backend: str, directory: str) -> list[Any]:
     """All algorithms one after the other, and the tuner."""
-    comm = sx.init("mpi") if backend == "mpi" else sx.get_communicator()
+    comm = start(backend, directory)
     module = net(comm.rank)
     wrapped, optimizer = data_parallel(module, torch.optim.Adam(module.parameters()), bucket_bytes=512)
     for name in ("sg-allreduce", "quantize", Decentralized("shift_one"), Decentralized("ring", 2), "allreduce"):
@@ -751,8 +762,116 @@ def everything(backend: str) -> list[Any]:
     return [changed, weights(module), [list(map(float, s["exp_avg"].flatten())) for s in optimizer.state.values()]]
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
-def test_everywhere(backend: str) -> None:
-    one, two = run_ranks(everything, 2, backend=backend, args=(backend,), timeout_s=60.0)
-    assert one == two
-    assert one[0] is True
+def uneven(backend: str, directory: str) -> list[Any]:
+    """By each average of gradients: ranks with unequally much data, one with none; the weights of each run."""
+    comm = start(backend, directory)
+    found = []
+    for name in ("allreduce", "sg-allreduce", "quantize"):
+        module = net(comm.rank)
+        wrapped, optimizer = data_parallel(module, sgd(module), name, bucket_bytes=512)
+        with optimizer.join():
+            train(wrapped, optimizer, comm.rank, range(2 * comm.rank))
+        found.append(weights(module))
+    return found
+
+
+def scaled(backend: str, directory: str) -> list[Any]:
+    """A GradScaler and inf on one rank in step 1: the scale, and whether weights change, in each step."""
+    comm = start(backend, directory)
+    found = []
+    for name in ("allreduce", "sg-allreduce"):
+        module = net(comm.rank).float()
+        wrapped, optimizer = data_parallel(module, sgd(module), name)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+        for step in range(3):
+            before = weights(module)
+            optimizer.zero_grad()
+            data, target = (part.float() for part in batch(comm.rank, step))
+            loss = nn.functional.mse_loss(wrapped(data), target)
+            scaler.scale(loss * (float("inf") if step == 1 and comm.rank == 1 else 1.0)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            found.append([scaler.get_scale(), weights(module) != before, weights(module)])
+    return found
+
+
+BACKENDS = pytest.mark.parametrize("backend", ["gloo", "shm", "mpi", "hierarchical"])
+
+
+def over(backend: str, work: Callable[..., list[Any]], tmp_path: Path) -> list[list[Any]]:
+    """What each rank found over `backend`."""
+    if backend == "mpi" and (missing := mpi_missing()):
+        pytest.skip(missing)
+    world_size = 3 if backend == "hierarchical" else 2
+    args = (backend, str(tmp_path))
+    return run_ranks(work, world_size, backend=LAUNCHED_AS[backend], args=args, timeout_s=60.0)
+
+
+@BACKENDS
+def test_everywhere(backend: str, tmp_path: Path) -> None:
+    first, *others = over(backend, everything, tmp_path)
+    assert others == [first] * len(others)
+    assert first[0] is True
+
+
+@BACKENDS
+def test_uneven_data_is_joined_by_every_average(backend: str, tmp_path: Path) -> None:
+    first, *others = over(backend, uneven, tmp_path)
+    assert others == [first] * len(others)
+    module, world_size = net(), 1 + len(others)
+    optimizer = sgd(module)
+    for step in range(2 * (world_size - 1)):
+        optimizer.zero_grad()
+        active = [rank for rank in range(world_size) if 2 * rank > step]
+        (sum(loss_of(module, rank, step) for rank in active) / len(active)).backward()
+        optimizer.step()
+    for found, slack in zip(first, (1e-12, 1e-12, 1e-4), strict=True):
+        for ours, theirs in zip(found, weights(module), strict=True):
+            torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=0, atol=slack)
+
+
+@BACKENDS
+def test_a_grad_scaler_skips_the_same_step_on_all_ranks(backend: str, tmp_path: Path) -> None:
+    first, *others = over(backend, scaled, tmp_path)
+    assert others == [first] * len(others)
+    assert [step[:2] for step in first] == [[4.0, True], [2.0, False], [2.0, True]] * 2
+
+
+def over_two_hosts(directory: str) -> list[Any]:
+    """Every algorithm with the hierarchy and without, and the tuner, which tries both; three ranks of two hosts."""
+    comm = start("hierarchical", directory)
+    kinds: list[Any] = [GradientAllReduce, ScatterGatherAllReduce, QuantizedAllReduce, Decentralized]
+    found: dict[bool | None, list[Any]] = {}
+    for hierarchical in (None, True, False):
+        module = net(comm.rank)
+        wrapped, optimizer = data_parallel(module, sgd(module), kinds[0](hierarchical=hierarchical))
+        steps = (comm.backend if hierarchical is not False else comm.flat.backend, optimizer.reducer.comm.backend)
+        assert steps[0] == steps[1]
+        train(wrapped, optimizer, comm.rank, range(STEPS))
+        right = all(
+            torch.allclose(torch.tensor(ours), torch.tensor(theirs), rtol=1e-9, atol=1e-12)
+            for ours, theirs in zip(weights(module), of_one_process(comm.world_size), strict=True)
+        )
+        for kind in [*kinds[1:], kinds[0]]:
+            wrapped.switch_to(kind(hierarchical=hierarchical))
+            train(wrapped, optimizer, comm.rank, range(2))
+        for step_s in (3.0, 2.0, 1.0, 4.0):
+            wrapped.report_metrics([step_s])
+            wrapped.ask_and_update_hyperparameters()
+            train(wrapped, optimizer, comm.rank, range(1))
+        tried = [trial.hierarchical for trial in wrapped.tuning_history]
+        found[hierarchical] = [right, tried, weights(module), optimizer.reducer.comm.backend]
+    assert found[None][:2] == [True, [True, False, False, False]]
+    assert found[True][:2] == [True, [True] * 4]
+    assert found[False][:2] == [True, [False] * 4]
+    return [[result[2:] for result in found.values()], comm.backend]
+
+
+def test_hierarchy_is_the_callers_choice_or_the_tuners(tmp_path: Path) -> None:
+    results = run_ranks(over_two_hosts, 3, backend="processes", args=(str(tmp_path),), timeout_s=60.0)
+    assert results[1:] == results[:1] * 2
+    found, backend = results[0]
+    assert backend == "hierarchical"
+    assert [result[1] for result in found] == ["gloo", "hierarchical", "gloo"]

@@ -18,16 +18,17 @@ from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, MismatchError, PeerError, StateExchangeError, UnsupportedError
 from statexchange.testing import run_ranks
 from statexchange.train import buckets
-from statexchange.train.buckets import BucketReducer, Declaration, split_buckets
+from statexchange.train.buckets import BucketReducer
+from statexchange.train.declarations import Declaration, split_buckets
 
 MIB = 1 << 20
 SETTINGS: list[dict[str, Any]] = [
     {},
-    {"bucket_bytes": 64},
+    {"bucket_bytes": 64, "overlap": True},
     {"bucket_bytes": 64, "delay_reduce": True},
-    {"bucket_bytes": 64, "fusion": False},
+    {"bucket_bytes": 64, "fusion": False, "overlap": True},
     {"fusion": False, "delay_reduce": True, "align_bytes": 4096},
-    {"bucket_bytes": 1, "chunking": True},
+    {"bucket_bytes": 1, "chunking": True, "overlap": True},
 ]
 Params = dict[str, nn.Parameter]
 
@@ -202,7 +203,7 @@ def test_without_fusion_gradients_stay_where_backward_put_them() -> None:
     def work() -> list[bool]:
         comm = sx.get_communicator()
         params = made((3,), (4,), (5,))
-        reducer = BucketReducer(params, comm, fusion=False, bucket_bytes=1)
+        reducer = BucketReducer(params, comm, fusion=False, bucket_bytes=1, overlap=True)
         found = []
         for step in range(3):
             for p in params.values():
@@ -301,7 +302,7 @@ def test_buckets_go_in_the_order_of_the_plan_while_backward_goes_on() -> None:
     def work() -> tuple[list[str], list[str], list[str], list[str]]:
         comm = sx.get_communicator()
         params = made((1,), (2,), (3,), (4,))
-        reducer, log = recorded(comm, params, bucket_bytes=1)
+        reducer, log = recorded(comm, params, bucket_bytes=1, overlap=True)
         backward(params, comm.rank)
         first = list(log)
         reducer.finalize()
@@ -318,11 +319,30 @@ def test_buckets_go_in_the_order_of_the_plan_while_backward_goes_on() -> None:
     assert run_ranks(work, 2) == [([], plan, plan[:3], plan)] * 2
 
 
+def test_overlap_takes_a_core_that_backward_does_not_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work() -> list[str]:
+        comm = sx.get_communicator()
+        params = made(*[(2,)] * 3)
+        reducer, log = recorded(comm, params, bucket_bytes=1)
+        backward(params, comm.rank)
+        reducer.finalize()
+        log.clear()
+        backward(params, comm.rank)
+        during = list(log)
+        reducer.finalize()
+        return during
+
+    monkeypatch.setattr(buckets, "usable_cores", lambda: 4)
+    assert [len(during) for during in run_ranks(work, 2)] == [2, 2]
+    monkeypatch.setattr(buckets, "usable_cores", lambda: 3)
+    assert run_ranks(work, 2) == [[], []]
+
+
 def test_delay_reduce_sends_nothing_before_finalize() -> None:
     def work() -> tuple[list[str], list[str]]:
         comm = sx.get_communicator()
         params = made((1,), (2,), (3,))
-        reducer, log = recorded(comm, params, bucket_bytes=1, delay_reduce=True)
+        reducer, log = recorded(comm, params, bucket_bytes=1, overlap=True, delay_reduce=True)
         for step in range(2):
             log.clear()
             backward(params, comm.rank, step)
@@ -547,7 +567,7 @@ def test_a_second_backward_adds_up_while_buckets_are_on_their_way() -> None:
     def work() -> bool:
         comm = sx.get_communicator()
         params = made((3,), (4,), (5,))
-        reducer = BucketReducer(params, comm, bucket_bytes=1)
+        reducer = BucketReducer(params, comm, bucket_bytes=1, overlap=True)
         ok = True
         for step in range(3):
             for _ in range(1 + comm.rank):
@@ -598,7 +618,7 @@ def test_tied_weights_are_reduced_once_also_through_checkpoints(use_reentrant: b
         module = Tied()
         extra = nn.Linear(3, 3, dtype=torch.float64)
         nn.init.ones_(extra.weight)
-        reducer = BucketReducer([module, extra], comm, bucket_bytes=1)
+        reducer = BucketReducer([module, extra], comm, bucket_bytes=1, overlap=True)
         ok = True
         for _ in range(2):
             x = torch.full((3,), 1.0 + comm.rank, dtype=torch.float64, requires_grad=True)
@@ -942,7 +962,7 @@ def test_a_rank_that_leaves_is_named() -> None:
     def work() -> Any:
         comm = sx.get_communicator()
         params = made((2,), (3,))
-        reducer = BucketReducer(params, comm, bucket_bytes=1)
+        reducer = BucketReducer(params, comm, bucket_bytes=1, overlap=True)
         backward(params, comm.rank)
         reducer.finalize()
         if comm.rank:
@@ -1005,7 +1025,7 @@ def test_a_block_that_raises_averages_nothing() -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
         params = made((2,), (3,), (4,))
-        reducer = BucketReducer(params, comm, bucket_bytes=1)
+        reducer = BucketReducer(params, comm, bucket_bytes=1, overlap=True)
         backward(params, comm.rank)
         reducer.finalize()
         with pytest.raises(ZeroDivisionError), reducer:

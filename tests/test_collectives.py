@@ -12,32 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from starting import LAUNCHED_AS, start
 
 import statexchange as sx
-from statexchange.comm import control_page, world
+from statexchange.comm import world
 from statexchange.comm.backend import Backend, Wait
+from statexchange.errors import MismatchError
 from statexchange.testing import conformance, run_ranks
 from statexchange.testing.worlds import mpi_missing
 
-LAUNCHED_AS = {"threads": "threads", "shm": "processes", "gloo": "gloo", "mpi": "mpi", "hierarchical": "processes"}
 WORLDS = [(backend, world_size) for backend in LAUNCHED_AS for world_size in (1, 2, 3, 4)]
 WORLDS = [world for world in WORLDS if world not in (("hierarchical", 1), ("hierarchical", 2))]  # it takes three
-HOSTS = {3: "aba", 4: "abbb"}  # on which the ranks of a hierarchical world seem to be: unequal, and not in order
 NAMES = [check.name for check in conformance.CHECKS]
 LIMIT_S = 60.0
-
-
-def start(backend: str, directory: str) -> Any:
-    """This rank's communicator, whose tensors go over `backend` and nothing else."""
-    if backend == "threads":
-        return sx.get_communicator()
-    if backend == "shm":
-        return sx.init("shm", rendezvous=f"file://{directory}")
-    if backend == "hierarchical":
-        host = HOSTS[int(os.environ["WORLD_SIZE"])][int(os.environ["RANK"])]
-        world.host_identity = control_page.host_identity = lambda: host
-        return sx.init("auto", rendezvous=f"file://{directory}")
-    return sx.init(backend)
 
 
 def conforms(backend: str, directory: str) -> list[Any]:
@@ -54,6 +41,29 @@ def test_a_backend_keeps_what_a_communicator_promises(backend: str, world_size: 
     expected = [check.name for check in conformance.CHECKS if check.least_ranks <= world_size]
     assert found == [["single" if world_size == 1 else backend, expected]] * world_size
     assert shared_memory_names() == before
+
+
+def conforms_without_hierarchy(directory: str) -> list[Any]:
+    whole = start("hierarchical", directory)
+    flat = whole.flat
+    assert [flat.flat is flat, whole.flat is flat, flat.num_nodes] == [True, True, 2]
+    with pytest.raises(MismatchError, match=r"different calls.*, flat"):
+        (flat if whole.rank else whole).all_reduce(torch.ones(3))
+    first, second = torch.ones(3), torch.ones(3)
+    works = [whole.all_reduce(first, async_op=True), flat.all_reduce(second, async_op=True)]
+    for work in works:
+        work.wait()
+    assert first.tolist() == second.tolist() == [3.0] * 3
+    found = [flat.backend, conformance.run(flat), whole.backend]
+    whole.close()
+    assert flat.is_closed
+    return found
+
+
+def test_a_hierarchical_communicator_keeps_its_promises_when_it_is_flat(tmp_path: Path) -> None:
+    expected = [check.name for check in conformance.CHECKS if check.least_ranks <= 3]
+    found = run_ranks(conforms_without_hierarchy, 3, backend="processes", args=(str(tmp_path),), timeout_s=LIMIT_S)
+    assert found == [["gloo", expected, "hierarchical"]] * 3
 
 
 def shared_memory_names() -> set[str]:

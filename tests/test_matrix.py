@@ -19,7 +19,6 @@ here. An int64 that comes within 2**13 of the limits may be refused as one that 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -30,13 +29,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starting import LAUNCHED_AS, start
 
 import statexchange as sx
-from statexchange.comm import control_page, world
 from statexchange.testing import run_ranks
 from statexchange.testing.worlds import mpi_missing
 
-BACKENDS = {"threads": "threads", "shm": "processes", "gloo": "gloo", "mpi": "mpi", "hierarchical": "processes"}
 REDUCTIONS = ("sum", "avg", "min", "max", "prod")
 VERBS = ("all_reduce", "reduce", "reduce_scatter", "all_reduce_multiple")
 MOVES = ("broadcast", "all_gather", "gather", "scatter", "all_to_all", "send")
@@ -57,7 +55,7 @@ class Cell(NamedTuple):
 def cells() -> dict[Cell, str]:
     """Every cell, and what it must do."""
     ops = (*REDUCTIONS, *MOVES)
-    return {Cell(b, op, dtype): verdict(op, dtype) for b in BACKENDS for dtype in DTYPES for op in ops}
+    return {Cell(b, op, dtype): verdict(op, dtype) for b in LAUNCHED_AS for dtype in DTYPES for op in ops}
 
 
 def verdict(op: str, dtype: str) -> str:
@@ -73,7 +71,7 @@ def test_the_matrix_has_its_size() -> None:
     assert issubclass(sx.UnsupportedError, TypeError)
     assert issubclass(sx.NumericOverflowError, OverflowError)
     verdicts = list(cells().values())
-    assert len(verdicts) == len(BACKENDS) * 11 * 15 == 825
+    assert len(verdicts) == len(LAUNCHED_AS) * 11 * 15 == 825
     assert (verdicts.count("right"), verdicts.count("refused")) == (700, 125)
 
 
@@ -277,19 +275,6 @@ def outside(found: torch.Tensor, expected: torch.Tensor, slack: torch.Tensor, dt
 # How it is tried
 
 
-def start(backend: str, directory: str) -> sx.Communicator:
-    """This rank's communicator, whose tensors go over `backend` and nothing else."""
-    if backend == "threads":
-        return sx.get_communicator()
-    if backend == "shm":
-        return sx.init("shm", rendezvous=f"file://{directory}")
-    if backend == "hierarchical":  # three ranks, which seem to be on two hosts
-        host = "aba"[int(os.environ["RANK"])]
-        world.host_identity = control_page.host_identity = lambda: host
-        return sx.init("auto", rendezvous=f"file://{directory}")
-    return sx.init(backend)
-
-
 def tries(comm: sx.Communicator, op: str, dtype: str) -> Iterator[str]:
     """What is wrong with a cell."""
     for size, n in elements(op, dtype).items():
@@ -439,7 +424,7 @@ def fills(backend: str, directory: str) -> dict[str, str]:
     return {f"{cell.op} {cell.dtype}": outcome(comm, cell, expected) for cell, expected in ours.items()}
 
 
-WORLDS = [(backend, n) for backend in BACKENDS for n in (2, 3) if (backend, n) != ("hierarchical", 2)]
+WORLDS = [(backend, n) for backend in LAUNCHED_AS for n in (2, 3) if (backend, n) != ("hierarchical", 2)]
 
 
 @pytest.mark.parametrize(("backend", "world_size"), WORLDS)
@@ -447,7 +432,7 @@ def test_every_cell_is_right_or_refused(backend: str, world_size: int, tmp_path:
     if backend == "mpi" and (missing := mpi_missing()):
         pytest.skip(missing)
     args = (backend, str(tmp_path))
-    found = run_ranks(fills, world_size, backend=BACKENDS[backend], args=args, timeout_s=LIMIT_S)
+    found = run_ranks(fills, world_size, backend=LAUNCHED_AS[backend], args=args, timeout_s=LIMIT_S)
     expected = {f"{cell.op} {cell.dtype}": verdict for cell, verdict in cells().items() if cell.backend == backend}
     for rank in range(world_size):
         bad = {name: text for name, text in found[rank].items() if text != expected[name]}

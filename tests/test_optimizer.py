@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from starting import LAUNCHED_AS, start
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import statexchange as sx
-from statexchange.comm import control_page, world
 from statexchange.errors import InvalidArgumentError, MismatchError, StateExchangeError, UnsupportedError
 from statexchange.testing import run_ranks
 from statexchange.testing.worlds import mpi_missing
@@ -66,7 +65,9 @@ def loss_of(module: nn.Module, rank: int, step: int) -> torch.Tensor:
 # Equal to one process
 
 
-@pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 64}, {"fusion": False, "delay_reduce": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"bucket_bytes": 64, "overlap": True}, {"fusion": False, "delay_reduce": True}], ids=str
+)
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_equal_one_process_that_adds_in_their_order(world_size: int, name: str, settings: dict[str, Any]) -> None:
@@ -294,7 +295,7 @@ def test_closures_see_averages_so_that_ranks_decide_alike(kind: str) -> None:
 
 
 @pytest.mark.parametrize("finalize", [False, True])
-@pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 64}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 64, "overlap": True}], ids=str)
 def test_clipping_clips_the_average(settings: dict[str, Any], finalize: bool) -> None:
     def work() -> tuple[float, list[Any], list[Any]]:
         comm = sx.get_communicator()
@@ -389,7 +390,7 @@ def rounds(optimizer: DistributedOptimizer) -> list[int]:
 
 
 @pytest.mark.parametrize("how", ["no_sync", "accumulate"])
-@pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 64}, {"delay_reduce": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 64, "overlap": True}, {"delay_reduce": True}], ids=str)
 def test_accumulation_averages_once_and_adds_everything(settings: dict[str, Any], how: str) -> None:
     def work() -> tuple[bool, int]:
         comm = sx.get_communicator()
@@ -433,7 +434,9 @@ def test_a_gradient_of_an_earlier_micro_step_alone_is_not_lost() -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
         params = [nn.Parameter(torch.ones(1, dtype=torch.float64)) for _ in range(3)]
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), comm, accumulate=2, bucket_bytes=1)
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(params, lr=0.1), comm, accumulate=2, bucket_bytes=1, overlap=True
+        )
         found = []
         for _ in range(3):
             optimizer.zero_grad()
@@ -451,7 +454,7 @@ def test_several_backwards_in_a_step_add_up() -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
         params = [nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(3)]
-        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), comm, bucket_bytes=1)
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), comm, bucket_bytes=1, overlap=True)
         found = []
         for set_to_none in (True, False, True):
             optimizer.zero_grad(set_to_none)
@@ -548,7 +551,9 @@ def test_a_second_backward_without_its_graph_is_torchs_own_error_and_training_go
     def work() -> list[Any]:
         comm = sx.get_communicator()
         module = net()
-        optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), comm, bucket_bytes=64)
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(module.parameters(), lr=0.1), comm, bucket_bytes=64, overlap=True
+        )
         for step in range(3):
             optimizer.zero_grad()
             loss = loss_of(module, comm.rank, step)
@@ -574,7 +579,7 @@ class Fails(torch.autograd.Function):
         raise ZeroDivisionError("in the middle")
 
 
-@pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 64}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 64, "overlap": True}], ids=str)
 def test_a_backward_that_breaks_off_is_forgotten_by_zero_grad(settings: dict[str, Any]) -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
@@ -653,7 +658,18 @@ def test_a_weight_that_comes_too_late_is_refused() -> None:
         optimizer.step(weight=3)
 
 
-JOINS = [{}, {"bucket_bytes": 64}, {"weight": lambda: 1.0}, {"delay_reduce": True}, {"fusion": False}]
+JOINS = [{}, {"bucket_bytes": 64, "overlap": True}, {"weight": lambda: 1.0}, {"delay_reduce": True}, {"fusion": False}]
+
+
+def train_joined(optimizer: DistributedOptimizer, module: nn.Module, rank: int, steps: int, *after: Any) -> None:
+    """Make `steps` steps inside `join`, with the calls `after` each backward."""
+    with optimizer.join():
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss_of(module, rank, step).backward()
+            for act in after:
+                act()
+            optimizer.step()
 
 
 @pytest.mark.parametrize("settings", JOINS, ids=["plain", "overlap", "weight", "delay", "no fusion"])
@@ -666,15 +682,9 @@ def test_uneven_inputs_are_joined(batches: tuple[int, ...], settings: dict[str, 
         module = net()
         optimizer = DistributedOptimizer(torch.optim.Adam(module.parameters(), lr=0.1), comm, **settings)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        with optimizer.join():
-            for step in range(batches[comm.rank]):
-                optimizer.zero_grad()
-                loss_of(module, comm.rank, step).backward()
-                if "delay_reduce" in settings:
-                    optimizer.finalize()
-                nn.utils.clip_grad_norm_(module.parameters(), 0.5)
-                optimizer.step()
-                scheduler.step()
+        after = [optimizer.finalize, lambda: nn.utils.clip_grad_norm_(module.parameters(), 0.5)]
+        optimizer.register_step_post_hook(lambda *_: scheduler.step())
+        train_joined(optimizer, module, comm.rank, batches[comm.rank], *after)
         state = optimizer.state_dict()["state"]
         return [state_of(module), [[float(s["step"]), s["exp_avg"].tolist()] for s in state.values()]]
 
@@ -699,11 +709,7 @@ def test_buffers_of_the_module_are_joined_too() -> None:
         comm = sx.get_communicator()
         module = same(nn.Sequential(nn.Linear(4, 3, dtype=torch.float64), nn.BatchNorm1d(3, dtype=torch.float64)))
         optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), comm, module=module)
-        with optimizer.join():
-            for step in range(1 + 2 * comm.rank):
-                optimizer.zero_grad()
-                loss_of(module, comm.rank, step).backward()
-                optimizer.step()
+        train_joined(optimizer, module, comm.rank, 1 + 2 * comm.rank)
         return state_of(module)
 
     one, other = run_ranks(work, 2)
@@ -717,11 +723,7 @@ def test_joins_may_follow_each_other() -> None:
         module = net()
         optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), comm)
         for epoch in range(3):
-            with optimizer.join():
-                for step in range(1 + (comm.rank + epoch) % 2):
-                    optimizer.zero_grad()
-                    loss_of(module, comm.rank, step).backward()
-                    optimizer.step()
+            train_joined(optimizer, module, comm.rank, 1 + (comm.rank + epoch) % 2)
         return state_of(module)
 
     one, other = run_ranks(work, 2)
@@ -978,7 +980,7 @@ def against_ddp() -> dict[str, list[bool]]:
             (ours, make([p for p in ours.parameters() if p.requires_grad])),
             (our_second, make(our_second.parameters())),
         ]
-        wrapped = [DistributedOptimizer(o, comm, module=m, bucket_bytes=200) for m, o in pairs]
+        wrapped = [DistributedOptimizer(o, comm, module=m, bucket_bytes=200, overlap=True) for m, o in pairs]
         for _ in zip(steps_of(*ddps, plain, rank), steps_of(ours, our_second, wrapped, rank), strict=True):
             pass
         both = zip(
@@ -1056,18 +1058,9 @@ class Wide(nn.Module):
         return used(h.to(used.weight.dtype)).double().square().mean()
 
 
-def open_backend(backend: str, directory: str) -> Any:
-    """The communicator whose tensors go over `backend`."""
-    if backend == "hierarchical":
-        host = "aba"[int(os.environ["RANK"])]
-        world.host_identity = control_page.host_identity = lambda: host
-        return sx.init("auto", rendezvous=f"file://{directory}")
-    return sx.init("shm", rendezvous=f"file://{directory}") if backend == "shm" else sx.init(backend)
-
-
 def trains_over(backend: str, directory: str) -> list[Any]:
     torch.sparse.check_sparse_tensor_invariants.disable()
-    comm = open_backend(backend, directory)
+    comm = start(backend, directory)
     ours, reference = Wide(), Wide()
     optimizer = DistributedOptimizer(torch.optim.SGD(ours.parameters(), lr=0.05), module=ours, bucket_bytes=1 << 18)
     plain = torch.optim.SGD(reference.parameters(), lr=0.05)
@@ -1085,12 +1078,11 @@ def trains_over(backend: str, directory: str) -> list[Any]:
     return [comm.backend, right, all(other == digest[0] for other in digest), len(optimizer.reducer.buckets)]
 
 
-@pytest.mark.parametrize(
-    ("backend", "launched_as", "world_size"),
-    [("gloo", "gloo", 2), ("shm", "processes", 2), ("hierarchical", "processes", 3), ("mpi", "mpi", 2)],
-)
-def test_it_trains_over_every_backend(backend: str, launched_as: str, world_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["gloo", "shm", "mpi", "hierarchical"])
+def test_it_trains_over_every_backend(backend: str, tmp_path: Path) -> None:
     if backend == "mpi" and (missing := mpi_missing()):
         pytest.skip(missing)
-    found = run_ranks(trains_over, world_size, backend=launched_as, args=(backend, str(tmp_path)), timeout_s=60)
+    world_size = 3 if backend == "hierarchical" else 2
+    args = (backend, str(tmp_path))
+    found = run_ranks(trains_over, world_size, backend=LAUNCHED_AS[backend], args=args, timeout_s=60)
     assert found == [[backend, True, True, 4]] * world_size

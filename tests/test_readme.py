@@ -163,14 +163,15 @@ def test_the_demo_prints_what_the_readme_shows() -> None:
 @pytest.mark.parametrize(
     ("bench", "arguments"),
     [
-        ("export.py", ["--megabytes", "16"]),
-        ("gather.py", ["--megabytes", "16"]),
-        ("collectives.py", ["--ranks", "2", "--largest", "1"]),
-        ("training.py", []),
+        ("export.py", ["--megabytes", "16", "--rounds", "1"]),
+        ("gather.py", ["--megabytes", "16", "--rounds", "1"]),
+        ("collectives.py", ["--ranks", "2", "--largest", "1", "--rounds", "1"]),
+        ("training.py", ["--rounds", "1"]),
+        ("losses.py", ["--steps", "2"]),
     ],
 )
 def test_the_benches_print_the_tables_that_the_readme_shows(bench: str, arguments: list[str]) -> None:
-    command = [sys.executable, ROOT / "tools/bench" / bench, *arguments, "--rounds", "1"]
+    command = [sys.executable, ROOT / "tools/bench" / bench, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     table = [line.split("|") for line in done.stdout.splitlines() if line.startswith("|")]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from statexchange import values
 from statexchange.comm.backend import AbandonedError, check_ranks
-from statexchange.comm.session import Call, Session, encoded
+from statexchange.comm.session import Call, FlatSession, Session, encoded
 from statexchange.errors import InvalidArgumentError
 from statexchange.shared_memory import Arena, ArenaPool, Attached, Kind
 
@@ -50,6 +51,7 @@ class Communicator:
         self.lent: list[Arena] = []
         self.attached: dict[str, Attached] = {}
         self.run = run
+        self._flat: Communicator | None = None
 
     def __repr__(self) -> str:
         return f"Communicator({self.backend!r}, rank {self.rank} of {self.world_size})"
@@ -72,7 +74,7 @@ class Communicator:
     def backend(self) -> str:
         """Name of the backend."""
         session = self._session
-        return (session.devices or session.backend).name
+        return (session.devices or session.backend_for("cpu")).name
 
     @property
     def device(self) -> torch.device:
@@ -364,6 +366,20 @@ class Communicator:
     def leaders(self) -> Communicator | None:
         """The communicator of each host's first rank; None on other ranks. Collective over those, the first time."""
         return self.subset(self._session.place.leaders) if self.local_rank == 0 else None
+
+    @property
+    def flat(self) -> Communicator:
+        """This communicator, whose collectives treat all ranks alike; itself, unless it is hierarchical.
+
+        Not collective. Both share everything, their failures and the order of their calls too; all ranks use the same
+        one for a call.
+        """
+        if self._flat is None:
+            self._flat = self
+            if self._session.backend.name == "hierarchical":
+                self._flat = copy.copy(self)
+                self._flat.__dict__.update(_session=FlatSession(self._session), _flat=self._flat)
+        return self._flat
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave: peers that still wait for this rank raise PeerError, with `error` as its cause. Not collective."""

@@ -61,7 +61,8 @@ def process_is_stopped(pid: int) -> bool:
     return fields is not None and fields[0] in (b"T", b"t")
 
 
-def _cores() -> int:
+def usable_cores() -> int:
+    """How many cores this process may run on. Not collective."""
     return len(os.sched_getaffinity(0))
 
 
@@ -91,7 +92,7 @@ class ControlPage:
         self._attached: dict[int, tuple[str, Attached]] = {}
         self._arrivals = [r * _ROW_WORDS + _ARRIVED for r in range(world_size) if r != rank]
         # Who waits on a core that a missing rank needs only delays it.
-        self._spins = _SPINS if world_size <= _cores() and not threads else 0
+        self._spins = _SPINS if world_size <= usable_cores() and not threads else 0
         self._set(_START, process_start(os.getpid()) or 0)
         self._set(_PID, os.getpid())
 

@@ -28,7 +28,7 @@ from statexchange.errors import (
     to_record,
 )
 
-__all__ = ["Call", "Place", "Session", "call_site", "encoded", "mark_of"]
+__all__ = ["Call", "FlatSession", "Place", "Session", "call_site", "encoded", "mark_of"]
 
 T = TypeVar("T")
 _ROOM = os.path.dirname(__file__)
@@ -419,6 +419,23 @@ class Session:
         if self.look is not None:
             self.look.close()
         self.backend.close()
+
+
+class FlatSession(Session):
+    """`whole` itself, its failures and the order of its calls, whose tensors move over the carrier."""
+
+    def __init__(self, whole: Session) -> None:
+        self.__dict__ = whole.__dict__  # one state: what happens here has happened there
+
+    def backend_for(self, device_type: str) -> Backend:
+        """What moves tensors of this device between any two ranks."""
+        backend = super().backend_for(device_type)
+        return self.carrier if backend is self.backend else backend
+
+    def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work:
+        """As a session's; it is another call than that of `whole`."""
+        call.text += ", flat"
+        return super().collective(call, backend, body, async_op)
 
 
 def encoded(obj: Any) -> bytes:

@@ -11,7 +11,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from statexchange.comm.communicator import Communicator
-from statexchange.errors import InvalidArgumentError, NumericOverflowError, UnsupportedError
+from statexchange.errors import InvalidArgumentError, NumericOverflowError
 from statexchange.train.buckets import BucketReducer
 
 __all__ = [
@@ -47,20 +47,14 @@ class Run:
         self.calls = 0
         self.kept = WeakTensorKeyDictionary()
 
-    def spans(self, flat: torch.Tensor) -> list[tuple[str, int]]:
-        """The parameters that lie in the bucket `flat`, with the elements of each; then comes what fills it up."""
-        plan = self.reducer._plan  # noqa: SLF001 (only the plan knows which bucket this is)
-        slots = next(bucket.slots for bucket in plan if bucket.flat is flat)
-        return [(slot.name, slot.shape.numel()) for slot in slots]
-
 
 @dataclass(frozen=True)
 class Algorithm(abc.ABC):
     """How gradients or weights are synchronised: the settings of the BucketReducer that does it.
 
-    All ranks use equal ones. `hierarchical`: a communicator of several hosts works within each host first and then
-    between hosts, by itself. None, the default of every algorithm, and True take it as it is; False asks for one that
-    does not, and such a communicator is then an UnsupportedError.
+    All ranks use equal ones. `hierarchical`: whether a communicator of several hosts works within each host first and
+    then between hosts, as it does by itself; with False all ranks are treated alike. None, the default of every
+    algorithm, begins with True, and the tuner may choose. On one host all are the same.
     """
 
     hierarchical: bool | None = field(default=None, kw_only=True)
@@ -70,13 +64,9 @@ class Algorithm(abc.ABC):
     averages_weights: ClassVar[bool] = False
     """Whether parameters are averaged before the step, and gradients stay this rank's own."""
 
-    def check(self, comm: Communicator) -> None:
-        """UnsupportedError unless this can work over `comm`. Not collective."""
-        if self.hierarchical is False and comm.backend == "hierarchical":
-            raise UnsupportedError(
-                "hierarchical=False needs a communicator that treats all ranks alike, and this one is hierarchical",
-                found=f"{comm.num_nodes} hosts",
-            )
+    def over(self, comm: Communicator) -> Communicator:
+        """`comm` as this begins to work over it: with its hierarchy, or flat. Not collective."""
+        return comm.flat if self.hierarchical is False else comm
 
     def is_due(self, step: int) -> bool:  # noqa: ARG002 (an algorithm may look at it)
         """Whether ranks communicate in this step, counted from 0 since the algorithm was switched to."""
@@ -149,7 +139,7 @@ class QuantizedAllReduce(Algorithm):
 
 def _average_quantized(run: Run, flat: torch.Tensor, *, error_feedback: bool) -> None:
     """The average in `flat`, by way of 8 bits. Collective."""
-    spans = run.spans(flat)
+    spans = run.reducer.spans(flat)
     parts = 2 if flat.is_complex() else 1
     numel = parts * sum(n for _, n in spans)
     if run.comm.world_size == 1 or not numel:

@@ -16,7 +16,7 @@ import math
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -24,292 +24,37 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.control_page import usable_cores
 from statexchange.comm.work import Work
 from statexchange.comm.world import as_communicator
-from statexchange.errors import InvalidArgumentError, MismatchError, StateExchangeError, UnsupportedError
-from statexchange.train.reducers import Reducer, average_sparse, densified, operation, same_kind
+from statexchange.errors import InvalidArgumentError, MismatchError, StateExchangeError
+from statexchange.train.declarations import (
+    Declaration,
+    Source,
+    compare_declarations,
+    declare,
+    local_part,
+    named_parameters,
+    split_buckets,
+)
+from statexchange.train.freed_memory import give_back_freed_memory, keep_freed_memory
+from statexchange.train.reducers import Reducer, average_sparse, operation, same_kind
+from statexchange.train.slots import Bucket, Slot, copy_in
 
-__all__ = [
-    "BucketReducer",
-    "Declaration",
-    "compare_declarations",
-    "declare",
-    "local_part",
-    "named_parameters",
-    "split_buckets",
-]
+__all__ = ["BucketReducer"]
 
 BucketType = Literal["gradient", "weight", "parameter"]
-Source = Any  # a module, a mapping from names to parameters, or parameters with or without names
 
 _PHASE = "averaging gradients"
 _LINE_BYTES = 64
 _BATCH_BYTES = 32 << 20  # of buckets that get their memory together
 _WARM_BYTES = 1 << 18  # of gradients that are copied together while they are in cache
-_NAMELESS = "parameters[{}]"
 _HEADER = struct.Struct("<8sQd?")  # plan, step, weight, whether the rank is done
 _DENSE, _SPARSE, _LATE, _FROZEN = 1, 2, 4, 8  # what the meeting says of a parameter on a rank
 _ARRIVED = _DENSE | _SPARSE
 
 _numbers: weakref.WeakKeyDictionary[Communicator, Iterator[int]] = weakref.WeakKeyDictionary()
 _owners = WeakTensorKeyDictionary()  # the reducer whose hook a parameter has
-
-
-# What is to be reduced
-
-
-@dataclass(frozen=True, slots=True)
-class Declaration:
-    """What ranks must agree on of a tensor. `device` is its type and a number that counts the devices of one rank."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    device: str = "cpu 0"
-
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-        return math.prod(self.shape) * int(getattr(torch, self.dtype).itemsize)
-
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
-
-
-def named_parameters(source: Source) -> dict[str, torch.Tensor]:
-    """The parameters in `source` that can have a gradient, by name; tied ones once. Not collective.
-
-    `source` is a module, a mapping from names, or parameters, or (name, parameter) pairs; or a list of modules, whose
-    names begin with their number.
-    """
-    if isinstance(source, torch.nn.Module):
-        pairs: Iterable[tuple[str, Any]] = source.named_parameters()
-    elif isinstance(source, Mapping):
-        pairs = source.items()
-    else:
-        pairs = itertools.chain.from_iterable(_named(i, item) for i, item in enumerate(source))
-    named: dict[str, torch.Tensor] = {}
-    known: set[int] = set()
-    for name, parameter in pairs:
-        if not isinstance(parameter, torch.Tensor):
-            raise InvalidArgumentError(f"parameters are wanted, not {type(parameter).__name__}", name=name)
-        if name in named:
-            raise InvalidArgumentError("two parameters have one name", name=name)
-        if id(parameter) not in known and (parameter.is_floating_point() or parameter.is_complex()):
-            named[name] = parameter
-            known.add(id(parameter))
-    return named
-
-
-def _named(number: int, item: Any) -> Iterable[tuple[str, Any]]:
-    if isinstance(item, torch.nn.Module):
-        return item.named_parameters(prefix=str(number))
-    return [item] if isinstance(item, tuple) else [(_NAMELESS.format(number), item)]
-
-
-def local_part(tensor: Any, name: str) -> torch.Tensor:
-    """`tensor` itself, or this rank's copy of a replicated DTensor; any other placement is refused. Not collective."""
-    if not _is_dtensor(tensor):
-        return tensor  # type: ignore[no-any-return]
-    if any(not placement.is_replicate() for placement in tensor.placements):
-        raise UnsupportedError(
-            f"a DTensor that is {tuple(tensor.placements)} has other parts on other ranks: its gradients are reduced"
-            " by what sharded it, so give only replicated parameters",
-            name=name,
-        )
-    return tensor.to_local()  # type: ignore[no-any-return]
-
-
-def _is_dtensor(tensor: Any) -> bool:
-    return hasattr(tensor, "placements") and hasattr(tensor, "to_local")
-
-
-def declare(named: Mapping[str, torch.Tensor]) -> list[Declaration]:
-    """The declarations of parameters; UnsupportedError for those that cannot be reduced. Not collective."""
-    devices: dict[torch.device, str] = {}
-    declared = []
-    for name, parameter in named.items():
-        if torch.nn.parameter.is_lazy(parameter):
-            raise UnsupportedError("a lazy parameter has no shape yet: run a forward first", name=name)
-        if parameter.is_meta:
-            raise UnsupportedError("a meta tensor has no memory: materialise it first", name=name)
-        if not parameter.is_leaf:
-            raise InvalidArgumentError("only leaves of the graph keep a gradient, and this is none", name=name)
-        local = local_part(parameter, name)
-        place = devices.setdefault(local.device, f"{local.device.type} {len(devices)}")
-        declared.append(Declaration(name, str(local.dtype)[6:], tuple(local.shape), place))
-    return declared
-
-
-def compare_declarations(comm: Communicator, declared: Sequence[Declaration], about: str) -> bytes:
-    """A digest of the declarations and of `about`; a MismatchError on all ranks unless all give the same. Collective.
-
-    The error names the first parameter that differs, and the lowest rank where it does.
-    """
-    text = json.dumps([about, [[d.name, str(d), d.device] for d in declared]]).encode()
-    digest = hashlib.blake2b(text, digest_size=8).digest()
-    if all(answer == digest for answer in comm.exchange(digest, doing="comparing parameters")):
-        return digest
-    answers = [json.loads(answer) for answer in comm.exchange(text, doing="telling of parameters that differ")]
-    for rank, theirs in enumerate(answers):
-        if theirs != answers[0]:
-            raise _difference(rank, answers[0], theirs)
-    raise AssertionError("digests differ where texts do not")
-
-
-def _difference(rank: int, root: list[Any], theirs: list[Any]) -> MismatchError:
-    for expected, found in itertools.zip_longest(root[1], theirs[1]):
-        if expected != found:
-            name = (expected or found)[0]
-            sides = [None if side is None else " ".join(side) for side in (expected, found)]
-            sides = ["no parameter here" if side is None else side for side in sides]
-            return MismatchError(
-                "parameters differ between rank 0 and others", rank=rank, name=name, expected=sides[0], found=sides[1]
-            )
-    return MismatchError("reducers differ between rank 0 and others", rank=rank, expected=root[0], found=theirs[0])
-
-
-def split_buckets(tensors: Sequence[Declaration], bucket_bytes: int) -> list[list[Declaration]]:
-    """Buckets of tensors of one dtype and device, in the order of dtypes, then as given. Not collective.
-
-    A tensor joins the running bucket if that brings its size nearer to `bucket_bytes`, or else begins the next.
-    """
-    buckets = []
-    for kind in sorted({(t.dtype, t.device) for t in tensors}):
-        running: list[Declaration] = []
-        size = 0
-        for tensor in tensors:
-            if (tensor.dtype, tensor.device) != kind:
-                continue
-            if running and abs(size + tensor.nbytes - bucket_bytes) > abs(size - bucket_bytes):
-                buckets.append(running)
-                running, size = [], 0
-            running.append(tensor)
-            size += tensor.nbytes
-        buckets.append(running)
-    return buckets
-
-
-# Where it lies
-
-
-class _Slot:
-    """A parameter's place in a bucket: `view` of the bucket's memory, and `grad`, the same as its `.grad` has it."""
-
-    __slots__ = (
-        "bucket",
-        "dtype",
-        "grad",
-        "index",
-        "name",
-        "nbytes",
-        "own",
-        "param",
-        "plain",
-        "shape",
-        "strides",
-        "view",
-    )
-
-    def __init__(self, index: int, name: str, param: torch.Tensor) -> None:
-        local = local_part(param, name).detach()
-        self.index = index
-        self.name = name
-        self.param = param
-        self.plain = not _is_dtensor(param)
-        self.dtype = local.dtype
-        self.shape = local.shape
-        self.nbytes = local.nbytes
-        self.strides = torch.empty_like(local, device="meta").stride()  # dense ones are kept: channels_last
-        self.bucket: _Bucket | None = None
-        self.view = self.grad = local.new_empty(0)  # until it lies in a bucket
-        self.own: torch.Tensor | None = None  # without fusion: what the gradient lay in before
-
-    @property
-    def device(self) -> torch.device:
-        return local_part(self.param, self.name).device
-
-    def place(self, bucket: _Bucket, begin: int) -> None:
-        """Lie in `bucket` from element `begin`."""
-        self.bucket = bucket
-        self.view = bucket.flat[begin : begin + self.shape.numel()].as_strided(self.shape, self.strides)
-        self.grad = self.wrapped(self.view)
-
-    def wrapped(self, local: torch.Tensor) -> torch.Tensor:
-        """`local` as this parameter's gradient."""
-        if self.plain:
-            return local
-        param: Any = self.param
-        return type(param).from_local(local, param.device_mesh, param.placements, run_check=False)  # type: ignore[no-any-return]
-
-    def dense(self, grad: torch.Tensor) -> torch.Tensor:
-        """What can be copied into the view; an error if the parameter is another than it was."""
-        local = grad if self.plain else local_part(grad, self.name)
-        if local.dtype is not self.dtype or local.shape != self.shape:
-            raise InvalidArgumentError(
-                "the gradient is not like the parameter that was given to the reducer: call its reset()",
-                name=self.name,
-                expected=f"{self.dtype}{list(self.shape)}",
-                found=f"{local.dtype}{list(local.shape)}",
-            )
-        return local if local.layout is torch.strided else densified(local)
-
-
-class _Bucket:
-    """Slots in one flat piece of memory, and how far it has come in this round."""
-
-    __slots__ = ("flat", "fusion", "gone", "slots", "waiting", "work")
-
-    def __init__(self, slots: Sequence[_Slot], flat: torch.Tensor, *, fusion: bool) -> None:
-        self.slots = slots
-        self.flat = flat
-        self.fusion = fusion
-        begin = 0
-        for slot in slots:
-            slot.place(self, begin)
-            begin += slot.shape.numel()
-        self.begin_round()
-
-    def begin_round(self) -> None:
-        """Nothing has arrived."""
-        self.waiting = len(self.slots)
-        self.gone = False  # sent during backward
-        self.work: Work | None = None
-
-    def wait(self) -> None:
-        """Return when it is reduced."""
-        if self.work is not None:
-            self.work.wait()
-
-    def fill(self, factor: float = 1.0) -> list[_Slot]:
-        """Put the gradients times `factor` into the flat memory; the slots that have none, which hold zeros."""
-        missing = _copy_in(self.slots, fusion=self.fusion)
-        for slot in missing:
-            slot.view.zero_()
-        if factor == 0:
-            self.flat.zero_()  # not times 0: NaN would stay
-        elif factor != 1:
-            self.flat.mul_(factor)
-        return missing
-
-
-def _copy_in(slots: Iterable[_Slot], *, fusion: bool) -> list[_Slot]:
-    """Put gradients where they belong, and with fusion point `.grad` there; the slots that have none."""
-    missing, views, fresh = [], [], []
-    for slot in slots:
-        grad = slot.param.grad
-        if grad is None:
-            missing.append(slot)
-        elif grad is not slot.grad:
-            views.append(slot.view)
-            fresh.append(slot.dense(grad))
-            if fusion:
-                slot.param.grad = slot.grad
-            elif grad.layout is torch.strided:
-                slot.own = grad
-    if fresh:
-        torch._foreach_copy_(views, fresh)
-    return missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,6 +135,9 @@ class BucketReducer(Reducer):
         back; or "parameter", the same, noticed by a graph that still needs their old values.
     buckets : lists of names or parameters that are to lie together; others are placed as they arrive.
     scale : multiplies the sum over ranks; None makes it the average.
+    overlap : send buckets while backward goes on, in another thread. None, which each rank decides for itself, does so
+        unless they go through shared memory and there are fewer than two cores for each rank: that thread would only
+        take backward's core.
     communicate : turns a flat bucket, in place, into what all ranks should have; None is the all-reduce. It may return
         a Work. It is called on all ranks in the order of the plan.
     """
@@ -407,15 +155,17 @@ class BucketReducer(Reducer):
         bucket_type: BucketType = "gradient",
         buckets: Sequence[Sequence[str | torch.Tensor]] | None = None,
         scale: float | None = None,
+        overlap: bool | None = None,
         communicate: Communicate | None = None,
     ) -> None:
         self._comm = as_communicator(comm)
-        self._number = next(_numbers.setdefault(self._comm, itertools.count()))
+        self._overlap = overlap
+        self._number = next(_numbers.setdefault(self._comm.flat, itertools.count()))
         self._communicate = communicate
         self._lock = threading.RLock()  # hooks of several devices run in several threads
         self._watch: weakref.WeakMethod[Callable[[], None]] | None = None
         self._in_backward = False
-        self._warm: list[_Slot] = []  # whose gradients have just arrived
+        self._warm: list[Slot] = []  # whose gradients have just arrived
         self._warm_bytes = 0
         self._hooks: list[Any] = []
         self._source = module_or_params
@@ -433,13 +183,15 @@ class BucketReducer(Reducer):
         with self._telling():
             if any(bucket.gone for bucket in self._plan):
                 raise InvalidArgumentError("gradients are on their way: finalize() before reset()")
-            known = {*_Settings.__slots__, "communicate"}
+            known = {*_Settings.__slots__, "comm", "communicate", "overlap"}
             if unknown := sorted(changes.keys() - known):
                 raise InvalidArgumentError(f"unknown setting {unknown[0]!r}; known: {', '.join(sorted(known))}")
-            given = {key: value for key, value in changes.items() if key not in ("communicate", "buckets")}
+            given = {key: value for key, value in changes.items() if key in _Settings.__slots__ and key != "buckets"}
             settings = replace(self._settings, **given)
             settings.check()
+        self._comm = as_communicator(changes.get("comm", self._comm))
         self._communicate = changes.get("communicate", self._communicate)
+        self._overlap = changes.get("overlap", self._overlap)
         self._explicit = changes.get("buckets", self._explicit)
         self._settings = settings
         self._source = self._source if module_or_params is None else module_or_params
@@ -451,12 +203,14 @@ class BucketReducer(Reducer):
             self._settings.check()
             named = named_parameters(self._source)
             self._declared = declare(named)
-            self._slots = [_Slot(i, name, param) for i, (name, param) in enumerate(named.items())]
+            self._slots = [Slot(i, name, param) for i, (name, param) in enumerate(named.items())]
             self._index = {id(slot.param): slot.index for slot in self._slots}
             self._settings = replace(self._settings, buckets=self._explicit_names())
             self._check_owners()
         about = f"reducer {self._number}, {self._settings}, its own communicate: {self._communicate is not None}"
         self._digest = compare_declarations(self._comm, self._declared, about)
+        self._sends_early = not self._settings.delay_reduce and self._may_overlap()
+        keep_freed_memory()
         self._rounds = 0
         self._set_plan([])
         self.eager = True
@@ -538,6 +292,14 @@ class BucketReducer(Reducer):
         """The size of each bucket, with what fills it up. Not collective."""
         return [bucket.flat.nbytes for bucket in self._plan]
 
+    def spans(self, flat: torch.Tensor) -> list[tuple[str, int]]:
+        """The parameters that lie in the bucket `flat`, with the elements of each; then comes what fills it up.
+
+        Not collective; `flat` is what `communicate` was given.
+        """
+        slots = next(bucket.slots for bucket in self._plan if bucket.flat is flat)
+        return [(slot.name, slot.shape.numel()) for slot in slots]
+
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
         """The parameters by name. Not collective."""
@@ -547,18 +309,24 @@ class BucketReducer(Reducer):
         """Have the method `ended` called at the end of each backward that touches a parameter. Not collective."""
         self._watch = None if ended is None else weakref.WeakMethod(ended)
 
+    def _may_overlap(self) -> bool:
+        if self._overlap is not None:
+            return self._overlap
+        on_desks = self._comm.backend in ("shm", "threads") and all(d.device[:3] == "cpu" for d in self._declared)
+        return not on_desks or usable_cores() >= 2 * self._comm.world_size
+
     # The plan
 
-    def _split(self, slots: Sequence[_Slot]) -> list[list[_Slot]]:
+    def _split(self, slots: Sequence[Slot]) -> list[list[Slot]]:
         """Buckets of `slots`, in the order in which they are full if `slots` arrive as given."""
         arrival = {slot.name: i for i, slot in enumerate(slots)}
         split = split_buckets([self._declared[slot.index] for slot in slots], self._settings.bucket_bytes)
         buckets = [[slots[arrival[d.name]] for d in bucket] for bucket in split]
         return sorted(buckets, key=lambda bucket: max(arrival[slot.name] for slot in bucket))
 
-    def _batches(self, buckets: Sequence[Sequence[_Slot]]) -> Iterator[list[Sequence[_Slot]]]:
+    def _batches(self, buckets: Sequence[Sequence[Slot]]) -> Iterator[list[Sequence[Slot]]]:
         """Buckets that get memory together: gradients give theirs back before the next ones do."""
-        batch: list[Sequence[_Slot]] = []
+        batch: list[Sequence[Slot]] = []
         for bucket in buckets:
             batch.append(bucket)
             if sum(slot.nbytes for slots in batch for slot in slots) >= _BATCH_BYTES:
@@ -567,21 +335,21 @@ class BucketReducer(Reducer):
         if batch:
             yield batch
 
-    def _extend_plan(self, buckets: Sequence[Sequence[_Slot]]) -> list[_Bucket]:
+    def _extend_plan(self, buckets: Sequence[Sequence[Slot]]) -> list[Bucket]:
         """Put slots into new buckets, at the end of the plan. Collective."""
-        kinds: dict[tuple[torch.dtype, torch.device], list[Sequence[_Slot]]] = {}
+        kinds: dict[tuple[torch.dtype, torch.device], list[Sequence[Slot]]] = {}
         for bucket in buckets:
             kinds.setdefault((bucket[0].dtype, bucket[0].device), []).append(bucket)
-        made: dict[int, _Bucket] = {}
+        made: dict[int, Bucket] = {}
         for (dtype, device), members in kinds.items():
             for slots, flat in zip(members, self._memory(members, dtype, device), strict=True):
-                made[id(slots)] = _Bucket(slots, flat, fusion=self._settings.fusion)
+                made[id(slots)] = Bucket(slots, flat, fusion=self._settings.fusion)
         new = [made[id(slots)] for slots in buckets]
         self._set_plan([*self._plan, *new])
         return new
 
     def _memory(
-        self, buckets: Sequence[Sequence[_Slot]], dtype: torch.dtype, device: torch.device
+        self, buckets: Sequence[Sequence[Slot]], dtype: torch.dtype, device: torch.device
     ) -> Iterator[torch.Tensor]:
         """Flat memory for each bucket, cut from one piece, which is zero. Collective."""
         align = self._settings.align_bytes
@@ -598,7 +366,7 @@ class BucketReducer(Reducer):
         memory.zero_()
         return (memory[begin : begin + numel] for begin, numel in zip(begins, numels, strict=False))
 
-    def _set_plan(self, plan: list[_Bucket]) -> None:
+    def _set_plan(self, plan: list[Bucket]) -> None:
         self._plan = plan
         text = json.dumps([self._digest.hex(), [[slot.index for slot in bucket.slots] for bucket in plan]])
         self._mark = hashlib.blake2b(text.encode(), digest_size=8).digest()
@@ -635,7 +403,7 @@ class BucketReducer(Reducer):
         if ended is not None:
             ended()
 
-    def _arrive(self, slot: _Slot) -> None:
+    def _arrive(self, slot: Slot) -> None:
         index, bucket = slot.index, slot.bucket
         self._seen[index] = _DENSE
         if bucket is None:
@@ -648,13 +416,13 @@ class BucketReducer(Reducer):
                 self._warm_bytes += slot.nbytes
                 if self._warm_bytes >= _WARM_BYTES:
                     self._copy_warm()
-            if not bucket.waiting and not self._settings.delay_reduce:
+            if not bucket.waiting and self._sends_early:
                 self._send_full()
 
     def _copy_warm(self) -> None:
         """Copy gradients before they leave the cache, and free their memory for the next ones."""
         with torch.no_grad(), self._telling():
-            _copy_in(self._warm, fusion=True)
+            copy_in(self._warm, fusion=True)
         self._warm.clear()
         self._warm_bytes = 0
 
@@ -669,7 +437,7 @@ class BucketReducer(Reducer):
             for slot in bucket.slots:
                 slot.param.grad = None  # another backward must not add to what is on its way
 
-    def _send(self, bucket: _Bucket, factor: float, *, async_op: bool) -> None:
+    def _send(self, bucket: Bucket, factor: float, *, async_op: bool) -> None:
         """Reduce a bucket. Collective."""
         with torch.no_grad():
             with self._telling():
@@ -677,7 +445,7 @@ class BucketReducer(Reducer):
                     self._seen[slot.index] = 0
             self._reduce_flat(bucket, async_op=async_op)
 
-    def _reduce_flat(self, bucket: _Bucket, *, async_op: bool = False) -> None:
+    def _reduce_flat(self, bucket: Bucket, *, async_op: bool = False) -> None:
         if self._communicate is not None:
             bucket.work = self._communicate(bucket.flat)
             return
@@ -858,6 +626,8 @@ class BucketReducer(Reducer):
             for bucket in self._extend_plan(batch):
                 self._send(bucket, share, async_op=False)
                 bucket.wait()
+        if dense:
+            give_back_freed_memory()
         for slot in (self._slots[i] for i in order if self._slots[i].bucket is None):
             grad = slot.param.grad if weight else None
             facts = met.sparse(slot.index)
@@ -895,7 +665,7 @@ class BucketReducer(Reducer):
             torch._foreach_copy_(values, views)
         return met.active
 
-    def _value(self, slot: _Slot) -> torch.Tensor:
+    def _value(self, slot: Slot) -> torch.Tensor:
         local = local_part(slot.param, slot.name)
         return local.data if self._settings.bucket_type == "weight" else local
 

@@ -17,7 +17,7 @@ from statexchange.errors import InvalidArgumentError, MismatchError
 from statexchange.train.algorithms import Algorithm, GradientAllReduce, Run, as_algorithm
 from statexchange.train.optimizer import DistributedOptimizer
 from statexchange.train.synchronize import allreduce_parameters, broadcast_parameters
-from statexchange.train.tuner import BucketTuner, Trial
+from statexchange.train.tuner import Setting, Trial, Tuner
 
 __all__ = ["AlgorithmOptimizer", "DistributedModule", "data_parallel"]
 
@@ -44,7 +44,7 @@ class DistributedModule(nn.Module):
         self.training = module.training
         self._comm = as_communicator(comm)
         self._trained: AlgorithmOptimizer | None = None
-        self._tuner: BucketTuner | None = None
+        self._tuner: Tuner | None = None
         self._tune_every: int | None = None
         self._due = False
         self._forwards = 0
@@ -111,7 +111,7 @@ class DistributedModule(nn.Module):
     def _train_with(self, optimizer: AlgorithmOptimizer, tune_every: int | None) -> None:
         self._trained = optimizer
         self._tune_every = tune_every
-        self._tuner = BucketTuner(optimizer.bucket_bytes)
+        self._tuner = optimizer.new_tuner()
 
     def switch_to(self, algorithm: Algorithm | str) -> DistributedModule:
         """Synchronise by another algorithm from the next step on; returns this module.
@@ -127,7 +127,7 @@ class DistributedModule(nn.Module):
             if optimizer.algorithm.averages_weights:
                 optimizer.average_state()
             optimizer.switch_to(chosen)
-        self._tuner = BucketTuner(optimizer.bucket_bytes)
+        self._tuner = optimizer.new_tuner()
         self._times.clear()
         return self
 
@@ -138,12 +138,13 @@ class DistributedModule(nn.Module):
         self._times = deque(step_s, maxlen=_REMEMBERED)
 
     def ask_and_update_hyperparameters(self) -> bool:
-        """Let rank 0 choose a bucket size by the step times of all ranks; True if it is another than before.
+        """Let rank 0 choose bucket size and hierarchy by the step times of all ranks; True if they change.
 
         Collective, between steps. The time of a step is the median on the slowest rank, between training forwards or
-        as reported; `tuning_history` keeps it. The present size is tried first, then powers of two around it, one at
-        each call; when all are tried the fastest stays. False as long as nothing was measured, and with an algorithm
-        that averages weights. Nothing else is tuned: hierarchy is the communicator's.
+        as reported; `tuning_history` keeps it. The present setting is tried first; then, over a hierarchical
+        communicator and unless the algorithm says which, the same without the hierarchy; then powers of two around the
+        present size, one at each call; when all are tried the fastest stays. False as long as nothing was measured, and
+        with an algorithm that averages weights.
         """
         optimizer = self._optimizer()
         median = statistics.median(self._times) if self._times else None
@@ -152,14 +153,14 @@ class DistributedModule(nn.Module):
         medians = [value for value in self._comm.all_gather_object(median) if value is not None]
         if not medians or optimizer.algorithm.averages_weights:
             return False
-        present = optimizer.bucket_bytes
-        self.tuning_history.append(Trial(present, len(optimizer.reducer.buckets), max(medians)))
+        present, buckets = optimizer.setting, len(optimizer.reducer.buckets)
+        self.tuning_history.append(Trial(present.bucket_bytes, buckets, max(medians), present.hierarchical))
         assert self._tuner is not None
-        proposed = self._tuner.propose(present, max(medians)) if self._comm.rank == 0 else None
-        chosen: int = self._comm.broadcast_object(proposed)
+        proposed = self._tuner.propose(present, max(medians)) if self._comm.rank == 0 else present
+        chosen = Setting(*self._comm.broadcast_object([proposed.bucket_bytes, proposed.hierarchical]))
         if chosen == present:
             return False
-        optimizer.rebucket(chosen)
+        optimizer.use(chosen)
         self._last = None  # the first step with new buckets has to make them
         return True
 
@@ -208,9 +209,10 @@ class AlgorithmOptimizer(DistributedOptimizer):
         self._wrapped = module
         self._bucket_bytes = bucket_bytes
         self._algorithm = algorithm
-        self._run = Run(comm)
+        self._whole = comm
+        self._run = Run(algorithm.over(comm))
         settings.update(algorithm.settings(self._run), bucket_bytes=bucket_bytes)
-        super().__init__(optimizer, comm, module=module, **settings)
+        super().__init__(optimizer, self._run.comm, module=module, **settings)
         self._run.reducer = self._reducer
 
     def _named(self) -> dict[str, torch.Tensor]:
@@ -223,9 +225,9 @@ class AlgorithmOptimizer(DistributedOptimizer):
         return self._algorithm
 
     @property
-    def bucket_bytes(self) -> int:
-        """The size to which buckets come near."""
-        return self._bucket_bytes
+    def setting(self) -> Setting:
+        """What the tuner may change. Not collective."""
+        return Setting(self._bucket_bytes, hierarchical=self._run.comm is not self._whole.flat)
 
     # Steps
 
@@ -262,18 +264,23 @@ class AlgorithmOptimizer(DistributedOptimizer):
     def switch_to(self, algorithm: Algorithm) -> None:
         """Forget gradients and synchronise by `algorithm` from now on. Collective."""
         self.zero_grad()
-        run = Run(self._comm)
-        self._reducer.reset(**algorithm.settings(run))
+        run = Run(algorithm.over(self._whole))
+        self._reducer.reset(comm=run.comm, **algorithm.settings(run))
         run.reducer = self._reducer
         self._run = run
         self._algorithm = algorithm
         self._steps = 0
         self._begin()
 
-    def rebucket(self, bucket_bytes: int) -> None:
-        """Make buckets of another size. Collective, between steps."""
-        self._reducer.reset(bucket_bytes=bucket_bytes)
-        self._bucket_bytes = bucket_bytes
+    def new_tuner(self) -> Tuner:
+        """A tuner that begins with the present setting. Not collective."""
+        return Tuner(self.setting, both=self._algorithm.hierarchical is None and self._whole.flat is not self._whole)
+
+    def use(self, setting: Setting) -> None:
+        """Make buckets of another size, or reduce them in another way. Collective, between steps."""
+        self._run.comm = self._whole if setting.hierarchical else self._whole.flat
+        self._reducer.reset(comm=self._run.comm, bucket_bytes=setting.bucket_bytes)
+        self._bucket_bytes = setting.bucket_bytes
         self._arm()
 
     def average_state(self) -> None:
@@ -290,8 +297,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
 
 
 def _compare(comm: Communicator, algorithm: Algorithm) -> None:
-    """MismatchError on all ranks unless all have chosen the same algorithm, which can work here. Collective."""
-    algorithm.check(comm)
+    """MismatchError on all ranks unless all have chosen the same algorithm. Collective."""
     texts = comm.all_gather_object(repr(algorithm))
     for rank, text in enumerate(texts):
         if text != texts[0]:
@@ -327,8 +333,8 @@ def data_parallel(
     comm : what `comm=` means everywhere.
     root : whose parameters and buffers all begin with.
     bucket_bytes : as for BucketReducer.
-    autotune : ask the tuner of bucket sizes after each `tune_every`-th training forward, at the end of its step. All
-        ranks must make equally many forwards then; not for use with `join`.
+    autotune : ask the tuner of bucket size and hierarchy after each `tune_every`-th training forward, at the end of its
+        step. All ranks must make equally many forwards then; not for use with `join`.
     settings : of DistributedOptimizer: `accumulate`, `weight`, and those of BucketReducer.
     """
     communicator = as_communicator(comm)

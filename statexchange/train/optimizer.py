@@ -13,7 +13,8 @@ import torch
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.world import as_communicator
 from statexchange.errors import InvalidArgumentError
-from statexchange.train.buckets import BucketReducer, compare_declarations, declare, local_part, named_parameters
+from statexchange.train.buckets import BucketReducer
+from statexchange.train.declarations import compare_declarations, declare, local_part, named_parameters
 from statexchange.train.reducers import CoalescingReducer, Reducer, average_sparse, densified, same_kind
 from statexchange.train.synchronize import synchronize
 

@@ -1,4 +1,4 @@
-"""The pictures of the benches as SVG: curves over sizes, both axes logarithmic, and bars of parts of a time."""
+"""The pictures of the benches as SVG: curves over sizes or steps, and bars of parts of a time."""
 
 from __future__ import annotations
 
@@ -10,18 +10,33 @@ __all__ = ["bars_svg", "curves_svg", "size_text"]
 
 _WIDTH, _HEIGHT = 760, 420
 _LEFT, _TOP, _RIGHT, _BOTTOM = 70, 40, 200, 50
-_COLOURS = ("#1b6ca8", "#7fb3d5", "#c0392b", "#e59866", "#6c7a89", "#27ae60", "#8e44ad")
+_COLOURS = ("#1b6ca8", "#7fb3d5", "#c0392b", "#e59866", "#6c7a89", "#27ae60", "#8e44ad", "#2c3e50")
 
 
-def curves_svg(title: str, unit: str, curves: Mapping[str, Sequence[tuple[int, float]]]) -> str:
-    """A picture of `curves`: for each label, (size in bytes, value in `unit`) in order of size."""
+def curves_svg(
+    title: str, unit: str, curves: Mapping[str, Sequence[tuple[int, float]]], *, linear: bool = False
+) -> str:
+    """A picture of `curves`: for each label, (size in bytes, value in `unit`) in order of size.
+
+    Both axes are logarithmic; or `linear`, over steps: then each curve is thinner than the one below it, so that all
+    are seen where they coincide.
+    """
     points = [point for curve in curves.values() for point in curve]
-    x0, x1 = (math.log2(f(x for x, _ in points)) for f in (min, max))
-    y0, y1 = math.floor(math.log10(min(y for _, y in points))), math.ceil(math.log10(max(y for _, y in points)))
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    if linear:
+        x_ticks: Sequence[float] = _ticks(min(xs), max(xs))
+        y_ticks: Sequence[float] = _ticks(min(ys), max(ys))
+    else:
+        x_ticks = sorted(set(xs))
+        y_ticks = [10.0**p for p in range(math.floor(math.log10(min(ys))), math.ceil(math.log10(max(ys))) + 1)]
+
+    def along(value: float, ticks: Sequence[float]) -> float:
+        low, high, here = (v if linear else math.log(v) for v in (ticks[0], ticks[-1], value))
+        return (here - low) / (high - low)
 
     def at(x: float, y: float) -> str:
-        across = _LEFT + (math.log2(x) - x0) / (x1 - x0) * (_WIDTH - _LEFT - _RIGHT)
-        down = _HEIGHT - _BOTTOM - (math.log10(y) - y0) / (y1 - y0) * (_HEIGHT - _TOP - _BOTTOM)
+        across = _LEFT + along(x, x_ticks) * (_WIDTH - _LEFT - _RIGHT)
+        down = _HEIGHT - _BOTTOM - along(y, y_ticks) * (_HEIGHT - _TOP - _BOTTOM)
         return f"{across:.1f},{down:.1f}"
 
     lines = [
@@ -30,21 +45,28 @@ def curves_svg(title: str, unit: str, curves: Mapping[str, Sequence[tuple[int, f
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
         f'<text x="{_LEFT}" y="22" font-size="14">{escape(title)}</text>',
     ]
-    for power in range(y0, y1 + 1):
-        left, right = at(2**x0, 10**power).split(","), at(2**x1, 10**power).split(",")
+    for tick in y_ticks:
+        left, right = at(x_ticks[0], tick).split(","), at(x_ticks[-1], tick).split(",")
         lines.append(f'<path d="M{left[0]},{left[1]}H{right[0]}" stroke="#ddd"/>')
-        lines.append(f'<text x="{_LEFT - 8}" y="{left[1]}" text-anchor="end">{10.0**power:g} {escape(unit)}</text>')
-    for size in sorted({x for x, _ in points}):
-        across = at(size, 10**y0).split(",")[0]
-        lines.append(f'<text x="{across}" y="{_HEIGHT - _BOTTOM + 20}" text-anchor="middle">{size_text(size)}</text>')
+        lines.append(f'<text x="{_LEFT - 8}" y="{left[1]}" text-anchor="end">{tick:g} {escape(unit)}</text>')
+    for tick in x_ticks:
+        across, text = at(tick, y_ticks[0]).split(",")[0], f"{tick:g}" if linear else size_text(int(tick))
+        lines.append(f'<text x="{across}" y="{_HEIGHT - _BOTTOM + 20}" text-anchor="middle">{text}</text>')
     for number, (label, curve) in enumerate(curves.items()):
         colour = _COLOURS[number % len(_COLOURS)]
         path = " ".join(at(x, y) for x, y in curve)
-        lines.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        width = max(7.0 - number, 1.0) if linear else 2
+        lines.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}"/>')
         down = _TOP + 18 * number
         lines.append(f'<rect x="{_WIDTH - _RIGHT + 15}" y="{down}" width="12" height="12" fill="{colour}"/>')
         lines.append(f'<text x="{_WIDTH - _RIGHT + 33}" y="{down + 10}">{escape(label)}</text>')
     return "\n".join([*lines, "</svg>", ""])
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers, evenly spaced, from `low` or below to `high` or above."""
+    unit = 10.0 ** math.floor(math.log10((high - low) / 2))
+    return [unit * n for n in range(math.floor(low / unit), math.ceil(high / unit) + 1)]
 
 
 def size_text(nbytes: int) -> str:

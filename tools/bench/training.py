@@ -1,9 +1,17 @@
 """A training step beside DDP on Gloo: 200 small tensors, and a transformer of 25 million parameters.
 
-    python tools/bench/training.py [--ranks 2] [--rounds 15] [--svg FILE]
+    python tools/bench/training.py [--ranks 2] [--rounds 15] [--memory] [--svg FILE]
 
 All ways run warm and interleaved in one job under mpiexec, each with a model of its own. Communication time is the time
-of a step (forward, backward, SGD) less that of the same step without any synchronisation; medians of rank 0.
+of a step (forward, backward, SGD) less that of the same step without any synchronisation; medians of rank 0. Several
+numbers of ranks make a table of step times beside it.
+
+The bars cut communication into copy and wire: each way has a twin whose collective does nothing (DDP a hook that
+returns its bucket, ours `communicate=`). Copy is the time of that step less that of the step without synchronisation:
+gradients that go into buckets, hooks, and ours' one message per step. Wire is what the collective adds to it.
+
+`--memory`: each way in a job of its own; by how much more memory a rank has after eight steps than in the job without
+synchronisation: PSS, where shared memory counts by parts, and USS, where it does not count.
 """
 
 from __future__ import annotations
@@ -12,7 +20,7 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,9 +32,12 @@ from statexchange.testing import run_ranks
 if TYPE_CHECKING:
     import torch
 
+    import statexchange as sx
+
 LOCAL, DDP = "no synchronisation", "DDP, Gloo"
-WAYS = (LOCAL, DDP, "shared memory", "MPI", "Gloo")
-MODELS = ("200 tensors, 3.4 MB", "transformer, 25 M")
+BACKENDS = {"shared memory": "shm", "MPI": "mpi", "Gloo": "gloo"}
+WAYS = (LOCAL, DDP, *BACKENDS)
+MUTE = ", nothing sent"
 
 
 def small() -> tuple[torch.nn.Module, torch.Tensor]:
@@ -45,6 +56,9 @@ def transformer() -> tuple[torch.nn.Module, torch.Tensor]:
     return torch.nn.TransformerEncoder(layer, 8, enable_nested_tensor=False), torch.randn(1, 16, 512)
 
 
+MODELS = {"200 tensors, 3.4 MB": small, "transformer, 25 M": transformer}
+
+
 def step(model: torch.nn.Module, data: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
     """One step of training."""
     optimizer.zero_grad()
@@ -53,31 +67,58 @@ def step(model: torch.nn.Module, data: torch.Tensor, optimizer: torch.optim.Opti
 
 
 def steps(build: Callable[[], tuple[torch.nn.Module, torch.Tensor]]) -> dict[str, Callable[[], None]]:
-    """A training step for each way."""
-    import torch
-    import torch.distributed as dist
+    """A training step for each way, and for that way with a collective that does nothing."""
+    comms = communicators()
+    found: dict[str, Callable[[], None]] = {}
+    for way in WAYS:
+        for mute in (False, True) if way != LOCAL else (False,):
+            model, data = build()
+            found[way + MUTE * mute] = partial(step, *wrapped(model, data, way, comms.get(way), mute=mute))
+    return found
 
+
+def communicators() -> dict[str, sx.Communicator]:
+    """Each way's."""
     import statexchange as sx
     from statexchange.comm import world
 
     comms = {}
-    for name in ("shm", "mpi", "gloo"):
+    for way, name in BACKENDS.items():
         with world.use(None):  # each as if it were the only one
-            comms[name] = sx.init(name)
-    found: dict[str, Callable[[], None]] = {}
-    for way in WAYS:
-        model, data = build()
-        inner = torch.optim.SGD(model.parameters(), lr=1e-3)
-        optimizer: torch.optim.Optimizer = inner
-        if way == DDP:
-            model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        elif way != LOCAL:
-            comm = comms[{"shared memory": "shm", "MPI": "mpi", "Gloo": "gloo"}[way]]
-            optimizer = sx.DistributedOptimizer(inner, comm, module=model)
+            comms[way] = sx.init(name)
+    return comms
 
-        found[way] = partial(step, model, data, optimizer)
-    assert dist.is_initialized()
-    return found
+
+def wrapped(
+    model: torch.nn.Module, data: torch.Tensor, way: str, comm: sx.Communicator | None, *, mute: bool = False
+) -> tuple[torch.nn.Module, torch.Tensor, torch.optim.Optimizer]:
+    """The arguments of `step`: what `way` makes of a model."""
+    import torch
+
+    import statexchange as sx
+
+    inner = torch.optim.SGD(model.parameters(), lr=1e-3)
+    if way == DDP:
+        ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if mute:
+            ddp.register_comm_hook(None, nothing_hook)
+        return ddp, data, inner
+    if comm is None:
+        return model, data, inner
+    return model, data, sx.DistributedOptimizer(inner, comm, module=model, communicate=nothing if mute else None)
+
+
+def nothing(flat: torch.Tensor) -> None:
+    """Leave a bucket as it is."""
+
+
+def nothing_hook(_, bucket):  # type: ignore[no-untyped-def]
+    """Leave a bucket of DDP as it is."""
+    import torch
+
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
 
 
 def rank_main(rounds: int) -> dict[str, dict[str, float]]:
@@ -87,9 +128,9 @@ def rank_main(rounds: int) -> dict[str, dict[str, float]]:
 
     torch.set_num_threads(1)
     found = {}
-    for name, build in zip(MODELS, (small, transformer), strict=True):
-        seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    for name, build in MODELS.items():
         ways = steps(build)
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
         for number in range(rounds + 3):  # the first three warm up
             for way, go in ways.items():
                 MPI.COMM_WORLD.Barrier()
@@ -101,31 +142,108 @@ def rank_main(rounds: int) -> dict[str, dict[str, float]]:
     return found
 
 
+def memory_main(name: str, way: str) -> list[float]:
+    """PSS and USS of this rank, in bytes, when it has made eight steps by `way`."""
+    import torch
+    from mpi4py import MPI
+
+    torch.set_num_threads(1)
+    comms = communicators()
+    training = wrapped(*MODELS[name](), way, comms.get(way))
+    for _ in range(8):
+        step(*training)
+    MPI.COMM_WORLD.Barrier()
+    held = _held_bytes()
+    MPI.COMM_WORLD.Barrier()  # a rank that has left has no part in what is shared
+    return held
+
+
+def _held_bytes() -> list[float]:
+    """PSS and USS of this process."""
+    found = {"Pss": 0, "Private_Clean": 0, "Private_Dirty": 0}
+    for line in Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()[1:]:
+        key, value = line.split(":")
+        if key in found:
+            found[key] = int(value.split()[0]) * 1024
+    return [float(found["Pss"]), float(found["Private_Clean"] + found["Private_Dirty"])]
+
+
+def _cores() -> str:
+    """Number and kind of the cores."""
+    facts = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    kinds = {line.split(":")[1].strip() for line in facts if line.startswith("model name")}
+    return " ".join([f"{len(os.sched_getaffinity(0))} cores", *(f"({kind})" for kind in sorted(kinds))])
+
+
+def show(medians_of: Mapping[str, Mapping[str, float]]) -> None:
+    """The table of one number of ranks."""
+    print("| model | way | step | communication | beside DDP |\n|---|---|---|---|---|")
+    for model, medians in medians_of.items():
+        for way in WAYS:
+            spent, ddp = (medians[one] - medians[LOCAL] for one in (way, DDP))
+            beside = f"{spent / ddp:.2f}x" if ddp > 0 else ""
+            print(f"| {model} | {way} | {medians[way] * 1e3:.1f} ms | {spent * 1e3:.1f} ms | {beside} |")
+    print()
+
+
+def show_scaling(by_ranks: Mapping[int, Mapping[str, Mapping[str, float]]]) -> None:
+    """Step times by number of ranks."""
+    print(f"{_cores()}, step times by number of ranks\n")
+    print("| model | way |" + "".join(f" {ranks} |" for ranks in by_ranks) + "\n|---|---|" + "---|" * len(by_ranks))
+    for model in MODELS:
+        for way in WAYS:
+            times = "".join(f" {medians[model][way] * 1e3:.1f} ms |" for medians in by_ranks.values())
+            print(f"| {model} | {way} |{times}")
+    print()
+
+
+def show_memory(ranks: int) -> None:
+    """What each way holds beyond training alone, as the mean over ranks."""
+    from training import memory_main as ranks_work
+
+    print(f"{ranks} ranks, memory beyond training alone\n\n| model | way | PSS | USS |\n|---|---|---|---|")
+    for model in MODELS:
+        alone = [0.0, 0.0]
+        for way in WAYS:
+            held = run_ranks(ranks_work, ranks, backend="mpi", args=(model, way), timeout_s=300)
+            means = [statistics.mean(values) / 2**20 for values in zip(*held, strict=True)]
+            alone = means if way == LOCAL else alone
+            pss, uss = (mean - base for mean, base in zip(means, alone, strict=True))
+            print(f"| {model} | {way} | {pss:+.1f} MiB | {uss:+.1f} MiB |")
+
+
+def draw(medians_of: Mapping[str, Mapping[str, float]], ranks: int) -> str:
+    """The bars of one number of ranks."""
+    bars = {}
+    for model, medians in medians_of.items():
+        for way in WAYS:
+            muted = medians.get(way + MUTE, medians[way])
+            bars[f"{way}, {model}"] = (medians[LOCAL], muted - medians[LOCAL], medians[way] - muted)
+    return bars_svg(f"a training step, {ranks} ranks", ("compute", "copy", "wire"), bars)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--memory", action="store_true", help="also tell what each way holds")
     parser.add_argument("--svg", type=Path, help="where to draw the bars of the first number of ranks")
     options = parser.parse_args()
     from training import rank_main as ranks_work  # ranks under mpiexec cannot import __main__
 
-    for number, ranks in enumerate(options.ranks):
+    by_ranks = {}
+    for ranks in options.ranks:
         load = os.getloadavg()[0]
         found = run_ranks(ranks_work, ranks, backend="mpi", args=(options.rounds,), timeout_s=1200)[0]
+        by_ranks[ranks] = found
         print(f"{ranks} ranks, {os.cpu_count()} cores, load {load:.1f}, median of {options.rounds} rounds\n")
-        print("| model | way | step | communication | beside DDP |\n|---|---|---|---|---|")
-        for model, medians in found.items():
-            for way, seconds in medians.items():
-                spent, ddp = seconds - medians[LOCAL], medians[DDP] - medians[LOCAL]
-                print(f"| {model} | {way} | {seconds * 1e3:.1f} ms | {spent * 1e3:.1f} ms | {spent / ddp:.2f}x |")
-        print()
-        if options.svg is not None and number == 0:
-            bars = {
-                f"{way}, {model}": (medians[LOCAL], seconds - medians[LOCAL])
-                for model, medians in found.items()
-                for way, seconds in medians.items()
-            }
-            options.svg.write_text(bars_svg(f"a training step, {ranks} ranks", ("compute", "communication"), bars))
+        show(found)
+    if len(by_ranks) > 1:
+        show_scaling(by_ranks)
+    if options.memory:
+        show_memory(options.ranks[0])
+    if options.svg is not None:
+        options.svg.write_text(draw(by_ranks[options.ranks[0]], options.ranks[0]))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,261 @@
+"""What a rank holds of a tree: its memories, plain values and states, in words that ranks can compare."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Generator, MappingView
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from statexchange import values
+from statexchange.errors import InvalidArgumentError, UnsupportedError
+from statexchange.layout.tree import nodes
+
+__all__ = [
+    "Content",
+    "Memory",
+    "device_type_of",
+    "is_leaf",
+    "is_number",
+    "is_optimizer",
+    "kind_of",
+    "memory_of",
+    "module_content",
+    "place_of",
+]
+
+Memory = Any  # a dense torch tensor, detached, or a numpy array
+_VALUE, _OBJECT = "a value", "an object"
+
+
+class Content:
+    """What one rank holds, sorted by how it travels; `lines` say it in words that ranks can compare.
+
+    `written` says that this rank's memory will be filled. Each memory is listed once, in an order that all ranks share.
+    """
+
+    def __init__(self, *, written: bool) -> None:
+        self.lines: list[tuple[str, str]] = []
+        self.memories: dict[str, Memory] = {}
+        self.values: dict[str, Any] = {}
+        self.keepers: dict[str, Any] = {}
+        """Optimizers and other objects that keep a state, by path."""
+        self._written = written
+        self._seen: dict[tuple[Any, ...], str] = {}
+
+    @property
+    def digest(self) -> str:
+        """Equal on ranks that hold the same."""
+        text = "\n".join(f"{path}\t{line}" for path, line in self.lines)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    @property
+    def kinds(self) -> list[str | None]:
+        """The kinds of the plain values, in an order that all ranks share."""
+        return [kind_of(value) for value in self.values.values()]
+
+    def places(self) -> list[tuple[str, str, str | None, str]]:
+        """Of each line the path, the line, the kind of its value if it is one, and the words to show it in."""
+        return [
+            (path, line, kind_of(self.values[path]), f"{line}, {self.values[path]!r:.60}")
+            if line == _VALUE
+            else (path, line, None, line)
+            for path, line in self.lines
+        ]
+
+    def add_tree(self, tree: Any) -> None:
+        """All that lies in `tree`."""
+        for node in nodes(tree, is_leaf):
+            if node.container is not None:
+                self.lines.append((node.path, node.container))
+            else:
+                self._add_leaf(node.path, node.value)
+
+    def _add_leaf(self, path: str, leaf: Any) -> None:
+        if isinstance(leaf, torch.Tensor | np.ndarray):
+            self._add_memory(path, leaf)
+        elif isinstance(leaf, nn.Module):
+            self.add_module(path, leaf, buffers=True)
+        elif is_optimizer(leaf):
+            self._add_optimizer(path, leaf)
+        elif _keeps_state(leaf):
+            self.lines.append((path, f"the state of a {type(leaf).__name__}"))
+            self.keepers[path] = leaf
+        elif kind_of(leaf) is not None:
+            self.lines.append((path, _VALUE))
+            self.values[path] = leaf
+        elif isinstance(leaf, Generator | MappingView):
+            raise InvalidArgumentError(f"a {type(leaf).__name__} has no places to fill: give a list", name=path)
+        else:
+            self.lines.append((path, _OBJECT))
+
+    def add_module(self, path: str, module: nn.Module, *, buffers: bool) -> None:
+        """The parameters of a module and, if asked, its buffers."""
+        self.lines.append((path, "a module"))
+        named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        if buffers:
+            named.update(module.named_buffers(remove_duplicate=False))
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        for name in sorted(named.keys() - ignored):
+            self._add_memory(f"{path}.{name}" if path else name, named[name])
+
+    def _add_memory(self, path: str, given: Any) -> None:
+        memory = memory_of(given, path, written=self._written)
+        key = place_of(memory)
+        first = path if key is None else self._seen.setdefault(key, path)
+        if first == path:
+            self.lines.append((path, _text(memory)))
+            self.memories[path] = memory
+        else:
+            self.lines.append((path, f"the same as {first}"))
+
+    def _add_optimizer(self, path: str, optimizer: Any) -> None:
+        kind = type(optimizer).__name__
+        if kind == "ZeroRedundancyOptimizer":
+            raise UnsupportedError("each rank's ZeroRedundancyOptimizer has a state of its own", name=path)
+        groups = optimizer.param_groups
+        self.lines.append((path, f"an optimizer {kind}"))
+        self.lines.append((f"{path}.param_groups", f"list of {len(groups)}"))
+        for i, group in enumerate(groups):
+            at = f"{path}.param_groups[{i}].params"
+            self.lines.append((at, f"list of {len(group['params'])}"))
+            for j, parameter in enumerate(group["params"]):
+                if _is_dtensor(parameter):
+                    raise UnsupportedError("the state of a DTensor lies on many ranks", name=f"{at}[{j}]")
+                self.lines.append((f"{at}[{j}]", f"parameter {_text(parameter)}"))
+        self.keepers[path] = optimizer
+
+
+def module_content(module: Any, *, written: bool, buffers: bool = True) -> Content:
+    """What lies in a module; InvalidArgumentError if it is none. Not collective."""
+    if not isinstance(module, nn.Module):
+        raise InvalidArgumentError(f"a module is wanted, not {type(module).__name__}")
+    content = Content(written=written)
+    content.add_module("", module, buffers=buffers)
+    return content
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether `value` is looked at as a whole, whatever it contains. Not collective."""
+    return isinstance(value, nn.Module | enum.Enum) or is_optimizer(value) or _keeps_state(value)
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether `value` is an optimizer, or looks like one. Not collective."""
+    return isinstance(value, torch.optim.Optimizer) or (hasattr(value, "param_groups") and hasattr(value, "state"))
+
+
+def _keeps_state(value: Any) -> bool:
+    """Whether `value` is an object whose state can be taken and given, as LR schedulers are."""
+    verbs = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
+    return not isinstance(value, type) and all(callable(verb) for verb in verbs)
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a plain number, of Python or numpy. Not collective."""
+    if isinstance(value, np.generic):
+        return value.dtype.kind in "biufc" and not isinstance(value, np.longdouble | np.clongdouble)
+    return type(value) in (bool, int, float, complex)
+
+
+def kind_of(value: Any) -> str | None:
+    """The kind of a plain value, which root's must have too; None for what is no plain value."""
+    if value is None:
+        return "None"
+    if is_number(value):
+        return "number"
+    if isinstance(value, enum.Enum):
+        return f"enum {type(value).__qualname__}" if _has_text(value) else None
+    return {str: "str", torch.dtype: "dtype"}.get(type(value))
+
+
+def _has_text(value: Any) -> bool:
+    try:
+        values.encode(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+# Memory
+
+
+def _is_dtensor(tensor: Any) -> bool:
+    return hasattr(tensor, "placements") and hasattr(tensor, "to_local")
+
+
+def memory_of(given: Any, path: str, *, written: bool) -> Memory:
+    """The dense memory of a tensor or array; what has none, or cannot be written, is an error naming `path`."""
+    if isinstance(given, np.ndarray):
+        return _array_memory(given, path, written=written)
+    if nn.parameter.is_lazy(given):
+        raise InvalidArgumentError("this parameter has no shape yet: run the module once on every rank", name=path)
+    if _is_dtensor(given):
+        given = _replicated(given, path)
+    _check_dense(given, path)
+    if written:
+        _check_writable(given, path)
+    return given.detach()
+
+
+def _array_memory(array: np.ndarray[Any, Any], path: str, *, written: bool) -> Memory:
+    if array.dtype.hasobject or isinstance(array, np.ma.MaskedArray):
+        kind = "a masked array" if isinstance(array, np.ma.MaskedArray) else "an array of objects"
+        raise UnsupportedError(f"{kind} cannot be synchronized", name=path)
+    if written and not array.flags.writeable:
+        raise InvalidArgumentError("this array is read-only, and is to be filled", name=path)
+    return np.asarray(array)
+
+
+def _replicated(tensor: Any, path: str) -> torch.Tensor:
+    """The whole of a DTensor that every rank of its mesh has."""
+    if not all(placement.is_replicate() for placement in tensor.placements):
+        raise UnsupportedError(
+            f"a DTensor placed as {list(tensor.placements)} has other parts on other ranks: save_checkpoint and "
+            "load_checkpoint move such, and to_local() is this rank's part",
+            name=path,
+        )
+    local: torch.Tensor = tensor.detach().to_local()
+    return local
+
+
+def _check_dense(tensor: torch.Tensor, path: str) -> None:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else str(tensor.layout)[6:]
+        raise UnsupportedError(f"only dense tensors can be synchronized, not a {kind} one", name=path)
+    if tensor.numel() and not tensor.data_ptr():
+        raise UnsupportedError(f"this {type(tensor).__name__} has no storage of its own, or it was freed", name=path)
+
+
+def _check_writable(tensor: torch.Tensor, path: str) -> None:
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise UnsupportedError("an inference tensor cannot be changed outside torch.inference_mode()", name=path)
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise InvalidArgumentError("several elements lie in one place of memory: clone() it first", name=path)
+
+
+def place_of(memory: Memory) -> tuple[Any, ...] | None:
+    """A key that tied tensors share: the same memory seen in the same way. None where nothing is there to share."""
+    if not memory.nbytes:
+        return None
+    if isinstance(memory, np.ndarray):
+        return (memory.__array_interface__["data"][0], memory.shape, memory.strides, memory.dtype)
+    seen_as = (memory.dtype, memory.is_conj(), memory.is_neg())
+    return (memory.data_ptr(), memory.device, memory.shape, memory.stride(), *seen_as)
+
+
+def device_type_of(memory: Memory) -> str:
+    """Where the memory is. Not collective."""
+    return "cpu" if isinstance(memory, np.ndarray) else memory.device.type
+
+
+def _text(memory: Memory) -> str:
+    """Kind, dtype, shape and device in words."""
+    if isinstance(memory, np.ndarray):
+        return f"array {memory.dtype}{list(memory.shape)}"
+    where = "" if memory.device.type == "cpu" else f" on {memory.device.type}"
+    return f"{str(memory.dtype)[6:]}{list(memory.shape)}{where}"

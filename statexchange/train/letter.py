@@ -1,0 +1,216 @@
+"""The letter: what root says in JSON, its values and states, and how another rank reads it into what it holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from statexchange import values
+from statexchange.errors import InvalidArgumentError, UnsupportedError
+from statexchange.layout.tree import flatten, rebuild
+from statexchange.train.content import Content, Memory, is_number, is_optimizer, kind_of, memory_of, place_of
+
+__all__ = ["Reader", "letter_of", "prepared", "state_of"]
+
+
+class _Writer:
+    """A state in JSON text; what has no text is kept out and described by specs, tensors among it in `memories`."""
+
+    def __init__(self, path: str) -> None:
+        self.memories: list[Memory] = []
+        self._specs: list[list[Any]] = []
+        self._path = path
+        self._kept: dict[int, tuple[str, Any]] = {}
+
+    def write(self, state: Any) -> list[Any]:
+        """The text, the specs and the names of the types that one must know to read it."""
+        return [values.encode(state, self._keep), self._specs, list(values.types_of(state))]
+
+    def _keep(self, value: Any, path: str) -> str | None:
+        if id(value) not in self._kept:
+            spec = self._spec(value, self._path + path)
+            if spec is None:
+                return None
+            self._kept[id(value)] = (str(len(self._specs)), value)
+            self._specs.append(spec)
+        return self._kept[id(value)][0]
+
+    def _spec(self, value: Any, path: str) -> list[Any] | None:
+        if isinstance(value, torch.Tensor | np.ndarray):
+            memory = memory_of(value, path, written=False)
+            self.memories.append(memory)
+            if isinstance(memory, np.ndarray):
+                return ["array", memory.dtype.str, list(memory.shape)]
+            return ["tensor", str(memory.dtype)[6:], list(memory.shape), memory.device.type]
+        if type(value) is complex or isinstance(value, np.generic):
+            return _number_spec(value) if is_number(value) else ["own"]
+        return None if kind_of(value) is not None or _has_parts(value) else ["own"]
+
+
+def _number_spec(value: Any) -> list[Any]:
+    plain = value if type(value) is complex else value.item()
+    dtype = None if type(value) is complex else value.dtype.name
+    return ["number", dtype, *((plain.real, plain.imag) if isinstance(plain, complex) else (plain, None))]
+
+
+def _has_parts(value: Any) -> bool:
+    if dataclasses.is_dataclass(value):
+        return not isinstance(value, type)
+    return isinstance(value, Mapping) or type(value) in (list, tuple) or hasattr(value, "_fields")
+
+
+def letter_of(content: Content) -> Any:
+    """Root's values and states; their tensors join what travels."""
+    plain = _Writer("").write(content.values)
+    states = {}
+    for path, keeper in content.keepers.items():
+        writer = _Writer(path)
+        states[path] = writer.write(state_of(keeper, path))
+        content.memories.update({f"{path}#{i}": memory for i, memory in enumerate(writer.memories)})
+    return [plain, states]
+
+
+def state_of(keeper: Any, path: str) -> Any:
+    """The state of an optimizer, by the numbers of its parameters, or of an object that has a `state_dict`."""
+    if not is_optimizer(keeper):
+        return keeper.state_dict()
+    numbers: dict[Any, int] = {parameter: i for i, parameter in enumerate(_parameters(keeper))}
+    state: dict[int, Any] = {}
+    shared: dict[Any, Any] = {}
+    for key, held in keeper.state.items():
+        if not isinstance(key, torch.Tensor):
+            shared[key] = held
+        elif key in numbers:
+            state[numbers[key]] = held
+        else:
+            raise InvalidArgumentError("there is state of a tensor that is in no param group", name=path)
+    return {"param_groups": [_without_params(group) for group in keeper.param_groups], "state": state, "shared": shared}
+
+
+def _parameters(optimizer: Any) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+class _Told:
+    """A place in root's text for what has none: its spec has this number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Reader:
+    """Root's text on a rank that holds `own`; `fill` puts in what has no text, and `memories` are to be filled."""
+
+    def __init__(self, letter: Sequence[Any], own: Any, path: str, device: torch.device) -> None:
+        text, self._specs, types = letter
+        self._path = path
+        self._device = device
+        self._rooms: dict[int, Memory] = {}
+        self._reused: set[tuple[Any, ...] | None] = {None}
+        self.told = values.decode(text, types=values.types_of(own), leaf=self._leaf)
+        unknown = set(types) - values.types_of(self.told).keys()
+        if unknown:
+            raise UnsupportedError(
+                f"root holds a {min(unknown)}, which this rank does not know: give it to register_config", name=path
+            )
+
+    @property
+    def memories(self) -> list[Memory]:
+        """What is to be filled, in root's order."""
+        rooms = [self._rooms[number] for number in sorted(self._rooms)]
+        return [memory_of(room, self._path, written=True) for room in rooms]
+
+    def _leaf(self, name: str) -> Any:
+        kind, *about = self._specs[int(name)]
+        return _number(*about) if kind == "number" else _Told(int(name))
+
+    def fill(self, told: Any, own: Any, like: torch.Tensor | None = None) -> Any:
+        """`told` with tensors: those of `own` in the same places where they fit, else new ones, `like` a parameter."""
+        held = dict(flatten(own))
+        gaps = {path: leaf.number for path, leaf in flatten(told) if isinstance(leaf, _Told)}
+        return rebuild(told, {path: self._filling(number, path, held, like) for path, number in gaps.items()})
+
+    def _filling(self, number: int, path: str, held: Mapping[str, Any], like: torch.Tensor | None) -> Any:
+        spec = self._specs[number]
+        if spec[0] != "own":
+            if number not in self._rooms:
+                self._rooms[number] = self._room(spec, held.get(path), like)
+            return self._rooms[number]
+        if path not in held:
+            raise UnsupportedError(f"root has an object at {path} that cannot be sent, this rank none", name=self._path)
+        return held[path]
+
+    def _room(self, spec: Sequence[Any], own: Any, like: torch.Tensor | None) -> Memory:
+        """Memory for what `spec` describes: `own` if it fits and serves no other place already, else new."""
+        near = self._device if like is None else like.device
+        place = torch.device("cpu") if spec[3:] == ["cpu"] else near
+        if _fits(own, spec, place) and (key := place_of(own)) not in self._reused:
+            self._reused.add(key)
+            return own
+        return _new(spec, like, place)
+
+
+def _number(dtype: str | None, real: float, imag: float | None) -> Any:
+    plain = real if imag is None else complex(real, imag)
+    return plain if dtype is None else np.dtype(dtype).type(plain)
+
+
+def _fits(own: Any, spec: Sequence[Any], place: torch.device) -> bool:
+    kind, name, shape, *_ = spec
+    if kind == "array":
+        return isinstance(own, np.ndarray) and (own.dtype, list(own.shape)) == (np.dtype(name), shape)
+    wanted = (getattr(torch, name), shape, place)
+    return isinstance(own, torch.Tensor) and (own.dtype, list(own.shape), own.device) == wanted
+
+
+def _new(spec: Sequence[Any], like: torch.Tensor | None, place: torch.device) -> Memory:
+    """Memory for what `spec` describes, laid out like a parameter of that shape."""
+    kind, name, shape, *_ = spec
+    if kind == "array":
+        return np.empty(shape, name)
+    dtype = getattr(torch, name)
+    if like is not None and (list(like.shape), like.device) == (shape, place):
+        return torch.empty_like(like, dtype=dtype, requires_grad=False)
+    return torch.empty(shape, dtype=dtype, device=place)
+
+
+def prepared(keeper: Any, own: Any, reader: Reader) -> Callable[[], None]:
+    """What gives `keeper`, whose state is `own`, root's once the reader's memories are filled."""
+    told = reader.told
+    if not is_optimizer(keeper):
+        return functools.partial(keeper.load_state_dict, reader.fill(told, own))
+    parameters = _parameters(keeper)
+    groups = [
+        reader.fill(its, _without_params(group), next(iter(group["params"]), None))
+        for its, group in zip(told["param_groups"], keeper.param_groups, strict=True)
+    ]
+    state = {
+        parameters[i]: reader.fill(its, own["state"].get(i, {}), parameters[i]) for i, its in told["state"].items()
+    }
+    shared = {key: reader.fill(its, own["shared"].get(key, {})) for key, its in told["shared"].items()}
+    return functools.partial(_set_optimizer, keeper, groups, {**state, **shared})
+
+
+def _set_optimizer(optimizer: Any, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> None:
+    """Give an optimizer a state; its groups and each parameter's state stay the same dicts, which others may hold."""
+    for group, new in zip(optimizer.param_groups, groups, strict=True):
+        parameters = group["params"]
+        group.clear()
+        group.update(params=parameters, **new)
+    held = dict(optimizer.state)
+    optimizer.state.clear()
+    for key, new in state.items():
+        own = held.get(key)
+        if isinstance(own, dict) and isinstance(new, dict):
+            own.clear()
+            own.update(new)
+        optimizer.state[key] = own if isinstance(own, dict) and isinstance(new, dict) else new
