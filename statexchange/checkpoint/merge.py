@@ -333,7 +333,8 @@ class _Merge:
                 self._count(file.data_nbytes)
         todo = [file for file in self._plan.files if file.name not in self._publication.finished]
         with ThreadPoolExecutor(max(1, min(threads or os.cpu_count() or 1, len(todo)))) as pool:
-            opened = list(pool.map(self._publication.create, todo))  # all room is there before anything is written
+            create: Callable[[FilePlan], OpenFile | OpenObject] = self._publication.create
+            opened = list(pool.map(create, todo))  # all room is there before anything is written
             writing = [pool.submit(self._write_file, *pair) for pair in zip(todo, opened, strict=True)]
             try:
                 for written in as_completed(writing):
