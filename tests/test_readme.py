@@ -54,6 +54,7 @@ def test_every_fenced_block_is_one_that_a_test_runs() -> None:
         "block: reduce.py",
         "output: reduce.py",
         "block: fit.py",
+        "block: resume.py",
     }
     assert set(blocks()) == marked
     assert README.count("\n```") == 2 * len(marked)
@@ -123,6 +124,19 @@ def test_the_training_script_learns(launcher: list[str], tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     ranks, loss = re.fullmatch(r"(\d) ranks, loss (\d\.\d+)\n", done.stdout).groups()
     assert (int(ranks), float(loss) < 0.2) == (2 if len(launcher) > 1 else 1, True)
+
+
+def test_a_job_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    (tmp_path / "resume.py").write_text(blocks()["block: resume.py"])
+    losses = []
+    for number, launcher in enumerate((["torchrun", "--nproc-per-node", "2"], ["python"])):
+        command = [BIN / launcher[0], *launcher[1:], "resume.py"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        began, at, loss = re.fullmatch(r"step (\d+), loss at (\d+): (\d\.\d+)\n", done.stdout).groups()
+        assert (int(began), int(at)) == (10 * number, 10 * number + 10)
+        losses.append(float(loss))
+    assert losses[1] < losses[0]
 
 
 @pytest.mark.parametrize(

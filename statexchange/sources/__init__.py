@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from statexchange.errors import InvalidArgumentError, NotFoundError, StorageError
-from statexchange.sources import dcp, huggingface, torch_file, workspace
+from statexchange.sources import huggingface, workspace
 from statexchange.sources.base import Extent, Holder, OpenCheckpoint, Source, SourceTensor, StoredTensor
 from statexchange.storage import files
 from statexchange.storage.object_store import is_url, kind_of, plain
@@ -32,23 +32,31 @@ def open_source(path: str | os.PathLike[str], *, strict: bool = True) -> Source:
     """
     location = plain(os.fspath(path))
     _check_exists(location)
-    if dcp.recognises(location):
+    if _is_dcp(location):
+        from statexchange.sources import dcp  # here and below, so that looking at other things does not wait for it
+
         return dcp.read(location, strict=strict)
     if huggingface.recognises(location):
         return huggingface.read(location, strict=strict)
     if workspace.recognises(location):
         return workspace.read(location, strict=strict)
     _check_not_above(location)
+    from statexchange.sources import torch_file
+
     if torch_file.recognises(location):
         return torch_file.read(location, strict=strict)
     known = "neither a workspace nor a checkpoint (safetensors, torch DCP, or torch.save's .pt files)"
     raise NotFoundError(known, path=location)
 
 
+def _is_dcp(path: str) -> bool:
+    return files.is_directory(path) and ".metadata" in files.list_directory(path)
+
+
 def _check_not_above(path: str) -> None:
     """accelerate puts DCP directories below a directory of its own, beside files of torch.save that are no model."""
     names = files.list_directory(path) if files.is_directory(path) else []
-    below = [name for name in names if dcp.recognises(os.path.join(path, name))]
+    below = [name for name in names if _is_dcp(os.path.join(path, name))]
     if below:
         raise InvalidArgumentError(f"torch DCP directories lie here, name one of them: {', '.join(below)}", path=path)
 

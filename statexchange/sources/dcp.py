@@ -24,17 +24,12 @@ from statexchange.sources.pickles import MAX_PICKLE_BYTES, Made, read_pickle
 from statexchange.sources.torch_archive import Archive, View, described, dtype_of, plain, view_of
 from statexchange.storage import files
 
-__all__ = ["METADATA", "read", "recognises"]
+__all__ = ["METADATA", "read"]
 
 METADATA = ".metadata"
 _FILE_NAME = re.compile(r"__([0-9]{1,9})_([0-9]{1,9})\.distcp")
 _REFUSALS = (CorruptError, UnsafeError, UnsupportedError)
 _MAX_ENTRY_PICKLE_BYTES = 1 << 20  # of a tensor, about 200 bytes
-
-
-def recognises(path: str) -> bool:
-    """Whether a DCP directory lies at `path`."""
-    return files.is_directory(path) and METADATA in files.list_directory(path)
 
 
 @dataclass(frozen=True, slots=True)
