@@ -1,5 +1,6 @@
 """Boxes inside files, against numpy: every way of cutting and every way of writing gives the same bytes."""
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from statexchange.errors import CorruptError, StorageError
 from statexchange.layout.shards import Box
 from statexchange.storage import files
-from statexchange.storage.regions import BoxReader, is_contiguous, linear_offset, windows, within, write_box
+from statexchange.storage.regions import BoxReader, blocks, is_contiguous, linear_offset, windows, within, write_box
 
 shapes = st.lists(st.integers(1, 7), max_size=4).map(tuple)
 
@@ -123,3 +124,45 @@ def test_few_descriptors_serve_many_files(tmp_path: Path) -> None:
             assert os.pread(inputs.descriptor(path), 1000, 0).decode() == path
             assert len(os.listdir("/proc/self/fd")) <= before + 4
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=50)
+def test_strided_boxes_are_read_in_the_order_of_their_indices(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Any permuted and sliced view of a file, read through windows of the tensor that it is a box of."""
+    shape = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4))
+    base = np.arange(math.prod(shape), dtype="<i4").reshape(shape)
+    view = base.transpose(data.draw(st.permutations(range(len(shape)))))
+    view = view[tuple(slice(data.draw(st.integers(0, n - 1)), None, data.draw(st.integers(1, 3))) for n in view.shape)]
+    path = tmp_path_factory.mktemp("strided") / "file"
+    path.write_bytes(b"head" + base.tobytes())
+    at = 4 + view.__array_interface__["data"][0] - base.__array_interface__["data"][0]
+    strides = tuple(step // 4 for step in view.strides)
+    margins = [data.draw(st.integers(0, 2)) for _ in view.shape]
+    whole = tuple(n + 2 * m for n, m in zip(view.shape, margins, strict=True))
+    out = np.zeros(whole, "<i4")
+    box = Box(tuple(margins), view.shape)
+    with files.OpenFiles() as inputs:
+        reader = BoxReader(inputs, str(path), at, box, "I32", xxhash.xxh3_128(), strides)
+        for window in windows(whole, 4, data.draw(st.sampled_from([4, 40, 400]))):
+            buffer = memoryview(bytearray(window.numel * 4))
+            reader.copy_into(buffer, window, memoryview(bytearray(window.numel * 4)))
+            out[within(window, Box((0,) * out.ndim, whole))] = np.frombuffer(buffer, "<i4").reshape(window.shape)
+        whole_box = b"".join(map(bytes, blocks(inputs, str(path), at, view.shape, strides, "I32")))
+    assert np.array_equal(out[within(box, Box((0,) * out.ndim, whole))], view)
+    assert reader.digest() == xxhash.xxh3_128_hexdigest(whole_box) == xxhash.xxh3_128_hexdigest(view.tobytes())
+    assert (reader.left, out.sum()) == (0, view.sum())
+
+
+def test_strided_blocks_come_in_parts_and_a_file_that_ends_early_is_corrupt(tmp_path: Path) -> None:
+    base = np.arange(600 * 700, dtype="<i4").reshape(600, 700)
+    (tmp_path / "file").write_bytes(base.tobytes())
+    with files.OpenFiles() as inputs:
+        ahead = 100_000
+        parts = [bytes(p) for p in blocks(inputs, str(tmp_path / "file"), 0, (700, 600), (1, 700), "I32", ahead)]
+        assert (b"".join(parts), max(map(len, parts)) <= ahead) == (base.T.tobytes(), True)
+        os.truncate(tmp_path / "file", base.nbytes - 1)
+        with pytest.raises(CorruptError, match="truncated"):
+            list(blocks(inputs, str(tmp_path / "file"), 0, (700, 600), (1, 700), "I32"))

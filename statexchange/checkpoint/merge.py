@@ -41,7 +41,7 @@ from statexchange.layout.rules import Layout
 from statexchange.layout.shards import ITEMSIZE, Box
 from statexchange.sources import Extent, Holder, Source, SourceTensor, open_source, rank_files
 from statexchange.storage import files
-from statexchange.storage.regions import WINDOW_BYTES, BoxReader, windows
+from statexchange.storage.regions import AHEAD_BYTES, WINDOW_BYTES, BoxReader, windows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -398,7 +398,9 @@ class _Merge:
     ) -> BoxReader:
         extent = extent_of(self._source, tensor, holder, box_index)
         dtype = self._source.holders[holder].tensors[tensor.source].shard.dtype
-        return BoxReader(inputs, extent.path, extent.begin, piece.box, dtype, xxhash.xxh3_128(), extent.strides)
+        copies = 1 + len(piece.replicas) if tensor.source in self._reductions else 1
+        ahead = AHEAD_BYTES // (len(tensor.pieces) * copies)
+        return BoxReader(inputs, extent.path, extent.begin, piece.box, dtype, xxhash.xxh3_128(), extent.strides, ahead)
 
     def _fact(self, tensor: TensorPlan, piece: Piece, reader: _Reader) -> BoxFact:
         suppliers = [(piece.holder, piece.box_index), *piece.replicas]

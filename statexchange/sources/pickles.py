@@ -18,7 +18,7 @@ __all__ = ["MAX_PICKLE_BYTES", "Made", "Symbol", "read_pickle"]
 
 MAX_PICKLE_BYTES = 512 << 20
 _MAX_LONG_BYTES = 1024
-_STOP, _MEMOIZE, _BINGET, _BININT1 = b".\x94hK"
+_STOP, _MEMOIZE, _BINGET, _BININT1, _LONG_BINGET = b".\x94hKj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,7 @@ _SPELLINGS = {
     "torch": "Size device Tensor DoubleStorage FloatStorage HalfStorage BFloat16Storage LongStorage IntStorage"
     " ShortStorage CharStorage ByteStorage BoolStorage ComplexDoubleStorage ComplexFloatStorage"
     " QInt8Storage QUInt8Storage QInt32Storage QUInt4x2Storage QUInt2x4Storage"
+    " per_tensor_affine per_channel_affine per_channel_affine_float_qparams"
     " qint8 quint8 qint32 quint4x2 quint2x4 complex32 float4_e2m1fn_x2 bits8 bits16 bits1x8 bits2x4 bits4x2"
     " uint1 uint2 uint3 uint4 uint5 uint6 uint7 int1 int2 int3 int4 int5 int6 int7 " + " ".join(DTYPE_NAMES),
     "torch.storage": "UntypedStorage TypedStorage",
@@ -121,6 +122,9 @@ class _Machine:
             elif code == _BININT1:
                 self.stack.append(data[at])
                 at += 1
+            elif code == _LONG_BINGET:
+                self.stack.append(memo[int.from_bytes(data[at : at + 4], "little")])
+                at += 4
             else:
                 self.at = at
                 operation = _OPERATIONS.get(code)
@@ -293,10 +297,6 @@ def _put(width: int) -> _Operation:
     return put
 
 
-def _get(machine: _Machine) -> None:
-    machine.stack.append(machine.memo[machine.number(4)])
-
-
 def _global(machine: _Machine) -> None:
     machine.symbol(machine.line(), machine.line())
 
@@ -379,7 +379,6 @@ _OPERATIONS: dict[int, _Operation] = {
         "\x91": _frozenset,
         "q": _put(1),
         "r": _put(4),
-        "j": _get,
         "c": _global,
         "\x93": _stack_global,
         "Q": _persistent,

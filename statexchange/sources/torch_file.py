@@ -6,6 +6,7 @@ rank that saved it, so that its boxes follow from the file alone; a plain tensor
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 from collections.abc import Iterator
@@ -101,7 +102,8 @@ class _File:
         try:
             self._archive = _archive(fd, path)
             data = self._archive.pickle()
-            for name, value in _leaves(read_pickle(data, path), path, 4 * len(data)):
+            root = read_pickle(data, path)
+            for name, value in _leaves(root, path, 4 * len(data)):
                 if name in tensors or name in self.others:
                     raise CorruptError("two entries have this name once nesting becomes dots", name=name, path=path)
                 if not is_tensor(value):
@@ -149,14 +151,11 @@ class _File:
                 shape, self._mesh_shape(spec["mesh"], cuts), sizes_from_json(mesh["_coordinate_on_dim"]), cuts
             )
         shard = Shard(name, local.dtype, shape, tuple(box for box, _ in boxes))
-        if shard.nbytes != local.nbytes or (len(boxes) == 1 and boxes[0][0].shape != local.shape):
-            raise CorruptError(
-                "its local part does not fit its placements",
-                name=name,
-                path=self._path,
-                expected=[box.shape for box in shard.boxes],
-                found=local.shape,
-            )
+        ends = [tuple(map(operator.add, place, box.shape)) for box, place in boxes]
+        expected = tuple(map(max, *ends)) if len(ends) > 1 else (ends or [local.shape])[0]
+        if shard.nbytes != local.nbytes or expected != local.shape:
+            problem = "its local part does not fit its placements"
+            raise CorruptError(problem, name=name, path=self._path, expected=expected, found=local.shape)
         if len(boxes) == 1:
             return SourceTensor(shard, (whole,))
         itemsize = ITEMSIZE[local.dtype]
@@ -169,7 +168,7 @@ class _File:
 
     def _mesh_shape(self, mesh: Made, cuts: list[Cut | None]) -> list[int]:
         """A mesh is checked once for all tensors that are cut along the same axes of it."""
-        key = id(mesh), tuple(cut is not None for cut in cuts)  # all of a pickle is kept until its file is done
+        key = id(mesh), tuple(cut is not None for cut in cuts)  # the pickle's root keeps them all alive
         if key not in self._meshes:
             self._meshes[key] = _checked_mesh(mesh.state, cuts)
         return self._meshes[key]
@@ -242,10 +241,11 @@ def _checked_mesh(mesh: dict[str, Any], cuts: list[Cut | None]) -> list[int]:
                 raise ValueError(f"a mesh of {len(ranks)} ranks has an axis that is larger")
             steps = [step + index * stride for step in steps for index in range(size)]
         sizes.append(len(steps))
-        for first in range(len(ranks)) if cut is not None else ():
-            line = [ranks[first + step] for step in steps] if first + max(steps) < len(ranks) else []
-            begins = all((first // stride) % size == 0 for size, stride in axis)
-            if begins and line != sorted(line):
+        for first in range(len(ranks) - max(steps)) if cut is not None else ():
+            if any((first // stride) % size for size, stride in axis):
+                continue  # not where a line of this axis begins
+            line = [ranks[first + step] for step in steps]
+            if line != sorted(line):
                 raise UnsupportedError(
                     "its mesh lists ranks out of order, and torch itself is of two minds about who then holds what"
                 )

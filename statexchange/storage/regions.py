@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 __all__ = [
+    "AHEAD_BYTES",
     "WINDOW_BYTES",
     "BoxReader",
     "blocks",
@@ -33,6 +34,7 @@ __all__ = [
 WINDOW_BYTES = 2 << 20  # what the processor's cache holds while it is read, hashed and written
 _MAPPED_BYTES = 64 << 20
 _SPAN_BYTES = 4 << 20
+AHEAD_BYTES, _LEAST_AHEAD_BYTES = 16 << 20, 64 << 10
 
 
 def windows(shape: Sequence[int], itemsize: int, budget: int = WINDOW_BYTES) -> Iterator[Box]:
@@ -149,8 +151,8 @@ def read_block(
 ) -> None:
     """Fill `target` with a block's bytes in C order; its first element starts at byte `begin` of an open file.
 
-    `strides` (elements) say how it lies there; None means as one run. A strided block is read in spans of at most
-    4 MiB, so a transposed one is read whole for every window of its consumer.
+    `strides` (elements) say how it lies there; None means as one run. All that a strided block spans is read, in parts
+    of at most 4 MiB.
     """
     if strides is None:
         pread_into(fd, target, begin, path)
@@ -175,13 +177,24 @@ def _read_strided(fd: int, begin: int, target: Any, strides: tuple[int, ...], pa
 
 
 def blocks(
-    inputs: OpenFiles, path: str, begin: int, shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: str
+    inputs: OpenFiles,
+    path: str,
+    begin: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...] | None,
+    dtype: str,
+    ahead_bytes: int = AHEAD_BYTES,
 ) -> Iterator[memoryview]:
-    """The bytes of a block of a file in C order, window by window, each good until the next one."""
+    """The bytes of a block of a file in C order, part by part, each good until the next one.
+
+    Parts have `WINDOW_BYTES`, or those of a strided block about `ahead_bytes`: each of them may have to read all that
+    the block spans.
+    """
     itemsize = ITEMSIZE[dtype]
-    memory = memoryview(bytearray(min(WINDOW_BYTES, math.prod(shape) * itemsize)))
+    budget = WINDOW_BYTES if strides is None else max(_LEAST_AHEAD_BYTES, ahead_bytes)
+    memory = memoryview(bytearray(min(budget, math.prod(shape) * itemsize)))
     along = c_strides(shape) if strides is None else strides
-    for window in windows(shape, itemsize) if memory else ():
+    for window in windows(shape, itemsize, budget) if memory else ():
         part = memory[: window.numel * itemsize]
         at = begin + itemsize * sum(map(operator.mul, window.offsets, along))
         read_block(inputs.descriptor(path), at, window.shape, strides, dtype, part, path)
@@ -191,7 +204,7 @@ def blocks(
 class BoxReader:
     """Reads a box's bytes from a file, forward and window by window, hashing them on the way.
 
-    `strides` are those of `read_block`.
+    `strides` are those of `read_block`, `ahead_bytes` that of `blocks`.
     """
 
     def __init__(
@@ -203,16 +216,19 @@ class BoxReader:
         dtype: str,
         hasher: Any,
         strides: tuple[int, ...] | None = None,
+        ahead_bytes: int = AHEAD_BYTES,
     ) -> None:
         self.box = box
         self.left = box.numel * ITEMSIZE[dtype]
         self._inputs = inputs
         self._path = path
-        self._begin = begin
-        self._read = 0
+        self._at = begin
         self._dtype = dtype
         self._hasher = hasher
-        self._strides = strides
+        self._ahead = memoryview(b"")
+        self._strided = None
+        if strides is not None:
+            self._strided = blocks(inputs, path, begin, box.shape, strides, dtype, ahead_bytes)
 
     def copy_into(self, buffer: memoryview, window: Box, bounce: memoryview) -> int:
         """Put what this box has of `window` into its bytes; returns their number. Windows come in order.
@@ -228,22 +244,27 @@ class BoxReader:
         straight = is_contiguous(inside, window.shape)
         begin = linear_offset(inside, window.shape) * itemsize if straight else 0
         target = (buffer if straight else bounce)[begin : begin + nbytes]
-        fd = self._inputs.descriptor(self._path)
-        read_block(fd, self._place_of(part), part.shape, self._strides, self._dtype, target, self._path)
+        self.left -= nbytes
+        self._read(target)
         self._hasher.update(target)
         if not straight:
             _assign(buffer, self._dtype, window, part, elements(target, self._dtype, part.shape))
-        self._read += nbytes
-        self.left -= nbytes
         return nbytes
 
-    def _place_of(self, part: Box) -> int:
-        """The byte in the file where `part` starts."""
-        if self._strides is None:
-            return self._begin + self._read  # windows come in the order of the bytes
-        steps = map(operator.sub, part.offsets, self.box.offsets)
-        index: int = sum(map(operator.mul, steps, self._strides))
-        return self._begin + ITEMSIZE[self._dtype] * index
+    def _read(self, target: memoryview) -> None:
+        """The next bytes of the box: what it has of a window follows what it had of the one before."""
+        if self._strided is None:
+            pread_into(self._inputs.descriptor(self._path), target, self._at, self._path)
+            self._at += len(target)
+            return
+        while target:
+            if not self._ahead:
+                self._ahead = next(self._strided)
+            nbytes = min(len(target), len(self._ahead))
+            target[:nbytes] = self._ahead[:nbytes]
+            target, self._ahead = target[nbytes:], self._ahead[nbytes:]
+        if not self._ahead and not self.left:
+            self._strided = None  # and with it its memory
 
     def digest(self) -> str:
         """The digest of all bytes read."""
