@@ -404,8 +404,9 @@ class _Merge:
     ) -> BoxReader:
         extent = extent_of(self._source, tensor, holder, box_index)
         dtype = self._source.holders[holder].tensors[tensor.source].shard.dtype
-        hasher, ahead = xxhash.xxh3_128(), AHEAD_BYTES // len(tensor.pieces)
-        return BoxReader(inputs, extent.path, extent.begin, piece.box, dtype, hasher, extent.strides, ahead)
+        copies = 1 + len(piece.replicas) if tensor.source in self._reductions else 1
+        ahead = AHEAD_BYTES // (len(tensor.pieces) * copies)
+        return BoxReader(inputs, extent.path, extent.begin, piece.box, dtype, xxhash.xxh3_128(), extent.strides, ahead)
 
     def _fact(self, tensor: TensorPlan, piece: Piece, reader: _Reader) -> BoxFact:
         suppliers = [(piece.holder, piece.box_index), *piece.replicas]
