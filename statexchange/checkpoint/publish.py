@@ -80,9 +80,10 @@ class OpenFile:
         """Write `data` at byte `at`."""
         files.pwrite_all(self.fd, data, at, self.path)
 
-    def finish(self) -> None:
-        """Write the header and make the file durable."""
-        files.pwrite_all(self.fd, self.header, 0, self.path)
+    def finish(self, *, writes_header: bool = True) -> None:
+        """Write the header, unless another host has, and make the file durable."""
+        if writes_header:
+            files.pwrite_all(self.fd, self.header, 0, self.path)
         files.sync_file(self.fd, self.path)
         fd, self.fd = self.fd, -1
         files.close_file(fd, self.path)
@@ -145,6 +146,7 @@ class Publication:
         self._overwrite = overwrite
         self.path = os.path.join(self.parent, f".{self.name}.{plan_digest}.partial")
         self._open: list[OpenFile] = []
+        self._probes: list[str] = []
         self.finished: dict[str, Any] = {}
         files.make_path(self.parent, 0o777)
         self._lock = FileLock(os.path.join(self.parent, f".{self.name}.lock"), thread_local=False)
@@ -213,6 +215,12 @@ class Publication:
         self.write_text(_receipt(name), json.dumps([*_identity(found), facts], separators=(",", ":")).encode())
         self.finished[name] = facts
 
+    def make_probe(self) -> str:
+        """A path that exists where this directory is seen, and nowhere else, until `commit`."""
+        self._probes.append(f".probe-{files.new_nonce()}")
+        self.write_text(self._probes[-1], b"")
+        return os.path.join(self.path, self._probes[-1])
+
     def create(self, plan: FilePlan) -> OpenFile:
         """A new output file with all its room reserved."""
         header = header_of(plan)
@@ -238,7 +246,7 @@ class Publication:
     def commit(self) -> None:
         """Give the directory its name. After this it is there, whole and durable, whatever happens."""
         with files.directory(self.path) as dir_fd:
-            for name in map(_receipt, self.finished):
+            for name in [*map(_receipt, self.finished), *self._probes]:
                 files.remove_file(name, os.path.join(self.path, name), dir_fd)
             files.sync_directory(dir_fd, self.path)
         if os.path.lexists(self.out):

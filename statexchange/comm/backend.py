@@ -62,16 +62,23 @@ class Look(Protocol):
     def is_called(self) -> bool:
         """Whether a rank has called all to a collective to which this one has not come yet."""
 
+    def progress(self) -> None:
+        """This rank moves bytes: whoever waits for it may go on waiting."""
+
+    def moves(self) -> int:
+        """A number that grows while any rank says that it moves bytes."""
+
 
 class Wait:
-    """A wait for peers: `doing` names what for, `timeout_s` how long, `look` tells whether it is still worth it.
+    """A wait for peers: `doing` names what for, `timeout_s` how long, `look` tells whether it is still worth it. Its
+    deadline is put off while ranks say that they move bytes.
 
     `enter` is the meeting of all ranks before a collective, in which they compare what they are about to do. A backend
     may call it at the moment that suits it; otherwise it has been called before. `location` is a number that this rank
     wants the others to know; those of all ranks come back.
     """
 
-    __slots__ = ("_deadline", "_enter", "_looked", "doing", "look", "timeout_s")
+    __slots__ = ("_deadline", "_enter", "_looked", "_moves", "doing", "look", "timeout_s")
 
     def __init__(
         self,
@@ -86,6 +93,7 @@ class Wait:
         self._enter = enter
         self._deadline = time.monotonic() + timeout_s
         self._looked = 0.0
+        self._moves = -1
 
     def enter(self, location: int = 0) -> Sequence[int]:
         """Meet the other ranks; an error if they are about to do something else."""
@@ -98,6 +106,9 @@ class Wait:
             self._looked = now
             if self.look is not None:
                 self.look.failed()
+            moves = self.look.moves() if self.look is not None else self._moves
+            if moves != self._moves:
+                self._moves, self._deadline = moves, now + self.timeout_s
         if now > self._deadline:
             missing = self.look.missing() if self.look is not None else ()
             who = f"ranks {list(missing)}" if missing else "not all ranks"

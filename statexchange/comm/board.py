@@ -143,6 +143,8 @@ class _View:
     """Ranks that took leave: after which of their collectives, and how."""
     called: int = 0
     """The latest collective to which a rank has called all."""
+    moves: int = 0
+    """How often ranks have said that they move bytes."""
     heard: float = field(default_factory=time.monotonic)
 
 
@@ -165,6 +167,7 @@ class Board:
         self._mates = [rank for rank in place.mates if rank != place.rank and process_is_alive(*processes[rank])]
         self._sequence = 0
         self._doing = "its own code"
+        self._moves = 0
         self._failure: dict[str, Any] | None = None
         self._view = _View([0] * self._world_size)
         self._gone: dict[int, float] = {}  # when a process was first seen to have ended
@@ -227,6 +230,14 @@ class Board:
     def is_called(self) -> bool:
         """Whether a rank has called all to a collective to which this one has not come. Not collective."""
         return self._view.called > self._sequence
+
+    def progress(self) -> None:
+        """Say, with what is said anyway, that bytes move. Not collective; costs nothing."""
+        self._moves += 1
+
+    def moves(self) -> int:
+        """How often the ranks have said so, as far as this one knows. Not collective."""
+        return self._view.moves
 
     def _have_said(self, note: Callable[[], None]) -> None:
         if self._thread.is_alive() and os.getpid() == self._process:
@@ -350,6 +361,7 @@ class _Keeper(Board):
         self._nonce = nonce
         self._lines: dict[int, _Line] = {}
         self._heard = [time.monotonic()] * self._world_size
+        self._moves_of = [0] * self._world_size
         self._listener = listener
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
@@ -376,7 +388,7 @@ class _Keeper(Board):
         kind, *rest = message
         self._heard[line.rank] = time.monotonic()
         if kind == "at":
-            self._view.sequence[line.rank] = rest[0]
+            self._view.sequence[line.rank], self._moves_of[line.rank] = int(rest[0]), int(rest[1])
         elif kind == "failure":
             self._post(rest[0])
         elif kind == "called":
@@ -406,7 +418,8 @@ class _Keeper(Board):
     def _speak(self) -> None:
         now = time.monotonic()
         view = self._view
-        view.sequence[0] = self._sequence
+        view.sequence[0], self._moves_of[0] = self._sequence, self._moves
+        view.moves = sum(self._moves_of)
         view.heard = self._heard[0] = now
         view.silent = [r for r, heard in enumerate(self._heard) if now - heard > self._silent_s and r not in view.left]
         for line in self._lines.values():
@@ -422,6 +435,7 @@ class _Keeper(Board):
             "silent": view.silent,
             "left": left,
             "called": view.called,
+            "moves": view.moves,
             "failure": self._failure,
         }
 
@@ -479,7 +493,7 @@ class _Visitor(Board):
 
     def _learn(self, news: dict[str, Any]) -> None:
         left = {rank: (sequence, cause) for rank, sequence, cause in news["left"]}
-        self._view = _View(news["sequence"], news["silent"], left, news["called"])
+        self._view = _View(news["sequence"], news["silent"], left, news["called"], news["moves"])
         self._refusals = 0
         self._host_answers = None
         self._gone.pop(0, None)
@@ -490,7 +504,7 @@ class _Visitor(Board):
         if self._line is not None:
             self._line.flush()
             if not self._line.busy:
-                self._line.say(["at", self._sequence])
+                self._line.say(["at", self._sequence, self._moves])
         silent = time.monotonic() - self._view.heard > self._silent_s and not self._host_answers
         if (self._line is None or silent) and time.monotonic() - self._called > _CALL_S:
             self._call()

@@ -99,6 +99,11 @@ class Communicator:
         return self._session.place.nodes[self.rank]
 
     @property
+    def nodes(self) -> tuple[int, ...]:
+        """The number of each rank's host, by rank."""
+        return self._session.place.nodes
+
+    @property
     def num_nodes(self) -> int:
         """Number of hosts."""
         return len(self._session.place.leaders)
@@ -189,8 +194,11 @@ class Communicator:
 
     def progress(self) -> None:
         """Say that bytes move; raises AbandonedError once another rank has failed. Not collective."""
-        if self._session.page is not None and not self._session.page.progress():
-            raise AbandonedError
+        look = self._session.look
+        if look is not None:
+            look.progress()
+            if look.is_called():
+                raise AbandonedError
 
     def barrier(self, timeout_s: float | None = None, tag: str | None = None) -> None:
         """Return when all ranks have called. Collective.

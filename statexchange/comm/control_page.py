@@ -212,7 +212,7 @@ class ControlPage:
                 self._raise_for_gone(missing, wait.doing)
                 if wait.look is not None:
                     wait.look.failed()
-                latest = sum(self._get(r, _PROGRESS) for r in range(self.world_size))
+                latest = self.moves()
                 if latest != progress:
                     progress, moved = latest, now
                 if now - moved > wait.timeout_s:
@@ -278,10 +278,13 @@ class ControlPage:
         if self._get(self.rank, _LEFT):
             raise PeerError(self.rank, "a later call", "this communicator is closed")
 
-    def progress(self) -> bool:
-        """Say that bytes move, so that nobody's stall deadline fires; False once a rank has flagged a failure."""
+    def progress(self) -> None:
+        """Say that bytes move, so that nobody's stall deadline fires."""
         self._set(_PROGRESS, self._get(self.rank, _PROGRESS) + 1)
-        return not self.is_called()
+
+    def moves(self) -> int:
+        """How often the ranks have said so."""
+        return sum(self._get(r, _PROGRESS) for r in range(self.world_size))
 
     def call_all(self) -> None:
         """Tell ranks that poll `progress`, or wait for single ranks, to come to this rank's next meeting at once."""

@@ -60,6 +60,13 @@ class _Above:
         """No: a collective is not broken off."""
         return False
 
+    def progress(self) -> None:
+        """Nothing: a step says nothing of its own."""
+
+    def moves(self) -> int:
+        """The world's."""
+        return self._look.moves() if self._look is not None else 0
+
 
 class _Steps:
     """The waits of one collective's steps, whose errors it puts into ranks of the world."""

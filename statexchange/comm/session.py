@@ -123,6 +123,11 @@ class _LookAt:
     def is_called(self) -> bool:
         return False
 
+    def progress(self) -> None: ...
+
+    def moves(self) -> int:
+        return self._look.moves() if self._look is not None else 0
+
     def close(self) -> None: ...
 
 

@@ -9,28 +9,24 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from statexchange.checkpoint.publish import BoxFact, OpenFile, Publication, travelling_files, write_manifest
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.world import as_communicator
-from statexchange.errors import InvalidArgumentError, ReplicaError, StorageError, UnsupportedError
+from statexchange.errors import InvalidArgumentError, ReplicaError
 from statexchange.exchange.buffers import dtype_name
 from statexchange.exchange.describe import Description, describe, resolve_layout
+from statexchange.exchange.writing import Order, write_boxes, writing_nodes
 from statexchange.layout.plan import Holding, Plan, PlanOptions, Rename, TensorPlan, plan_merge
 from statexchange.layout.rules import Layout, Part
 from statexchange.layout.shards import ITEMSIZE, Box, Shard
 from statexchange.layout.spread import Placement, Spread
-from statexchange.storage import files
-from statexchange.storage.regions import write_box
-from statexchange.storage.tensorfile import digest
 
 __all__ = ["ExportReport", "export_checkpoint"]
 
-_SYNC_EVERY_BYTES = 256 << 20
-_STEP_BYTES = 64 << 20
 _FLOATS = {"F16", "BF16", "F32", "F64"}
 
 
@@ -81,7 +77,8 @@ def export_checkpoint(
 ) -> ExportReport:
     """Write the ranks' sharded `state` as one merged checkpoint directory `out`; the same report on every rank.
 
-    Collective over `comm`; all ranks must lie on one host. The directory appears when it is whole and durable, or not
+    Collective over `comm`. Only root's host has to see `out`: what others hold is sent there; hosts that see it, too,
+    share the files. The directory appears when it is whole and durable, or not
     at all, and any rank's failure is raised on all ranks. No rank holds more than its own shard.
 
     `state`: a module, a mapping of names to tensors, or a list of modules. DTensors say where they belong; a plain
@@ -108,8 +105,6 @@ def export_checkpoint(
             filename_pattern=filename_pattern,
             replicas=replicas,
         )
-        if communicator.num_nodes > 1:
-            raise UnsupportedError(f"export needs all ranks on one host; these are on {communicator.num_nodes}")
         rules = Layout.parse(layout or {})
         described = _cast(describe(state, rules, communicator.rank), dtype)
     trip = _Export(communicator, described, os.fspath(out), options, rules, stall_timeout_s, clock)
@@ -131,21 +126,6 @@ def _cast(described: Description, dtype: Any) -> Description:
         for key, h in described.held.items()
     }
     return replace(described, held=held)
-
-
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """One box that this rank must write, or only digest because another rank writes its replica."""
-
-    tensor: int
-    piece: int
-    file: int
-    begin: int
-    shape: tuple[int, ...]
-    source: str
-    box: Box
-    box_index: int
-    writes: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,17 +196,19 @@ class _Export:
             with comm.phase("planning"):
                 if comm.rank == 0:
                     self._prepare(answers, overwrite, files_from)
-            work = json.loads(comm.exchange(self._work_bytes(), doing="the plan")[0])
+            order = Order.parse(comm.exchange(self._order(), doing="the plan")[0])
+            nodes = writing_nodes(comm, order)
             self._clock.lap("plan")
             digests: list[tuple[int, int, str]] = []
             with comm.phase("writing", timeout_s=self._stall_timeout_s):
-                digests = self._write(work, on_progress)
+                headers = [opened.header for opened in self._open]
+                digests = write_boxes(comm, self._described, order, nodes, headers, on_progress)
             self._clock.lap("write")
             receipts = comm.exchange(json.dumps(digests).encode(), root=0, doing="the receipts")
             report: ExportReport | None = None
             with comm.phase("publishing", timeout_s=self._stall_timeout_s):
                 if comm.rank == 0:
-                    report = self._publish([json.loads(receipt) for receipt in receipts])
+                    report = self._publish([json.loads(receipt) for receipt in receipts], nodes)
             return self._shared(report)
         finally:
             if self._publication is not None:
@@ -260,66 +242,35 @@ class _Export:
         self._publication = Publication(self._out, self._plan.digest, overwrite=overwrite)
         self._open = [self._publication.create(file) for file in self._plan.files]
 
-    def _work_bytes(self) -> bytes:
+    def _order(self) -> bytes:
         """Root: what every rank must know to write its part."""
-        if self._plan is None:
-            return b"null"
-        opened = [[o.path, o.reserved] for o in self._open]
+        if self._plan is None or self._publication is None:
+            return b""
         tensors = [
             [
                 number,
                 o.offset_of(t),
                 list(t.shape),
+                t.dtype,
                 t.source,
                 [[*p.box.to_json(), p.holder, p.box_index, p.replicas] for p in t.pieces],
             ]
             for number, (f, o) in enumerate(zip(self._plan.files, self._open, strict=True))
             for t in f.tensors
         ]
-        return json.dumps([opened, tensors, self._options.replicas], separators=(",", ":")).encode()
+        opened = [[o.path, o.reserved] for o in self._open]
+        probe = self._publication.make_probe() if self._comm.num_nodes > 1 else ""
+        return Order(opened, tensors, probe, self._options.replicas == "equal").to_bytes()
 
-    def _tasks(self, tensors: Sequence[Any], *, all_replicas: bool) -> list[_Task]:
-        """This rank's tasks, beginning at its own place among the tensors so that ranks start in different files."""
-        tasks = []
-        rank = self._comm.rank
-        for number, (file, begin, shape, source, pieces) in enumerate(tensors):
-            for index, (offsets, sizes, holder, box_index, replicas) in enumerate(pieces):
-                copies = [i for h, i in replicas if h == rank] if all_replicas else []
-                for mine in [box_index] if holder == rank else copies[:1]:
-                    box = Box(tuple(offsets), tuple(sizes))
-                    tasks.append(_Task(number, index, file, begin, tuple(shape), source, box, mine, holder == rank))
-        start = len(tasks) * rank // self._comm.world_size
-        return tasks[start:] + tasks[:start]
-
-    def _write(self, work: Any, on_progress: Callable[[int, int], None] | None) -> list[tuple[int, int, str]]:
-        """Write this rank's boxes in place; returns (tensor, piece, digest) of each box that it holds."""
-        opened, tensors, replicas = work
-        tasks = self._tasks(tensors, all_replicas=replicas == "equal")
-        with _Writer(
-            opened, self._comm, sum(self._nbytes(task) for task in tasks if task.writes), on_progress
-        ) as writer:
-            return [(task.tensor, task.piece, self._do(task, writer)) for task in tasks]
-
-    def _nbytes(self, task: _Task) -> int:
-        return task.box.numel * ITEMSIZE[self._described.held[task.source].shard.dtype]
-
-    def _do(self, task: _Task, writer: _Writer) -> str:
-        held = self._described.held[task.source]
-        data = held.box_bytes(task.box_index)
-        found = digest(data)
-        if task.writes:
-            writer.write(task, held.shard.dtype, data)
-        return found
-
-    def _publish(self, receipts: Sequence[Sequence[Any]]) -> ExportReport:
+    def _publish(self, receipts: Sequence[Sequence[Any]], nodes: Sequence[int]) -> ExportReport:
         """Root: compare replicas, finish files, write the manifest, rename."""
         plan, publication = self._plan, self._publication
         assert plan is not None
         assert publication is not None
         tensors = [tensor for file in plan.files for tensor in file.tensors]
         facts = _box_facts(tensors, receipts)
-        for opened in self._open:
-            opened.finish()
+        for opened, node in zip(self._open, nodes, strict=True):
+            opened.finish(writes_header=node == self._comm.node_rank)
         write_manifest(publication, plan, facts, travelling=self._travelling, source="export")
         publication.commit()
         self._clock.lap("publish")
@@ -378,77 +329,3 @@ def replica_error(name: str, box: Box, rank: int, other: int) -> ReplicaError:
         name=name,
         rank=other,
     )
-
-
-def _steps(box: Box, data: memoryview) -> Iterator[tuple[Box, memoryview]]:
-    """A box cut along its first dim, so that no step takes long."""
-    rows = box.shape[0] if box.shape else 1
-    step = max(1, rows * _STEP_BYTES // max(1, len(data)))
-    if step >= rows:
-        yield box, data
-        return
-    row_bytes = len(data) // rows
-    for begin in range(0, rows, step):
-        end = min(begin + step, rows)
-        part = Box((box.offsets[0] + begin, *box.offsets[1:]), (end - begin, *box.shape[1:]))
-        yield part, data[begin * row_bytes : end * row_bytes]
-
-
-class _Writer:
-    """The output files, open for writing in place, with progress and bounded dirty pages."""
-
-    def __init__(
-        self,
-        opened: Sequence[tuple[str, bool]],
-        comm: Communicator,
-        total: int,
-        on_progress: Callable[[int, int], None] | None,
-    ) -> None:
-        self._files = opened
-        self._comm = comm
-        self._total = total
-        self._done = 0
-        self._dirty = 0
-        self._on_progress = on_progress
-        self._fds: dict[int, int] = {}
-
-    def __enter__(self) -> _Writer:
-        return self
-
-    def write(self, task: _Task, dtype: str, data: memoryview) -> None:
-        """Write one box, step by step, and count it."""
-        path, reserved = self._files[task.file]
-        fd = self._fd(task.file, path)
-        for box, part in _steps(task.box, data):
-            write_box(fd, task.begin, task.shape, dtype, box, part, path, mapped=reserved)
-            self._count(len(part))
-
-    def _count(self, nbytes: int) -> None:
-        self._done += nbytes
-        self._dirty += nbytes
-        if self._dirty > _SYNC_EVERY_BYTES:
-            self._sync()
-        self._comm.progress()
-        if self._on_progress is not None:
-            self._on_progress(self._done, self._total)
-
-    def _fd(self, number: int, path: str) -> int:
-        if number not in self._fds:
-            try:
-                self._fds[number] = os.open(path, os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
-            except OSError as error:
-                raise StorageError.of(error, "open for writing", path=path, rank=self._comm.rank) from error
-        return self._fds[number]
-
-    def _sync(self) -> None:
-        for number, fd in self._fds.items():
-            files.sync_file(fd, self._files[number][0])
-        self._dirty = 0
-
-    def __exit__(self, kind: object, *exception: object) -> None:
-        try:
-            if kind is None:
-                self._sync()
-        finally:
-            for fd in self._fds.values():
-                os.close(fd)

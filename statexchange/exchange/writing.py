@@ -1,0 +1,285 @@
+"""Every rank's boxes on their way into the output files: in place where its host writes the file, else by messages.
+
+A file is written by the ranks of one host. Hosts that see the directory share the files; what other hosts hold of one
+goes, window by window, from the rank that has it to a rank of the host that writes it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import operator
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from statexchange.comm.communicator import Communicator
+from statexchange.errors import StorageError
+from statexchange.exchange.describe import Description
+from statexchange.layout.shards import ITEMSIZE, Box
+from statexchange.storage import files
+from statexchange.storage.regions import windows, write_box
+from statexchange.storage.tensorfile import digest
+
+__all__ = ["Order", "write_boxes", "writing_nodes"]
+
+_SYNC_EVERY_BYTES = 256 << 20
+_STEP_BYTES = 64 << 20
+_SENT_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What root tells all ranks to write.
+
+    `files` are (path, whether its room is reserved); `tensors` (file, first byte, shape, dtype, name at the holders,
+    pieces), with pieces (offsets, shape, rank, its box, replicas). `probe` is a path that exists where root's directory
+    is seen. `compares` says that all replicas are to be digested.
+    """
+
+    files: Sequence[Sequence[Any]]
+    tensors: Sequence[Sequence[Any]]
+    probe: str
+    compares: bool
+
+    def to_bytes(self) -> bytes:
+        """For the other ranks."""
+        return json.dumps([self.files, self.tensors, self.probe, self.compares], separators=(",", ":")).encode()
+
+    @classmethod
+    def parse(cls, data: bytes) -> Order:
+        """What `to_bytes` wrote."""
+        return cls(*json.loads(data))
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """One box of a rank, which it writes, sends to `dst`, or only digests because another rank has its replica."""
+
+    tensor: int
+    piece: int
+    file: int
+    begin: int
+    shape: tuple[int, ...]
+    dtype: str
+    source: str
+    box: Box
+    box_index: int
+    src: int
+    dst: int
+    """The rank that writes; -1 if none does."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the box."""
+        return self.box.numel * self.itemsize
+
+
+def writing_nodes(comm: Communicator, order: Order) -> list[int]:
+    """For each file the number of the host that writes it. Collective.
+
+    Of the hosts that see the directory the one to which the least must be sent, given what it has been dealt.
+    """
+    if comm.num_nodes == 1:
+        return [0] * len(order.files)
+    sees = comm.all_gather_object(os.path.lexists(order.probe))
+    blind = {node for node, seen in zip(comm.nodes, sees, strict=True) if not seen}
+    held = [[0] * comm.num_nodes for _ in order.files]
+    for file, _, _, dtype, _, pieces in order.tensors:
+        for _, sizes, holder, _, _ in pieces:
+            held[file][comm.nodes[holder]] += math.prod(sizes) * ITEMSIZE[dtype]
+    load = [0] * comm.num_nodes
+    dealt = []
+    for by_node in held:
+        seeing = [node for node in range(comm.num_nodes) if node not in blind]
+        chosen = min(seeing, key=lambda node: (load[node] + sum(by_node) - by_node[node], node))
+        load[chosen] += sum(by_node)
+        dealt.append(chosen)
+    return dealt
+
+
+def write_boxes(
+    comm: Communicator,
+    described: Description,
+    order: Order,
+    nodes: Sequence[int],
+    headers: Sequence[bytes],
+    on_progress: Callable[[int, int], None] | None,
+) -> list[tuple[int, int, str]]:
+    """Write all boxes of all ranks into files, and the headers of those that root's host does not write. Collective.
+
+    `nodes` is what `writing_nodes` gives, `headers`, on root only, those of all files. Returns (tensor, piece, digest)
+    of each box that this rank holds.
+    """
+    writing = _Writing(comm, described, order, nodes)
+    away = comm.broadcast_object([base64.b64encode(header).decode() for header in headers]) if writing.is_shared else []
+    with _Files(order.files, comm, writing.total, on_progress) as opened:
+        for number, header in enumerate(away):
+            if nodes[number] != comm.nodes[0] and comm.rank == writing.first_of(nodes[number]):
+                opened.write_header(number, base64.b64decode(header))
+        return writing.run(opened)
+
+
+class _Writing:
+    """One rank's share of the work."""
+
+    def __init__(self, comm: Communicator, described: Description, order: Order, nodes: Sequence[int]) -> None:
+        self._comm = comm
+        self._described = described
+        self._mates = [[r for r, node in enumerate(comm.nodes) if node == n] for n in range(comm.num_nodes)]
+        self.is_shared = any(node != comm.nodes[0] for node in nodes)
+        local, self._messages = self._tasks(order, nodes)
+        start = len(local) * comm.rank // comm.world_size  # ranks begin in different files
+        self._local = local[start:] + local[:start]
+        self.total = sum(t.nbytes for t in [*local, *self._messages] if t.src == comm.rank and t.dst >= 0)
+
+    def first_of(self, node: int) -> int:
+        """The first rank of a host."""
+        return self._mates[node][0]
+
+    def _tasks(self, order: Order, nodes: Sequence[int]) -> tuple[list[_Task], list[_Task]]:
+        """What this rank does alone, and the messages in which it has a part, in an order that all ranks share."""
+        rank, sent = self._comm.rank, 0
+        local, messages = [], []
+        for number, (file, begin, shape, dtype, source, pieces) in enumerate(order.tensors):
+            mates = self._mates[nodes[file]]
+            for index, (offsets, sizes, holder, box_index, replicas) in enumerate(pieces):
+                dst = holder
+                if self._comm.nodes[holder] != nodes[file]:
+                    dst = mates[sent % len(mates)]
+                    sent += 1
+                box = Box(tuple(offsets), tuple(sizes))
+                where = (number, index, file, begin, tuple(shape), dtype, source, box)
+                task = _Task(*where, box_index, holder, dst)
+                if dst != holder and rank in (holder, dst):
+                    messages.append(task)
+                elif holder == rank:
+                    local.append(task)
+                copies = [i for h, i in replicas if h == rank] if order.compares and holder != rank else []
+                local += [_Task(*where, mine, rank, -1) for mine in copies[:1]]
+        return local, messages
+
+    def run(self, opened: _Files) -> list[tuple[int, int, str]]:
+        """Do it all: what needs nobody else first."""
+        digests = [(task.tensor, task.piece, self._write(task, opened)) for task in self._local]
+        for task in self._messages:
+            if task.src == self._comm.rank:
+                digests.append((task.tensor, task.piece, self._send(task, opened)))
+            else:
+                self._receive(task, opened)
+        return digests
+
+    def _data(self, task: _Task) -> tuple[memoryview, str]:
+        """The bytes of a box of this rank, and their digest."""
+        data = self._described.held[task.source].box_bytes(task.box_index)
+        return data, digest(data)
+
+    def _write(self, task: _Task, opened: _Files) -> str:
+        data, found = self._data(task)
+        if task.dst >= 0:
+            for box, part in _windows(task, data, _STEP_BYTES):
+                opened.write(task, box, part)
+                opened.count(len(part))
+        return found
+
+    def _send(self, task: _Task, opened: _Files) -> str:
+        data, found = self._data(task)
+        for _, part in _windows(task, data, _SENT_BYTES):
+            self._comm.send(np.frombuffer(part, np.uint8), task.dst)
+            opened.count(len(part))
+        return found
+
+    def _receive(self, task: _Task, opened: _Files) -> None:
+        data = np.empty(min(_SENT_BYTES, task.nbytes), np.uint8)
+        for box in windows(task.box.shape, task.itemsize, _SENT_BYTES):
+            part = data[: box.numel * task.itemsize]
+            self._comm.recv(part, task.src)
+            opened.write(task, _within(box, task.box), part.data)
+            self._comm.progress()
+
+
+def _windows(task: _Task, data: memoryview, budget: int) -> Iterator[tuple[Box, memoryview]]:
+    """A box in parts of about `budget` bytes, which follow each other in its C order."""
+    at = 0
+    for window in windows(task.box.shape, task.itemsize, budget):
+        nbytes = window.numel * task.itemsize
+        yield _within(window, task.box), data[at : at + nbytes]
+        at += nbytes
+
+
+def _within(window: Box, box: Box) -> Box:
+    """A window of `box`, counted in the whole tensor."""
+    return Box(tuple(map(operator.add, window.offsets, box.offsets)), window.shape)
+
+
+class _Files:
+    """The output files, open for writing in place, with progress and bounded dirty pages."""
+
+    def __init__(
+        self,
+        opened: Sequence[Sequence[Any]],
+        comm: Communicator,
+        total: int,
+        on_progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._files = opened
+        self._comm = comm
+        self._total = total
+        self._done = 0
+        self._dirty = 0
+        self._on_progress = on_progress
+        self._fds: dict[int, int] = {}
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def write(self, task: _Task, box: Box, data: memoryview) -> None:
+        """Write a part of a task's box."""
+        path, reserved = self._files[task.file]
+        fd = self._fd(task.file, path)
+        write_box(fd, task.begin, task.shape, task.dtype, box, data, path, mapped=reserved)
+        self._dirty += len(data)
+        if self._dirty > _SYNC_EVERY_BYTES:
+            self._sync()
+
+    def write_header(self, number: int, header: bytes) -> None:
+        """Write the first bytes of a file."""
+        path = self._files[number][0]
+        files.pwrite_all(self._fd(number, path), header, 0, path)
+
+    def count(self, nbytes: int) -> None:
+        """Bytes of this rank are on their way."""
+        self._done += nbytes
+        self._comm.progress()
+        if self._on_progress is not None:
+            self._on_progress(self._done, self._total)
+
+    def _fd(self, number: int, path: str) -> int:
+        if number not in self._fds:
+            try:
+                self._fds[number] = os.open(path, os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
+            except OSError as error:
+                raise StorageError.of(error, "open for writing", path=path, rank=self._comm.rank) from error
+        return self._fds[number]
+
+    def _sync(self) -> None:
+        for number, fd in self._fds.items():
+            files.sync_file(fd, self._files[number][0])
+        self._dirty = 0
+
+    def __exit__(self, kind: object, *exception: object) -> None:
+        try:
+            if kind is None:
+                self._sync()
+        finally:
+            for fd in self._fds.values():
+                os.close(fd)
