@@ -43,6 +43,7 @@ _ROOMS = {
         "UnsafeError",
         "UnsupportedError",
     ),
+    "statexchange.exchange.background": ("export_checkpoint_async",),
     "statexchange.exchange.export": ("ExportReport", "export_checkpoint"),
     "statexchange.exchange.gather": (
         "GatheredState",

@@ -29,6 +29,7 @@ from statexchange.errors import StorageError as StorageError
 from statexchange.errors import TargetExistsError as TargetExistsError
 from statexchange.errors import UnsafeError as UnsafeError
 from statexchange.errors import UnsupportedError as UnsupportedError
+from statexchange.exchange.background import export_checkpoint_async as export_checkpoint_async
 from statexchange.exchange.export import ExportReport as ExportReport
 from statexchange.exchange.export import export_checkpoint as export_checkpoint
 from statexchange.exchange.gather import GatheredState as GatheredState

@@ -365,6 +365,17 @@ class Communicator:
         members = [(k, rank) for rank, (c, k) in enumerate(chosen) if c == color]
         return self.subset([rank for _, rank in sorted(members)])
 
+    def duplicate(self) -> Communicator:
+        """A new communicator of the same ranks, for another thread: its calls need not keep the order of this one's.
+
+        Collective.
+        """
+        from statexchange.comm.world import communicator
+
+        everybody = list(range(self.world_size))
+        self._session.exchange(Call("duplicate"), b"")
+        return communicator(self._session.carrier.subset(everybody, self.timeout_s), self.timeout_s)
+
     @property
     def node(self) -> Communicator:
         """The communicator of the ranks on this host. Collective over them, the first time."""

@@ -106,7 +106,8 @@ def export_checkpoint(
             replicas=replicas,
         )
         rules = Layout.parse(layout or {})
-        described = _cast(describe(state, rules, communicator.rank), dtype)
+        known = state if isinstance(state, Description) else describe(state, rules, communicator.rank)
+        described = _cast(known, dtype)
     trip = _Export(communicator, described, os.fspath(out), options, rules, stall_timeout_s, clock)
     return trip.run(overwrite=overwrite, files_from=files_from, on_progress=on_progress)
 
