@@ -179,7 +179,8 @@ def test_a_memo_index_and_deep_nesting_take_no_memory() -> None:
 ATTACK = """
 import os, sys
 import encodings.cp437, ml_dtypes, xxhash
-import statexchange.checkpoint.merge, statexchange.layout.arrays, statexchange.report.verify, statexchange.sources
+import statexchange.checkpoint.merge, statexchange.layout.arrays, statexchange.report.verify
+import statexchange.sources.dcp, statexchange.sources.torch_file
 from statexchange.errors import StateExchangeError
 
 root = sys.argv[1]

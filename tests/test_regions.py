@@ -121,7 +121,7 @@ def test_few_descriptors_serve_many_files(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with files.OpenFiles(4) as inputs:
         for path in [*paths, *paths, paths[-1]]:
-            assert os.pread(inputs.descriptor(path), 1000, 0).decode() == path
+            assert os.pread(inputs.file(path), 1000, 0).decode() == path
             assert len(os.listdir("/proc/self/fd")) <= before + 4
     assert len(os.listdir("/proc/self/fd")) == before
 
