@@ -188,6 +188,7 @@ class _Export:
         self._publication: Publication | None = None
         self._plan: Plan | None = None
         self._open: list[OpenFile] = []
+        self._probe = ""
         self._travelling: dict[str, bytes] = {}
 
     def run(self, *, overwrite: bool, files_from: Any, on_progress: Callable[[int, int], None] | None) -> ExportReport:
@@ -242,10 +243,12 @@ class _Export:
         self._travelling = travelling_files(files_from)
         self._publication = Publication(self._out, self._plan.digest, overwrite=overwrite)
         self._open = [self._publication.create(file) for file in self._plan.files]
+        if self._comm.num_nodes > 1:
+            self._probe = self._publication.make_probe()
 
     def _order(self) -> bytes:
         """Root: what every rank must know to write its part."""
-        if self._plan is None or self._publication is None:
+        if self._plan is None:
             return b""
         tensors = [
             [
@@ -260,8 +263,7 @@ class _Export:
             for t in f.tensors
         ]
         opened = [[o.path, o.reserved] for o in self._open]
-        probe = self._publication.make_probe() if self._comm.num_nodes > 1 else ""
-        return Order(opened, tensors, probe, self._options.replicas == "equal").to_bytes()
+        return Order(opened, tensors, self._probe, self._options.replicas == "equal").to_bytes()
 
     def _publish(self, receipts: Sequence[Sequence[Any]], nodes: Sequence[int]) -> ExportReport:
         """Root: compare replicas, finish files, write the manifest, rename."""
