@@ -235,6 +235,16 @@ def test_experts_of_their_own_on_each_rank_are_counted_on(written: Path, tmp_pat
     assert_loads(tmp_path / "out", build("mixtral"))
 
 
+def test_stacked_experts_by_the_models_own_plan(tmp_path: Path) -> None:
+    model = build("mixtral")
+    whole = model.state_dict()
+    states = [{n: t.chunk(2)[rank] if ".experts." in n else t for n, t in whole.items()} for rank in range(2)]
+    layout = {"grid": {"ep": 2}, "rules": model.ep_plan}
+    sx.merge_checkpoint(write_ranks(tmp_path / "in", states), tmp_path / "out", layout=layout)
+    save_file(whole, tmp_path / "expected", {"format": "pt"})
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()
+
+
 def test_stacked_experts_over_expert_and_tensor_ranks(tmp_path: Path) -> None:
     """ep 2 x tp 2: gate and up, fused, are cut each by itself; the attention only by tp, and the router not at all."""
     model = build("mixtral")
@@ -350,14 +360,33 @@ def test_an_average_is_merged_whole_or_as_the_model(
     save_file(state, tmp_path / "expected", {"format": "pt"})
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()
     assert content(load_file(tmp_path / "out/model.safetensors")["n_averaged"]) == content(torch.tensor(3))
-    fresh = AveragedModel(build("llama", seed=2))
+    fresh = AveragedModel(build("llama", seed=2)).state_dict()
     sx.load_checkpoint(fresh, source)
-    assert_same(fresh.state_dict(), state)
+    assert_same(fresh, state)
     report = sx.merge_checkpoint(
         source, tmp_path / "plain", exclude="n_averaged", files_from=written / "llama/expected"
     )
     assert "names lost the wrapper 'module.'" in report.notes[0]
     assert_loads(tmp_path / "plain", averaged.module)
+
+
+def test_an_average_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Without its count the next update would forget all before it."""
+    torch.manual_seed(1)
+    model = torch.nn.Linear(3, 2)
+    averaged, fresh = (AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) for _ in range(2))
+    averaged.update_parameters(model)
+    sx.save_checkpoint({"model": model, "average": averaged}, tmp_path / "saved")
+    sx.load_checkpoint({"model": model, "average": fresh}, tmp_path / "saved")
+    torch.nn.init.ones_(model.weight)
+    for each in (averaged, fresh):
+        each.update_parameters(model)
+    assert not fresh.module.weight.equal(model.weight)
+    assert_same(fresh.state_dict(), averaged.state_dict())
+    sx.export_checkpoint(averaged, tmp_path / "out")  # of the model alone
+    assert_same(load_file(tmp_path / "out/model.safetensors"), averaged.module.state_dict())
+    sx.merge_checkpoint(tmp_path / "saved", tmp_path / "both")
+    assert load_file(tmp_path / "both/model.safetensors")["average.n_averaged"] == 1
 
 
 # --- beyond 4 GiB ---
@@ -367,9 +396,7 @@ def write_sparse(path: Path, shapes: dict[str, tuple[int, ...]], values: State) 
     """A safetensors file of bfloat16 that is holes, and `values`: the last elements of some of its tensors."""
     sizes = {name: 2 * math.prod(shape) for name, shape in shapes.items()}
     ends = {name: sum(list(sizes.values())[: n + 1]) for n, name in enumerate(sizes)}
-    entries = {
-        n: {"dtype": "BF16", "shape": shapes[n], "data_offsets": [ends[n] - sizes[n], ends[n]]} for n in shapes
-    }
+    entries = {n: {"dtype": "BF16", "shape": shapes[n], "data_offsets": [ends[n] - sizes[n], ends[n]]} for n in shapes}
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
     with open(path, "wb") as file:
