@@ -269,6 +269,18 @@ def test_a_models_own_tp_plan_is_a_layout(tmp_path: Path) -> None:
     assert equal(merged(tmp_path, plan, *states), dict(model.state_dict()))
 
 
+def test_a_plan_may_speak_of_more_than_the_files_have(tmp_path: Path) -> None:
+    plan = {"a": "rowwise", "lm_head": "colwise", "layers.*.experts": "moe_tp_experts"}
+    w = torch.randn(3, 4)
+    states: list[State] = [{"a.weight": part} for part in w.chunk(2, 1)]
+    assert torch.equal(merged(tmp_path, plan, *states)["a.weight"], w)
+    (tmp_path / "b").mkdir()  # and what it misses is found by the copies, which differ
+    both = [{**state, "b.weight": state["a.weight"]} for state in states]
+    assert (
+        refuse(ReplicaError, "if each holds a part, a layout says so", tmp_path / "b", plan, *both).name == "b.weight"
+    )
+
+
 @st.composite
 def cut_by_rules(draw: st.DrawFn) -> tuple[Any, State, list[State]]:
     """A layout, what it should give, and the ranks' tensors, cut by torch alone."""
@@ -375,6 +387,9 @@ WRONG: list[tuple[Any, str]] = [
     ({"w": [{"dim": 0}, {"dim": 0}]}, "says twice"),
     ({"w": ["colwise", {"dim": 0}]}, "says twice"),
     ({"w": {"dim": 0}, "v.*": {"dim": 0}}, r"'v\.\*' matches no tensor"),
+    ({"model.w": "colwise"}, r"'model\.w' matches no tensor"),
+    ({"w": "colwise", "v": {"dim": 0}}, "'v' matches no tensor"),
+    ({"w": {"dim": 0}, "lm_head": "colwise"}, "'lm_head' matches no tensor"),
     ({"w": {"dim": 0, "axis": "tp"}}, "axis 'tp' is not in the \"grid\""),
     ({"grid": {"tp": 2, "pp": 1}, "rules": {"w": {"dim": 0}}}, 'must say its "axis": one of'),
     ({"grid": {"tp": 3}, "rules": {"w": {"dim": 0}}}, r"grid \(tp 3\) is of 3 ranks; there are 2"),

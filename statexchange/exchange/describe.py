@@ -94,7 +94,7 @@ def named_tensors(state: Any) -> Iterator[tuple[str, Any]]:
     parts = state if isinstance(state, list | tuple) else [state]
     for part in parts:
         # A module's extra state may be anything; it is no tensor of the model.
-        items = {n: v for n, v in module_items(part).items() if is_tensor(v)} if is_module(part) else part
+        items = {n: v for n, v in _model_items(part).items() if is_tensor(v)} if is_module(part) else part
         if not isinstance(items, Mapping):
             raise InvalidArgumentError(f"state must be a module, a mapping or a list of modules, not {type(part)!r}")
         for name, value in items.items():
@@ -116,15 +116,28 @@ def is_module(value: Any) -> bool:
 def module_items(module: Any, *, keep_vars: bool = False) -> dict[str, Any]:
     """A module's state dict under the names that it has without wrappers; `keep_vars` gives the parameters themselves.
 
-    Two names that wrappers told apart are an InvalidArgumentError.
+    With it goes an AveragedModel's count: at 0 its next update would put the model in place of the average. Two names
+    that wrappers told apart are an InvalidArgumentError.
     """
-    module = _unwrapped(module)
+    items = _model_items(module, keep_vars=keep_vars)
+    for layer in _layers(module):
+        if type(layer).__name__ == "AveragedModel":
+            _add(items, "n_averaged", layer.n_averaged)
+    return items
+
+
+def _model_items(module: Any, *, keep_vars: bool = False) -> dict[str, Any]:
+    """`module_items` without what the wrappers have of their own."""
     clean: dict[str, Any] = {}
-    for name, value in module.state_dict(keep_vars=keep_vars).items():
-        if _clean(name) in clean:
-            raise InvalidArgumentError("two tensors have this name once wrappers are removed", name=_clean(name))
-        clean[_clean(name)] = value
+    for name, value in _unwrapped(module).state_dict(keep_vars=keep_vars).items():
+        _add(clean, _clean(name), value)
     return clean
+
+
+def _add(items: dict[str, Any], name: str, value: Any) -> None:
+    if name in items:
+        raise InvalidArgumentError("two tensors have this name once wrappers are removed", name=name)
+    items[name] = value
 
 
 def load_extra_state(module: Any, extra: Mapping[str, Any]) -> None:
@@ -134,9 +147,15 @@ def load_extra_state(module: Any, extra: Mapping[str, Any]) -> None:
 
 
 def _unwrapped(module: Any) -> Any:
-    while type(module).__name__ in ("DistributedDataParallel", "AveragedModel", "OptimizedModule"):
-        module = module._orig_mod if type(module).__name__ == "OptimizedModule" else module.module  # noqa: SLF001
-    return module
+    return _layers(module)[-1]
+
+
+def _layers(module: Any) -> list[Any]:
+    """The wrappers around a model, the outermost first, and the model."""
+    found = [module]
+    while (kind := type(found[-1]).__name__) in ("DistributedDataParallel", "AveragedModel", "OptimizedModule"):
+        found.append(found[-1]._orig_mod if kind == "OptimizedModule" else found[-1].module)  # noqa: SLF001
+    return found
 
 
 def _clean(name: str) -> str:

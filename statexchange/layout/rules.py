@@ -40,7 +40,8 @@ Without a grid the rules alone do: ``{"*.o_proj.weight": {"dim": 1}}``. A rule i
     The box of the rank that says it, for live ranks.
 ``"colwise"``, ``"rowwise"``, ``"packed_colwise"``, ...
     transformers' words: `model.tp_plan` may be given as it is. Such a pattern may also name the tensor's module. The
-    axis is "tp" ("ep" for "grouped_gemm") where the grid has it.
+    axis is "tp" ("ep" for "grouped_gemm") where the grid has it. A plan also has patterns for what the files lack (a
+    tied lm_head, modules without tensors of their own), so that one match is enough for all of them.
 
 torch's ``Shard(dim)`` and ``Replicate()`` are understood too.
 """
@@ -148,6 +149,11 @@ class Rule:
     renumber: tuple[tuple[str, tuple[str, ...] | None], ...] = ()
     reduce: str | None = None
 
+    @property
+    def of_plan(self) -> bool:
+        """Whether it is a word that only transformers' plans have."""
+        return self.word is not None and self.word != "replicate"
+
     def parts(self, name: str, shape: tuple[int, ...], rank: int) -> list[Part]:
         """What rank `rank`'s tensor of `shape` is a part of; a rule that does not fit it is an InvalidArgumentError."""
         try:
@@ -161,7 +167,10 @@ class Rule:
 
 @dataclass(slots=True)
 class Layout:
-    """Rules by name pattern, in order, and the grid of ranks. `unused` are patterns that no name has matched so far."""
+    """Rules by name pattern, in order, and the grid of ranks.
+
+    `unused` are patterns that should have matched a name and so far have not.
+    """
 
     rules: Mapping[str, Rule]
     grid: Mapping[str, int] = field(default_factory=dict)
@@ -189,7 +198,8 @@ class Layout:
         named = named or [r for pattern, r in self.rules.items() if r.word and fnmatch.fnmatchcase(module, pattern)]
         if not named:
             return None
-        self.unused.discard(named[0].pattern)
+        if named[0].pattern in self.unused:
+            self.unused -= {p for p, r in self.rules.items() if r.of_plan} if named[0].of_plan else {named[0].pattern}
         return named[0]
 
     def check_ranks(self, ranks: Sequence[int]) -> None:
