@@ -111,10 +111,10 @@ def test_what_one_tells_all_know_at_once(teller: int) -> None:
 def test_ranks_that_wait_elsewhere_are_called(caller: int) -> None:
     """To the collective in which the caller is; who is there, or beyond, is not meant."""
     with boards() as made:
-        made[caller].entered("the end of cooking")
         ahead = (caller + 1) % RANKS
         made[ahead].entered("the end of cooking")
         made[caller].call_all()
+        made[caller].entered("the end of cooking")
         waiting = [board for rank, board in enumerate(made) if rank not in (caller, ahead)]
         until(lambda: all(board.is_called() for board in waiting), 0.5)
         assert not made[caller].is_called()

@@ -220,3 +220,57 @@ def test_a_failure_reaches_ranks_that_wait_for_a_message(backend: str, tmp_path:
         assert re.fullmatch(r"rank 2 on \S+ failed in cooking: KeyError: 'salt'", said)
         assert names_host
         assert took < 2
+
+
+def has_work_under_way(backend: str, directory: str) -> list[Any]:
+    """Rank 0 brings a failure to an agreement while its own work waits for rank 1, which waits for a message."""
+    comm = start(backend, directory)
+    comm.barrier()
+    began = time.monotonic()
+    work = comm.all_reduce(torch.ones(4), async_op=True) if comm.rank == 0 else None
+    with pytest.raises(sx.PeerError, match=r"rank 0 .*boom") as caught:
+        if comm.rank == 0:
+            time.sleep(0.3)
+            comm.agree(ValueError("boom"))
+        else:
+            comm.recv(torch.zeros(3), 0)
+    assert work is None or work.is_completed()
+    with pytest.raises(sx.PeerError, match="boom"):
+        comm.barrier()
+    return [str(caught.value), time.monotonic() - began]
+
+
+@pytest.mark.parametrize("backend", ["threads", "shm", "gloo", "mpi"])
+def test_a_failure_overtakes_work_under_way(backend: str, tmp_path: Path) -> None:
+    if backend == "mpi" and (missing := mpi_missing()):
+        pytest.skip(missing)
+    found = run_ranks(has_work_under_way, 2, backend=LAUNCHED_AS[backend], args=(backend, str(tmp_path)))
+    assert all(took < 2 for _, took in found)
+
+
+def agrees_twice() -> None:
+    """An error that was agreed on long ago, raised again in a later block, is a failure like any other."""
+    comm = sx.get_communicator()
+    with pytest.raises(sx.PeerError) as caught, comm.phase("first"):
+        if comm.rank == 1:
+            raise ValueError("old")
+    comm.barrier()
+    with pytest.raises(sx.PeerError, match="old"), comm.phase("second"):
+        if comm.rank == 0:
+            raise caught.value
+    comm.barrier()
+
+
+def test_an_error_of_long_ago_is_agreed_on_anew() -> None:
+    run_ranks(agrees_twice, 2)
+
+
+def test_an_interrupt_leaves_a_world_of_one_usable() -> None:
+    comm = sx.init("single")
+    try:
+        with pytest.raises(KeyboardInterrupt), comm.phase("working"):
+            raise KeyboardInterrupt
+        comm.barrier()
+        assert comm.all_reduce(torch.ones(1)) == 1
+    finally:
+        sx.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -154,6 +155,77 @@ def test_of_two_merges_into_one_target_one_is_refused(name: str, store: Any, tmp
             tmp_path / "model.safetensors", "memory://out", max_shard_size=200_000, on_progress=other_merge
         )
     assert objects(store, "out") == {name: theirs}
+
+
+def test_a_merge_that_fails_while_overwriting_leaves_the_old_checkpoint(store: Any, tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    sx.merge_checkpoint(tmp_path / "model.safetensors", "memory://out")
+    before = set(objects(store, "out"))
+    sx.export_checkpoint(TENSORS, tmp_path / "local")
+    file = tmp_path / "local/model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(sx.CorruptError, match="differ from their digest"):
+        sx.merge_checkpoint(tmp_path / "local", "memory://out", overwrite=True)
+    assert set(objects(store, "out")) == before
+
+
+def test_a_target_that_holds_the_source_is_refused(store: Any, tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    sx.merge_checkpoint(tmp_path / "model.safetensors", "memory://out")
+    before = objects(store, "out")
+    with pytest.raises(sx.UnsafeError, match="the source lies in the target"):
+        sx.merge_checkpoint("memory://out", "memory://out", overwrite=True, max_shard_size=200_000)
+    assert objects(store, "out") == before
+
+
+def test_what_a_refused_merge_did_not_put_it_does_not_remove(store: Any, tmp_path: Path) -> None:
+    """The other merge puts an object of the same name after this one began its own."""
+    save_file(TENSORS, tmp_path / "model.safetensors")
+
+    class Held(io.BytesIO):
+        def __init__(self, path: str) -> None:
+            super().__init__()
+            self.path = path
+
+        def close(self) -> None:
+            if not self.closed and self.path:
+                if store.exists(self.path):
+                    raise FileExistsError(self.path)
+                store.pipe_file(self.path, self.getvalue())
+            super().close()
+
+        def discard(self) -> None:
+            self.path = ""
+
+    class Late(type(store)):  # type: ignore[misc]
+        """A store that commits at close, as S3 and GCS do, and then refuses what is there."""
+
+        protocol = "late"
+
+        @classmethod
+        def _strip_protocol(cls, path: str) -> str:
+            return str(super()._strip_protocol(path.replace("late://", "memory://")))
+
+        def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+            return Held(path) if mode == "xb" else super()._open(path, mode, **options)
+
+    fsspec.register_implementation("late", Late, clobber=True)
+
+    def other_merge(done: int, total: int) -> None:
+        store.pipe_file("/out/model.safetensors", b"theirs")
+
+    with pytest.raises(sx.TargetExistsError):
+        sx.merge_checkpoint(tmp_path / "model.safetensors", "late://out", on_progress=other_merge)
+    assert objects(store, "out") == {"model.safetensors": b"theirs"}
+
+
+def test_credentials_stay_out_of_messages() -> None:
+    with pytest.raises(sx.StateExchangeError) as caught:
+        open_source("http://joe:secret@127.0.0.1:9/x.safetensors?token=hidden")
+    assert "secret" not in str(caught.value)
+    assert "hidden" not in str(caught.value)
 
 
 def test_the_command_line_takes_urls(tmp_path: Path) -> None:

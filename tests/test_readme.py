@@ -182,6 +182,8 @@ def test_the_demo_prints_what_the_readme_shows() -> None:
         ("collectives.py", ["--ranks", "2", "--largest", "1", "--rounds", "1"]),
         ("training.py", ["--rounds", "1"]),
         ("losses.py", ["--steps", "2"]),
+        ("merge.py", ["--megabytes", "8", "--rounds", "1", "--dirs", "/dev/shm"]),
+        ("plan.py", ["--quick"]),
     ],
 )
 def test_the_benches_print_the_tables_that_the_readme_shows(bench: str, arguments: list[str]) -> None:

@@ -27,7 +27,7 @@ from statexchange.checkpoint.publish import (
     write_manifest,
 )
 from statexchange.checkpoint.publish_objects import ObjectPublication, OpenObject, check_url
-from statexchange.errors import CorruptError, ReplicaError, UnsupportedError
+from statexchange.errors import CorruptError, ReplicaError, UnsafeError, UnsupportedError
 from statexchange.layout.plan import (
     FilePlan,
     Holding,
@@ -150,6 +150,7 @@ def merge_checkpoint(
     travelling = travelling_files(files_from)
     path = os.fspath(out) if is_url(os.fspath(out)) else target_path(out)
     reused: tuple[str, ...] = ()
+    _check_apart(opened, path)
     if dry_run:
         check = check_url if is_url(path) else check_target
         check(path, overwrite=overwrite)
@@ -171,6 +172,13 @@ def merge_checkpoint(
         reused,
         _planned(opened, plan) if dry_run else (),
     )
+
+
+def _check_apart(source: Source, path: str) -> None:
+    """A store has no second name under which a checkpoint could be built while its old objects are read."""
+    below = path.rstrip("/") + "/"
+    if is_url(path) and any(extent.path.startswith(below) for _, t in source.shards() for extent in t.extents):
+        raise UnsafeError("refused: the source lies in the target, whose objects would be replaced", path=path)
 
 
 def _publication(path: str, plan: Plan, *, overwrite: bool) -> Publication | ObjectPublication:

@@ -6,6 +6,7 @@ one is refused; who reads a checkpoint whose manifest is not there yet reads wha
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 from statexchange.checkpoint.publish import header_of, listed_files
@@ -14,6 +15,8 @@ from statexchange.sources.huggingface import MANIFEST
 from statexchange.storage import files, object_store
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from statexchange.layout.plan import FilePlan, TensorPlan
 
 __all__ = ["ObjectPublication", "OpenObject", "check_url"]
@@ -33,9 +36,11 @@ def check_url(out: str, *, overwrite: bool) -> None:
 class OpenObject:
     """An output file on its way to a store, written from its begin to its end."""
 
-    def __init__(self, url: str, header: bytes, *, replace: bool) -> None:
+    def __init__(self, url: str, header: bytes, *, replace: bool, put: Callable[[Callable[[], None]], None]) -> None:
+        """`put` is to call what gives the object its name."""
         self.path = url
         self._header = header
+        self._put = put
         self._object = object_store.NewObject(url, replace=replace)
         self._object.write(header, 0)
 
@@ -49,7 +54,7 @@ class OpenObject:
 
     def finish(self) -> None:
         """Give the object its name."""
-        self._object.finish()
+        self._put(self._object.finish)
 
     def close(self) -> None:
         """Drop an object that is not wanted any more."""
@@ -60,7 +65,7 @@ class ObjectPublication:
     """One checkpoint on its way to a URL; constructing it checks the target. Not collective.
 
     Ends in `commit` or `abandon`; in a with block `abandon` is the default. With `overwrite` the old manifest goes
-    first: from then on until `commit` there is no whole checkpoint.
+    before the first object is replaced: from then on until `commit` there is no whole checkpoint.
     """
 
     def __init__(self, out: str, *, overwrite: bool) -> None:
@@ -73,8 +78,7 @@ class ObjectPublication:
         self._made: list[str] = []
         self._manifest = b""
         self._is_published = False
-        if self._old:
-            object_store.remove(self._url(MANIFEST))
+        self._lock = threading.Lock()
 
     def _url(self, name: str) -> str:
         return object_store.join(self.out, name)
@@ -87,10 +91,22 @@ class ObjectPublication:
 
     def create(self, plan: FilePlan) -> OpenObject:
         """A new output file."""
-        opened = OpenObject(self._url(plan.name), header_of(plan), replace=self._overwrite)
+        opened = OpenObject(
+            self._url(plan.name),
+            header_of(plan),
+            replace=self._overwrite,
+            put=lambda finish: self._put(plan.name, finish),
+        )
         self._open.append(opened)
-        self._made.append(plan.name)
         return opened
+
+    def _put(self, name: str, put: Callable[[], None]) -> None:
+        """Put an object, which is ours from then on."""
+        with self._lock:
+            if self._old and not self._made:
+                object_store.remove(self._url(MANIFEST))
+            put()
+            self._made.append(name)
 
     def record(self, name: str, facts: Any) -> None:
         """Nothing: what a killed publisher has put is not taken over."""
@@ -100,8 +116,7 @@ class ObjectPublication:
         if name == MANIFEST:
             self._manifest = bytes(data)
             return
-        object_store.put_new(self._url(name), bytes(data), replace=self._overwrite)
-        self._made.append(name)
+        self._put(name, lambda: object_store.put_new(self._url(name), bytes(data), replace=self._overwrite))
 
     def commit(self) -> None:
         """Put the manifest, unless another publisher has been here; then remove what only the old checkpoint had."""
@@ -111,11 +126,11 @@ class ObjectPublication:
             object_store.remove(self._url(name))
 
     def abandon(self) -> None:
-        """Remove what was made, unless it is published."""
+        """Remove what was made, unless it is published; what was there before stays, even if it was replaced."""
         if self._is_published:
             return
         for opened in self._open:
             opened.close()
-        for name in self._made:
+        for name in set(self._made) - self._old:
             object_store.remove(self._url(name))
         self._made.clear()

@@ -57,7 +57,7 @@ class Look(Protocol):
         """Let the others know that this communicator has failed."""
 
     def call_all(self) -> None:
-        """Have ranks that wait for single ones come to this collective, in which all hear of a failure."""
+        """Have ranks that wait for single ones come to the next collective, in which all hear of a failure."""
 
     def is_called(self) -> bool:
         """Whether a rank has called all to a collective to which this one has not come yet."""

@@ -223,8 +223,8 @@ class Board:
         self._have_said(lambda: self._post(record))
 
     def call_all(self) -> None:
-        """Have ranks that wait for single ones come to this rank's collective. Not collective; as `tell`."""
-        sequence = self._sequence
+        """Have ranks that wait for single ones come to this rank's next collective. Not collective; as `tell`."""
+        sequence = self._sequence + 1
         self._have_said(lambda: self._call_to(sequence))
 
     def is_called(self) -> bool:

@@ -188,7 +188,8 @@ class Communicator:
             self.agree(error, phase=name, timeout_s=timeout_s)
             raise AssertionError("agree must raise") from error
         except BaseException as error:
-            self.close(error)
+            if self.world_size > 1:
+                self.close(error)
             raise
         self.agree(phase=name, timeout_s=timeout_s)
 

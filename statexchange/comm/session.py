@@ -166,6 +166,8 @@ class Session:
         self.dead: StateExchangeError | None = None
         self.settled: BaseException | None = None
         self._check = check
+        self._failing: dict[str, Any] | None = None  # what this rank is about to bring to an agreement
+        self._met: StateExchangeError | None = None  # the last error in which all ranks have met
         self._cut = False  # a message between two ranks was broken off, and may lie around half
         self._queue = WorkQueue(f"statexchange rank {place.rank}")
         self._lines: dict[tuple[str, int], WorkQueue] = {}
@@ -183,17 +185,17 @@ class Session:
     ) -> list[bytes]:
         """Every rank's payload in rank order; on `root` only, if that is given. Collective."""
         self.raise_if_dead()
+        if call.failure is not None and self.world_size > 1:
+            self._failing = call.failure  # work under way may be the first to meet the others
+            if self.look is not None:
+                self.look.call_all()
         self._queue.drain()
         if self.world_size == 1:
             return [payload]
-
-        def body() -> list[bytes]:
-            wait = self.wait_for(call, timeout_s)
-            if call.failure is not None and self.look is not None:
-                self.look.call_all()
-            return self.messages(call, payload, root, wait)
-
-        return self.guarded(call, body)
+        try:
+            return self.guarded(call, lambda: self.messages(call, payload, root, self.wait_for(call, timeout_s)))
+        finally:
+            self._failing = None
 
     def messages(self, call: Call, payload: bytes, root: int | None, wait: Wait) -> list[bytes]:
         """As `exchange`, inside a collective; DifferentCallsError, on all ranks, where they do not call the same."""
@@ -275,6 +277,8 @@ class Session:
                 return body(Wait(self.timeout_s, call.text, _LookAt(self.look, peer)))
             except AbandonedError:
                 self._cut = True
+                if self._met is not None and not (self.look is not None and self.look.is_called()):
+                    self.fail(call, self._met)  # another thread has met the others already
                 raise
 
         if async_op:
@@ -289,7 +293,7 @@ class Session:
         """`call` was broken off, since a rank calls all to hear of its failure: hear it, and raise it."""
         if self.look is not None and self.look.is_called():
             self.exchange(Call(f"{call.text}, broken off"), b"")
-        raise self.dead or self.settled or AbandonedError
+        raise self.dead or self._met or AbandonedError
 
     def drain(self) -> None:
         """Return when all work under way is done; its errors are its own. Not collective."""
@@ -321,7 +325,7 @@ class Session:
         An error in which all ranks have met is `settled`, unless it is told later, to who waits for its work.
         """
         try:
-            return body()
+            result = body()
         except DifferentCallsError:
             error = self.guarded(call, lambda: self._explanation(call), settles=settles)
             self._settle(call, error, settles)
@@ -338,15 +342,20 @@ class Session:
             if isinstance(error, StateExchangeError) and error is not self.dead:
                 raise (self.dead or error) from error
             raise
+        if settles:
+            self.settled = None  # all have gone on since
+        return result
 
     def _settle(self, call: Call, error: StateExchangeError, settles: bool) -> None:
+        self._met = error
         self.settled = error if settles else None
-        if settles and self._cut:
+        if self._cut:
             self.fail(call, error)
 
     def _explanation(self, call: Call) -> StateExchangeError:
         """Tell each other what all were about to do; the error that all are to raise."""
-        told = {"text": call.text, "site": call.site or call_site(), "failure": call.failure}
+        failing = call.failure or self._failing
+        told = {"text": call.text, "site": call.site or call_site(), "failure": failing}
         answers = self.messages(Call("an explanation"), encoded(told), None, self.wait_for(Call("an explanation")))
         accounts = [values.decode(answer) for answer in answers]
         failure = next((account["failure"] for account in accounts if account["failure"] is not None), None)

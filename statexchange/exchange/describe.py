@@ -19,6 +19,7 @@ __all__ = [
     "HeldTensor",
     "describe",
     "is_module",
+    "live_items",
     "load_extra_state",
     "module_items",
     "named_tensors",
@@ -126,6 +127,19 @@ def module_items(module: Any, *, keep_vars: bool = False) -> dict[str, Any]:
     return items
 
 
+def live_items(module: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`module_items` in two: parameters and buffers themselves, which can be filled in place, and everything else.
+
+    What else there is, extra state and the copies that some modules make of their tensors, goes by `load_extra_state`.
+    """
+    if any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules()):
+        raise UnsupportedError("FSDP1 gives copies of its parts: load before wrapping, or use fully_shard")
+    items = module_items(module, keep_vars=True)
+    own = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
+    live = {name: value for name, value in items.items() if is_tensor(value) and id(value) in own}
+    return live, {name: value for name, value in items.items() if name not in live}
+
+
 def _model_items(module: Any, *, keep_vars: bool = False) -> dict[str, Any]:
     """`module_items` without what the wrappers have of their own."""
     clean: dict[str, Any] = {}
@@ -141,7 +155,7 @@ def _add(items: dict[str, Any], name: str, value: Any) -> None:
 
 
 def load_extra_state(module: Any, extra: Mapping[str, Any]) -> None:
-    """Give a module those entries of `module_items` that are no tensors."""
+    """Give a module the entries of `module_items` that are not its parameters and buffers themselves."""
     module = _unwrapped(module)
     module.load_state_dict({n: extra[_clean(n)] for n in module.state_dict() if _clean(n) in extra}, strict=False)
 

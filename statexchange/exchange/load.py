@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +17,13 @@ import xxhash
 from statexchange import values
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.world import as_communicator
-from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, NotFoundError
-from statexchange.exchange.buffers import is_tensor, torch_dtype
-from statexchange.exchange.describe import HeldTensor, describe, is_module, named_tensors
-from statexchange.exchange.nested import Restoration, Saved, merged, restoration
+from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, NotFoundError, ReplicaError
+from statexchange.exchange.buffers import torch_dtype
+from statexchange.exchange.describe import HeldTensor, describe
+from statexchange.exchange.nested import Restoration, Saved, merged, names_tree, restoration
 from statexchange.layout.plan import prove_cover
 from statexchange.layout.shards import ITEMSIZE, Box, Shard, intersect
-from statexchange.sources import Extent, Source, open_source
+from statexchange.sources import Extent, Source, SourceTensor, open_source
 from statexchange.storage.files import OpenFiles
 from statexchange.storage.regions import read_part
 
@@ -63,21 +63,28 @@ def load_checkpoint(
     `state`: a module, a mapping of names to tensors or a list of modules, with the source's names for tensors; or
     what `save_checkpoint` takes, ``{"model": ..., "optimizer": ..., "step": 7}``, in which optimizers get state and
     param groups, what has a `load_state_dict` is given its own, and other entries are replaced.
-    With `strict`, names that only one side has are an error, as in torch; else the report lists them. Shapes and dtypes
-    must be equal. Boxes that a rank reads whole are checked against their digests; `verify` checks all.
+    With `strict`, names that a rank misses, and names that no rank has a place for, are an error, as in torch; else the
+    report lists them. Shapes and dtypes must be equal. What ranks saved differently under one name, as a generator's
+    state, each gets back on as many ranks; on others differing tensors are a ReplicaError, and of plain values the
+    first rank's count. New tensors, in place of what is none in `state`, are torch's.
+    Boxes that a rank reads whole are checked against their digests; `verify` checks all.
 
-    Raises NotFoundError, IncompleteError, CorruptError, InvalidArgumentError, UnsupportedError, StorageError,
-    StallError, PeerError.
+    Raises NotFoundError, IncompleteError, CorruptError, ReplicaError, InvalidArgumentError, UnsupportedError,
+    StorageError, StallError, PeerError.
     """
     communicator = as_communicator(comm)
     began = time.perf_counter()
+    wanted = Restoration()
     with communicator.phase("reading the headers"):
         opened = open_source(source)
-        catalog = _Catalog(opened)
+        catalog = _Catalog(opened, communicator)
         wanted = _wanted(state, catalog)
         jobs = [_job(name, live, path, catalog) for name, live, path in wanted.targets]
+    strangers = communicator.all_gather_object(wanted.unexpected)  # what no rank has a place for
+    wanted.unexpected = [name for name in wanted.unexpected if all(name in theirs for theirs in map(set, strangers))]
+    with communicator.phase("comparing the names"):
         if strict:
-            _check_names(wanted, opened)
+            _check_names(wanted, catalog)
     read = 0
     with communicator.phase("reading", timeout_s=stall_timeout_s), OpenFiles() as inputs:
         for job in jobs:
@@ -89,16 +96,20 @@ def load_checkpoint(
 
 
 class _Catalog:
-    """The tensors of a source by name: dtype, shape, and where every box lies."""
+    """The tensors of a source by name: dtype, shape, and where every box lies.
 
-    def __init__(self, source: Source) -> None:
+    On as many ranks as saved it, what a rank saved itself comes first.
+    """
+
+    def __init__(self, source: Source, comm: Communicator) -> None:
         self.source = source
+        self.own = comm.rank if source.world_size == comm.world_size else None
         self.aliases: dict[str, str] = {}
-        self._parts: dict[str, list[tuple[Shard, Sequence[Extent], str]]] = {}
-        for holder in source.holders:
+        self._parts: dict[str, list[tuple[int, SourceTensor, str]]] = {}
+        for holder in sorted(source.holders, key=lambda holder: holder.rank != self.own):
             self.aliases.update(holder.aliases)
             for tensor in holder.tensors.values():
-                self._parts.setdefault(tensor.shard.name, []).append((tensor.shard, tensor.extents, holder.path))
+                self._parts.setdefault(tensor.shard.name, []).append((holder.rank, tensor, holder.path))
         if source.manifest is not None:
             self.aliases.update(source.manifest.get("aliases", {}))
 
@@ -115,8 +126,9 @@ class _Catalog:
     def shard_of(self, name: str) -> Shard:
         """What the source says of a tensor; CorruptError if its files disagree."""
         parts = self._parts[self.stored(name)]
-        first = parts[0][0]
-        for shard, _, path in parts[1:]:
+        first = parts[0][1].shard
+        for _, tensor, path in parts[1:]:
+            shard = tensor.shard
             if (shard.dtype, shard.global_shape) != (first.dtype, first.global_shape):
                 raise CorruptError(
                     "two files disagree on dtype or shape",
@@ -128,13 +140,22 @@ class _Catalog:
         return first
 
     def boxes_of(self, name: str) -> dict[Box, Extent]:
-        """Where each box of a tensor lies; of replicas the first."""
-        found: dict[Box, Extent] = {}
-        for shard, extents, _ in self._parts[self.stored(name)]:
-            for box, extent in zip(shard.boxes, extents, strict=True):
-                if box.numel:
-                    found.setdefault(box, extent)
-        return found
+        """Where each box of a tensor lies; ReplicaError if its copies differ and none is this rank's own."""
+        found: dict[Box, tuple[Extent, int]] = {}
+        for rank, tensor, path in self._parts[self.stored(name)]:
+            for box, extent in zip(tensor.shard.boxes, tensor.extents, strict=True):
+                if not box.numel:
+                    continue
+                known, first = found.setdefault(box, (extent, rank))
+                if first != self.own and None not in (known.digest, extent.digest) and known.digest != extent.digest:
+                    raise ReplicaError(
+                        f"ranks {first} and {rank} saved different values for region {box}: on as many ranks as saved "
+                        "them each gets its own",
+                        name=name,
+                        rank=rank,
+                        path=path,
+                    )
+        return {box: extent for box, (extent, _) in found.items()}
 
 
 # What is wanted
@@ -142,42 +163,28 @@ class _Catalog:
 
 def _wanted(state: Any, catalog: _Catalog) -> Restoration:
     """The tensors of `state` with their names in the source, and what is to be done besides."""
-    if not _is_nested(state):
-        return _flat(state, catalog)
-    configs = catalog.source.configs
-    if not configs:
-        text = f"this {catalog.source.kind} source holds tensors only: give a module, or a mapping of names to tensors"
-        raise InvalidArgumentError(text, path=catalog.source.path)
     types = values.types_of(state)
-    trees = [values.decode(text, types=types, leaf=Saved) for text in dict.fromkeys(configs.values())]
-    return restoration(state, merged(trees), lambda name, own, like: _memory(catalog.shard_of(name), own, like))
+    own = catalog.source.configs.get(-1 if catalog.own is None else catalog.own)
+    texts = [*([own] if own is not None else []), *catalog.source.configs.values()]
+    kept: list[str] = []
+    trees = [values.decode(text, types=types, leaf=_noting(kept)) for text in dict.fromkeys(texts)]
+    of_names = not kept  # a config beside tensors is not what they lie in
+    saved = names_tree(state, catalog.__contains__) if of_names else merged(trees)
+    wanted = restoration(state, saved, lambda name, own, like: _memory(catalog.shard_of(name), own, like))
+    if of_names:
+        taken = {catalog.stored(name) for name, _, _ in wanted.targets}
+        wanted.unexpected = [name for name in catalog if name not in taken]
+    return wanted
 
 
-def _is_nested(state: Any) -> bool:
-    """Whether `state` is more than tensors by name."""
-    if is_module(state):
-        return False
-    if isinstance(state, Mapping):
-        return not all(is_tensor(value) for value in state.values())
-    return not (isinstance(state, list | tuple) and all(is_module(part) for part in state))
+def _noting(kept: list[str]) -> Callable[[str], Saved]:
+    """Makes the places of tensors, whose names are kept."""
 
+    def leaf(name: str) -> Saved:
+        kept.append(name)
+        return Saved(name)
 
-def _flat(state: Any, catalog: _Catalog) -> Restoration:
-    named = dict(named_tensors(state))
-    found = Restoration()
-    found.targets = [(name, live, name) for name, live in named.items() if name in catalog]
-    found.missing = [name for name in named if name not in catalog]
-    taken = {catalog.stored(name) for name in named}
-    found.unexpected = [name for name in catalog if name not in taken]
-    return _without_ties(found, describe(dict(named)).aliases)
-
-
-def _without_ties(found: Restoration, aliases: Mapping[str, str]) -> Restoration:
-    """A tied tensor is there if it is there under any of its names."""
-    there = {name for name, _, _ in found.targets}
-    names = {**aliases, **{kept: alias for alias, kept in aliases.items()}}
-    found.missing = [name for name in found.missing if names.get(name) not in there]
-    return found
+    return leaf
 
 
 def _memory(shard: Shard, own: Any, like: Any) -> Any:
@@ -192,7 +199,7 @@ def _memory(shard: Shard, own: Any, like: Any) -> Any:
     return torch.empty(shard.global_shape, dtype=dtype)
 
 
-def _check_names(wanted: Restoration, source: Source) -> None:
+def _check_names(wanted: Restoration, catalog: _Catalog) -> None:
     """Missing or unexpected names, all at once, as torch reports them."""
     if not wanted.missing and not wanted.unexpected:
         return
@@ -201,15 +208,15 @@ def _check_names(wanted: Restoration, source: Source) -> None:
         for what, names in (("missing in the source", wanted.missing), ("not in the state", wanted.unexpected))
         if names
     ]
-    text = f"the names differ; {'; '.join(told)} (strict=False loads what both have{_hint(wanted)})"
-    raise NotFoundError(text, path=source.path) if wanted.missing else InvalidArgumentError(text, path=source.path)
+    text = f"the names differ; {'; '.join(told)} (strict=False loads what both have{_hint(wanted, catalog)})"
+    kind = NotFoundError if wanted.missing else InvalidArgumentError
+    raise kind(text, path=catalog.source.path)
 
 
-def _hint(wanted: Restoration) -> str:
-    """What to write instead, where all names of one side are those of the other under one prefix."""
-    missing = set(wanted.missing)
-    for prefix in {name.split(".", 1)[0] for name in wanted.unexpected if "." in name}:
-        if missing and missing <= {name.removeprefix(f"{prefix}.") for name in wanted.unexpected}:
+def _hint(wanted: Restoration, catalog: _Catalog) -> str:
+    """What to write instead, where the source has all missing names under one prefix."""
+    for prefix in {name.split(".", 1)[0] for name in catalog if "." in name}:
+        if wanted.missing and all(f"{prefix}.{name}" in catalog for name in wanted.missing):
             return f'; the source has them under "{prefix}": give {{"{prefix}": state}}'
     return ""
 
@@ -229,6 +236,8 @@ class _Job:
 def _job(name: str, live: Any, path: str, catalog: _Catalog) -> _Job:
     stored = catalog.shard_of(name)
     held = describe({path: live}).held[path]
+    for part in held.tensors:
+        _check_writable(part, path)
     for what, ours, theirs in (
         ("shape", held.shard.global_shape, stored.global_shape),
         ("dtype", held.shard.dtype, stored.dtype),
@@ -243,6 +252,16 @@ def _job(name: str, live: Any, path: str, catalog: _Catalog) -> _Job:
     except IncompleteError as error:
         raise IncompleteError(error.message, name=name, path=catalog.source.path) from error
     return _Job(name, held, boxes)
+
+
+def _check_writable(part: Any, path: str) -> None:
+    if isinstance(part, np.ndarray):
+        problem = None if part.flags.writeable else "this array is read-only"
+    else:
+        strides = zip(part.shape, part.stride(), strict=True)
+        problem = "several elements lie in one place of memory" if any(n > 1 and not s for n, s in strides) else None
+    if problem is not None:
+        raise InvalidArgumentError(f"{problem}, and is to be filled", name=path)
 
 
 def _fill(job: _Job, inputs: OpenFiles, comm: Communicator) -> int:

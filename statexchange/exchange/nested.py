@@ -6,19 +6,20 @@ parameters, where the state holds their module: so both mean the same on any num
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from statexchange import values
 from statexchange.errors import CorruptError, InvalidArgumentError
 from statexchange.exchange.buffers import is_tensor
-from statexchange.exchange.describe import is_module, load_extra_state, module_items
+from statexchange.exchange.describe import is_module, live_items, load_extra_state, module_items
 from statexchange.layout.tree import flatten, rebuild
 
-__all__ = ["Restoration", "Saved", "merged", "restoration", "tree_of"]
+__all__ = ["Restoration", "Saved", "merged", "names_tree", "restoration", "tree_of"]
 
 
 def tree_of(state: Any) -> tuple[str, dict[str, Any]]:
@@ -122,7 +123,7 @@ def _merge(one: Any, other: Any) -> Any:
         both = {key: _merge(one[key], other[key]) for key in one if key in other}
         return {**other, **one, **both}
     if _are_groups(one) and _are_groups(other):
-        return one + [group for group in other if group not in one]
+        return [*one, *other]  # of a parameter the first group counts
     return one
 
 
@@ -167,65 +168,89 @@ class _Restorer:
         """One place of both."""
         if is_tensor(live):
             self._expect(isinstance(saved, Saved), "a tensor", saved, path)
-            self.restoration.targets.append((saved.name, live, path))
+            self.restoration.targets.append((saved.name, live, path.removeprefix(".")))
         elif is_module(live):
             self._module(live, saved, path)
         elif _is_optimizer(live):
             self._optimizer(live, saved, path)
         elif hasattr(live, "load_state_dict") and not isinstance(live, Mapping):
+            self._expect(isinstance(saved, Mapping), f"the state of a {type(live).__name__}", saved, path)
             self.restoration.deeds.append(functools.partial(live.load_state_dict, self._made(saved)))
         elif isinstance(live, Mapping):
             self._expect(isinstance(saved, Mapping), "a mapping", saved, path)
             self._entries(live, saved, path)
-        elif isinstance(live, list):
-            self._expect(isinstance(saved, list) and len(saved) == len(live), f"a list of {len(live)}", saved, path)
+        elif isinstance(live, list | tuple):
+            same = isinstance(saved, list | tuple) and len(saved) == len(live)
+            self._expect(same, f"{len(live)} items", saved, path)
             self._entries(live, dict(enumerate(saved)), path)
         else:
             raise InvalidArgumentError(f"state{path} is a {type(live).__name__}, which cannot be changed in place")
 
     def _entries(self, live: Any, saved: Mapping[Any, Any], path: str) -> None:
-        """The entries of a mapping or list: those that hold state are visited, the others replaced."""
+        """The entries of a mapping or sequence: those that hold state are visited, the others replaced."""
         items = dict(live.items() if isinstance(live, Mapping) else enumerate(live))
         for key, value in items.items():
-            inner = f"{path}[{key}]" if isinstance(live, list) else f"{path}.{key}"
+            inner = f"{path}.{key}" if isinstance(live, Mapping) else f"{path}[{key}]"
             if key not in saved:
-                self.restoration.missing.append(inner)
+                self.restoration.missing.append(inner.removeprefix("."))
             elif _holds_state(value):
                 self.visit(value, saved[key], inner)
-            else:
-                self._expect(isinstance(live, MutableMapping | list), "a mutable mapping to change", saved[key], inner)
+            elif isinstance(live, MutableMapping | list):
                 self.restoration.deeds.append(functools.partial(operator.setitem, live, key, self._made(saved[key])))
-        self.restoration.unexpected += [f"{path}.{key}" for key in saved if key not in items]
+            elif value != saved[key]:
+                kind = type(live).__name__
+                raise InvalidArgumentError(f"state{inner} was saved with another value, and a {kind} cannot be changed")
+        self._unexpected(path, [key for key in saved if key not in items])
+
+    def _unexpected(self, path: str, names: Iterable[Any]) -> None:
+        self.restoration.unexpected += [f"{path}.{name}".removeprefix(".") for name in names]
 
     def _module(self, module: Any, saved: Any, path: str) -> None:
         self._expect(isinstance(saved, Mapping), "the tensors of a module", saved, path)
-        extra: dict[str, Any] = {}
-        items = module_items(module)
-        for name, value in items.items():
-            if name not in saved:
-                self.restoration.missing.append(f"{path}.{name}")
-            elif is_tensor(value):
-                self.visit(value, saved[name], f"{path}.{name}")
-            else:
-                extra[name] = self._made(saved[name])
+        live, rest = live_items(module)
+        there = {id(tensor) for name, tensor in live.items() if name in saved}
+        for name, tensor in live.items():
+            if name in saved:
+                self.visit(tensor, saved[name], f"{path}.{name}")
+            elif id(tensor) not in there:  # a tied tensor is there under any of its names
+                self.restoration.missing.append(f"{path}.{name}".removeprefix("."))
+        extra = {name: self._made(saved[name]) for name in rest if name in saved}
+        self.restoration.missing += [f"{path}.{name}".removeprefix(".") for name in rest if name not in saved]
         if extra:
             self.restoration.deeds.append(functools.partial(load_extra_state, module, extra))
-        self.restoration.unexpected += [f"{path}.{name}" for name in saved if name not in items]
+        self._unexpected(path, [name for name in saved if name not in live and name not in rest])
 
     def _optimizer(self, optimizer: Any, saved: Any, path: str) -> None:
         known = isinstance(saved, Mapping) and {"state", "param_groups"} <= saved.keys()
         self._expect(known, "an optimizer", saved, path)
         parameters = _named_parameters(optimizer, self._names)
-        states: dict[Any, dict[str, Any]] = {}
-        for name, parameter in parameters.items():
-            held = optimizer.state.get(parameter, {})
-            entries = saved["state"].get(name, {})
-            states[parameter] = {k: self._entry(told, held.get(k), parameter) for k, told in entries.items()}
-        by_parameter = {name: group for group in saved["param_groups"] for name in group["params"]}
-        absent = [name for name in parameters if name not in by_parameter]
-        self.restoration.missing += [f"{path}.{name}" for name in absent]
-        groups = self._groups(optimizer, by_parameter)
-        self.restoration.deeds.append(functools.partial(_set_optimizer, optimizer, groups, states))
+        groups: dict[str, Any] = {}
+        for group in saved["param_groups"]:
+            for name in group["params"]:
+                groups.setdefault(str(name), group)
+        states: dict[Any, Any] = {}
+        for name, told in saved["state"].items():
+            parameter = parameters.get(str(name))
+            if parameter is not None:
+                held = optimizer.state.get(parameter, {})
+                states[parameter] = {k: self._entry(v, held.get(k), parameter) for k, v in told.items()}
+            elif str(name) not in groups:  # what the optimizer keeps for itself
+                states[name] = self._made(told)
+        self.restoration.missing += [f"{path}.{name}".removeprefix(".") for name in parameters if name not in groups]
+        others = [key for key in saved if key not in ("state", "param_groups")]
+        self._unexpected(path, [*(name for name in groups if name not in parameters), *others])
+        gone = [parameter for name, parameter in parameters.items() if name in groups and name not in saved["state"]]
+        made = [self._group(group, groups, parameters) for group in optimizer.param_groups]
+        self.restoration.deeds.append(functools.partial(_set_optimizer, optimizer, made, states, gone))
+
+    def _group(
+        self, live: Mapping[str, Any], groups: Mapping[str, Any], parameters: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What a param group is to say: as the saved group of its first parameter that was saved."""
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        ours = [names[id(parameter)] for parameter in live["params"]]
+        told: Any = next((groups[name] for name in ours if name in groups), {})
+        return {key: self._made(value) for key, value in told.items() if key not in ("params", "param_names")}
 
     def _entry(self, told: Any, own: Any, parameter: Any) -> Any:
         if not isinstance(told, Saved):
@@ -233,15 +258,6 @@ class _Restorer:
         live = self._make(told.name, own, parameter)
         self.restoration.targets.append((told.name, live, told.name))
         return live
-
-    def _groups(self, optimizer: Any, by_parameter: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What each param group is to say: as the saved group of its first parameter."""
-        names = {id(parameter): name for name, parameter in _named_parameters(optimizer, self._names).items()}
-        groups = []
-        for group in optimizer.param_groups:
-            told: Any = next((by_parameter[n] for p in group["params"] if (n := names[id(p)]) in by_parameter), {})
-            groups.append({key: self._made(value) for key, value in told.items() if key != "params"})
-        return groups
 
     def _made(self, saved: Any) -> Any:
         """A subtree with new tensors, which are to be read."""
@@ -253,6 +269,7 @@ class _Restorer:
     def _expect(self, holds: bool, wanted: str, saved: Any, path: str) -> None:
         if not holds:
             found = "a tensor" if isinstance(saved, Saved) else f"a {type(saved).__name__}"
+            found = f"{len(saved)} items" if isinstance(saved, list | tuple) else found
             raise CorruptError(f"state{path} was saved as something else", expected=wanted, found=found)
 
 
@@ -262,12 +279,35 @@ def _holds_state(value: Any) -> bool:
         return True
     if isinstance(value, Mapping):
         return any(_holds_state(item) for item in value.values())
-    return isinstance(value, list) and any(_holds_state(item) for item in value)
+    if dataclasses.is_dataclass(value) and any(_holds_state(getattr(value, f.name)) for f in dataclasses.fields(value)):
+        raise InvalidArgumentError(f"a {type(value).__name__} with tensors cannot be filled in place: give a mapping")
+    return isinstance(value, list | tuple) and any(_holds_state(item) for item in value)
 
 
-def _set_optimizer(optimizer: Any, groups: Sequence[Mapping[str, Any]], states: Mapping[Any, dict[str, Any]]) -> None:
+def _set_optimizer(
+    optimizer: Any, groups: Sequence[Mapping[str, Any]], states: Mapping[Any, Any], gone: Sequence[Any]
+) -> None:
+    for parameter in gone:
+        optimizer.state.pop(parameter, None)
     for group, told in zip(optimizer.param_groups, groups, strict=True):
         group.update(told)
-    for parameter, entries in states.items():
-        if entries or parameter in optimizer.state:
-            optimizer.state[parameter] = entries
+    optimizer.state.update(states)
+
+
+def names_tree(state: Any, names: Callable[[str], bool], prefix: str = "") -> Any:
+    """As if `state` had been saved with the tensors that `names` says are there, and nothing else. Not collective."""
+    if is_module(state):
+        live, rest = live_items(state)
+        tensors = [*live, *(name for name, value in rest.items() if is_tensor(value))]
+        return {name: Saved(prefix + name) for name in tensors if names(prefix + name)}
+    if is_tensor(state):
+        return Saved(prefix.removesuffix("."))
+    if isinstance(state, list | tuple) and all(is_module(part) for part in state):
+        return [names_tree(part, names, prefix) for part in state]
+    if isinstance(state, Mapping) and all(isinstance(key, str) for key in state):
+        there = {k: v for k, v in state.items() if not is_tensor(v) or names(prefix + k)}
+        return {key: names_tree(value, names, f"{prefix}{key}.") for key, value in there.items()}
+    at = f"state at {prefix.removesuffix('.')!r}" if prefix else "state"
+    raise InvalidArgumentError(
+        f"{at} is a {type(state).__name__}, but this source holds tensors only: give modules or mappings of tensors"
+    )

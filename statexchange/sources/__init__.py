@@ -30,7 +30,10 @@ def open_source(path: str | os.PathLike[str], *, strict: bool = True) -> Source:
     IncompleteError or CorruptError for what is missing or broken, else such things become the source's
     `problems`.
     """
-    location = plain(os.fspath(path))
+    name = os.fspath(path)
+    if not isinstance(name, str) or not name:
+        raise InvalidArgumentError(f"a source is a path or a URL, not {name!r}")
+    location = plain(name)
     _check_exists(location)
     if _is_dcp(location):
         from statexchange.sources import dcp  # here and below, so that looking at other things does not wait for it

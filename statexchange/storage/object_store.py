@@ -1,11 +1,12 @@
 """Objects of an fsspec file system, by URL: ranges of them are read as they are asked for, whole ones are put.
 
-An object appears under its name when it is whole, and not before: the store sees to that.
+That an object appears under its name when it is whole, and not before, is the store's part; S3 and GCS do it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
@@ -33,6 +34,7 @@ __all__ = [
 ]
 
 _PART_BYTES = 16 << 20  # of an upload; stores want at least 5 MiB
+_VERSIONS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime", "updated", "created")
 
 
 def is_url(path: str) -> bool:
@@ -52,7 +54,8 @@ def join(url: str, name: str) -> str:
 
 @contextlib.contextmanager
 def _errors(doing: str, url: str) -> Iterator[None]:
-    """What a file system raises, in our words; credentials in a URL stay out of them."""
+    """What a file system raises, in our words."""
+    url = _shown(url)
     try:
         yield
     except (StorageError, NotFoundError, TargetExistsError, CorruptError):
@@ -67,6 +70,13 @@ def _errors(doing: str, url: str) -> Iterator[None]:
         raise StorageError(f"cannot {doing}: {type(error).__name__}: {error}", path=url) from error
 
 
+def _shown(url: str) -> str:
+    """A URL without its user, password and query, which may let somebody in."""
+    scheme, _, rest = url.partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path.partition('?')[0]}"
+
+
 def _store(url: str) -> tuple[Any, str]:
     """The file system of a URL, and the path in it."""
     from fsspec.core import url_to_fs
@@ -77,9 +87,9 @@ def _store(url: str) -> tuple[Any, str]:
         scheme = url.partition("://")[0]
         extra = {"s3": "s3", "gs": "gcs", "gcs": "gcs"}.get(scheme)
         advice = f'pip install "statexchange[{extra}]"' if extra else str(error)
-        raise MissingExtraError(f"{scheme}:// needs another package: {advice}", path=url) from error
+        raise MissingExtraError(f"{scheme}:// needs another package: {advice}", path=_shown(url)) from error
     except ValueError as error:
-        raise InvalidArgumentError(f"no file system for this: {error}", path=url) from error
+        raise InvalidArgumentError(f"no file system for this: {error}", path=_shown(url)) from error
 
 
 def kind_of(url: str) -> str | None:
@@ -94,10 +104,12 @@ def kind_of(url: str) -> str | None:
 
 
 def version_of(url: str) -> str:
-    """What the store changes when the object does."""
+    """What changes when the object does; where the store tells no such thing, what has never been before."""
     store, path = _store(url)
     with _errors("look up", url):
-        return str(store.ukey(path))
+        facts = store.info(path)
+    told = [str(facts[key]) for key in _VERSIONS if facts.get(key) is not None]
+    return " ".join([str(facts.get("size")), *(told or [secrets.token_hex(8)])])
 
 
 def names_below(url: str) -> list[str]:
@@ -140,6 +152,7 @@ class NewObject:
         store, path = _store(url)
         with _errors("create", url):
             self._file = store.open(path, "wb" if replace else "xb", block_size=_PART_BYTES)
+            self._is_there = not replace and store.exists(path)  # some stores show it before it is whole
         self._at = 0
 
     def write(self, data: Any, offset: int) -> None:
@@ -153,11 +166,16 @@ class NewObject:
         """Give the object its name."""
         with _errors("put", self._url):
             self._file.close()
+        self._is_there = False
 
     def abandon(self) -> None:
         """Drop what was written; nothing appears."""
         with contextlib.suppress(Exception):  # it is given up, whatever the store says
             self._file.discard()
+        with contextlib.suppress(Exception):
+            self._file.closed = True  # else its end would put what there is
+        if self._is_there:
+            remove(self._url)
 
 
 def put_new(url: str, data: bytes, *, replace: bool = False) -> None:

@@ -28,6 +28,7 @@ from statexchange.errors import (
 )
 from statexchange.layout.shards import ITEMSIZE, Box, Shard, sizes_from_json
 from statexchange.storage import files
+from statexchange.storage.object_store import plain
 from statexchange.storage.tensorfile import Header, Held, digest, read_header, stored, write_tensor_file
 
 if TYPE_CHECKING:
@@ -121,9 +122,9 @@ class Manifest:
 
 def local_path(url: str) -> str:
     """The directory that a workspace URL means: a path, or ``shm://name`` for one on tmpfs."""
-    scheme, separator, rest = url.partition("://")
+    scheme, separator, rest = plain(url).partition("://")
     if not separator:
-        return os.path.abspath(url)
+        return os.path.abspath(plain(url))
     if scheme == "shm":
         if not _RUN.fullmatch(rest):
             raise InvalidArgumentError(f"shm:// wants a plain name, not {rest!r}")
