@@ -184,6 +184,7 @@ def test_the_demo_prints_what_the_readme_shows() -> None:
         ("losses.py", ["--steps", "2"]),
         ("merge.py", ["--megabytes", "8", "--rounds", "1", "--dirs", "/dev/shm"]),
         ("plan.py", ["--quick"]),
+        ("dcp.py", ["--megabytes", "16", "--rounds", "1"]),
     ],
 )
 def test_the_benches_print_the_tables_that_the_readme_shows(bench: str, arguments: list[str]) -> None:
