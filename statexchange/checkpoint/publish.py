@@ -147,6 +147,7 @@ class Publication:
         self.path = os.path.join(self.parent, f".{self.name}.{plan_digest}.partial")
         self._open: list[OpenFile] = []
         self._probes: list[str] = []
+        self._claimed = 0  # bytes of files whose room is not reserved
         self.finished: dict[str, Any] = {}
         files.make_path(self.parent, 0o777)
         self._lock = FileLock(os.path.join(self.parent, f".{self.name}.lock"), thread_local=False)
@@ -221,8 +222,11 @@ class Publication:
         self.write_text(self._probes[-1], b"")
         return os.path.join(self.path, self._probes[-1])
 
-    def create(self, plan: FilePlan) -> OpenFile:
-        """A new output file with all its room reserved."""
+    def create(self, plan: FilePlan, *, mapped: bool = True) -> OpenFile:
+        """A new output file with all its room reserved.
+
+        Unless it is to be `mapped`, the room of a file in memory is only looked for: to reserve it is to write it.
+        """
         header = header_of(plan)
         path = os.path.join(self.path, plan.name)
         with files.directory(self.path) as dir_fd:
@@ -230,7 +234,11 @@ class Publication:
         opened = OpenFile(fd, path, header, reserved=False)
         self._open.append(opened)
         nbytes = len(header) + plan.data_nbytes
-        opened.reserved = files.reserve(fd, nbytes, path)
+        if mapped or not files.filesystem_is_memory(path):
+            opened.reserved = files.reserve(fd, nbytes, path)
+        else:
+            self._claimed += nbytes
+            files.check_room(fd, self._claimed, path)
         try:
             os.ftruncate(fd, nbytes)
         except OSError as error:

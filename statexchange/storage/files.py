@@ -27,6 +27,7 @@ __all__ = [
     "Buffer",
     "OpenFiles",
     "Readable",
+    "check_room",
     "close",
     "close_file",
     "create_file",
@@ -273,6 +274,15 @@ def reserve(fd: int, nbytes: int, path: str) -> bool:
     if code and code not in _UNSUPPORTED:
         raise StorageError(f"cannot reserve {nbytes} bytes: {os.strerror(code)}", errno=code, path=path)
     return not code
+
+
+def check_room(fd: int, nbytes: int, path: str) -> None:
+    """StorageError if the file system of an open file has no `nbytes` free now. Nothing is reserved."""
+    found = os.fstatvfs(fd)
+    free = found.f_bavail * found.f_frsize
+    if found.f_blocks and free < nbytes:  # of a tmpfs without a limit nothing is known
+        why = f"{os.strerror(errno.ENOSPC)}, {free} are free"
+        raise StorageError(f"cannot reserve {nbytes} bytes: {why}", errno=errno.ENOSPC, path=path)
 
 
 def _fallocate(fd: int, nbytes: int) -> int:
