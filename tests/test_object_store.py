@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -78,6 +79,28 @@ def test_torchs_own_formats_at_a_url(store: Any, tmp_path: Path) -> None:
         sx.merge_checkpoint(url, tmp_path / f"merged-{kind}")
         merged = load_file(tmp_path / f"merged-{kind}/model.safetensors")
         assert all(torch.equal(merged[name], TENSORS[name]) for name in TENSORS)
+
+
+def test_a_workspace_that_was_copied_to_a_url(store: Any, tmp_path: Path) -> None:
+    for step in range(2):
+        sx.save_checkpoint({"model": TENSORS, "step": step}, tmp_path / "saved")
+    url = put(store, tmp_path / "saved", "bucket/saved")
+    (run,) = os.listdir(tmp_path / "saved")
+    newest = sorted(os.listdir(tmp_path / "saved" / run))[-1]
+    for place in (url, f"{url}/{run}", f"{url}/{run}/{newest}"):
+        source = open_source(place)
+        assert (source.kind, source.run, source.round, source.world_size) == ("workspace", run, int(newest), 1)
+    live = {"model": {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}, "step": 0}
+    sx.load_checkpoint(live, url)
+    assert live["step"] == 1
+    assert all(torch.equal(live["model"][name], TENSORS[name]) for name in TENSORS)
+    sx.merge_checkpoint(url, tmp_path / "merged", rename=[(r"^model\.", "")])
+    assert torch.equal(load_file(tmp_path / "merged/model.safetensors")["a"], TENSORS["a"])
+    (file,) = [path for path in store.find(f"/bucket/saved/{run}/{newest}") if path.endswith(".safetensors")]
+    assert len(open_source(f"memory:/{file}").holders) == 1
+    store.rm_file(file)
+    with pytest.raises(sx.IncompleteError, match="this rank's file is missing"):
+        open_source(url)
 
 
 def test_nothing_at_a_url_and_stores_that_are_not_known(store: Any) -> None:

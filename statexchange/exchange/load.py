@@ -80,8 +80,8 @@ def load_checkpoint(
         catalog = _Catalog(opened, communicator)
         wanted = _wanted(state, catalog)
         jobs = [_job(name, live, path, catalog) for name, live, path in wanted.targets]
-    strangers = communicator.all_gather_object(wanted.unexpected)  # what no rank has a place for
-    wanted.unexpected = [name for name in wanted.unexpected if all(name in theirs for theirs in map(set, strangers))]
+    strangers = set.intersection(*map(set, communicator.all_gather_object(wanted.unexpected)))
+    wanted.unexpected = [name for name in wanted.unexpected if name in strangers]  # no rank has a place for them
     with communicator.phase("comparing the names"):
         if strict:
             _check_names(wanted, catalog)

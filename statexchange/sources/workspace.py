@@ -15,6 +15,7 @@ from statexchange.errors import (
 from statexchange.sources.base import Extent, Holder, Source, SourceTensor
 from statexchange.storage import files
 from statexchange.storage.object_store import is_url
+from statexchange.storage.object_workspace import ObjectWorkspace
 from statexchange.storage.workspace import (
     MANIFEST,
     Manifest,
@@ -32,15 +33,13 @@ __all__ = ["read", "recognises"]
 
 def recognises(path: str) -> bool:
     """Whether `path` is a workspace, or one run, round or rank's file of it."""
-    if is_url(path):
-        return False
-    return (os.path.isfile(path) and is_rank_file(os.path.basename(path))) or _place(path) is not None
+    return (files.is_file(path) and is_rank_file(os.path.basename(path))) or _place(path) is not None
 
 
 def _place(path: str) -> tuple[str, str | None, int | None] | None:
     """(root, run, round) that `path` means."""
-    root = local_path(path)
-    if not os.path.isdir(root):
+    root = path.rstrip("/") if is_url(path) else local_path(path)
+    if not files.is_directory(root):
         return None
     if _is_round(root):
         run = os.path.dirname(root)
@@ -55,7 +54,11 @@ def _place(path: str) -> tuple[str, str | None, int | None] | None:
 
 def _directories(path: str) -> list[str]:
     below = [os.path.join(path, name) for name in files.list_directory(path)]
-    return [name for name in below if os.path.isdir(name) and not os.path.islink(name)]
+    return [name for name in below if files.is_directory(name) and not os.path.islink(name)]
+
+
+def _workspace(root: str) -> Workspace:
+    return ObjectWorkspace(root) if is_url(root) else Workspace(root)
 
 
 def _is_round(path: str) -> bool:
@@ -79,7 +82,7 @@ def read(path: str, *, strict: bool = True) -> Source:
             problems.append(IncompleteError("this rank's file is missing", rank=error.rank, path=error.path))
         except StateExchangeError as error:
             problems.append(error)
-    if not os.path.isfile(path):
+    if not files.is_file(path):
         problems += _missing_ranks(workspace, names, manifest)
     if problems and strict:
         raise problems[0]
@@ -98,16 +101,16 @@ def read(path: str, *, strict: bool = True) -> Source:
 
 def _files(path: str) -> tuple[Workspace, list[Receipt] | list[RankName], Manifest | None]:
     """The workspace, its files to read, and the manifest that lists them; of a rank's file only itself."""
-    if os.path.isfile(path):
-        folder, file = os.path.split(os.path.abspath(path))
+    if files.is_file(path):
+        folder, file = os.path.split(path if is_url(path) else os.path.abspath(path))
         folder, number = os.path.split(folder)
         root, run = os.path.split(folder)
-        return Workspace(root), [RankName.parse(os.path.join(run, number, file))], None
+        return _workspace(root), [RankName.parse(os.path.join(run, number, file))], None
     place = _place(path)
     if place is None:
         raise NotFoundError("no workspace", path=path)
     root, chosen_run, chosen_round = place
-    workspace = Workspace(root)
+    workspace = _workspace(root)
     return workspace, *_choose(workspace, chosen_run, chosen_round)
 
 

@@ -233,11 +233,14 @@ class Workspace:
 
     def rank_names(self, run: str, round: int) -> list[RankName]:  # noqa: A002
         """Whole files of a round, in rank order."""
-        path = os.path.join(self.path, run, f"{round:06d}")
-        with self._round_directory(run, round) as dir_fd:
-            found = files.names_in(dir_fd, path)
+        found = self._names_of(run, round)
         names = [RankName.parse(os.path.join(run, f"{round:06d}", name)) for name in found if is_rank_file(name)]
         return sorted(names, key=lambda name: name.rank)
+
+    def _names_of(self, run: str, number: int) -> list[str]:
+        """What lies in a round's directory."""
+        with self._round_directory(run, number) as dir_fd:
+            return files.names_in(dir_fd, os.path.join(self.path, run, f"{number:06d}"))
 
     def open(self, receipt: Receipt | RankName, *, timeout_s: float = 0.0) -> RankFile:
         """Open a rank's file; close it, or use it in a with block. Not collective.
@@ -260,15 +263,19 @@ class Workspace:
     def _open(self, name: RankName, size: int | None) -> RankFile:
         path = os.path.join(self.path, name.relative)
         try:
-            with self._round_directory(name.run, name.round) as dir_fd:
-                fd = files.open_file(name.file, dir_fd, path)
+            file = self._file_of(name)
         except NotFoundError:
             raise NotFoundError("this rank's file is missing", rank=name.rank, path=path) from None
         try:
-            return RankFile(fd, path, name, size)
+            return RankFile(file, path, name, size)
         except BaseException:
-            os.close(fd)
+            files.close(file)
             raise
+
+    def _file_of(self, name: RankName) -> files.Readable:
+        """A rank's file, open for reading."""
+        with self._round_directory(name.run, name.round) as dir_fd:
+            return files.open_file(name.file, dir_fd, os.path.join(self.path, name.relative))
 
     def commit(self, receipts: Sequence[Receipt], *, keep: int, extra: Mapping[str, Any] | None = None) -> Manifest:
         """Make a round count: write its manifest, then drop all but this run's newest `keep` rounds. Root only.
@@ -315,12 +322,16 @@ class Workspace:
     def manifest(self, run: str, round: int) -> Manifest:  # noqa: A002
         """The manifest of one round; NotFoundError if it was not committed."""
         path = os.path.join(self.path, run, f"{round:06d}", MANIFEST)
-        with self._round_directory(run, round) as dir_fd:
-            text = files.read_small(MANIFEST, dir_fd=dir_fd, shown=path)
+        text = self._text_of(run, round, MANIFEST)
         try:
             return _parse_manifest(files.parse_json(text, path), run, round)
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptError(f"broken manifest: {error}", path=path) from None
+
+    def _text_of(self, run: str, number: int, file: str) -> bytes:
+        """A small file of a round."""
+        with self._round_directory(run, number) as dir_fd:
+            return files.read_small(file, dir_fd=dir_fd, shown=os.path.join(self.path, run, f"{number:06d}", file))
 
     def next_round(self, run: str, rank: int | None = None) -> int:
         """The number after the newest round of `run`, or after the newest in which `rank` wrote."""
@@ -429,7 +440,7 @@ def _check_private(dir_fd: int, path: str) -> None:
 class RankFile:
     """One rank's open file: its facts, shards and digests, and their bytes on demand. A context manager."""
 
-    def __init__(self, fd: int, path: str, name: RankName, size: int | None = None) -> None:
+    def __init__(self, fd: files.Readable, path: str, name: RankName, size: int | None = None) -> None:
         self._fd = fd
         self.path = path
         self.header: Header = read_header(fd, path)
@@ -497,7 +508,7 @@ class RankFile:
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._fd)
+        files.close(self._fd)
 
     def __enter__(self) -> RankFile:
         return self
