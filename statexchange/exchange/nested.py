@@ -261,9 +261,11 @@ class _Restorer:
 
     def _made(self, saved: Any) -> Any:
         """A subtree with new tensors, which are to be read."""
-        made = {path: self._make(leaf.name, None, None) for path, leaf in flatten(saved) if isinstance(leaf, Saved)}
-        names = {path: leaf.name for path, leaf in flatten(saved) if isinstance(leaf, Saved)}
-        self.restoration.targets += [(names[path], live, names[path]) for path, live in made.items()]
+        made = {}
+        for path, leaf in flatten(saved):
+            if isinstance(leaf, Saved):
+                made[path] = self._make(leaf.name, None, None)
+                self.restoration.targets.append((leaf.name, made[path], leaf.name))
         return rebuild(saved, made)
 
     def _expect(self, holds: bool, wanted: str, saved: Any, path: str) -> None:

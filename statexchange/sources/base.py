@@ -123,11 +123,10 @@ class StoredTensor:
         from statexchange.storage import regions
 
         extent, data = self._extent, bytearray(self._extent.nbytes)
-        fd = files.open_for_reading(extent.path)
-        try:
-            regions.read_block(fd, extent.begin, self.shape, extent.strides, self.dtype, memoryview(data), extent.path)
-        finally:
-            files.close(fd)
+        with files.reading(extent.path) as file:
+            regions.read_block(
+                file, extent.begin, self.shape, extent.strides, self.dtype, memoryview(data), extent.path
+            )
         return array_over(data, self.dtype, self.shape)
 
 

@@ -44,11 +44,8 @@ def recognises(path: str) -> bool:
 
 
 def _head(path: str) -> bytes:
-    file = files.open_for_reading(path)
-    try:
+    with files.reading(path) as file:
         return _start_of(file, path)
-    finally:
-        files.close(file)
 
 
 def _start_of(file: files.Readable, path: str) -> bytes:

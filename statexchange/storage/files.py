@@ -48,6 +48,7 @@ __all__ = [
     "pread_into",
     "pwrite_all",
     "read_small",
+    "reading",
     "remove_file",
     "rename_new",
     "reserve",
@@ -160,6 +161,16 @@ def is_file(path: str) -> bool:
 def open_for_reading(path: str) -> Readable:
     """A file, or an object if `path` is a URL; `close` it."""
     return object_store.ObjectFile(path) if object_store.is_url(path) else open_file(path)
+
+
+@contextlib.contextmanager
+def reading(path: str) -> Iterator[Readable]:
+    """As `open_for_reading`, for a with block."""
+    file = open_for_reading(path)
+    try:
+        yield file
+    finally:
+        close(file)
 
 
 def size_of(file: Readable) -> int:

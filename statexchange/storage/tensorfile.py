@@ -140,11 +140,8 @@ def encode_header(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: M
 
 def read_header_of(path: str) -> Header:
     """The header of the file at `path`."""
-    fd = files.open_for_reading(path)
-    try:
-        return read_header(fd, path)
-    finally:
-        files.close(fd)
+    with files.reading(path) as file:
+        return read_header(file, path)
 
 
 def read_header(fd: Readable, path: str) -> Header:
