@@ -5,6 +5,7 @@ Every rank reads the bytes of its own boxes, and no others, from the files.
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentEr
 from statexchange.exchange.buffers import torch_dtype
 from statexchange.exchange.describe import HeldTensor, describe
 from statexchange.exchange.nested import Restoration, Saved, merged, names_tree, restoration
+from statexchange.exchange.staging import Staging
 from statexchange.layout.plan import prove_cover
 from statexchange.layout.shards import ITEMSIZE, Box, Shard, intersect
 from statexchange.sources import Extent, Source, SourceTensor, open_source
@@ -85,14 +87,14 @@ def load_checkpoint(
     with communicator.phase("comparing the names"):
         if strict:
             _check_names(wanted, catalog)
-    read = 0
     with communicator.phase("reading", timeout_s=stall_timeout_s), OpenFiles() as inputs:
+        reading = _Reading(inputs, communicator)
         for job in jobs:
-            read += _fill(job, inputs, communicator)
+            reading.fill(job)
         for deed in wanted.deeds:
             deed()
-    seconds = time.perf_counter() - began
-    return LoadReport(opened.path, len(jobs), read, tuple(wanted.missing), tuple(wanted.unexpected), seconds)
+    names = (tuple(wanted.missing), tuple(wanted.unexpected))
+    return LoadReport(opened.path, len(jobs), reading.nbytes, *names, time.perf_counter() - began)
 
 
 class _Catalog:
@@ -264,65 +266,56 @@ def _check_writable(part: Any, path: str) -> None:
         raise InvalidArgumentError(f"{problem}, and is to be filled", name=path)
 
 
-def _fill(job: _Job, inputs: OpenFiles, comm: Communicator) -> int:
-    """Read a live tensor's boxes; returns the bytes read."""
-    read = 0
-    for target, part in zip(job.held.shard.boxes, job.held.tensors, strict=True):
-        with _Room(part) as room:
-            for box, extent in job.boxes.items():
-                shared = intersect(box, target)
-                if shared is not None:
-                    read += _read(job, room.memory, target, shared, box, extent, inputs)
-                    comm.progress()
-    return read
+class _Reading:
+    """Reads live tensors' boxes, and counts the bytes."""
+
+    def __init__(self, inputs: OpenFiles, comm: Communicator) -> None:
+        self.nbytes = 0
+        self._inputs = inputs
+        self._comm = comm
+        self._staging = Staging()
+
+    def fill(self, job: _Job) -> None:
+        """All of one live tensor's boxes."""
+        for target, part in zip(job.held.shard.boxes, job.held.tensors, strict=True):
+            needed = [
+                (b, e, _Digest.of(b, e, target)) for b, e in job.boxes.items() if intersect(b, target) is not None
+            ]
+            for window, memory in self._staging.targets(part, job.held.shard.dtype):
+                placed = Box(tuple(map(operator.add, window.offsets, target.offsets)), window.shape)
+                for box, extent, digest in needed:
+                    shared = intersect(box, placed)
+                    if shared is not None:
+                        self._read(job, memory, placed, shared, box, extent, digest)
+            for _, extent, digest in needed:
+                if digest is not None:
+                    digest.check(job.name, extent)
+
+    def _read(
+        self, job: _Job, memory: memoryview, target: Box, shared: Box, box: Box, extent: Extent, digest: _Digest | None
+    ) -> None:
+        dtype = job.held.shard.dtype
+        lies = (extent.path, extent.begin, extent.strides, box)
+        read_part(self._inputs, *lies, shared, dtype, memory, target, digest.hasher if digest is not None else None)
+        self.nbytes += shared.numel * ITEMSIZE[dtype]
+        self._comm.progress()
 
 
-def _read(job: _Job, memory: memoryview, target: Box, shared: Box, box: Box, extent: Extent, inputs: OpenFiles) -> int:
-    whole = shared == box and extent.digest is not None
-    hasher = xxhash.xxh3_128() if whole else None
-    lies = (extent.path, extent.begin, extent.strides, box)
-    read_part(inputs, *lies, shared, job.held.shard.dtype, memory, target, hasher)
-    if hasher is not None and hasher.hexdigest() != extent.digest:
-        raise CorruptError(
-            "bytes differ from their digest",
-            name=job.name,
-            path=extent.path,
-            expected=extent.digest,
-            found=hasher.hexdigest(),
-        )
-    return shared.numel * ITEMSIZE[job.held.shard.dtype]
+class _Digest:
+    """The digest of a stored box that is read whole: its parts in all windows of the target follow each other."""
 
+    def __init__(self) -> None:
+        self.hasher = xxhash.xxh3_128()
 
-class _Room:
-    """Host memory in C order for a tensor to be written: its own where that is possible, else a copy put back."""
+    @classmethod
+    def of(cls, box: Box, extent: Extent, target: Box) -> _Digest | None:
+        """None if the box has no digest, or not all of it is wanted."""
+        return cls() if extent.digest is not None and intersect(box, target) == box else None
 
-    def __init__(self, tensor: Any) -> None:
-        self._tensor = tensor
-        self._staged: Any = None
-        self.memory = memoryview(bytearray())
-
-    def __enter__(self) -> _Room:
-        if isinstance(self._tensor, np.ndarray):
-            plain = self._tensor if self._tensor.flags.c_contiguous else np.empty_like(self._tensor, order="C")
-            self._staged = None if plain is self._tensor else plain
-            self.memory = memoryview(plain.reshape(-1).view(np.uint8).data)
-            return self
-        import torch
-
-        tensor = self._tensor.detach()
-        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            tensor = self._staged = torch.empty(tensor.shape, dtype=tensor.dtype)
-        if tensor.numel():
-            self.memory = memoryview(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy())
-        return self
-
-    def __exit__(self, kind: object, *exception: object) -> None:
-        if kind is not None or self._staged is None:
-            return
-        if isinstance(self._tensor, np.ndarray):
-            self._tensor[...] = self._staged
-            return
-        import torch
-
-        with torch.no_grad():
-            self._tensor.copy_(self._staged)
+    def check(self, name: str, extent: Extent) -> None:
+        """CorruptError unless the bytes are those that were written."""
+        found = self.hasher.hexdigest()
+        if found != extent.digest:
+            raise CorruptError(
+                "bytes differ from their digest", name=name, path=extent.path, expected=extent.digest, found=found
+            )

@@ -279,9 +279,9 @@ def pwrite_all(fd: int, buffer: Buffer, offset: int, path: str) -> None:
         raise StorageError.of(error, "write", path=path) from error
 
 
-def reserve(fd: int, nbytes: int, path: str) -> bool:
-    """Make a file `nbytes` long with all its room there, to notice a full disk now. False if it cannot be."""
-    code = _fallocate(fd, nbytes) if nbytes else 0
+def reserve(fd: int, nbytes: int, path: str, begin: int = 0) -> bool:
+    """Make sure that a file has `nbytes` of room from `begin` on, to notice a full disk now. False if it cannot be."""
+    code = _fallocate(fd, begin, nbytes) if nbytes else 0
     if code and code not in _UNSUPPORTED:
         raise StorageError(f"cannot reserve {nbytes} bytes: {os.strerror(code)}", errno=code, path=path)
     return not code
@@ -296,12 +296,12 @@ def check_room(fd: int, nbytes: int, path: str) -> None:
         raise StorageError(f"cannot reserve {nbytes} bytes: {why}", errno=errno.ENOSPC, path=path)
 
 
-def _fallocate(fd: int, nbytes: int) -> int:
+def _fallocate(fd: int, begin: int, nbytes: int) -> int:
     """The system call, which can say no; `os.posix_fallocate` would write a byte into each block instead."""
     call = _libc("fallocate")
     code = errno.EINTR
     while code == errno.EINTR:
-        result = call(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) if call else -1
+        result = call(fd, 0, ctypes.c_int64(begin), ctypes.c_int64(nbytes)) if call else -1
         code = (ctypes.get_errno() if call else errno.ENOSYS) if result else 0
     return code
 
