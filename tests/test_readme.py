@@ -178,6 +178,7 @@ def test_the_demo_prints_what_the_readme_shows() -> None:
     ("bench", "arguments"),
     [
         ("export.py", ["--megabytes", "16", "--rounds", "1"]),
+        ("load.py", ["--megabytes", "16", "--rounds", "1"]),
         ("gather.py", ["--megabytes", "16", "--rounds", "1"]),
         ("collectives.py", ["--ranks", "2", "--largest", "1", "--rounds", "1"]),
         ("training.py", ["--rounds", "1"]),
