@@ -1,33 +1,27 @@
-"""Load a checkpoint into live state, in place, whatever mesh and placement it was saved from or is wanted in.
-
-Every rank reads the bytes of its own boxes, and no others, from the files.
-"""
+"""Load a checkpoint into live state, in place, whatever mesh and placement it was saved from or is wanted in."""
 
 from __future__ import annotations
 
-import operator
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from statexchange import values
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.world import as_communicator
 from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, NotFoundError, ReplicaError
 from statexchange.exchange.buffers import torch_dtype
-from statexchange.exchange.describe import HeldTensor, describe
+from statexchange.exchange.describe import describe
 from statexchange.exchange.nested import Restoration, Saved, merged, names_tree, restoration
-from statexchange.exchange.staging import Staging
+from statexchange.exchange.reading import Job, dealt, read_all
 from statexchange.layout.plan import prove_cover
-from statexchange.layout.shards import ITEMSIZE, Box, Shard, intersect
+from statexchange.layout.shards import Box, Shard
 from statexchange.sources import Extent, Source, SourceTensor, open_source
-from statexchange.storage.files import OpenFiles
-from statexchange.storage.regions import read_part
+from statexchange.storage.object_store import is_url
 
 __all__ = ["LoadReport", "load_checkpoint"]
 
@@ -59,6 +53,7 @@ def load_checkpoint(
 
     Collective over `comm`, and blocks until all ranks are done. `source` is anything that `merge_checkpoint` reads. A
     rank reads what its own boxes need, so world size, mesh and placements may be others than those it was saved with.
+    What several ranks of a host want is read once: of files by the page cache, of objects by one rank for the others.
     What does not fit is found before anything is changed; any rank's failure is raised on all. After a failure while
     reading, the state is part old, part new.
 
@@ -87,14 +82,13 @@ def load_checkpoint(
     with communicator.phase("comparing the names"):
         if strict:
             _check_names(wanted, catalog)
-    with communicator.phase("reading", timeout_s=stall_timeout_s), OpenFiles() as inputs:
-        reading = _Reading(inputs, communicator)
-        for job in jobs:
-            reading.fill(job)
+    readers = dealt(jobs, communicator) if is_url(opened.path) else {}
+    with communicator.phase("reading", timeout_s=stall_timeout_s):
+        read = read_all(jobs, readers, communicator)
         for deed in wanted.deeds:
             deed()
     names = (tuple(wanted.missing), tuple(wanted.unexpected))
-    return LoadReport(opened.path, len(jobs), reading.nbytes, *names, time.perf_counter() - began)
+    return LoadReport(opened.path, len(jobs), read, *names, time.perf_counter() - began)
 
 
 class _Catalog:
@@ -223,19 +217,7 @@ def _hint(wanted: Restoration, catalog: _Catalog) -> str:
     return ""
 
 
-# Reading
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """A live tensor, and the stored boxes that fill it."""
-
-    name: str
-    held: HeldTensor
-    boxes: Mapping[Box, Extent]
-
-
-def _job(name: str, live: Any, path: str, catalog: _Catalog) -> _Job:
+def _job(name: str, live: Any, path: str, catalog: _Catalog) -> Job:
     stored = catalog.shard_of(name)
     held = describe({path: live}).held[path]
     for part in held.tensors:
@@ -253,7 +235,7 @@ def _job(name: str, live: Any, path: str, catalog: _Catalog) -> _Job:
         raise CorruptError(error.message, name=name, path=catalog.source.path) from error
     except IncompleteError as error:
         raise IncompleteError(error.message, name=name, path=catalog.source.path) from error
-    return _Job(name, held, boxes)
+    return Job(name, held, boxes)
 
 
 def _check_writable(part: Any, path: str) -> None:
@@ -264,58 +246,3 @@ def _check_writable(part: Any, path: str) -> None:
         problem = "several elements lie in one place of memory" if any(n > 1 and not s for n, s in strides) else None
     if problem is not None:
         raise InvalidArgumentError(f"{problem}, and is to be filled", name=path)
-
-
-class _Reading:
-    """Reads live tensors' boxes, and counts the bytes."""
-
-    def __init__(self, inputs: OpenFiles, comm: Communicator) -> None:
-        self.nbytes = 0
-        self._inputs = inputs
-        self._comm = comm
-        self._staging = Staging()
-
-    def fill(self, job: _Job) -> None:
-        """All of one live tensor's boxes."""
-        for target, part in zip(job.held.shard.boxes, job.held.tensors, strict=True):
-            needed = [
-                (b, e, _Digest.of(b, e, target)) for b, e in job.boxes.items() if intersect(b, target) is not None
-            ]
-            for window, memory in self._staging.targets(part, job.held.shard.dtype):
-                placed = Box(tuple(map(operator.add, window.offsets, target.offsets)), window.shape)
-                for box, extent, digest in needed:
-                    shared = intersect(box, placed)
-                    if shared is not None:
-                        self._read(job, memory, placed, shared, box, extent, digest)
-            for _, extent, digest in needed:
-                if digest is not None:
-                    digest.check(job.name, extent)
-
-    def _read(
-        self, job: _Job, memory: memoryview, target: Box, shared: Box, box: Box, extent: Extent, digest: _Digest | None
-    ) -> None:
-        dtype = job.held.shard.dtype
-        lies = (extent.path, extent.begin, extent.strides, box)
-        read_part(self._inputs, *lies, shared, dtype, memory, target, digest.hasher if digest is not None else None)
-        self.nbytes += shared.numel * ITEMSIZE[dtype]
-        self._comm.progress()
-
-
-class _Digest:
-    """The digest of a stored box that is read whole: its parts in all windows of the target follow each other."""
-
-    def __init__(self) -> None:
-        self.hasher = xxhash.xxh3_128()
-
-    @classmethod
-    def of(cls, box: Box, extent: Extent, target: Box) -> _Digest | None:
-        """None if the box has no digest, or not all of it is wanted."""
-        return cls() if extent.digest is not None and intersect(box, target) == box else None
-
-    def check(self, name: str, extent: Extent) -> None:
-        """CorruptError unless the bytes are those that were written."""
-        found = self.hasher.hexdigest()
-        if found != extent.digest:
-            raise CorruptError(
-                "bytes differ from their digest", name=name, path=extent.path, expected=extent.digest, found=found
-            )
