@@ -13,6 +13,7 @@ from statexchange.errors import StorageError
 from statexchange.layout.arrays import elements
 from statexchange.layout.shards import ITEMSIZE, Box, c_strides, intersect
 from statexchange.storage.files import OpenFiles, Readable, pread_into, pwrite_all, reserve
+from statexchange.storage.object_store import is_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -230,7 +231,8 @@ def read_part(
     lies = None if strides is None and is_contiguous(inside, box.shape) else along
     goes = _relative(part, target)
     straight = is_contiguous(goes, target.shape)
-    budget = WINDOW_BYTES if strides is None else AHEAD_BYTES
+    # A store answers late, so it is asked for more at a time.
+    budget = WINDOW_BYTES if strides is None and not is_url(path) else AHEAD_BYTES
     bounce = memoryview(bytearray(0 if straight else min(budget, part.numel * itemsize)))
     to = linear_offset(goes, target.shape) * itemsize
     for window in windows(part.shape, itemsize, budget):
