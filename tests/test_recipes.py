@@ -64,7 +64,7 @@ def logits(model: Any, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
 # --- Hugging Face Trainer ---
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("way", ["ddp", "fsdp2", "alone"])
 def test_trainers_callback_leaves_what_trainer_saves_itself(way: str, tmp_path: Path) -> None:
     """accelerate shards nothing on CPU; transformers itself does."""
     torch.manual_seed(0)
@@ -75,7 +75,8 @@ def test_trainers_callback_leaves_what_trainer_saves_itself(way: str, tmp_path: 
         "assert type(model.lm_head.weight).__name__ == 'DTensor'"
     }
     start.save_pretrained(tmp_path / "start")
-    run("on_save", tmp_path, replace=sharded if way == "fsdp2" else None)
+    launcher = ("python",) if way == "alone" else ("torchrun", "--nproc-per-node", "2")
+    run("on_save", tmp_path, launcher, replace=sharded if way == "fsdp2" else None)
     saved = [tmp_path / f"run/checkpoint-{step}" for step in (2, 4)]
     for path in saved:
         trainers = load_file(path / "model.safetensors")
