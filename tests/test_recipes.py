@@ -222,7 +222,8 @@ def test_an_average_is_exported_as_the_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["torchrun", "mpiexec and a workspace"])
 def test_stages_of_unequal_length_are_gathered_on_one_rank(way: str, tmp_path: Path) -> None:
-    shared = {"tp + TP])": "tp + TP], workspace_path='here')", "range(TP))": "range(TP), workspace_path='here')"}
+    calls = ("layers, column", "head, column", "mine, range(TP)")
+    shared = {f"({call})": f"({call}, workspace_path='here')" for call in calls}
     if way == "torchrun":
         run("stages", tmp_path, ("torchrun", "--nproc-per-node", "4"))
     else:
