@@ -324,7 +324,8 @@ def replica_error(name: str, box: Box, rank: int, other: int) -> ReplicaError:
     """Two ranks hold different bytes for one box; the message says how to go on."""
     return ReplicaError(
         f"ranks {rank} and {other} hold different values for region {box}: if each rank holds a part, say so with "
-        f'layout={{"{name}": Shard(0)}}; to take rank {min(rank, other)}\'s copy, replicas="root"',
+        f'layout={{"{name}": Shard(0)}}; to take rank {min(rank, other)}\'s copy, replicas="root"; tensors that '
+        "are not the same, as of pipeline stages that each count their layers from 0, need names of their own",
         name=name,
         rank=other,
     )
