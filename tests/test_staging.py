@@ -81,17 +81,19 @@ def peak() -> int:
 
 
 def strided_trip(folder: str) -> list[int]:
-    """Bytes that an export and a load add to the peak, of a tensor that lies in no order of the file's, and is cast."""
+    """Bytes that exports, and then a load and a save, add to the peak; the tensor lies in another order than the file."""
     tensor = torch.ones(6000, 8000).T
     small = {"w": torch.ones(30, 20).T}
     sx.export_checkpoint(small, f"{folder}/small", dtype="bfloat16")
     sx.export_checkpoint(small, f"{folder}/same")
     sx.load_checkpoint(small, f"{folder}/same")
+    sx.save_checkpoint(small, f"{folder}/kept")
     found = [peak()]
     sx.export_checkpoint({"w": tensor}, f"{folder}/cast", dtype="bfloat16")
     sx.export_checkpoint({"w": tensor}, f"{folder}/whole")
     found.append(peak())
     sx.load_checkpoint({"w": tensor}, f"{folder}/whole")
+    sx.save_checkpoint({"w": tensor}, f"{folder}/saved")
     found.append(peak())
     return [found[1] - found[0], found[2] - found[1]]
 

@@ -9,7 +9,7 @@ import numpy as np
 from statexchange.errors import UnsupportedError
 from statexchange.layout.arrays import DTYPE_NAMES, LONG_NAMES, array_over
 
-__all__ = ["dtype_name", "from_bytes", "host_bytes", "is_tensor", "own_bytes", "same_memory", "settled", "torch_dtype"]
+__all__ = ["dtype_name", "from_bytes", "is_tensor", "own_bytes", "same_memory", "settled", "torch_dtype"]
 
 
 def is_tensor(value: object) -> bool:
@@ -60,15 +60,6 @@ def torch_dtype(dtype: str) -> Any:
     return getattr(torch, LONG_NAMES[dtype])
 
 
-def host_bytes(tensor: Any) -> memoryview:
-    """A tensor's elements in C order as bytes; the tensor's own memory where it is contiguous on the host."""
-    own = own_bytes(tensor)
-    if own is None:
-        own = own_bytes(np.ascontiguousarray(tensor) if isinstance(tensor, np.ndarray) else _plain_copy(tensor))
-    assert own is not None
-    return own
-
-
 def own_bytes(tensor: Any) -> memoryview | None:
     """The memory of a tensor as bytes, if its elements lie there in C order, on the host."""
     if isinstance(tensor, np.ndarray):
@@ -81,13 +72,6 @@ def own_bytes(tensor: Any) -> memoryview | None:
 
     # A single element counts as contiguous whatever its stride.
     return memoryview(tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy())
-
-
-def _plain_copy(tensor: Any) -> Any:
-    import torch
-
-    with torch.no_grad():
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
 
 
 def from_bytes(data: Any, dtype: str, shape: tuple[int, ...], *, as_numpy: bool = False) -> Any:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError
-from statexchange.exchange.buffers import dtype_name, host_bytes, is_tensor, same_memory, settled
+from statexchange.exchange.buffers import dtype_name, is_tensor, same_memory, settled
+from statexchange.exchange.staging import Staging
 from statexchange.layout.placements import Cut, local_boxes
 from statexchange.layout.rules import Layout, Part, Rule, place
 from statexchange.layout.shards import Box, Shard, full_box
@@ -45,10 +46,9 @@ class HeldTensor:
     part: Part | None = None
     placement: Placement | None = None
 
-    def whole(self) -> Held:
-        """The shard with the bytes of all its boxes, in the tensors' own dtype."""
-        views = [host_bytes(tensor) for tensor in self.tensors]
-        return Held(self.shard, views[0] if len(views) == 1 else memoryview(b"".join(views)))
+    def whole(self, staging: Staging) -> Held:
+        """The shard with the bytes of all its boxes, which are made when they are asked for, by way of `staging`."""
+        return Held(self.shard, lambda box: (part for _, part in staging.parts(self.tensors[box], self.shard.dtype)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -363,18 +363,22 @@ def write_new(
     path: str,
     durable: bool = True,
     mode: int = 0o600,
+    begin: int = 0,
+    head: Callable[[], Buffer] | None = None,
 ) -> None:
     """Write a new file `name` in a directory: the name appears only when all `nbytes` are there and durable.
 
-    `path` is the full name for messages. A name that exists is a TargetExistsError; a failed write leaves
-    nothing.
+    `head` gives the first `begin` bytes when all parts are written. `path` is the full name for messages. A name that
+    exists is a TargetExistsError; a failed write leaves nothing.
     """
     temporary = f"{TEMPORARY_PREFIX}{new_nonce()}"
     fd = _create(temporary, dir_fd, mode, path)
     placed = temporary
     try:
         try:
-            _fill(fd, parts, nbytes, path)
+            _fill(fd, parts, begin, nbytes, path)
+            if head is not None:
+                pwrite_all(fd, head(), 0, path)
             if durable:
                 sync_file(fd, path)
         except BaseException:
@@ -392,9 +396,12 @@ def write_new(
         raise
 
 
-def _fill(fd: int, parts: Iterable[Buffer], nbytes: int, path: str) -> None:
-    reserve(fd, nbytes, path)
-    offset = 0
+def _fill(fd: int, parts: Iterable[Buffer], begin: int, nbytes: int, path: str) -> None:
+    if filesystem_is_memory(path):  # to reserve room there would be to write it
+        check_room(fd, nbytes, path)
+    else:
+        reserve(fd, nbytes, path)
+    offset = begin
     for part in parts:
         pwrite_all(fd, part, offset, path)
         offset += memoryview(part).nbytes
