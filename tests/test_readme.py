@@ -6,13 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from scripts import ALONE, BIN, README, readme_block, run_script, with_mpiexec, with_torchrun
 
 import statexchange as sx
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-BIN = Path(sys.executable).parent
-FENCES = re.compile(r"^<!-- (.+?) -->\n```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 RECIPES = ("on_save", "pipeline", "to_hf", "lora", "ema", "stages")  # which test_recipes.py runs
 
@@ -42,10 +40,6 @@ SEEDS = {
 }
 
 
-def blocks() -> dict[str, str]:
-    return dict(FENCES.findall(README))
-
-
 def test_every_fenced_block_is_one_that_a_test_runs() -> None:
     marked = {
         "block: train.py",
@@ -59,7 +53,7 @@ def test_every_fenced_block_is_one_that_a_test_runs() -> None:
         "block: resume.py",
         *(f"block: {recipe}.py" for recipe in RECIPES),
     }
-    assert set(blocks()) == marked
+    assert set(re.findall(r"^<!-- (.+?) -->\n```", README, re.MULTILINE)) == marked
     assert README.count("\n```") == 2 * len(marked)
 
 
@@ -67,24 +61,15 @@ def test_every_fenced_block_is_one_that_a_test_runs() -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The script of the README, run as it says on two ranks."""
     folder = tmp_path_factory.mktemp("readme")
-    (folder / "train.py").write_text(blocks()["block: train.py"])
-    done = subprocess.run(
-        [BIN / "torchrun", "--nproc-per-node", "2", "train.py"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    return folder, done.stdout
+    return folder, run_script(with_torchrun(2), "train.py", readme_block("block: train.py"), folder).stdout
 
 
 def test_the_script_prints_what_the_readme_shows(trained: tuple[Path, str]) -> None:
-    assert trained[1] == blocks()["output: torchrun"]
+    assert trained[1] == readme_block("output: torchrun")
 
 
 def test_the_commands_work_on_what_it_left(trained: tuple[Path, str]) -> None:
-    for line in blocks()["commands"].splitlines():
+    for line in readme_block("commands").splitlines():
         command = line.removeprefix("$ ").replace("statexchange", str(BIN / "statexchange"), 1)
         done = subprocess.run(["bash", "-c", command], cwd=trained[0], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, (line, done.stdout, done.stderr)
@@ -92,50 +77,33 @@ def test_the_commands_work_on_what_it_left(trained: tuple[Path, str]) -> None:
 
 
 def test_the_script_runs_alone(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", blocks()["block: train.py"]],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_script(ALONE, "train.py", readme_block("block: train.py"), tmp_path)
     assert "rank 0: 0.weight (1025, 512)" in done.stdout
 
 
 def test_the_layout_block_runs_under_mpiexec(tmp_path: Path) -> None:
-    (tmp_path / "layout.py").write_text(blocks()["block: layout.py"])
-    subprocess.run([BIN / "mpiexec", "-n", "2", sys.executable, "layout.py"], cwd=tmp_path, check=True, timeout=60)
+    run_script(with_mpiexec(2), "layout.py", readme_block("block: layout.py"), tmp_path)
     cut = sx.open_checkpoint(tmp_path / "cut")
     assert cut["up.weight"].read().tolist() == [[0.0] * 4] * 3 + [[1.0] * 4] * 4
 
 
-@pytest.mark.parametrize("launcher", [["torchrun", "--nproc-per-node", "2"], ["mpiexec", "-n", "2", sys.executable]])
-def test_the_collectives_print_what_the_readme_shows(launcher: list[str], tmp_path: Path) -> None:
-    (tmp_path / "reduce.py").write_text(blocks()["block: reduce.py"])
-    command = [BIN / launcher[0], *launcher[1:], "reduce.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.replace(f"{tmp_path}/", "") == blocks()["output: reduce.py"]
+@pytest.mark.parametrize("launcher", [with_torchrun(2), with_mpiexec(2)])
+def test_the_collectives_print_what_the_readme_shows(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    done = run_script(launcher, "reduce.py", readme_block("block: reduce.py"), tmp_path)
+    assert done.stdout.replace(f"{tmp_path}/", "") == readme_block("output: reduce.py")
 
 
-@pytest.mark.parametrize("launcher", [["torchrun", "--nproc-per-node", "2"], ["python"]])
-def test_the_training_script_learns(launcher: list[str], tmp_path: Path) -> None:
-    (tmp_path / "fit.py").write_text(blocks()["block: fit.py"])
-    command = [BIN / launcher[0], *launcher[1:], "fit.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    ranks, loss = re.fullmatch(r"(\d) ranks, loss (\d\.\d+)\n", done.stdout).groups()
-    assert (int(ranks), float(loss) < 0.2) == (2 if len(launcher) > 1 else 1, True)
+@pytest.mark.parametrize(("launcher", "ranks"), [(with_torchrun(2), 2), (ALONE, 1)])
+def test_the_training_script_learns(launcher: tuple[str, ...], ranks: int, tmp_path: Path) -> None:
+    done = run_script(launcher, "fit.py", readme_block("block: fit.py"), tmp_path)
+    said, loss = re.fullmatch(r"(\d) ranks, loss (\d\.\d+)\n", done.stdout).groups()
+    assert (int(said), float(loss) < 0.2) == (ranks, True)
 
 
 def test_a_job_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
-    (tmp_path / "resume.py").write_text(blocks()["block: resume.py"])
     losses = []
-    for number, launcher in enumerate((["torchrun", "--nproc-per-node", "2"], ["python"])):
-        command = [BIN / launcher[0], *launcher[1:], "resume.py"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
+    for number, launcher in enumerate((with_torchrun(2), ALONE)):
+        done = run_script(launcher, "resume.py", readme_block("block: resume.py"), tmp_path)
         began, at, loss = re.fullmatch(r"step (\d+), loss at (\d+): (\d\.\d+)\n", done.stdout).groups()
         assert (int(began), int(at)) == (10 * number, 10 * number + 10)
         losses.append(float(loss))
@@ -145,15 +113,14 @@ def test_a_job_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("example", "launcher"),
     [
-        ("torchrun_fsdp2.py", [BIN / "torchrun", "--nproc-per-node", "4"]),
-        ("mpiexec_tensor_parallel.py", [BIN / "mpiexec", "-n", "4", sys.executable]),
-        ("alone.py", [sys.executable]),
+        ("torchrun_fsdp2.py", with_torchrun(4)),
+        ("mpiexec_tensor_parallel.py", with_mpiexec(4)),
+        ("alone.py", ALONE),
     ],
 )
-def test_the_examples_train_export_and_compare(example: str, launcher: list[str], tmp_path: Path) -> None:
-    command = [*launcher, ROOT / "tools/examples" / example, tmp_path / "out"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+def test_the_examples_train_export_and_compare(example: str, launcher: tuple[str, ...], tmp_path: Path) -> None:
+    script = (ROOT / "tools/examples" / example).read_text()
+    done = run_script(launcher, example, script, tmp_path, tmp_path / "out")
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     assert losses[0] > 5
     assert losses[1] < 1
@@ -168,7 +135,7 @@ def test_the_demo_prints_what_the_readme_shows() -> None:
     assert done.returncode == 0, done.stderr
     shown, printed = (
         [re.match(r"[a-z' ]*", line)[0].strip() for line in text.splitlines() if line[:1].isalnum()]
-        for text in (blocks()["output: statexchange demo"], done.stdout)
+        for text in (readme_block("output: statexchange demo"), done.stdout)
     )
     assert shown == printed
     first, last = re.search(r"loss (\S+) to (\S+) in 100 steps", done.stdout).groups()

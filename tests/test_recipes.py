@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from scripts import ALONE, readme_block, run_script, with_mpiexec, with_torchrun
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
-BIN = Path(sys.executable).parent
 CONFIG = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 80, "num_attention_heads": 4}
 TOKENS = torch.arange(2 * 16).reshape(2, 16)
 
@@ -26,21 +22,18 @@ State = dict[str, torch.Tensor]
 def run(
     recipe: str,
     folder: Path,
-    launcher: tuple[str, ...] = ("torchrun", "--nproc-per-node", "2"),
+    launcher: tuple[str, ...] = with_torchrun(2),
     *,
     before: str = "dist.barrier()\n",
     look: str = "",
     replace: dict[str, str] | None = None,
 ) -> None:
     """Start a recipe as the README says; `look` is put in `before` a line, to see what it has there."""
-    script = re.search(rf"<!-- block: {recipe}.py -->\n```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)[1]
+    script = readme_block(f"block: {recipe}.py")
     for old, new in {**(replace or {}), **({before: look + before} if look else {})}.items():
         assert script.count(old) == 1, old
         script = script.replace(old, new)
-    (folder / f"{recipe}.py").write_text(script)
-    command = [BIN / launcher[0], *launcher[1:], f"{recipe}.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+    run_script(launcher, f"{recipe}.py", script, folder)
 
 
 def assert_same(found: State, expected: State) -> None:
@@ -75,7 +68,7 @@ def test_trainers_callback_leaves_what_trainer_saves_itself(way: str, tmp_path: 
         "assert type(model.lm_head.weight).__name__ == 'DTensor'"
     }
     start.save_pretrained(tmp_path / "start")
-    launcher = ("python",) if way == "alone" else ("torchrun", "--nproc-per-node", "2")
+    launcher = ALONE if way == "alone" else with_torchrun(2)
     run("on_save", tmp_path, launcher, replace=sharded if way == "fsdp2" else None)
     saved = [tmp_path / f"run/checkpoint-{step}" for step in (2, 4)]
     for path in saved:
@@ -225,9 +218,9 @@ def test_stages_of_unequal_length_are_gathered_on_one_rank(way: str, tmp_path: P
     calls = ("layers, column", "head, column", "mine, range(TP)")
     shared = {f"({call})": f"({call}, workspace_path='here')" for call in calls}
     if way == "torchrun":
-        run("stages", tmp_path, ("torchrun", "--nproc-per-node", "4"))
+        run("stages", tmp_path, with_torchrun(4))
     else:
-        run("stages", tmp_path, ("mpiexec", "-n", "4", sys.executable), replace=shared)
+        run("stages", tmp_path, with_mpiexec(4), replace=shared)
     ranks = []
     for rank, count in enumerate((3, 3, 2, 2)):
         torch.manual_seed(rank)
