@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
+from statexchange.checkpoint.convert import converted
 from statexchange.errors import InvalidArgumentError, UnsupportedError
 from statexchange.exchange.buffers import dtype_name, host_bytes, is_tensor, same_memory, settled
+from statexchange.exchange.megatron import MegatronTensor, holds_sharded, kind_of, leaves
 from statexchange.layout.placements import Cut, local_boxes
 from statexchange.layout.rules import Layout, Part, Rule, place
 from statexchange.layout.shards import Box, Shard, full_box
@@ -37,7 +41,7 @@ class HeldTensor:
     `part` is set for a plain tensor that has a layout rule: its shard says where the boxes lie in this rank's tensor,
     and where they lie in the whole is known once all ranks' parts are. `placement` is set for a tensor over a mesh of
     all ranks of which this rank's boxes are those that `local_boxes` gives. `cast` is the torch dtype in which its
-    bytes are wanted, if another.
+    bytes are wanted, if another. `reduce` is what is done with copies that differ, "max" or "min", if anything.
     """
 
     shard: Shard
@@ -45,11 +49,20 @@ class HeldTensor:
     part: Part | None = None
     placement: Placement | None = None
     cast: Any = None
+    reduce: str | None = None
+
+    def renamed(self, name: str) -> HeldTensor:
+        """The same under another name."""
+        part = None if self.part is None else replace(self.part, name=name)
+        return replace(self, shard=replace(self.shard, name=name), part=part)
 
     def box_bytes(self, index: int) -> memoryview:
         """Bytes of one box in C order, in the dtype of the shard."""
         tensor = self.tensors[index]
-        return host_bytes(tensor if self.cast is None else tensor.to(self.cast))
+        if self.cast is None:
+            return host_bytes(tensor)
+        is_array = isinstance(tensor, np.ndarray)
+        return host_bytes(converted(tensor, self.shard.dtype) if is_array else tensor.to(self.cast))
 
     def whole(self) -> Held:
         """The shard with the bytes of all its boxes."""
@@ -62,21 +75,31 @@ class Description:
     """All tensors of a state on this rank, in order.
 
     `aliases` maps a tied name to the one that is kept; `unused` are layout patterns that match nothing on this rank.
+    `sources` maps a name that a layout made of another to that one.
     """
 
     held: Mapping[str, HeldTensor]
     aliases: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def renamed(self, names: Mapping[str, str]) -> Description:
+        """The same under other names, for those that `names` has one for; aliases and sources keep theirs."""
+        if not names:
+            return self
+        new = {name: names.get(name, name) for name in self.held}
+        return replace(self, held={new[name]: held.renamed(new[name]) for name, held in self.held.items()})
 
 
 def describe(state: Any, layout: Layout | None = None, rank: int = 0) -> Description:
-    """Describe a module, a mapping of names to tensors, or a list of modules (pipeline parts). Not collective.
+    """Describe a module, a mapping of names to tensors, or a list of such (pipeline parts). Not collective.
 
     Raises UnsupportedError, naming the tensor, for what has no faithful representation: a Partial placement, sparse,
     quantised or meta tensors. `rank` is this one's, where a layout gives boxes by rank.
     """
     held: dict[str, HeldTensor] = {}
     aliases: dict[str, str] = {}
+    sources: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
     rules = layout or Layout({})
     for name, tensor in named_tensors(state):
@@ -84,29 +107,53 @@ def describe(state: Any, layout: Layout | None = None, rank: int = 0) -> Descrip
             if part.shard.name in held:
                 raise InvalidArgumentError("two parts of the state use this name", name=part.shard.name)
             held[part.shard.name] = part
-            key = same_memory(part.tensors[0]) if part.tensors else None
-            if key is not None and seen.setdefault(key, part.shard.name) != part.shard.name:
+            if part.shard.name != name:
+                sources[part.shard.name] = name
+            key = tuple(map(same_memory, part.tensors))
+            if key and None not in key and seen.setdefault(key, part.shard.name) != part.shard.name:
                 aliases[part.shard.name] = seen[key]
-    return Description(held, aliases, tuple(sorted(rules.unused)))
+    return Description(held, aliases, tuple(sorted(rules.unused)), sources)
 
 
 def named_tensors(state: Any) -> Iterator[tuple[str, Any]]:
-    """The (name, tensor) pairs of a state; a value that is no tensor is an InvalidArgumentError naming it."""
-    parts = state if isinstance(state, list | tuple) else [state]
-    for part in parts:
-        # A module's extra state may be anything; it is no tensor of the model.
-        items = {n: v for n, v in _model_items(part).items() if is_tensor(v)} if is_module(part) else part
-        if not isinstance(items, Mapping):
-            raise InvalidArgumentError(f"state must be a module, a mapping or a list of modules, not {type(part)!r}")
-        for name, value in items.items():
+    """The (name, tensor) pairs of a state; a value that is no tensor is an InvalidArgumentError naming it.
+
+    What Megatron-Core's sharded state dicts have goes by its key, all parts of one as one tensor, and what is no tensor
+    in them is left out: extra state, and what Megatron-Core itself leaves out.
+    """
+    sharded: dict[str, MegatronTensor] = {}
+    for part in state if isinstance(state, list | tuple) else [state]:
+        for name, value in _items(part):
             if not isinstance(name, str):
                 raise InvalidArgumentError(f"state has the key {name!r}: names must be text")
-            if not is_tensor(value):
+            kind = kind_of(value)
+            if kind == "tensor":
+                _add_sharded(sharded, value)
+            elif kind is None and is_tensor(value):
+                yield name, value
+            elif kind is None:
                 found = f"state[{name!r}] is a {type(value).__name__}, not a tensor"
                 raise InvalidArgumentError(
                     f"{found}: pass a module or one flat mapping; save_checkpoint takes nested state"
                 )
-            yield name, value
+    yield from sharded.items()
+
+
+def _add_sharded(sharded: dict[str, MegatronTensor], shard: Any) -> None:
+    if shard.key in sharded:
+        sharded[shard.key].add(shard)
+    else:
+        sharded[shard.key] = MegatronTensor(shard)
+
+
+def _items(part: Any) -> Iterable[tuple[Any, Any]]:
+    """The entries of one part of a state; a nested one may be if it is Megatron-Core's."""
+    if is_module(part):
+        # A module's extra state may be anything; it is no tensor of the model.
+        return [(name, value) for name, value in _model_items(part).items() if is_tensor(value)]
+    if not isinstance(part, Mapping):
+        raise InvalidArgumentError(f"state must be a module, a mapping or a list of modules, not {type(part)!r}")
+    return leaves(part) if holds_sharded(part) else part.items()
 
 
 def is_module(value: Any) -> bool:
@@ -179,15 +226,20 @@ def _clean(name: str) -> str:
 def _hold(name: str, tensor: Any, rule: Rule | None, rank: int) -> list[HeldTensor]:
     dtype = dtype_name(tensor, name)
     shape = tuple(int(size) for size in tensor.shape)
+    reduce = rule.reduce if rule is not None else None
+    if reduce is not None and dtype.startswith("C"):
+        raise UnsupportedError(f"complex numbers have no {reduce}", name=name)
     if hasattr(tensor, "__create_chunk_list__"):
-        return [_hold_chunks(name, dtype, shape, tensor, rank)]
-    if rule is None:
-        return [HeldTensor(Shard(name, dtype, shape, (full_box(shape),)), (tensor,))]
-    if rule.reduce is not None or rule.renumber:
-        raise UnsupportedError(
-            "a layout reduces and renumbers what lies in files only: save_checkpoint, then merge --layout", name=name
-        )
-    return [_hold_part(part, dtype, tensor) for part in rule.parts(name, shape, rank)]
+        if rule is not None and rule.says_where:
+            raise InvalidArgumentError(
+                f"layout rule for {rule.pattern!r} matches a tensor that says itself which part it is", name=name
+            )
+        held = [_hold_chunks(name, dtype, shape, tensor, rank)]
+    elif rule is None:
+        held = [HeldTensor(Shard(name, dtype, shape, (full_box(shape),)), (tensor,))]
+    else:
+        held = [_hold_part(part, dtype, tensor) for part in rule.parts(name, shape, rank)]
+    return held if reduce is None else [replace(one, reduce=reduce) for one in held]
 
 
 def _hold_part(part: Part, dtype: str, tensor: Any) -> HeldTensor:
@@ -203,9 +255,9 @@ def _hold_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Any, ran
         raise UnsupportedError(f"placement {partial[0]} holds an unfinished sum; redistribute it first", name=name)
     boxes = []
     parts = []
-    for chunk in _own_chunks(name, tensor):
+    for index, chunk in enumerate(_own_chunks(name, tensor)):
         box = Box(tuple(int(o) for o in chunk.offsets), tuple(int(s) for s in chunk.sizes))
-        part = _chunk_tensor(name, tensor, chunk)
+        part = _chunk_tensor(name, tensor, chunk, index)
         dtype_name(part, name)
         if tuple(part.shape) != box.shape:
             raise UnsupportedError(
@@ -246,12 +298,12 @@ def _own_chunks(name: str, tensor: Any) -> list[Any]:
     return list(tensor.__create_chunk_list__())
 
 
-def _chunk_tensor(name: str, tensor: Any, chunk: Any) -> Any:
+def _chunk_tensor(name: str, tensor: Any, chunk: Any, index: int) -> Any:
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     if hasattr(tensor, "to_local"):
         return settled(tensor.to_local())
-    return tensor.__get_tensor_shard__(MetadataIndex(name, chunk.offsets))
+    return tensor.__get_tensor_shard__(MetadataIndex(name, chunk.offsets, index))
 
 
 def resolve_layout(
