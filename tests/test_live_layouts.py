@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
 from safetensors.torch import load_file, save_file
+from test_layout_file import cut_by_rules
 from torch import nn
 
 import statexchange as sx
@@ -23,8 +25,8 @@ IMPORTING = threading.Lock()
 State = dict[str, torch.Tensor]
 
 
-def model_of(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
+def model_of() -> nn.Sequential:
+    torch.manual_seed(0)  # of this process: for ranks that are processes
     return nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 10), nn.Linear(10, 7, bias=False), nn.LayerNorm(7))
 
 
@@ -394,6 +396,19 @@ def test_the_state_stays_as_it_is_and_what_has_no_order_is_refused(tmp_path: Pat
     uneven = {"s": mine if rank else mine.bfloat16()}
     told = r"copies to be reduced differ in dtype: expected BF16, found F32.*'s', rank 1"
     refused(sx.CorruptError, told, uneven, tmp_path / "x", layout=layout, dtype="float16")
+
+
+def exports_by_rules(layout: Any, states: list[State], out: str) -> None:
+    sx.export_checkpoint(states[sx.get_communicator().rank], out, layout=layout)
+
+
+@settings(max_examples=15, deadline=None)
+@given(cut_by_rules())
+def test_whatever_rules_say_is_what_live_ranks_export(tmp_path_factory: pytest.TempPathFactory, case: Any) -> None:
+    layout, whole, states = case
+    out = tmp_path_factory.mktemp("rules", numbered=True) / "out"
+    run_ranks(exports_by_rules, len(states), backend="threads", args=(layout, states, str(out)))
+    assert equal(exported(out), whole)
 
 
 GRID = {"pp": 2, "ep": 2, "tp": 1}

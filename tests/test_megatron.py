@@ -94,15 +94,17 @@ LAYERS, HIDDEN, FFN, VOCABULARY = 4, 6, 8, 10
 
 def whole(seed: int) -> dict[str, torch.Tensor]:
     """The model as the checkpoint has it: the layers are stacked."""
-    torch.manual_seed(seed)
-    return {
-        "embedding.word_embeddings.weight": torch.randn(VOCABULARY, HIDDEN),
-        "decoder.layers.self_attention.linear_qkv.weight": torch.randn(LAYERS, 3 * HIDDEN, HIDDEN).bfloat16(),
-        "decoder.layers.self_attention.linear_proj.weight": torch.randn(LAYERS, HIDDEN, HIDDEN),
-        "decoder.layers.mlp.linear_fc1.weight": torch.randn(LAYERS, 2 * FFN, HIDDEN),
-        "decoder.layers.input_layernorm.weight": torch.randn(LAYERS, HIDDEN),
-        "decoder.final_layernorm.weight": torch.randn(HIDDEN),
+    shapes = {
+        "embedding.word_embeddings.weight": (VOCABULARY, HIDDEN),
+        "decoder.layers.self_attention.linear_qkv.weight": (LAYERS, 3 * HIDDEN, HIDDEN),
+        "decoder.layers.self_attention.linear_proj.weight": (LAYERS, HIDDEN, HIDDEN),
+        "decoder.layers.mlp.linear_fc1.weight": (LAYERS, 2 * FFN, HIDDEN),
+        "decoder.layers.input_layernorm.weight": (LAYERS, HIDDEN),
+        "decoder.final_layernorm.weight": (HIDDEN,),
     }
+    generator = torch.Generator().manual_seed(seed)
+    made = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
+    return {key: value.bfloat16() if "qkv" in key else value for key, value in made.items()}
 
 
 def rank_state(model: dict[str, torch.Tensor], rank: int, tp: int, pp: int) -> dict[str, Any]:
@@ -248,6 +250,15 @@ def test_a_factory_that_copies_is_merged_again(tmp_path: Path) -> None:
     assert torch.equal(fresh, weight)
 
 
+def test_a_snapshot_is_exported_while_training_goes_on(tmp_path: Path) -> None:
+    state = rank_state(whole(0), 0, 1, 1)
+    future = sx.export_checkpoint_async(state, tmp_path / "out")
+    for part in values_of(state).values():
+        part.zero_()
+    future.result()
+    assert equal(load_file(tmp_path / "out/model.safetensors"), whole(0))
+
+
 def test_virtual_stages_and_plain_tensors_beside(tmp_path: Path) -> None:
     chunks = [{"l.0": sharded("l", torch.full((2,), float(n)), (0, n, 2), prepended=1)} for n in range(2)]
     sx.export_checkpoint([*chunks, {"rng": {"seed": torch.ones(1)}, **chunks[0]}], tmp_path / "out")
@@ -257,6 +268,11 @@ def test_virtual_stages_and_plain_tensors_beside(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[Any, type[Exception], str]] = [
     (sharded("k", torch.ones(4), flattened_range=slice(0, 4)), sx.UnsupportedError, "flattened_range.*'k'"),
+    (
+        ShardedTensor("k", torch.ones(2).half(), torch.float32, (2,), (2,), (0,), (1,)),
+        sx.UnsupportedError,
+        r"does not fit its box: expected \('F32', \(2,\)\), found \('F16', \(2,\)\).*'k'",
+    ),
     (ShardedTensor("k", None, torch.float32, (2,), (2,), (0,), (1,)), ValueError, "has no data.*'k'"),
     (sharded("k", torch.ones(2), (0, 2, 2)), ValueError, r"of shape \(2,\) at \(4,\) lies outside \(4,\).*'k'"),
     ([sharded("k", torch.ones(2)), sharded("k", torch.ones(2).half())], sx.CorruptError, "differ in dtype.*'k'"),

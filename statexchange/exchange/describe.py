@@ -258,10 +258,10 @@ def _hold_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Any, ran
     for index, chunk in enumerate(_own_chunks(name, tensor)):
         box = Box(tuple(int(o) for o in chunk.offsets), tuple(int(s) for s in chunk.sizes))
         part = _chunk_tensor(name, tensor, chunk, index)
-        dtype_name(part, name)
-        if tuple(part.shape) != box.shape:
+        found = (dtype_name(part, name), tuple(part.shape))
+        if found != (dtype, box.shape):
             raise UnsupportedError(
-                "the local part does not fit its box", name=name, expected=box.shape, found=tuple(part.shape)
+                "the local part does not fit its box", name=name, expected=(dtype, box.shape), found=found
             )
         boxes.append(box)
         parts.append(part)

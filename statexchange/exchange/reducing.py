@@ -52,7 +52,7 @@ def reduce_copies(comm: Communicator, described: Description, reductions: Sequen
             else:
                 _receive(comm, src, ours, described)
         elif comm.rank == src:
-            _send(comm, dst, [_bytes(described, one.name, index) for one, index in pairs])
+            _send(comm, dst, described, [(one.name, index) for one, index in pairs])
     held = dict(described.held)
     for (name, index), data in results.items():
         held[name] = _with(held[name], index, data)
@@ -93,9 +93,16 @@ def _messages(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
         yield message
 
 
-def _send(comm: Communicator, dst: int, boxes: Sequence[Any]) -> None:
-    for message in _messages([box.nbytes for box in boxes]):
-        comm.send(np.concatenate([boxes[number][begin:end] for number, begin, end in message]), dst)
+def _send(comm: Communicator, dst: int, described: Description, boxes: Sequence[tuple[str, int]]) -> None:
+    sizes = [described.held[name].tensors[index].nbytes for name, index in boxes]
+    data, known = np.empty(0, np.uint8), -1
+    for message in _messages(sizes):
+        parts = []
+        for number, begin, end in message:
+            if number != known:
+                data, known = _bytes(described, *boxes[number]), number
+            parts.append(data[begin:end])
+        comm.send(np.concatenate(parts), dst)
         comm.progress()
 
 
