@@ -261,9 +261,11 @@ def test_a_snapshot_is_exported_while_training_goes_on(tmp_path: Path) -> None:
 
 def test_virtual_stages_and_plain_tensors_beside(tmp_path: Path) -> None:
     chunks = [{"l.0": sharded("l", torch.full((2,), float(n)), (0, n, 2), prepended=1)} for n in range(2)]
-    sx.export_checkpoint([*chunks, {"rng": {"seed": torch.ones(1)}, **chunks[0]}], tmp_path / "out")
+    beside = {"part": {"more": {"seed": torch.ones(1)}, **chunks[0]}, "plain": torch.ones(2)}
+    sx.export_checkpoint([*chunks, beside], tmp_path / "out")
     found = load_file(tmp_path / "out/model.safetensors")
-    assert equal(found, {"l": torch.tensor([[0.0, 0.0], [1.0, 1.0]]), "rng.seed": torch.ones(1)})
+    expected = {"l": torch.tensor([[0.0, 0.0], [1.0, 1.0]])}
+    assert equal(found, {**expected, "part.more.seed": torch.ones(1), "plain": torch.ones(2)})
 
 
 REFUSED: list[tuple[Any, type[Exception], str]] = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -122,19 +122,22 @@ def named_tensors(state: Any) -> Iterator[tuple[str, Any]]:
     in them is left out: extra state, and what Megatron-Core itself leaves out.
     """
     sharded: dict[str, MegatronTensor] = {}
-    for part in state if isinstance(state, list | tuple) else [state]:
-        for name, value in _items(part):
-            if not isinstance(name, str):
-                raise InvalidArgumentError(f"state has the key {name!r}: names must be text")
-            kind = kind_of(value)
+    for name, value in _items(state):
+        if not isinstance(name, str):
+            raise InvalidArgumentError(f"state has the key {name!r}: names must be text")
+        if is_tensor(value):
+            yield name, value
+            continue
+        for path, leaf in leaves(value, name) if holds_sharded(value) else [(name, value)]:
+            kind = kind_of(leaf)
             if kind == "tensor":
-                _add_sharded(sharded, value)
-            elif kind is None and is_tensor(value):
-                yield name, value
+                _add_sharded(sharded, leaf)
+            elif kind is None and is_tensor(leaf):
+                yield path, leaf
             elif kind is None:
-                found = f"state[{name!r}] is a {type(value).__name__}, not a tensor"
                 raise InvalidArgumentError(
-                    f"{found}: pass a module or one flat mapping; save_checkpoint takes nested state"
+                    f"state[{path!r}] is a {type(leaf).__name__}, not a tensor: pass a module or one flat mapping; "
+                    "save_checkpoint takes nested state"
                 )
     yield from sharded.items()
 
@@ -146,14 +149,16 @@ def _add_sharded(sharded: dict[str, MegatronTensor], shard: Any) -> None:
         sharded[shard.key] = MegatronTensor(shard)
 
 
-def _items(part: Any) -> Iterable[tuple[Any, Any]]:
-    """The entries of one part of a state; a nested one may be if it is Megatron-Core's."""
-    if is_module(part):
-        # A module's extra state may be anything; it is no tensor of the model.
-        return [(name, value) for name, value in _model_items(part).items() if is_tensor(value)]
-    if not isinstance(part, Mapping):
-        raise InvalidArgumentError(f"state must be a module, a mapping or a list of modules, not {type(part)!r}")
-    return leaves(part) if holds_sharded(part) else part.items()
+def _items(state: Any) -> Iterator[tuple[Any, Any]]:
+    """The entries of all parts of a state."""
+    for part in state if isinstance(state, list | tuple) else [state]:
+        if is_module(part):
+            # A module's extra state may be anything; it is no tensor of the model.
+            yield from ((name, value) for name, value in _model_items(part).items() if is_tensor(value))
+        elif isinstance(part, Mapping):
+            yield from part.items()
+        else:
+            raise InvalidArgumentError(f"state must be a module, a mapping or a list of modules, not {type(part)!r}")
 
 
 def is_module(value: Any) -> bool:
