@@ -238,6 +238,7 @@ def test_plain_tensors_with_every_kind_of_rule(tmp_path: Path) -> None:
         "own.box": w[2 * rank : 2 * rank + 2],
         "array": w.numpy()[2 * rank : 2 * rank + 2],
         "scale": torch.tensor([1.0, -2.0]) * (1 if rank else -1),
+        "turned.scale": (w - 12.25).mul(1 if rank else -1).T,
     }
     boxes = [[[[0, 0], [1, 6]], [[3, 0], [1, 6]]], [[[1, 0], [2, 6]]]]
     layout = {
@@ -247,10 +248,11 @@ def test_plain_tensors_with_every_kind_of_rule(tmp_path: Path) -> None:
         "all.boxes": {"global_shape": [4, 6], "boxes": boxes},
         "own.box": {"global_shape": [4, 6], "offsets": [2 * rank, 0], "shape": [2, 6]},
         "array": {"dim": 0},
-        "scale": {"reduce": "max"},
+        "*scale": {"reduce": "max"},
     }
     sx.export_checkpoint(state, tmp_path / "out", layout=layout, dtype="bfloat16")
     expected = {name: w.bfloat16() for name in state} | {"scale": torch.tensor([1.0, 2.0]).bfloat16()}
+    expected["turned.scale"] = (w - 12.25).abs().T.bfloat16()
     assert equal(exported(tmp_path / "out"), expected)
 
 

@@ -10,8 +10,9 @@ import numpy as np
 
 from statexchange.checkpoint.convert import reduce_into
 from statexchange.comm.communicator import Communicator
-from statexchange.exchange.buffers import dtype_name, from_bytes, host_bytes
+from statexchange.exchange.buffers import dtype_name, from_bytes, own_bytes
 from statexchange.exchange.describe import Description, HeldTensor
+from statexchange.exchange.staging import Staging
 from statexchange.layout.arrays import array_over
 
 __all__ = ["Reduction", "reduce_copies"]
@@ -71,7 +72,13 @@ def _journeys(reductions: Sequence[Reduction]) -> Iterator[tuple[int, int, list[
 
 def _bytes(described: Description, name: str, index: int) -> Any:
     """A box's bytes as an array, in the dtype in which it is held."""
-    return np.frombuffer(host_bytes(described.held[name].tensors[index]), np.uint8)
+    tensor = described.held[name].tensors[index]
+    own: Any = own_bytes(tensor)
+    if own is None:
+        own = bytearray()
+        for _, part in Staging().parts(tensor, _held_dtype(described.held[name])):
+            own += part
+    return np.frombuffer(own, np.uint8)
 
 
 def _messages(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
