@@ -315,8 +315,15 @@ def test_small_files_come_along(tmp_path: Path) -> None:
     ]
     merge_checkpoint(tmp_path / "ws", tmp_path / "out", files_from=[model / ".hidden"], overwrite=True)
     assert sorted(os.listdir(tmp_path / "out")) == [".hidden", "model.safetensors", "statexchange.json"]
-    os.mkfifo(tmp_path / "fifo")
+    given = {"config.json": "{}", "tokenizer.model": b"\xff"}
+    merge_checkpoint(tmp_path / "ws", tmp_path / "out", files_from=given, overwrite=True)
+    assert (tmp_path / "out/config.json").read_text() == "{}"
+    assert (tmp_path / "out/tokenizer.model").read_bytes() == b"\xff"
     shutil.rmtree(tmp_path / "out")
+    for name in ("", "..", "sub/config.json", "/config.json"):
+        refuse(InvalidArgumentError, tmp_path, "can be called", files_from={name: "{}"})
+    refuse(InvalidArgumentError, tmp_path, "'model.safetensors'", files_from={"model.safetensors": "{}"})
+    os.mkfifo(tmp_path / "fifo")
     refuse(UnsafeError, tmp_path, "regular file", files_from=[tmp_path / "fifo"])
 
 

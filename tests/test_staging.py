@@ -81,7 +81,7 @@ def peak() -> int:
 
 
 def strided_trip(folder: str) -> list[int]:
-    """Bytes that exports, and then a load and a save, add to the peak; the tensor lies in another order than the file."""
+    """Bytes that exports, and then a load and a save, add to the peak; the tensor lies in an order of its own."""
     tensor = torch.ones(6000, 8000).T
     small = {"w": torch.ones(30, 20).T}
     sx.export_checkpoint(small, f"{folder}/small", dtype="bfloat16")

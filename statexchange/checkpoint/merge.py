@@ -19,6 +19,7 @@ import xxhash
 from statexchange.checkpoint.convert import ConvertingReader, cast_holdings, float_name
 from statexchange.checkpoint.publish import (
     BoxFact,
+    FilesFrom,
     OpenFile,
     Publication,
     check_target,
@@ -101,7 +102,7 @@ def merge_checkpoint(
     dtype: Any = None,
     max_shard_size: int | str = "5GB",
     filename_pattern: str = "model{suffix}.safetensors",
-    files_from: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+    files_from: FilesFrom = None,
     overwrite: bool = False,
     threads: int | None = None,
     dry_run: bool = False,
@@ -147,7 +148,7 @@ def merge_checkpoint(
     plan = plan_merge(list(cast_holdings(holdings, wanted)) if wanted else holdings, options, basis=basis)
     if replicas == "equal":
         check_replicas(opened, plan, reductions)
-    travelling = travelling_files(files_from)
+    travelling = travelling_files(files_from, plan)
     path = os.fspath(out) if is_url(os.fspath(out)) else target_path(out)
     reused: tuple[str, ...] = ()
     _check_apart(opened, path)

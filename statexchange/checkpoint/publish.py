@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import stat
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -33,12 +34,11 @@ from statexchange.storage.object_store import plain
 from statexchange.storage.tensorfile import encode_header
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from statexchange.layout.plan import FilePlan, Plan, TensorPlan
 
 __all__ = [
     "BoxFact",
+    "FilesFrom",
     "OpenFile",
     "Publication",
     "check_target",
@@ -452,15 +452,27 @@ def _tensor_record(file: FilePlan, tensor: TensorPlan, facts: Sequence[BoxFact])
     }
 
 
-def travelling_files(
-    sources: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
-) -> dict[str, bytes]:
-    """config.json, tokenizer and other small files: of a directory all but weights, else those named."""
-    if sources is None:
+FilesFrom = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | bytes] | None
+
+
+def travelling_files(given: FilesFrom, plan: Plan) -> dict[str, bytes]:
+    """config.json, tokenizer and other small files: of a directory all but weights, else those named or given whole.
+
+    Names that are no plain ones, or those of the checkpoint's own files, are an InvalidArgumentError.
+    """
+    if given is None:
         return {}
-    named = [os.fspath(sources)] if isinstance(sources, str | os.PathLike) else [os.fspath(s) for s in sources]
-    paths = [path for name in named for path in (_small_files(name) if os.path.isdir(name) else [name])]
-    return {os.path.basename(path): files.read_small(path) for path in paths}
+    if isinstance(given, Mapping):
+        found = {name: text.encode() if isinstance(text, str) else text for name, text in given.items()}
+    else:
+        named = [os.fspath(given)] if isinstance(given, str | os.PathLike) else [os.fspath(s) for s in given]
+        paths = [path for name in named for path in (_small_files(name) if os.path.isdir(name) else [name])]
+        found = {os.path.basename(path): files.read_small(path) for path in paths}
+    own = {MANIFEST, index_name(plan), *(file.name for file in plan.files)}
+    for name in found:
+        if name in own or name != os.path.basename(name) or name in ("", os.curdir, os.pardir):
+            raise InvalidArgumentError(f"files_from gives {name!r}, which no file beside the weights can be called")
+    return found
 
 
 _WEIGHTS = re.compile(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from statexchange.checkpoint.publish import BoxFact, OpenFile, Publication, travelling_files, write_manifest
+from statexchange.checkpoint.publish import BoxFact, FilesFrom, OpenFile, Publication, travelling_files, write_manifest
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.world import as_communicator
 from statexchange.errors import CorruptError, InvalidArgumentError, ReplicaError
@@ -71,7 +71,7 @@ def export_checkpoint(
     dtype: Any = None,
     max_shard_size: int | str = "5GB",
     filename_pattern: str = "model{suffix}.safetensors",
-    files_from: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+    files_from: FilesFrom = None,
     overwrite: bool = False,
     stall_timeout_s: float = 300.0,
     on_progress: Callable[[int, int], None] | None = None,
@@ -90,8 +90,8 @@ def export_checkpoint(
 
     `include` and `exclude` are shell patterns, one or several; `rename` a function or (regex, replacement) pairs;
     `dtype` casts floating tensors; `replicas="root"` takes the first holder's copy where copies differ; `files_from`
-    names a directory (its small files go along) or files; `on_progress(done, total)` is called with this rank's bytes.
-    `stall_timeout_s` limits the time in which nobody moves a byte, not the total.
+    names a directory (its small files go along) or files, or maps names to texts; `on_progress(done, total)` is called
+    with this rank's bytes. `stall_timeout_s` limits the time in which nobody moves a byte, not the total.
 
     `out` and the options are root's: give the same on all ranks.
 
@@ -306,7 +306,7 @@ class _Export:
         shards = resolve_layout(_by_rank(parsed), self._layout)
         holdings = [Holding(rank, shards[rank], parsed[rank].aliases) for rank in range(len(parsed))]
         self._plan = plan_merge(holdings, self._options)
-        self._travelling = travelling_files(files_from)
+        self._travelling = travelling_files(files_from, self._plan)
         self._publication = Publication(self._out, self._plan.digest, overwrite=overwrite)
         self._open = [self._publication.create(file) for file in self._plan.files]
         if self._comm.num_nodes > 1:
