@@ -255,7 +255,6 @@ def test_rules_of_a_layout_file_are_for_live_ranks_too(tmp_path: Path) -> None:
     found = load_file(tmp_path / "out/model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-    expect(sx.UnsupportedError, "merge --layout.*'w'", {"w": q}, tmp_path / "x", layout={"w": {"reduce": "max"}})
     expect(
         ValueError, r"grid \(tp 3\)", {"w": q}, tmp_path / "x", layout={"grid": {"tp": 3}, "rules": {"w": "rowwise"}}
     )

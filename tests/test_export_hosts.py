@@ -83,6 +83,22 @@ def test_a_directory_that_only_roots_host_sees(counts: tuple[int, int], options:
         assert tensors == 5
 
 
+def reduces_and_counts_on(out: str) -> dict[str, list[float]]:
+    comm = sx.init("auto", timeout_s=20.0)
+    state = {"scale": torch.tensor([1.0, -1.0]) * comm.rank, "experts.0.w": torch.full((2,), float(comm.rank))}
+    layout = {"scale": {"reduce": "max"}, "experts.*": {"renumber": "experts"}}
+    sx.export_checkpoint(state, out, layout=layout)
+    found = load_file(f"{out}/model.safetensors") if comm.rank == 0 else {}
+    sx.shutdown()
+    return {name: value.tolist() for name, value in found.items()}
+
+
+def test_copies_on_several_hosts_are_reduced_and_experts_counted_on() -> None:
+    with two_hosts(2, 2, fully=True) as hosts:
+        found = hosts.run(reduces_and_counts_on, "/dev/shm/below/out")
+    assert found[0] == {"scale": [3, 0], **{f"experts.{rank}.w": [rank, rank] for rank in range(4)}}
+
+
 def fails(out: str, how: str) -> Any:
     comm = sx.init("auto", timeout_s=5.0)
     state = parts(comm.rank, comm.world_size)

@@ -14,10 +14,15 @@ from statexchange.layout.plan import Holding
 from statexchange.layout.shards import ITEMSIZE, Box, intersect
 from statexchange.storage.regions import BoxReader, within
 
-__all__ = ["FLOATS", "ConvertingReader", "cast_holdings", "converted", "float_name", "output_dtype"]
+__all__ = ["FLOATS", "ConvertingReader", "cast_holdings", "converted", "float_name", "output_dtype", "reduce_into"]
 
 FLOATS = ("F16", "BF16", "F32", "F64")
 _REDUCE = {"max": np.maximum, "min": np.minimum}
+
+
+def reduce_into(op: str, values: Any, others: Any) -> None:
+    """Make each element of the array `values` the "max" or "min" of it and of `others`; a NaN in either wins."""
+    _REDUCE[op](values, others, out=values)
 
 
 def float_name(dtype: Any) -> str | None:
@@ -79,7 +84,10 @@ class ConvertingReader:
             memory = bounce[:nbytes] if values is None else bounce[third : third + nbytes]
             reader.copy_into(memory, part, bounce[2 * third :])
             one = array_over(memory, self._held, part.shape)
-            values = one if values is None else _REDUCE[str(self._reduce)](values, one, out=values)
+            if values is None:
+                values = one
+            else:
+                reduce_into(str(self._reduce), values, one)
         given = np.ascontiguousarray(converted(values, self._given) if self._given != self._held else values)
         raw = given.reshape(-1).view(np.uint8)
         self._hasher.update(raw)

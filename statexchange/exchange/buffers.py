@@ -13,8 +13,8 @@ __all__ = ["dtype_name", "from_bytes", "is_tensor", "own_bytes", "same_memory", 
 
 
 def is_tensor(value: object) -> bool:
-    """Whether `value` is a torch tensor (of any kind) or a numpy array."""
-    return isinstance(value, np.ndarray) or _is_torch(value)
+    """Whether `value` is a torch tensor (of any kind), a numpy array, or tells its chunks by torch's protocol."""
+    return isinstance(value, np.ndarray) or _is_torch(value) or hasattr(type(value), "__create_chunk_list__")
 
 
 def _is_torch(value: object) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError
 from statexchange.exchange.buffers import dtype_name, is_tensor, same_memory, settled
+from statexchange.exchange.megatron import MegatronTensor, holds_sharded, kind_of, leaves
 from statexchange.exchange.staging import Staging
 from statexchange.layout.placements import Cut, local_boxes
 from statexchange.layout.rules import Layout, Part, Rule, place
@@ -38,13 +39,19 @@ class HeldTensor:
     `part` is set for a plain tensor that has a layout rule: its shard says where the boxes lie in this rank's tensor,
     and where they lie in the whole is known once all ranks' parts are. `placement` is set for a tensor over a mesh of
     all ranks of which this rank's boxes are those that `local_boxes` gives. The shard's dtype may be another than the
-    tensors': that in which their bytes are wanted.
+    tensors': that in which their bytes are wanted. `reduce` is what is done with copies that differ, "max" or "min".
     """
 
     shard: Shard
     tensors: tuple[Any, ...]
     part: Part | None = None
     placement: Placement | None = None
+    reduce: str | None = None
+
+    def renamed(self, name: str) -> HeldTensor:
+        """The same under another name."""
+        part = None if self.part is None else replace(self.part, name=name)
+        return replace(self, shard=replace(self.shard, name=name), part=part)
 
     def whole(self, staging: Staging) -> Held:
         """The shard with the bytes of all its boxes, which are made when they are asked for, by way of `staging`."""
@@ -56,21 +63,31 @@ class Description:
     """All tensors of a state on this rank, in order.
 
     `aliases` maps a tied name to the one that is kept; `unused` are layout patterns that match nothing on this rank.
+    `sources` maps a name that a layout made of another to that one.
     """
 
     held: Mapping[str, HeldTensor]
     aliases: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def renamed(self, names: Mapping[str, str]) -> Description:
+        """The same under other names, for those that `names` has one for; aliases and sources keep theirs."""
+        if not names:
+            return self
+        new = {name: names.get(name, name) for name in self.held}
+        return replace(self, held={new[name]: held.renamed(new[name]) for name, held in self.held.items()})
 
 
 def describe(state: Any, layout: Layout | None = None, rank: int = 0) -> Description:
-    """Describe a module, a mapping of names to tensors, or a list of modules (pipeline parts). Not collective.
+    """Describe a module, a mapping of names to tensors, or a list of such (pipeline parts). Not collective.
 
     Raises UnsupportedError, naming the tensor, for what has no faithful representation: a Partial placement, sparse,
     quantised or meta tensors. `rank` is this one's, where a layout gives boxes by rank.
     """
     held: dict[str, HeldTensor] = {}
     aliases: dict[str, str] = {}
+    sources: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
     rules = layout or Layout({})
     for name, tensor in named_tensors(state):
@@ -78,29 +95,58 @@ def describe(state: Any, layout: Layout | None = None, rank: int = 0) -> Descrip
             if part.shard.name in held:
                 raise InvalidArgumentError("two parts of the state use this name", name=part.shard.name)
             held[part.shard.name] = part
-            key = same_memory(part.tensors[0]) if part.tensors else None
-            if key is not None and seen.setdefault(key, part.shard.name) != part.shard.name:
+            if part.shard.name != name:
+                sources[part.shard.name] = name
+            key = tuple(map(same_memory, part.tensors))
+            if key and None not in key and seen.setdefault(key, part.shard.name) != part.shard.name:
                 aliases[part.shard.name] = seen[key]
-    return Description(held, aliases, tuple(sorted(rules.unused)))
+    return Description(held, aliases, tuple(sorted(rules.unused)), sources)
 
 
 def named_tensors(state: Any) -> Iterator[tuple[str, Any]]:
-    """The (name, tensor) pairs of a state; a value that is no tensor is an InvalidArgumentError naming it."""
-    parts = state if isinstance(state, list | tuple) else [state]
-    for part in parts:
-        # A module's extra state may be anything; it is no tensor of the model.
-        items = {n: v for n, v in _model_items(part).items() if is_tensor(v)} if is_module(part) else part
-        if not isinstance(items, Mapping):
-            raise InvalidArgumentError(f"state must be a module, a mapping or a list of modules, not {type(part)!r}")
-        for name, value in items.items():
-            if not isinstance(name, str):
-                raise InvalidArgumentError(f"state has the key {name!r}: names must be text")
-            if not is_tensor(value):
-                found = f"state[{name!r}] is a {type(value).__name__}, not a tensor"
-                raise InvalidArgumentError(
-                    f"{found}: pass a module or one flat mapping; save_checkpoint takes nested state"
-                )
+    """The (name, tensor) pairs of a state; a value that is no tensor is an InvalidArgumentError naming it.
+
+    What Megatron-Core's sharded state dicts have goes by its key, all parts of one as one tensor, and what is no tensor
+    in them is left out: extra state, and what Megatron-Core itself leaves out.
+    """
+    sharded: dict[str, MegatronTensor] = {}
+    for name, value in _items(state):
+        if not isinstance(name, str):
+            raise InvalidArgumentError(f"state has the key {name!r}: names must be text")
+        if is_tensor(value):
             yield name, value
+            continue
+        for path, leaf in leaves(value, name) if holds_sharded(value) else [(name, value)]:
+            kind = kind_of(leaf)
+            if kind == "tensor":
+                _add_sharded(sharded, leaf)
+            elif kind is None and is_tensor(leaf):
+                yield path, leaf
+            elif kind is None:
+                raise InvalidArgumentError(
+                    f"state[{path!r}] is a {type(leaf).__name__}, not a tensor: pass a module or one flat mapping; "
+                    "save_checkpoint takes nested state"
+                )
+    yield from sharded.items()
+
+
+def _add_sharded(sharded: dict[str, MegatronTensor], shard: Any) -> None:
+    if shard.key in sharded:
+        sharded[shard.key].add(shard)
+    else:
+        sharded[shard.key] = MegatronTensor(shard)
+
+
+def _items(state: Any) -> Iterator[tuple[Any, Any]]:
+    """The entries of all parts of a state."""
+    for part in state if isinstance(state, list | tuple) else [state]:
+        if is_module(part):
+            # A module's extra state may be anything; it is no tensor of the model.
+            yield from ((name, value) for name, value in _model_items(part).items() if is_tensor(value))
+        elif isinstance(part, Mapping):
+            yield from part.items()
+        else:
+            raise InvalidArgumentError(f"state must be a module, a mapping or a list of modules, not {type(part)!r}")
 
 
 def is_module(value: Any) -> bool:
@@ -173,15 +219,20 @@ def _clean(name: str) -> str:
 def _hold(name: str, tensor: Any, rule: Rule | None, rank: int) -> list[HeldTensor]:
     dtype = dtype_name(tensor, name)
     shape = tuple(int(size) for size in tensor.shape)
+    reduce = rule.reduce if rule is not None else None
+    if reduce is not None and dtype.startswith("C"):
+        raise UnsupportedError(f"complex numbers have no {reduce}", name=name)
     if hasattr(tensor, "__create_chunk_list__"):
-        return [_hold_chunks(name, dtype, shape, tensor, rank)]
-    if rule is None:
-        return [HeldTensor(Shard(name, dtype, shape, (full_box(shape),)), (tensor,))]
-    if rule.reduce is not None or rule.renumber:
-        raise UnsupportedError(
-            "a layout reduces and renumbers what lies in files only: save_checkpoint, then merge --layout", name=name
-        )
-    return [_hold_part(part, dtype, tensor) for part in rule.parts(name, shape, rank)]
+        if rule is not None and rule.says_where:
+            raise InvalidArgumentError(
+                f"layout rule for {rule.pattern!r} matches a tensor that says itself which part it is", name=name
+            )
+        held = [_hold_chunks(name, dtype, shape, tensor, rank)]
+    elif rule is None:
+        held = [HeldTensor(Shard(name, dtype, shape, (full_box(shape),)), (tensor,))]
+    else:
+        held = [_hold_part(part, dtype, tensor) for part in rule.parts(name, shape, rank)]
+    return held if reduce is None else [replace(one, reduce=reduce) for one in held]
 
 
 def _hold_part(part: Part, dtype: str, tensor: Any) -> HeldTensor:
@@ -197,13 +248,13 @@ def _hold_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Any, ran
         raise UnsupportedError(f"placement {partial[0]} holds an unfinished sum; redistribute it first", name=name)
     boxes = []
     parts = []
-    for chunk in _own_chunks(name, tensor):
+    for index, chunk in enumerate(_own_chunks(name, tensor)):
         box = Box(tuple(int(o) for o in chunk.offsets), tuple(int(s) for s in chunk.sizes))
-        part = _chunk_tensor(name, tensor, chunk)
-        dtype_name(part, name)
-        if tuple(part.shape) != box.shape:
+        part = _chunk_tensor(name, tensor, chunk, index)
+        found = (dtype_name(part, name), tuple(part.shape))
+        if found != (dtype, box.shape):
             raise UnsupportedError(
-                "the local part does not fit its box", name=name, expected=box.shape, found=tuple(part.shape)
+                "the local part does not fit its box", name=name, expected=(dtype, box.shape), found=found
             )
         boxes.append(box)
         parts.append(part)
@@ -240,12 +291,12 @@ def _own_chunks(name: str, tensor: Any) -> list[Any]:
     return list(tensor.__create_chunk_list__())
 
 
-def _chunk_tensor(name: str, tensor: Any, chunk: Any) -> Any:
+def _chunk_tensor(name: str, tensor: Any, chunk: Any, index: int) -> Any:
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     if hasattr(tensor, "to_local"):
         return settled(tensor.to_local())
-    return tensor.__get_tensor_shard__(MetadataIndex(name, chunk.offsets))
+    return tensor.__get_tensor_shard__(MetadataIndex(name, chunk.offsets, index))
 
 
 def resolve_layout(

@@ -16,11 +16,13 @@ from typing import Any, Literal
 from statexchange.checkpoint.publish import BoxFact, FilesFrom, OpenFile, Publication, travelling_files, write_manifest
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.world import as_communicator
-from statexchange.errors import InvalidArgumentError, ReplicaError
+from statexchange.errors import CorruptError, InvalidArgumentError, ReplicaError
+from statexchange.exchange.buffers import dtype_name
 from statexchange.exchange.describe import Description, describe, resolve_layout
+from statexchange.exchange.reducing import Reduction, reduce_copies
 from statexchange.exchange.writing import Order, write_boxes, writing_nodes
 from statexchange.layout.plan import Holding, Plan, PlanOptions, Rename, TensorPlan, plan_merge
-from statexchange.layout.rules import Layout, Part
+from statexchange.layout.rules import Layout, Part, renumbered
 from statexchange.layout.shards import DTYPE_NAMES, ITEMSIZE, Box, Shard
 from statexchange.layout.spread import Placement, Spread
 
@@ -80,13 +82,16 @@ def export_checkpoint(
     share the files. The directory appears when it is whole and durable, or not
     at all, and any rank's failure is raised on all ranks. No rank holds more than its own shard.
 
-    `state`: a module, a mapping of names to tensors, or a list of modules. DTensors say where they belong; a plain
-    tensor counts as a replica unless `layout` has a rule for its name pattern: torch's ``Shard(dim)`` or
-    ``Replicate()``, ``{"dim": 0}``, or what else `statexchange.layout.rules` tells. `include` and `exclude` are shell
-    patterns, one or several; `rename` a function or (regex, replacement) pairs; `dtype` casts floating tensors;
-    `replicas="root"` takes the first holder's copy where copies differ; `files_from` names a directory (its small files
-    go along) or files, or maps names to texts; `on_progress(done, total)` is called with this rank's bytes.
-    `stall_timeout_s` limits the time in which nobody moves a byte, not the total.
+    `state`: a module, a mapping of names to tensors, or a list of such. DTensors, and Megatron-Core's ShardedTensors in
+    its nested state dicts, say where they belong (the latter by their keys, and with the padding of a vocabulary); a
+    plain tensor counts as a replica unless `layout` has a rule for its name pattern: torch's ``Shard(dim)`` or
+    ``Replicate()``, ``{"dim": 0}``, transformers' `model.tp_plan`, or what else `statexchange.layout.rules` tells.
+    Where copies are reduced (``{"reduce": "max"}``), the rank that writes them holds them once more.
+
+    `include` and `exclude` are shell patterns, one or several; `rename` a function or (regex, replacement) pairs;
+    `dtype` casts floating tensors; `replicas="root"` takes the first holder's copy where copies differ; `files_from`
+    names a directory (its small files go along) or files, or maps names to texts; `on_progress(done, total)` is called
+    with this rank's bytes. `stall_timeout_s` limits the time in which nobody moves a byte, not the total.
 
     `out` and the options are root's: give the same on all ranks.
 
@@ -127,15 +132,20 @@ def _cast(described: Description, dtype: Any) -> Description:
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """What a rank has said of its state; of equal answers there is one."""
+    """What a rank has said of its state; of equal answers there is one.
+
+    `reductions` are (operation, dtype in which it is held) by name; the rest is as in a Description.
+    """
 
     held: Sequence[tuple[Shard | Spread, Part | None]]
     aliases: Mapping[str, str]
     unused: Sequence[str]
+    sources: Mapping[str, str]
+    reductions: Mapping[str, Sequence[str]]
 
     @classmethod
     def parse(cls, answer: bytes) -> _Said:
-        held, raw_placements, aliases, unused = json.loads(answer)
+        held, raw_placements, *rest = json.loads(answer)
         placements = [Placement.from_json(raw) for raw in raw_placements]
         entries: list[tuple[Shard | Spread, Part | None]] = []
         for entry in held:
@@ -145,7 +155,44 @@ class _Said:
             else:
                 shard, part = entry
                 entries.append((Shard.from_json(shard), Part.from_json(part) if part is not None else None))
-        return cls(entries, aliases, unused)
+        return cls(entries, *rest)
+
+    def renamed(self, names: Mapping[str, str], rank: int) -> _Said:
+        """The same under other names, for those that `names` has one for."""
+        held: dict[str, tuple[Shard | Spread, Part | None]] = {}
+        for shard, part in self.held:
+            new = names.get(shard.name, shard.name)
+            if new in held:
+                raise InvalidArgumentError("the layout makes two tensors of one rank this one", name=new, rank=rank)
+            held[new] = (replace(shard, name=new), None if part is None else replace(part, name=new))
+        aliases = {names.get(alias, alias): names.get(kept, kept) for alias, kept in self.aliases.items()}
+        reductions = {names.get(name, name): told for name, told in self.reductions.items()}
+        return replace(self, held=list(held.values()), aliases=aliases, reductions=reductions)
+
+
+def _renames(said: Sequence[_Said], layout: Layout) -> list[dict[str, str]]:
+    """By rank, the names that are to be others because a layout counts on over the ranks; equal ones are one."""
+    if not any(rule.renumber for rule in layout.rules.values()):
+        return [{}] * len(said)
+    names = {
+        rank: {shard.name: one.sources.get(shard.name, shard.name) for shard, _ in one.held}
+        for rank, one in enumerate(said)
+    }
+    found = renumbered(names, layout)
+    return [{old: new for old, new in found[rank].items() if old != new} for rank in range(len(said))]
+
+
+def _operations(said: Sequence[_Said]) -> dict[str, str]:
+    """The operation for each tensor of which copies are reduced; they must be held in one dtype."""
+    found: dict[str, tuple[str, str]] = {}
+    for rank, one in enumerate(said):
+        for name, (operation, dtype) in one.reductions.items():
+            _, known = found.setdefault(name, (operation, dtype))
+            if dtype != known:
+                raise CorruptError(
+                    "copies to be reduced differ in dtype", name=name, rank=rank, expected=known, found=dtype
+                )
+    return {name: operation for name, (operation, _) in found.items()}
 
 
 def _by_rank(parsed: Sequence[_Said]) -> list[list[tuple[Shard | Spread, Part | None]]]:
@@ -186,6 +233,8 @@ class _Export:
         self._open: list[OpenFile] = []
         self._probe = ""
         self._travelling: dict[str, bytes] = {}
+        self._renames: list[dict[str, str]] = []
+        self._operations: dict[str, str] = {}
 
     def run(self, *, overwrite: bool, files_from: Any, on_progress: Callable[[int, int], None] | None) -> ExportReport:
         comm = self._comm
@@ -194,9 +243,11 @@ class _Export:
             with comm.phase("planning"):
                 if comm.rank == 0:
                     self._prepare(answers, overwrite, files_from)
-            order = Order.parse(comm.exchange(self._order(), doing="the plan")[0])
+            told, _, ordered = comm.exchange(self._told() + b"\n" + self._order(), doing="the plan")[0].partition(b"\n")
+            order = Order.parse(ordered)
             nodes = writing_nodes(comm, order)
             self._clock.lap("plan")
+            self._prepare_values(json.loads(told))
             digests: list[tuple[int, int, str]] = []
             with comm.phase("writing", timeout_s=self._stall_timeout_s):
                 headers = [opened.header for opened in self._open]
@@ -222,7 +273,20 @@ class _Export:
                 held.append([h.shard.name, h.shard.dtype, h.shard.global_shape, number])
             else:
                 held.append([h.shard.to_json(), h.part.to_json() if h.part else None])
-        said = [held, [p.to_json() for p in placements], dict(self._described.aliases), self._described.unused]
+        reductions = {
+            name: [h.reduce, dtype_name(h.tensors[0], name)]
+            for name, h in self._described.held.items()
+            if h.reduce is not None and h.tensors
+        }
+        ours = self._described
+        said = [
+            held,
+            [p.to_json() for p in placements],
+            dict(ours.aliases),
+            ours.unused,
+            dict(ours.sources),
+            reductions,
+        ]
         return json.dumps(said, separators=(",", ":")).encode()
 
     def _prepare(self, answers: Sequence[bytes], overwrite: bool, files_from: Any) -> None:
@@ -233,6 +297,12 @@ class _Export:
         unused = set.intersection(*(set(one.unused) for one in parsed))
         if unused:
             raise InvalidArgumentError(f"layout pattern {min(unused)!r} matches no tensor")
+        self._renames = _renames(parsed, self._layout)
+        parsed = [
+            one.renamed(names, rank) if names else one
+            for rank, (one, names) in enumerate(zip(parsed, self._renames, strict=True))
+        ]
+        self._operations = _operations(parsed)
         shards = resolve_layout(_by_rank(parsed), self._layout)
         holdings = [Holding(rank, shards[rank], parsed[rank].aliases) for rank in range(len(parsed))]
         self._plan = plan_merge(holdings, self._options)
@@ -241,6 +311,32 @@ class _Export:
         self._open = [self._publication.create(file) for file in self._plan.files]
         if self._comm.num_nodes > 1:
             self._probe = self._publication.make_probe()
+
+    def _told(self) -> bytes:
+        """Root: what every rank must do before it writes: new names of its tensors, and reductions."""
+        if self._plan is None:
+            return b""
+        distinct: dict[str, int] = {}
+        numbers = [distinct.setdefault(json.dumps(names, sort_keys=True), len(distinct)) for names in self._renames]
+        reductions = [
+            [tensor.source, self._operations[tensor.source], piece.holder, piece.box_index, piece.replicas]
+            for file in self._plan.files
+            for tensor in file.tensors
+            if tensor.source in self._operations
+            for piece in tensor.pieces
+            if piece.replicas
+        ]
+        return json.dumps([[json.loads(text) for text in distinct], numbers, reductions]).encode()
+
+    def _prepare_values(self, told: Any) -> None:
+        """Every rank: names as the plan has them, and results in place of copies that are reduced."""
+        comm = self._comm
+        renames, numbers, reductions = told
+        self._described = self._described.renamed(renames[numbers[comm.rank]])
+        if reductions:
+            with comm.phase("reducing copies", timeout_s=self._stall_timeout_s):
+                self._described = reduce_copies(comm, self._described, [Reduction(*one) for one in reductions])
+            self._clock.lap("reduce")
 
     def _order(self) -> bytes:
         """Root: what every rank must know to write its part."""
@@ -253,7 +349,10 @@ class _Export:
                 list(t.shape),
                 t.dtype,
                 t.source,
-                [[*p.box.to_json(), p.holder, p.box_index, p.replicas] for p in t.pieces],
+                [
+                    [*p.box.to_json(), p.holder, p.box_index, () if t.source in self._operations else p.replicas]
+                    for p in t.pieces
+                ],
             ]
             for number, (f, o) in enumerate(zip(self._plan.files, self._open, strict=True))
             for t in f.tensors

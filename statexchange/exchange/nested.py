@@ -1,7 +1,8 @@
 """Nested state, as a training job keeps it: modules, optimizers, tensors and numbers as one tree, and back.
 
 In the tree a module is its tensors by their names without wrappers, and an optimizer's state goes by the names of its
-parameters, where the state holds their module: so both mean the same on any number of ranks.
+parameters, where the state holds their module: so both mean the same on any number of ranks. So do Megatron-Core's
+ShardedTensors, which go by their keys, wherever in the state they lie.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from statexchange import values
 from statexchange.errors import CorruptError, InvalidArgumentError
 from statexchange.exchange.buffers import is_tensor
 from statexchange.exchange.describe import is_module, live_items, load_extra_state, module_items
+from statexchange.exchange.megatron import Kind, MegatronTensor, holds_sharded, kind_of, leaves
 from statexchange.layout.tree import flatten, rebuild
 
 __all__ = ["Restoration", "Saved", "merged", "names_tree", "restoration", "tree_of"]
@@ -29,10 +31,19 @@ def tree_of(state: Any) -> tuple[str, dict[str, Any]]:
     def keep(value: object, path: str) -> str | None:
         if not is_tensor(value):
             return None
-        tensors[path.removeprefix(".")] = value
-        return path.removeprefix(".")
+        name = value.name if isinstance(value, MegatronTensor) else path.removeprefix(".")
+        tensors[name] = value
+        return name
 
-    return values.encode(_plain(state, _parameter_names(state)), keep), tensors
+    return values.encode(_plain(state, _Known(_parameter_names(state))), keep), tensors
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is known while a state becomes a tree: names of parameters by identity, ShardedTensors so far by key."""
+
+    names: Mapping[int, str]
+    sharded: dict[str, MegatronTensor] = field(default_factory=dict)
 
 
 def _is_optimizer(value: Any) -> bool:
@@ -61,27 +72,43 @@ def _modules(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _modules(item, f"{path}[{number}]")
 
 
-def _plain(value: Any, names: Mapping[int, str]) -> Any:
+def _plain(value: Any, known: _Known) -> Any:
     """`value` with mappings in place of what has a state."""
+    kind = kind_of(value)
+    if kind is not None:
+        return _plain_sharded(value, kind, known)
     if is_module(value):
-        return _plain(module_items(value), names)
+        return _plain(module_items(value), known)
     if _is_optimizer(value):
-        return _optimizer_tree(value, names)
+        return _optimizer_tree(value, known)
     if hasattr(value, "state_dict") and not isinstance(value, Mapping):
-        return _plain(value.state_dict(), names)
+        return _plain(value.state_dict(), known)
     if isinstance(value, Mapping):
-        return {key: _plain(item, names) for key, item in value.items()}
+        return {key: _plain(item, known) for key, item in value.items() if kind_of(item) != "local"}
     if type(value) in (list, tuple):
-        return type(value)(_plain(item, names) for item in value)
+        return type(value)(_plain(item, known) for item in value)
     return value
 
 
-def _optimizer_tree(optimizer: Any, names: Mapping[int, str]) -> dict[str, Any]:
+def _plain_sharded(value: Any, kind: Kind, known: _Known) -> Any:
+    """Of what is Megatron-Core's: one tensor for all parts of one key, an object's data."""
+    if kind == "factory":
+        return _plain(value.build(), known)
+    if kind == "tensor":
+        if value.key in known.sharded:
+            known.sharded[value.key].add(value)
+        else:
+            known.sharded[value.key] = MegatronTensor(value)
+        return known.sharded[value.key]
+    return _plain(value.data, known) if kind == "object" else None
+
+
+def _optimizer_tree(optimizer: Any, known: _Known) -> dict[str, Any]:
     """An optimizer's state dict, with the names of its parameters instead of their numbers."""
     state = optimizer.state_dict()
-    known = dict(enumerate(_named_parameters(optimizer, names)))
-    groups = [{**group, "params": [known[number] for number in group["params"]]} for group in state["param_groups"]]
-    held = {known.get(key, key): entries for key, entries in state["state"].items()}
+    named = dict(enumerate(_named_parameters(optimizer, known.names)))
+    groups = [{**group, "params": [named[number] for number in group["params"]]} for group in state["param_groups"]]
+    held = {named.get(key, key): entries for key, entries in state["state"].items()}
     return {**state, "state": held, "param_groups": groups}
 
 
@@ -151,22 +178,42 @@ def restoration(state: Any, saved: Any, make: Callable[[str, Any, Any], Any]) ->
     `make(name, own, like)` gives memory for a tensor in whose place the live state has `own`, if anything; new memory
     lies as `like` does.
     """
-    found = _Restorer(make, _parameter_names(state))
+    found = _Restorer(make, _parameter_names(state), _Keys.of(state, saved))
     found.visit(state, saved, "")
     return found.restoration
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """Tensors that are matched wherever they lie: `live` keys of ShardedTensors and, if any, all `saved` names."""
+
+    live: frozenset[str]
+    saved: frozenset[str]
+
+    @classmethod
+    def of(cls, state: Any, saved: Any) -> _Keys:
+        """What a live state and a saved tree have."""
+        if not holds_sharded(state):
+            return cls(frozenset(), frozenset())
+        keys = frozenset(leaf.key for _, leaf in leaves(state) if kind_of(leaf) == "tensor")
+        return cls(keys, frozenset(leaf.name for _, leaf in flatten(saved) if isinstance(leaf, Saved)))
 
 
 class _Restorer:
     """Walks a live state and a saved tree together."""
 
-    def __init__(self, make: Callable[[str, Any, Any], Any], names: Mapping[int, str]) -> None:
+    def __init__(self, make: Callable[[str, Any, Any], Any], names: Mapping[int, str], keys: _Keys) -> None:
         self.restoration = Restoration()
         self._make = make
         self._names = names
+        self._keys = keys
 
     def visit(self, live: Any, saved: Any, path: str) -> None:
         """One place of both."""
-        if is_tensor(live):
+        kind = kind_of(live)
+        if kind is not None:
+            self._sharded(live, kind, saved, path)
+        elif is_tensor(live):
             self._expect(isinstance(saved, Saved), "a tensor", saved, path)
             self.restoration.targets.append((saved.name, live, path.removeprefix(".")))
         elif is_module(live):
@@ -179,6 +226,8 @@ class _Restorer:
         elif isinstance(live, Mapping):
             self._expect(isinstance(saved, Mapping), "a mapping", saved, path)
             self._entries(live, saved, path)
+        elif isinstance(live, list | tuple) and holds_sharded(live):
+            self._entries(live, dict(enumerate(saved if isinstance(saved, list | tuple) else ())), path)
         elif isinstance(live, list | tuple):
             same = isinstance(saved, list | tuple) and len(saved) == len(live)
             self._expect(same, f"{len(live)} items", saved, path)
@@ -186,13 +235,33 @@ class _Restorer:
         else:
             raise InvalidArgumentError(f"state{path} is a {type(live).__name__}, which cannot be changed in place")
 
+    def _sharded(self, live: Any, kind: Kind, saved: Any, path: str) -> None:
+        """What is Megatron-Core's: tensors by key, a factory's put together again, an object's data."""
+        if kind == "tensor" and live.key in self._keys.saved:
+            self.restoration.targets.append((live.key, MegatronTensor(live), live.key))
+        elif kind == "tensor":
+            self.restoration.missing.append(live.key)
+        elif kind == "factory":
+            built = live.build()
+            parts = list(leaves(built))
+            for inner, part in parts:
+                self.visit(part, None, f"{path}.{inner}")
+            if all(part.key in self._keys.saved for _, part in parts):
+                self.restoration.deeds.append(functools.partial(_merge_built, live, built))
+        elif kind == "object":
+            self.restoration.deeds.append(functools.partial(setattr, live, "data", self._made(saved)))
+
     def _entries(self, live: Any, saved: Mapping[Any, Any], path: str) -> None:
         """The entries of a mapping or sequence: those that hold state are visited, the others replaced."""
         items = dict(live.items() if isinstance(live, Mapping) else enumerate(live))
         for key, value in items.items():
             inner = f"{path}.{key}" if isinstance(live, Mapping) else f"{path}[{key}]"
-            if key not in saved:
-                self.restoration.missing.append(inner.removeprefix("."))
+            is_object = kind_of(value) == "object"
+            if not is_object and holds_sharded(value):
+                self.visit(value, saved.get(key, {}), inner)
+            elif key not in saved:
+                if not is_object or value.data is not None:  # an object of nothing lacks nothing
+                    self.restoration.missing.append(inner.removeprefix("."))
             elif _holds_state(value):
                 self.visit(value, saved[key], inner)
             elif isinstance(live, MutableMapping | list):
@@ -200,7 +269,19 @@ class _Restorer:
             elif value != saved[key]:
                 kind = type(live).__name__
                 raise InvalidArgumentError(f"state{inner} was saved with another value, and a {kind} cannot be changed")
-        self._unexpected(path, [key for key in saved if key not in items])
+        left = {key: told for key, told in saved.items() if key not in items}
+        self._unexpected(path, [key for key, told in left.items() if not self._goes_by_key(told)])
+
+    def _goes_by_key(self, told: Any) -> bool:
+        """Whether a saved entry of no place is nothing, or tensors that go by keys; those of no place are noted."""
+        if not self._keys.live:
+            return False
+        found = [leaf for _, leaf in flatten(told) if leaf is not None]
+        if not all(isinstance(leaf, Saved) for leaf in found):
+            return False
+        known = {*self._keys.live, *self.restoration.unexpected}
+        self.restoration.unexpected += dict.fromkeys(leaf.name for leaf in found if leaf.name not in known)
+        return True
 
     def _unexpected(self, path: str, names: Iterable[Any]) -> None:
         self.restoration.unexpected += [f"{path}.{name}".removeprefix(".") for name in names]
@@ -275,9 +356,26 @@ class _Restorer:
             raise CorruptError(f"state{path} was saved as something else", expected=wanted, found=found)
 
 
+def _merge_built(factory: Any, built: Any) -> None:
+    """Put what a factory had built, and what now is filled, into its parameter."""
+    import torch
+
+    with torch.no_grad():
+        factory.data.copy_(factory.merge_fn(_data_of(built)))
+
+
+def _data_of(built: Any) -> Any:
+    """A tree with ShardedTensors' data in their place."""
+    if isinstance(built, Mapping):
+        return {key: _data_of(item) for key, item in built.items()}
+    if type(built) in (list, tuple):
+        return type(built)(map(_data_of, built))
+    return built.data if kind_of(built) == "tensor" else built
+
+
 def _holds_state(value: Any) -> bool:
     """Whether `value` is, or contains, something that is changed in place."""
-    if is_tensor(value) or hasattr(value, "state_dict"):
+    if is_tensor(value) or hasattr(value, "state_dict") or kind_of(value) is not None:
         return True
     if isinstance(value, Mapping):
         return any(_holds_state(item) for item in value.values())
@@ -304,10 +402,13 @@ def names_tree(state: Any, names: Callable[[str], bool], prefix: str = "") -> An
         return {name: Saved(prefix + name) for name in tensors if names(prefix + name)}
     if is_tensor(state):
         return Saved(prefix.removesuffix("."))
+    if kind_of(state) == "factory" or kind_of(state) == "tensor":
+        return [Saved(part.key) for _, part in leaves(state) if names(part.key)]
     if isinstance(state, list | tuple) and all(is_module(part) for part in state):
         return [names_tree(part, names, prefix) for part in state]
     if isinstance(state, Mapping) and all(isinstance(key, str) for key in state):
         there = {k: v for k, v in state.items() if not is_tensor(v) or names(prefix + k)}
+        there = {k: v for k, v in there.items() if kind_of(v) not in ("object", "local")}
         return {key: names_tree(value, names, f"{prefix}{key}.") for key, value in there.items()}
     at = f"state at {prefix.removesuffix('.')!r}" if prefix else "state"
     raise InvalidArgumentError(

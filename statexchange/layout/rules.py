@@ -50,7 +50,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, product
 from typing import Any
@@ -153,6 +153,11 @@ class Rule:
     def of_plan(self) -> bool:
         """Whether it is a word that only transformers' plans have."""
         return self.word is not None and self.word != "replicate"
+
+    @property
+    def says_where(self) -> bool:
+        """Whether it says, in no word that a whole plan has, which part of a tensor a rank's is."""
+        return bool(self.steps) or self.boxes is not None
 
     def parts(self, name: str, shape: tuple[int, ...], rank: int) -> list[Part]:
         """What rank `rank`'s tensor of `shape` is a part of; a rule that does not fit it is an InvalidArgumentError."""
@@ -497,21 +502,24 @@ def _some(numbers: Sequence[int]) -> str:
     return f"[{shown}, ... {len(numbers)} of them]" if len(numbers) > _SHOWN else f"[{shown}]"
 
 
-def renumbered(names: Mapping[int, Iterable[str]], layout: Layout) -> dict[int, dict[str, str]]:
-    """For each rank its tensors' names with the numbers that rules count on over the ranks; others unchanged."""
+def renumbered(names: Mapping[int, Mapping[str, str]], layout: Layout) -> dict[int, dict[str, str]]:
+    """For each rank its tensors' names with the numbers that rules count on over the ranks; others unchanged.
+
+    `names` maps each name to the one by which its rule is found: another for what a rule has split.
+    """
     found = {rank: {name: name for name in ours} for rank, ours in names.items()}
     for component in sorted({c for rule in layout.rules.values() for c, _ in rule.renumber}):
         counts: dict[tuple[Any, ...], dict[int, int]] = {}
         for rank, ours in found.items():
             for name, now in ours.items():
-                place = _numbered(name, now, component, layout, rank)
+                place = _numbered(names[rank][name], now, component, layout, rank)
                 if place is not None:
                     group, index, number, _ = place
                     known = counts.setdefault(group, {})
                     known[index] = max(known.get(index, 0), number + 1)
         for rank, ours in found.items():
             for name, now in ours.items():
-                place = _numbered(name, now, component, layout, rank)
+                place = _numbered(names[rank][name], now, component, layout, rank)
                 if place is not None:
                     group, index, number, (head, tail) = place
                     before = sum(count for other, count in counts[group].items() if other < index)
@@ -522,7 +530,7 @@ def renumbered(names: Mapping[int, Iterable[str]], layout: Layout) -> dict[int, 
 def _numbered(
     name: str, now: str, component: str, layout: Layout, rank: int
 ) -> tuple[tuple[Any, ...], int, int, tuple[str, str]] | None:
-    """(who counts together, place among them, number, text around it) of a name that is counted on."""
+    """(who counts together, place among them, number, text around it) of a name `now` that is counted on."""
     rule = layout.rule_for(name)
     said = [axes for counted, axes in rule.renumber if counted == component] if rule is not None else []
     if not said:

@@ -77,7 +77,7 @@ def lay_out(source: Source, layout: Layout) -> tuple[Source, dict[str, str]]:
     """
     layout.check_ranks([holder.rank for holder in source.holders])
     paths = {holder.rank: holder.path for holder in source.holders}
-    names = renumbered({holder.rank: holder.tensors for holder in source.holders}, layout)
+    names = renumbered({holder.rank: {name: name for name in holder.tensors} for holder in source.holders}, layout)
     parts: dict[str, dict[int, tuple[Part, SourceTensor]]] = {}
     reductions: dict[str, str] = {}
     for holder in source.holders:

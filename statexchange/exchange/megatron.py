@@ -1,0 +1,118 @@
+"""Megatron-Core's sharded state dicts, known by the attributes of what lies in them: the package is never imported.
+
+A ShardedTensor says under which key its `data` lies where in which global tensor. The key is the tensor's name in a
+checkpoint: names in the dict count from 0 on every pipeline stage. A key may occur several times on one rank, as the
+layers that are stacked along a prepended dim do: `global_shape` and `global_offset` have that dim, `data` has not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from statexchange.errors import CorruptError, InvalidArgumentError, UnsupportedError
+
+__all__ = ["Kind", "MegatronTensor", "holds_sharded", "kind_of", "leaves"]
+
+Kind = Literal["tensor", "factory", "object", "local"]
+
+_OBJECT = ("key", "data", "global_shape", "global_offset", "replica_id")
+_TENSOR = (*_OBJECT, "local_shape", "dtype", "prepend_axis_num")
+_FACTORY = ("key", "data", "build_fn", "merge_fn", "replica_id")
+
+
+def kind_of(value: Any) -> Kind | None:
+    """Which of Megatron-Core's classes `value` is one of, if any.
+
+    ShardedTensor, ShardedTensorFactory (a parameter that is built into some), ShardedObject (what is no tensor of the
+    model: extra state) and LocalNonpersistentObject (what is in no checkpoint).
+    """
+    if _has(value, _OBJECT):
+        return "tensor" if _has(value, _TENSOR) else "object"
+    if _has(value, _FACTORY):
+        return "factory"
+    return "local" if type(value).__name__ == "LocalNonpersistentObject" else None
+
+
+def _has(value: Any, names: tuple[str, ...]) -> bool:
+    return all(hasattr(value, name) for name in names)
+
+
+def holds_sharded(value: Any) -> bool:
+    """Whether `value` is, or a dict or list in it has, something of Megatron-Core's."""
+    if isinstance(value, Mapping):
+        return any(map(holds_sharded, value.values()))
+    if type(value) in (list, tuple):
+        return any(map(holds_sharded, value))
+    return kind_of(value) is not None
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """What lies in a nested state dict, by dotted path; in place of factories what they build."""
+    if kind_of(value) == "factory":
+        yield from leaves(value.build(), path)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from leaves(item, f"{path}.{key}")
+    elif type(value) in (list, tuple):
+        for number, item in enumerate(value):
+            yield from leaves(item, f"{path}[{number}]")
+    else:
+        yield path.removeprefix("."), value
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """One box, as torch's protocol tells it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class MegatronTensor:
+    """The ShardedTensors of one key on this rank as one tensor, which tells its chunks by torch's protocol.
+
+    `shape` is the global shape, padding of a vocabulary included.
+    """
+
+    def __init__(self, *shards: Any) -> None:
+        self.name = str(shards[0].key)
+        self.dtype = shards[0].dtype
+        self.shape = tuple(int(size) for size in shards[0].global_shape)
+        self._chunks: list[_Chunk] = []
+        self._parts: list[Any] = []
+        for shard in shards:
+            self.add(shard)
+
+    def add(self, shard: Any) -> None:
+        """Take in another ShardedTensor of the same key."""
+        if getattr(shard, "flattened_range", None) is not None:
+            raise UnsupportedError(
+                "a flattened_range is a run of elements and no block of the tensor: have the optimizer save whole "
+                "parameters (fully_reshardable, as Megatron-Core calls it)",
+                name=self.name,
+            )
+        if shard.data is None:
+            raise InvalidArgumentError("this ShardedTensor has no data", name=self.name)
+        for what, ours, theirs in (
+            ("dtype", self.dtype, shard.dtype),
+            ("global_shape", self.shape, tuple(shard.global_shape)),
+        ):
+            if ours != theirs:
+                raise CorruptError(
+                    f"ShardedTensors of one key differ in {what}", name=self.name, expected=ours, found=theirs
+                )
+        chunk = _Chunk(tuple(shard.global_offset), (*(1,) * shard.prepend_axis_num, *shard.local_shape))
+        if any(o < 0 or o + s > n for o, s, n in zip(chunk.offsets, chunk.sizes, self.shape, strict=True)):
+            raise InvalidArgumentError(
+                f"a ShardedTensor of shape {chunk.sizes} at {chunk.offsets} lies outside {self.shape}", name=self.name
+            )
+        self._chunks.append(chunk)
+        self._parts.append(shard.data.detach()[(None,) * shard.prepend_axis_num])
+
+    def __create_chunk_list__(self) -> list[_Chunk]:
+        return list(self._chunks)
+
+    def __get_tensor_shard__(self, index: Any) -> Any:
+        return self._parts[index.index]

@@ -1,0 +1,143 @@
+"""Copies that differ and are to become one: their values meet at the rank that writes the box."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from statexchange.checkpoint.convert import reduce_into
+from statexchange.comm.communicator import Communicator
+from statexchange.exchange.buffers import dtype_name, from_bytes, own_bytes
+from statexchange.exchange.describe import Description, HeldTensor
+from statexchange.exchange.staging import Staging
+from statexchange.layout.arrays import array_over
+
+__all__ = ["Reduction", "reduce_copies"]
+
+_MESSAGE_BYTES = 4 << 20
+_ALIGN_BYTES = 16  # a multiple of every dtype's size
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """One box of the tensor `name` at its holders: box `index` of rank `holder` is to be the `op` ("max", "min") of it
+    and of the `copies`, (rank, index of the box there)."""
+
+    name: str
+    op: str
+    holder: int
+    index: int
+    copies: Sequence[Sequence[int]]
+
+
+def reduce_copies(comm: Communicator, described: Description, reductions: Sequence[Reduction]) -> Description:
+    """`described` with the reduced values in place of those of the boxes that this rank is to write. Collective.
+
+    All ranks give the same `reductions`. Copies are reduced in their order, in the dtype in which they are held; the
+    state itself stays as it is. Takes as much memory as this rank's reduced boxes have, and a message.
+    """
+    results: dict[tuple[str, int], Any] = {}
+    for src, dst, pairs in _journeys(reductions):
+        if comm.rank == dst:
+            for one, _ in pairs:
+                key = (one.name, one.index)
+                if key not in results:
+                    results[key] = np.array(_bytes(described, *key))
+            ours = [(one, results[one.name, one.index]) for one, _ in pairs]
+            if src == dst:
+                for (one, result), (_, index) in zip(ours, pairs, strict=True):
+                    _reduce(described, one, result, _bytes(described, one.name, index))
+            else:
+                _receive(comm, src, ours, described)
+        elif comm.rank == src:
+            _send(comm, dst, described, [(one.name, index) for one, index in pairs])
+    held = dict(described.held)
+    for (name, index), data in results.items():
+        held[name] = _with(held[name], index, data)
+    return replace(described, held=held)
+
+
+def _journeys(reductions: Sequence[Reduction]) -> Iterator[tuple[int, int, list[tuple[Reduction, int]]]]:
+    """(src, dst, what goes from one to the other) in an order that all ranks share."""
+    found: dict[tuple[int, int], list[tuple[Reduction, int]]] = {}
+    for one in reductions:
+        for rank, index in one.copies:
+            found.setdefault((rank, one.holder), []).append((one, index))
+    for (src, dst), pairs in sorted(found.items(), key=lambda item: item[0]):
+        yield src, dst, pairs
+
+
+def _bytes(described: Description, name: str, index: int) -> Any:
+    """A box's bytes as an array, in the dtype in which it is held."""
+    tensor = described.held[name].tensors[index]
+    own: Any = own_bytes(tensor)
+    if own is None:
+        own = bytearray()
+        for _, part in Staging().parts(tensor, _held_dtype(described.held[name])):
+            own += part
+    return np.frombuffer(own, np.uint8)
+
+
+def _messages(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """What goes in each message: (number, first byte, last) of whole elements, of at most 4 MiB together."""
+    message: list[tuple[int, int, int]] = []
+    room = _MESSAGE_BYTES
+    for number, size in enumerate(sizes):
+        at = 0
+        while at < size:
+            part = min(size - at, room - room % _ALIGN_BYTES)
+            if not part:
+                yield message
+                message, room = [], _MESSAGE_BYTES
+                continue
+            message.append((number, at, at + part))
+            at += part
+            room -= part
+    if message:
+        yield message
+
+
+def _send(comm: Communicator, dst: int, described: Description, boxes: Sequence[tuple[str, int]]) -> None:
+    sizes = [described.held[name].tensors[index].nbytes for name, index in boxes]
+    data, known = np.empty(0, np.uint8), -1
+    for message in _messages(sizes):
+        parts = []
+        for number, begin, end in message:
+            if number != known:
+                data, known = _bytes(described, *boxes[number]), number
+            parts.append(data[begin:end])
+        comm.send(np.concatenate(parts), dst)
+        comm.progress()
+
+
+def _receive(comm: Communicator, src: int, results: Sequence[tuple[Reduction, Any]], described: Description) -> None:
+    memory = np.empty(min(_MESSAGE_BYTES, sum(result.nbytes for _, result in results)), np.uint8)
+    for message in _messages([result.nbytes for _, result in results]):
+        data = memory[: sum(end - begin for _, begin, end in message)]
+        comm.recv(data, src)
+        comm.progress()
+        at = 0
+        for number, begin, end in message:
+            one, result = results[number]
+            _reduce(described, one, result[begin:end], data[at : at + end - begin].copy())
+            at += end - begin
+
+
+def _reduce(described: Description, one: Reduction, result: Any, others: Any) -> None:
+    """Reduce elements, given as bytes, into those of `result`."""
+    dtype = _held_dtype(described.held[one.name])
+    reduce_into(one.op, array_over(result, dtype, (-1,)), array_over(others, dtype, (-1,)))
+
+
+def _held_dtype(held: HeldTensor) -> str:
+    return dtype_name(held.tensors[0], held.shard.name)
+
+
+def _with(held: HeldTensor, index: int, data: Any) -> HeldTensor:
+    """`held` with other bytes for one of its boxes."""
+    own = held.tensors[index]
+    made = from_bytes(data, _held_dtype(held), held.shard.boxes[index].shape, as_numpy=isinstance(own, np.ndarray))
+    return replace(held, tensors=(*held.tensors[:index], made, *held.tensors[index + 1 :]))
