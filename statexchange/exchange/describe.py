@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import add
 from typing import Any
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError
@@ -203,9 +204,7 @@ def _hold_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Any, ran
         raise UnsupportedError(f"placement {partial[0]} holds an unfinished sum; redistribute it first", name=name)
     boxes = []
     parts = []
-    for chunk in _own_chunks(name, tensor):
-        box = Box(tuple(int(o) for o in chunk.offsets), tuple(int(s) for s in chunk.sizes))
-        part = _chunk_tensor(name, tensor, chunk)
+    for box, part in _own_parts(name, tensor):
         dtype_name(part, name)
         if tuple(part.shape) != box.shape:
             raise UnsupportedError(
@@ -221,14 +220,30 @@ def _placement(tensor: Any, boxes: Sequence[Box], rank: int) -> Placement | None
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None or mesh.mesh.flatten().tolist() != list(range(mesh.mesh.numel())) or rank >= mesh.mesh.numel():
         return None
-    mesh_shape = tuple(mesh.mesh.shape)
-    cuts = [Cut(p.dim, getattr(p, "split_factor", 1)) if hasattr(p, "dim") else None for p in tensor.placements]
+    mesh_shape, cuts = tuple(mesh.mesh.shape), _cuts(tensor)
     try:
         found = [box for box, _ in local_boxes(tuple(tensor.shape), mesh_shape, coordinate_of(rank, mesh_shape), cuts)]
     except ValueError:
         return None
     same = found == [box for box in boxes if box.numel] and len(boxes) <= 1
     return Placement(mesh_shape, tuple(cuts)) if same else None
+
+
+def _cuts(tensor: Any) -> list[Cut | None]:
+    return [Cut(p.dim, getattr(p, "split_factor", 1)) if hasattr(p, "dim") else None for p in tensor.placements]
+
+
+def _own_parts(name: str, tensor: Any) -> list[tuple[Box, Any]]:
+    """The boxes that this rank holds, each with the tensor that has it."""
+    chunks = _own_chunks(name, tensor)
+    cuts = _cuts(tensor) if chunks and hasattr(tensor, "device_mesh") else []
+    if any(cut is not None and cut.split_factor > 1 for cut in cuts):
+        # Of several runs torch's chunk tells where the first begins, and the size of all.
+        local, at = settled(tensor.to_local()), tensor.device_mesh.get_coordinate()
+        found = local_boxes(tuple(tensor.shape), tuple(tensor.device_mesh.mesh.shape), at, cuts)
+        return [(box, local[tuple(map(slice, begin, map(add, begin, box.shape)))]) for box, begin in found]
+    boxes = [Box(tuple(int(o) for o in c.offsets), tuple(int(s) for s in c.sizes)) for c in chunks]
+    return [(box, _chunk_tensor(name, tensor, chunk)) for box, chunk in zip(boxes, chunks, strict=True)]
 
 
 def _own_chunks(name: str, tensor: Any) -> list[Any]:
