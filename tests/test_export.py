@@ -268,7 +268,7 @@ def test_every_refusal_names_its_reason_on_every_rank(tmp_path: Path) -> None:
     mine = torch.full((2, 2), float(rank))
     expect(
         sx.ReplicaError,
-        r"ranks 0 and 1 hold different values.*layout=\{\"w\": Shard\(0\)\}.*replicas=\"root\".*'w'",
+        r"ranks 0 and 1 hold different values.*layout=\{\"w\": Shard\(0\)\}.*replicas=\"root\".*stages.*'w'",
         {"w": mine},
         out,
     )

@@ -1,9 +1,11 @@
 """What needs a GPU: NCCL, here with one rank, and CUDA tensors on every other backend. Run with -m gpu."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import statexchange as sx
 from statexchange.testing import run_ranks
@@ -96,3 +98,76 @@ def test_gpus_are_dealt_in_turn() -> None:
     count = torch.cuda.device_count()
     found = run_ranks(devices_in_turn, 2, backend="mpi", timeout_s=60)
     assert found == [f"cuda:{rank % count}" for rank in range(2)]
+
+
+def state_on(device: str) -> dict[str, Any]:
+    """Tensors in and out of order, of more than one window, and of none."""
+    numbers = torch.arange(3_000_000, device=device)
+    return {
+        "plain": numbers.float().reshape(3000, 1000),
+        "strided": numbers.double().reshape(3000, 1000).T,
+        "half": numbers[:1_000_001].bfloat16(),
+        "scalar": torch.tensor(2.5, device=device),
+        "none": torch.zeros(0, 3, device=device),
+    }
+
+
+def state_goes_to_files_and_back(folder: str) -> None:
+    comm = sx.init("auto")
+    layout = {"plain": {"dim": 0}, "strided": {"dim": 1}}
+    for way in ("now", "background"):
+        state = state_on("cuda:0")
+        options: dict[str, Any] = {"layout": layout, "replicas": "equal"}
+        if way == "now":
+            sx.export_checkpoint(state, f"{folder}/{way}", **options)
+        else:
+            future = sx.export_checkpoint_async(state, f"{folder}/{way}", **options)
+            for tensor in state.values():
+                tensor.zero_()
+            future.result(60)
+        merged = load_file(f"{folder}/{way}/model.safetensors")
+        expected = state_on("cpu")
+        for name, dim in (("plain", 0), ("strided", 1), ("half", None), ("scalar", None), ("none", None)):
+            whole = expected[name] if dim is None else torch.cat([expected[name]] * comm.world_size, dim)
+            assert torch.equal(merged[name], whole), (way, name)
+    sx.export_checkpoint(state_on("cuda:0"), f"{folder}/whole")
+    live = {name: torch.zeros_like(tensor) for name, tensor in state_on("cuda:0").items()}
+    sx.load_checkpoint(live, f"{folder}/whole")
+    for name, tensor in state_on("cuda:0").items():
+        assert torch.equal(live[name], tensor), name
+    sx.save_checkpoint({"model": live, "step": 3}, f"{folder}/saved")
+    again = {"model": {name: torch.zeros_like(tensor) for name, tensor in live.items()}, "step": 0}
+    sx.load_checkpoint(again, f"{folder}/saved")
+    assert again["step"] == 3
+    assert all(torch.equal(again["model"][name], tensor) for name, tensor in live.items())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_state_goes_from_a_gpu_to_files_and_back(world_size: int, tmp_path: Path) -> None:
+    run_ranks(state_goes_to_files_and_back, world_size, backend="mpi", args=(str(tmp_path),), timeout_s=60)
+
+
+def takes_a_fused_step_after_a_load(folder: str) -> None:
+    """An optimizer whose `step` lies on the GPU goes on as if it had never stopped."""
+
+    def job() -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 8, device="cuda:0")
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), fused=True)}
+
+    def step(state: dict[str, Any]) -> None:
+        state["model"](torch.ones(4, 8, device="cuda:0")).square().mean().backward()
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+
+    first, second = job(), job()
+    step(first)
+    sx.save_checkpoint(first, folder)
+    sx.load_checkpoint(second, folder)
+    for state in (first, second):
+        step(state)
+    assert torch.equal(first["model"].weight, second["model"].weight)
+
+
+def test_a_fused_optimizer_goes_on(tmp_path: Path) -> None:
+    run_ranks(takes_a_fused_step_after_a_load, 1, backend="processes", args=(str(tmp_path / "saved"),), timeout_s=60)

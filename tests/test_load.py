@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from starting import LAUNCHED_AS, start
 from torch import nn
 
 import statexchange as sx
@@ -519,3 +520,46 @@ def test_the_saved_tree_can_be_read(tmp_path: Path) -> None:
     names = [tensor.shard.name for _, tensor in source.shards()]
     assert "optimizer.state.model.0.weight.momentum_buffer" in names
     assert json.loads(source.configs[0])["optimizer"]["param_groups"][0]["params"][0] == "model.0.weight"
+
+
+def stored() -> dict[str, torch.Tensor]:
+    numbers = torch.arange(300_000)
+    return {
+        "same": numbers.float().reshape(1000, 300),
+        "also": numbers[:150_000].int().reshape(500, 300),
+        "strided": numbers[:150_000].bfloat16().reshape(500, 300),
+        "rows": numbers.double().reshape(1000, 300),
+        "scalar": torch.tensor(2.5),
+    }
+
+
+def reads_a_store(backend: str, directory: str, url: str) -> int:
+    """What the ranks want alike and what each wants alone; returns the bytes that this rank has read for it."""
+    comm = start(backend, directory)
+    state: dict[str, Any] = {
+        "same": nn.Parameter(torch.zeros(1000, 300)),
+        "also": np.zeros((500, 300), np.int32),
+        "strided": torch.zeros(300, 500, dtype=torch.bfloat16).T,
+        "scalar": torch.tensor(0.0),
+    }
+    if backend == "gloo":
+        state["rows"] = placed(torch.zeros(1000, 300).double(), mesh_of([comm.world_size]), "0")
+    report = sx.load_checkpoint(state, url, strict=False)
+    for name, live in state.items():
+        found = live.full_tensor() if name == "rows" else torch.as_tensor(live).detach()
+        assert torch.equal(found, stored()[name]), name
+    comm.barrier()
+    return report.nbytes
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm", "hierarchical", "mpi"])
+def test_what_ranks_of_a_host_want_alike_is_read_from_a_store_once(backend: str, tmp_path: Path) -> None:
+    sx.export_checkpoint(stored(), tmp_path / "out")
+    (tmp_path / "meet").mkdir()
+    args = (backend, str(tmp_path / "meet"), f"local://{tmp_path}/out")
+    found = run_ranks(reads_a_store, 3, backend=LAUNCHED_AS[backend], args=args, timeout_s=60)
+    whole = sum(t.nbytes for n, t in stored().items() if n != "rows" or backend == "gloo")
+    hosts = 2 if backend == "hierarchical" else 1
+    alone = stored()["rows"].nbytes if backend == "gloo" else 0
+    assert sum(found) == hosts * (whole - alone) + alone
+    assert min(found) > 0

@@ -290,6 +290,8 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     assert refuse(UnsupportedError, tmp_path, "complex128").name == "c"
     refuse(UnsafeError, tmp_path, "one name to both", rename=[(".", "x")])
     refuse(UnsafeError, tmp_path, "tensor name", exclude="c", rename=[("w", "a\nb")])
+    for rename in ("^w", {"w": "x"}, ("^w", "ab"), [("w",)]):  # one pair, not in a list, is two strings of two each
+        refuse(InvalidArgumentError, tmp_path, "rename must be a function or", rename=rename)
     refuse(InvalidArgumentError, tmp_path, "matches no tensor", include=["nothing.*"])
     refuse(InvalidArgumentError, tmp_path, "not a size", max_shard_size="big")
     (tmp_path / "out").mkdir()

@@ -14,6 +14,8 @@ README = (ROOT / "README.md").read_text()
 BIN = Path(sys.executable).parent
 FENCES = re.compile(r"^<!-- (.+?) -->\n```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
+RECIPES = ("on_save", "pipeline", "to_hf", "lora", "ema", "stages")  # which test_recipes.py runs
+
 SEEDS = {
     "ModelOpt": """
         NFSWorkspace NFSWorkspace.is_initialized NFSWorkspace.write_configs_and_weights
@@ -55,6 +57,7 @@ def test_every_fenced_block_is_one_that_a_test_runs() -> None:
         "output: reduce.py",
         "block: fit.py",
         "block: resume.py",
+        *(f"block: {recipe}.py" for recipe in RECIPES),
     }
     assert set(blocks()) == marked
     assert README.count("\n```") == 2 * len(marked)
@@ -178,6 +181,7 @@ def test_the_demo_prints_what_the_readme_shows() -> None:
     ("bench", "arguments"),
     [
         ("export.py", ["--megabytes", "16", "--rounds", "1"]),
+        ("load.py", ["--megabytes", "16", "--rounds", "1"]),
         ("gather.py", ["--megabytes", "16", "--rounds", "1"]),
         ("collectives.py", ["--ranks", "2", "--largest", "1", "--rounds", "1"]),
         ("training.py", ["--rounds", "1"]),

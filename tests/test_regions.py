@@ -60,7 +60,7 @@ def test_one_run_is_told_from_several(case: tuple[tuple[int, ...], Box]) -> None
 @settings(deadline=None)
 @given(boxed(), st.booleans())
 def test_a_box_is_written_where_it_belongs_and_nowhere_else(
-    tmp_path_factory: pytest.TempPathFactory, case: tuple[tuple[int, ...], Box], mapped: bool
+    tmp_path_factory: pytest.TempPathFactory, case: tuple[tuple[int, ...], Box], reserved: bool
 ) -> None:
     shape, box = case
     path = tmp_path_factory.mktemp("box") / "file"
@@ -69,7 +69,7 @@ def test_a_box_is_written_where_it_belongs_and_nowhere_else(
     path.write_bytes(b"\xff" * (begin + whole.nbytes + 3))
     fd = os.open(path, os.O_RDWR)
     data = memoryview(np.ascontiguousarray(whole[slices(box)]).reshape(-1).view(np.uint8))
-    write_box(fd, begin, shape, "I16", box, data, str(path), mapped=mapped)
+    write_box(fd, begin, shape, "I16", box, data, str(path), reserved=reserved)
     os.close(fd)
     expected = np.full(shape, 0xFFFF, dtype=np.uint16)
     expected[slices(box)] = whole[slices(box)]
@@ -100,6 +100,20 @@ def test_a_box_is_read_window_by_window(
     assert (reader.left, reader.digest()) == (0, xxhash.xxh3_128(data).hexdigest())
 
 
+@pytest.mark.parametrize("reserved", [True, False])
+def test_long_runs_and_short_ones_of_one_tensor(reserved: bool, tmp_path: Path) -> None:
+    whole = np.arange(3 * 40_000, dtype=np.uint16).reshape(3, 40_000)
+    path = tmp_path / "file"
+    path.write_bytes(bytes(10 + whole.nbytes))
+    fd = os.open(path, os.O_RDWR)
+    for begin, end in ((0, 30_000), (30_000, 30_007), (30_007, 40_000)):
+        box = Box((0, begin), (3, end - begin))
+        data = memoryview(np.ascontiguousarray(whole[:, begin:end]).reshape(-1).view(np.uint8))
+        write_box(fd, 10, whole.shape, "I16", box, data, str(path), reserved=reserved)
+    os.close(fd)
+    assert path.read_bytes() == bytes(10) + whole.tobytes()
+
+
 def test_a_file_that_ends_early_or_cannot_be_mapped_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"1234")
@@ -109,7 +123,7 @@ def test_a_file_that_ends_early_or_cannot_be_mapped_is_an_error(tmp_path: Path) 
             reader.copy_into(memoryview(bytearray(5)), Box((0,), (5,)), memoryview(bytearray(5)))
     fd = os.open(path, os.O_RDONLY)
     with pytest.raises(StorageError, match="cannot map") as caught:
-        write_box(fd, 0, (2, 2), "U8", Box((0, 0), (2, 1)), memoryview(b"xy"), "p", mapped=True)
+        write_box(fd, 0, (2, 2), "U8", Box((0, 0), (2, 1)), memoryview(b"xy"), "p", reserved=True)
     os.close(fd)
     assert caught.value.path == "p"
 

@@ -341,7 +341,8 @@ class _Merge:
                 self._count(file.data_nbytes)
         todo = [file for file in self._plan.files if file.name not in self._publication.finished]
         with ThreadPoolExecutor(max(1, min(threads or os.cpu_count() or 1, len(todo)))) as pool:
-            opened = list(pool.map(self._create, todo))  # all room is there before anything is written
+            create: Callable[[FilePlan], OpenFile | OpenObject] = self._publication.create
+            opened = list(pool.map(create, todo))  # all room is there before anything is written
             writing = [pool.submit(self._write_file, *pair) for pair in zip(todo, opened, strict=True)]
             try:
                 for written in as_completed(writing):
@@ -350,11 +351,6 @@ class _Merge:
                 self._stop.set()  # the others end at their next window
                 raise
         return facts
-
-    def _create(self, plan: FilePlan) -> OpenFile | OpenObject:
-        if isinstance(self._publication, ObjectPublication):
-            return self._publication.create(plan)
-        return self._publication.create(plan, mapped=False)
 
     def _write_file(self, plan: FilePlan, opened: OpenFile | OpenObject) -> dict[str, list[BoxFact]]:
         memory = memoryview(bytearray(4 * WINDOW_BYTES))

@@ -65,7 +65,7 @@ class BoxFact:
 
 @dataclass(slots=True)
 class OpenFile:
-    """An output file under construction: all its room is there, its header is written last."""
+    """An output file under construction: its room is `reserved`, or was looked for; its header is written last."""
 
     fd: int
     path: str
@@ -222,10 +222,10 @@ class Publication:
         self.write_text(self._probes[-1], b"")
         return os.path.join(self.path, self._probes[-1])
 
-    def create(self, plan: FilePlan, *, mapped: bool = True) -> OpenFile:
+    def create(self, plan: FilePlan) -> OpenFile:
         """A new output file with all its room reserved.
 
-        Unless it is to be `mapped`, the room of a file in memory is only looked for: to reserve it is to write it.
+        The room of a file in memory is only looked for: to reserve it would be to write it.
         """
         header = header_of(plan)
         path = os.path.join(self.path, plan.name)
@@ -234,7 +234,7 @@ class Publication:
         opened = OpenFile(fd, path, header, reserved=False)
         self._open.append(opened)
         nbytes = len(header) + plan.data_nbytes
-        if mapped or not files.filesystem_is_memory(path):
+        if not files.filesystem_is_memory(path):
             opened.reserved = files.reserve(fd, nbytes, path)
         else:
             self._claimed += nbytes

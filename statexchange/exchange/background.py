@@ -28,20 +28,32 @@ def export_checkpoint_async(
 ) -> Future[ExportReport]:
     """As `export_checkpoint`, which has the same options, of `state` as it is now; the report comes later.
 
-    Collective over `comm`; returns once all that this rank holds is copied into memory that the next export uses again.
-    The state may be changed then, and collectives of `comm` go on: a thread exports over a communicator of its own. A
-    failure on any rank is raised by `result()` on all. An export that is called while one goes on waits for that one
-    first, and so does the interpreter's end. `on_progress` is called in the thread.
+    Collective over `comm`, but it waits for no other rank, except the first time; it returns once all that this rank
+    holds is copied into memory that the next export uses again. The state may be changed then, and collectives of
+    `comm` go on: a thread exports over a communicator of its own. A failure on any rank is raised by `result()` on all.
+    An export that is called while one goes on waits for that one first, and so does the interpreter's end.
+    `on_progress` is called in the thread.
     """
     communicator = as_communicator(comm)
     known = _backgrounds.get(communicator)
     if known is None or known.comm.is_closed:
         known = _backgrounds[communicator] = _Background(communicator.duplicate())
     known.wait()
-    with communicator.phase("taking a snapshot"):
-        described = describe(state, Layout.parse(layout or {}), communicator.rank)
-        snapshot = known.snapshot(described)
-    return known.start(lambda: export_checkpoint(snapshot, out, comm=known.comm, layout=layout, **options))
+    try:
+        taken: Description | Exception = known.snapshot(describe(state, Layout.parse(layout or {}), communicator.rank))
+    except Exception as error:  # noqa: BLE001 (the thread raises it, on all ranks)
+        taken = error
+    except BaseException as error:
+        known.comm.close(error)
+        raise
+
+    def export() -> ExportReport:
+        with known.comm.phase("taking a snapshot"):
+            if isinstance(taken, Exception):
+                raise taken
+        return export_checkpoint(taken, out, comm=known.comm, layout=layout, **options)
+
+    return known.start(export)
 
 
 class _Background:

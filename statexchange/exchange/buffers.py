@@ -9,7 +9,7 @@ import numpy as np
 from statexchange.errors import UnsupportedError
 from statexchange.layout.arrays import DTYPE_NAMES, LONG_NAMES, array_over
 
-__all__ = ["dtype_name", "from_bytes", "host_bytes", "is_tensor", "same_memory", "settled", "torch_dtype"]
+__all__ = ["dtype_name", "from_bytes", "is_tensor", "own_bytes", "same_memory", "settled", "torch_dtype"]
 
 
 def is_tensor(value: object) -> bool:
@@ -60,17 +60,18 @@ def torch_dtype(dtype: str) -> Any:
     return getattr(torch, LONG_NAMES[dtype])
 
 
-def host_bytes(tensor: Any) -> memoryview:
-    """A tensor's elements in C order as bytes; the tensor's own memory where it is contiguous on the host."""
+def own_bytes(tensor: Any) -> memoryview | None:
+    """The memory of a tensor as bytes, if its elements lie there in C order, on the host."""
     if isinstance(tensor, np.ndarray):
-        return memoryview(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
+        return memoryview(tensor.reshape(-1).view(np.uint8).data) if tensor.flags.c_contiguous else None
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    if not tensor.numel():
+        return memoryview(bytearray())
     import torch
 
-    with torch.no_grad():
-        flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        if flat.stride(0) != 1:  # a single element counts as contiguous whatever its stride
-            flat = torch.empty(flat.shape, dtype=flat.dtype).copy_(flat)
-        return memoryview(flat.view(torch.uint8).numpy())
+    # A single element counts as contiguous whatever its stride.
+    return memoryview(tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy())
 
 
 def from_bytes(data: Any, dtype: str, shape: tuple[int, ...], *, as_numpy: bool = False) -> Any:

@@ -8,7 +8,8 @@ from operator import add
 from typing import Any
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError
-from statexchange.exchange.buffers import dtype_name, host_bytes, is_tensor, same_memory, settled
+from statexchange.exchange.buffers import dtype_name, is_tensor, same_memory, settled
+from statexchange.exchange.staging import Staging
 from statexchange.layout.placements import Cut, local_boxes
 from statexchange.layout.rules import Layout, Part, Rule, place
 from statexchange.layout.shards import Box, Shard, full_box
@@ -37,25 +38,18 @@ class HeldTensor:
 
     `part` is set for a plain tensor that has a layout rule: its shard says where the boxes lie in this rank's tensor,
     and where they lie in the whole is known once all ranks' parts are. `placement` is set for a tensor over a mesh of
-    all ranks of which this rank's boxes are those that `local_boxes` gives. `cast` is the torch dtype in which its
-    bytes are wanted, if another.
+    all ranks of which this rank's boxes are those that `local_boxes` gives. The shard's dtype may be another than the
+    tensors': that in which their bytes are wanted.
     """
 
     shard: Shard
     tensors: tuple[Any, ...]
     part: Part | None = None
     placement: Placement | None = None
-    cast: Any = None
 
-    def box_bytes(self, index: int) -> memoryview:
-        """Bytes of one box in C order, in the dtype of the shard."""
-        tensor = self.tensors[index]
-        return host_bytes(tensor if self.cast is None else tensor.to(self.cast))
-
-    def whole(self) -> Held:
-        """The shard with the bytes of all its boxes."""
-        views = [self.box_bytes(index) for index in range(len(self.shard.boxes))]
-        return Held(self.shard, views[0] if len(views) == 1 else memoryview(b"".join(views)))
+    def whole(self, staging: Staging) -> Held:
+        """The shard with the bytes of all its boxes, which are made when they are asked for, by way of `staging`."""
+        return Held(self.shard, lambda box: (part for _, part in staging.parts(self.tensors[box], self.shard.dtype)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,11 @@ from statexchange.checkpoint.publish import BoxFact, OpenFile, Publication, trav
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.world import as_communicator
 from statexchange.errors import InvalidArgumentError, ReplicaError
-from statexchange.exchange.buffers import dtype_name
 from statexchange.exchange.describe import Description, describe, resolve_layout
 from statexchange.exchange.writing import Order, write_boxes, writing_nodes
 from statexchange.layout.plan import Holding, Plan, PlanOptions, Rename, TensorPlan, plan_merge
 from statexchange.layout.rules import Layout, Part
-from statexchange.layout.shards import ITEMSIZE, Box, Shard
+from statexchange.layout.shards import DTYPE_NAMES, ITEMSIZE, Box, Shard
 from statexchange.layout.spread import Placement, Spread
 
 __all__ = ["ExportReport", "export_checkpoint"]
@@ -116,14 +115,11 @@ def _cast(described: Description, dtype: Any) -> Description:
     """The description with floating tensors in another dtype; they are converted when their bytes are asked for."""
     if dtype is None:
         return described
-    import torch
-
-    target = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(target, torch.dtype) or dtype_name(torch.empty(0, dtype=target), "dtype") not in _FLOATS:
+    name = DTYPE_NAMES.get(str(dtype).removeprefix("torch."))
+    if name not in _FLOATS:
         raise InvalidArgumentError(f"dtype must be a floating torch dtype or its name, not {dtype!r}")
-    name = dtype_name(torch.empty(0, dtype=target), "dtype")
     held = {
-        key: replace(h, shard=replace(h.shard, dtype=name), cast=target) if h.shard.dtype in _FLOATS else h
+        key: replace(h, shard=replace(h.shard, dtype=name)) if h.shard.dtype in _FLOATS else h
         for key, h in described.held.items()
     }
     return replace(described, held=held)
@@ -328,7 +324,8 @@ def replica_error(name: str, box: Box, rank: int, other: int) -> ReplicaError:
     """Two ranks hold different bytes for one box; the message says how to go on."""
     return ReplicaError(
         f"ranks {rank} and {other} hold different values for region {box}: if each rank holds a part, say so with "
-        f'layout={{"{name}": Shard(0)}}; to take rank {min(rank, other)}\'s copy, replicas="root"',
+        f'layout={{"{name}": Shard(0)}}; to take rank {min(rank, other)}\'s copy, replicas="root"; tensors that '
+        "are not the same, as of pipeline stages that each count their layers from 0, need names of their own",
         name=name,
         rank=other,
     )

@@ -23,13 +23,13 @@ from statexchange.errors import InvalidArgumentError, StateExchangeError, Unsupp
 from statexchange.exchange.buffers import (
     dtype_name,
     from_bytes,
-    host_bytes,
     is_tensor,
     same_memory,
     settled,
     torch_dtype,
 )
 from statexchange.exchange.describe import describe
+from statexchange.exchange.staging import Staging
 from statexchange.layout.arrays import array_over
 from statexchange.layout.shards import ITEMSIZE, Shard, full_box
 from statexchange.shared_memory import Arena, attach
@@ -265,7 +265,8 @@ class _FileTransport:
 
     def send(self, tensors: Mapping[str, Any], facts: Sequence[_Fact]) -> dict[str, Any]:
         """Write this rank's tensors as one durable file; returns its receipt."""
-        held = [_held(tensors[fact.name], fact) for fact in facts if fact.alias is None]
+        staging = Staging()
+        held = [_held(tensors[fact.name], fact, staging) for fact in facts if fact.alias is None]
         comm = self._comm
         number = self._workspace.next_round(comm.run, comm.rank)
         self._receipt = self._workspace.write(
@@ -290,8 +291,9 @@ class _FileTransport:
             self._receipt = None
 
 
-def _held(tensor: Any, fact: _Fact) -> Held:
-    return Held(Shard(fact.name, fact.dtype, fact.shape, (full_box(fact.shape),)), host_bytes(tensor))
+def _held(tensor: Any, fact: _Fact, staging: Staging) -> Held:
+    shard = Shard(fact.name, fact.dtype, fact.shape, (full_box(fact.shape),))
+    return Held(shard, lambda _: (part for _, part in staging.parts(tensor, fact.dtype)))
 
 
 def _transport(

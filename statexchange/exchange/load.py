@@ -1,31 +1,27 @@
-"""Load a checkpoint into live state, in place, whatever mesh and placement it was saved from or is wanted in.
-
-Every rank reads the bytes of its own boxes, and no others, from the files.
-"""
+"""Load a checkpoint into live state, in place, whatever mesh and placement it was saved from or is wanted in."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from statexchange import values
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.world import as_communicator
 from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, NotFoundError, ReplicaError
 from statexchange.exchange.buffers import torch_dtype
-from statexchange.exchange.describe import HeldTensor, describe
+from statexchange.exchange.describe import describe
 from statexchange.exchange.nested import Restoration, Saved, merged, names_tree, restoration
+from statexchange.exchange.reading import Job, dealt, read_all
 from statexchange.layout.plan import prove_cover
-from statexchange.layout.shards import ITEMSIZE, Box, Shard, intersect
+from statexchange.layout.shards import Box, Shard
 from statexchange.sources import Extent, Source, SourceTensor, open_source
-from statexchange.storage.files import OpenFiles
-from statexchange.storage.regions import read_part
+from statexchange.storage.object_store import is_url
 
 __all__ = ["LoadReport", "load_checkpoint"]
 
@@ -57,6 +53,7 @@ def load_checkpoint(
 
     Collective over `comm`, and blocks until all ranks are done. `source` is anything that `merge_checkpoint` reads. A
     rank reads what its own boxes need, so world size, mesh and placements may be others than those it was saved with.
+    What several ranks of a host want is read once: of files by the page cache, of objects by one rank for the others.
     What does not fit is found before anything is changed; any rank's failure is raised on all. After a failure while
     reading, the state is part old, part new.
 
@@ -85,14 +82,13 @@ def load_checkpoint(
     with communicator.phase("comparing the names"):
         if strict:
             _check_names(wanted, catalog)
-    read = 0
-    with communicator.phase("reading", timeout_s=stall_timeout_s), OpenFiles() as inputs:
-        for job in jobs:
-            read += _fill(job, inputs, communicator)
+    readers = dealt(jobs, communicator) if is_url(opened.path) else {}
+    with communicator.phase("reading", timeout_s=stall_timeout_s):
+        read = read_all(jobs, readers, communicator)
         for deed in wanted.deeds:
             deed()
-    seconds = time.perf_counter() - began
-    return LoadReport(opened.path, len(jobs), read, tuple(wanted.missing), tuple(wanted.unexpected), seconds)
+    names = (tuple(wanted.missing), tuple(wanted.unexpected))
+    return LoadReport(opened.path, len(jobs), read, *names, time.perf_counter() - began)
 
 
 def _opened(source: str | os.PathLike[str], comm: Communicator) -> Source:
@@ -232,19 +228,7 @@ def _hint(wanted: Restoration, catalog: _Catalog) -> str:
     return ""
 
 
-# Reading
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """A live tensor, and the stored boxes that fill it."""
-
-    name: str
-    held: HeldTensor
-    boxes: Mapping[Box, Extent]
-
-
-def _job(name: str, live: Any, path: str, catalog: _Catalog) -> _Job:
+def _job(name: str, live: Any, path: str, catalog: _Catalog) -> Job:
     stored = catalog.shard_of(name)
     held = describe({path: live}).held[path]
     for part in held.tensors:
@@ -262,7 +246,7 @@ def _job(name: str, live: Any, path: str, catalog: _Catalog) -> _Job:
         raise CorruptError(error.message, name=name, path=catalog.source.path) from error
     except IncompleteError as error:
         raise IncompleteError(error.message, name=name, path=catalog.source.path) from error
-    return _Job(name, held, boxes)
+    return Job(name, held, boxes)
 
 
 def _check_writable(part: Any, path: str) -> None:
@@ -273,67 +257,3 @@ def _check_writable(part: Any, path: str) -> None:
         problem = "several elements lie in one place of memory" if any(n > 1 and not s for n, s in strides) else None
     if problem is not None:
         raise InvalidArgumentError(f"{problem}, and is to be filled", name=path)
-
-
-def _fill(job: _Job, inputs: OpenFiles, comm: Communicator) -> int:
-    """Read a live tensor's boxes; returns the bytes read."""
-    read = 0
-    for target, part in zip(job.held.shard.boxes, job.held.tensors, strict=True):
-        with _Room(part) as room:
-            for box, extent in job.boxes.items():
-                shared = intersect(box, target)
-                if shared is not None:
-                    read += _read(job, room.memory, target, shared, box, extent, inputs)
-                    comm.progress()
-    return read
-
-
-def _read(job: _Job, memory: memoryview, target: Box, shared: Box, box: Box, extent: Extent, inputs: OpenFiles) -> int:
-    whole = shared == box and extent.digest is not None
-    hasher = xxhash.xxh3_128() if whole else None
-    lies = (extent.path, extent.begin, extent.strides, box)
-    read_part(inputs, *lies, shared, job.held.shard.dtype, memory, target, hasher)
-    if hasher is not None and hasher.hexdigest() != extent.digest:
-        raise CorruptError(
-            "bytes differ from their digest",
-            name=job.name,
-            path=extent.path,
-            expected=extent.digest,
-            found=hasher.hexdigest(),
-        )
-    return shared.numel * ITEMSIZE[job.held.shard.dtype]
-
-
-class _Room:
-    """Host memory in C order for a tensor to be written: its own where that is possible, else a copy put back."""
-
-    def __init__(self, tensor: Any) -> None:
-        self._tensor = tensor
-        self._staged: Any = None
-        self.memory = memoryview(bytearray())
-
-    def __enter__(self) -> _Room:
-        if isinstance(self._tensor, np.ndarray):
-            plain = self._tensor if self._tensor.flags.c_contiguous else np.empty_like(self._tensor, order="C")
-            self._staged = None if plain is self._tensor else plain
-            self.memory = memoryview(plain.reshape(-1).view(np.uint8).data)
-            return self
-        import torch
-
-        tensor = self._tensor.detach()
-        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            tensor = self._staged = torch.empty(tensor.shape, dtype=tensor.dtype)
-        if tensor.numel():
-            self.memory = memoryview(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy())
-        return self
-
-    def __exit__(self, kind: object, *exception: object) -> None:
-        if kind is not None or self._staged is None:
-            return
-        if isinstance(self._tensor, np.ndarray):
-            self._tensor[...] = self._staged
-            return
-        import torch
-
-        with torch.no_grad():
-            self._tensor.copy_(self._staged)

@@ -13,6 +13,7 @@ from statexchange.comm import world
 from statexchange.errors import InvalidArgumentError, NotFoundError
 from statexchange.exchange.buffers import from_bytes
 from statexchange.exchange.describe import describe
+from statexchange.exchange.staging import Staging
 from statexchange.settings import detect_launch
 from statexchange.storage.workspace import RankFile, RankName, Workspace
 
@@ -52,7 +53,8 @@ class NFSWorkspace:
         rank, world_size = _position()
         run = self._writing_run()
         self._round = workspace.next_round(run, rank) if self._round is None else self._round + 1
-        held = [h.whole() for h in describe(weights).held.values()]
+        staging = Staging()
+        held = [h.whole(staging) for h in describe(weights).held.values()]
         workspace.write(
             held,
             run=run,

@@ -11,6 +11,7 @@ from statexchange.comm.world import as_communicator
 from statexchange.errors import NotFoundError
 from statexchange.exchange.describe import describe
 from statexchange.exchange.nested import tree_of
+from statexchange.exchange.staging import Staging
 from statexchange.storage.workspace import Manifest, Receipt, Workspace
 
 __all__ = ["save_checkpoint"]
@@ -39,8 +40,9 @@ def save_checkpoint(state: Mapping[str, Any], url: str | os.PathLike[str], *, co
                 number = workspace.next_round(communicator.run)
         number = communicator.broadcast_object(number)
         with communicator.phase("saving"):
+            staging = Staging()
             receipt = workspace.write(
-                [h.whole() for h in held.held.values()],
+                [h.whole(staging) for h in held.held.values()],
                 run=communicator.run,
                 round=number,
                 rank=communicator.rank,

@@ -11,24 +11,24 @@ import json
 import math
 import operator
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import StorageError
 from statexchange.exchange.describe import Description
+from statexchange.exchange.staging import Staging
 from statexchange.layout.shards import ITEMSIZE, Box
 from statexchange.storage import files
-from statexchange.storage.regions import windows, write_box
-from statexchange.storage.tensorfile import digest
+from statexchange.storage.regions import WINDOW_BYTES, windows, write_box
 
 __all__ = ["Order", "write_boxes", "writing_nodes"]
 
 _SYNC_EVERY_BYTES = 256 << 20
-_STEP_BYTES = 64 << 20
 _SENT_BYTES = 8 << 20
 
 
@@ -135,6 +135,7 @@ class _Writing:
     def __init__(self, comm: Communicator, described: Description, order: Order, nodes: Sequence[int]) -> None:
         self._comm = comm
         self._described = described
+        self._written, self._sent = Staging(WINDOW_BYTES), Staging(_SENT_BYTES)
         self._mates = [[r for r, node in enumerate(comm.nodes) if node == n] for n in range(comm.num_nodes)]
         self.is_shared = any(node != comm.nodes[0] for node in nodes)
         local, self._messages = self._tasks(order, nodes)
@@ -178,25 +179,26 @@ class _Writing:
                 self._receive(task, opened)
         return digests
 
-    def _data(self, task: _Task) -> tuple[memoryview, str]:
-        """The bytes of a box of this rank, and their digest."""
-        data = self._described.held[task.source].box_bytes(task.box_index)
-        return data, digest(data)
+    def _tensor(self, task: _Task) -> Any:
+        """The tensor that holds a box of this rank."""
+        return self._described.held[task.source].tensors[task.box_index]
 
     def _write(self, task: _Task, opened: _Files) -> str:
-        data, found = self._data(task)
-        if task.dst >= 0:
-            for box, part in _windows(task, data, _STEP_BYTES):
-                opened.write(task, box, part)
-                opened.count(len(part))
-        return found
+        hasher = xxhash.xxh3_128()
+        for window, data in self._written.parts(self._tensor(task), task.dtype):
+            hasher.update(data)  # it is written while the processor's cache holds it
+            if task.dst >= 0:
+                opened.write(task, _within(window, task.box), data)
+                opened.count(len(data))
+        return str(hasher.hexdigest())
 
     def _send(self, task: _Task, opened: _Files) -> str:
-        data, found = self._data(task)
-        for _, part in _windows(task, data, _SENT_BYTES):
-            self._comm.send(np.frombuffer(part, np.uint8), task.dst)
-            opened.count(len(part))
-        return found
+        hasher = xxhash.xxh3_128()
+        for _, data in self._sent.parts(self._tensor(task), task.dtype):
+            hasher.update(data)
+            self._comm.send(np.frombuffer(data, np.uint8), task.dst)
+            opened.count(len(data))
+        return str(hasher.hexdigest())
 
     def _receive(self, task: _Task, opened: _Files) -> None:
         data = np.empty(min(_SENT_BYTES, task.nbytes), np.uint8)
@@ -205,15 +207,6 @@ class _Writing:
             self._comm.recv(part, task.src)
             opened.write(task, _within(box, task.box), part.data)
             self._comm.progress()
-
-
-def _windows(task: _Task, data: memoryview, budget: int) -> Iterator[tuple[Box, memoryview]]:
-    """A box in parts of about `budget` bytes, which follow each other in its C order."""
-    at = 0
-    for window in windows(task.box.shape, task.itemsize, budget):
-        nbytes = window.numel * task.itemsize
-        yield _within(window, task.box), data[at : at + nbytes]
-        at += nbytes
 
 
 def _within(window: Box, box: Box) -> Box:
@@ -246,7 +239,7 @@ class _Files:
         """Write a part of a task's box."""
         path, reserved = self._files[task.file]
         fd = self._fd(task.file, path)
-        write_box(fd, task.begin, task.shape, task.dtype, box, data, path, mapped=reserved)
+        write_box(fd, task.begin, task.shape, task.dtype, box, data, path, reserved=reserved)
         self._dirty += len(data)
         if self._dirty > _SYNC_EVERY_BYTES:
             self._sync()

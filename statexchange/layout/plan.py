@@ -98,10 +98,11 @@ class PlanOptions:
         def patterns(given: str | Sequence[str]) -> tuple[str, ...]:
             return (given,) if isinstance(given, str) else tuple(given)
 
-        if isinstance(rename, str | Mapping):
+        pairs = rename if callable(rename) else tuple(rename)
+        if not callable(pairs) and not all(isinstance(one, list | tuple) and len(one) == 2 for one in pairs):
             raise InvalidArgumentError(f"rename must be a function or (regex, replacement) pairs, not {rename!r}")
         size = parse_size(max_shard_size)
-        return cls(patterns(include), patterns(exclude), rename, size, filename_pattern, replicas)
+        return cls(patterns(include), patterns(exclude), pairs, size, filename_pattern, replicas)
 
 
 @dataclass(frozen=True, slots=True)

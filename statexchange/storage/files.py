@@ -279,9 +279,9 @@ def pwrite_all(fd: int, buffer: Buffer, offset: int, path: str) -> None:
         raise StorageError.of(error, "write", path=path) from error
 
 
-def reserve(fd: int, nbytes: int, path: str) -> bool:
-    """Make a file `nbytes` long with all its room there, to notice a full disk now. False if it cannot be."""
-    code = _fallocate(fd, nbytes) if nbytes else 0
+def reserve(fd: int, nbytes: int, path: str, begin: int = 0) -> bool:
+    """Make sure that a file has `nbytes` of room from `begin` on, to notice a full disk now. False if it cannot be."""
+    code = _fallocate(fd, begin, nbytes) if nbytes else 0
     if code and code not in _UNSUPPORTED:
         raise StorageError(f"cannot reserve {nbytes} bytes: {os.strerror(code)}", errno=code, path=path)
     return not code
@@ -296,12 +296,12 @@ def check_room(fd: int, nbytes: int, path: str) -> None:
         raise StorageError(f"cannot reserve {nbytes} bytes: {why}", errno=errno.ENOSPC, path=path)
 
 
-def _fallocate(fd: int, nbytes: int) -> int:
+def _fallocate(fd: int, begin: int, nbytes: int) -> int:
     """The system call, which can say no; `os.posix_fallocate` would write a byte into each block instead."""
     call = _libc("fallocate")
     code = errno.EINTR
     while code == errno.EINTR:
-        result = call(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) if call else -1
+        result = call(fd, 0, ctypes.c_int64(begin), ctypes.c_int64(nbytes)) if call else -1
         code = (ctypes.get_errno() if call else errno.ENOSYS) if result else 0
     return code
 
@@ -363,18 +363,22 @@ def write_new(
     path: str,
     durable: bool = True,
     mode: int = 0o600,
+    begin: int = 0,
+    head: Callable[[], Buffer] | None = None,
 ) -> None:
     """Write a new file `name` in a directory: the name appears only when all `nbytes` are there and durable.
 
-    `path` is the full name for messages. A name that exists is a TargetExistsError; a failed write leaves
-    nothing.
+    `head` gives the first `begin` bytes when all parts are written. `path` is the full name for messages. A name that
+    exists is a TargetExistsError; a failed write leaves nothing.
     """
     temporary = f"{TEMPORARY_PREFIX}{new_nonce()}"
     fd = _create(temporary, dir_fd, mode, path)
     placed = temporary
     try:
         try:
-            _fill(fd, parts, nbytes, path)
+            _fill(fd, parts, begin, nbytes, path)
+            if head is not None:
+                pwrite_all(fd, head(), 0, path)
             if durable:
                 sync_file(fd, path)
         except BaseException:
@@ -392,9 +396,12 @@ def write_new(
         raise
 
 
-def _fill(fd: int, parts: Iterable[Buffer], nbytes: int, path: str) -> None:
-    reserve(fd, nbytes, path)
-    offset = 0
+def _fill(fd: int, parts: Iterable[Buffer], begin: int, nbytes: int, path: str) -> None:
+    if filesystem_is_memory(path):  # to reserve room there would be to write it
+        check_room(fd, nbytes, path)
+    else:
+        reserve(fd, nbytes, path)
+    offset = begin
     for part in parts:
         pwrite_all(fd, part, offset, path)
         offset += memoryview(part).nbytes

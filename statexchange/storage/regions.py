@@ -12,7 +12,8 @@ import numpy as np
 from statexchange.errors import StorageError
 from statexchange.layout.arrays import elements
 from statexchange.layout.shards import ITEMSIZE, Box, c_strides, intersect
-from statexchange.storage.files import OpenFiles, Readable, pread_into, pwrite_all
+from statexchange.storage.files import OpenFiles, Readable, pread_into, pwrite_all, reserve
+from statexchange.storage.object_store import is_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,7 +34,7 @@ __all__ = [
 ]
 
 WINDOW_BYTES = 2 << 20  # what the processor's cache holds while it is read, hashed and written
-_MAPPED_BYTES = 64 << 20
+_LONG_RUN_BYTES = 32 << 10  # from here on a write costs less than the page faults of a mapping
 _SPAN_BYTES = 4 << 20
 AHEAD_BYTES, _LEAST_AHEAD_BYTES = 16 << 20, 64 << 10
 
@@ -82,26 +83,41 @@ def write_box(
     data: memoryview,
     path: str,
     *,
-    mapped: bool,
+    reserved: bool,
 ) -> None:
     """Write a box's bytes (C order) into the tensor that starts at byte `begin` of an open file.
 
-    A box that is one run is one write. Others go through a mapping where `mapped` allows it (the file's room
-    must be reserved, or a full disk would be a SIGBUS), else run by run.
+    Long runs are a write each. Many short ones go through a mapping: its room must be there, or a full disk would be a
+    SIGBUS; so what the box spans is reserved first, unless the whole file's room is `reserved`.
     """
+    itemsize = ITEMSIZE[dtype]
     if is_contiguous(box, shape):
-        pwrite_all(fd, data, begin + linear_offset(box, shape) * ITEMSIZE[dtype], path)
-    elif mapped:
-        _write_mapped(fd, begin, shape, dtype, box, data, path)
-    else:
-        for run, part in _runs(box, shape, ITEMSIZE[dtype], data):
-            pwrite_all(fd, part, begin + run * ITEMSIZE[dtype], path)
+        pwrite_all(fd, data, begin + linear_offset(box, shape) * itemsize, path)
+        return
+    if _run_bytes(box, shape, itemsize) < _LONG_RUN_BYTES:
+        strides = c_strides(shape)
+        first = begin + linear_offset(box, shape) * itemsize
+        span = (sum((size - 1) * stride for size, stride in zip(box.shape, strides, strict=True)) + 1) * itemsize
+        if reserved or reserve(fd, span, path, first):
+            _write_mapped(fd, first, span, strides, elements(data, dtype, box.shape), path)
+            return
+    for run, part in _runs(box, shape, itemsize, data):
+        pwrite_all(fd, part, begin + run * itemsize, path)
+
+
+def _run_dim(box: Box, shape: Sequence[int]) -> int:
+    """The dim from which on a box that is several runs is one."""
+    return max(d for d in range(len(shape)) if box.shape[d] != shape[d])
+
+
+def _run_bytes(box: Box, shape: Sequence[int], itemsize: int) -> int:
+    return math.prod(box.shape[_run_dim(box, shape) :]) * itemsize
 
 
 def _runs(box: Box, shape: Sequence[int], itemsize: int, data: memoryview) -> Iterator[tuple[int, memoryview]]:
     """(first element in the tensor, bytes) of each contiguous run of a box."""
-    dim = max(d for d in range(len(shape)) if box.shape[d] != shape[d])
-    run_bytes = math.prod(box.shape[dim:]) * itemsize
+    dim = _run_dim(box, shape)
+    run_bytes = _run_bytes(box, shape, itemsize)
     for number, prefix in enumerate(np.ndindex(*box.shape[:dim])):
         offsets = tuple(o + p for o, p in zip(box.offsets, prefix, strict=False)) + box.offsets[dim:]
         yield (
@@ -110,34 +126,25 @@ def _runs(box: Box, shape: Sequence[int], itemsize: int, data: memoryview) -> It
         )
 
 
-def _write_mapped(
-    fd: int, begin: int, shape: tuple[int, ...], dtype: str, box: Box, data: memoryview, path: str
-) -> None:
-    itemsize = ITEMSIZE[dtype]
-    source = elements(data, dtype, box.shape)
-    for window in windows(shape, itemsize, _MAPPED_BYTES):
-        part = intersect(box, window)
-        if part is None:
-            continue
-        first = begin + linear_offset(window, shape) * itemsize
-        start = first - first % mmap.ALLOCATIONGRANULARITY
-        nbytes = window.numel * itemsize
-        try:
-            map_ = mmap.mmap(fd, first - start + nbytes, offset=start)
-        except OSError as error:
-            raise StorageError.of(error, "map", path=path) from error
-        with map_:
-            _assign(
-                memoryview(map_)[first - start : first - start + nbytes],
-                dtype,
-                window,
-                part,
-                source[within(part, box)],
-            )
+def _write_mapped(fd: int, first: int, span: int, strides: Sequence[int], source: Any, path: str) -> None:
+    """Write an array whose elements lie `strides` (elements) apart in `span` bytes from byte `first` of a file on."""
+    start = first - first % mmap.ALLOCATIONGRANULARITY
+    try:
+        map_ = mmap.mmap(fd, first - start + span, offset=start)
+    except OSError as error:
+        raise StorageError.of(error, "map", path=path) from error
+    with map_:
+        _assign_strided(map_, first - start, strides, source)
+
+
+def _assign_strided(map_: mmap.mmap, first: int, strides: Sequence[int], source: Any) -> None:
+    """A function of its own, so that no view outlives the mapping."""
+    in_bytes = tuple(stride * source.itemsize for stride in strides)
+    np.ndarray(source.shape, source.dtype, map_, first, in_bytes)[...] = source
 
 
 def _assign(memory: memoryview, dtype: str, window: Box, part: Box, source: Any) -> None:
-    """Put `part` into the bytes of `window`. A function of its own, so that no view outlives the mapping."""
+    """Put `part` into the bytes of `window`."""
     elements(memory, dtype, window.shape)[within(part, window)] = source
 
 
@@ -224,7 +231,8 @@ def read_part(
     lies = None if strides is None and is_contiguous(inside, box.shape) else along
     goes = _relative(part, target)
     straight = is_contiguous(goes, target.shape)
-    budget = WINDOW_BYTES if strides is None else AHEAD_BYTES
+    # A store answers late, so it is asked for more at a time.
+    budget = WINDOW_BYTES if strides is None and not is_url(path) else AHEAD_BYTES
     bounce = memoryview(bytearray(0 if straight else min(budget, part.numel * itemsize)))
     to = linear_offset(goes, target.shape) * itemsize
     for window in windows(part.shape, itemsize, budget):

@@ -9,8 +9,10 @@ import json
 import math
 import re
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import xxhash
 
 from statexchange.errors import CorruptError, InvalidArgumentError, UnsafeError
 from statexchange.layout.shards import ITEMSIZE, Shard, sizes_from_json
@@ -18,7 +20,7 @@ from statexchange.storage import files
 from statexchange.storage.files import Buffer, Readable, parse_json, pread_into, write_new
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 __all__ = [
     "TORCH_SHARDING_KEY",
@@ -38,14 +40,14 @@ MAX_HEADER_BYTES = 100_000_000
 FACTS_KEY = "statexchange"
 # torch's Hugging Face storage keeps a shard's offsets under this key, and its version beside it.
 TORCH_SHARDING_KEY, _TORCH_VERSION_KEY, _TORCH_VERSION = "DCP_SHARDING_INFO", "DCP_VERSION", "1.0"
+_NO_DIGEST = "0" * 32
+_PART_BYTES = 2 << 20  # what the processor's cache holds while it is hashed and written
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def digest(data: Buffer) -> str:
     """xxh3-128 of a box's bytes in C order, as 32 hex digits."""
-    import xxhash
-
     return str(xxhash.xxh3_128_hexdigest(data))
 
 
@@ -86,19 +88,22 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One tensor that a rank holds: the shard, its bytes (boxes one after another, each in C order)."""
+    """One tensor that a rank holds: the shard, and its bytes.
+
+    `data` are the boxes one after another, each in C order, or a function that gives the bytes of the n-th box part by
+    part, each good until the next one is asked for.
+    """
 
     shard: Shard
-    data: memoryview
-    digests: tuple[str, ...] = field(default=())
+    data: memoryview | Callable[[int], Iterable[memoryview]]
 
-    def box_views(self) -> Iterator[memoryview]:
-        """The bytes of each box."""
-        begin = 0
-        for box in self.shard.boxes:
-            end = begin + box.numel * ITEMSIZE[self.shard.dtype]
-            yield self.data[begin:end]
-            begin = end
+    def box_parts(self, index: int) -> Iterable[memoryview]:
+        """The bytes of a box, part by part."""
+        if not isinstance(self.data, memoryview):
+            return self.data(index)
+        sizes = [box.numel * ITEMSIZE[self.shard.dtype] for box in self.shard.boxes[: index + 1]]
+        begin, end = sum(sizes[:-1]), sum(sizes)
+        return (self.data[at : min(at + _PART_BYTES, end)] for at in range(begin, end, _PART_BYTES))
 
 
 def stored(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
@@ -211,24 +216,21 @@ def _check_contiguous(entries: Sequence[Entry], start: int, size: int, path: str
         )
 
 
-def tensor_file_facts(held: Sequence[Held], facts: Mapping[str, Any]) -> tuple[list[Held], dict[str, str]]:
-    """Digested tensors in file order, and the metadata of their file."""
-    order = list(ITEMSIZE)
-    kept = [h if h.digests else Held(h.shard, h.data, tuple(digest(v) for v in h.box_views())) for h in held]
-    kept.sort(key=lambda h: (-order.index(h.shard.dtype), h.shard.name))
+def _metadata(held: Sequence[Held], digests: Sequence[Sequence[str]], facts: Mapping[str, Any]) -> dict[str, str]:
+    """The metadata of a file of these tensors, whose boxes have these digests."""
     tensors = {
         h.shard.name: {
             "dtype": h.shard.dtype,
             "global_shape": list(h.shard.global_shape),
             "boxes": [box.to_json() for box in h.shard.boxes],
-            "digests": list(h.digests),
+            "digests": of_boxes,
         }
-        for h in kept
+        for h, of_boxes in zip(held, digests, strict=True)
     }
-    offsets = {h.shard.name: {"saved_offsets": _saved_offsets(h.shard)} for h in kept if len(h.shard.boxes) == 1}
+    offsets = {h.shard.name: {"saved_offsets": _saved_offsets(h.shard)} for h in held if len(h.shard.boxes) == 1}
     ours = json.dumps({**facts, "tensors": tensors}, separators=(",", ":"))
     torchs = json.dumps(offsets, separators=(",", ":"))
-    return kept, {FACTS_KEY: ours, "format": "pt", TORCH_SHARDING_KEY: torchs, _TORCH_VERSION_KEY: _TORCH_VERSION}
+    return {FACTS_KEY: ours, "format": "pt", TORCH_SHARDING_KEY: torchs, _TORCH_VERSION_KEY: _TORCH_VERSION}
 
 
 def _saved_offsets(shard: Shard) -> list[int]:
@@ -240,8 +242,27 @@ def write_tensor_file(
     dir_fd: int, name: str, path: str, held: Sequence[Held], facts: Mapping[str, Any], *, durable: bool
 ) -> int:
     """Write one rank's tensors and facts as a new file, durably if asked; returns its size in bytes."""
-    kept, metadata = tensor_file_facts(held, facts)
-    header = encode_header([(h.shard.name, h.shard.dtype, h.shard.local_shape) for h in kept], metadata)
-    nbytes = len(header) + sum(h.shard.nbytes for h in kept)
-    write_new(dir_fd, name, [header, *(h.data for h in kept)], nbytes=nbytes, path=path, durable=durable)
+    order = list(ITEMSIZE)
+    kept = sorted(held, key=lambda h: (-order.index(h.shard.dtype), h.shard.name))
+    digests = [[_NO_DIGEST for _ in h.shard.boxes] for h in kept]
+    entries = [(h.shard.name, h.shard.dtype, h.shard.local_shape) for h in kept]
+
+    def header() -> bytes:
+        return encode_header(entries, _metadata(kept, digests, facts))
+
+    begin = len(header())  # digests are of one length: it is so long whatever they are
+    nbytes = begin + sum(h.shard.nbytes for h in kept)
+    parts = _digested(kept, digests)
+    write_new(dir_fd, name, parts, nbytes=nbytes, path=path, durable=durable, begin=begin, head=header)
     return nbytes
+
+
+def _digested(held: Sequence[Held], digests: Sequence[list[str]]) -> Iterator[memoryview]:
+    """The bytes of all tensors; when all have been asked for, the digests of all boxes are there."""
+    for h, of_boxes in zip(held, digests, strict=True):
+        for index in range(len(of_boxes)):
+            hasher = xxhash.xxh3_128()
+            for part in h.box_parts(index):
+                hasher.update(part)
+                yield part
+            of_boxes[index] = hasher.hexdigest()

@@ -1,9 +1,11 @@
-"""Export of a sharded model beside its peers: `cat` of the same bytes, and get_model_state_dict(full) + save_file.
+"""Export of a model sharded by FSDP2 beside its peers, and how long an export in the background holds training up.
 
-    python tools/bench/export.py [--ranks 2] [--megabytes 512] [--dir /dev/shm] [--rounds 5]
+    python tools/bench/export.py [--ranks 2] [--megabytes 1024] [--dirs /dev/shm] [--rounds 5]
 
-All ways run warm and interleaved in one job; medians and their ratios. Peak memory is what each way adds to a rank's
-resident set (VmHWM, reset before each run).
+The peers: get_model_state_dict(full) + save_file; `cat` of the same bytes by one process; `cp` of each rank's bytes by
+all ranks at once. An export in the background is timed until it returns, beside one copy of the rank's own shard into
+memory that was used before. All ways run warm and interleaved in one job; medians and their ratios. The peak is what a
+way adds to the resident set of each rank (VmHWM, reset before each run).
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from statexchange.testing import run_ranks
 
-WAYS = ("export, 1 file", "export, 4 files", "full state dict + save_file", "cat")
+FULL, CAT, CP = "full state dict + save_file", "cat", "cp, all ranks"
+MEMCPY, BACKGROUND = "memcpy of the shard", "export in the background, until it returns"
 
 
 def reset_peak() -> int:
@@ -53,32 +56,57 @@ def rank_main(megabytes: int, folder: str, rounds: int) -> dict[str, list[tuple[
     ]
     model = torch.nn.Sequential(*layers)
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    out = os.path.join(folder, "out")
-    nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    rank, out = dist.get_rank(), os.path.join(folder, "out")
+    parameters: list[Any] = list(model.parameters())
+    nbytes = sum(p.numel() * p.element_size() for p in parameters)
+    shards = [parameter.to_local().detach() for parameter in parameters]
+    copies = [torch.zeros_like(shard) for shard in shards]
+    source, part = f"{folder}/source", f"{folder}/part-{rank}"
+    if rank == 0:
+        write(source, nbytes)
+    write(part, sum(shard.nbytes for shard in shards))
+
+    def make_out() -> None:
+        if rank == 0:
+            os.mkdir(out)
 
     def full() -> None:
         state: dict[str, Any] = get_model_state_dict(
             model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
         )
-        if dist.get_rank() == 0:
-            os.mkdir(out)
+        make_out()
+        if rank == 0:
             save_file(state, f"{out}/model.safetensors", {"format": "pt"})
 
     def cat() -> None:
-        if dist.get_rank() == 0:
-            os.mkdir(out)
+        make_out()
+        if rank == 0:
             with open(f"{out}/copy", "wb") as file:
-                subprocess.run(["cat", f"{folder}/source"], stdout=file, check=True)
+                subprocess.run(["cat", source], stdout=file, check=True)
+
+    def cp() -> None:
+        make_out()
+        dist.barrier()
+        subprocess.run(["cp", "--reflink=never", part, f"{out}/copy-{rank}"], check=True)
+
+    def memcpy() -> None:
+        for copy, shard in zip(copies, shards, strict=True):
+            copy.copy_(shard)
+
+    pending: list[Any] = []
+
+    def background() -> None:
+        pending.append(sx.export_checkpoint_async(model, out))
 
     ways: dict[str, Callable[[], object]] = {
-        WAYS[0]: lambda: sx.export_checkpoint(model, out, max_shard_size="1TB"),
-        WAYS[1]: lambda: sx.export_checkpoint(model, out, max_shard_size=-(-nbytes // 4)),
-        WAYS[2]: full,
-        WAYS[3]: cat,
+        "export, 1 file": lambda: sx.export_checkpoint(model, out, max_shard_size="1TB"),
+        "export, 4 files": lambda: sx.export_checkpoint(model, out, max_shard_size=-(-nbytes // 4)),
+        FULL: full,
+        CAT: cat,
+        CP: cp,
+        MEMCPY: memcpy,
+        BACKGROUND: background,
     }
-    if dist.get_rank() == 0:
-        with open(f"{folder}/source", "wb") as file:
-            file.write(os.urandom(1 << 20) * (nbytes >> 20))
     found: dict[str, list[tuple[float, int]]] = {way: [] for way in ways}
     for number in range(rounds + 1):  # the first warms up
         for way, run in ways.items():
@@ -86,40 +114,61 @@ def rank_main(megabytes: int, folder: str, rounds: int) -> dict[str, list[tuple[
             before = reset_peak()
             began = time.perf_counter()
             run()
-            dist.barrier()
+            if run not in (memcpy, background):
+                dist.barrier()
+            seconds = time.perf_counter() - began
+            while pending:
+                pending.pop().result()
             if number:
-                found[way].append((time.perf_counter() - began, status("VmHWM") - before))
-            if dist.get_rank() == 0:
+                found[way].append((seconds, status("VmHWM") - before))
+            dist.barrier()
+            if rank == 0 and run is not memcpy:
                 shutil.rmtree(out)
     return found
+
+
+def slowest(ranks: Iterable[Sequence[tuple[float, int]]]) -> float:
+    """The median over rounds of the seconds of the rank that took longest."""
+    return float(statistics.median(max(seconds for seconds, _ in turn) for turn in zip(*ranks, strict=True)))
+
+
+def write(path: str, nbytes: int) -> None:
+    """A file of so many random bytes."""
+    block = os.urandom(1 << 20)
+    with open(path, "wb") as file:
+        for begin in range(0, nbytes, len(block)):
+            file.write(block[: nbytes - begin])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--megabytes", type=int, default=512)
-    parser.add_argument("--dir", default="/dev/shm")
+    parser.add_argument("--megabytes", type=int, default=1024)
+    parser.add_argument("--dirs", nargs="+", default=["/dev/shm"])
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.dir) as folder:
-        args = (options.megabytes, folder, options.rounds)
-        ranks = run_ranks(rank_main, options.ranks, backend="gloo", args=args, timeout_s=1200)
-    peer = statistics.median(seconds for seconds, _ in ranks[0][WAYS[2]])
-    copy = statistics.median(seconds for seconds, _ in ranks[0][WAYS[3]])
-    size = options.megabytes * 2**20
+    rows = []
+    for place in options.dirs:
+        with tempfile.TemporaryDirectory(dir=place) as folder:
+            args = (options.megabytes, folder, options.rounds)
+            ranks = run_ranks(rank_main, options.ranks, backend="gloo", args=args, timeout_s=1200)
+        seconds = {way: slowest(rank[way] for rank in ranks) for way in ranks[0]}
+        for way, taken in seconds.items():
+            of_rank = way in (MEMCPY, BACKGROUND)
+            size = options.megabytes * 2**20 / (options.ranks if of_rank else 1)
+            beside = ["" if of_rank else f"{seconds[peer] / taken:.2f}x" for peer in (FULL, CAT, CP)]
+            peaks = ", ".join(f"{max(added for _, added in rank[way]) / 2**20:.0f}" for rank in ranks)
+            rows.append([place, way, f"{taken:.2f}", f"{size / taken / 1e9:.2f}", *beside, peaks])
+        stall = seconds[BACKGROUND] / seconds[MEMCPY]
+        print(f"{place}: an export in the background holds training up for {stall:.2f}x of one memcpy of the shard")
     print(
         f"{options.megabytes} MiB, {options.ranks} ranks, {options.rounds} rounds, {os.cpu_count()} cores, "
         f"load {os.getloadavg()[0]:.1f}"
     )
-    print("| way | seconds | GB/s | beside the full state dict | beside cat | root's peak adds |")
-    print("|---|---|---|---|---|---|")
-    for way in WAYS:
-        seconds = statistics.median(s for s, _ in ranks[0][way])
-        added = max(b for _, b in ranks[0][way]) / 2**20
-        print(
-            f"| {way} | {seconds:.2f} | {size / seconds / 1e9:.2f} | {peer / seconds:.2f}x | {copy / seconds:.2f}x "
-            f"| {added:.0f} MiB |"
-        )
+    print("| where | way | seconds | GB/s | beside the full state dict | beside cat | beside cp | peaks add, MiB |")
+    print("|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        print(f"| {' | '.join(row)} |")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,126 @@
+"""A tensor's elements as host memory, window by window: its own where they lie there in C order, else two buffers.
+
+The buffers take turns, so that a GPU copies into or out of one while the host works on the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from statexchange.exchange.buffers import own_bytes, torch_dtype
+from statexchange.layout.arrays import numpy_dtype
+from statexchange.layout.shards import ITEMSIZE, Box, full_box
+from statexchange.storage.regions import WINDOW_BYTES, windows, within
+
+__all__ = ["Staging"]
+
+
+class Staging:
+    """Windows of at most `window_bytes`, and the two buffers, pinned for tensors of a GPU.
+
+    For one thread, and one tensor at a time.
+    """
+
+    def __init__(self, window_bytes: int = WINDOW_BYTES) -> None:
+        self._window_bytes = window_bytes
+        self._buffers: dict[tuple[int, str], Any] = {}
+
+    def parts(self, tensor: Any, dtype: str) -> Iterator[tuple[Box, memoryview]]:
+        """A tensor's bytes in C order, part by part, each good until the next one is asked for. Not collective.
+
+        `dtype` is the safetensors name of what is given; a tensor of another one is cast.
+        """
+        shape, itemsize = tuple(tensor.shape), ITEMSIZE[dtype]
+        own = own_bytes(tensor) if _is_of(tensor, dtype) else None
+        if own is not None:
+            at = 0
+            for window in windows(shape, itemsize, self._window_bytes):
+                yield window, own[at : at + window.numel * itemsize]
+                at += window.numel * itemsize
+            return
+        before: tuple[Box, memoryview, Any] | None = None
+        for number, window in enumerate(windows(shape, itemsize, self._window_bytes)):
+            buffer, memory = self._buffer(number, tensor, window, dtype)
+            now = (window, memory, _copy(buffer, _window_of(tensor, window), tensor))
+            if before is not None:
+                yield _arrived(*before)
+            before = now
+        if before is not None:
+            yield _arrived(*before)
+
+    def targets(self, tensor: Any, dtype: str) -> Iterator[tuple[Box, memoryview]]:
+        """Memory for a tensor's elements in C order, part by part, each to be filled before the next one is asked for.
+
+        All is in the tensor when the iterator has ended. Not collective. `dtype` is the tensor's safetensors name.
+        """
+        own = own_bytes(tensor)
+        if own is not None:
+            yield full_box(tuple(tensor.shape)), own
+            return
+        under_way: list[Any] = [None, None]
+        for number, window in enumerate(windows(tuple(tensor.shape), ITEMSIZE[dtype], self._window_bytes)):
+            _await(under_way[number % 2])
+            buffer, memory = self._buffer(number, tensor, window, dtype)
+            yield window, memory
+            under_way[number % 2] = _copy(_window_of(tensor, window), buffer, tensor)
+        for copy in under_way:
+            _await(copy)
+
+    def _buffer(self, number: int, tensor: Any, window: Box, dtype: str) -> tuple[Any, memoryview]:
+        """One of the buffers as an array or tensor of the window's shape, and its bytes."""
+        nbytes = window.numel * ITEMSIZE[dtype]
+        if isinstance(tensor, np.ndarray):
+            memory = self._memory(number, "numpy", lambda size: np.empty(size, np.uint8))[:nbytes]
+            return memory.view(numpy_dtype(dtype)).reshape(window.shape), memory.data
+        import torch
+
+        def empty(size: int) -> Any:
+            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=tensor.is_cuda)
+
+        memory = self._memory(number, "pinned" if tensor.is_cuda else "torch", empty)[:nbytes]
+        return memory.view(torch_dtype(dtype)).view(window.shape), memory.numpy().data
+
+    def _memory(self, number: int, kind: str, make: Any) -> Any:
+        key = (number % 2, kind)
+        if key not in self._buffers:
+            self._buffers[key] = make(self._window_bytes)
+        return self._buffers[key]
+
+
+def _is_of(tensor: Any, dtype: str) -> bool:
+    return bool(tensor.dtype == (numpy_dtype(dtype) if isinstance(tensor, np.ndarray) else torch_dtype(dtype)))
+
+
+def _window_of(tensor: Any, window: Box) -> Any:
+    return tensor[within(window, full_box(tuple(tensor.shape)))]
+
+
+def _copy(target: Any, source: Any, tensor: Any) -> Any:
+    """Begin a copy; `_await` what it gives. `tensor` is the one of both that may lie on a GPU."""
+    if isinstance(tensor, np.ndarray):
+        with np.errstate(over="ignore"):  # what does not fit is infinite, as in torch
+            target[...] = source
+        return None
+    import torch
+
+    with torch.no_grad():
+        target.detach().copy_(source.detach(), non_blocking=tensor.is_cuda)
+    if not tensor.is_cuda:
+        return None
+    with torch.cuda.device(tensor.device):
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+    return event
+
+
+def _await(copy: Any) -> None:
+    if copy is not None:
+        copy.synchronize()
+
+
+def _arrived(window: Box, memory: memoryview, copy: Any) -> tuple[Box, memoryview]:
+    _await(copy)
+    return window, memory

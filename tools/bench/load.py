@@ -1,0 +1,141 @@
+"""Loading a Hugging Face checkpoint into a model sharded by FSDP2, beside its peers.
+
+    python tools/bench/load.py [--ranks 2] [--megabytes 1024] [--dirs /dev/shm] [--rounds 5]
+
+The peers: `cat` to /dev/null of each rank's rows, by all ranks at once; `dcp.load` of torch's own checkpoint of these
+shards; transformers' `from_pretrained` on the first rank and a broadcast of its state dict into the sharded model. The
+sharded model is there before; all ways run warm and interleaved in one job, with the files in the page cache; medians
+and their ratios. The peak is what a way adds to the resident set of each rank (VmHWM, reset before each run).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from statexchange.testing import run_ranks
+
+CAT, DCP, BROADCAST = "cat to /dev/null, all ranks", "dcp.load", "from_pretrained + broadcast"
+
+
+def reset_peak() -> int:
+    """Forget the peak so far; returns the resident bytes now."""
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
+    return status("VmRSS")
+
+
+def status(field: str) -> int:
+    with open("/proc/self/status", encoding="ascii") as file:
+        line = next(line for line in file if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def rank_main(megabytes: int, folder: str, rounds: int) -> dict[str, list[tuple[float, int]]]:
+    """Seconds and added bytes of every round of every way, on this rank."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    import transformers
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    import statexchange as sx
+
+    width = 1024
+    layers = max(1, megabytes * 2**20 // (4 * width * width * 4 * 4))
+    config = transformers.LlamaConfig(
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        vocab_size=256,
+        tie_word_embeddings=False,
+    )
+    rank = dist.get_rank()
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    for block in model.model.layers:
+        fully_shard(block, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model.to_empty(device="cpu")
+    parameters: list[Any] = list(model.parameters())
+    for parameter in parameters:
+        torch.nn.init.normal_(parameter.to_local())
+    sx.export_checkpoint(model, f"{folder}/whole", files_from=None)
+    if rank == 0:
+        config.save_pretrained(f"{folder}/whole")
+    state = model.state_dict()
+    dcp.state_dict_saver.save(state, checkpoint_id=f"{folder}/dcp")
+    with open(f"{folder}/rows-{rank}", "wb") as file:
+        for parameter in parameters:
+            file.write(parameter.to_local().detach().contiguous().view(torch.uint8).numpy().data)
+
+    def cat() -> None:
+        subprocess.run(["cat", f"{folder}/rows-{rank}"], stdout=subprocess.DEVNULL, check=True)
+
+    def broadcast() -> None:
+        full = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/whole").state_dict() if rank == 0 else {}
+        set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+
+    ways: dict[str, Callable[[], object]] = {
+        "load": lambda: sx.load_checkpoint(model, f"{folder}/whole"),
+        "load, of torch's DCP": lambda: sx.load_checkpoint(model, f"{folder}/dcp"),
+        CAT: cat,
+        DCP: lambda: dcp.state_dict_loader.load(state, checkpoint_id=f"{folder}/dcp"),
+        BROADCAST: broadcast,
+    }
+    found: dict[str, list[tuple[float, int]]] = {way: [] for way in ways}
+    for number in range(rounds + 1):  # the first warms up
+        for way, run in ways.items():
+            dist.barrier()
+            before = reset_peak()
+            began = time.perf_counter()
+            run()
+            dist.barrier()
+            if number:
+                found[way].append((time.perf_counter() - began, status("VmHWM") - before))
+    return found
+
+
+def slowest(ranks: Iterable[Sequence[tuple[float, int]]]) -> float:
+    """The median over rounds of the seconds of the rank that took longest."""
+    return float(statistics.median(max(seconds for seconds, _ in turn) for turn in zip(*ranks, strict=True)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--megabytes", type=int, default=1024)
+    parser.add_argument("--dirs", nargs="+", default=["/dev/shm"])
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    rows = []
+    for place in options.dirs:
+        with tempfile.TemporaryDirectory(dir=place) as folder:
+            args = (options.megabytes, folder, options.rounds)
+            ranks = run_ranks(rank_main, options.ranks, backend="gloo", args=args, timeout_s=1200)
+        seconds = {way: slowest(rank[way] for rank in ranks) for way in ranks[0]}
+        for way, taken in seconds.items():
+            beside = [f"{seconds[peer] / taken:.2f}x" for peer in (CAT, DCP, BROADCAST)]
+            peaks = ", ".join(f"{max(added for _, added in rank[way]) / 2**20:.0f}" for rank in ranks)
+            rows.append([place, way, f"{taken:.2f}", f"{options.megabytes * 2**20 / taken / 1e9:.2f}", *beside, peaks])
+    print(
+        f"{options.megabytes} MiB, {options.ranks} ranks, {options.rounds} rounds, {os.cpu_count()} cores, "
+        f"load {os.getloadavg()[0]:.1f}"
+    )
+    print("| where | way | seconds | GB/s | beside cat | beside dcp.load | beside from_pretrained | peaks add, MiB |")
+    print("|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        print(f"| {' | '.join(row)} |")
+
+
+if __name__ == "__main__":
+    main()
