@@ -255,7 +255,7 @@ def leaves(backend: str, comm: sx.Communicator) -> None:
         sx.shutdown()
 
 
-WORLDS = [("gloo", 1), ("gloo", 2), ("gloo", 3), ("gloo", 4), ("shm", 2), ("shm", 4), ("mpi", 1), ("mpi", 3)]
+WORLDS = [("gloo", 1), ("gloo", 2), ("gloo", 3), ("gloo", 4), ("shm", 2), ("shm", 4), ("mpi", 3)]
 
 
 @pytest.mark.parametrize(("backend", "world_size"), WORLDS)
