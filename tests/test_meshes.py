@@ -195,11 +195,15 @@ def proves_placed(folder: str, placed: list[Any], plain: list[Any], comm: sx.Com
     cases = {**{f"placed{n}": c for n, c in enumerate(placed)}, **{f"plain{n}": c for n, c in enumerate(plain)}}
     assert exported.keys() == wholes.keys()
     assert [cases[name] for name in wholes if exported[name] != bits(wholes[name])] == []
-    for source in ("saved", "exported"):
-        into = {name: tensor for name, tensor in live.items() if source == "exported" or name.startswith("placed")}
+    for source in (
+        f"{folder}/saved",
+        f"{folder}/exported",
+        f"local://{folder}/exported",
+    ):  # at a URL, ranks share reads
+        into = {name: tensor for name, tensor in live.items() if "exported" in source or name.startswith("placed")}
         for tensor in into.values():
             (tensor.to_local() if hasattr(tensor, "to_local") else tensor).zero_()
-        sx.load_checkpoint(into, f"{folder}/{source}", comm=comm)
+        sx.load_checkpoint(into, source, comm=comm)
         wrong = [name for name, tensor in into.items() if not is_filled(tensor, wholes[name], cases[name], known)]
         assert [(source, cases[name]) for name in wrong] == []
 
