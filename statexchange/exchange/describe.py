@@ -8,12 +8,12 @@ from typing import Any
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError
 from statexchange.exchange.buffers import dtype_name, is_tensor, same_memory, settled
+from statexchange.exchange.chunks import chunks_of
 from statexchange.exchange.megatron import MegatronTensor, holds_sharded, kind_of, leaves
 from statexchange.exchange.staging import Staging
-from statexchange.layout.placements import Cut, local_boxes
 from statexchange.layout.rules import Layout, Part, Rule, place
 from statexchange.layout.shards import Box, Shard, full_box
-from statexchange.layout.spread import Placement, Spread, coordinate_of
+from statexchange.layout.spread import Placement, Spread
 from statexchange.storage.tensorfile import Held
 
 __all__ = [
@@ -243,60 +243,20 @@ def _hold_part(part: Part, dtype: str, tensor: Any) -> HeldTensor:
 
 def _hold_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Any, rank: int) -> HeldTensor:
     """A tensor that tells its own chunks by torch's protocol, as DTensor and its placements do."""
-    partial = [str(p) for p in getattr(tensor, "placements", ()) if p.is_partial()]
-    if partial:
-        raise UnsupportedError(f"placement {partial[0]} holds an unfinished sum; redistribute it first", name=name)
     boxes = []
     parts = []
-    for index, chunk in enumerate(_own_chunks(name, tensor)):
-        box = Box(tuple(int(o) for o in chunk.offsets), tuple(int(s) for s in chunk.sizes))
-        part = _chunk_tensor(name, tensor, chunk, index)
+    chunks, placement = chunks_of(name, tensor, rank)
+    for box, part in chunks:
         found = (dtype_name(part, name), tuple(part.shape))
         if found != (dtype, box.shape):
+            if not box.numel and not part.numel():
+                continue  # torch is of two minds about the shape of nothing
             raise UnsupportedError(
                 "the local part does not fit its box", name=name, expected=(dtype, box.shape), found=found
             )
         boxes.append(box)
         parts.append(part)
-    return HeldTensor(Shard(name, dtype, shape, tuple(boxes)), tuple(parts), placement=_placement(tensor, boxes, rank))
-
-
-def _placement(tensor: Any, boxes: Sequence[Box], rank: int) -> Placement | None:
-    """The record of a DTensor, if this rank of a mesh of ranks 0, 1, ... holds just what follows from it."""
-    mesh = getattr(tensor, "device_mesh", None)
-    if mesh is None or mesh.mesh.flatten().tolist() != list(range(mesh.mesh.numel())) or rank >= mesh.mesh.numel():
-        return None
-    mesh_shape = tuple(mesh.mesh.shape)
-    cuts = [Cut(p.dim, getattr(p, "split_factor", 1)) if hasattr(p, "dim") else None for p in tensor.placements]
-    try:
-        found = [box for box, _ in local_boxes(tuple(tensor.shape), mesh_shape, coordinate_of(rank, mesh_shape), cuts)]
-    except ValueError:
-        return None
-    same = found == [box for box in boxes if box.numel] and len(boxes) <= 1
-    return Placement(mesh_shape, tuple(cuts)) if same else None
-
-
-def _own_chunks(name: str, tensor: Any) -> list[Any]:
-    mesh = getattr(tensor, "device_mesh", None)
-    if mesh is None:
-        return list(tensor.__create_chunk_list__())
-    if mesh.get_coordinate() is None:
-        return []  # this rank is not in the tensor's mesh
-    for axis, placement in enumerate(tensor.placements):
-        if placement.is_shard() and bool((mesh.mesh.diff(dim=axis) <= 0).any()):
-            raise UnsupportedError(
-                "its mesh lists ranks out of order, and torch itself is of two minds about who then holds what",
-                name=name,
-            )
-    return list(tensor.__create_chunk_list__())
-
-
-def _chunk_tensor(name: str, tensor: Any, chunk: Any, index: int) -> Any:
-    from torch.distributed.checkpoint.metadata import MetadataIndex
-
-    if hasattr(tensor, "to_local"):
-        return settled(tensor.to_local())
-    return tensor.__get_tensor_shard__(MetadataIndex(name, chunk.offsets, index))
+    return HeldTensor(Shard(name, dtype, shape, tuple(boxes)), tuple(parts), placement=placement)
 
 
 def resolve_layout(

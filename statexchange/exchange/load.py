@@ -73,7 +73,7 @@ def load_checkpoint(
     began = time.perf_counter()
     wanted = Restoration()
     with communicator.phase("reading the headers"):
-        opened = open_source(source)
+        opened = _opened(source, communicator)
         catalog = _Catalog(opened, communicator)
         wanted = _wanted(state, catalog)
         jobs = [_job(name, live, path, catalog) for name, live, path in wanted.targets]
@@ -89,6 +89,17 @@ def load_checkpoint(
             deed()
     names = (tuple(wanted.missing), tuple(wanted.unexpected))
     return LoadReport(opened.path, len(jobs), read, *names, time.perf_counter() - began)
+
+
+def _opened(source: str | os.PathLike[str], comm: Communicator) -> Source:
+    """The source; where there are several hosts, the error that it is not there tells on which."""
+    try:
+        return open_source(source)
+    except NotFoundError as error:
+        if comm.num_nodes == 1:
+            raise
+        text = f"{error.message} on {comm.hosts[comm.rank]}; all hosts must see the source"
+        raise NotFoundError(text, rank=comm.rank, path=error.path) from error
 
 
 class _Catalog:

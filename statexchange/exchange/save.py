@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from statexchange.comm.communicator import Communicator
 from statexchange.comm.world import as_communicator
+from statexchange.errors import NotFoundError
 from statexchange.exchange.describe import describe
 from statexchange.exchange.nested import tree_of
 from statexchange.exchange.staging import Staging
@@ -20,9 +22,10 @@ _KEPT_ROUNDS = 2
 def save_checkpoint(state: Mapping[str, Any], url: str | os.PathLike[str], *, comm: Any = None) -> Manifest:
     """Save nested `state` (modules, optimizers' state dicts, tensors, numbers ...) in a workspace, sharded as it lies.
 
-    Collective over `comm`. Each rank writes what it holds as one durable file, tensors by their dotted path; then root
-    commits the round, and this job's newest two rounds stay. Everything that is no tensor is kept as JSON values. A
-    failure on any rank is raised on all, and the earlier rounds stay as they were.
+    Collective over `comm`. All hosts must see `url`: a NotFoundError names one that does not. Each rank
+    writes what it holds as one durable file, tensors by their dotted path; then root commits the round, and this job's
+    newest two rounds stay. Everything that is no tensor is kept as JSON values. A failure on any rank is raised on all,
+    and the earlier rounds stay as they were.
     """
     communicator = as_communicator(comm)
     workspace = Workspace(url)
@@ -53,6 +56,7 @@ def save_checkpoint(state: Mapping[str, Any], url: str | os.PathLike[str], *, co
         committed: list[Any] = []
         with communicator.phase("committing"):
             if communicator.rank == 0:
+                _check_seen(workspace, receipts, communicator)
                 manifest = workspace.commit([Receipt(*r) for r in receipts], keep=_KEPT_ROUNDS)
                 committed = [manifest.generation, [[r.relative, r.nbytes] for r in manifest.receipts]]
         generation, kept = communicator.broadcast_object(committed)
@@ -61,3 +65,11 @@ def save_checkpoint(state: Mapping[str, Any], url: str | os.PathLike[str], *, co
     except BaseException:
         workspace.remove(ours)
         raise
+
+
+def _check_seen(workspace: Workspace, receipts: Sequence[Any], comm: Communicator) -> None:
+    """Root: what ranks of other hosts have written must lie where this host sees it."""
+    for rank, (relative, _) in enumerate(receipts):
+        if comm.nodes[rank] != comm.node_rank and not os.path.lexists(os.path.join(workspace.path, relative)):
+            text = f"{comm.hosts[0]} does not see what rank {rank} on {comm.hosts[rank]} has saved: all hosts must"
+            raise NotFoundError(text, rank=rank, path=workspace.path)
