@@ -126,6 +126,25 @@ def test_bytes_that_changed_are_found(tmp_path: Path) -> None:
         sx.load_checkpoint({"a": torch.zeros(1000)}, tmp_path / "out")
 
 
+def exports_halves(out: str) -> None:
+    rank = sx.get_rank()
+    sx.export_checkpoint({"a": torch.full((40 + rank, 30), 1.0 + rank)}, out, layout={"a": {"dim": 0}})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_ranks_piece_of_a_merged_tensor_is_checked(rank: int, tmp_path: Path) -> None:
+    run_ranks(exports_halves, 2, args=(str(tmp_path / "out"),))
+    whole = {"a": torch.zeros(81, 30)}
+    sx.load_checkpoint(whole, tmp_path / "out")
+    assert whole["a"][:, 0].tolist() == [1.0] * 40 + [2.0] * 41
+    file = tmp_path / "out/model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-81 * 30 * 4 if rank == 0 else -1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(sx.CorruptError, match=r"bytes differ from their digest.*'a'"):
+        sx.load_checkpoint(whole, tmp_path / "out")
+
+
 @pytest.mark.parametrize("name", ["nothing", "file.txt"])
 def test_a_source_that_is_none(name: str, tmp_path: Path) -> None:
     (tmp_path / "file.txt").write_text("hello")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,10 @@ from statexchange.exchange.describe import describe
 from statexchange.exchange.nested import Restoration, Saved, merged, names_tree, restoration
 from statexchange.exchange.reading import Job, dealt, read_all
 from statexchange.layout.plan import prove_cover
-from statexchange.layout.shards import Box, Shard
+from statexchange.layout.shards import ITEMSIZE, Box, Shard, full_box
 from statexchange.sources import Extent, Source, SourceTensor, open_source
 from statexchange.storage.object_store import is_url
+from statexchange.storage.regions import is_contiguous, linear_offset
 
 __all__ = ["LoadReport", "load_checkpoint"]
 
@@ -64,7 +65,7 @@ def load_checkpoint(
     report lists them. Shapes and dtypes must be equal. What ranks saved differently under one name, as a generator's
     state, each gets back on as many ranks; on others differing tensors are a ReplicaError, and of plain values the
     first rank's count. New tensors, in place of what is none in `state`, are torch's.
-    Boxes that a rank reads whole are checked against their digests; `verify` checks all.
+    Boxes that a rank reads whole and in one run are checked against their digests; `verify` checks all.
 
     Raises NotFoundError, IncompleteError, CorruptError, ReplicaError, InvalidArgumentError, UnsupportedError,
     StorageError, StallError, PeerError.
@@ -162,7 +163,25 @@ class _Catalog:
                         rank=rank,
                         path=path,
                     )
-        return {box: extent for box, (extent, _) in found.items()}
+        boxes = {box: extent for box, (extent, _) in found.items()}
+        return self._pieces_of(self.shard_of(name), boxes) or boxes
+
+    def _pieces_of(self, shard: Shard, boxes: Mapping[Box, Extent]) -> dict[Box, Extent]:
+        """A published tensor in the pieces whose digests its manifest has, if each of them is one run of the file."""
+        whole = boxes.get(full_box(shard.global_shape))
+        fact = (self.source.manifest or {}).get("tensors", {}).get(shard.name)
+        if whole is None or whole.digest is not None or whole.strides is not None or fact is None:
+            return {}
+        if (fact["dtype"], tuple(fact["shape"])) != (shard.dtype, shard.global_shape):
+            return {}
+        found = {}
+        for *raw, digest, _ in fact["boxes"]:
+            box = Box.from_json(raw)
+            if not is_contiguous(box, shard.global_shape):
+                return {}
+            begin = whole.begin + linear_offset(box, shard.global_shape) * ITEMSIZE[shard.dtype]
+            found[box] = Extent(whole.path, begin, box.numel * ITEMSIZE[shard.dtype], digest)
+        return found
 
 
 # What is wanted

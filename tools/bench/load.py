@@ -2,10 +2,10 @@
 
     python tools/bench/load.py [--ranks 2] [--megabytes 1024] [--dirs /dev/shm] [--rounds 5]
 
-The peers: `cat` to /dev/null of each rank's rows, by all ranks at once; `dcp.load` of torch's own checkpoint of these
-shards; transformers' `from_pretrained` on the first rank and a broadcast of its state dict into the sharded model. The
-sharded model is there before; all ways run warm and interleaved in one job, with the files in the page cache; medians
-and their ratios. The peak is what a way adds to the resident set of each rank (VmHWM, reset before each run).
+The peers: `cat` to /dev/null of each rank's rows, by all ranks at once; a copy of them from memory to memory, which is
+what no load can do without; `dcp.load` of torch's own checkpoint of these shards; transformers' `from_pretrained` on the
+first rank and a broadcast of its state dict into the sharded model. The sharded model is there before; all ways run warm
+and interleaved in one job, with the files in the page cache; medians and their ratios. The peak is what a way adds to the resident set of each rank (VmHWM, reset before each run).
 """
 
 from __future__ import annotations
@@ -78,6 +78,13 @@ def rank_main(megabytes: int, folder: str, rounds: int) -> dict[str, list[tuple[
         for parameter in parameters:
             file.write(parameter.to_local().detach().contiguous().view(torch.uint8).numpy().data)
 
+    shards = [parameter.to_local().detach() for parameter in parameters]
+    copies = [torch.zeros_like(shard) for shard in shards]
+
+    def memcpy() -> None:
+        for copy, shard in zip(copies, shards, strict=True):
+            copy.copy_(shard)
+
     def cat() -> None:
         subprocess.run(["cat", f"{folder}/rows-{rank}"], stdout=subprocess.DEVNULL, check=True)
 
@@ -89,6 +96,7 @@ def rank_main(megabytes: int, folder: str, rounds: int) -> dict[str, list[tuple[
         "load": lambda: sx.load_checkpoint(model, f"{folder}/whole"),
         "load, of torch's DCP": lambda: sx.load_checkpoint(model, f"{folder}/dcp"),
         CAT: cat,
+        "memcpy of the rows, all ranks": memcpy,
         DCP: lambda: dcp.state_dict_loader.load(state, checkpoint_id=f"{folder}/dcp"),
         BROADCAST: broadcast,
     }
