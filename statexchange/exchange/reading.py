@@ -102,14 +102,19 @@ class _Reading:
 
     def fill(self, job: Job, target: Box, part: Any) -> None:
         """Read one box of a live tensor, which `part` holds."""
-        needed = [(b, e, _Digest.of(b, e, target)) for b, e in job.boxes.items() if intersect(b, target) is not None]
+        needed = []
+        for box, extent in job.boxes.items():
+            shared = intersect(box, target)
+            if shared is not None:
+                whole = extent.digest is not None and shared == box
+                needed.append((box, extent, shared, _Digest() if whole else None))
         for window, memory in self._staging.targets(part, job.held.shard.dtype):
             placed = Box(tuple(map(operator.add, window.offsets, target.offsets)), window.shape)
-            for box, extent, digest in needed:
-                shared = intersect(box, placed)
-                if shared is not None:
-                    self._read(job, memory, placed, shared, box, extent, digest)
-        for _, extent, digest in needed:
+            for box, extent, shared, digest in needed:
+                inside = shared if placed == target else intersect(shared, placed)
+                if inside is not None:
+                    self._read(job, memory, placed, inside, box, extent, digest)
+        for _, extent, _, digest in needed:
             if digest is not None:
                 digest.check(job.name, extent)
 
@@ -128,11 +133,6 @@ class _Digest:
 
     def __init__(self) -> None:
         self.hasher = xxhash.xxh3_128()
-
-    @classmethod
-    def of(cls, box: Box, extent: Extent, target: Box) -> _Digest | None:
-        """None if the box has no digest, or not all of it is wanted."""
-        return cls() if extent.digest is not None and intersect(box, target) == box else None
 
     def check(self, name: str, extent: Extent) -> None:
         """CorruptError unless the bytes are those that were written."""

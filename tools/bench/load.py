@@ -2,10 +2,11 @@
 
     python tools/bench/load.py [--ranks 2] [--megabytes 1024] [--dirs /dev/shm] [--rounds 5]
 
-The peers: `cat` to /dev/null of each rank's rows, by all ranks at once; a copy of them from memory to memory, which is
-what no load can do without; `dcp.load` of torch's own checkpoint of these shards; transformers' `from_pretrained` on the
-first rank and a broadcast of its state dict into the sharded model. The sharded model is there before; all ways run warm
-and interleaved in one job, with the files in the page cache; medians and their ratios. The peak is what a way adds to the resident set of each rank (VmHWM, reset before each run).
+The peers: `cat` to /dev/null of each rank's rows, by all ranks at once; a copy of them from memory to memory, which no
+load can do without; `dcp.load` of torch's own checkpoint of these shards; transformers' `from_pretrained` on the first
+rank and a broadcast of its state dict into the sharded model. The sharded model is there before; all ways run warm and
+interleaved in one job, with the files in the page cache; medians and their ratios. The peak is what a way adds to the
+resident set of each rank (VmHWM, reset before each run).
 """
 
 from __future__ import annotations
