@@ -482,3 +482,19 @@ def test_saving_by_a_mesh_is_one_run_and_leaves_other_runs_alone(tmp_path: Path)
     for folder in ("0", "1"):
         runs = [sorted(run.iterdir()) for run in (tmp_path / folder).iterdir()]
         assert sorted(len(rounds) for rounds in runs) == [1, 1, 2]
+
+
+def exports_the_same(out: str) -> list[Any]:
+    report = sx.export_checkpoint({f"layer{n}": torch.full((5, 3), float(n)) for n in range(50)}, out)
+    return [dict(report.phase_nbytes), sorted(report.phases), report.nbytes]
+
+
+def test_of_equal_descriptions_one_travels_and_the_report_counts_by_phase(tmp_path: Path) -> None:
+    ((alone, _, _),) = run_ranks(exports_the_same, 1, args=(str(tmp_path / "one"),))
+    found = run_ranks(exports_the_same, 4, args=(str(tmp_path / "four"),))
+    assert found == found[:1] * 4
+    nbytes, phases, total = found[0]
+    assert nbytes["describe"] == alone["describe"] > 1000
+    assert nbytes["write"] == total == 50 * 60
+    assert min(nbytes["plan"], nbytes["publish"]) > 1000
+    assert {"describe", "plan", "write", "publish"} <= set(phases)

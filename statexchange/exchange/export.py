@@ -25,6 +25,7 @@ from statexchange.layout.plan import Holding, Plan, PlanOptions, Rename, TensorP
 from statexchange.layout.rules import Layout, Part, renumbered
 from statexchange.layout.shards import DTYPE_NAMES, ITEMSIZE, Box, Shard
 from statexchange.layout.spread import Placement, Spread
+from statexchange.storage.tensorfile import digest
 
 __all__ = ["ExportReport", "export_checkpoint"]
 
@@ -33,7 +34,11 @@ _FLOATS = {"F16", "BF16", "F32", "F64"}
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What an export did. `files` are (name, bytes); `phases` seconds by name; `rank_nbytes` bytes written by rank."""
+    """What an export did. `files` are (name, bytes); `rank_nbytes` bytes of tensors by the rank that supplied them.
+
+    By phase, `phases` has seconds and `phase_nbytes` bytes: what ranks told root ("describe"), what root told them
+    ("plan"), tensors ("write") and receipts ("publish").
+    """
 
     path: str
     files: tuple[tuple[str, int], ...]
@@ -42,19 +47,22 @@ class ExportReport:
     aliases: Mapping[str, str]
     seconds: float
     phases: Mapping[str, float]
+    phase_nbytes: Mapping[str, int]
     rank_nbytes: tuple[int, ...]
 
 
 class _Clock:
-    """Seconds by phase."""
+    """Seconds and bytes by phase."""
 
     def __init__(self) -> None:
         self.began = self._last = time.perf_counter()
         self.phases: dict[str, float] = {}
+        self.nbytes: dict[str, int] = {}
 
-    def lap(self, phase: str) -> None:
+    def lap(self, phase: str, nbytes: int = 0) -> None:
         now = time.perf_counter()
         self.phases[phase] = now - self._last
+        self.nbytes[phase] = nbytes
         self._last = now
 
 
@@ -239,29 +247,41 @@ class _Export:
     def run(self, *, overwrite: bool, files_from: Any, on_progress: Callable[[int, int], None] | None) -> ExportReport:
         comm = self._comm
         try:
-            answers = comm.exchange(self._description_bytes(), root=0, doing="the gathering of descriptions")
+            answers = self._answers()
             with comm.phase("planning"):
                 if comm.rank == 0:
                     self._prepare(answers, overwrite, files_from)
             told, _, ordered = comm.exchange(self._told() + b"\n" + self._order(), doing="the plan")[0].partition(b"\n")
             order = Order.parse(ordered)
             nodes = writing_nodes(comm, order)
-            self._clock.lap("plan")
+            self._clock.lap("plan", len(told) + len(ordered))
             self._prepare_values(json.loads(told))
             digests: list[tuple[int, int, str]] = []
             with comm.phase("writing", timeout_s=self._stall_timeout_s):
                 headers = [opened.header for opened in self._open]
                 digests = write_boxes(comm, self._described, order, nodes, headers, on_progress)
-            self._clock.lap("write")
+            self._clock.lap("write", self._plan.nbytes if self._plan is not None else 0)
             receipts = comm.exchange(json.dumps(digests).encode(), root=0, doing="the receipts")
             report: ExportReport | None = None
             with comm.phase("publishing", timeout_s=self._stall_timeout_s):
                 if comm.rank == 0:
-                    report = self._publish([json.loads(receipt) for receipt in receipts], nodes)
+                    report = self._publish(receipts, nodes)
             return self._shared(report)
         finally:
             if self._publication is not None:
                 self._publication.abandon()
+
+    def _answers(self) -> list[bytes]:
+        """Root: every rank's description. Of equal ones the first alone travels."""
+        comm, ours = self._comm, self._description_bytes()
+        digests = comm.exchange(digest(ours).encode(), doing="the comparison of descriptions")
+        speaker: dict[bytes, int] = {}
+        for rank, found in enumerate(digests):
+            speaker.setdefault(found, rank)
+        speaks = speaker[digests[comm.rank]] == comm.rank
+        said = comm.exchange(ours if speaks else b"", root=0, doing="the gathering of descriptions")
+        self._clock.lap("describe", sum(map(len, said)))
+        return [said[speaker[found]] for found in digests] if comm.rank == 0 else []
 
     def _description_bytes(self) -> bytes:
         """What this rank holds. Of tensors over a mesh every rank says the same, and root reads it once."""
@@ -360,18 +380,18 @@ class _Export:
         opened = [[o.path, o.reserved] for o in self._open]
         return Order(opened, tensors, self._probe, self._options.replicas == "equal").to_bytes()
 
-    def _publish(self, receipts: Sequence[Sequence[Any]], nodes: Sequence[int]) -> ExportReport:
+    def _publish(self, receipts: Sequence[bytes], nodes: Sequence[int]) -> ExportReport:
         """Root: compare replicas, finish files, write the manifest, rename."""
         plan, publication = self._plan, self._publication
         assert plan is not None
         assert publication is not None
         tensors = [tensor for file in plan.files for tensor in file.tensors]
-        facts = _box_facts(tensors, receipts)
+        facts = _box_facts(tensors, [json.loads(receipt) for receipt in receipts])
         for opened, node in zip(self._open, nodes, strict=True):
             opened.finish(writes_header=node == self._comm.node_rank)
         write_manifest(publication, plan, facts, travelling=self._travelling, source="export")
         publication.commit()
-        self._clock.lap("publish")
+        self._clock.lap("publish", sum(map(len, receipts)))
         names = [
             (name, os.stat(os.path.join(publication.out, name)).st_size) for name in sorted(os.listdir(publication.out))
         ]
@@ -383,6 +403,7 @@ class _Export:
             plan.aliases,
             time.perf_counter() - self._clock.began,
             self._clock.phases,
+            self._clock.nbytes,
             _supplied(tensors, self._comm.world_size),
         )
 
