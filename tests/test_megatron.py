@@ -5,6 +5,7 @@ The classes here are our own stand-ins for its classes: they have the attributes
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 from collections.abc import Callable
@@ -207,6 +208,19 @@ def test_fewer_ranks_have_more_layers_each(tmp_path: Path) -> None:
 
 def saves(folder: str) -> None:
     sx.save_checkpoint({"model": rank_state(whole(0), sx.get_communicator().rank, 1, 4)}, folder)
+
+
+@pytest.mark.parametrize("rows", [5, 7, 9])
+def test_a_padded_vocabulary_may_have_other_padding(rows: int, tmp_path: Path) -> None:
+    whole = torch.arange(7 * 3.0).reshape(7, 3)
+    sx.export_checkpoint({"embedding": sharded("embedding.weight", whole)}, tmp_path / "out")
+    live = torch.full((rows, 3), -1.0)
+    with pytest.raises(sx.InvalidArgumentError, match="shape differs") if rows != 7 else contextlib.nullcontext():
+        sx.load_checkpoint({"embedding": sharded("embedding.weight", live)}, tmp_path / "out")
+    sx.load_checkpoint({"e": sharded("embedding.weight", live, allow_shape_mismatch=True)}, tmp_path / "out")
+    both = min(rows, 7)
+    assert torch.equal(live[:both], whole[:both])
+    assert bool((live[both:] == -1).all())
 
 
 def test_names_that_differ_are_told_by_key(tmp_path: Path) -> None:

@@ -73,13 +73,15 @@ class _Chunk:
 class MegatronTensor:
     """The ShardedTensors of one key on this rank as one tensor, which tells its chunks by torch's protocol.
 
-    `shape` is the global shape, padding of a vocabulary included.
+    `shape` is the global shape, padding of a vocabulary included; with `allow_shape_mismatch` the one that is loaded
+    may be another.
     """
 
     def __init__(self, *shards: Any) -> None:
         self.name = str(shards[0].key)
         self.dtype = shards[0].dtype
         self.shape = tuple(int(size) for size in shards[0].global_shape)
+        self.allow_shape_mismatch = bool(getattr(shards[0], "allow_shape_mismatch", False))
         self._chunks: list[_Chunk] = []
         self._parts: list[Any] = []
         for shard in shards:
