@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,9 +11,9 @@ from statexchange.exchange.buffers import dtype_name, is_tensor, same_memory, se
 from statexchange.exchange.chunks import chunks_of
 from statexchange.exchange.megatron import MegatronTensor, holds_sharded, kind_of, leaves
 from statexchange.exchange.staging import Staging
-from statexchange.layout.rules import Layout, Part, Rule, place
-from statexchange.layout.shards import Box, Shard, full_box
-from statexchange.layout.spread import Placement, Spread
+from statexchange.layout.rules import Layout, Part, Rule
+from statexchange.layout.shards import Shard, full_box
+from statexchange.layout.spread import Placement
 from statexchange.storage.tensorfile import Held
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "load_extra_state",
     "module_items",
     "named_tensors",
-    "resolve_layout",
 ]
 
 # What wrappers put into module names: torch.compile, FSDP1, activation checkpointing.
@@ -257,23 +256,3 @@ def _hold_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Any, ran
         boxes.append(box)
         parts.append(part)
     return HeldTensor(Shard(name, dtype, shape, tuple(boxes)), tuple(parts), placement=placement)
-
-
-def resolve_layout(
-    described: Sequence[Sequence[tuple[Shard | Spread, Part | None]]], layout: Layout
-) -> list[list[Shard | Spread]]:
-    """Every rank's shards, with the parts that layout rules speak of placed where they lie in the whole."""
-    parts: dict[str, dict[int, Part]] = {}
-    for rank, shards in enumerate(described):
-        for shard, part in shards:
-            if part is not None:
-                parts.setdefault(shard.name, {})[rank] = part
-    placed = {name: place(held, layout.grid) for name, held in parts.items()}
-    return [
-        [shard if part is None else _placed(shard, *placed[shard.name][rank]) for shard, part in shards]
-        for rank, shards in enumerate(described)
-    ]
-
-
-def _placed(shard: Shard | Spread, global_shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Shard:
-    return Shard(shard.name, shard.dtype, global_shape, boxes)

@@ -6,7 +6,6 @@ Root plans and keeps the metadata; every rank writes its own bytes in place. Nob
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,15 +15,14 @@ from typing import Any, Literal
 from statexchange.checkpoint.publish import BoxFact, FilesFrom, OpenFile, Publication, travelling_files, write_manifest
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.world import as_communicator
-from statexchange.errors import CorruptError, InvalidArgumentError, ReplicaError
-from statexchange.exchange.buffers import dtype_name
-from statexchange.exchange.describe import Description, describe, resolve_layout
+from statexchange.errors import InvalidArgumentError, ReplicaError
+from statexchange.exchange.answers import Answer, answer_bytes, operations, renames, shards_by_rank
+from statexchange.exchange.describe import Description, describe
 from statexchange.exchange.reducing import Reduction, reduce_copies
 from statexchange.exchange.writing import Order, write_boxes, writing_nodes
 from statexchange.layout.plan import Holding, Plan, PlanOptions, Rename, TensorPlan, plan_merge
-from statexchange.layout.rules import Layout, Part, renumbered
-from statexchange.layout.shards import DTYPE_NAMES, ITEMSIZE, Box, Shard
-from statexchange.layout.spread import Placement, Spread
+from statexchange.layout.rules import Layout
+from statexchange.layout.shards import DTYPE_NAMES, ITEMSIZE, Box
 from statexchange.storage.tensorfile import digest
 
 __all__ = ["ExportReport", "export_checkpoint"]
@@ -138,84 +136,6 @@ def _cast(described: Description, dtype: Any) -> Description:
     return replace(described, held=held)
 
 
-@dataclass(frozen=True, slots=True)
-class _Said:
-    """What a rank has said of its state; of equal answers there is one.
-
-    `reductions` are (operation, dtype in which it is held) by name; the rest is as in a Description.
-    """
-
-    held: Sequence[tuple[Shard | Spread, Part | None]]
-    aliases: Mapping[str, str]
-    unused: Sequence[str]
-    sources: Mapping[str, str]
-    reductions: Mapping[str, Sequence[str]]
-
-    @classmethod
-    def parse(cls, answer: bytes) -> _Said:
-        held, raw_placements, *rest = json.loads(answer)
-        placements = [Placement.from_json(raw) for raw in raw_placements]
-        entries: list[tuple[Shard | Spread, Part | None]] = []
-        for entry in held:
-            if len(entry) == 4:
-                name, dtype, shape, number = entry
-                entries.append((Spread(name, dtype, tuple(shape), placements[number]), None))
-            else:
-                shard, part = entry
-                entries.append((Shard.from_json(shard), Part.from_json(part) if part is not None else None))
-        return cls(entries, *rest)
-
-    def renamed(self, names: Mapping[str, str], rank: int) -> _Said:
-        """The same under other names, for those that `names` has one for."""
-        held: dict[str, tuple[Shard | Spread, Part | None]] = {}
-        for shard, part in self.held:
-            new = names.get(shard.name, shard.name)
-            if new in held:
-                raise InvalidArgumentError("the layout makes two tensors of one rank this one", name=new, rank=rank)
-            held[new] = (replace(shard, name=new), None if part is None else replace(part, name=new))
-        aliases = {names.get(alias, alias): names.get(kept, kept) for alias, kept in self.aliases.items()}
-        reductions = {names.get(name, name): told for name, told in self.reductions.items()}
-        return replace(self, held=list(held.values()), aliases=aliases, reductions=reductions)
-
-
-def _renames(said: Sequence[_Said], layout: Layout) -> list[dict[str, str]]:
-    """By rank, the names that are to be others because a layout counts on over the ranks; equal ones are one."""
-    if not any(rule.renumber for rule in layout.rules.values()):
-        return [{}] * len(said)
-    names = {
-        rank: {shard.name: one.sources.get(shard.name, shard.name) for shard, _ in one.held}
-        for rank, one in enumerate(said)
-    }
-    found = renumbered(names, layout)
-    return [{old: new for old, new in found[rank].items() if old != new} for rank in range(len(said))]
-
-
-def _operations(said: Sequence[_Said]) -> dict[str, str]:
-    """The operation for each tensor of which copies are reduced; they must be held in one dtype."""
-    found: dict[str, tuple[str, str]] = {}
-    for rank, one in enumerate(said):
-        for name, (operation, dtype) in one.reductions.items():
-            _, known = found.setdefault(name, (operation, dtype))
-            if dtype != known:
-                raise CorruptError(
-                    "copies to be reduced differ in dtype", name=name, rank=rank, expected=known, found=dtype
-                )
-    return {name: operation for name, (operation, _) in found.items()}
-
-
-def _by_rank(parsed: Sequence[_Said]) -> list[list[tuple[Shard | Spread, Part | None]]]:
-    """What each rank holds: a tensor of which all ranks say that it lies over a mesh of all is told by rank 0 alone."""
-    distinct = list({id(one): one for one in parsed}.values())
-    agreed = set.intersection(*({shard for shard, _ in one.held if isinstance(shard, Spread)} for one in distinct))
-    agreed = {s for s in agreed if math.prod(s.placement.mesh_shape) == len(parsed)}
-    rest = {id(one): [pair for pair in one.held if pair[0] not in agreed] for one in distinct}
-    found: list[list[tuple[Shard | Spread, Part | None]]] = []
-    for rank, one in enumerate(parsed):
-        ours = one.held if rank == 0 else rest[id(one)]
-        found.append([(s.shard_of(rank) if isinstance(s, Spread) and s not in agreed else s, p) for s, p in ours])
-    return found
-
-
 class _Export:
     """One export, from descriptions to the published directory."""
 
@@ -273,7 +193,7 @@ class _Export:
 
     def _answers(self) -> list[bytes]:
         """Root: every rank's description. Of equal ones the first alone travels."""
-        comm, ours = self._comm, self._description_bytes()
+        comm, ours = self._comm, answer_bytes(self._described)
         digests = comm.exchange(digest(ours).encode(), doing="the comparison of descriptions")
         speaker: dict[bytes, int] = {}
         for rank, found in enumerate(digests):
@@ -283,47 +203,21 @@ class _Export:
         self._clock.lap("describe", sum(map(len, said)))
         return [said[speaker[found]] for found in digests] if comm.rank == 0 else []
 
-    def _description_bytes(self) -> bytes:
-        """What this rank holds. Of tensors over a mesh every rank says the same, and root reads it once."""
-        held: list[Any] = []
-        placements: dict[Any, int] = {}
-        for h in self._described.held.values():
-            if h.placement is not None:
-                number = placements.setdefault(h.placement, len(placements))
-                held.append([h.shard.name, h.shard.dtype, h.shard.global_shape, number])
-            else:
-                held.append([h.shard.to_json(), h.part.to_json() if h.part else None])
-        reductions = {
-            name: [h.reduce, dtype_name(h.tensors[0], name)]
-            for name, h in self._described.held.items()
-            if h.reduce is not None and h.tensors
-        }
-        ours = self._described
-        said = [
-            held,
-            [p.to_json() for p in placements],
-            dict(ours.aliases),
-            ours.unused,
-            dict(ours.sources),
-            reductions,
-        ]
-        return json.dumps(said, separators=(",", ":")).encode()
-
     def _prepare(self, answers: Sequence[bytes], overwrite: bool, files_from: Any) -> None:
         """Root: prove the cover, take the target, and make the files."""
         self._layout.check_ranks(range(len(answers)))
-        said = {answer: _Said.parse(answer) for answer in set(answers)}
+        said = {answer: Answer.parse(answer) for answer in set(answers)}
         parsed = [said[answer] for answer in answers]
         unused = set.intersection(*(set(one.unused) for one in parsed))
         if unused:
             raise InvalidArgumentError(f"layout pattern {min(unused)!r} matches no tensor")
-        self._renames = _renames(parsed, self._layout)
+        self._renames = renames(parsed, self._layout)
         parsed = [
             one.renamed(names, rank) if names else one
             for rank, (one, names) in enumerate(zip(parsed, self._renames, strict=True))
         ]
-        self._operations = _operations(parsed)
-        shards = resolve_layout(_by_rank(parsed), self._layout)
+        self._operations = operations(parsed)
+        shards = shards_by_rank(parsed, self._layout)
         holdings = [Holding(rank, shards[rank], parsed[rank].aliases) for rank in range(len(parsed))]
         self._plan = plan_merge(holdings, self._options)
         self._travelling = travelling_files(files_from, self._plan)
