@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Callable
@@ -555,6 +556,20 @@ def test_a_module_is_what_it_wraps() -> None:
         _ = wrapped.nothing
     with pytest.raises(InvalidArgumentError, match="data_parallel"):
         wrapped.switch_to("quantize")
+
+
+def test_a_copy_is_a_module_of_its_own_that_nothing_trains() -> None:
+    def work() -> None:
+        module = net()
+        wrapped, optimizer = data_parallel(module, sgd(module))
+        train(wrapped, optimizer, sx.get_rank(), range(1))
+        copied = copy.deepcopy(wrapped)
+        assert isinstance(copied, DistributedModule)
+        before = weights(copied)
+        train(wrapped, optimizer, sx.get_rank(), range(1, 3))
+        assert weights(copied) == before != weights(wrapped)
+
+    run_ranks(work, 2)
 
 
 def test_ignored_names_stay_this_ranks_own() -> None:

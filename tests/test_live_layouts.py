@@ -181,6 +181,8 @@ def wrapped(kind: str, model: nn.Module) -> nn.Module:
         return torch.optim.swa_utils.AveragedModel(model)
     if kind == "distributed":
         return sx.DistributedModule(model)
+    if kind == "distributed, averaged":
+        return torch.optim.swa_utils.AveragedModel(sx.DistributedModule(model))
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     return torch.optim.swa_utils.AveragedModel(
@@ -190,7 +192,7 @@ def wrapped(kind: str, model: nn.Module) -> nn.Module:
 
 def clean_names(out: str) -> list[str]:
     wrong = []
-    for kind in ("compile", "averaged", "distributed", "ddp", "all"):
+    for kind in ("compile", "averaged", "distributed", "distributed, averaged", "ddp", "all"):
         model = model_of()
         expected = copy.deepcopy(model.state_dict())
         sx.export_checkpoint(wrapped(kind, model), f"{out}-{kind}")

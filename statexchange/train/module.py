@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections import deque
@@ -52,6 +53,10 @@ class DistributedModule(nn.Module):
         self._times: deque[float] = deque(maxlen=_REMEMBERED)
         self.tuning_history: list[Trial] = []
         """What steps took with each setting, one entry for each time the tuner was asked."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModule:
+        """A copy of the module on the same communicator, which nothing trains yet: as an average wants it."""
+        return DistributedModule(copy.deepcopy(self.module, memo), self._comm)
 
     # The module
 
