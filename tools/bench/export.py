@@ -13,30 +13,18 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
+
+from ranks import peaks, reset_peak, slowest, status
 
 from statexchange.testing import run_ranks
 
 FULL, CAT, CP = "full state dict + save_file", "cat", "cp, all ranks"
 MEMCPY, BACKGROUND = "memcpy of the shard", "export in the background, until it returns"
-
-
-def reset_peak() -> int:
-    """Forget the peak so far; returns the resident bytes now."""
-    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-        file.write("5")
-    return status("VmRSS")
-
-
-def status(field: str) -> int:
-    with open("/proc/self/status", encoding="ascii") as file:
-        line = next(line for line in file if line.startswith(field))
-    return int(line.split()[1]) * 1024
 
 
 def rank_main(megabytes: int, folder: str, rounds: int) -> dict[str, list[tuple[float, int]]]:
@@ -127,11 +115,6 @@ def rank_main(megabytes: int, folder: str, rounds: int) -> dict[str, list[tuple[
     return found
 
 
-def slowest(ranks: Iterable[Sequence[tuple[float, int]]]) -> float:
-    """The median over rounds of the seconds of the rank that took longest."""
-    return float(statistics.median(max(seconds for seconds, _ in turn) for turn in zip(*ranks, strict=True)))
-
-
 def write(path: str, nbytes: int) -> None:
     """A file of so many random bytes."""
     block = os.urandom(1 << 20)
@@ -157,8 +140,9 @@ def main() -> None:
             of_rank = way in (MEMCPY, BACKGROUND)
             size = options.megabytes * 2**20 / (options.ranks if of_rank else 1)
             beside = ["" if of_rank else f"{seconds[peer] / taken:.2f}x" for peer in (FULL, CAT, CP)]
-            peaks = ", ".join(f"{max(added for _, added in rank[way]) / 2**20:.0f}" for rank in ranks)
-            rows.append([place, way, f"{taken:.2f}", f"{size / taken / 1e9:.2f}", *beside, peaks])
+            rows.append(
+                [place, way, f"{taken:.2f}", f"{size / taken / 1e9:.2f}", *beside, peaks(rank[way] for rank in ranks)]
+            )
         stall = seconds[BACKGROUND] / seconds[MEMCPY]
         print(f"{place}: an export in the background holds training up for {stall:.2f}x of one memcpy of the shard")
     print(

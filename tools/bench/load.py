@@ -13,29 +13,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
+
+from ranks import peaks, reset_peak, slowest, status
 
 from statexchange.testing import run_ranks
 
 CAT, DCP, BROADCAST = "cat to /dev/null, all ranks", "dcp.load", "from_pretrained + broadcast"
-
-
-def reset_peak() -> int:
-    """Forget the peak so far; returns the resident bytes now."""
-    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-        file.write("5")
-    return status("VmRSS")
-
-
-def status(field: str) -> int:
-    with open("/proc/self/status", encoding="ascii") as file:
-        line = next(line for line in file if line.startswith(field))
-    return int(line.split()[1]) * 1024
 
 
 def rank_main(megabytes: int, folder: str, rounds: int) -> dict[str, list[tuple[float, int]]]:
@@ -114,11 +102,6 @@ def rank_main(megabytes: int, folder: str, rounds: int) -> dict[str, list[tuple[
     return found
 
 
-def slowest(ranks: Iterable[Sequence[tuple[float, int]]]) -> float:
-    """The median over rounds of the seconds of the rank that took longest."""
-    return float(statistics.median(max(seconds for seconds, _ in turn) for turn in zip(*ranks, strict=True)))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=2)
@@ -134,8 +117,16 @@ def main() -> None:
         seconds = {way: slowest(rank[way] for rank in ranks) for way in ranks[0]}
         for way, taken in seconds.items():
             beside = [f"{seconds[peer] / taken:.2f}x" for peer in (CAT, DCP, BROADCAST)]
-            peaks = ", ".join(f"{max(added for _, added in rank[way]) / 2**20:.0f}" for rank in ranks)
-            rows.append([place, way, f"{taken:.2f}", f"{options.megabytes * 2**20 / taken / 1e9:.2f}", *beside, peaks])
+            rows.append(
+                [
+                    place,
+                    way,
+                    f"{taken:.2f}",
+                    f"{options.megabytes * 2**20 / taken / 1e9:.2f}",
+                    *beside,
+                    peaks(rank[way] for rank in ranks),
+                ]
+            )
     print(
         f"{options.megabytes} MiB, {options.ranks} ranks, {options.rounds} rounds, {os.cpu_count()} cores, "
         f"load {os.getloadavg()[0]:.1f}"
