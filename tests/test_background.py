@@ -144,3 +144,32 @@ def test_a_snapshot_is_taken_in_the_memory_of_the_last_one(tmp_path: Path) -> No
     for turn in range(3):
         sx.export_checkpoint_async(state, tmp_path / f"out-{turn}").result(60)
     assert resident() - before < 32 << 20
+
+
+def stalls_and_goes_on(out: str) -> Any:
+    """One rank asks for the next export while the first still runs, the other when it has failed."""
+    comm = sx.init("gloo", timeout_s=8)
+    state = {"w": torch.arange(8.0)}
+    slow: dict[str, Any] = {"on_progress": lambda done, total: time.sleep(2)} if comm.rank == 0 else {}
+    first = sx.export_checkpoint_async(state, f"{out}-1", comm=comm, stall_timeout_s=0.5, **slow)
+    time.sleep(0.2 if comm.rank == 0 else 1.5)
+    second = sx.export_checkpoint_async(state, f"{out}-2", comm=comm)
+    assert isinstance(first.exception(20), sx.StateExchangeError)
+    assert second.result(20).num_tensors == 1
+    return comm.all_reduce(torch.ones(2)).tolist()
+
+
+def test_an_export_after_one_that_stalled_leaves_training_alone(tmp_path: Path) -> None:
+    assert run_ranks(stalls_and_goes_on, 2, backend="gloo", args=(str(tmp_path / "out"),)) == [[2.0, 2.0]] * 2
+
+
+def misspells(out: str) -> None:
+    comm = sx.get_communicator()
+    options: dict[str, Any] = {"overwirte": True} if comm.rank else {}
+    with pytest.raises(sx.PeerError, match=r"rank 1 .*overwirte"):
+        sx.export_checkpoint_async({"w": torch.ones(2)}, out, **options).result(20)
+    assert sx.export_checkpoint_async({"w": torch.ones(2)}, out).result(20).num_tensors == 1
+
+
+def test_an_option_that_one_rank_misspells_is_told_to_all(tmp_path: Path) -> None:
+    run_ranks(misspells, 2, args=(str(tmp_path / "out"),))

@@ -4,9 +4,12 @@ import json
 import os
 import platform
 import signal
+import time
+import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -498,3 +501,83 @@ def test_of_equal_descriptions_one_travels_and_the_report_counts_by_phase(tmp_pa
     assert nbytes["write"] == total == 50 * 60
     assert min(nbytes["plan"], nbytes["publish"]) > 1000
     assert {"describe", "plan", "write", "publish"} <= set(phases)
+
+
+def fails_beside_replicas(out: str) -> float:
+    comm = sx.get_communicator()
+    state = {"a": torch.zeros(1, dtype=torch.float64).expand(60_000, 60_000)}
+
+    def stop(done: int, total: int) -> None:
+        raise RuntimeError("stop")
+
+    began = time.monotonic()
+    with pytest.raises(sx.PeerError, match=r"rank 0 .*stop"):
+        sx.export_checkpoint(state, out, dtype="bfloat16", on_progress=stop if comm.rank == 0 else None)
+    return time.monotonic() - began
+
+
+def test_a_rank_that_only_compares_replicas_hears_of_a_failure(tmp_path: Path) -> None:
+    assert max(run_ranks(fails_beside_replicas, 2, backend="gloo", args=(str(tmp_path / "out"),))) < 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_copies_on_one_rank_must_be_equal_too(ranks: int, tmp_path: Path) -> None:
+    boxes = [[[[0, 0], [1, 2]], [[0, 0], [1, 2]]]] * ranks
+    layout = {"w": {"global_shape": [1, 2], "boxes": boxes}}
+    args = (str(tmp_path / "out"), layout)
+    run_ranks(exports_copies, ranks, args=args)
+
+
+def exports_copies(out: str, layout: Any) -> None:
+    with pytest.raises(sx.ReplicaError, match="rank 0 twice holds different values"):
+        sx.export_checkpoint({"w": torch.arange(4.0).reshape(2, 2)}, out, layout=layout)
+    sx.export_checkpoint({"w": torch.ones(2, 2)}, out, layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"files_from": {"config.json": {"a": 1}}}, "text or bytes"),
+        ({"files_from": {5: "a"}}, "text or bytes"),
+        ({"files_from": 5}, "files_from is"),
+        ({"files_from": {"a\0b": "x"}}, "can be called"),
+        ({"files_from": {"model.safetensors": "x"}, "max_shard_size": 16}, "can be called"),
+        ({"rename": 5}, "rename must be"),
+        ({"rename": [(1, 2)]}, "rename must be"),
+        ({"include": 5}, "include must be"),
+        ({"exclude": [5]}, "exclude must be"),
+        ({"layout": {"a": {"global_shape": [4], "boxes": {"0": [[[0], [4]]]}}}}, "boxes must be a list"),
+    ],
+)
+def test_wrong_options_are_told_before_anything_is_written(options: Any, told: str, tmp_path: Path) -> None:
+    state = {"a": np.arange(4.0), "b": np.arange(8.0)}
+    with pytest.raises(sx.InvalidArgumentError, match=told):
+        sx.export_checkpoint(state, tmp_path / "out", **options)
+    assert [p for p in tmp_path.iterdir() if not p.name.endswith(".lock")] == []
+
+
+def test_a_matrix_is_its_elements(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PendingDeprecationWarning)
+        sx.export_checkpoint({"m": np.matrix([[1.0, 2.0], [3.0, 4.0]])}, tmp_path / "out")
+    assert sx.open_checkpoint(tmp_path / "out")["m"].read().tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def saves_slowly(folder: str) -> None:
+    comm = sx.init("gloo", timeout_s=0.3)
+    wide = torch.zeros(1).expand(150 if comm.rank == 0 else 1, 1 << 20)
+    sx.save_checkpoint({"m": {f"w{comm.rank}": wide}}, folder, comm=comm)
+
+
+def test_a_rank_that_saves_more_is_waited_for(tmp_path: Path) -> None:
+    run_ranks(saves_slowly, 2, backend="gloo", args=(str(tmp_path),), timeout_s=60)
+
+
+def reduces_slowly(out: str) -> None:
+    comm = sx.init("gloo", timeout_s=0.7)
+    state = {"w": torch.arange(2.0) + comm.rank, "z": torch.zeros(1).expand(200, 1 << 20)}
+    sx.export_checkpoint(state, out, comm=comm, layout={"*": {"reduce": "max"}})
+
+
+def test_ranks_that_reduce_much_are_waited_for(tmp_path: Path) -> None:
+    run_ranks(reduces_slowly, 2, backend="gloo", args=(str(tmp_path / "out"),), timeout_s=60)

@@ -199,7 +199,7 @@ KILLED = [
     ("save", 1, "pwrite64", KILL, 1, "the end of saving"),
     ("save", 2, "renameat2", KILL, 1, "the end of saving"),
     ("save", 0, "renameat2", KILL, 2, "the end of committing"),
-    ("load", 1, "state", "kill", 0, "the end of reading the headers"),
+    ("load", 1, "state", "kill", 0, "the end of finding its tensors"),
     ("load", 1, "openat", KILL, 1, "the end of reading the headers"),
     ("load", 0, "openat", KILL, 2, "the end of reading"),
 ]
@@ -272,7 +272,7 @@ RAISED = [
     ("async", 0, "files_from", "planning"),
     ("async", 2, "progress", "writing"),
     ("save", 1, "state", "describing its state"),
-    ("load", 1, "state", "reading the headers"),
+    ("load", 1, "state", "finding its tensors"),
 ]
 
 

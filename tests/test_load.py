@@ -209,7 +209,7 @@ def test_what_was_not_saved_is_told(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r'under "model": give \{"model": state\}'):
         sx.load_checkpoint(model_of(2), tmp_path / "ckpt")
     with pytest.raises(
-        sx.CorruptError, match=r"state\.step was saved as something else.*expected a tensor, found a int"
+        sx.InvalidArgumentError, match=r"state\.step was saved as something else.*expected a tensor, found a int"
     ):
         sx.load_checkpoint({"model": model_of(2), "step": torch.zeros(1)}, tmp_path / "ckpt")
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
@@ -582,3 +582,77 @@ def test_what_ranks_of_a_host_want_alike_is_read_from_a_store_once(backend: str,
     alone = stored()["rows"].nbytes if backend == "gloo" else 0
     assert sum(found) == hosts * (whole - alone) + alone
     assert min(found) > 0
+
+
+def opens_another(backend: str, directory: str, folder: str) -> None:
+    comm = start(backend, directory)
+    with pytest.raises(sx.InvalidArgumentError, match=r"ranks 0 and 1 have opened different checkpoints, .*one.*two"):
+        sx.load_checkpoint({"w": torch.zeros(3)}, f"{folder}/{'two' if comm.rank else 'one'}")
+    state = {"w": torch.zeros(3)}
+    sx.load_checkpoint(state, f"{folder}/one")
+    assert state["w"].tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+def test_ranks_that_open_different_checkpoints_are_told(backend: str, tmp_path: Path) -> None:
+    for value, name in ((1.0, "one"), (2.0, "two")):
+        sx.export_checkpoint({"w": torch.full((3,), value)}, tmp_path / name)
+    run_ranks(opens_another, 2, backend=LAUNCHED_AS[backend], args=(backend, str(tmp_path), str(tmp_path)))
+
+
+def saves_parts_of_its_own(folder: str) -> None:
+    rank = sx.get_rank()
+    sx.save_checkpoint({"buffer": torch.arange(3.0 + rank), "step": 7}, folder)
+    state = {"buffer": torch.zeros(3 + rank), "step": 0}
+    sx.load_checkpoint(state, folder)
+    assert state["buffer"].tolist() == list(range(3 + rank))
+
+
+def test_ranks_get_back_what_had_another_shape_on_each(tmp_path: Path) -> None:
+    run_ranks(saves_parts_of_its_own, 2, args=(str(tmp_path),))
+
+
+def test_state_without_tensors_comes_back(tmp_path: Path) -> None:
+    sx.save_checkpoint({"step": 7, "x": [1, 2]}, tmp_path)
+    state = {"step": 0, "x": [0]}
+    sx.load_checkpoint(state, tmp_path)
+    assert state == {"step": 7, "x": [1, 2]}
+
+
+def saves_at_two_places(folder: str) -> None:
+    rank = sx.get_rank()
+    with pytest.raises(sx.NotFoundError, match="give all one url"):
+        sx.save_checkpoint({"w": torch.ones(3)}, f"{folder}/{rank}")
+    with pytest.raises((sx.PeerError, TypeError)):
+        sx.save_checkpoint({"w": torch.ones(3)}, 3 if rank else folder)  # type: ignore[arg-type]
+    for wrong in ("3", [1]):
+        with pytest.raises(sx.InvalidArgumentError, match="number of seconds"):
+            sx.save_checkpoint({"w": torch.ones(3)}, folder, stall_timeout_s=wrong)  # type: ignore[arg-type]
+    sx.save_checkpoint({"w": torch.ones(3)}, folder)
+    with pytest.raises(sx.InvalidArgumentError, match="number of seconds"):
+        sx.load_checkpoint({"w": torch.ones(3)}, folder, stall_timeout_s="3")  # type: ignore[arg-type]
+
+
+def test_ranks_that_save_at_different_places_are_told(tmp_path: Path) -> None:
+    run_ranks(saves_at_two_places, 2, args=(str(tmp_path),))
+
+
+class Copying(nn.Module):
+    """A module that gives a copy of a tensor, which is no parameter or buffer of its own."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.full((2,), float(size)))
+        self.size = size
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "copy"] = torch.zeros(self.size)
+
+
+def test_a_copy_of_another_shape_is_found_before_anything_is_changed(tmp_path: Path) -> None:
+    sx.save_checkpoint({"model": Copying(3)}, tmp_path)
+    live = Copying(4)
+    with pytest.raises(sx.InvalidArgumentError, match=r"shape or dtype differs.*copy"):
+        sx.load_checkpoint({"model": live}, tmp_path)
+    assert live.w.tolist() == [4.0, 4.0]

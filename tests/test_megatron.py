@@ -210,6 +210,19 @@ def saves(folder: str) -> None:
     sx.save_checkpoint({"model": rank_state(whole(0), sx.get_communicator().rank, 1, 4)}, folder)
 
 
+def test_an_offset_of_another_length_is_told(tmp_path: Path) -> None:
+    wrong = sharded("w", torch.ones(2, 2))
+    wrong.global_offset = (0,)
+    with pytest.raises(sx.CorruptError, match=r"do not fit.*'w'"):
+        sx.export_checkpoint({"w": wrong}, tmp_path / "out")
+
+
+def test_chunks_of_one_rank_that_count_alike_are_told(tmp_path: Path) -> None:
+    chunks = {f"model{n}": {"x": sharded("layers.0.w", torch.full((2,), float(n)))} for n in range(2)}
+    with pytest.raises(sx.ReplicaError, match=r"rank 0 twice holds.*layers.0.w"):
+        sx.export_checkpoint(chunks, tmp_path / "out")
+
+
 @pytest.mark.parametrize("rows", [5, 7, 9])
 def test_a_padded_vocabulary_may_have_other_padding(rows: int, tmp_path: Path) -> None:
     whole = torch.arange(7 * 3.0).reshape(7, 3)

@@ -126,6 +126,10 @@ def test_a_file_that_ends_early_or_cannot_be_mapped_is_an_error(tmp_path: Path) 
         write_box(fd, 0, (2, 2), "U8", Box((0, 0), (2, 1)), memoryview(b"xy"), "p", reserved=True)
     os.close(fd)
     assert caught.value.path == "p"
+    fd = os.open(path, os.O_RDWR)
+    with pytest.raises(StorageError, match="shortened the file"):
+        write_box(fd, 0, (64, 64), "F32", Box((0, 0), (64, 2)), memoryview(bytes(512)), "p", reserved=True)
+    os.close(fd)
 
 
 def test_few_descriptors_serve_many_files(tmp_path: Path) -> None:

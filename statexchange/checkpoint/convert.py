@@ -22,7 +22,8 @@ _REDUCE = {"max": np.maximum, "min": np.minimum}
 
 def reduce_into(op: str, values: Any, others: Any) -> None:
     """Make each element of the array `values` the "max" or "min" of it and of `others`; a NaN in either wins."""
-    _REDUCE[op](values, others, out=values)
+    with np.errstate(invalid="ignore"):  # of which ml_dtypes warns for some NaN
+        _REDUCE[op](values, others, out=values)
 
 
 def float_name(dtype: Any) -> str | None:

@@ -7,12 +7,13 @@ publisher out; correctness does not rest on it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -462,17 +463,35 @@ def travelling_files(given: FilesFrom, plan: Plan) -> dict[str, bytes]:
     """
     if given is None:
         return {}
-    if isinstance(given, Mapping):
-        found = {name: text.encode() if isinstance(text, str) else text for name, text in given.items()}
-    else:
-        named = [os.fspath(given)] if isinstance(given, str | os.PathLike) else [os.fspath(s) for s in given]
-        paths = [path for name in named for path in (_small_files(name) if os.path.isdir(name) else [name])]
-        found = {os.path.basename(path): files.read_small(path) for path in paths}
-    own = {MANIFEST, index_name(plan), *(file.name for file in plan.files)}
-    for name in found:
-        if name in own or name != os.path.basename(name) or name in ("", os.curdir, os.pardir):
-            raise InvalidArgumentError(f"files_from gives {name!r}, which no file beside the weights can be called")
+    own = {MANIFEST, index_name(plan), *(file.name for file in plan.files), _of_one_file(plan)}
+    found: dict[str, bytes] = {}
+    for name, data in _given_files(given):
+        if name in own or name in found or name != os.path.basename(name) or name in ("", ".", "..") or "\0" in name:
+            why = "twice" if name in found else "which no file beside the weights can be called"
+            raise InvalidArgumentError(f"files_from gives {name!r}, {why}")
+        found[name] = data() if callable(data) else data
     return found
+
+
+def _given_files(given: FilesFrom) -> Iterator[tuple[str, bytes | Callable[[], bytes]]]:
+    """Names with their content, or a function that reads it."""
+    if isinstance(given, Mapping):
+        for name, text in given.items():
+            if not isinstance(name, str) or not isinstance(text, str | bytes):
+                raise InvalidArgumentError(f"files_from maps names to text or bytes, not {name!r} to a {type(text)!r}")
+            yield name, text.encode() if isinstance(text, str) else text
+        return
+    named = [given] if isinstance(given, str | os.PathLike) else given
+    if not isinstance(named, Sequence) or not all(isinstance(one, str | os.PathLike) for one in named):
+        raise InvalidArgumentError(f"files_from is a directory, files, or maps names to texts, not {given!r:.100}")
+    for one in named:
+        for path in _small_files(os.fspath(one)) if os.path.isdir(one) else [os.fspath(one)]:
+            yield os.path.basename(path), functools.partial(files.read_small, path)
+
+
+def _of_one_file(plan: Plan) -> str:
+    """What the weights would be called if they were one file: readers look for it first."""
+    return plan.files[0].name.replace(f"-00001-of-{len(plan.files):05d}", "", 1) if plan.files else ""
 
 
 _WEIGHTS = re.compile(

@@ -181,6 +181,9 @@ class Communicator:
         An interrupt (KeyboardInterrupt, SystemExit) leaves the communicator at once, and the others raise PeerError.
         """
         try:
+            if timeout_s is not None and not isinstance(timeout_s, (int, float)):
+                found, timeout_s = timeout_s, None
+                raise InvalidArgumentError(f"a deadline is a number of seconds, not {found!r}")
             yield
         except Exception as error:
             if error is self._session.dead or error is self._session.settled:

@@ -417,6 +417,8 @@ class Session:
         if failure is not None:
             known = from_record(failure)
             self._settle(call, known, settles=True)
+            if type(known) is type(cause) and isinstance(cause, StateExchangeError):
+                raise known.with_traceback(cause.__traceback__) from cause.__cause__  # the same one, told once
             raise known from cause
 
     def close(self, error: BaseException | None) -> None:

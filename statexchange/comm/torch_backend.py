@@ -370,11 +370,14 @@ class _GlooBackend(Backend):
             raise
 
     def _follow(self, native: Any, wait: Wait) -> Work:
-        """Gloo completes a send or receive only for a thread that waits inside it, where nothing can be polled."""
+        """Gloo completes a send or receive only for a thread that waits inside it, where nothing can be polled.
+
+        How long is for our own wait to say, which is put off while bytes move; it breaks off what is under way.
+        """
         work = Work(wait.doing)
 
         def follow() -> None:
-            work.run(lambda: native.wait(_limit(wait)))
+            work.run(lambda: native.wait(timedelta(seconds=_LONGEST_S)))
             _following.pop(thread, None)
 
         thread = threading.Thread(target=follow, name=wait.doing, daemon=True)

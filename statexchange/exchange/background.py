@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterable
@@ -36,10 +37,12 @@ def export_checkpoint_async(
     """
     communicator = as_communicator(comm)
     known = _backgrounds.get(communicator)
-    if known is None or known.comm.is_closed:
+    if known is not None:
+        known.wait()
+    if known is None or known.comm.is_closed:  # looked at after the wait, so that all ranks see the same
         known = _backgrounds[communicator] = _Background(communicator.duplicate())
-    known.wait()
     try:
+        inspect.signature(export_checkpoint).bind(state, out, layout=layout, **options)
         taken: Description | Exception = known.snapshot(describe(state, Layout.parse(layout or {}), communicator.rank))
     except Exception as error:  # noqa: BLE001 (the thread raises it, on all ranks)
         taken = error
@@ -125,10 +128,10 @@ def _copied(tensor: Any, room: Any) -> Any:
     import torch
 
     if not tensor.numel():
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     copy = room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
     with torch.no_grad():
-        return copy.copy_(tensor.detach(), non_blocking=True)
+        return copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
 
 
 def _settle(tensors: Iterable[Any]) -> None:

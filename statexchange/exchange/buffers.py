@@ -27,6 +27,8 @@ def dtype_name(tensor: Any, name: str) -> str:
     Sparse, meta, masked and quantised tensors, such whose storage was freed, and unknown dtypes are an UnsupportedError
     that names the tensor.
     """
+    if type(tensor).__module__.startswith("torch.distributed._shard"):
+        raise UnsupportedError("torch's old ShardedTensor cannot be represented: use DTensor", name=name)
     found = DTYPE_NAMES.get(str(tensor.dtype).removeprefix("torch."))
     if found is None or getattr(tensor, "is_quantized", False):
         raise UnsupportedError(f"dtype {tensor.dtype} cannot be represented", name=name)
@@ -63,7 +65,8 @@ def torch_dtype(dtype: str) -> Any:
 def own_bytes(tensor: Any) -> memoryview | None:
     """The memory of a tensor as bytes, if its elements lie there in C order, on the host."""
     if isinstance(tensor, np.ndarray):
-        return memoryview(tensor.reshape(-1).view(np.uint8).data) if tensor.flags.c_contiguous else None
+        plain = np.asarray(tensor)  # a matrix stays two-dimensional whatever is done to it
+        return memoryview(plain.reshape(-1).view(np.uint8).data) if plain.flags.c_contiguous else None
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
     if not tensor.numel():
@@ -82,7 +85,7 @@ def from_bytes(data: Any, dtype: str, shape: tuple[int, ...], *, as_numpy: bool 
     import torch
 
     if not array.size:
-        return torch.empty(shape, dtype=torch_dtype(dtype))
+        return torch.empty(shape, dtype=torch_dtype(dtype), device="cpu")
     return torch.from_numpy(array).view(torch_dtype(dtype)).view(shape)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,9 +52,19 @@ class HeldTensor:
         part = None if self.part is None else replace(self.part, name=name)
         return replace(self, shard=replace(self.shard, name=name), part=part)
 
-    def whole(self, staging: Staging) -> Held:
-        """The shard with the bytes of all its boxes, which are made when they are asked for, by way of `staging`."""
-        return Held(self.shard, lambda box: (part for _, part in staging.parts(self.tensors[box], self.shard.dtype)))
+    def whole(self, staging: Staging, progress: Callable[[], None] | None = None) -> Held:
+        """The shard with the bytes of all its boxes, which are made when they are asked for, by way of `staging`.
+
+        `progress` is called for each part of them.
+        """
+
+        def parts(box: int) -> Iterator[memoryview]:
+            for _, part in staging.parts(self.tensors[box], self.shard.dtype):
+                yield part
+                if progress is not None:
+                    progress()
+
+        return Held(self.shard, parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -317,17 +317,17 @@ def _supplied(tensors: Sequence[TensorPlan], world_size: int) -> tuple[int, ...]
 
 def _box_facts(tensors: Sequence[TensorPlan], receipts: Sequence[Sequence[Any]]) -> dict[str, list[BoxFact]]:
     """For each tensor the supplier and digest of each piece; replicas that differ are a ReplicaError."""
-    found: dict[tuple[int, int], dict[int, str]] = {}
+    found: dict[tuple[int, int], list[tuple[int, str]]] = {}
     for rank, receipt in enumerate(receipts):
         for tensor, piece, box_digest in receipt:
-            found.setdefault((tensor, piece), {})[rank] = box_digest
+            found.setdefault((tensor, piece), []).append((rank, box_digest))
     facts: dict[str, list[BoxFact]] = {}
     for number, tensor in enumerate(tensors):
         facts[tensor.name] = []
         for index, piece in enumerate(tensor.pieces):
             copies = found[number, index]
-            ours = copies[piece.holder]
-            for rank, theirs in copies.items():
+            ours = next(box_digest for rank, box_digest in copies if rank == piece.holder)
+            for rank, theirs in copies:
                 if theirs != ours:
                     raise replica_error(tensor.name, piece.box, piece.holder, rank)
             facts[tensor.name].append(BoxFact(piece.holder, ours))
@@ -335,9 +335,10 @@ def _box_facts(tensors: Sequence[TensorPlan], receipts: Sequence[Sequence[Any]])
 
 
 def replica_error(name: str, box: Box, rank: int, other: int) -> ReplicaError:
-    """Two ranks hold different bytes for one box; the message says how to go on."""
+    """Two ranks, or one, hold different bytes for one box; the message says how to go on."""
+    who = f"ranks {rank} and {other} hold" if rank != other else f"rank {rank} twice holds"
     return ReplicaError(
-        f"ranks {rank} and {other} hold different values for region {box}: if each rank holds a part, say so with "
+        f"{who} different values for region {box}: if each rank holds a part, say so with "
         f'layout={{"{name}": Shard(0)}}; to take rank {min(rank, other)}\'s copy, replicas="root"; tensors that '
         "are not the same, as of pipeline stages that each count their layers from 0, need names of their own",
         name=name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,7 @@ from statexchange.layout.shards import ITEMSIZE, Box, Shard, full_box
 from statexchange.sources import Extent, Source, SourceTensor, open_source
 from statexchange.storage.object_store import is_url
 from statexchange.storage.regions import is_contiguous, linear_offset
+from statexchange.storage.tensorfile import digest
 
 __all__ = ["LoadReport", "load_checkpoint"]
 
@@ -31,8 +33,8 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a load did on this rank: `nbytes` it has read for `num_tensors`; `missing` are names of the state that the
-    source lacks, `unexpected` those of the source that the state lacks."""
+    """What a load did on this rank: `nbytes` it has taken from the source for `num_tensors`; `missing` are names of the
+    state that the source lacks, `unexpected` those of the source that the state lacks."""
 
     path: str
     num_tensors: int
@@ -66,6 +68,7 @@ def load_checkpoint(
     report lists them. Shapes and dtypes must be equal. What ranks saved differently under one name, as a generator's
     state, each gets back on as many ranks; on others differing tensors are a ReplicaError, and of plain values the
     first rank's count. New tensors, in place of what is none in `state`, are torch's.
+    `stall_timeout_s` limits the time in which nobody moves a byte, not the total.
     Boxes that a rank reads whole and in one run are checked against their digests; `verify` checks all.
 
     Raises NotFoundError, IncompleteError, CorruptError, ReplicaError, InvalidArgumentError, UnsupportedError,
@@ -74,8 +77,10 @@ def load_checkpoint(
     communicator = as_communicator(comm)
     began = time.perf_counter()
     wanted = Restoration()
-    with communicator.phase("reading the headers"):
+    with communicator.phase("reading the headers", timeout_s=stall_timeout_s):
         opened = _opened(source, communicator)
+    _check_same(opened, communicator)
+    with communicator.phase("finding its tensors", timeout_s=stall_timeout_s):
         catalog = _Catalog(opened, communicator)
         wanted = _wanted(state, catalog)
         jobs = [_job(name, live, path, catalog) for name, live, path in wanted.targets]
@@ -91,6 +96,22 @@ def load_checkpoint(
             deed()
     names = (tuple(wanted.missing), tuple(wanted.unexpected))
     return LoadReport(opened.path, len(jobs), read, *names, time.perf_counter() - began)
+
+
+def _check_same(opened: Source, comm: Communicator) -> None:
+    """InvalidArgumentError, on all ranks, if they have opened different checkpoints. Collective."""
+    holders = [[os.path.basename(holder.path), holder.nbytes, len(holder.tensors)] for holder in opened.holders]
+    facts = [opened.kind, opened.run, opened.round, holders, opened.manifest]
+    told = f"{opened.path}" + (f", round {opened.round} of {opened.run}" if opened.round is not None else "")
+    found = comm.all_gather_object([digest(json.dumps(facts).encode()), told])
+    for rank, (theirs, at) in enumerate(found):
+        if theirs != found[0][0]:
+            raise InvalidArgumentError(
+                f"ranks 0 and {rank} have opened different checkpoints, {found[0][1]} and {at}: give all the same; one "
+                "that is replaced just now can be loaded again",
+                rank=rank,
+                path=at,
+            )
 
 
 def _opened(source: str | os.PathLike[str], comm: Communicator) -> Source:
@@ -132,9 +153,15 @@ class _Catalog:
         """The name under which a tied tensor was written."""
         return name if name in self._parts else self.aliases.get(name, name)
 
+    def _counting(self, name: str) -> list[tuple[int, SourceTensor, str]]:
+        """The parts of a tensor that count: a whole one that this rank has saved itself counts alone."""
+        parts = self._parts[self.stored(name)]
+        rank, tensor, _ = parts[0]
+        return parts[:1] if rank == self.own and tensor.shard.boxes == (full_box(tensor.shard.global_shape),) else parts
+
     def shard_of(self, name: str) -> Shard:
         """What the source says of a tensor; CorruptError if its files disagree."""
-        parts = self._parts[self.stored(name)]
+        parts = self._counting(name)
         first = parts[0][1].shard
         for _, tensor, path in parts[1:]:
             shard = tensor.shard
@@ -151,7 +178,7 @@ class _Catalog:
     def boxes_of(self, name: str) -> dict[Box, Extent]:
         """Where each box of a tensor lies; ReplicaError if its copies differ and none is this rank's own."""
         found: dict[Box, tuple[Extent, int]] = {}
-        for rank, tensor, path in self._parts[self.stored(name)]:
+        for rank, tensor, path in self._counting(name):
             for box, extent in zip(tensor.shard.boxes, tensor.extents, strict=True):
                 if not box.numel:
                     continue
@@ -176,12 +203,12 @@ class _Catalog:
         if (fact["dtype"], tuple(fact["shape"])) != (shard.dtype, shard.global_shape):
             return {}
         found = {}
-        for *raw, digest, _ in fact["boxes"]:
+        for *raw, known, _ in fact["boxes"]:
             box = Box.from_json(raw)
             if not is_contiguous(box, shard.global_shape):
                 return {}
             begin = whole.begin + linear_offset(box, shard.global_shape) * ITEMSIZE[shard.dtype]
-            found[box] = Extent(whole.path, begin, box.numel * ITEMSIZE[shard.dtype], digest)
+            found[box] = Extent(whole.path, begin, box.numel * ITEMSIZE[shard.dtype], known)
         return found
 
 
@@ -195,7 +222,7 @@ def _wanted(state: Any, catalog: _Catalog) -> Restoration:
     texts = [*([own] if own is not None else []), *catalog.source.configs.values()]
     kept: list[str] = []
     trees = [values.decode(text, types=types, leaf=_noting(kept)) for text in dict.fromkeys(texts)]
-    of_names = not kept  # a config beside tensors is not what they lie in
+    of_names = not kept and (any(True for _ in catalog) or not trees)  # a config beside tensors is not what they lie in
     saved = names_tree(state, catalog.__contains__) if of_names else merged(trees)
     wanted = restoration(state, saved, lambda name, own, like: _memory(catalog.shard_of(name), own, like))
     if of_names:
@@ -259,7 +286,9 @@ def _job(name: str, live: Any, path: str, catalog: _Catalog) -> Job:
     ):
         padded = what == "shape" and len(ours) == len(theirs) and getattr(live, "allow_shape_mismatch", False)
         if ours != theirs and not padded:  # of a padded tensor what both have is read
-            raise InvalidArgumentError(f"{what} differs from the source's", name=path, expected=theirs, found=ours)
+            raise InvalidArgumentError(
+                f"{what} differs from the source's", name=path, path=catalog.source.path, expected=theirs, found=ours
+            )
     boxes = catalog.boxes_of(name)
     try:
         prove_cover(name, stored.global_shape, {box: [0] for box in boxes})

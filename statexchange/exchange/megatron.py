@@ -105,6 +105,11 @@ class MegatronTensor:
                 raise CorruptError(
                     f"ShardedTensors of one key differ in {what}", name=self.name, expected=ours, found=theirs
                 )
+        dims = len(self.shape)
+        if len(shard.global_offset) != dims or shard.prepend_axis_num + len(shard.local_shape) != dims:
+            raise CorruptError(
+                "a ShardedTensor's offset and local shape do not fit its global shape", name=self.name, expected=dims
+            )
         chunk = _Chunk(tuple(shard.global_offset), (*(1,) * shard.prepend_axis_num, *shard.local_shape))
         if any(o < 0 or o + s > n for o, s, n in zip(chunk.offsets, chunk.sizes, self.shape, strict=True)):
             raise InvalidArgumentError(

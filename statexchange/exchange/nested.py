@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from statexchange import values
-from statexchange.errors import CorruptError, InvalidArgumentError
+from statexchange.errors import InvalidArgumentError
 from statexchange.exchange.buffers import is_tensor
 from statexchange.exchange.describe import is_module, live_items, load_extra_state, module_items
 from statexchange.exchange.megatron import Kind, MegatronTensor, holds_sharded, kind_of, leaves
@@ -297,6 +297,14 @@ class _Restorer:
                 self.restoration.missing.append(f"{path}.{name}".removeprefix("."))
         extra = {name: self._made(saved[name]) for name in rest if name in saved}
         self.restoration.missing += [f"{path}.{name}".removeprefix(".") for name in rest if name not in saved]
+        for name, made in extra.items():
+            if is_tensor(rest[name]) and (tuple(rest[name].shape), rest[name].dtype) != (tuple(made.shape), made.dtype):
+                raise InvalidArgumentError(
+                    "shape or dtype differs from the source's",
+                    name=f"{path}.{name}".removeprefix("."),
+                    expected=(tuple(made.shape), made.dtype),
+                    found=(tuple(rest[name].shape), rest[name].dtype),
+                )
         if extra:
             self.restoration.deeds.append(functools.partial(load_extra_state, module, extra))
         self._unexpected(path, [name for name in saved if name not in live and name not in rest])
@@ -353,7 +361,8 @@ class _Restorer:
         if not holds:
             found = "a tensor" if isinstance(saved, Saved) else f"a {type(saved).__name__}"
             found = f"{len(saved)} items" if isinstance(saved, list | tuple) else found
-            raise CorruptError(f"state{path} was saved as something else", expected=wanted, found=found)
+            what = f"state{path} was saved as something else"
+            raise InvalidArgumentError(what, name=path.removeprefix("."), expected=wanted, found=found)
 
 
 def _merge_built(factory: Any, built: Any) -> None:

@@ -123,9 +123,9 @@ class _Reading:
     ) -> None:
         dtype = job.held.shard.dtype
         lies = (extent.path, extent.begin, extent.strides, box)
-        read_part(self._inputs, *lies, shared, dtype, memory, target, digest.hasher if digest is not None else None)
+        hasher = digest.hasher if digest is not None else None
+        read_part(self._inputs, *lies, shared, dtype, memory, target, hasher, self._comm.progress)
         self.nbytes += shared.numel * ITEMSIZE[dtype]
-        self._comm.progress()
 
 
 class _Digest:

@@ -37,7 +37,8 @@ def reduce_copies(comm: Communicator, described: Description, reductions: Sequen
     """`described` with the reduced values in place of those of the boxes that this rank is to write. Collective.
 
     All ranks give the same `reductions`. Copies are reduced in their order, in the dtype in which they are held; the
-    state itself stays as it is. Takes as much memory as this rank's reduced boxes have, and a message.
+    state itself stays as it is. Takes as much memory as this rank's reduced boxes have, and that of one more where it
+    lies on a GPU or is strided.
     """
     results: dict[tuple[str, int], Any] = {}
     for src, dst, pairs in _journeys(reductions):
@@ -45,11 +46,13 @@ def reduce_copies(comm: Communicator, described: Description, reductions: Sequen
             for one, _ in pairs:
                 key = (one.name, one.index)
                 if key not in results:
-                    results[key] = np.array(_bytes(described, *key))
+                    results[key] = _copy(comm, _bytes(comm, described, *key))
             ours = [(one, results[one.name, one.index]) for one, _ in pairs]
             if src == dst:
                 for (one, result), (_, index) in zip(ours, pairs, strict=True):
-                    _reduce(described, one, result, _bytes(described, one.name, index))
+                    others = _bytes(comm, described, one.name, index)
+                    for part in _parts(comm, len(result)):
+                        _reduce(described, one, result[part], others[part])
             else:
                 _receive(comm, src, ours, described)
         elif comm.rank == src:
@@ -70,15 +73,32 @@ def _journeys(reductions: Sequence[Reduction]) -> Iterator[tuple[int, int, list[
         yield src, dst, pairs
 
 
-def _bytes(described: Description, name: str, index: int) -> Any:
+def _parts(comm: Communicator, nbytes: int) -> Iterator[slice]:
+    """Runs of so many bytes, with word to the other ranks after each that bytes move."""
+    for at in range(0, nbytes, _MESSAGE_BYTES):
+        yield slice(at, at + _MESSAGE_BYTES)
+        comm.progress()
+
+
+def _copy(comm: Communicator, data: Any) -> Any:
+    copy = np.empty_like(data)
+    for part in _parts(comm, len(data)):
+        copy[part] = data[part]
+    return copy
+
+
+def _bytes(comm: Communicator, described: Description, name: str, index: int) -> Any:
     """A box's bytes as an array, in the dtype in which it is held."""
     tensor = described.held[name].tensors[index]
-    own: Any = own_bytes(tensor)
-    if own is None:
-        own = bytearray()
-        for _, part in Staging().parts(tensor, _held_dtype(described.held[name])):
-            own += part
-    return np.frombuffer(own, np.uint8)
+    own = own_bytes(tensor)
+    if own is not None:
+        return np.frombuffer(own, np.uint8)
+    data, at = np.empty(int(tensor.nbytes), np.uint8), 0
+    for _, part in Staging().parts(tensor, _held_dtype(described.held[name])):
+        data[at : at + len(part)] = part
+        at += len(part)
+        comm.progress()
+    return data
 
 
 def _messages(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
@@ -107,7 +127,7 @@ def _send(comm: Communicator, dst: int, described: Description, boxes: Sequence[
         parts = []
         for number, begin, end in message:
             if number != known:
-                data, known = _bytes(described, *boxes[number]), number
+                data, known = _bytes(comm, described, *boxes[number]), number
             parts.append(data[begin:end])
         comm.send(np.concatenate(parts), dst)
         comm.progress()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +20,9 @@ __all__ = ["save_checkpoint"]
 _KEPT_ROUNDS = 2
 
 
-def save_checkpoint(state: Mapping[str, Any], url: str | os.PathLike[str], *, comm: Any = None) -> Manifest:
+def save_checkpoint(
+    state: Mapping[str, Any], url: str | os.PathLike[str], *, comm: Any = None, stall_timeout_s: float = 300.0
+) -> Manifest:
     """Save nested `state` (modules, optimizers' state dicts, tensors, numbers ...) in a workspace, sharded as it lies.
 
     Collective over `comm`. All hosts must see `url`: a NotFoundError names one that does not. Each rank
@@ -28,21 +31,21 @@ def save_checkpoint(state: Mapping[str, Any], url: str | os.PathLike[str], *, co
     and the earlier rounds stay as they were.
     """
     communicator = as_communicator(comm)
-    workspace = Workspace(url)
     ours: list[str] = []
+    number: Any = None
     try:
         with communicator.phase("describing its state"):
+            workspace = Workspace(url)
             config, tensors = tree_of(state)
             held = describe(tensors)
-        number: Any = None
         with communicator.phase("choosing a round"):
             if communicator.rank == 0:
                 number = workspace.next_round(communicator.run)
         number = communicator.broadcast_object(number)
-        with communicator.phase("saving"):
+        with communicator.phase("saving", timeout_s=stall_timeout_s):
             staging = Staging()
             receipt = workspace.write(
-                [h.whole(staging) for h in held.held.values()],
+                [h.whole(staging, communicator.progress) for h in held.held.values()],
                 run=communicator.run,
                 round=number,
                 rank=communicator.rank,
@@ -51,8 +54,8 @@ def save_checkpoint(state: Mapping[str, Any], url: str | os.PathLike[str], *, co
                 extra={"aliases": dict(held.aliases)},
             )
             ours = [receipt.relative]
+        ours = []  # from here on root may commit it, and nobody else removes one
         receipts = communicator.gather_object([receipt.relative, receipt.nbytes])
-        ours = [relative for relative, _ in receipts]  # from here on root may commit them, and nobody else removes one
         committed: list[Any] = []
         with communicator.phase("committing"):
             if communicator.rank == 0:
@@ -63,13 +66,17 @@ def save_checkpoint(state: Mapping[str, Any], url: str | os.PathLike[str], *, co
         written = tuple(Receipt(*r) for r in kept)
         return Manifest(communicator.run, number, generation, communicator.world_size, written, {})
     except BaseException:
-        workspace.remove(ours)
+        if communicator.rank == 0 and number is not None:
+            with contextlib.suppress(NotFoundError):  # nobody has written yet
+                ours = [name.relative for name in workspace.rank_names(communicator.run, number)]
+        if ours:
+            workspace.remove(ours)
         raise
 
 
 def _check_seen(workspace: Workspace, receipts: Sequence[Any], comm: Communicator) -> None:
-    """Root: what ranks of other hosts have written must lie where this host sees it."""
+    """Root: what ranks have written must lie where this host sees it."""
     for rank, (relative, _) in enumerate(receipts):
-        if comm.nodes[rank] != comm.node_rank and not os.path.lexists(os.path.join(workspace.path, relative)):
-            text = f"{comm.hosts[0]} does not see what rank {rank} on {comm.hosts[rank]} has saved: all hosts must"
+        if not os.path.lexists(os.path.join(workspace.path, relative)):
+            text = f"{comm.hosts[0]} does not see what rank {rank} on {comm.hosts[rank]} has saved: give all one url"
             raise NotFoundError(text, rank=rank, path=workspace.path)

@@ -165,8 +165,8 @@ class _Writing:
                     messages.append(task)
                 elif holder == rank:
                     local.append(task)
-                copies = [i for h, i in replicas if h == rank] if order.compares and holder != rank else []
-                local += [_Task(*where, mine, rank, -1) for mine in copies[:1]]
+                copies = [i for h, i in replicas if h == rank] if order.compares else []
+                local += [_Task(*where, mine, rank, -1) for mine in copies]
         return local, messages
 
     def run(self, opened: _Files) -> list[tuple[int, int, str]]:
@@ -190,6 +190,8 @@ class _Writing:
             if task.dst >= 0:
                 opened.write(task, _within(window, task.box), data)
                 opened.count(len(data))
+            else:
+                self._comm.progress()
         return str(hasher.hexdigest())
 
     def _send(self, task: _Task, opened: _Files) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 from statexchange.errors import (
     CorruptError,
@@ -95,14 +95,23 @@ class PlanOptions:
     ) -> PlanOptions:
         """The options as callers of `merge_checkpoint` and `export_checkpoint` give them."""
 
-        def patterns(given: str | Sequence[str]) -> tuple[str, ...]:
-            return (given,) if isinstance(given, str) else tuple(given)
+        def patterns(what: str, given: str | Sequence[str]) -> tuple[str, ...]:
+            found = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else [None]
+            if not all(isinstance(one, str) for one in found):
+                raise InvalidArgumentError(f"{what} must be a pattern or several, not {given!r}")
+            return tuple(map(str, found))
 
-        pairs = rename if callable(rename) else tuple(rename)
-        if not callable(pairs) and not all(isinstance(one, list | tuple) and len(one) == 2 for one in pairs):
+        pairs: Any = rename if callable(rename) else tuple(rename) if isinstance(rename, Iterable) else (rename,)
+        if not callable(pairs) and not all(map(_is_pair, pairs)):
             raise InvalidArgumentError(f"rename must be a function or (regex, replacement) pairs, not {rename!r}")
         size = parse_size(max_shard_size)
-        return cls(patterns(include), patterns(exclude), pairs, size, filename_pattern, replicas)
+        chosen = (patterns("include", include), patterns("exclude", exclude))
+        return cls(*chosen, pairs, size, filename_pattern, replicas)
+
+
+def _is_pair(one: Any) -> bool:
+    """Whether this is a regex with what replaces its matches."""
+    return isinstance(one, list | tuple) and len(one) == 2 and all(isinstance(part, str) for part in one)
 
 
 @dataclass(frozen=True, slots=True)

@@ -364,6 +364,8 @@ def _fixed_part(name: str, shape: tuple[int, ...], rank: int, raw: Mapping[str, 
     """The boxes that a rule gives, which lie one after another along a dim of the rank's tensor."""
     global_shape = sizes_from_json(raw["global_shape"])
     if "boxes" in raw:
+        if not isinstance(raw["boxes"], list | tuple):
+            raise ValueError("boxes must be a list with an entry, a list of boxes, for each rank")
         if rank >= len(raw["boxes"]):
             raise ValueError(f"boxes are given for {len(raw['boxes'])} ranks only")
         boxes = tuple(Box.from_json(box) for box in raw["boxes"][rank])

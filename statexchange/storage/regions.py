@@ -16,7 +16,7 @@ from statexchange.storage.files import OpenFiles, Readable, pread_into, pwrite_a
 from statexchange.storage.object_store import is_url
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 __all__ = [
     "AHEAD_BYTES",
@@ -133,6 +133,8 @@ def _write_mapped(fd: int, first: int, span: int, strides: Sequence[int], source
         map_ = mmap.mmap(fd, first - start + span, offset=start)
     except OSError as error:
         raise StorageError.of(error, "map", path=path) from error
+    except ValueError as error:
+        raise StorageError("somebody has shortened the file while it was written", path=path) from error
     with map_:
         _assign_strided(map_, first - start, strides, source)
 
@@ -220,10 +222,12 @@ def read_part(
     memory: memoryview,
     target: Box,
     hasher: Any = None,
+    progress: Callable[[], None] | None = None,
 ) -> None:
     """Copy `part` of a stored `box`, which starts at byte `begin` (see `read_block`), into the bytes of `target`.
 
-    Both boxes are of one tensor, and both hold `part`; `hasher` is given its bytes in C order.
+    Both boxes are of one tensor, and both hold `part`; `hasher` is given its bytes in C order, and `progress` is
+    called for each window.
     """
     itemsize = ITEMSIZE[dtype]
     along = c_strides(box.shape) if strides is None else strides
@@ -245,6 +249,8 @@ def read_part(
         if not straight:
             shifted = Box(tuple(map(operator.add, part.offsets, window.offsets)), window.shape)
             _assign(memory, dtype, target, shifted, elements(data, dtype, window.shape))
+        if progress is not None:
+            progress()
         to += nbytes
 
 
