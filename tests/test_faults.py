@@ -113,8 +113,13 @@ def meets(verb: str, out: str, rank: int, at: str, how: str, when: int) -> Any:
         options = {"on_progress": lambda done, total: later.start() if mine and done == total else None}
     elif at == "size" and mine:
         resource.setrlimit(resource.RLIMIT_FSIZE, (600, resource.RLIM_INFINITY))
-    elif at == "rights" and mine:
-        os.seteuid(65534)
+    elif at == "rights":
+        with tempfile.TemporaryDirectory() as elsewhere:
+            first = comm.broadcast_object(elsewhere)
+            act(verb, f"{first}/out", state, {})  # whoever loses its rights may not import any more
+            comm.barrier()
+        if mine:
+            os.seteuid(65534)
     elif mine:
         under_strace(at, how, when, f"{out}/model.safetensors" if verb == "load" else None)
     comm.barrier()

@@ -28,7 +28,7 @@ def begin(folder: str) -> tuple[sx.Communicator, Any]:
     """Ours over both hosts, and a mesh of torch's for the DTensors."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    comm = sx.init("auto", timeout_s=20.0)
+    comm = sx.init("auto", timeout_s=50.0)
     assert comm.num_nodes == 2
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=comm.rank, world_size=comm.world_size)
     return comm, init_device_mesh("cpu", (comm.world_size,))
@@ -78,14 +78,14 @@ def loads(folder: str) -> list[Any]:
 
 def test_what_two_hosts_saved_is_loaded_onto_another_split(tmp_path: Path) -> None:
     with two_hosts(2, 2) as hosts:
-        hosts.run(saves, str(tmp_path))
+        hosts.run(saves, str(tmp_path), timeout_s=100)
     with two_hosts(1, 3) as hosts:
-        assert hosts.run(loads, str(tmp_path)) == [[[], 4]] * 4
+        assert hosts.run(loads, str(tmp_path), timeout_s=100) == [[[], 4]] * 4
 
 
 def one_host_sees(out: str, how: str) -> list[Any]:
     """The second host has no such directory, or one of the same name that is not it."""
-    comm = sx.init("auto", timeout_s=20.0)
+    comm = sx.init("auto", timeout_s=50.0)
     sx.export_checkpoint({"a": torch.ones(5)}, out)
     if how == "another" and comm.node_rank == 1 and comm.local_rank == 0:
         os.makedirs(out)
@@ -106,7 +106,7 @@ def one_host_sees(out: str, how: str) -> list[Any]:
 @pytest.mark.parametrize("how", ["nothing", "another"])
 def test_a_directory_that_one_host_does_not_see_is_an_error_that_names_it(how: str) -> None:
     with two_hosts(2, 2) as hosts:
-        found = hosts.run(one_host_sees, "/dev/shm/below/out", how)
+        found = hosts.run(one_host_sees, "/dev/shm/below/out", how, timeout_s=100)
     assert all(one == found[0] for one in found)
     for kind, text in found[0]:
         assert kind == "NotFoundError"
