@@ -43,8 +43,9 @@ from statexchange.layout.rules import Layout
 from statexchange.layout.shards import ITEMSIZE, Box
 from statexchange.sources import Extent, Holder, Source, SourceTensor, open_source, rank_files
 from statexchange.storage import files
+from statexchange.storage.files import WINDOW_BYTES
 from statexchange.storage.object_store import is_url
-from statexchange.storage.regions import AHEAD_BYTES, WINDOW_BYTES, BoxReader, windows
+from statexchange.storage.regions import AHEAD_BYTES, BoxReader, windows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

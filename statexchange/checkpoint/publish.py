@@ -394,8 +394,7 @@ def index_name(plan: Plan) -> str | None:
     """The index file that a plan's directory needs; none for a single file."""
     if len(plan.files) == 1:
         return None
-    stem = plan.files[0].name.replace(f"-00001-of-{len(plan.files):05d}", "", 1)
-    return f"{stem}.index.json"
+    return f"{_of_one_file(plan)}.index.json"
 
 
 def index_text(plan: Plan) -> bytes:

@@ -181,9 +181,10 @@ class Communicator:
         An interrupt (KeyboardInterrupt, SystemExit) leaves the communicator at once, and the others raise PeerError.
         """
         try:
-            if timeout_s is not None and not isinstance(timeout_s, (int, float)):
-                found, timeout_s = timeout_s, None
-                raise InvalidArgumentError(f"a deadline is a number of seconds, not {found!r}")
+            refusal = _refusal_of(timeout_s)
+            if refusal is not None:
+                timeout_s = None
+                raise refusal
             yield
         except Exception as error:
             if error is self._session.dead or error is self._session.settled:
@@ -209,9 +210,9 @@ class Communicator:
 
         A StallError after `timeout_s` seconds (default: the communicator's) names all ranks that did not come.
         """
-        if timeout_s is not None and not isinstance(timeout_s, (int, float)):
-            what = f"timeout_s is a number of seconds, not {timeout_s!r}"
-            self._session.refuse("barrier", InvalidArgumentError(what))
+        refusal = _refusal_of(timeout_s)
+        if refusal is not None:
+            self._session.refuse("barrier", refusal)
         self._session.exchange(Call(f"barrier {tag!r}" if tag else "a barrier"), b"", None, timeout_s)
 
     # Values
@@ -426,3 +427,10 @@ class Communicator:
     def check_root(self, root: int) -> None:
         """InvalidArgumentError unless `root` is a rank of this communicator. Not collective."""
         self._session.check_root(root)
+
+
+def _refusal_of(timeout_s: Any) -> InvalidArgumentError | None:
+    """What is wrong with a deadline, if anything."""
+    if timeout_s is None or isinstance(timeout_s, (int, float)):
+        return None
+    return InvalidArgumentError(f"timeout_s is a number of seconds, not {timeout_s!r}")

@@ -100,6 +100,8 @@ def load_checkpoint(
 
 def _check_same(opened: Source, comm: Communicator) -> None:
     """InvalidArgumentError, on all ranks, if they have opened different checkpoints. Collective."""
+    if comm.world_size == 1:
+        return
     holders = [[os.path.basename(holder.path), holder.nbytes, len(holder.tensors)] for holder in opened.holders]
     facts = [opened.kind, opened.run, opened.round, holders, opened.manifest]
     told = f"{opened.path}" + (f", round {opened.round} of {opened.run}" if opened.round is not None else "")
@@ -146,6 +148,9 @@ class _Catalog:
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)
 
+    def __len__(self) -> int:
+        return len(self._parts)
+
     def __contains__(self, name: str) -> bool:
         return self.stored(name) in self._parts
 
@@ -178,7 +183,8 @@ class _Catalog:
     def boxes_of(self, name: str) -> dict[Box, Extent]:
         """Where each box of a tensor lies; ReplicaError if its copies differ and none is this rank's own."""
         found: dict[Box, tuple[Extent, int]] = {}
-        for rank, tensor, path in self._counting(name):
+        parts = self._counting(name)
+        for rank, tensor, path in parts:
             for box, extent in zip(tensor.shard.boxes, tensor.extents, strict=True):
                 if not box.numel:
                     continue
@@ -192,7 +198,7 @@ class _Catalog:
                         path=path,
                     )
         boxes = {box: extent for box, (extent, _) in found.items()}
-        return self._pieces_of(self.shard_of(name), boxes) or boxes
+        return self._pieces_of(parts[0][1].shard, boxes) or boxes
 
     def _pieces_of(self, shard: Shard, boxes: Mapping[Box, Extent]) -> dict[Box, Extent]:
         """A published tensor in the pieces whose digests its manifest has, if each of them is one run of the file."""
@@ -222,7 +228,7 @@ def _wanted(state: Any, catalog: _Catalog) -> Restoration:
     texts = [*([own] if own is not None else []), *catalog.source.configs.values()]
     kept: list[str] = []
     trees = [values.decode(text, types=types, leaf=_noting(kept)) for text in dict.fromkeys(texts)]
-    of_names = not kept and (any(True for _ in catalog) or not trees)  # a config beside tensors is not what they lie in
+    of_names = not kept and (len(catalog) > 0 or not trees)  # a config beside tensors is not what they lie in
     saved = names_tree(state, catalog.__contains__) if of_names else merged(trees)
     wanted = restoration(state, saved, lambda name, own, like: _memory(catalog.shard_of(name), own, like))
     if of_names:

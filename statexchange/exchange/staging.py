@@ -13,7 +13,8 @@ import numpy as np
 from statexchange.exchange.buffers import own_bytes, torch_dtype
 from statexchange.layout.arrays import numpy_dtype
 from statexchange.layout.shards import ITEMSIZE, Box, full_box
-from statexchange.storage.regions import WINDOW_BYTES, windows, within
+from statexchange.storage.files import WINDOW_BYTES
+from statexchange.storage.regions import windows, within
 
 __all__ = ["Staging"]
 

@@ -24,7 +24,8 @@ from statexchange.exchange.describe import Description
 from statexchange.exchange.staging import Staging
 from statexchange.layout.shards import ITEMSIZE, Box
 from statexchange.storage import files
-from statexchange.storage.regions import WINDOW_BYTES, windows, write_box
+from statexchange.storage.files import WINDOW_BYTES
+from statexchange.storage.regions import windows, write_box
 
 __all__ = ["Order", "write_boxes", "writing_nodes"]
 

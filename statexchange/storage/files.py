@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TEMPORARY_PREFIX",
+    "WINDOW_BYTES",
     "Buffer",
     "OpenFiles",
     "Readable",
@@ -60,6 +61,7 @@ __all__ = [
 ]
 
 TEMPORARY_PREFIX = ".tmp-"
+WINDOW_BYTES = 2 << 20  # what the processor's cache holds while it is read, hashed and written
 Buffer = bytes | bytearray | memoryview
 Readable: TypeAlias = int | object_store.ObjectFile
 """An open file descriptor, or an object of a store."""

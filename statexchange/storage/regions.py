@@ -12,7 +12,7 @@ import numpy as np
 from statexchange.errors import StorageError
 from statexchange.layout.arrays import elements
 from statexchange.layout.shards import ITEMSIZE, Box, c_strides, intersect
-from statexchange.storage.files import OpenFiles, Readable, pread_into, pwrite_all, reserve
+from statexchange.storage.files import WINDOW_BYTES, OpenFiles, Readable, pread_into, pwrite_all, reserve
 from statexchange.storage.object_store import is_url
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AHEAD_BYTES",
-    "WINDOW_BYTES",
     "BoxReader",
     "blocks",
     "intersect",
@@ -33,7 +32,6 @@ __all__ = [
     "write_box",
 ]
 
-WINDOW_BYTES = 2 << 20  # what the processor's cache holds while it is read, hashed and written
 _LONG_RUN_BYTES = 32 << 10  # from here on a write costs less than the page faults of a mapping
 _SPAN_BYTES = 4 << 20
 AHEAD_BYTES, _LEAST_AHEAD_BYTES = 16 << 20, 64 << 10

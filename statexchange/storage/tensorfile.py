@@ -12,12 +12,10 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import xxhash
-
 from statexchange.errors import CorruptError, InvalidArgumentError, UnsafeError
 from statexchange.layout.shards import ITEMSIZE, Shard, sizes_from_json
 from statexchange.storage import files
-from statexchange.storage.files import Buffer, Readable, parse_json, pread_into, write_new
+from statexchange.storage.files import WINDOW_BYTES, Buffer, Readable, parse_json, pread_into, write_new
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,13 +39,14 @@ FACTS_KEY = "statexchange"
 # torch's Hugging Face storage keeps a shard's offsets under this key, and its version beside it.
 TORCH_SHARDING_KEY, _TORCH_VERSION_KEY, _TORCH_VERSION = "DCP_SHARDING_INFO", "DCP_VERSION", "1.0"
 _NO_DIGEST = "0" * 32
-_PART_BYTES = 2 << 20  # what the processor's cache holds while it is hashed and written
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def digest(data: Buffer) -> str:
     """xxh3-128 of a box's bytes in C order, as 32 hex digits."""
+    import xxhash  # not at the start of a command that looks at headers only
+
     return str(xxhash.xxh3_128_hexdigest(data))
 
 
@@ -103,7 +102,7 @@ class Held:
             return self.data(index)
         sizes = [box.numel * ITEMSIZE[self.shard.dtype] for box in self.shard.boxes[: index + 1]]
         begin, end = sum(sizes[:-1]), sum(sizes)
-        return (self.data[at : min(at + _PART_BYTES, end)] for at in range(begin, end, _PART_BYTES))
+        return (self.data[at : min(at + WINDOW_BYTES, end)] for at in range(begin, end, WINDOW_BYTES))
 
 
 def stored(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
@@ -259,6 +258,8 @@ def write_tensor_file(
 
 def _digested(held: Sequence[Held], digests: Sequence[list[str]]) -> Iterator[memoryview]:
     """The bytes of all tensors; when all have been asked for, the digests of all boxes are there."""
+    import xxhash
+
     for h, of_boxes in zip(held, digests, strict=True):
         for index in range(len(of_boxes)):
             hasher = xxhash.xxh3_128()

@@ -10,18 +10,14 @@ way adds to the resident set of each rank (VmHWM, reset before each run).
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
 
-from ranks import peaks, reset_peak, slowest, status
-
-from statexchange.testing import run_ranks
+from ranks import measure, peaks, reset_peak, slowest, status
 
 FULL, CAT, CP = "full state dict + save_file", "cat", "cp, all ranks"
 MEMCPY, BACKGROUND = "memcpy of the shard", "export in the background, until it returns"
@@ -124,17 +120,9 @@ def write(path: str, nbytes: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--megabytes", type=int, default=1024)
-    parser.add_argument("--dirs", nargs="+", default=["/dev/shm"])
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    options, measured = measure(rank_main)
     rows = []
-    for place in options.dirs:
-        with tempfile.TemporaryDirectory(dir=place) as folder:
-            args = (options.megabytes, folder, options.rounds)
-            ranks = run_ranks(rank_main, options.ranks, backend="gloo", args=args, timeout_s=1200)
+    for place, ranks in measured.items():
         seconds = {way: slowest(rank[way] for rank in ranks) for way in ranks[0]}
         for way, taken in seconds.items():
             of_rank = way in (MEMCPY, BACKGROUND)

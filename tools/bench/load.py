@@ -11,17 +11,13 @@ resident set of each rank (VmHWM, reset before each run).
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
 
-from ranks import peaks, reset_peak, slowest, status
-
-from statexchange.testing import run_ranks
+from ranks import measure, peaks, reset_peak, slowest, status
 
 CAT, DCP, BROADCAST = "cat to /dev/null, all ranks", "dcp.load", "from_pretrained + broadcast"
 
@@ -103,17 +99,9 @@ def rank_main(megabytes: int, folder: str, rounds: int) -> dict[str, list[tuple[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--megabytes", type=int, default=1024)
-    parser.add_argument("--dirs", nargs="+", default=["/dev/shm"])
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    options, measured = measure(rank_main)
     rows = []
-    for place in options.dirs:
-        with tempfile.TemporaryDirectory(dir=place) as folder:
-            args = (options.megabytes, folder, options.rounds)
-            ranks = run_ranks(rank_main, options.ranks, backend="gloo", args=args, timeout_s=1200)
+    for place, ranks in measured.items():
         seconds = {way: slowest(rank[way] for rank in ranks) for way in ranks[0]}
         for way, taken in seconds.items():
             beside = [f"{seconds[peer] / taken:.2f}x" for peer in (CAT, DCP, BROADCAST)]

@@ -2,8 +2,31 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+
+from statexchange.testing import run_ranks
+
+Rounds = dict[str, list[tuple[float, int]]]
+"""By way, (seconds, bytes added to the peak) of each round."""
+
+
+def measure(rank_main: Callable[[int, str, int], Rounds]) -> tuple[argparse.Namespace, dict[str, list[Rounds]]]:
+    """The command line's options, and by directory what `rank_main(megabytes, folder, rounds)` gives on each rank."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--megabytes", type=int, default=1024)
+    parser.add_argument("--dirs", nargs="+", default=["/dev/shm"])
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    found = {}
+    for place in options.dirs:
+        with tempfile.TemporaryDirectory(dir=place) as folder:
+            args = (options.megabytes, folder, options.rounds)
+            found[place] = run_ranks(rank_main, options.ranks, backend="gloo", args=args, timeout_s=1200)
+    return options, found
 
 
 def reset_peak() -> int:
