@@ -69,7 +69,9 @@ def under_strace(call: str, what: str, when: int, path: str | None = None) -> No
         time.sleep(0.005)
 
 
-def strike(how: str) -> None:
+def strike(how: str, after_s: float = 0.0) -> None:
+    """`after_s` lets the other ranks come to where they wait for this one."""
+    time.sleep(after_s)
     if how == "raise":
         raise ZeroDivisionError("oops")
     os.kill(os.getpid(), {"kill": signal.SIGKILL, "interrupt": signal.SIGINT}[how])
@@ -105,7 +107,7 @@ def meets(verb: str, out: str, rank: int, at: str, how: str, when: int) -> Any:
     elif at == "progress":
         options = {"on_progress": lambda done, total: strike(how) if mine and done == total else None}
     elif at == "files_from":
-        options = {"files_from": TrappedPath(os.path.dirname(__file__), lambda: strike(how))}
+        options = {"files_from": TrappedPath(os.path.dirname(__file__), lambda: strike(how, after_s=0.1))}
     elif at == "while root publishes":
         if comm.rank == 0:
             under_strace("renameat2", "delay_enter=800000", 1)
