@@ -22,6 +22,7 @@ from statexchange.errors import NotInitializedError as NotInitializedError
 from statexchange.errors import NumericOverflowError as NumericOverflowError
 from statexchange.errors import OverlapError as OverlapError
 from statexchange.errors import PeerError as PeerError
+from statexchange.errors import ReplacedError as ReplacedError
 from statexchange.errors import ReplicaError as ReplicaError
 from statexchange.errors import StallError as StallError
 from statexchange.errors import StateExchangeError as StateExchangeError
@@ -40,7 +41,7 @@ from statexchange.exchange.load import LoadReport as LoadReport
 from statexchange.exchange.load import load_checkpoint as load_checkpoint
 from statexchange.exchange.nfs_workspace import NFSWorkspace as NFSWorkspace
 from statexchange.exchange.save import save_checkpoint as save_checkpoint
-from statexchange.sources import open_checkpoint as open_checkpoint
+from statexchange.formats.registry import open_checkpoint as open_checkpoint
 from statexchange.storage.workspace import Workspace as Workspace
 from statexchange.train import algorithms as algorithms
 from statexchange.train.buckets import BucketReducer as BucketReducer

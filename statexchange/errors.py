@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "CorruptError",
@@ -15,6 +18,7 @@ __all__ = [
     "NumericOverflowError",
     "OverlapError",
     "PeerError",
+    "ReplacedError",
     "ReplicaError",
     "StallError",
     "StateExchangeError",
@@ -57,6 +61,18 @@ class StateExchangeError(Exception):
         self.expected = expected
         self.found = found
         self.args = (self._text(),)
+
+    def located(self, *, rank: int | None = None, name: str | None = None, path: object = None) -> Self:
+        """Return the same error, of the same class, with rank, name or path filled in."""
+        error = type(self).__new__(type(self))  # a subclass may have a constructor of its own
+        error.__dict__.update(self.__dict__)
+        for key in self.attributes:  # some are not in __dict__, but attributes of the built-in base
+            setattr(error, key, getattr(self, key))
+        error.rank = self.rank if rank is None else rank
+        error.name = self.name if name is None else name
+        error.path = self.path if path is None else str(path)
+        error.args = (str(error),)
+        return error
 
     def _text(self) -> str:
         about = [] if self.name is None else [f"tensor {self.name!r}"]
@@ -162,6 +178,10 @@ class StorageError(StateExchangeError, OSError):
     def of(cls, error: OSError, doing: str, **about: Any) -> StorageError:
         """The same failure with what was being done, and to which path."""
         return cls(f"cannot {doing}: {error.strerror or error}", errno=error.errno, **about)
+
+
+class ReplacedError(StorageError):
+    """What was read was replaced, removed or changed by somebody else meanwhile: read it again."""
 
 
 class StallError(StateExchangeError, TimeoutError):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from statexchange.errors import InvalidArgumentError
 
-__all__ = ["Launch", "default_timeout_s", "detect_launch", "no_color"]
+__all__ = ["Launch", "default_timeout_s", "detect_launch", "gloo_interface", "no_color"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,11 @@ def default_timeout_s() -> float:
     if not seconds > 0:
         raise InvalidArgumentError(f"STATEXCHANGE_TIMEOUT_S must be a number of seconds above 0, not {text!r}")
     return seconds
+
+
+def gloo_interface() -> str | None:
+    """Return the network interface that GLOO_SOCKET_IFNAME names, the first of several; None if it is not set."""
+    return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip() or None
 
 
 def no_color() -> bool:

@@ -1,8 +1,16 @@
 """Arenas: memory that processes of one host share, without lasting names, recycled as fresh pages are slow.
 
-An arena is a sealed memfd that others open through ``/proc/<pid>/fd``; where that does not work, a file in
-/dev/shm under an unguessable name, unlinked as soon as everybody has attached. Nothing has a name that could
-leak or collide.
+An arena is a sealed memfd that others open through ``/proc/<pid>/fd``; where that does not work, a file in /dev/shm
+under an unguessable name, unlinked as soon as everybody has attached.
+
+A process that is killed before that leaves the name of a file, and with it the memory. So the name is
+
+    statexchange-<128 random bits>.<boot id>.<pid namespace>.<pid>.<start time>
+
+where all but the random bits say which process made it. `sweep` removes the files of this user whose process has
+provably ended: it ran in this boot and in this pid namespace, and runs no more. What others may still use, whoever made
+it, is unlinked memory that stays as long as they have it mapped. Files of other names, of another user, or of a process
+that this one cannot see are left alone.
 """
 
 from __future__ import annotations
@@ -19,13 +27,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from statexchange.errors import StorageError
+from statexchange.processes import Owner
 
-__all__ = ["Arena", "ArenaPool", "Attached", "Kind", "attach"]
+__all__ = ["Arena", "ArenaPool", "Attached", "Kind", "attach", "sweep"]
 
 Kind = Literal["memfd", "file"]
 
 _PAGE = mmap.PAGESIZE
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
+_PREFIX = "statexchange-"
+_IDENT_DIGITS = 32
 _SHM_DIRECTORY = "/dev/shm"  # noqa: S108 (O_EXCL, 0600, 128 random bits, unlinked at once)
 
 
@@ -105,12 +116,36 @@ def _open_memfd() -> tuple[int, None]:
 
 
 def _open_file(ident: str) -> tuple[int, str]:
-    path = f"{_SHM_DIRECTORY}/statexchange-{ident}"
+    path = f"{_SHM_DIRECTORY}/{_PREFIX}{ident}.{Owner.current().to_name()}"
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         return os.open(path, flags, 0o600), path
     except OSError as error:
         raise StorageError.of(error, "create shared memory", path=path) from error
+
+
+def sweep() -> None:
+    """Remove the files that killed processes of this user have left in /dev/shm. Not collective."""
+    with contextlib.suppress(OSError):  # no /dev/shm, or none that can be listed
+        for name in os.listdir(_SHM_DIRECTORY):
+            owner = _owner_of(name)
+            if owner is not None and owner.is_dead:
+                _remove_own(f"{_SHM_DIRECTORY}/{name}")
+
+
+def _owner_of(name: str) -> Owner | None:
+    """Return the process that made the arena of this name; None if it is not the name of one."""
+    ident, _, owner = name.removeprefix(_PREFIX).partition(".")
+    if not name.startswith(_PREFIX) or len(ident) != _IDENT_DIGITS:
+        return None
+    return Owner.from_name(owner)
+
+
+def _remove_own(path: str) -> None:
+    with contextlib.suppress(OSError):  # another rank was quicker, or it is not ours to remove
+        found = os.lstat(path)
+        if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+            os.unlink(path)
 
 
 class Attached:

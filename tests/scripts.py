@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from programs import require_mpi
+
 BIN = Path(sys.executable).parent
 README = (Path(__file__).parent.parent / "README.md").read_text()
 _MARK = "this rank has reached the end of its script"
@@ -40,6 +42,8 @@ def run_script(
     After that torch may abort a rank that used FSDP2 over Gloo: one of Gloo's threads that lets a tensor go while the
     interpreter ends dies of it. The README says so, and it is no failure of the script.
     """
+    if launcher[0] == "mpiexec":
+        require_mpi()
     (folder / name).write_text(f"{text}\nimport sys\n\nprint('{_MARK}', file=sys.stderr, flush=True)\n")
     command = [BIN / launcher[0], *launcher[1:], name, *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)

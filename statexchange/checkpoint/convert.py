@@ -43,7 +43,7 @@ def output_dtype(dtype: str, wanted: str | None) -> str:
 
 
 def cast_holdings(holdings: list[Holding], wanted: str | None) -> Iterator[Holding]:
-    """What holders will supply, with the dtypes that will be written."""
+    """Yield the shards of each rank with output dtypes."""
     for holding in holdings:
         shards = [replace(shard, dtype=output_dtype(shard.dtype, wanted)) for shard in holding.shards]
         yield replace(holding, shards=shards)
@@ -75,7 +75,7 @@ class ConvertingReader:
         return self.readers[0].left
 
     def copy_into(self, buffer: memoryview, window: Box, bounce: memoryview) -> int:
-        """As BoxReader's; `bounce` is three times as large as the window is in the wider of the two dtypes."""
+        """Fill the window's bytes like BoxReader.copy_into; bounce must be three windows large in the wider dtype."""
         part = intersect(self.box, window)
         if part is None:
             return 0
@@ -95,6 +95,6 @@ class ConvertingReader:
         array_over(buffer, self._given, window.shape)[within(part, window)] = given.reshape(part.shape)
         return part.numel * ITEMSIZE[self._given]
 
-    def digest(self) -> str:
-        """The digest of all bytes given."""
+    def hexdigest(self) -> str:
+        """Return the digest of all bytes given."""
         return str(self._hasher.hexdigest())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -17,18 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import xxhash
 
 from statexchange.checkpoint.convert import ConvertingReader, cast_holdings, float_name
-from statexchange.checkpoint.publish import (
-    BoxFact,
-    FilesFrom,
-    OpenFile,
-    Publication,
-    check_target,
-    target_path,
-    travelling_files,
-    write_manifest,
-)
-from statexchange.checkpoint.publish_objects import ObjectPublication, OpenObject, check_url
-from statexchange.errors import CorruptError, ReplicaError, UnsafeError, UnsupportedError
+from statexchange.checkpoint.extra_files import FilesFrom, extra_files
+from statexchange.checkpoint.index import BoxFact
+from statexchange.checkpoint.publication import PlannedFile, Publication, check_target, target_path
+from statexchange.errors import CorruptError, ReplacedError, ReplicaError, UnsafeError, UnsupportedError
+from statexchange.formats import rank_files
+from statexchange.formats.registry import open_source, opened, path_text, read_place
+from statexchange.formats.source import Holder, Source, SourceTensor
 from statexchange.layout.plan import (
     FilePlan,
     Holding,
@@ -41,11 +37,13 @@ from statexchange.layout.plan import (
 )
 from statexchange.layout.rules import Layout
 from statexchange.layout.shards import ITEMSIZE, Box
-from statexchange.sources import Extent, Holder, Source, SourceTensor, open_source, rank_files
-from statexchange.storage import files
+from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.files import WINDOW_BYTES
-from statexchange.storage.object_store import is_url
+from statexchange.storage.fsspec_store import shown
+from statexchange.storage.json_text import parse_json
+from statexchange.storage.place import Place, open_place
 from statexchange.storage.regions import AHEAD_BYTES, BoxReader, windows
+from statexchange.storage.store import is_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +58,7 @@ _TOPS = ("model.", "lm_head.", "transformer.", *_WRAPPERS)
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """Where one output tensor goes and comes from: `file`, and the `ranks` that supply its `num_boxes` boxes."""
+    """One output tensor of the plan: its file and the ranks that supply its boxes."""
 
     name: str
     source: str
@@ -73,10 +71,10 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True)
 class MergeReport:
-    """What a merge did, or with `dry_run` would do. `files` are (name, bytes of tensors).
+    """The result of a merge, or of its dry run.
 
-    `notes` are things to know about names; `reused` the files that a killed merge had finished already; `tensors` is
-    filled by a dry run only.
+    `files` are (name, bytes of tensors); `notes` are things to know about names; `reused` the files that a killed
+    merge had finished already; `tensors` is filled by a dry run only.
     """
 
     path: str
@@ -105,6 +103,7 @@ def merge_checkpoint(
     filename_pattern: str = "model{suffix}.safetensors",
     files_from: FilesFrom = None,
     overwrite: bool = False,
+    resume: bool = False,
     threads: int | None = None,
     dry_run: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
@@ -126,11 +125,14 @@ def merge_checkpoint(
     Names that all begin with ``module.`` or ``_orig_mod.`` lose it, before `rename`: no model has such names itself.
     Where ``model.`` seems to wrap a whole model (as in torch DCP of ``{"model": ...}``), a note says how to remove it.
 
-    A merge that was killed and is run again with the same options and unchanged sources goes on after the output files
-    that it had finished.
+    A source that is replaced while it is read is read again, once; what is changed while it is copied is not published.
 
-    Raises NotFoundError, IncompleteError, OverlapError, CorruptError, ReplicaError, TargetExistsError, UnsafeError,
-    InvalidArgumentError, UnsupportedError, StorageError.
+    A merge into a directory that was killed and is run again with the same options and unchanged sources goes on after
+    the output files that it had finished, if its process has provably ended: it ran on this host since the last boot.
+    With `resume` the caller says so of a process of another host; if it runs after all, it fails.
+
+    Raises NotFoundError, IncompleteError, OverlapError, CorruptError, ReplicaError, ReplacedError, TargetExistsError,
+    UnsafeError, InvalidArgumentError, UnsupportedError, StorageError.
     """
     began = time.perf_counter()
     wanted = float_name(dtype)
@@ -142,51 +144,59 @@ def merge_checkpoint(
         filename_pattern=filename_pattern,
         replicas=replicas,
     )
-    opened, reductions = _open(source, layout)
-    holdings = opened.holdings()
-    options, notes = _unwrapped(opened.kind, holdings, options)
-    basis = _basis(opened, replicas, wanted, reductions)
-    plan = plan_merge(list(cast_holdings(holdings, wanted)) if wanted else holdings, options, basis=basis)
-    if replicas == "equal":
-        check_replicas(opened, plan, reductions)
-    travelling = travelling_files(files_from, plan)
-    path = os.fspath(out) if is_url(os.fspath(out)) else target_path(out)
-    reused: tuple[str, ...] = ()
-    _check_apart(opened, path)
-    if dry_run:
-        check = check_url if is_url(path) else check_target
-        check(path, overwrite=overwrite)
-    else:
-        with _publication(path, plan, overwrite=overwrite) as publication:
-            reused = tuple(sorted(publication.finished))
-            facts = _Merge(opened, plan, publication, reductions, on_progress).run(threads)
-            write_manifest(publication, plan, facts, travelling=travelling, source=opened.kind)
-            publication.commit()
-    return MergeReport(
-        path,
-        tuple((file.name, file.data_nbytes) for file in plan.files),
-        plan.nbytes,
-        plan.num_tensors,
-        plan.aliases,
-        time.perf_counter() - began,
-        dry_run,
-        notes,
-        reused,
-        _planned(opened, plan) if dry_run else (),
-    )
+
+    def merge_once() -> MergeReport:
+        with contextlib.ExitStack() as holding:
+            opened, reductions = _open(source, layout)
+            holding.callback(opened.close)
+            return _merged(opened, reductions)
+
+    def _merged(opened: Source, reductions: Mapping[str, str]) -> MergeReport:
+        holdings = opened.holdings()
+        chosen, notes = _unwrapped(opened.kind, holdings, options)
+        basis = _basis(opened, replicas, wanted, reductions)
+        plan = plan_merge(list(cast_holdings(holdings, wanted)) if wanted else holdings, chosen, basis=basis)
+        if replicas == "equal":
+            check_replicas(opened, plan, reductions)
+        extra = extra_files(files_from, plan)
+        path = target_path(out)
+        reused: tuple[str, ...] = ()
+        _check_apart(opened, path)
+        if dry_run:
+            check_target(path, overwrite=overwrite)
+        else:
+            with Publication(
+                path, plan, source=opened.kind, extra=extra, overwrite=overwrite, reuse=True, resume=resume
+            ) as publication:
+                path = publication.path
+                reused = tuple(sorted(publication.finished))
+                facts = _Merge(opened, plan, publication, reductions, on_progress).run(threads)
+                opened.check_unchanged()  # what was changed in place while it was copied is half old, half new
+                publication.commit(facts)
+        return MergeReport(
+            path,
+            tuple((file.name, file.data_nbytes) for file in plan.files),
+            plan.nbytes,
+            plan.num_tensors,
+            plan.aliases,
+            time.perf_counter() - began,
+            dry_run,
+            notes,
+            reused,
+            _planned(opened, plan) if dry_run else (),
+        )
+
+    try:
+        return merge_once()
+    except ReplacedError:
+        return merge_once()
 
 
 def _check_apart(source: Source, path: str) -> None:
     """A store has no second name under which a checkpoint could be built while its old objects are read."""
-    below = path.rstrip("/") + "/"
+    below = f"{shown(path)}/"
     if is_url(path) and any(extent.path.startswith(below) for _, t in source.shards() for extent in t.extents):
         raise UnsafeError("refused: the source lies in the target, whose objects would be replaced", path=path)
-
-
-def _publication(path: str, plan: Plan, *, overwrite: bool) -> Publication | ObjectPublication:
-    if is_url(path):
-        return ObjectPublication(path, overwrite=overwrite)
-    return Publication(path, plan.digest, overwrite=overwrite, resume=True)
 
 
 def _open(
@@ -197,11 +207,17 @@ def _open(
         return open_source(source), {}
     raw: Any = layout
     if isinstance(layout, str | os.PathLike):
-        path = os.fspath(layout)
-        raw = files.parse_json(files.read_small(path), path)
+        with open_place(path_text(layout)) as place:
+            raw = parse_json(place.store.read_small(str(place.file)), place.path)
     parsed = Layout.parse(raw)
-    plain = rank_files.recognises(os.fspath(source))
-    return rank_files.lay_out(rank_files.read(os.fspath(source)) if plain else open_source(source), parsed)
+    return rank_files.lay_out(opened(path_text(source), _read_plain, strict=True), parsed)
+
+
+def _read_plain(place: Place, *, strict: bool) -> Source:
+    """Read the files of a directory that say nothing of parts as one rank's each, anything else as what it is."""
+    if rank_files.matches(place):
+        return rank_files.read(place, strict=strict)
+    return read_place(place, strict=strict)
 
 
 def _unwrapped(kind: str, holdings: Sequence[Holding], options: PlanOptions) -> tuple[PlanOptions, tuple[str, ...]]:
@@ -237,14 +253,11 @@ def _basis(source: Source, replicas: str, dtype: str | None, reductions: Mapping
         hasher.update(json.dumps(fact, separators=(",", ":")).encode())
 
     add([replicas, dtype, sorted(reductions.items())])
-    paths: dict[str, None] = {}
     for holder in source.holders:
         add([holder.rank, sorted(holder.aliases.items())])
         for tensor in holder.tensors.values():
-            add([tensor.shard.to_json(), [repr(extent) for extent in tensor.extents]])
-            paths.update((extent.path, None) for extent in tensor.extents)
-    for path in paths:
-        add(files.version_of(path))
+            add([tensor.shard.to_json(), [[e.begin, e.nbytes, e.digest, e.strides] for e in tensor.extents]])
+        add(holder.file.version)
     return hasher.hexdigest()
 
 
@@ -259,8 +272,8 @@ def _planned(source: Source, plan: Plan) -> tuple[PlannedTensor, ...]:
     )
 
 
-def extent_of(source: Source, tensor: TensorPlan, holder: int, box_index: int) -> Extent:
-    """Where a piece's bytes lie."""
+def extent_of(source: Source, tensor: TensorPlan, holder: int, box_index: int) -> ByteRange:
+    """Return the byte range of a piece."""
     return source.holders[holder].tensors[tensor.source].extents[box_index]
 
 
@@ -321,7 +334,7 @@ class _Merge:
         self,
         source: Source,
         plan: Plan,
-        publication: Publication | ObjectPublication,
+        publication: Publication,
         reductions: Mapping[str, str],
         on_progress: Callable[[int, int], None] | None,
     ) -> None:
@@ -343,8 +356,7 @@ class _Merge:
                 self._count(file.data_nbytes)
         todo = [file for file in self._plan.files if file.name not in self._publication.finished]
         with ThreadPoolExecutor(max(1, min(threads or os.cpu_count() or 1, len(todo)))) as pool:
-            create: Callable[[FilePlan], OpenFile | OpenObject] = self._publication.create
-            opened = list(pool.map(create, todo))  # all room is there before anything is written
+            opened = list(pool.map(self._publication.create, todo))  # all room is there before anything is written
             writing = [pool.submit(self._write_file, *pair) for pair in zip(todo, opened, strict=True)]
             try:
                 for written in as_completed(writing):
@@ -354,20 +366,17 @@ class _Merge:
                 raise
         return facts
 
-    def _write_file(self, plan: FilePlan, opened: OpenFile | OpenObject) -> dict[str, list[BoxFact]]:
+    def _write_file(self, plan: FilePlan, opened: PlannedFile) -> dict[str, list[BoxFact]]:
         memory = memoryview(bytearray(4 * WINDOW_BYTES))
-        with files.OpenFiles() as inputs:
-            facts = {tensor.name: self._write_tensor(tensor, opened, inputs, memory) for tensor in plan.tensors}
+        facts = {tensor.name: self._write_tensor(tensor, opened, memory) for tensor in plan.tensors}
         opened.finish()
         self._publication.record(
             plan.name, [[[fact.rank, fact.digest] for fact in facts[t.name]] for t in plan.tensors]
         )
         return facts
 
-    def _write_tensor(
-        self, tensor: TensorPlan, opened: OpenFile | OpenObject, inputs: files.OpenFiles, memory: memoryview
-    ) -> list[BoxFact]:
-        readers = [self._reader(tensor, piece, inputs) for piece in tensor.pieces]
+    def _write_tensor(self, tensor: TensorPlan, opened: PlannedFile, memory: memoryview) -> list[BoxFact]:
+        readers = [self._reader(tensor, piece) for piece in tensor.pieces]
         waiting = deque(readers)
         at = opened.offset_of(tensor)
         widest = max((ITEMSIZE[self._held_dtype(tensor, piece)] for piece in tensor.pieces), default=0)
@@ -392,10 +401,10 @@ class _Merge:
         """The dtype in which a piece's supplier has it."""
         return self._source.holders[piece.holder].tensors[tensor.source].shard.dtype
 
-    def _reader(self, tensor: TensorPlan, piece: Piece, inputs: files.OpenFiles) -> _Reader:
+    def _reader(self, tensor: TensorPlan, piece: Piece) -> _Reader:
         held, reduce = self._held_dtype(tensor, piece), self._reductions.get(tensor.source)
         if held == tensor.dtype and reduce is None:
-            return self._box_reader(tensor, piece, piece.holder, piece.box_index, inputs)
+            return self._box_reader(tensor, piece, piece.holder, piece.box_index)
         if reduce is not None and held.startswith("C"):
             raise UnsupportedError(f"complex numbers have no {reduce}", name=tensor.source)
         suppliers = [(piece.holder, piece.box_index), *(piece.replicas if reduce is not None else ())]
@@ -406,33 +415,22 @@ class _Merge:
                 raise CorruptError(
                     "copies to be reduced differ in dtype", name=tensor.source, path=path, expected=held, found=found
                 )
-        readers = [self._box_reader(tensor, piece, *supplier, inputs) for supplier in suppliers]
+        readers = [self._box_reader(tensor, piece, *supplier) for supplier in suppliers]
         return ConvertingReader(readers, held, tensor.dtype, reduce, xxhash.xxh3_128())
 
-    def _box_reader(
-        self, tensor: TensorPlan, piece: Piece, holder: int, box_index: int, inputs: files.OpenFiles
-    ) -> BoxReader:
+    def _box_reader(self, tensor: TensorPlan, piece: Piece, holder: int, box_index: int) -> BoxReader:
         extent = extent_of(self._source, tensor, holder, box_index)
         dtype = self._source.holders[holder].tensors[tensor.source].shard.dtype
         copies = 1 + len(piece.replicas) if tensor.source in self._reductions else 1
         ahead = AHEAD_BYTES // (len(tensor.pieces) * copies)
-        return BoxReader(inputs, extent.path, extent.begin, piece.box, dtype, xxhash.xxh3_128(), extent.strides, ahead)
+        return BoxReader(extent, piece.box, dtype, ahead)
 
     def _fact(self, tensor: TensorPlan, piece: Piece, reader: _Reader) -> BoxFact:
         suppliers = [(piece.holder, piece.box_index), *piece.replicas]
         readers = reader.readers if isinstance(reader, ConvertingReader) else [reader]
-        for (holder, box_index), one in zip(suppliers, readers, strict=False):
-            extent = extent_of(self._source, tensor, holder, box_index)
-            if extent.digest is not None and one.digest() != extent.digest:
-                raise CorruptError(
-                    "bytes differ from their digest",
-                    name=tensor.source,
-                    rank=self._source.holders[holder].rank,
-                    path=extent.path,
-                    expected=extent.digest,
-                    found=one.digest(),
-                )
-        return BoxFact(self._source.holders[piece.holder].rank, reader.digest())
+        for (holder, _), one in zip(suppliers, readers, strict=False):
+            one.digest.check(tensor.source, self._source.holders[holder].rank)
+        return BoxFact(self._source.holders[piece.holder].rank, reader.hexdigest())
 
     def _count(self, nbytes: int) -> None:
         with self._lock:

@@ -85,14 +85,14 @@ class _Watch:
 
     def _draw(self, path: str) -> None:
         from statexchange.report.pictures import supply_bars, supply_picture
-        from statexchange.storage import files
+        from statexchange.storage import atomic, files
 
         self.bars = supply_bars(path, ascii_only=not self._output.can_show("█▏"))
         if self._picture is not None:
             folder, name = os.path.split(self._picture)
             text = supply_picture(path).encode()
             with files.directory(folder) as dir_fd:
-                files.write_new(dir_fd, name, [text], nbytes=len(text), path=self._picture, mode=0o666)
+                atomic.write_new(dir_fd, name, [text], nbytes=len(text), path=self._picture, mode=0o666)
 
 
 def _show(output: Output, report: DemoReport, bars: list[str], picture: str | None) -> None:

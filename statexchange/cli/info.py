@@ -25,9 +25,9 @@ def command(output: Output, path: str) -> int:
     from statexchange.report.summary import summarize
 
     summary = summarize(path)
-    output.facts(_facts(summary))
-    for problem in summary.problems:
+    for problem in summary.problems:  # the reason comes first
         output.warning(str(problem))
+    output.facts(_facts(summary))
     worst = gravest(summary.problems)
     return output.finish(code_of(worst) if worst else "OK", fields_of(summary), error=worst)
 
@@ -56,6 +56,8 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
     if summary.others:
         facts.append(("others", _others(summary)))
     facts.append(("digests", "known, not checked here" if summary.proven else "not known"))
+    if summary.num_unreadable:
+        facts.append(("unreadable", f"{summary.num_unreadable:,} tensors, listed but not to be read"))
     return facts
 
 

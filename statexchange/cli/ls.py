@@ -28,8 +28,8 @@ _HEADER = ("NAME", "DTYPE", "SHAPE", "BYTES", "HELD-BY")
 )
 def command(output: Output, path: str, include: tuple[str, ...]) -> int:
     """List the tensors at PATH: name, dtype, global shape, bytes, and which ranks or which file hold them."""
+    from statexchange.formats.registry import open_source
     from statexchange.report.summary import tensor_rows
-    from statexchange.sources import open_source
 
     source = open_source(path, strict=False)
     rows = _selected(tensor_rows(source), include)

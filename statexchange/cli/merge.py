@@ -78,6 +78,11 @@ def _parse_renames(
     help="Files written at once; one per core unless given.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the checkpoint that lies at OUT.")
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Processes of other hosts that have left something at OUT have ended: go on with it, or remove it.",
+)
 @click.option("--dry-run", is_flag=True, help="Check everything and say what would be written.")
 def command(output: Output, source: str, out: str, **options: Any) -> int:
     """Merge the shards at SOURCE into the checkpoint directory OUT, whole or not at all.

@@ -20,7 +20,6 @@ import queue
 import secrets
 import selectors
 import socket
-import struct
 import threading
 import time
 import weakref
@@ -29,8 +28,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from statexchange.comm.backend import Backend, Wait
-from statexchange.comm.control_page import process_is_alive, process_start
+from statexchange.comm.network import own_addresses
 from statexchange.errors import PeerError, StateExchangeError, from_record, to_record
+from statexchange.processes import process_is_alive, process_start
 
 if TYPE_CHECKING:
     from statexchange.comm.session import Place
@@ -48,8 +48,6 @@ _ENOUGH_REFUSALS = 2
 _TELL_S = 1.0
 _JOIN_S = 2.0
 _LINE_BYTES = 1 << 20
-_SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915
-_IFF_UP = 1
 
 _log = logging.getLogger(__name__)
 _boards: weakref.WeakSet[Board] = weakref.WeakSet()
@@ -607,24 +605,10 @@ def _serve(world_size: int) -> tuple[socket.socket | None, dict[str, Any] | None
         listener = socket.create_server(("", 0), family=family, backlog=world_size + 64, dualstack_ipv6=both)
     except OSError:
         return None, None  # said to the others as "no": all do without
-    offer = {"addresses": _own_addresses(), "port": listener.getsockname()[1], "nonce": secrets.token_hex(16)}
+    # Names last, as resolving them may take long.
+    addresses = list(dict.fromkeys([*own_addresses(), "127.0.0.1", socket.gethostname()]))
+    offer = {"addresses": addresses, "port": listener.getsockname()[1], "nonce": secrets.token_hex(16)}
     return listener, offer
-
-
-def _own_addresses() -> list[str]:
-    """Where this host can be reached, the best first; names last, as resolving them may take long."""
-    import fcntl
-
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", os.fsencode(name))
-            with contextlib.suppress(OSError):  # it has no IPv4 address
-                flags = struct.unpack_from("H", fcntl.ioctl(asker, _SIOCGIFFLAGS, request), 16)[0]
-                if flags & _IFF_UP:
-                    found.append(socket.inet_ntoa(fcntl.ioctl(asker, _SIOCGIFADDR, request)[20:24]))
-    found.sort(key=lambda address: address.startswith("127."))
-    return list(dict.fromkeys([*found, "127.0.0.1", socket.gethostname()]))
 
 
 def _take_part(

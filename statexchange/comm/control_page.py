@@ -17,9 +17,17 @@ from typing import Any
 
 from statexchange.comm.backend import Wait, yield_core
 from statexchange.errors import PeerError, StallError, StateExchangeError, from_record, to_record
+from statexchange.processes import (
+    host_identity,
+    pid_namespace,
+    process_is_alive,
+    process_is_stopped,
+    process_start,
+    usable_cores,
+)
 from statexchange.shared_memory import Arena, Attached, Kind, attach
 
-__all__ = ["ControlPage", "DifferentCallsError", "host_identity", "meet", "pid_namespace"]
+__all__ = ["ControlPage", "DifferentCallsError", "meet"]
 
 _ROW_WORDS = 16
 _PID, _START, _ARRIVED, _LEFT, _PROGRESS, _CALLED = range(6)
@@ -38,37 +46,6 @@ _SPILLED = 1 << 63
 def supported() -> bool:
     """Whether this machine keeps stores in order and has what the page needs."""
     return platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
-
-
-def _facts_of(pid: int) -> list[bytes] | None:
-    """What /proc/<pid>/stat says after the name, beginning with the state; None if there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-
-
-def process_start(pid: int) -> int | None:
-    """When `pid` started, in clock ticks since boot; None if it has ended (a zombie has)."""
-    fields = _facts_of(pid)
-    return None if fields is None or fields[0] in (b"Z", b"X") else int(fields[19])
-
-
-def process_is_stopped(pid: int) -> bool:
-    """Whether `pid` has been stopped by a signal or a debugger."""
-    fields = _facts_of(pid)
-    return fields is not None and fields[0] in (b"T", b"t")
-
-
-def usable_cores() -> int:
-    """How many cores this process may run on. Not collective."""
-    return len(os.sched_getaffinity(0))
-
-
-def process_is_alive(pid: int, start: int) -> bool:
-    """Whether the process that had `pid` at time `start` still runs."""
-    return process_start(pid) == start
 
 
 class DifferentCallsError(Exception):
@@ -343,27 +320,6 @@ def meet(rank: int, world_size: int, exchange: Callable[[bytes], list[bytes]]) -
         if page is not None:
             return page
     return None
-
-
-def host_identity() -> str:
-    """What ranks of one host have in common: the kernel's boot id, the host's name and /dev/shm.
-
-    Containers with a name and a /dev/shm of their own are hosts of their own, even on one machine.
-    """
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            boot = file.read().strip()
-        return f"{boot} {platform.node()} {os.stat('/dev/shm').st_dev}"  # noqa: S108 (its identity is asked, no more)
-    except OSError:
-        return platform.node()
-
-
-def pid_namespace() -> int:
-    """A number of the namespace in which this process sees others by their pids; 0 where there is none to be seen."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
 
 
 def _try_kind(kind: Kind, rank: int, world_size: int, exchange: Callable[[bytes], list[bytes]]) -> ControlPage | None:

@@ -8,6 +8,7 @@ knows that nobody reads the window before the last any more.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import weakref
@@ -92,6 +93,11 @@ class SharedMemoryBackend(Backend):
 
     def close(self) -> None:
         """Give up all memory; what tensors refer to lives as long as they do."""
+        self.release()
+        self._carrier.close()
+
+    def release(self) -> None:
+        """Give up all memory, but not the carrier."""
         self._page.leave()
         for region in self._regions.values():
             region.arena.close()
@@ -106,7 +112,6 @@ class SharedMemoryBackend(Backend):
         self._attached.clear()
         for box in self._boxes.values():
             box.close()
-        self._carrier.close()
 
     # Where memory lies
 
@@ -122,14 +127,34 @@ class SharedMemoryBackend(Backend):
         self._turn ^= 1
         return typed[self._turn]
 
+    def reserve(self, wait: Wait) -> bool:
+        """Take the memory that collectives need now; False, on all ranks, if there is too little room. Collective.
+
+        A memfd is limited only by the memory of the machine, but /dev/shm may be tiny, as in containers.
+        """
+        with contextlib.suppress(StorageError):
+            self._desk = Arena.create(2 * _WINDOW_BYTES, self._page.kind)
+        answers = self._offer_desk(wait)
+        if any(answer is None for answer in answers):
+            return False
+        self._attach_desks(answers, wait)
+        return True
+
     def _set_up_desks(self, wait: Wait) -> None:
         if self._desk is None:  # else a mismatch came in between
             self._desk = Arena.create(2 * _WINDOW_BYTES, self._page.kind)
-        desk = self._desk
-        answers = self._page.exchange(json.dumps(desk.address).encode(), None, _DESKS, wait)
-        desks = [_tensor_over(self._base_of(json.loads(answer))) for answer in answers]
+        self._attach_desks(self._offer_desk(wait), wait)
+
+    def _offer_desk(self, wait: Wait) -> list[Any]:
+        """Return the address of every rank's memory, None where it has none. Collective."""
+        offer = None if self._desk is None else self._desk.address
+        return [json.loads(answer) for answer in self._page.exchange(json.dumps(offer).encode(), None, _DESKS, wait)]
+
+    def _attach_desks(self, addresses: Sequence[Any], wait: Wait) -> None:
+        desks = [_tensor_over(self._base_of(address)) for address in addresses]
         self._page.sync(wait)
-        desk.unlink()
+        assert self._desk is not None
+        self._desk.unlink()
         with torch.inference_mode(False):
             self._windows = ([d[:_WINDOW_BYTES] for d in desks], [d[_WINDOW_BYTES:] for d in desks])
 

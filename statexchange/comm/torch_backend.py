@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ from statexchange.errors import (
     StateExchangeError,
     UnsupportedError,
 )
+
+if TYPE_CHECKING:
+    from statexchange.comm.tcp_store import Server
 
 __all__ = [
     "NCCLBackend",
@@ -199,30 +202,55 @@ class StoreCarrier(Backend):
 
     name = "store"
 
-    def __init__(self, store: Any, rank: int, world_size: int, prefix: str = "statexchange") -> None:
-        """Nobody else may use keys that begin with `prefix`."""
+    def __init__(
+        self, store: Any, rank: int, world_size: int, prefix: str = "statexchange", server: Server | None = None
+    ) -> None:
+        """Nobody else may use keys that begin with `prefix`. `server`, if this process serves the store, is closed
+        with this carrier."""
         self._store = store
         self._prefix = prefix
+        self._server = server
         self._count = 0
         self._uses: Counter[str] = Counter()
+        self._subsets: list[StoreCarrier] = []
         self.rank = rank
         self.world_size = world_size
 
     def exchange(self, payload: bytes, wait: Wait) -> list[bytes]:
         """Every rank's payload, each under a key."""
         self._count += 1
-        keys = [f"{self._prefix}/{self._count}/{rank}" for rank in range(self.world_size)]
+        keys = [self._key(self._count, rank) for rank in range(self.world_size)]
         with torch_errors(wait):
             self._store.set(keys[self.rank], payload)
             _await_keys(self._store, keys, range(self.world_size), wait)
             answers = [bytes(self._store.get(key)) for key in keys]
+            self._store.add(self._key(self._count, "read"), 1)
             self._forget(self._count - 1)
         return answers
+
+    def _key(self, count: int, what: int | str) -> str:
+        return f"{self._prefix}/{count}/{what}"
 
     def _forget(self, count: int) -> None:
         """All ranks have come to a later exchange, so all have read this one."""
         with contextlib.suppress(RuntimeError):  # some stores cannot delete
-            self._store.delete_key(f"{self._prefix}/{count}/{self.rank}")
+            self._store.delete_key(self._key(count, self.rank))
+            if self.rank == 0:
+                self._store.delete_key(self._key(count, "read"))
+
+    def _is_read(self) -> bool:
+        """Whether all ranks have read the last exchange."""
+        return self._count == 0 or int(self._store.add(self._key(self._count, "read"), 0)) == self.world_size
+
+    def close(self) -> None:
+        """Close the server, when all ranks have read what was exchanged, or a second later."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        with contextlib.suppress(StallError, RuntimeError):  # a rank has failed before it could read
+            wait = Wait(_LATER_S, "the end of the store")
+            wait.until(lambda: all(carrier._is_read() for carrier in [self, *self._subsets]))  # noqa: SLF001 (our own)
+        server.close()
 
     def _within(self, use: str) -> str:
         self._uses[use] += 1
@@ -233,12 +261,14 @@ class StoreCarrier(Backend):
         prefix = self._within(_joined(ranks))
         wait = Wait(timeout_s, f"the making of a group of ranks {list(ranks)}")
         _come(_stores.PrefixStore(prefix, self._store), self.rank, ranks, wait)
-        return StoreCarrier(self._store, list(ranks).index(self.rank), len(ranks), prefix)
+        made = StoreCarrier(self._store, list(ranks).index(self.rank), len(ranks), prefix)
+        self._subsets.append(made)
+        return made
 
     def gloo(self, timeout_s: float) -> StoreBackend:
         """A Gloo group of the same ranks, which meet at the same store. Collective."""
         store = _stores.PrefixStore(self._within("gloo"), self._store)
-        return StoreBackend(store, self.rank, self.world_size, timeout_s)
+        return StoreBackend(store, self.rank, self.world_size, timeout_s, carrier=self)
 
     def transport(self, timeout_s: float) -> Backend:
         """A Gloo group: a store is no way to move tensors. Collective."""
@@ -507,10 +537,18 @@ class StoreBackend(_GlooBackend):
     """One rank of a Gloo group made from a store, which torch.distributed does not know."""
 
     def __init__(
-        self, store: Any, rank: int, world_size: int, timeout_s: float, names: Sequence[int] | None = None
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        names: Sequence[int] | None = None,
+        carrier: Backend | None = None,
     ) -> None:
-        """Collective over all ranks, which errors call by `names`. `store` must not have been used for this before."""
+        """Collective over all ranks, which errors call by `names`. `store` must not have been used for this before.
+        `carrier`, over which the ranks have met, is closed with this backend."""
         self._store = store
+        self._carrier = carrier
         self._uses: Counter[str] = Counter()
         super().__init__(_make_gloo(store, rank, range(world_size) if names is None else names, timeout_s))
 
@@ -521,6 +559,11 @@ class StoreBackend(_GlooBackend):
         self._uses[use] += 1
         store = _stores.PrefixStore(f"{use}/{self._uses[use]}", self._store)
         return StoreBackend(store, list(ranks).index(self.rank), len(ranks), timeout_s, ranks)
+
+    def close(self) -> None:
+        """Close the carrier."""
+        if self._carrier is not None:
+            self._carrier.close()
 
 
 @contextlib.contextmanager

@@ -15,17 +15,22 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from statexchange.comm.backend import Backend, Wait
 from statexchange.comm.board import open_board
 from statexchange.comm.communicator import Communicator
-from statexchange.comm.control_page import ControlPage, host_identity, meet
+from statexchange.comm.control_page import ControlPage, meet
 from statexchange.comm.devices import Devices, choose
 from statexchange.comm.session import Place, Session
 from statexchange.comm.single import SingleBackend
 from statexchange.errors import InvalidArgumentError, NotInitializedError, UnsupportedError
+from statexchange.processes import host_identity
 from statexchange.settings import default_timeout_s, detect_launch
+from statexchange.shared_memory import sweep
+
+if TYPE_CHECKING:
+    from statexchange.comm.rendezvous import SharedStore
 
 __all__ = [
     "as_communicator",
@@ -71,10 +76,15 @@ def communicator(
     `prefer` "auto" takes shared memory where all ranks share a host, and both where some do; "shm" insists on it;
     "carrier" takes the carrier itself. `devices` moves the tensors of GPUs.
     """
+    sweep()
     if carrier.world_size == 1:
         alone = Session(SingleBackend(), carrier, None, None, Place(0, (0,), (platform.node(),)), timeout_s)
         return Communicator(alone, _run_identity(secrets.token_hex(8)))
-    made = Communicator(*_meet(carrier, timeout_s, prefer, check, devices))
+    try:
+        made = Communicator(*_meet(carrier, timeout_s, prefer, check, devices))
+    except BaseException:
+        carrier.close()  # an error that somebody keeps must not keep rank 0's port
+        raise
     _alive.add(made)
     _close_at_exit()
     return made
@@ -92,8 +102,9 @@ def _meet(carrier: Backend, timeout_s: float, prefer: str, check: bool, devices:
     page = meet(carrier.rank, carrier.world_size, exchange)
     run = _run_identity(facts[0][2])
     if page is not None:
-        backend = carrier if prefer == "carrier" else _shared_memory_backend(page, carrier)
-        return Session(backend, carrier, page, page, place, timeout_s, check=check, devices=devices), run
+        backend = carrier if prefer == "carrier" else _shared_memory_backend(page, carrier, timeout_s)
+        if backend is not None:
+            return Session(backend, carrier, page, page, place, timeout_s, check=check, devices=devices), run
     _say_why_not_shared(place, prefer)
     transport = carrier.transport(timeout_s)
     board = open_board(transport, place, timeout_s)
@@ -103,10 +114,15 @@ def _meet(carrier: Backend, timeout_s: float, prefer: str, check: bool, devices:
     return session, run
 
 
-def _shared_memory_backend(page: ControlPage, carrier: Backend) -> Backend:
+def _shared_memory_backend(page: ControlPage, carrier: Backend, timeout_s: float) -> Backend | None:
+    """Return the backend over `page`; None, on all ranks, if /dev/shm has too little room for it. Collective."""
     from statexchange.comm.shared_memory_backend import SharedMemoryBackend
 
-    return SharedMemoryBackend(page, carrier)
+    backend = SharedMemoryBackend(page, carrier)
+    if page.kind == "memfd" or backend.reserve(Wait(timeout_s, "the reservation of shared memory")):
+        return backend
+    backend.release()
+    return None
 
 
 def _hierarchical_backend(carrier: Backend, place: Place, timeout_s: float) -> Backend:
@@ -119,7 +135,8 @@ def _hierarchical_backend(carrier: Backend, place: Place, timeout_s: float) -> B
         return local.exchange(payload, Wait(timeout_s, "the meeting of a host's ranks"))
 
     page = meet(local.rank, local.world_size, exchange) if len(place.mates) > 1 else None
-    node = local if page is None else _shared_memory_backend(page, local)
+    shared = None if page is None else _shared_memory_backend(page, local, timeout_s)
+    node = local if shared is None else shared
     leads = place.rank == place.mates[0]
     leaders = carrier.subset(place.leaders, timeout_s) if leads else None
 
@@ -135,10 +152,14 @@ def _say_why_not_shared(place: Place, prefer: str) -> None:
     hosts = sorted(set(place.hosts))
     if prefer == "shm":
         raise UnsupportedError(
-            f"the ranks, on {', '.join(hosts)}, cannot share memory: they need one host, one /proc or /dev/shm"
+            f"the ranks, on {', '.join(hosts)}, cannot share memory: they need one host, and one /proc, "
+            "or one /dev/shm with room for some MiB of each rank"
         )
     if len(place.leaders) == 1 and place.rank == 0:
-        _log.warning("the ranks on %s cannot share memory (containers?): messages go over sockets, slower", hosts[0])
+        _log.warning(
+            "the ranks on %s cannot share memory (containers, or a small /dev/shm?): messages go over sockets, slower",
+            hosts[0],
+        )
 
 
 def _place(facts: list[list[str]], rank: int) -> Place:
@@ -183,8 +204,10 @@ def init(
     """Make the communicator that later calls use by default, and return it.
 
     Collective over all ranks that the launcher started, or that are started by hand with `rendezvous`
-    ("file:///directory" or "tcp://host:port"), `rank` and `world_size`. A second call returns what the first made, with
-    a warning if it asks for something else.
+    ("file:///directory" or "tcp://host:port"), `rank` and `world_size`. In a directory, which may lie on NFS, rank 0
+    publishes where it serves a store: at the loopback address if all ranks share a host, else on the interface that
+    GLOO_SOCKET_IFNAME names, else at the address of its host's name; nothing is left there. A second call returns what
+    the first made, with a warning if it asks for something else.
 
     `backend`: "auto" adopts torch.distributed if it runs, else follows torchrun, Open MPI, MPICH or Slurm, in this
     order, else makes a world of one; CPU tensors then go through shared memory where ranks share a host. "shm"
@@ -268,7 +291,10 @@ def _make_by_torch(wish: _Wish, timeout_s: float) -> Communicator:
     from statexchange.comm import torch_backend
 
     start = torch_backend.start_nccl if wish.backend == "nccl" else torch_backend.start_gloo
-    group = _torch_default_group() or start(*_store(wish, timeout_s), timeout_s)
+    group = _torch_default_group()
+    if group is None:
+        shared = _store(wish, timeout_s)
+        group = start(shared.lasting, shared.rank, shared.world_size, timeout_s)
     carrier = torch_backend.TorchBackend(group, timeout_s)
     devices = torch_backend.NCCLBackend(group, carrier) if wish.backend == "nccl" else None
     prefer = "auto" if wish.backend == "nccl" else "carrier"
@@ -289,11 +315,12 @@ def _carrier(wish: _Wish, timeout_s: float) -> Backend:
     running = _torch_default_group() if wish.rendezvous is None else None
     if running is not None:
         return torch_backend.TorchBackend(running, timeout_s)
-    return torch_backend.StoreCarrier(*_store(wish, timeout_s))
+    shared = _store(wish, timeout_s)
+    return torch_backend.StoreCarrier(shared.store, shared.rank, shared.world_size, server=shared.server)
 
 
-def _store(wish: _Wish, timeout_s: float) -> tuple[Any, int, int]:
-    """A torch Store that all ranks share, this rank and their number."""
+def _store(wish: _Wish, timeout_s: float) -> SharedStore:
+    """Return a torch Store that all ranks share. Collective."""
     from statexchange.comm import rendezvous
 
     launch = detect_launch()
@@ -305,7 +332,7 @@ def _store(wish: _Wish, timeout_s: float) -> tuple[Any, int, int]:
         raise InvalidArgumentError(
             f"a rendezvous needs rank and world_size with 0 <= rank < world_size, not {wish.rank} and {wish.world_size}"
         )
-    return rendezvous.store_at(wish.rendezvous, rank, size, timeout_s), rank, size
+    return rendezvous.store_at(wish.rendezvous, rank, size, timeout_s)
 
 
 def _torch_default_group() -> Any:

@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from statexchange.checkpoint.publish import BoxFact, FilesFrom, OpenFile, Publication, travelling_files, write_manifest
+from statexchange.checkpoint.extra_files import FilesFrom, extra_files
+from statexchange.checkpoint.index import BoxFact
+from statexchange.checkpoint.publication import PlannedFile, Publication, target_path
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.world import as_communicator
 from statexchange.errors import InvalidArgumentError, ReplicaError
@@ -23,6 +25,7 @@ from statexchange.exchange.writing import Order, write_boxes, writing_nodes
 from statexchange.layout.plan import Holding, Plan, PlanOptions, Rename, TensorPlan, plan_merge
 from statexchange.layout.rules import Layout
 from statexchange.layout.shards import DTYPE_NAMES, ITEMSIZE, Box
+from statexchange.storage.store import is_url
 from statexchange.storage.tensorfile import digest
 
 __all__ = ["ExportReport", "export_checkpoint"]
@@ -158,9 +161,8 @@ class _Export:
         self._clock = clock
         self._publication: Publication | None = None
         self._plan: Plan | None = None
-        self._open: list[OpenFile] = []
+        self._open: list[PlannedFile] = []
         self._probe = ""
-        self._travelling: dict[str, bytes] = {}
         self._renames: list[dict[str, str]] = []
         self._operations: dict[str, str] = {}
 
@@ -220,8 +222,11 @@ class _Export:
         shards = shards_by_rank(parsed, self._layout)
         holdings = [Holding(rank, shards[rank], parsed[rank].aliases) for rank in range(len(parsed))]
         self._plan = plan_merge(holdings, self._options)
-        self._travelling = travelling_files(files_from, self._plan)
-        self._publication = Publication(self._out, self._plan.digest, overwrite=overwrite)
+        path = target_path(self._out)
+        if is_url(path):
+            raise InvalidArgumentError(f"a checkpoint goes to a directory, not to {path!r}")
+        extra = extra_files(files_from, self._plan)
+        self._publication = Publication(path, self._plan, source="export", extra=extra, overwrite=overwrite)
         self._open = [self._publication.create(file) for file in self._plan.files]
         if self._comm.num_nodes > 1:
             self._probe = self._publication.make_probe()
@@ -271,7 +276,7 @@ class _Export:
             for number, (f, o) in enumerate(zip(self._plan.files, self._open, strict=True))
             for t in f.tensors
         ]
-        opened = [[o.path, o.reserved] for o in self._open]
+        opened = [[o.path, o.is_reserved] for o in self._open]
         return Order(opened, tensors, self._probe, self._options.replicas == "equal").to_bytes()
 
     def _publish(self, receipts: Sequence[bytes], nodes: Sequence[int]) -> ExportReport:
@@ -283,14 +288,14 @@ class _Export:
         facts = _box_facts(tensors, [json.loads(receipt) for receipt in receipts])
         for opened, node in zip(self._open, nodes, strict=True):
             opened.finish(writes_header=node == self._comm.node_rank)
-        write_manifest(publication, plan, facts, travelling=self._travelling, source="export")
-        publication.commit()
+        publication.commit(facts)
         self._clock.lap("publish", sum(map(len, receipts)))
         names = [
-            (name, os.stat(os.path.join(publication.out, name)).st_size) for name in sorted(os.listdir(publication.out))
+            (name, os.stat(os.path.join(publication.path, name)).st_size)
+            for name in sorted(os.listdir(publication.path))
         ]
         return ExportReport(
-            publication.out,
+            publication.path,
             tuple(names),
             plan.nbytes,
             plan.num_tensors,

@@ -270,7 +270,7 @@ class _FileTransport:
         comm = self._comm
         number = self._workspace.next_round(comm.run, comm.rank)
         self._receipt = self._workspace.write(
-            held, run=comm.run, round=number, rank=comm.rank, world_size=comm.world_size
+            held, run=comm.run, round=number, rank=comm.rank, world_size=comm.world_size, pending=True
         )
         return {"file": self._receipt.relative, "nbytes": self._receipt.nbytes}
 
@@ -284,11 +284,15 @@ class _FileTransport:
     def note(self) -> None:
         """Nothing to tell."""
 
-    def end(self, notes: Sequence[Any] | None) -> None:  # noqa: ARG002
-        """Remove this rank's file."""
+    def end(self, notes: Sequence[Any] | None) -> None:
+        """Remove this rank's file; after a failure the reader removes those of ranks that cannot."""
         if self._receipt is not None:
             self._workspace.remove([self._receipt.relative])
             self._receipt = None
+        else:  # the rank that reads
+            if notes is None:
+                self._workspace.remove_uncommitted(self._comm.run)
+            self._workspace.sweep()
 
 
 def _held(tensor: Any, fact: _Fact, staging: Staging) -> Held:

@@ -1,11 +1,12 @@
-"""Load a checkpoint into live state, in place, whatever mesh and placement it was saved from or is wanted in."""
+"""Load a checkpoint into live state, in place, from any mesh and placements into any other."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +15,24 @@ import numpy as np
 from statexchange import values
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.world import as_communicator
-from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, NotFoundError, ReplicaError
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    InvalidArgumentError,
+    NotFoundError,
+    ReplacedError,
+    ReplicaError,
+)
 from statexchange.exchange.buffers import torch_dtype
 from statexchange.exchange.describe import describe
 from statexchange.exchange.nested import Restoration, Saved, merged, names_tree, restoration
-from statexchange.exchange.reading import Job, dealt, read_all
+from statexchange.exchange.reading import Job, assign_readers, read_all
+from statexchange.formats.registry import open_source
+from statexchange.formats.source import Source, SourceTensor
 from statexchange.layout.plan import prove_cover
-from statexchange.layout.shards import ITEMSIZE, Box, Shard, full_box
-from statexchange.sources import Extent, Source, SourceTensor, open_source
-from statexchange.storage.object_store import is_url
-from statexchange.storage.regions import is_contiguous, linear_offset
+from statexchange.layout.shards import Box, Shard, full_box
+from statexchange.storage.byte_range import ByteRange
+from statexchange.storage.store import is_url
 from statexchange.storage.tensorfile import digest
 
 __all__ = ["LoadReport", "load_checkpoint"]
@@ -33,8 +42,11 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a load did on this rank: `nbytes` it has taken from the source for `num_tensors`; `missing` are names of the
-    state that the source lacks, `unexpected` those of the source that the state lacks."""
+    """The result of a load on this rank.
+
+    `nbytes` were read from the source for `num_tensors`; `missing` are names of the state that the source lacks,
+    `unexpected` those of the source that the state lacks.
+    """
 
     path: str
     num_tensors: int
@@ -52,34 +64,74 @@ def load_checkpoint(
     strict: bool = True,
     stall_timeout_s: float = 300.0,
 ) -> LoadReport:
-    """Fill `state` from the checkpoint at `source`, in place, bit by bit as it was saved.
+    """Load the checkpoint at `source` into `state`, in place and bit by bit as it was saved.
 
-    Collective over `comm`, and blocks until all ranks are done. `source` is anything that `merge_checkpoint` reads. A
-    rank reads what its own boxes need, so world size, mesh and placements may be others than those it was saved with.
-    What several ranks of a host want is read once: of files by the page cache, of objects by one rank for the others.
-    What does not fit is found before anything is changed; any rank's failure is raised on all. After a failure while
-    reading, the state is part old, part new.
+    Collective over `comm`; blocks until all ranks are done. A rank reads what its own boxes need, so world size, mesh
+    and placements may differ from those of the save. What several ranks of a host need is read once: from files through
+    the page cache, from an object store by one rank, which sends it to the others. Shapes, dtypes and names are checked
+    before anything is changed; a failure on any rank is raised on all. After a failure during reading, the state is
+    part old, part new.
 
-    `state`: a module, a mapping of names to tensors or a list of modules, with the source's names for tensors; or
-    what `save_checkpoint` takes, ``{"model": ..., "optimizer": ..., "step": 7}``, in which optimizers get state and
-    param groups, what has a `load_state_dict` is given its own, and other entries are replaced. Megatron-Core's
-    ShardedTensors go by their keys.
-    With `strict`, names that a rank misses, and names that no rank has a place for, are an error, as in torch; else the
-    report lists them. Shapes and dtypes must be equal. What ranks saved differently under one name, as a generator's
-    state, each gets back on as many ranks; on others differing tensors are a ReplicaError, and of plain values the
-    first rank's count. New tensors, in place of what is none in `state`, are torch's.
-    `stall_timeout_s` limits the time in which nobody moves a byte, not the total.
-    Boxes that a rank reads whole and in one run are checked against their digests; `verify` checks all.
+    Values that differ between ranks (e.g. RNG state) are restored per rank if the world size is unchanged. Otherwise
+    differing tensors raise ReplicaError, and rank 0's plain values are used. Tensors with no counterpart in state are
+    created as torch tensors.
 
-    Raises NotFoundError, IncompleteError, CorruptError, ReplicaError, InvalidArgumentError, UnsupportedError,
-    StorageError, StallError, PeerError.
+    Boxes that a rank reads whole are checked against their digests; `verify` checks all. All ranks read the same
+    checkpoint: if it is replaced during the load, the new one is loaded instead, once; after that it is an error.
+
+    Args:
+        state: a module, a mapping of names to tensors or a list of modules, with the source's names for tensors; or a
+            nested mapping as for `save_checkpoint`, ``{"model": ..., "optimizer": ..., "step": 7}``, in which
+            optimizers get state and param groups, objects with `load_state_dict` get their own state, and other entries
+            are replaced. Megatron-Core's ShardedTensors are matched by their keys.
+        source: a path or URL of anything that `merge_checkpoint` reads.
+        comm: the communicator; by default the current one.
+        strict: raise an error for names that a rank misses and for names that no rank has a place for, as torch does;
+            else the report lists them. Shapes and dtypes must be equal in any case.
+        stall_timeout_s: limit of the time in which no rank moves a byte; the total time is not limited.
+
+    Returns:
+        The number of bytes and tensors that this rank has read, and the names that were missing or unexpected.
+
+    Raises:
+        NotFoundError: nothing known is at `source`, or with `strict` a name is missing from it.
+        InvalidArgumentError: with `strict` a name is unexpected; a shape or dtype differs; ranks passed different
+            paths.
+        IncompleteError: a rank's file or a region of a tensor is missing.
+        OverlapError: two ranks saved overlapping regions of a tensor.
+        ReplicaError: ranks saved different values of a region.
+        CorruptError: bytes differ from their digest, or files contradict each other.
+        ReplacedError: the checkpoint was replaced during the load, twice.
+        UnsupportedError, StorageError.
+        StallError: no rank has moved a byte for `stall_timeout_s`.
+        PeerError: another rank has failed.
+
+    Example:
+        state = {"model": model, "optimizer": optimizer, "step": 0}
+        statexchange.load_checkpoint(state, "/shared/run-7")
     """
     communicator = as_communicator(comm)
     began = time.perf_counter()
-    wanted = Restoration()
-    with communicator.phase("reading the headers", timeout_s=stall_timeout_s):
-        opened = _opened(source, communicator)
-    _check_same(opened, communicator)
+    try:
+        return _load(state, source, communicator, strict, stall_timeout_s, began)
+    except ReplacedError:  # raised on all ranks
+        return _load(state, source, communicator, strict, stall_timeout_s, began)
+
+
+def _load(
+    state: Any, source: str | os.PathLike[str], communicator: Communicator, strict: bool, timeout_s: float, began: float
+) -> LoadReport:
+    """Load once; see `load_checkpoint`."""
+    with contextlib.ExitStack() as holding:
+        with communicator.phase("reading the headers", timeout_s=timeout_s):
+            opened = holding.enter_context(_opened(source, communicator))
+        _check_same(opened, communicator)
+        return _fill(state, opened, communicator, strict, timeout_s, began)
+
+
+def _fill(
+    state: Any, opened: Source, communicator: Communicator, strict: bool, stall_timeout_s: float, began: float
+) -> LoadReport:
     with communicator.phase("finding its tensors", timeout_s=stall_timeout_s):
         catalog = _Catalog(opened, communicator)
         wanted = _wanted(state, catalog)
@@ -89,7 +141,7 @@ def load_checkpoint(
     with communicator.phase("comparing the names"):
         if strict:
             _check_names(wanted, catalog)
-    readers = dealt(jobs, communicator) if is_url(opened.path) else {}
+    readers = assign_readers(jobs, communicator) if is_url(opened.path) else {}
     with communicator.phase("reading", timeout_s=stall_timeout_s):
         read = read_all(jobs, readers, communicator)
         for deed in wanted.deeds:
@@ -99,21 +151,42 @@ def load_checkpoint(
 
 
 def _check_same(opened: Source, comm: Communicator) -> None:
-    """InvalidArgumentError, on all ranks, if they have opened different checkpoints. Collective."""
+    """Raise, on all ranks, if they have opened different checkpoints. Collective.
+
+    Of one path that is a ReplacedError, of different paths an InvalidArgumentError. Files of one name and size may
+    still be those of two publications: ranks of a host compare which files they have opened, and so do all ranks on a
+    file system that hosts share.
+    """
     if comm.world_size == 1:
         return
     holders = [[os.path.basename(holder.path), holder.nbytes, len(holder.tensors)] for holder in opened.holders]
-    facts = [opened.kind, opened.run, opened.round, holders, opened.manifest]
-    told = f"{opened.path}" + (f", round {opened.round} of {opened.run}" if opened.round is not None else "")
-    found = comm.all_gather_object([digest(json.dumps(facts).encode()), told])
-    for rank, (theirs, at) in enumerate(found):
-        if theirs != found[0][0]:
-            raise InvalidArgumentError(
-                f"ranks 0 and {rank} have opened different checkpoints, {found[0][1]} and {at}: give all the same; one "
-                "that is replaced just now can be loaded again",
-                rank=rank,
-                path=at,
+    shared = [holder.file.shared_identity for holder in opened.holders]
+    local = [holder.file.local_identity for holder in opened.holders]
+    facts = [opened.kind, opened.run, opened.round, holders, opened.manifest, shared]
+    where = f", round {opened.round} of {opened.run}" if opened.round is not None else ""
+    found = comm.all_gather_object([_digest(facts), _digest(local), opened.path, opened.path + where])
+    for rank, theirs in enumerate(found):
+        other = next(first for first, node in enumerate(comm.nodes) if node == comm.nodes[rank])
+        same_facts, same_files = theirs[0] == found[0][0], theirs[1] == found[other][1]
+        if same_facts and same_files:
+            continue
+        first = 0 if not same_facts else other
+        if theirs[2] == found[first][2]:
+            raise ReplacedError(
+                f"ranks {first} and {rank} opened different versions of this checkpoint, because it was replaced "
+                "during the load: load again when nothing publishes to this path",
+                path=theirs[2],
             )
+        raise InvalidArgumentError(
+            f"rank {first} opened {found[first][3]} and rank {rank} opened {theirs[3]}: pass the same path on all "
+            "ranks",
+            rank=rank,
+            path=theirs[3],
+        )
+
+
+def _digest(facts: Any) -> str:
+    return digest(json.dumps(facts).encode())
 
 
 def _opened(source: str | os.PathLike[str], comm: Communicator) -> Source:
@@ -180,9 +253,12 @@ class _Catalog:
                 )
         return first
 
-    def boxes_of(self, name: str) -> dict[Box, Extent]:
-        """Where each box of a tensor lies; ReplicaError if its copies differ and none is this rank's own."""
-        found: dict[Box, tuple[Extent, int]] = {}
+    def boxes_of(self, name: str) -> dict[Box, tuple[ByteRange, int]]:
+        """Return the byte range of each box, with the rank that saved it.
+
+        ReplicaError if copies differ and none is this rank's own.
+        """
+        found: dict[Box, tuple[ByteRange, int]] = {}
         parts = self._counting(name)
         for rank, tensor, path in parts:
             for box, extent in zip(tensor.shard.boxes, tensor.extents, strict=True):
@@ -197,24 +273,6 @@ class _Catalog:
                         rank=rank,
                         path=path,
                     )
-        boxes = {box: extent for box, (extent, _) in found.items()}
-        return self._pieces_of(parts[0][1].shard, boxes) or boxes
-
-    def _pieces_of(self, shard: Shard, boxes: Mapping[Box, Extent]) -> dict[Box, Extent]:
-        """A published tensor in the pieces whose digests its manifest has, if each of them is one run of the file."""
-        whole = boxes.get(full_box(shard.global_shape))
-        fact = (self.source.manifest or {}).get("tensors", {}).get(shard.name)
-        if whole is None or whole.digest is not None or whole.strides is not None or fact is None:
-            return {}
-        if (fact["dtype"], tuple(fact["shape"])) != (shard.dtype, shard.global_shape):
-            return {}
-        found = {}
-        for *raw, known, _ in fact["boxes"]:
-            box = Box.from_json(raw)
-            if not is_contiguous(box, shard.global_shape):
-                return {}
-            begin = whole.begin + linear_offset(box, shard.global_shape) * ITEMSIZE[shard.dtype]
-            found[box] = Extent(whole.path, begin, box.numel * ITEMSIZE[shard.dtype], known)
         return found
 
 
@@ -274,7 +332,7 @@ def _check_names(wanted: Restoration, catalog: _Catalog) -> None:
 
 
 def _hint(wanted: Restoration, catalog: _Catalog) -> str:
-    """What to write instead, where the source has all missing names under one prefix."""
+    """Return advice if the source has all missing names under one prefix, else ""."""
     for prefix in {name.split(".", 1)[0] for name in catalog if "." in name}:
         if wanted.missing and all(f"{prefix}.{name}" in catalog for name in wanted.missing):
             return f'; the source has them under "{prefix}": give {{"{prefix}": state}}'
@@ -297,12 +355,10 @@ def _job(name: str, live: Any, path: str, catalog: _Catalog) -> Job:
             )
     boxes = catalog.boxes_of(name)
     try:
-        prove_cover(name, stored.global_shape, {box: [0] for box in boxes})
-    except CorruptError as error:
-        raise CorruptError(error.message, name=name, path=catalog.source.path) from error
-    except IncompleteError as error:
-        raise IncompleteError(error.message, name=name, path=catalog.source.path) from error
-    return Job(name, held, boxes)
+        prove_cover(name, stored.global_shape, {box: [rank] for box, (_, rank) in boxes.items()})
+    except (CorruptError, IncompleteError) as error:
+        raise error.located(name=name, path=catalog.source.path) from error
+    return Job(name, held, {box: extent for box, (extent, _) in boxes.items()})
 
 
 def _check_writable(part: Any, path: str) -> None:

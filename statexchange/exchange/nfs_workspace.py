@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import time
@@ -10,14 +11,16 @@ from typing import Any
 
 from statexchange import values
 from statexchange.comm import world
-from statexchange.errors import InvalidArgumentError, NotFoundError
+from statexchange.errors import InvalidArgumentError, NotFoundError, ReplacedError
 from statexchange.exchange.buffers import from_bytes
 from statexchange.exchange.describe import describe
 from statexchange.exchange.staging import Staging
 from statexchange.settings import detect_launch
-from statexchange.storage.workspace import RankFile, RankName, Workspace
+from statexchange.storage.workspace import RankFile, RankName, Workspace, WorkspaceView
 
 __all__ = ["NFSWorkspace"]
+
+_PATIENCE_S = 5.0  # for a directory to be seen as it is, while files in it come and go
 
 
 class NFSWorkspace:
@@ -63,8 +66,11 @@ class NFSWorkspace:
             world_size=world_size,
             config=values.encode(config_json),
         )
-        old = [n for n in workspace.rounds(run) if n <= self._round - 2]
-        workspace.remove([f.relative for n in old for f in workspace.rank_names(run, n) if f.rank == rank])
+        for old in [n for n in workspace.rounds(run) if n <= self._round - 2]:
+            # Another rank may remove the round at the same time: then nothing of this rank is left in it.
+            with contextlib.suppress(NotFoundError, ReplacedError):
+                workspace.remove([file.relative for file in workspace.rank_names(run, old) if file.rank == rank])
+        workspace.sweep(run)
 
     def _writing_run(self) -> str:
         if self._run is None:
@@ -95,10 +101,40 @@ class NFSWorkspace:
         path; it is never taken for None.
         """
         workspace = self._initialized()
-        name = _wait_for(workspace, self._run, target_rank, round, timeout_s)
-        with workspace.open(name, timeout_s=timeout_s) as file:
-            weights = {key: _tensor(file, key) for key in file.shards}
-            return values.decode(file.config), weights
+        began = time.monotonic()
+        last_observed: object = None
+        while True:
+            vanished, observed = False, last_observed
+            try:
+                with workspace.view() as view:
+                    found, observed = _find(view, self._run, target_rank, round)
+                    if found is not None:
+                        vanished = True  # unless it can be read
+                        return _read(view, found)
+            except ReplacedError:
+                vanished = True
+            except NotFoundError as error:
+                observed = str(error)  # there is no workspace, no run in it, or the file that was found
+            # A file that vanished between listing and opening was dropped for a newer round: choose again. "Nothing
+            # written" is reported only after two equal listings.
+            is_stable = not vanished and observed == last_observed
+            waited_s = time.monotonic() - began
+            if waited_s >= (timeout_s if is_stable else max(timeout_s, _PATIENCE_S)):
+                break
+            time.sleep(0.05 if is_stable else 0.001)
+            last_observed = observed
+        what = "any round" if round is None else f"round {round}"
+        text = (
+            f"rank {target_rank} has written no file in {what} within {timeout_s:g} s: check that it writes to the "
+            "same path and run"
+        )
+        raise NotFoundError(text, rank=target_rank, path=workspace.path)
+
+
+def _read(view: WorkspaceView, name: RankName) -> tuple[Any, dict[str, Any]]:
+    with view.open(name) as file:
+        weights = {key: _tensor(file, key) for key in file.shards}
+        return values.decode(file.config), weights
 
 
 def _position() -> tuple[int, int]:
@@ -113,42 +149,31 @@ def _tensor(file: RankFile, name: str) -> Any:
     return from_bytes(file.read(name), shard.dtype, shard.local_shape)
 
 
-def _wait_for(workspace: Workspace, run: str | None, rank: int, number: int | None, timeout_s: float) -> RankName:
-    deadline = time.monotonic() + timeout_s
-    while True:
-        found = _find(workspace, run, rank, number)
-        if found is not None:
-            return found
-        if time.monotonic() >= deadline:
-            what = "any round" if number is None else f"round {number}"
-            raise NotFoundError(f"this rank has written no file in {what}", rank=rank, path=workspace.path)
-        time.sleep(0.05)
-
-
-def _find(workspace: Workspace, run: str | None, rank: int, number: int | None) -> RankName | None:
-    try:
-        chosen = run if run is not None else _reading_run(workspace)
-        rounds = workspace.rounds(chosen) if number is None else [number]
-    except NotFoundError:
-        return None
+def _find(view: WorkspaceView, run: str | None, rank: int, number: int | None) -> tuple[RankName | None, object]:
+    """The newest file of a rank, or that of a round; and all that was seen on the way."""
+    chosen = run if run is not None else _reading_run(view)
+    rounds = view.rounds(chosen) if number is None else [number]
+    seen: list[object] = [chosen, *rounds]
     for candidate in reversed(rounds):
         try:
-            names = [name for name in workspace.rank_names(chosen, candidate) if name.rank == rank]
+            names = view.rank_names(chosen, candidate)
         except NotFoundError:
             continue
-        if names:
-            return names[0]
-    return None
+        seen += names
+        for name in names:
+            if name.rank == rank:
+                return name, seen
+    return None, seen
 
 
-def _reading_run(workspace: Workspace) -> str:
+def _reading_run(view: WorkspaceView) -> str:
     made, launch = world.current(), detect_launch()
-    runs = workspace.runs()
+    runs = view.runs()
     for known in (made.run if made is not None else None, launch.job):
         if known is not None and known in runs:
             return known
     if len(runs) > 1:
-        raise InvalidArgumentError(f"several runs lie here ({', '.join(runs)}): pass run=", path=workspace.path)
+        raise InvalidArgumentError(f"several runs are in this workspace ({', '.join(runs)}): pass run=", path=view.path)
     if not runs:
-        raise NotFoundError("no run lies here yet", path=workspace.path)
+        raise NotFoundError("no rank has written to this workspace yet", path=view.path)
     return runs[0]

@@ -1,26 +1,23 @@
-"""Live tensors' boxes out of a source's files, and out of object stores once for all ranks of a host that want them."""
+"""Read the boxes of live tensors from a checkpoint; from an object store each box once per host."""
 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from statexchange.comm.communicator import Communicator
-from statexchange.errors import CorruptError
 from statexchange.exchange.describe import HeldTensor
 from statexchange.exchange.staging import Staging
 from statexchange.layout.shards import ITEMSIZE, Box, intersect
-from statexchange.sources import Extent
-from statexchange.storage.files import OpenFiles
-from statexchange.storage.regions import read_part
+from statexchange.storage.byte_range import ByteRange
+from statexchange.storage.regions import BoxDigest, read_part, shifted
+from statexchange.storage.store import StoredFile
 
-__all__ = ["Job", "dealt", "read_all"]
+__all__ = ["Job", "assign_readers", "read_all"]
 
 Wanted = tuple[str, Box]
 """A tensor's name in the source, and a box of it."""
@@ -32,13 +29,13 @@ class Job:
 
     name: str
     held: HeldTensor
-    boxes: Mapping[Box, Extent]
+    boxes: Mapping[Box, ByteRange]
 
 
-def dealt(jobs: Sequence[Job], comm: Communicator) -> dict[Wanted, list[int]]:
-    """For each box that several ranks of this host want those ranks, first the one that is to read it. Collective.
+def assign_readers(jobs: Sequence[Job], comm: Communicator) -> dict[Wanted, list[int]]:
+    """Choose, for each box that several ranks of this host need, one rank to read it. Collective.
 
-    Each reads about as much. The boxes come in an order that all ranks share.
+    Returns {box: [reader, *receivers]} in an order equal on all ranks; the load is balanced by elements.
     """
     ours = [[name, box.to_json()] for name, box in _places(jobs)]
     holders: dict[Wanted, list[int]] = {}
@@ -69,18 +66,20 @@ def _places(jobs: Sequence[Job]) -> dict[Wanted, Any]:
 def read_all(jobs: Sequence[Job], readers: Mapping[Wanted, Sequence[int]], comm: Communicator) -> int:
     """Fill the live tensors; returns the bytes that this rank has read.
 
-    Not collective where `dealt` gave no `readers`; else all that they name take part.
+    Raises ReplacedError if a file that was read may have changed since it was opened.
+    Not collective without `readers` (of `assign_readers`); else all ranks that they name take part.
     """
     places = _places(jobs) if readers else {}
     received = {wanted for wanted, ranks in readers.items() if comm.rank in ranks[1:]}
-    with OpenFiles() as inputs:
-        reading = _Reading(inputs, comm)
-        for job in jobs:
-            for box, part in zip(job.held.shard.boxes, job.held.tensors, strict=True):
-                if (job.name, box) in received:
-                    received.remove((job.name, box))  # another live tensor of this name is read
-                else:
-                    reading.fill(job, box, part)
+    reading = _Reading(comm)
+    for job in jobs:
+        for box, part in zip(job.held.shard.boxes, job.held.tensors, strict=True):
+            if (job.name, box) in received:
+                received.remove((job.name, box))  # another live tensor of this name is read
+            else:
+                reading.fill(job, box, part)
+    for file in reading.files:
+        file.check_unchanged()
     for wanted, (reader, *others) in readers.items():
         if comm.rank == reader:
             for other in others:
@@ -94,50 +93,28 @@ def read_all(jobs: Sequence[Job], readers: Mapping[Wanted, Sequence[int]], comm:
 class _Reading:
     """Reads boxes of live tensors, and counts the bytes."""
 
-    def __init__(self, inputs: OpenFiles, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator) -> None:
         self.nbytes = 0
-        self._inputs = inputs
+        self.files: dict[StoredFile, None] = {}  # that were read, each once
         self._comm = comm
         self._staging = Staging()
 
     def fill(self, job: Job, target: Box, part: Any) -> None:
         """Read one box of a live tensor, which `part` holds."""
         needed = []
-        for box, extent in job.boxes.items():
+        for box, stored in job.boxes.items():
             shared = intersect(box, target)
             if shared is not None:
-                whole = extent.digest is not None and shared == box
-                needed.append((box, extent, shared, _Digest() if whole else None))
+                digest = BoxDigest(stored, box, job.held.shard.dtype, region=shared)
+                needed.append((box, stored, shared, digest))
+                self.files[stored.file] = None
         for window, memory in self._staging.targets(part, job.held.shard.dtype):
-            placed = Box(tuple(map(operator.add, window.offsets, target.offsets)), window.shape)
-            for box, extent, shared, digest in needed:
+            placed = shifted(window, target)
+            for box, stored, shared, digest in needed:
                 inside = shared if placed == target else intersect(shared, placed)
                 if inside is not None:
-                    self._read(job, memory, placed, inside, box, extent, digest)
-        for _, extent, _, digest in needed:
-            if digest is not None:
-                digest.check(job.name, extent)
-
-    def _read(
-        self, job: Job, memory: memoryview, target: Box, shared: Box, box: Box, extent: Extent, digest: _Digest | None
-    ) -> None:
-        dtype = job.held.shard.dtype
-        lies = (extent.path, extent.begin, extent.strides, box)
-        hasher = digest.hasher if digest is not None else None
-        read_part(self._inputs, *lies, shared, dtype, memory, target, hasher, self._comm.progress)
-        self.nbytes += shared.numel * ITEMSIZE[dtype]
-
-
-class _Digest:
-    """The digest of a stored box that is read whole: its parts in all windows of the target follow each other."""
-
-    def __init__(self) -> None:
-        self.hasher = xxhash.xxh3_128()
-
-    def check(self, name: str, extent: Extent) -> None:
-        """CorruptError unless the bytes are those that were written."""
-        found = self.hasher.hexdigest()
-        if found != extent.digest:
-            raise CorruptError(
-                "bytes differ from their digest", name=name, path=extent.path, expected=extent.digest, found=found
-            )
+                    dtype = job.held.shard.dtype
+                    read_part(stored, box, inside, dtype, memory, placed, digest, self._comm.progress)
+                    self.nbytes += inside.numel * ITEMSIZE[dtype]
+        for *_, digest in needed:
+            digest.check(job.name)

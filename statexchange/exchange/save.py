@@ -1,4 +1,4 @@
-"""Save live state as it lies, one file a rank, to go on from there later on any number of ranks."""
+"""Save live state, one file per rank, keeping its sharding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from statexchange.errors import NotFoundError
 from statexchange.exchange.describe import describe
 from statexchange.exchange.nested import tree_of
 from statexchange.exchange.staging import Staging
-from statexchange.storage.workspace import Manifest, Receipt, Workspace
+from statexchange.storage.workspace import Manifest, RankName, Receipt, Workspace
 
 __all__ = ["save_checkpoint"]
 
@@ -52,15 +52,19 @@ def save_checkpoint(
                 world_size=communicator.world_size,
                 config=config,
                 extra={"aliases": dict(held.aliases)},
+                pending=True,
             )
             ours = [receipt.relative]
+        told = communicator.gather_object([receipt.relative, receipt.nbytes, workspace.path])
+        with communicator.phase("looking for what was saved"):
+            if communicator.rank == 0:
+                _check_seen(workspace, told, communicator)
         ours = []  # from here on root may commit it, and nobody else removes one
-        receipts = communicator.gather_object([receipt.relative, receipt.nbytes])
         committed: list[Any] = []
         with communicator.phase("committing"):
             if communicator.rank == 0:
-                _check_seen(workspace, receipts, communicator)
-                manifest = workspace.commit([Receipt(*r) for r in receipts], keep=_KEPT_ROUNDS)
+                receipts = [Receipt(relative, nbytes) for relative, nbytes, _ in told]
+                manifest = workspace.commit(receipts, keep=_KEPT_ROUNDS)
                 committed = [manifest.generation, [[r.relative, r.nbytes] for r in manifest.receipts]]
         generation, kept = communicator.broadcast_object(committed)
         written = tuple(Receipt(*r) for r in kept)
@@ -74,9 +78,14 @@ def save_checkpoint(
         raise
 
 
-def _check_seen(workspace: Workspace, receipts: Sequence[Any], comm: Communicator) -> None:
-    """Root: what ranks have written must lie where this host sees it."""
-    for rank, (relative, _) in enumerate(receipts):
-        if not os.path.lexists(os.path.join(workspace.path, relative)):
-            text = f"{comm.hosts[0]} does not see what rank {rank} on {comm.hosts[rank]} has saved: give all one url"
+def _check_seen(workspace: Workspace, told: Sequence[Any], comm: Communicator) -> None:
+    """Raise NotFoundError unless root's host sees what each rank has written. Root only."""
+    with workspace.view() as view:
+        seen = {name.relative for name in view.rank_names(comm.run, RankName.parse(told[0][0]).round)}
+    for rank, (relative, _, path) in enumerate(told):
+        if relative not in seen:
+            text = (
+                f"{comm.hosts[0]}, which looks in {workspace.path}, does not see what rank {rank} on "
+                f"{comm.hosts[rank]} has saved in {path}: pass the same shared directory on all ranks"
+            )
             raise NotFoundError(text, rank=rank, path=workspace.path)

@@ -7,6 +7,7 @@ goes, window by window, from the rank that has it to a rank of the host that wri
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import math
 import operator
@@ -19,11 +20,11 @@ import numpy as np
 import xxhash
 
 from statexchange.comm.communicator import Communicator
-from statexchange.errors import StorageError
 from statexchange.exchange.describe import Description
 from statexchange.exchange.staging import Staging
 from statexchange.layout.shards import ITEMSIZE, Box
 from statexchange.storage import files
+from statexchange.storage.directory_build import open_for_writing
 from statexchange.storage.files import WINDOW_BYTES
 from statexchange.storage.regions import windows, write_box
 
@@ -31,6 +32,7 @@ __all__ = ["Order", "write_boxes", "writing_nodes"]
 
 _SYNC_EVERY_BYTES = 256 << 20
 _SENT_BYTES = 8 << 20
+_MAX_OPEN = 64  # files of one rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,12 +262,24 @@ class _Files:
             self._on_progress(self._done, self._total)
 
     def _fd(self, number: int, path: str) -> int:
-        if number not in self._fds:
-            try:
-                self._fds[number] = os.open(path, os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
-            except OSError as error:
-                raise StorageError.of(error, "open for writing", path=path, rank=self._comm.rank) from error
-        return self._fds[number]
+        """Return the descriptor of a file; of many files those that were not used for longest are closed."""
+        fd = self._fds.pop(number, -1)
+        if fd < 0:
+            while len(self._fds) >= _MAX_OPEN:
+                self._close(next(iter(self._fds)))
+            fd = open_for_writing(path)
+        self._fds[number] = fd
+        return fd
+
+    def _close(self, number: int) -> None:
+        fd, path = self._fds.pop(number), self._files[number][0]
+        try:
+            files.sync_file(fd, path)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the first failure counts
+                os.close(fd)
+            raise
+        files.close_file(fd, path)
 
     def _sync(self) -> None:
         for number, fd in self._fds.items():
@@ -273,9 +287,12 @@ class _Files:
         self._dirty = 0
 
     def __exit__(self, kind: object, *exception: object) -> None:
+        """Sync and close all files: the system may report a full disk as late as at the close."""
         try:
-            if kind is None:
-                self._sync()
+            while kind is None and self._fds:
+                self._close(next(iter(self._fds)))
         finally:
             for fd in self._fds.values():
-                os.close(fd)
+                with contextlib.suppress(OSError):  # the first failure counts
+                    os.close(fd)
+            self._fds.clear()

@@ -15,10 +15,12 @@ __all__ = [
     "MAX_DIMS",
     "Box",
     "Shard",
+    "c_contiguous",
     "c_strides",
     "full_box",
     "intersect",
     "itemsize_of",
+    "linear_offset",
     "region_text",
     "sizes_from_json",
 ]
@@ -131,6 +133,20 @@ def sizes_from_json(raw: Any) -> tuple[int, ...]:
 def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Elements from one index to the next in each dim, of a tensor of `shape` in C order."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def linear_offset(box: Box, shape: Sequence[int]) -> int:
+    """Return the position of a box's first element in the C order of a tensor of `shape`."""
+    position = 0
+    for offset, size in zip(box.offsets, shape, strict=True):
+        position = position * size + offset
+    return position
+
+
+def c_contiguous(box: Box, shape: Sequence[int]) -> bool:
+    """Whether a box is one run of the C order of a tensor of `shape`."""
+    dims = [d for d in range(len(shape)) if box.shape[d] != shape[d]]
+    return not dims or all(size == 1 for size in box.shape[: dims[-1]])
 
 
 def full_box(shape: Sequence[int]) -> Box:

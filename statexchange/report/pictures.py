@@ -9,8 +9,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import NotFoundError
+from statexchange.formats.registry import open_source
+from statexchange.formats.source import Source
 from statexchange.layout.shards import ITEMSIZE, Box, full_box
-from statexchange.sources import Source, open_source
 
 if TYPE_CHECKING:
     import os

@@ -7,8 +7,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from statexchange.formats.registry import open_source
+from statexchange.formats.source import Source
 from statexchange.layout.shards import ITEMSIZE, full_box
-from statexchange.sources import Source, open_source
 
 if TYPE_CHECKING:
     from statexchange.errors import StateExchangeError
@@ -20,8 +21,9 @@ __all__ = ["Summary", "TensorRow", "summarize", "tensor_rows"]
 class Summary:
     """A checkpoint in a few numbers. `nbytes` counts each tensor once; `file_nbytes` is that of all files.
 
-    `proven` says whether the digest of every box is known; `others` what is no tensor, by name and in words;
-    `problems` are what is missing or broken.
+    Tensors that are listed somewhere and cannot be read are counted too; `num_unreadable` says how many. `proven` says
+    whether the digests of all bytes are known; `others` describes by name what is no tensor; `problems` are what is
+    missing or broken.
     """
 
     kind: str
@@ -37,6 +39,7 @@ class Summary:
     world_size: int | None
     ranks: tuple[int, ...]
     aliases: dict[str, str]
+    num_unreadable: int
     proven: bool
     others: dict[str, str]
     problems: tuple[StateExchangeError, ...]
@@ -44,7 +47,10 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """One tensor: its global shape, which ranks or numbers of files hold it, and the first file."""
+    """One tensor: its global shape, which ranks or numbers of files hold it, and the first file.
+
+    Of a tensor that is only listed nobody holds a box; its `dtype` is "?" where only its name is known.
+    """
 
     name: str
     dtype: str
@@ -57,15 +63,19 @@ class TensorRow:
 
 def summarize(path: str | os.PathLike[str]) -> Summary:
     """The summary of what lies at `path`. Not collective; reads headers only."""
-    source = open_source(path, strict=False)
+    with open_source(path, strict=False) as source:
+        return _summary(os.fspath(path), source)
+
+
+def _summary(path: str, source: Source) -> Summary:
     rows = tensor_rows(source)
     dtypes = Counter(row.dtype for row in rows)
     by_rank = source.kind in ("workspace", "dcp")
     return Summary(
         kind=source.kind,
-        path=os.fspath(path),
+        path=path,
         num_tensors=len(rows),
-        num_parameters=sum(full_box(row.shape).numel for row in rows),
+        num_parameters=sum(full_box(row.shape).numel for row in rows if row.dtype in ITEMSIZE),
         nbytes=sum(row.nbytes for row in rows),
         dtypes=dict(sorted(dtypes.items())),
         num_files=len(source.holders),
@@ -75,6 +85,7 @@ def summarize(path: str | os.PathLike[str]) -> Summary:
         world_size=source.world_size,
         ranks=tuple(dict.fromkeys(holder.rank for holder in source.holders)) if by_rank else (),
         aliases=_aliases(source),
+        num_unreadable=sum(not row.holders for row in rows),
         proven=_proven(source),
         others=dict(source.others),
         problems=source.problems,
@@ -82,9 +93,10 @@ def summarize(path: str | os.PathLike[str]) -> Summary:
 
 
 def _proven(source: Source) -> bool:
-    if source.manifest is not None:
-        return True
-    return all(extent.digest is not None for _, tensor in source.shards() for extent in tensor.extents)
+    """Whether digests cover all bytes: nothing is said of what is broken, or is not there."""
+    if source.problems or not source.holders:
+        return False
+    return all(extent.is_proven for _, tensor in source.shards() for extent in tensor.extents)
 
 
 def _aliases(source: Source) -> dict[str, str]:
@@ -108,4 +120,10 @@ def tensor_rows(source: Source) -> list[TensorRow]:
             (old.num_boxes if old else 0) + len(shard.boxes),
             old.file if old else os.path.basename(holder.path),
         )
+    for listed in source.listed:
+        if listed.name not in found:
+            dtype, shape = listed.dtype or "?", listed.shape or ()
+            nbytes = full_box(shape).numel * ITEMSIZE[dtype] if dtype in ITEMSIZE else 0
+            file = os.path.basename(listed.path)
+            found[listed.name] = TensorRow(listed.name, dtype, shape, nbytes, (), 0, file)
     return list(found.values())

@@ -8,25 +8,28 @@ import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xxhash
 
-from statexchange.errors import StorageError
+from statexchange.errors import CorruptError, StorageError
 from statexchange.layout.arrays import elements
-from statexchange.layout.shards import ITEMSIZE, Box, c_strides, intersect
-from statexchange.storage.files import WINDOW_BYTES, OpenFiles, Readable, pread_into, pwrite_all, reserve
-from statexchange.storage.object_store import is_url
+from statexchange.layout.shards import ITEMSIZE, Box, c_contiguous, c_strides, intersect, linear_offset
+from statexchange.storage.files import WINDOW_BYTES, pwrite_all, reserve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from statexchange.storage.byte_range import ByteRange
+    from statexchange.storage.store import StoredFile
+
 __all__ = [
     "AHEAD_BYTES",
+    "BoxDigest",
     "BoxReader",
     "blocks",
-    "intersect",
-    "is_contiguous",
-    "linear_offset",
     "read_block",
     "read_part",
+    "relative",
+    "shifted",
     "windows",
     "within",
     "write_box",
@@ -58,20 +61,6 @@ def within(inner: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(slice(i - o, i - o + s) for i, o, s in zip(inner.offsets, outer.offsets, inner.shape, strict=True))
 
 
-def linear_offset(box: Box, shape: Sequence[int]) -> int:
-    """Position of a box's first element in the C order of a tensor of `shape`."""
-    position = 0
-    for offset, size in zip(box.offsets, shape, strict=True):
-        position = position * size + offset
-    return position
-
-
-def is_contiguous(box: Box, shape: Sequence[int]) -> bool:
-    """Whether a box is one run of the C order of a tensor of `shape`."""
-    dims = [d for d in range(len(shape)) if box.shape[d] != shape[d]]
-    return not dims or all(size == 1 for size in box.shape[: dims[-1]])
-
-
 def write_box(
     fd: int,
     begin: int,
@@ -89,7 +78,7 @@ def write_box(
     SIGBUS; so what the box spans is reserved first, unless the whole file's room is `reserved`.
     """
     itemsize = ITEMSIZE[dtype]
-    if is_contiguous(box, shape):
+    if c_contiguous(box, shape):
         pwrite_all(fd, data, begin + linear_offset(box, shape) * itemsize, path)
         return
     if _run_bytes(box, shape, itemsize) < _LONG_RUN_BYTES:
@@ -103,18 +92,18 @@ def write_box(
         pwrite_all(fd, part, begin + run * itemsize, path)
 
 
-def _run_dim(box: Box, shape: Sequence[int]) -> int:
-    """The dim from which on a box that is several runs is one."""
+def _first_contiguous_dim(box: Box, shape: Sequence[int]) -> int:
+    """Return the first dim from which the box is contiguous."""
     return max(d for d in range(len(shape)) if box.shape[d] != shape[d])
 
 
 def _run_bytes(box: Box, shape: Sequence[int], itemsize: int) -> int:
-    return math.prod(box.shape[_run_dim(box, shape) :]) * itemsize
+    return math.prod(box.shape[_first_contiguous_dim(box, shape) :]) * itemsize
 
 
 def _runs(box: Box, shape: Sequence[int], itemsize: int, data: memoryview) -> Iterator[tuple[int, memoryview]]:
     """(first element in the tensor, bytes) of each contiguous run of a box."""
-    dim = _run_dim(box, shape)
+    dim = _first_contiguous_dim(box, shape)
     run_bytes = _run_bytes(box, shape, itemsize)
     for number, prefix in enumerate(np.ndindex(*box.shape[:dim])):
         offsets = tuple(o + p for o, p in zip(box.offsets, prefix, strict=False)) + box.offsets[dim:]
@@ -132,7 +121,7 @@ def _write_mapped(fd: int, first: int, span: int, strides: Sequence[int], source
     except OSError as error:
         raise StorageError.of(error, "map", path=path) from error
     except ValueError as error:
-        raise StorageError("somebody has shortened the file while it was written", path=path) from error
+        raise StorageError("another process truncated the file during writing", path=path) from error
     with map_:
         _assign_strided(map_, first - start, strides, source)
 
@@ -149,141 +138,206 @@ def _assign(memory: memoryview, dtype: str, window: Box, part: Box, source: Any)
 
 
 def read_block(
-    fd: Readable,
+    file: StoredFile,
     begin: int,
     shape: tuple[int, ...],
     strides: tuple[int, ...] | None,
     dtype: str,
     target: memoryview,
-    path: str,
 ) -> None:
-    """Fill `target` with a block's bytes in C order; its first element starts at byte `begin` of an open file.
+    """Fill `target` with a block's bytes in C order; its first element starts at byte `begin` of the file.
 
     `strides` (elements) say how it lies there; None means as one run. All that a strided block spans is read, in parts
     of at most 4 MiB.
     """
     if strides is None:
-        pread_into(fd, target, begin, path)
+        file.read_into(target, begin)
     elif all(shape):
-        _read_strided(fd, begin, elements(target, dtype, shape), strides, path)
+        _read_strided(file, begin, elements(target, dtype, shape), strides)
 
 
-def _read_strided(fd: Readable, begin: int, target: Any, strides: tuple[int, ...], path: str) -> None:
+def _read_strided(file: StoredFile, begin: int, target: Any, strides: tuple[int, ...]) -> None:
     reach = [(size - 1) * stride for size, stride in zip(target.shape, strides, strict=True)]
     span = (sum(reach) + 1) * target.itemsize
     if span > _SPAN_BYTES and max(reach):
         dim = max(range(len(reach)), key=lambda d: reach[d])
         half = target.shape[dim] // 2
         one, other = np.split(target, [half], axis=dim)
-        _read_strided(fd, begin, one, strides, path)
-        _read_strided(fd, begin + half * strides[dim] * target.itemsize, other, strides, path)
+        _read_strided(file, begin, one, strides)
+        _read_strided(file, begin + half * strides[dim] * target.itemsize, other, strides)
         return
     data = np.empty(span, np.uint8)
-    pread_into(fd, data.data, begin, path)
+    file.read_into(data.data, begin)
     in_bytes = tuple(stride * target.itemsize for stride in strides)
     target[...] = np.ndarray(target.shape, target.dtype, data, strides=in_bytes)
 
 
 def blocks(
-    inputs: OpenFiles,
-    path: str,
-    begin: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...] | None,
-    dtype: str,
-    ahead_bytes: int = AHEAD_BYTES,
-) -> Iterator[memoryview]:
-    """The bytes of a block of a file in C order, part by part, each good until the next one.
+    stored: ByteRange, shape: tuple[int, ...], dtype: str, ahead_bytes: int = AHEAD_BYTES
+) -> Iterator[tuple[Box, memoryview]]:
+    """Yield the bytes of a stored block of `shape` in C order, part by part, each with its place in the block.
+
+    Each memoryview is valid until the next iteration.
 
     Parts have `WINDOW_BYTES`, or those of a strided block about `ahead_bytes`: each of them may have to read all that
     the block spans.
     """
-    itemsize = ITEMSIZE[dtype]
+    itemsize, strides = ITEMSIZE[dtype], stored.strides
     budget = WINDOW_BYTES if strides is None else max(_LEAST_AHEAD_BYTES, ahead_bytes)
     memory = memoryview(bytearray(min(budget, math.prod(shape) * itemsize)))
-    along = c_strides(shape) if strides is None else strides
+    source_strides = c_strides(shape) if strides is None else strides
     for window in windows(shape, itemsize, budget) if memory else ():
         part = memory[: window.numel * itemsize]
-        at = begin + itemsize * sum(map(operator.mul, window.offsets, along))
-        read_block(inputs.file(path), at, window.shape, strides, dtype, part, path)
-        yield part
+        source_offset = stored.begin + itemsize * sum(map(operator.mul, window.offsets, source_strides))
+        read_block(stored.file, source_offset, window.shape, strides, dtype, part)
+        yield window, part
 
 
 def read_part(
-    inputs: OpenFiles,
-    path: str,
-    begin: int,
-    strides: tuple[int, ...] | None,
+    stored: ByteRange,
     box: Box,
     part: Box,
     dtype: str,
     memory: memoryview,
     target: Box,
-    hasher: Any = None,
+    digest: BoxDigest | None = None,
     progress: Callable[[], None] | None = None,
 ) -> None:
-    """Copy `part` of a stored `box`, which starts at byte `begin` (see `read_block`), into the bytes of `target`.
+    """Copy `part` of a stored `box` into the bytes of `target`.
 
-    Both boxes are of one tensor, and both hold `part`; `hasher` is given its bytes in C order, and `progress` is
+    Both boxes are of one tensor, and both hold `part`; `digest` is given its bytes in C order, and `progress` is
     called for each window.
     """
     itemsize = ITEMSIZE[dtype]
-    along = c_strides(box.shape) if strides is None else strides
-    inside = _relative(part, box)
-    lies = None if strides is None and is_contiguous(inside, box.shape) else along
-    goes = _relative(part, target)
-    straight = is_contiguous(goes, target.shape)
+    source_strides = c_strides(box.shape) if stored.strides is None else stored.strides
+    source_box = relative(part, box)
+    source_is_contiguous = stored.strides is None and c_contiguous(source_box, box.shape)
+    strides = None if source_is_contiguous else source_strides
+    target_box = relative(part, target)
+    target_is_contiguous = c_contiguous(target_box, target.shape)
     # A store answers late, so it is asked for more at a time.
-    budget = WINDOW_BYTES if strides is None and not is_url(path) else AHEAD_BYTES
-    bounce = memoryview(bytearray(0 if straight else min(budget, part.numel * itemsize)))
-    to = linear_offset(goes, target.shape) * itemsize
+    budget = WINDOW_BYTES if stored.strides is None and not stored.file.is_remote else AHEAD_BYTES
+    bounce = memoryview(bytearray(0 if target_is_contiguous else min(budget, part.numel * itemsize)))
+    target_offset = linear_offset(target_box, target.shape) * itemsize
     for window in windows(part.shape, itemsize, budget):
         nbytes = window.numel * itemsize
-        at = begin + itemsize * sum(map(operator.mul, map(operator.add, inside.offsets, window.offsets), along))
-        data = memory[to : to + nbytes] if straight else bounce[:nbytes]
-        read_block(inputs.file(path), at, window.shape, lies, dtype, data, path)
-        if hasher is not None:
-            hasher.update(data)
-        if not straight:
-            shifted = Box(tuple(map(operator.add, part.offsets, window.offsets)), window.shape)
-            _assign(memory, dtype, target, shifted, elements(data, dtype, window.shape))
+        first = shifted(window, source_box).offsets
+        source_offset = stored.begin + itemsize * sum(map(operator.mul, first, source_strides))
+        data = memory[target_offset : target_offset + nbytes] if target_is_contiguous else bounce[:nbytes]
+        read_block(stored.file, source_offset, window.shape, strides, dtype, data)
+        placed = shifted(window, part)
+        if digest:
+            digest.update(placed, data)
+        if not target_is_contiguous:
+            _assign(memory, dtype, target, placed, elements(data, dtype, window.shape))
         if progress is not None:
             progress()
-        to += nbytes
+        target_offset += nbytes
 
 
-def _relative(inner: Box, outer: Box) -> Box:
+def shifted(inner: Box, outer: Box) -> Box:
+    """Return a block that is given in coordinates of `outer` in those of the tensor."""
+    return Box(tuple(map(operator.add, inner.offsets, outer.offsets)), inner.shape)
+
+
+def relative(inner: Box, outer: Box) -> Box:
+    """Return a block that is given in the tensor's coordinates in those of `outer`."""
     return Box(tuple(map(operator.sub, inner.offsets, outer.offsets)), inner.shape)
+
+
+class BoxDigest:
+    """The digests of a stored box and of its parts, made of its bytes while they are read in C order.
+
+    `region` is the block of the box that will be read (None: all of it): digests of what is not read whole are not
+    made. With `always` the digest of the box is made even if it is not known, for `hexdigest`.
+    """
+
+    def __init__(
+        self, stored: ByteRange, box: Box, dtype: str, *, region: Box | None = None, always: bool = False
+    ) -> None:
+        whole = always or (stored.digest is not None and region in (None, box))
+        self._stored = stored
+        self._dtype = dtype
+        self._hasher = xxhash.xxh3_128() if whole else None
+        self._parts = [
+            (part, known, xxhash.xxh3_128())
+            for part, known in stored.parts
+            if region is None or intersect(part, region) == part
+        ]
+
+    def __bool__(self) -> bool:
+        return self._hasher is not None or bool(self._parts)
+
+    def update(self, window: Box, data: memoryview) -> None:
+        """Take the bytes of the next window, which is given in the tensor's coordinates."""
+        if self._hasher is not None:
+            self._hasher.update(data)
+        for part, _, hasher in self._parts:
+            shared = intersect(part, window)
+            if shared is None:
+                continue
+            inside = relative(shared, window)
+            if c_contiguous(inside, window.shape):
+                itemsize = ITEMSIZE[self._dtype]
+                first = linear_offset(inside, window.shape) * itemsize
+                hasher.update(data[first : first + shared.numel * itemsize])
+            else:
+                hasher.update(elements(data, self._dtype, window.shape)[within(shared, window)].tobytes())
+
+    def hexdigest(self) -> str:
+        """Return the digest of all bytes."""
+        assert self._hasher is not None
+        return str(self._hasher.hexdigest())
+
+    def problems(self, name: str, rank: int | None = None) -> list[CorruptError]:
+        """Return an error for each digest that the bytes do not have; `name` and `rank` are for the messages.
+
+        Raises ReplacedError if the file has changed since it was opened.
+        """
+        made = [] if self._hasher is None else [(None, self._stored.digest, self._hasher)]
+        found = []
+        for part, known, hasher in [*made, *self._parts]:
+            if known is None or hasher.hexdigest() == known:
+                continue
+            self._stored.file.check_unchanged()  # what was changed while it was read is no corruption
+            text = "bytes differ from their digest" + ("" if part is None else f" in region {part}")
+            about = {"path": self._stored.path, "expected": known, "found": hasher.hexdigest()}
+            found.append(CorruptError(text, name=name, rank=rank, **about))
+        return found
+
+    def check(self, name: str, rank: int | None = None) -> None:
+        """Raise the first of `problems`."""
+        for problem in self.problems(name, rank):
+            raise problem
 
 
 class BoxReader:
     """Reads a box's bytes from a file, forward and window by window, hashing them on the way.
 
-    `strides` are those of `read_block`, `ahead_bytes` that of `blocks`.
+    `ahead_bytes` is that of `blocks`.
     """
 
     def __init__(
         self,
-        inputs: OpenFiles,
-        path: str,
-        begin: int,
+        stored: ByteRange,
         box: Box,
         dtype: str,
-        hasher: Any,
-        strides: tuple[int, ...] | None = None,
         ahead_bytes: int = AHEAD_BYTES,
     ) -> None:
         self.box = box
+        self.digest = BoxDigest(stored, box, dtype, always=True)
         self.left = box.numel * ITEMSIZE[dtype]
-        self._inputs = inputs
-        self._path = path
-        self._at = begin
+        self._file = stored.file
+        self._at = stored.begin
         self._dtype = dtype
-        self._hasher = hasher
         self._ahead = memoryview(b"")
         self._strided = None
-        if strides is not None:
-            self._strided = blocks(inputs, path, begin, box.shape, strides, dtype, ahead_bytes)
+        if stored.strides is not None:
+            self._strided = blocks(stored, box.shape, dtype, ahead_bytes)
+
+    def hexdigest(self) -> str:
+        """Return the digest of all bytes read."""
+        return self.digest.hexdigest()
 
     def copy_into(self, buffer: memoryview, window: Box, bounce: memoryview) -> int:
         """Put what this box has of `window` into its bytes; returns their number. Windows come in order.
@@ -295,32 +349,28 @@ class BoxReader:
             return 0
         itemsize = ITEMSIZE[self._dtype]
         nbytes = part.numel * itemsize
-        inside = Box(tuple(p - w for p, w in zip(part.offsets, window.offsets, strict=True)), part.shape)
-        straight = is_contiguous(inside, window.shape)
-        begin = linear_offset(inside, window.shape) * itemsize if straight else 0
-        target = (buffer if straight else bounce)[begin : begin + nbytes]
+        inside = relative(part, window)
+        is_contiguous = c_contiguous(inside, window.shape)
+        begin = linear_offset(inside, window.shape) * itemsize if is_contiguous else 0
+        target = (buffer if is_contiguous else bounce)[begin : begin + nbytes]
         self.left -= nbytes
         self._read(target)
-        self._hasher.update(target)
-        if not straight:
+        self.digest.update(part, target)
+        if not is_contiguous:
             _assign(buffer, self._dtype, window, part, elements(target, self._dtype, part.shape))
         return nbytes
 
     def _read(self, target: memoryview) -> None:
         """The next bytes of the box: what it has of a window follows what it had of the one before."""
         if self._strided is None:
-            pread_into(self._inputs.file(self._path), target, self._at, self._path)
+            self._file.read_into(target, self._at)
             self._at += len(target)
             return
         while target:
             if not self._ahead:
-                self._ahead = next(self._strided)
+                _, self._ahead = next(self._strided)
             nbytes = min(len(target), len(self._ahead))
             target[:nbytes] = self._ahead[:nbytes]
             target, self._ahead = target[nbytes:], self._ahead[nbytes:]
         if not self._ahead and not self.left:
             self._strided = None  # and with it its memory
-
-    def digest(self) -> str:
-        """The digest of all bytes read."""
-        return str(self._hasher.hexdigest())

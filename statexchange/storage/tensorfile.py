@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError, InvalidArgumentError, UnsafeError
 from statexchange.layout.shards import ITEMSIZE, Shard, sizes_from_json
-from statexchange.storage import files
-from statexchange.storage.files import WINDOW_BYTES, Buffer, Readable, parse_json, pread_into, write_new
+from statexchange.storage.atomic import write_new
+from statexchange.storage.files import WINDOW_BYTES, Buffer
+from statexchange.storage.json_text import parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from statexchange.storage.store import StoredFile
 
 __all__ = [
     "TORCH_SHARDING_KEY",
@@ -29,7 +32,6 @@ __all__ = [
     "digest",
     "encode_header",
     "read_header",
-    "read_header_of",
     "stored",
     "write_tensor_file",
 ]
@@ -142,27 +144,22 @@ def encode_header(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: M
     return struct.pack("<Q", len(text)) + text
 
 
-def read_header_of(path: str) -> Header:
-    """The header of the file at `path`."""
-    with files.reading(path) as file:
-        return read_header(file, path)
+def read_header(file: StoredFile, *, whole: bool = True) -> Header:
+    """Return the header of a file; what breaks the format or our stricter rules is a CorruptError.
 
-
-def read_header(fd: Readable, path: str) -> Header:
-    """The header of an open file; what breaks the format or our stricter rules is a CorruptError.
-
-    Stricter than safetensors: no key twice, no unknown field, no control characters in names.
+    Stricter than safetensors: no key twice, no unknown field, no control characters in names. With `whole` False the
+    file may be truncated after its header.
     """
-    size = files.size_of(fd)
+    size, path = file.size, file.path
     if size < 8:
         raise CorruptError("file is too short to be a tensor file", path=path, found=f"{size} bytes")
     head = bytearray(8)
-    pread_into(fd, memoryview(head), 0, path)
+    file.read_into(memoryview(head), 0)
     (length,) = struct.unpack("<Q", head)
     if length > MAX_HEADER_BYTES or 8 + length > size:
         raise CorruptError("header is truncated, or this is no safetensors file", path=path)
     text = bytearray(length)
-    pread_into(fd, memoryview(text), 8, path)
+    file.read_into(memoryview(text), 8)
     if text[:1] != b"{":
         raise CorruptError("not a safetensors file: its header is no JSON object", path=path)
     raw = parse_json(text, path)
@@ -174,7 +171,7 @@ def read_header(fd: Readable, path: str) -> Header:
         (_entry(name, fields, 8 + length, path) for name, fields in raw.items()),
         key=lambda e: (e.begin, e.end),
     )
-    _check_contiguous(entries, 8 + length, size, path)
+    _check_contiguous(entries, 8 + length, size if whole else None, path)
     return Header({entry.name: entry for entry in entries}, metadata, size)
 
 
@@ -198,7 +195,7 @@ def _entry(name: str, fields: Any, data_start: int, path: str) -> Entry:
     return Entry(name, dtype, shape, data_start + begin, data_start + end)
 
 
-def _check_contiguous(entries: Sequence[Entry], start: int, size: int, path: str) -> None:
+def _check_contiguous(entries: Sequence[Entry], start: int, size: int | None, path: str) -> None:
     at = start
     for entry in entries:
         if entry.begin != at:
@@ -206,7 +203,7 @@ def _check_contiguous(entries: Sequence[Entry], start: int, size: int, path: str
                 "tensors overlap or leave a gap", path=path, name=entry.name, expected=at, found=entry.begin
             )
         at = entry.end
-    if at != size:
+    if size is not None and at != size:
         raise CorruptError(
             "file is truncated or has bytes too many",
             path=path,
@@ -252,7 +249,7 @@ def write_tensor_file(
     begin = len(header())  # digests are of one length: it is so long whatever they are
     nbytes = begin + sum(h.shard.nbytes for h in kept)
     parts = _digested(kept, digests)
-    write_new(dir_fd, name, parts, nbytes=nbytes, path=path, durable=durable, begin=begin, head=header)
+    write_new(dir_fd, name, parts, nbytes=nbytes, path=path, durable=durable, begin=begin, header=header)
     return nbytes
 
 

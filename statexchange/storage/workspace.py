@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import re
-import stat
 import time
 from dataclasses import dataclass
 from itertools import accumulate
@@ -23,12 +22,20 @@ from statexchange.errors import (
     CorruptError,
     InvalidArgumentError,
     NotFoundError,
+    ReplacedError,
+    StateExchangeError,
     StorageError,
+    TargetExistsError,
     UnsafeError,
 )
 from statexchange.layout.shards import ITEMSIZE, Box, Shard, sizes_from_json
-from statexchange.storage import files
-from statexchange.storage.object_store import plain
+from statexchange.processes import Owner
+from statexchange.storage import atomic, files
+from statexchange.storage.json_text import parse_json
+from statexchange.storage.local import local_path
+from statexchange.storage.mounts import mount_of
+from statexchange.storage.place import Place, open_place
+from statexchange.storage.store import Store, StoredFile, is_url
 from statexchange.storage.tensorfile import Header, Held, digest, read_header, stored, write_tensor_file
 
 if TYPE_CHECKING:
@@ -41,24 +48,31 @@ __all__ = [
     "RankName",
     "Receipt",
     "Workspace",
+    "WorkspaceView",
     "is_rank_file",
     "is_round_name",
-    "local_path",
+    "is_run_name",
 ]
 
 _log = logging.getLogger(__name__)
 SCHEMA = 1
 MANIFEST = "manifest.json"
+DROPPED = "dropped.json"  # the manifest of a round that is being removed
 _ATTEMPTS = 20
+_REMOVED = (NotFoundError, ReplacedError)  # what a look gets at a directory that another process removes meanwhile
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _ROUND = re.compile(r"[0-9]{6,18}")
 _RANK_FILE = re.compile(r"rank-([0-9]{5,9})-of-([0-9]{5,9})\.[0-9a-f]{16}\.safetensors")
-_TEMPORARY = re.compile(re.escape(files.TEMPORARY_PREFIX) + r"[0-9a-f]{16}")
 
 
 def is_rank_file(name: str) -> bool:
     """Whether a file's name is that of a rank's file."""
     return _RANK_FILE.fullmatch(name) is not None
+
+
+def is_run_name(name: str) -> bool:
+    """Whether a directory's name may be that of a run."""
+    return _RUN.fullmatch(name) is not None
 
 
 def is_round_name(name: str) -> bool:
@@ -68,7 +82,7 @@ def is_round_name(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RankName:
-    """Where a rank's file lies below the workspace's root."""
+    """The parsed name of a rank's file below the workspace root."""
 
     run: str
     round: int
@@ -81,10 +95,15 @@ class RankName:
         """Path below the root."""
         return os.path.join(self.run, f"{self.round:06d}", self.file)
 
+    @property
+    def rank_name(self) -> RankName:
+        """The name itself, as of a `Receipt`."""
+        return self
+
     @classmethod
     def new(cls, run: str, round: int, rank: int, world_size: int) -> RankName:  # noqa: A002
         """A name that nobody has used; parts that cannot be part of a name are an UnsafeError."""
-        file = f"rank-{rank:05d}-of-{world_size:05d}.{files.new_nonce()}.safetensors"
+        file = f"rank-{rank:05d}-of-{world_size:05d}.{atomic.new_nonce()}.safetensors"
         return cls.parse(cls(run, round, rank, world_size, file).relative)
 
     @classmethod
@@ -102,10 +121,15 @@ class RankName:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What a writer tells of a file that is durable: its name below the root, and its size in bytes."""
+    """A durable rank file: its path below the root and its size in bytes."""
 
     relative: str
     nbytes: int
+
+    @property
+    def rank_name(self) -> RankName:
+        """The parsed name of the file; UnsafeError if `relative` is not the name of a rank's file."""
+        return RankName.parse(self.relative)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,20 +144,139 @@ class Manifest:
     extra: Mapping[str, Any]
 
 
-def local_path(url: str) -> str:
-    """The directory that a workspace URL means: a path, or ``shm://name`` for one on tmpfs."""
-    scheme, separator, rest = plain(url).partition("://")
-    if not separator:
-        return os.path.abspath(plain(url))
-    if scheme == "shm":
-        if not _RUN.fullmatch(rest):
-            raise InvalidArgumentError(f"shm:// wants a plain name, not {rest!r}")
-        return f"/dev/shm/statexchange-{os.getuid()}/{rest}"  # noqa: S108 (0700, owner checked on use)
-    raise InvalidArgumentError(f"a workspace lies in a directory or at shm://name; {scheme}:// is not supported")
+class WorkspaceView:
+    """A workspace as it lies at one moment: each directory is listed at most once, each file that is opened is pinned.
+
+    Not collective. `root` is its directory; below it no symbolic link is followed, and a run's directory in which
+    others may write is refused (UnsafeError). Closing `root` closes all. `has_changed` says that something which one
+    directory listed was gone, or half dropped, when it was looked at: another look may find other rounds.
+    """
+
+    def __init__(self, root: Store) -> None:
+        self.path = root.path
+        self._root = root
+        self._runs: dict[str, Store] = {}
+        self._rounds: dict[tuple[str, int], Store] = {}
+        self.has_changed = False
+
+    def runs(self) -> list[str]:
+        """Return the runs that left something here, in the order of their names."""
+        return [name for name in self._root.directories if _RUN.fullmatch(name)]
+
+    def rounds(self, run: str) -> list[int]:
+        """Return the rounds of `run` that have a directory, oldest first; NotFoundError if there is no such run."""
+        return sorted(int(name) for name in self._run(run).directories if is_round_name(name))
+
+    def _run(self, run: str) -> Store:
+        if run not in self._runs:
+            self._runs[run] = self._below(self._root, run)
+        return self._runs[run]
+
+    def _below(self, store: Store, name: str) -> Store:
+        try:
+            return store.below(name, private=True)
+        except NotFoundError:
+            self.has_changed = True
+            raise
+
+    def _round(self, run: str, number: int) -> Store:
+        if (run, number) not in self._rounds:
+            store = self._rounds[run, number] = self._below(self._run(run), f"{number:06d}")
+            self.has_changed |= DROPPED in store.listing or (not store.listing and not store.is_current())
+        return self._rounds[run, number]
+
+    def rank_names(self, run: str, round: int) -> list[RankName]:  # noqa: A002
+        """Return the names of the whole files of a round, in rank order; NotFoundError if there is no such round."""
+        found = filter(is_rank_file, self._round(run, round).files)
+        names = [RankName.parse(os.path.join(run, f"{round:06d}", name)) for name in found]
+        return sorted(names, key=lambda name: name.rank)
+
+    def manifest(self, run: str, round: int) -> Manifest:  # noqa: A002
+        """Return the manifest of a round; NotFoundError if it is not committed, or no more."""
+        store = self._round(run, round)
+        if MANIFEST not in store.listing:
+            dropped = DROPPED in store.listing
+            raise NotFoundError("this round was dropped" if dropped else "this round is not committed", path=store.path)
+        return _manifest_in(store, MANIFEST, run, round)
+
+    def dropped(self, run: str) -> list[Manifest]:
+        """Return the manifests of rounds that are being dropped, or were left so by a process that was killed."""
+        found = []
+        for number in self.rounds(run):
+            with contextlib.suppress(*_REMOVED, CorruptError):  # removed meanwhile, or nothing to go by
+                store = self._round(run, number)
+                if DROPPED in store.listing:
+                    found.append(_manifest_in(store, DROPPED, run, number))
+        return found
+
+    def abandoned(self, run: str, round: int) -> list[str]:  # noqa: A002
+        """Return the names of files in a round whose writers have provably ended before the round was committed.
+
+        While one writer of a round may still run, the round may still be committed: then none of its files counts.
+        """
+        try:
+            names = self._round(run, round).files
+            temporary = [name for name in names if atomic.is_abandoned(name)]
+            if MANIFEST in names or DROPPED in names:
+                return temporary
+            written = self.rank_names(run, round)
+            dead = all(_is_dead(self.open(name).facts.get("pending")) for name in written)
+        except StateExchangeError:  # removed meanwhile, or nothing to go by
+            return []
+        return [*temporary, *(name.file for name in written if dead)]
+
+    def all_abandoned(self, places: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Return those of `places` (run, round) in which there is something that was abandoned."""
+        return [(run, number) for run, number in places if self.abandoned(run, number)]
+
+    def readable_manifests(self) -> list[Manifest]:
+        """Return the committed rounds, oldest first, without those whose manifest is broken: a reader must see that."""
+        found = []
+        for run, number in self.places():
+            with contextlib.suppress(*_REMOVED, CorruptError, UnsafeError):
+                found.append(self.manifest(run, number))
+        return sorted(found, key=_age)
+
+    def places(self, only: str | None = None) -> Iterator[tuple[str, int]]:
+        """Yield (run, round) of all rounds that have a directory, or of those of the run `only`."""
+        for run in self.runs() if only is None else [only]:
+            with contextlib.suppress(*_REMOVED):  # removed meanwhile
+                yield from ((run, number) for number in self.rounds(run))
+
+    def manifests(self, places: Iterable[tuple[str, int]]) -> list[Manifest]:
+        """Return the manifests of those of `places` (run, round) that are committed, oldest first."""
+        found = []
+        for run, number in places:
+            with contextlib.suppress(NotFoundError):  # not committed, or dropped meanwhile
+                found.append(self.manifest(run, number))
+        return sorted(found, key=_age)
+
+    def open(self, receipt: Receipt | RankName, *, owner: Place | None = None) -> RankFile:
+        """Open a rank's file; NotFoundError if it is not there. Closing the file closes `owner`."""
+        name = receipt.rank_name
+        try:
+            file = self._round(name.run, name.round).open(name.file)
+        except NotFoundError:
+            path = os.path.join(self.path, name.relative)
+            raise NotFoundError("this rank's file is missing", rank=name.rank, path=path) from None
+        return RankFile(file, name, receipt.nbytes if isinstance(receipt, Receipt) else None, owner=owner)
+
+    def was_dropped(self, receipt: Receipt | RankName) -> bool:
+        """Whether the round of a file has been dropped since this view was made: its manifest is gone, or, of a file
+        that no manifest lists, the file itself."""
+        name = receipt.rank_name
+        try:
+            with open_place(self.path) as place:
+                now = WorkspaceView(place.store)
+                if isinstance(receipt, Receipt):
+                    return receipt not in now.manifest(name.run, name.round).receipts
+                return name not in now.rank_names(name.run, name.round)
+        except NotFoundError:
+            return True
 
 
 class Workspace:
-    """A directory, or ``shm://name``, in which ranks exchange tensor files.
+    """A directory, or ``shm://name``, in which ranks exchange tensor files; at an fsspec URL one that is only read.
 
     Not collective: constructing, writing and reading involve no other rank. The directory is made by the
     first write.
@@ -141,7 +284,7 @@ class Workspace:
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
         self.url = os.fspath(url)
-        self.path = local_path(self.url)
+        self.path = self.url.rstrip("/") if is_url(self.url) else local_path(self.url)
         self._in_memory = self.url.startswith("shm://")
         self._durable: bool | None = None
 
@@ -158,10 +301,13 @@ class Workspace:
         world_size: int,
         config: str = "null",
         extra: Mapping[str, Any] | None = None,
+        pending: bool = False,
     ) -> Receipt:
         """Write `rank`'s tensors and config (JSON text of `values.encode`) as one new, durable file.
 
-        Not collective. Raises StorageError with path and errno; nothing is left of a write that failed.
+        Not collective. A `pending` file counts only once its round is committed, or while its writer runs: `sweep`
+        removes it when the writer has ended before. Raises StorageError with path and errno; nothing is left of a write
+        that failed.
         """
         name = RankName.new(run, round, rank, world_size)
         facts = {
@@ -172,15 +318,25 @@ class Workspace:
             "rank": rank,
             "world_size": world_size,
             "config": config,
+            **({"pending": Owner.current().to_json()} if pending else {}),
         }
         path = os.path.join(self.path, name.relative)
         nbytes = self._retried(lambda: self._write(name, path, held, facts))
         return Receipt(name.relative, nbytes)
 
     def _write(self, name: RankName, path: str, held: Sequence[Held], facts: Mapping[str, Any]) -> int:
+        if is_url(self.url):
+            text = "ranks write a workspace into a directory, which may be copied here"
+            raise InvalidArgumentError(text, path=self.path)
         files.make_path(self.path)
-        with self._round_directory(name.run, name.round, make=True) as dir_fd:
-            return write_tensor_file(dir_fd, name.file, path, held, facts, durable=self.durable)
+        try:
+            with self._round_directories(name.run, name.round, make=True) as dir_fds:
+                nbytes = write_tensor_file(dir_fds[-1], name.file, path, held, facts, durable=self.durable)
+                atomic.settle(*dir_fds, path=self.path)
+                return nbytes
+        except BaseException:
+            self._remove_empty(name.run, name.round)
+            raise
 
     def _retried(self, write: Callable[[], int]) -> int:
         """Another rank may remove a directory that it leaves empty just when we are about to use it."""
@@ -190,7 +346,7 @@ class Workspace:
             except NotFoundError:
                 continue
             except StorageError as error:
-                if error.errno != errno.ENOENT:
+                if error.errno not in (errno.ENOENT, errno.ESTALE):
                     raise
         return write()
 
@@ -198,156 +354,157 @@ class Workspace:
     def durable(self) -> bool:
         """Whether writes are synced: not on tmpfs."""
         if self._durable is None:
-            self._durable = not files.filesystem_is_memory(self.path)
+            self._durable = not mount_of(self.path).is_memory
         return self._durable
 
     @contextlib.contextmanager
-    def _round_directory(self, run: str, number: int, *, make: bool = False) -> Iterator[int]:
-        """A descriptor of a round's directory, found step by step, so that no link leads elsewhere."""
+    def _round_directories(self, run: str, number: int, *, make: bool = False) -> Iterator[tuple[int, int, int]]:
+        """Open root, run and round, each in the one before, so that no link leads elsewhere."""
         run_path = os.path.join(self.path, run)
         path = os.path.join(run_path, f"{number:06d}")
-        if self._in_memory:  # it lies where anybody could have made a directory
-            with files.directory(os.path.dirname(self.path)) as base_fd:
-                _check_private(base_fd, os.path.dirname(self.path))
-        with files.directory(self.path) as root_fd:
+        if self._in_memory:
+            self._check_base()
+        with contextlib.ExitStack() as opened:
+            root_fd = opened.enter_context(files.directory(self.path))
             if make:
                 files.make_directory(run, root_fd, run_path)
-            with files.directory(run, root_fd, run_path) as run_fd:
-                _check_private(run_fd, run_path)
-                if make:
-                    files.make_directory(f"{number:06d}", run_fd, path)
-                with files.directory(f"{number:06d}", run_fd, path) as round_fd:
-                    yield round_fd
+            run_fd = opened.enter_context(files.directory(run, root_fd, run_path))
+            files.check_private(run_fd, run_path)
+            if make:
+                files.make_directory(f"{number:06d}", run_fd, path)
+            round_fd = opened.enter_context(files.directory(f"{number:06d}", run_fd, path))
+            yield root_fd, run_fd, round_fd
 
-    def runs(self) -> list[str]:
-        """Runs that left something here."""
-        return [name for name in files.list_directory(self.path) if _RUN.fullmatch(name) and self._is_directory(name)]
+    @contextlib.contextmanager
+    def view(self) -> Iterator[WorkspaceView]:
+        """A look at the workspace as it lies now, for a with block; NotFoundError if there is none."""
+        with self._place() as place:
+            yield WorkspaceView(place.store)
 
-    def _is_directory(self, name: str) -> bool:
-        path = os.path.join(self.path, name)
-        return os.path.isdir(path) and not os.path.islink(path)
+    def _place(self) -> Place:
+        if self._in_memory:
+            self._check_base()
+        place = open_place(self.path)
+        if place.file is not None:
+            place.close()
+            raise NotFoundError("not a directory", path=self.path)
+        return place
 
-    def rounds(self, run: str) -> list[int]:
-        """Rounds of `run` that have a directory, oldest first."""
-        return sorted(int(name) for name in files.list_directory(os.path.join(self.path, run)) if is_round_name(name))
-
-    def rank_names(self, run: str, round: int) -> list[RankName]:  # noqa: A002
-        """Whole files of a round, in rank order."""
-        found = self._names_of(run, round)
-        names = [RankName.parse(os.path.join(run, f"{round:06d}", name)) for name in found if is_rank_file(name)]
-        return sorted(names, key=lambda name: name.rank)
-
-    def _names_of(self, run: str, number: int) -> list[str]:
-        """What lies in a round's directory."""
-        with self._round_directory(run, number) as dir_fd:
-            return files.names_in(dir_fd, os.path.join(self.path, run, f"{number:06d}"))
+    def _check_base(self) -> None:
+        """Refuse a directory on tmpfs that somebody else could have made, or may write in."""
+        base = os.path.dirname(self.path)
+        with files.directory(base) as base_fd:
+            files.check_private(base_fd, base)
 
     def open(self, receipt: Receipt | RankName, *, timeout_s: float = 0.0) -> RankFile:
         """Open a rank's file; close it, or use it in a with block. Not collective.
 
-        A file that is not there yet is looked for until `timeout_s` has passed, each time through a freshly
-        opened directory, then it is a NotFoundError naming rank and path.
+        A file that is not there yet is looked for until `timeout_s` has passed, each time through freshly opened
+        directories, then it is a NotFoundError naming rank and path.
         """
-        name = receipt if isinstance(receipt, RankName) else RankName.parse(receipt.relative)
-        size = receipt.nbytes if isinstance(receipt, Receipt) else None
         deadline = time.monotonic() + timeout_s
         while True:
+            place = None
             try:
-                return self._open(name, size)
-            except (NotFoundError, StorageError) as error:
-                stale = isinstance(error, NotFoundError) or error.errno == errno.ESTALE
-                if not stale or time.monotonic() >= deadline:
+                place = self._place()
+                return WorkspaceView(place.store).open(receipt, owner=place)
+            except BaseException as error:
+                if place is not None:
+                    place.close()
+                gone = isinstance(error, NotFoundError | ReplacedError)
+                if not gone or time.monotonic() >= deadline:
+                    if isinstance(error, NotFoundError) and error.rank is None:
+                        name = receipt.rank_name
+                        raise NotFoundError(
+                            "this rank's file is missing", rank=name.rank, path=os.path.join(self.path, name.relative)
+                        ) from None
                     raise
             time.sleep(0.05)
-
-    def _open(self, name: RankName, size: int | None) -> RankFile:
-        path = os.path.join(self.path, name.relative)
-        try:
-            file = self._file_of(name)
-        except NotFoundError:
-            raise NotFoundError("this rank's file is missing", rank=name.rank, path=path) from None
-        try:
-            return RankFile(file, path, name, size)
-        except BaseException:
-            files.close(file)
-            raise
-
-    def _file_of(self, name: RankName) -> files.Readable:
-        """A rank's file, open for reading."""
-        with self._round_directory(name.run, name.round) as dir_fd:
-            return files.open_file(name.file, dir_fd, os.path.join(self.path, name.relative))
 
     def commit(self, receipts: Sequence[Receipt], *, keep: int, extra: Mapping[str, Any] | None = None) -> Manifest:
         """Make a round count: write its manifest, then drop all but this run's newest `keep` rounds. Root only.
 
         `receipts` are those of all ranks, in rank order. What other runs have committed is theirs and stays. A
         round that cannot be dropped stays, with a warning.
+
+        Raises:
+            InvalidArgumentError: receipts of different rounds, or not one per rank in rank order.
+            TargetExistsError: the round is already committed.
+            StorageError.
         """
-        names = [RankName.parse(receipt.relative) for receipt in receipts]
+        names = [receipt.rank_name for receipt in receipts]
         if keep < 1 or not names or not _is_whole(names):
-            raise InvalidArgumentError("a commit wants one receipt of each rank, all of one round, and keep >= 1")
-        older = self._readable_manifests()
+            raise InvalidArgumentError(
+                "commit needs exactly one receipt per rank, in rank order, all of one round, and keep >= 1"
+            )
         first = names[0]
+        with self.view() as view:
+            older = view.readable_manifests()
+            half_dropped = view.dropped(first.run)
+            abandoned = view.all_abandoned(view.places())
         generation = max((m.generation for m in older), default=0) + 1
         manifest = Manifest(first.run, first.round, generation, first.world_size, tuple(receipts), dict(extra or {}))
         text = _manifest_text(manifest)
         path = os.path.join(self.path, first.run, f"{first.round:06d}", MANIFEST)
-        with self._round_directory(first.run, first.round) as dir_fd:
-            files.write_new(dir_fd, MANIFEST, [text], nbytes=len(text), path=path, durable=self.durable)
+        with self._round_directories(first.run, first.round) as dir_fds:
+            atomic.write_new(dir_fds[-1], MANIFEST, [text], nbytes=len(text), path=path, durable=self.durable)
+            atomic.settle(*dir_fds, path=self.path)
         for old in [m for m in [*older, manifest] if m.run == first.run][:-keep]:
             self._drop(old)
+        for old in half_dropped:
+            self._drop(old)
+        self._sweep(abandoned)
         return manifest
 
-    def _readable_manifests(self) -> list[Manifest]:
-        """Committed rounds, oldest first, without those whose manifest is broken: a reader must see that."""
-        found = []
-        for run, number in self._all_rounds():
-            with contextlib.suppress(NotFoundError, CorruptError, UnsafeError):
-                found.append(self.manifest(run, number))
-        return sorted(found, key=_age)
+    def sweep(self, only: str | None = None) -> None:
+        """Remove what processes that have provably ended left here, or in the run `only`: temporary files, and files
+        that they had written for a round that was never committed. Not collective."""
+        try:
+            with self.view() as view:
+                abandoned = view.all_abandoned(view.places(only))
+        except _REMOVED:
+            return
+        self._sweep(abandoned)
 
-    def _all_rounds(self) -> Iterator[tuple[str, int]]:
-        for run in self.runs():
-            with contextlib.suppress(NotFoundError):  # removed meanwhile
-                yield from ((run, number) for number in self.rounds(run))
+    def _sweep(self, rounds: Iterable[tuple[str, int]]) -> None:
+        """Remove what was abandoned in these rounds, unless another look shows that a round was committed meanwhile.
 
-    def manifests(self, places: Iterable[tuple[str, int]] | None = None) -> list[Manifest]:
-        """Committed rounds, oldest first: of all runs, or those among `places` (run, round)."""
-        found = []
-        for run, number in self._all_rounds() if places is None else places:
-            with contextlib.suppress(NotFoundError):  # not committed
-                found.append(self.manifest(run, number))
-        return sorted(found, key=_age)
+        Its writers had ended by the first look, so nobody can commit it after the second.
+        """
+        for run, number in rounds:
+            try:
+                with self.view() as view:
+                    names = view.abandoned(run, number)
+            except _REMOVED:
+                return
+            if names:
+                self._remove(run, number, names)
+
+    def rounds(self, run: str) -> list[int]:
+        """Return the rounds of `run` that have a directory, oldest first."""
+        with self.view() as view:
+            return view.rounds(run)
+
+    def rank_names(self, run: str, round: int) -> list[RankName]:  # noqa: A002
+        """Return the names of the whole files of a round, in rank order."""
+        with self.view() as view:
+            return view.rank_names(run, round)
 
     def manifest(self, run: str, round: int) -> Manifest:  # noqa: A002
-        """The manifest of one round; NotFoundError if it was not committed."""
-        path = os.path.join(self.path, run, f"{round:06d}", MANIFEST)
-        text = self._text_of(run, round, MANIFEST)
-        try:
-            return _parse_manifest(files.parse_json(text, path), run, round)
-        except (KeyError, TypeError, ValueError) as error:
-            raise CorruptError(f"broken manifest: {error}", path=path) from None
-
-    def _text_of(self, run: str, number: int, file: str) -> bytes:
-        """A small file of a round."""
-        with self._round_directory(run, number) as dir_fd:
-            return files.read_small(file, dir_fd=dir_fd, shown=os.path.join(self.path, run, f"{number:06d}", file))
+        """Return the manifest of one round; NotFoundError if it is not committed."""
+        with self.view() as view:
+            return view.manifest(run, round)
 
     def next_round(self, run: str, rank: int | None = None) -> int:
-        """The number after the newest round of `run`, or after the newest in which `rank` wrote."""
+        """Return the number after the newest round of `run`, or after the newest in which `rank` wrote."""
         try:
-            rounds = self.rounds(run)
+            with self.view() as view:
+                rounds = view.rounds(run)
+                if rank is not None:
+                    rounds = [number for number in rounds if _has_written(view, run, number, rank)]
         except NotFoundError:
             return 1
-        if rank is not None:
-            rounds = [n for n in rounds if self._has_written(run, n, rank)]
         return max(rounds, default=0) + 1
-
-    def _has_written(self, run: str, number: int, rank: int) -> bool:
-        try:
-            return any(name.rank == rank for name in self.rank_names(run, number))
-        except NotFoundError:  # removed meanwhile
-            return False
 
     def remove(self, relatives: Iterable[str]) -> None:
         """Remove files by name, then directories that this leaves empty. What is gone already is no error.
@@ -362,30 +519,84 @@ class Workspace:
             if name.relative not in {receipt.relative for receipt in committed}:
                 self._remove(name.run, name.round, [name.file])
 
-    def _drop(self, manifest: Manifest) -> None:
-        """Remove a committed round, its manifest last: what a failure leaves of it is dropped again."""
+    def remove_uncommitted(self, run: str) -> None:
+        """Remove what a run has left in rounds that it has not committed. For when no rank of it writes any more."""
         try:
-            names = [*(os.path.basename(receipt.relative) for receipt in manifest.receipts), MANIFEST]
-            self._remove(manifest.run, manifest.round, names, sweep=True)
-        except (StorageError, UnsafeError) as error:
-            _log.warning("an old round stays: %s", error)
-
-    def _remove(self, run: str, number: int, names: Sequence[str], *, sweep: bool = False) -> None:
-        """Remove files, then directories left empty; with `sweep` also what killed writers left."""
-        path = os.path.join(self.path, run, f"{number:06d}")
-        try:
-            with self._round_directory(run, number) as dir_fd:
-                left = files.names_in(dir_fd, path) if sweep else []
-                for name in [*(name for name in left if _TEMPORARY.fullmatch(name)), *names]:
-                    files.remove_file(name, os.path.join(path, name), dir_fd)
+            with self.view() as view:
+                found = [name for number in view.rounds(run) for name in _uncommitted(view, run, number)]
         except NotFoundError:
             return
-        with contextlib.suppress(OSError):  # not empty: another rank's file, or NFS keeps an open one as .nfs*
-            os.rmdir(path)
-            os.rmdir(os.path.dirname(path))
-            if self._in_memory:
-                os.rmdir(self.path)
-                os.rmdir(os.path.dirname(self.path))
+        self.remove(name.relative for name in found)
+
+    def _drop(self, manifest: Manifest) -> None:
+        """Remove a committed round.
+
+        It is un-committed first: its manifest is renamed, from when on no reader takes the round. The files that it
+        lists follow, the renamed manifest last: after an interrupted drop the next commit finds it and goes on.
+        """
+        run, number = manifest.run, manifest.round
+        path = os.path.join(self.path, run, f"{number:06d}")
+        try:
+            with self._round_directories(run, number) as dir_fds:
+                names = files.names_in(dir_fds[-1], path)
+                if MANIFEST in names:
+                    atomic.rename_new(MANIFEST, DROPPED, dir_fd=dir_fds[-1], path=os.path.join(path, DROPPED))
+                    files.sync_directory(dir_fds[-1], path)
+            listed = [os.path.basename(receipt.relative) for receipt in manifest.receipts]
+            self._remove(run, number, [*filter(atomic.is_temporary, names), *listed, DROPPED])
+        except NotFoundError:
+            return
+        except (StorageError, TargetExistsError, UnsafeError) as error:
+            _log.warning("an old round stays: %s", error)
+
+    def _remove(self, run: str, number: int, names: Sequence[str]) -> None:
+        """Remove files, then directories left empty."""
+        path = os.path.join(self.path, run, f"{number:06d}")
+        try:
+            with self._round_directories(run, number) as dir_fds:
+                for name in names:
+                    files.remove_file(name, os.path.join(path, name), dir_fds[-1])
+        except _REMOVED:
+            return
+        self._remove_empty(run, number)
+
+    def _remove_empty(self, run: str, number: int) -> None:
+        """Remove the directories of a round and its run where they are empty: another rank's file keeps them, and so
+        does on NFS a file that is open."""
+        run_path = os.path.join(self.path, run)
+        with contextlib.suppress(NotFoundError, StorageError, UnsafeError), files.directory(self.path) as root_fd:
+            with files.directory(run, root_fd, run_path) as run_fd:
+                name = f"{number:06d}"
+                files.remove_directory(name, run_fd, os.path.join(run_path, name))
+            empty = files.remove_directory(run, root_fd, run_path)
+            if empty and self._in_memory:
+                with contextlib.suppress(OSError):
+                    os.rmdir(self.path)
+                    os.rmdir(os.path.dirname(self.path))
+
+
+def _is_dead(pending: Any) -> bool:
+    """Whether the writer of a pending file, by its record in the file, has provably ended."""
+    try:
+        return pending is not None and Owner.from_json(pending).is_dead
+    except ValueError:
+        return False
+
+
+def _uncommitted(view: WorkspaceView, run: str, number: int) -> list[RankName]:
+    try:
+        view.manifest(run, number)
+    except NotFoundError:
+        with contextlib.suppress(NotFoundError):  # removed meanwhile
+            return view.rank_names(run, number)
+    return []
+
+
+def _has_written(view: WorkspaceView, run: str, number: int, rank: int) -> bool:
+    try:
+        return any(name.rank == rank for name in view.rank_names(run, number))
+    except _REMOVED:
+        return False
 
 
 def _age(manifest: Manifest) -> tuple[int, str, int]:
@@ -416,34 +627,41 @@ def _digest_of(record: Mapping[str, Any]) -> str:
     return digest(json.dumps(record, sort_keys=True, separators=(",", ":")).encode())
 
 
+def _manifest_in(store: Store, name: str, run: str, number: int) -> Manifest:
+    path = store.path_of(name)
+    try:
+        return _parse_manifest(parse_json(store.read_small(name), path), run, number)
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, StateExchangeError):
+            raise
+        raise CorruptError(f"broken manifest: {error}", path=path) from None
+
+
 def _parse_manifest(raw: Any, run: str, number: int) -> Manifest:
     """The manifest of a round from parsed JSON; one that contradicts itself or the round is a ValueError."""
     if not isinstance(raw, dict) or raw.pop("digest") != _digest_of(raw):
         raise ValueError("it differs from its own digest")
     receipts = tuple(Receipt(os.path.join(run, f"{number:06d}", name), size) for name, size in raw["files"])
-    names = [RankName.parse(receipt.relative) for receipt in receipts]
+    names = [receipt.rank_name for receipt in receipts]
     known = [raw["schema"], raw["run"], raw["round"], type(raw["generation"])] == [SCHEMA, run, number, int]
     if not known or not names or not _is_whole(names):
         raise ValueError("it is of another schema or round, or does not list all ranks")
     return Manifest(run, number, raw["generation"], raw["world_size"], receipts, raw["extra"])
 
 
-def _check_private(dir_fd: int, path: str) -> None:
-    """UnsafeError where others could change what lies in a directory."""
-    found = os.fstat(dir_fd)
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise UnsafeError("refused: others may write in this directory", path=path)
-    if os.geteuid() not in (0, found.st_uid) and found.st_uid != 0:
-        raise UnsafeError("refused: this directory belongs to another user", path=path)
-
-
 class RankFile:
-    """One rank's open file: its facts, shards and digests, and their bytes on demand. A context manager."""
+    """One rank's open file: its facts, shards and digests, and their bytes on demand. A context manager.
 
-    def __init__(self, fd: files.Readable, path: str, name: RankName, size: int | None = None) -> None:
-        self._fd = fd
-        self.path = path
-        self.header: Header = read_header(fd, path)
+    close() closes `owner` if given; a file from `WorkspaceView.open` is closed with the view.
+    """
+
+    def __init__(
+        self, file: StoredFile, name: RankName, size: int | None = None, *, owner: Place | None = None
+    ) -> None:
+        self.file = file
+        self.path = path = file.path
+        self._owner = owner
+        self.header: Header = read_header(file)
         if size is not None and self.header.nbytes != size:
             raise CorruptError(
                 "size differs from its receipt",
@@ -491,10 +709,11 @@ class RankFile:
         entry = self.header.entries[name]
         data = bytearray(entry.nbytes)
         view = memoryview(data)
-        files.pread_into(self._fd, view, entry.begin, self.path)
+        self.file.read_into(view, entry.begin)
         for expected, (begin, nbytes) in zip(self.digests[name], self.extents(name), strict=True):
             found = digest(view[begin - entry.begin :][:nbytes])
             if found != expected:
+                self.file.check_unchanged()  # what was changed while it was read is no corruption
                 raise CorruptError(
                     "bytes differ from their digest",
                     path=self.path,
@@ -506,8 +725,9 @@ class RankFile:
         return data
 
     def close(self) -> None:
-        """Close the file."""
-        files.close(self._fd)
+        """Close what the file owns."""
+        if self._owner is not None:
+            self._owner.close()
 
     def __enter__(self) -> RankFile:
         return self

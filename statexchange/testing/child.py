@@ -8,6 +8,7 @@ import functools
 import importlib
 import operator
 import os
+import queue
 import shutil
 import signal
 import sys
@@ -19,13 +20,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from statexchange import values
 from statexchange.errors import NotInitializedError
+from statexchange.testing.clean_state import CleanState
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-__all__ = ["describe", "load", "report", "sender", "serve"]
+__all__ = ["GO", "KEEP", "describe", "load", "report", "sender", "serve"]
 
 Send = Callable[[object], None]
+GO, KEEP = b"go", b"keep"  # the launcher's orders, besides tasks
 
 sender: ContextVar[Send | None] = ContextVar("sender", default=None)
 _OWN_FILES = {os.path.join(os.path.dirname(__file__), name) for name in ("child.py", "worlds.py", "plugin.py")}
@@ -60,61 +63,89 @@ def describe(error: BaseException) -> list[str]:
 
 
 class _Line:
-    """The rank's end of the pipe: what it says, the launcher's word to go, and the launcher's death."""
+    """The rank's end of the pipe: what it sends, the launcher's orders, and the launcher's death."""
 
-    def __init__(self, connection: Connection, directory: str) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._directory = directory
         self._lock = threading.Lock()
-        self.released = threading.Event()
+        self._orders: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.directory: str | None = None
 
     def send(self, kind: str, payload: object) -> None:
         message = values.encode([kind, payload]).encode()
         with self._lock:
             self._connection.send_bytes(message)
 
+    def order(self) -> bytes:
+        """Return the launcher's next order: a task, GO or KEEP."""
+        return self._orders.get()
+
     def watch(self) -> None:
-        try:
-            self._connection.recv_bytes()
-        except (EOFError, OSError):
-            shutil.rmtree(self._directory, ignore_errors=True)  # a launcher killed by force cannot
-            os._exit(1)
-        self.released.set()
+        order = b""
+        while order != GO:
+            try:
+                order = self._connection.recv_bytes()
+            except (EOFError, OSError):
+                if self.directory is not None:
+                    shutil.rmtree(self.directory, ignore_errors=True)  # a launcher killed by force cannot
+                os._exit(1)
+            self._orders.put(order)
 
 
 def serve(connection: Connection) -> None:
-    """Do the task that comes through `connection`, and stay until the launcher says that all ranks are done.
+    """Do the tasks that come through `connection`, until the launcher lets this rank go.
 
     Not collective; blocks on the launcher, whose death ends this process. A rank that fails exits at once, so
     that its peers see their connections close; under mpiexec it waits too, as its exit would end the job.
+
+    After a task the launcher, once all ranks have done theirs, sends GO, and the process ends, or KEEP: then the rank
+    sets its state back and sends "clean" with None, or with what cannot be set back, and gets another task or GO.
     """
+    line = _Line(connection)
+    threading.Thread(target=line.watch, name="launcher", daemon=True).start()
+    order = line.order()
+    while order != GO:
+        order = _serve_task(values.decode(order), line)
+
+
+def _serve_task(task: dict[str, Any], line: _Line) -> bytes:
+    """Do one task, and return the order that comes after it."""
     global _process_sender
-    task = values.decode(connection.recv_bytes())
-    line = _Line(connection, task["directory"])
+    line.directory = task["directory"]
     _process_sender = functools.partial(line.send, "report")
     _dump_stacks_into(f"{task['directory']}/stacks-{task['rank']}")
-    threading.Thread(target=line.watch, name="launcher", daemon=True).start()
     group = contextlib.ExitStack()
     try:
-        line.send("ok", _work(task, group))
+        _settle(task)
+        function = load(task["target"])
+        before = _state_before(task)
+        if task["backend"] == "gloo":
+            group.enter_context(_gloo(task))
+        line.send("ok", function(*values.decode(task["args"])))
     except BaseException as error:  # noqa: BLE001 - SystemExit and pytest's outcomes must reach the launcher too
         line.send("raised", describe(error))
         _leave(line, patient=task["backend"] == "mpi")
-    line.released.wait()
+    order = line.order()
     group.close()
+    if order == KEEP and before is not None:
+        line.send("clean", before.restore())
+        order = line.order()
+    return order
+
+
+def _state_before(task: dict[str, Any]) -> CleanState | None:
+    """The state to set back after the task, if this process may get another."""
+    if not task["reuse"]:
+        return None
+    if task["backend"] == "mpi":
+        importlib.import_module("mpi4py.MPI")  # initialises MPI, which lasts as long as the process
+    return CleanState()
 
 
 def _dump_stacks_into(path: str) -> None:
     file = open(path, "w")  # noqa: SIM115 - faulthandler writes into it until the process has ended
     faulthandler.enable(file)
     faulthandler.register(signal.SIGUSR1, file)
-
-
-def _work(task: dict[str, Any], group: contextlib.ExitStack) -> Any:
-    _settle(task)
-    if task["backend"] == "gloo":
-        group.enter_context(_gloo(task))
-    return load(task["target"])(*values.decode(task["args"]))
 
 
 def _settle(task: dict[str, Any]) -> None:
@@ -141,7 +172,7 @@ def _gloo(task: dict[str, Any]) -> Iterator[None]:
 
 def _leave(line: _Line, *, patient: bool) -> NoReturn:
     if patient:
-        line.released.wait()
+        line.order()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

@@ -1,7 +1,9 @@
 """The pytest plugin: ``@pytest.mark.ranks(2, 4, backend="gloo")`` runs a test on every rank of small worlds.
 
 Load it with ``-p statexchange.testing.plugin``. A test gets its rank from its communicator or environment; it
-may ask for `tmp_path`, the same directory on all ranks, and for parameters that are JSON values.
+may ask for `tmp_path`, the same directory on all ranks, and for parameters that are JSON values. A backend and a
+world size may be a `pytest.param` with marks of its own. With ``reuse=True`` the ranks may serve several tests, see
+`run_ranks`.
 
 With ``--no-skips`` a skip fails the session, unless its reason begins with "no GPU".
 """
@@ -15,16 +17,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config
+from _pytest.mark.structures import ParameterSet
 
 from statexchange.testing import RankFailure, child, run_ranks
-from statexchange.testing.worlds import mpi_missing
+from statexchange.testing.worlds import dismiss_kept, mpi_missing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Iterator
+
+    from _pytest.assertion.rewrite import AssertionRewritingHook
 
 __all__: list[str] = []
 
-_MARKER = "ranks(*world_sizes, backend='threads', timeout_s=20): run the test on every rank of each world"
+_MARKER = "ranks(*world_sizes, backend='threads', timeout_s=20, reuse=False): run the test on every rank of each world"
 _ALLOWED_SKIP = "no GPU"
 
 
@@ -45,14 +50,28 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     if metafunc.cls is not None:
         raise pytest.UsageError(f"{metafunc.definition.nodeid}: the ranks marker is for functions, not for methods")
-    if not marker.args or marker.kwargs.keys() - {"backend", "timeout_s"}:
+    if not marker.args or marker.kwargs.keys() - {"backend", "timeout_s", "reuse"}:
         raise pytest.UsageError(f"{metafunc.definition.nodeid}: use {_MARKER.partition(':')[0]}")
     backend = marker.kwargs.get("backend", "threads")
-    backends = (backend,) if isinstance(backend, str) else backend
-    cases = [(name, world_size) for name in backends for world_size in marker.args]
+    backends = backend if isinstance(backend, tuple | list) and not isinstance(backend, ParameterSet) else (backend,)
+    cases = [
+        pytest.param((name, size), marks=[*name_marks, *size_marks], id=f"{name}-{size}")
+        for name, name_marks in map(_with_marks, backends)
+        for size, size_marks in map(_with_marks, marker.args)
+    ]
     metafunc.fixturenames.append("ranks_case")
-    ids = [f"{name}-{world_size}" for name, world_size in cases]
-    metafunc.parametrize("ranks_case", cases, ids=ids)
+    metafunc.parametrize("ranks_case", cases)
+
+
+def _with_marks(value: Any) -> tuple[Any, Collection[Any]]:
+    return (value.values[0], value.marks) if isinstance(value, ParameterSet) else (value, ())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ranks_for_several_tests() -> Iterator[None]:
+    """Ranks that tests reuse end with the session, and must end well."""
+    yield
+    dismiss_kept()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -68,17 +87,19 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         pytest.skip(missing)
     names = [name for name in pyfuncitem._fixtureinfo.argnames if name in pyfuncitem.funcargs]  # noqa: SLF001
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
-    _run(pyfuncitem.obj, arguments, backend, world_size, marker.kwargs.get("timeout_s", 20.0))
+    options = {"timeout_s": marker.kwargs.get("timeout_s", 20.0), "reuse": marker.kwargs.get("reuse", False)}
+    _run(pyfuncitem.obj, arguments, backend, world_size, options)
     return True
 
 
-def _run(test: Callable[..., None], arguments: dict[str, Any], backend: str, world_size: int, timeout_s: float) -> None:
+def _run(
+    test: Callable[..., None], arguments: dict[str, Any], backend: str, world_size: int, options: dict[str, Any]
+) -> None:
     try:
         if backend == "threads":
-            run_ranks(functools.partial(test, **arguments), world_size, timeout_s=timeout_s)
+            run_ranks(functools.partial(test, **arguments), world_size, **options)
         else:
-            args = _portable(test, arguments)
-            run_ranks(_on_rank, world_size, backend=backend, args=args, timeout_s=timeout_s)
+            run_ranks(_on_rank, world_size, backend=backend, args=_portable(test, arguments), **options)
     except RankFailure as failure:
         _raise_outcome(failure)
 
@@ -92,8 +113,13 @@ def _portable(test: Callable[..., None], arguments: dict[str, Any]) -> tuple[str
 
 def _on_rank(target: str, arguments: dict[str, Any], paths: list[str]) -> None:
     """Call the test within a rank's process, whose asserts then tell their values as pytest's do."""
-    install_importhook(get_config()).mark_rewrite(target.partition(":")[0])
+    _rewriting().mark_rewrite(target.partition(":")[0])
     child.load(target)(**{name: Path(value) if name in paths else value for name, value in arguments.items()})
+
+
+@functools.cache
+def _rewriting() -> AssertionRewritingHook:
+    return install_importhook(get_config())
 
 
 def _raise_outcome(failure: RankFailure) -> NoReturn:

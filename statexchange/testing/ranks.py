@@ -24,7 +24,7 @@ class RankOutcome:
 
     `state` is "ok", "raised" (`error` is the exception's type name), "exited" (its process ended unasked) or
     "running" (its time was up; `traceback` is its stack). `exit_code` is negative for a signal, and None for
-    threads and for processes that the launcher ended. Under mpiexec it is the job's.
+    threads and for processes that the launcher ended or keeps. Under mpiexec it is the job's.
     """
 
     rank: int
@@ -109,6 +109,7 @@ def run_ranks(
     timeout_s: float = ...,
     on_message: OnMessage | None = ...,
     allow_failure: Literal[False] = ...,
+    reuse: bool = ...,
 ) -> list[Any]: ...
 @overload
 def run_ranks(
@@ -120,6 +121,7 @@ def run_ranks(
     timeout_s: float = ...,
     on_message: OnMessage | None = ...,
     allow_failure: Literal[True],
+    reuse: bool = ...,
 ) -> RankOutcomes: ...
 def run_ranks(
     fn: Callable[..., Any],
@@ -130,10 +132,12 @@ def run_ranks(
     timeout_s: float = 20.0,
     on_message: OnMessage | None = None,
     allow_failure: bool = False,
+    reuse: bool = False,
 ) -> list[Any] | RankOutcomes:
     """Run ``fn(*args)`` on `world_size` ranks and return what they returned, in rank order.
 
-    Not collective; blocks until all ranks have ended, about `timeout_s` at most; leaves no process behind.
+    Not collective; blocks until all ranks have ended, about `timeout_s` at most; leaves no process behind
+    unless `reuse` is given.
 
     `backend`: "threads" of this process, each with a communicator of its own as its default; "processes",
     which find RANK and WORLD_SIZE in their environment; "gloo", the same with torch.distributed's default
@@ -142,12 +146,18 @@ def run_ranks(
 
     When a rank fails the others get two seconds to end by themselves; then RankFailure tells what each rank
     did. With `allow_failure` they get all of `timeout_s`, and what each did is returned.
+
+    With `reuse` the processes may have served earlier calls with `reuse`, and may be kept for later ones, until this
+    process ends. It saves the launch, seconds under mpiexec. Communicators, process groups, environment, working
+    directory and torch's seed are set back in between; a world in which anything failed, or a rank left a thread, a
+    child process, a socket or other state behind, is not used again. The exit of the ranks is then not part of the
+    call, and no exit code is given. `fn` must not depend on a new process, nor change variables of modules.
     """
     if backend not in BACKENDS:
         raise InvalidArgumentError(f"no backend {backend!r}: use one of {', '.join(BACKENDS)}")
     if world_size < 1:
         raise InvalidArgumentError("a world has at least one rank", expected="world_size >= 1", found=world_size)
-    world = open_world(backend, fn, args, world_size)
+    world = open_world(backend, fn, args, world_size, reuse=reuse)
     try:
         world.start()
         outcomes = _watch(world, world_size, timeout_s, on_message, patient=allow_failure)
@@ -179,6 +189,8 @@ def _watch(
                     deadline = time.monotonic() + _GRACE_S
                     limit = f"did not finish within {_GRACE_S:g} s of the failure of rank {rank}"
     running = set(range(world_size)) - ends.keys()
+    if all(end.state == "ok" for end in ends.values()) and not running and world.keep():
+        return RankOutcomes(end for _, end in sorted(ends.items()))
     ends.update({rank: _running(world, rank, limit) for rank in sorted(running)})
     world.kill(running)
     world.release()

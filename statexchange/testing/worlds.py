@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import importlib.util
+import logging
 import multiprocessing
 import os
 import queue
@@ -29,13 +32,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from multiprocessing.context import ForkServerContext, ForkServerProcess
 
-__all__ = ["BACKENDS", "World", "mpi_missing", "open_world"]
+__all__ = ["BACKENDS", "World", "dismiss_kept", "mpi_missing", "open_world"]
 
 BACKENDS = ("threads", "processes", "gloo", "mpi")
 Event = tuple[int, str, Any]  # rank; "report", "ok", "raised" or "exited"; what it sent
 
 _POLL_S = 0.05
 _STACK_S = 1.0
+_CLEAN_S = 8.0  # for a rank to set its state back, or to end after that
+_log = logging.getLogger("statexchange")
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _OPEN_MPI = {  # which otherwise refuses root, and more ranks than cores
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -62,6 +67,9 @@ class World(Protocol):
     def release(self) -> None:
         """Let the ranks go that have done their work."""
 
+    def keep(self) -> bool:
+        """Keep the ranks, which have all done their work, for another task; False if they must go."""
+
     def ended(self, rank: int, wait_s: float) -> bool:
         """Whether `rank` has ended within `wait_s`."""
 
@@ -72,12 +80,64 @@ class World(Protocol):
         """Leave nothing behind, whatever has happened."""
 
 
-def open_world(backend: str, fn: Callable[..., Any], args: tuple[Any, ...], world_size: int) -> World:
-    """A world, not yet started, whose ranks call ``fn(*args)``."""
+def open_world(
+    backend: str, fn: Callable[..., Any], args: tuple[Any, ...], world_size: int, *, reuse: bool = False
+) -> World:
+    """A world whose ranks call ``fn(*args)`` once it is started; with `reuse` one that was kept, if there is one."""
     if backend == "threads":
         return _Threads(fn, args, world_size)
     task = {"target": _target(fn, backend), "args": values.encode(args), "world_size": world_size}
-    return _Job({**task, "backend": backend}) if backend == "mpi" else _Processes({**task, "backend": backend})
+    task |= {"backend": backend, "reuse": reuse}
+    kind = _Job if backend == "mpi" else _Processes
+    world = _take_kept(kind, world_size) if reuse else None
+    if world is None:
+        return kind(task)
+    world.take(task)
+    return world
+
+
+# Worlds of ranks that are idle, the longest kept first; of each kind and size at most one.
+_kept: list[_Remote] = []
+_ended_badly: list[str] = []  # ranks of such worlds, for `dismiss_kept` to report
+_MOST_KEPT_RANKS = 8
+_MOST_TASKS = 50  # of one world, in case that each leaves a little behind which nobody sees
+
+
+def _take_kept(kind: type[_Remote], world_size: int) -> _Remote | None:
+    for world in _kept:
+        if type(world) is kind and world.world_size == world_size:
+            _kept.remove(world)
+            if not world.is_alive():
+                _log.warning("ranks that were kept for other tests have died meanwhile")
+                world.dismiss()
+            elif world.fits():
+                return world
+            else:
+                _ended_badly.extend(world.dismiss())
+            break
+    return None
+
+
+def _put_kept(world: _Remote) -> None:
+    _dismiss_at_exit()
+    _kept.append(world)
+    while sum(kept.world_size for kept in _kept) > _MOST_KEPT_RANKS:
+        _ended_badly.extend(_kept.pop(0).dismiss())
+
+
+def dismiss_kept() -> None:
+    """End the ranks that are kept for another task; RuntimeError if one of them does not end well."""
+    while _kept:
+        _ended_badly.extend(_kept.pop().dismiss())
+    if _ended_badly:
+        text = ", ".join(_ended_badly)
+        _ended_badly.clear()
+        raise RuntimeError(f"ranks that were kept for other tests did not end well: {text}")
+
+
+@functools.cache
+def _dismiss_at_exit() -> None:
+    atexit.register(dismiss_kept)
 
 
 def _target(fn: Callable[..., Any], backend: str) -> str:
@@ -149,6 +209,9 @@ class _Threads:
 
     def release(self) -> None: ...
 
+    def keep(self) -> bool:
+        return False  # threads end by themselves
+
     def ended(self, rank: int, wait_s: float) -> bool:
         self._threads[rank].join(wait_s)
         return not self._threads[rank].is_alive()
@@ -164,20 +227,48 @@ class _Remote:
     """Ranks that are processes, each at the other end of a connection."""
 
     def __init__(self, task: dict[str, Any]) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="statexchange-")
-        self._task = {**task, "path": sys.path, "environ": None, "directory": self._directory.name}
-        self._world_size: int = task["world_size"]
+        self.world_size: int = task["world_size"]
+        self._tasks = 0
         self._connections: dict[int, Connection] = {}
         self._open: dict[Connection, int] = {}
         self._pids: dict[int, int] = {}
+        self.take(task)
 
-    def _meet(self, rank: int, pid: int, connection: Connection, **task: Any) -> None:
+    def take(self, task: dict[str, Any]) -> None:
+        """Make `task` the one that `start` gives to the ranks."""
+        self._directory = tempfile.TemporaryDirectory(prefix="statexchange-")
+        self._task = {**task, "path": sys.path, "environ": None, "directory": self._directory.name}
+        self._tasks += 1
+        self.is_kept = False
+
+    def start(self) -> None:
+        if self._connections:
+            for rank in self._connections:
+                self._give_task(rank)
+        else:
+            self._launch()
+
+    def _launch(self) -> None:
+        """Start the processes; `_meet` is called for each, here or when it has come."""
+        raise NotImplementedError
+
+    def _meet(self, rank: int, pid: int, connection: Connection) -> None:
         self._connections[rank] = connection
         self._open[connection] = rank
         self._pids[rank] = pid
-        task = {**self._task, "rank": rank, **task}
-        with contextlib.suppress(ConnectionError):  # it died at once, which its connection will tell
-            connection.send_bytes(values.encode(task).encode())
+        self._give_task(rank)
+
+    def _give_task(self, rank: int) -> None:
+        task = {**self._task, "rank": rank, "environ": self._environ(rank)}
+        self._send(rank, values.encode(task).encode())
+
+    def _environ(self, rank: int) -> dict[str, str] | None:  # noqa: ARG002
+        """The environment of a rank; None: as it has been launched."""
+        return None
+
+    def _send(self, rank: int, message: bytes) -> None:
+        with contextlib.suppress(ConnectionError):  # it has ended, which its connection shows
+            self._connections[rank].send_bytes(message)
 
     def _read(self, connections: Iterable[Connection]) -> Iterator[Event]:
         for connection in connections:
@@ -201,11 +292,61 @@ class _Remote:
         return _innermost(threads), "\n\n".join(threads)
 
     def release(self) -> None:
-        for connection in self._connections.values():
-            with contextlib.suppress(ConnectionError):  # it has ended already
-                connection.send_bytes(b"go")
+        for rank in self._connections:
+            self._send(rank, child.GO)
+
+    def keep(self) -> bool:
+        if not self._task["reuse"] or self._tasks >= _MOST_TASKS:
+            return False
+        for rank in self._connections:
+            self._send(rank, child.KEEP)
+        clean: set[int] = set()
+        deadline = time.monotonic() + _CLEAN_S
+        while len(clean) < self.world_size and time.monotonic() < deadline:
+            for rank, kind, reason in self.events(deadline - time.monotonic()):
+                if kind == "clean" and reason is None:
+                    clean.add(rank)
+                elif kind != "report":
+                    _log.debug("rank %d of %s is not used again: %s", rank, self._task["target"], reason or kind)
+                    return False
+        if len(clean) < self.world_size:
+            return False
+        self._directory.cleanup()
+        _put_kept(self)
+        self.is_kept = True
+        return True
+
+    def is_alive(self) -> bool:
+        """Whether all ranks of a kept world wait for a task."""
+        return not wait(list(self._open), 0)
+
+    def fits(self) -> bool:
+        """Whether the ranks were launched as they would be now."""
+        return True
+
+    def dismiss(self) -> list[str]:
+        """End ranks that have been kept; return a line for each that does not end well."""
+        self.is_kept = False
+        self.release()
+        ended = [self.ended(rank, _CLEAN_S) for rank in range(self.world_size)]
+        codes = [self.exit_code(rank) for rank in range(self.world_size)]
+        self.close()
+        return [
+            f"rank {rank} of {self.world_size}: exit code {code}" if end else f"rank {rank}: did not exit"
+            for rank, (end, code) in enumerate(zip(ended, codes, strict=True))
+            if code or not end
+        ]
 
     def ended(self, rank: int, wait_s: float) -> bool:
+        raise NotImplementedError
+
+    def exit_code(self, rank: int) -> int | None:
+        raise NotImplementedError
+
+    def events(self, wait_s: float) -> Iterator[Event]:
+        raise NotImplementedError
+
+    def kill(self, ranks: set[int]) -> None:
         raise NotImplementedError
 
     def _disconnect(self) -> None:
@@ -213,6 +354,10 @@ class _Remote:
             connection.close()
 
     def close(self) -> None:
+        if not self.is_kept:
+            self._end()
+
+    def _end(self) -> None:
         self._disconnect()
         self._directory.cleanup()
 
@@ -239,18 +384,18 @@ class _Processes(_Remote):
         super().__init__(task)
         self._processes: list[ForkServerProcess] = []
 
-    def start(self) -> None:
+    def _launch(self) -> None:
         context = _fork_server()
-        for rank in range(self._world_size):
+        for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=child.serve, args=(theirs,), name=f"rank {rank}")
             process.start()
             theirs.close()
             self._processes.append(process)
-            self._meet(rank, process.pid or 0, ours, environ=self._environ(rank))
+            self._meet(rank, process.pid or 0, ours)
 
     def _environ(self, rank: int) -> dict[str, str]:
-        size = self._world_size
+        size = self.world_size
         launch = dict(zip(_LAUNCH_VARIABLES, map(str, (rank, size, rank, size)), strict=True))
         return {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **launch}
 
@@ -268,12 +413,12 @@ class _Processes(_Remote):
     def exit_code(self, rank: int) -> int | None:
         return self._processes[rank].exitcode
 
-    def close(self) -> None:
+    def _end(self) -> None:
         for process in self._processes:
             process.kill()
             process.join()
             process.close()
-        super().close()
+        super()._end()
 
 
 def _fork_server() -> ForkServerContext:
@@ -301,23 +446,25 @@ def mpi_missing() -> str | None:
 class _Job(_Remote):
     """Ranks under mpiexec, which come to a socket of ours. Only the job as a whole has an exit code."""
 
+    _ok: set[int]
+
     def __init__(self, task: dict[str, Any]) -> None:
+        self._launched_in = _surroundings()
         super().__init__(task)
         self._listener = socket.socket(socket.AF_UNIX)
         self._job: subprocess.Popen[bytes] | None = None
-        self._ok: set[int] = set()
 
-    def start(self) -> None:
+    def _launch(self) -> None:
         mpiexec = _mpiexec()
         if mpiexec is None:
             raise MissingExtraError("no mpiexec beside this Python or on PATH: pip install mpich")
         address = f"{self._directory.name}/launcher"
         self._listener.bind(address)
-        self._listener.listen(self._world_size)
+        self._listener.listen(self.world_size)
         command = [
             mpiexec,
             "-n",
-            str(self._world_size),
+            str(self.world_size),
             sys.executable,
             "-m",
             "statexchange.testing.mpi_rank",
@@ -332,7 +479,7 @@ class _Job(_Remote):
             self._admit()
         events = list(self._read(c for c in ready if isinstance(c, Connection)))
         if not ready and self._ended(0):
-            events += [(rank, "exited", None) for rank in range(self._world_size) if rank not in self._connections]
+            events += [(rank, "exited", None) for rank in range(self.world_size) if rank not in self._connections]
         self._ok.update(rank for rank, kind, _ in events if kind == "ok")
         yield from events
 
@@ -357,11 +504,18 @@ class _Job(_Remote):
         return False
 
     def exit_code(self, rank: int) -> int | None:
-        if self._job is None or (rank in self._ok and len(self._ok) < self._world_size):
+        if self._job is None or (rank in self._ok and len(self._ok) < self.world_size):
             return None  # the job's code speaks of the ranks that failed
         return self._job.returncode
 
-    def close(self) -> None:
+    def take(self, task: dict[str, Any]) -> None:
+        super().take(task)
+        self._ok = set()
+
+    def fits(self) -> bool:
+        return self._launched_in == _surroundings()
+
+    def _end(self) -> None:
         self._listener.close()
         self._disconnect()
         if self._job is not None and not self._ended(_POLL_S):
@@ -369,7 +523,12 @@ class _Job(_Remote):
             if not self._ended(_STACK_S):
                 self._job.kill()
                 self._job.wait()
-        super().close()
+        super()._end()
+
+
+def _surroundings() -> tuple[str, dict[str, str]]:
+    """What a job inherits: two that were launched in the same surroundings are alike."""
+    return os.getcwd(), {name: value for name, value in _mpi_environ().items() if name != "PYTEST_CURRENT_TEST"}
 
 
 def _mpi_environ() -> dict[str, str]:

@@ -24,10 +24,10 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from statexchange.comm.communicator import Communicator
-from statexchange.comm.control_page import usable_cores
 from statexchange.comm.work import Work
 from statexchange.comm.world import as_communicator
 from statexchange.errors import InvalidArgumentError, MismatchError, StateExchangeError
+from statexchange.processes import usable_cores
 from statexchange.train.declarations import (
     Declaration,
     Source,

@@ -1,0 +1,66 @@
+"""Small files that go along with the weights of a published checkpoint: config, tokenizer."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from statexchange.checkpoint.index import index_name, single_file_name
+from statexchange.errors import InvalidArgumentError
+from statexchange.formats.huggingface import MANIFEST
+from statexchange.storage.place import open_place
+
+if TYPE_CHECKING:
+    from statexchange.layout.plan import Plan
+
+__all__ = ["FilesFrom", "extra_files"]
+
+FilesFrom = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | bytes] | None
+
+_LEFT_OUT = re.compile(
+    r".*\.(safetensors|bin|pt|pth|ckpt|distcp|gguf|onnx|h5|msgpack|npz|index\.json)|statexchange\.json|\..*"
+)
+
+
+def extra_files(given: FilesFrom, plan: Plan) -> dict[str, bytes]:
+    """Return the content of each extra file by name: of a directory all small files, else those named or given whole.
+
+    Names that are no plain ones, or those of the checkpoint's own files, are an InvalidArgumentError.
+    """
+    if given is None:
+        return {}
+    own = {MANIFEST, index_name(plan), *(file.name for file in plan.files), single_file_name(plan)}
+    found: dict[str, bytes] = {}
+    for name, data in _given_files(given):
+        if name in found:
+            raise InvalidArgumentError(f"files_from gives the file name {name!r} twice")
+        is_plain = name == os.path.basename(name) and name not in ("", ".", "..") and "\0" not in name
+        if name in own or not is_plain or name.startswith(".statexchange"):
+            raise InvalidArgumentError(
+                f"files_from: {name!r} is not a plain file name, or is one that the checkpoint itself writes"
+            )
+        found[name] = data
+    return found
+
+
+def _given_files(given: FilesFrom) -> Iterator[tuple[str, bytes]]:
+    if isinstance(given, Mapping):
+        for name, text in given.items():
+            if not isinstance(name, str):
+                raise InvalidArgumentError(f"files_from: {name!r:.100} is not a plain file name")
+            if not isinstance(text, str | bytes):
+                raise InvalidArgumentError(f"files_from[{name!r}] must be str or bytes, not {type(text).__name__}")
+            yield name, text.encode() if isinstance(text, str) else text
+        return
+    named = [given] if isinstance(given, str | os.PathLike) else given
+    if not isinstance(named, Sequence) or not all(isinstance(one, str | os.PathLike) for one in named):
+        raise InvalidArgumentError(
+            f"files_from must be a path, a list of paths or a mapping of names to text, not {given!r:.100}"
+        )
+    for one in named:
+        with open_place(os.fspath(one)) as place:
+            names = [name for name in place.names if not _LEFT_OUT.fullmatch(name)]
+            for name in names if place.file is None else [place.file]:
+                yield name, place.store.read_small(name)

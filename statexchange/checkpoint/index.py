@@ -1,0 +1,86 @@
+"""The small files of a published checkpoint that say what lies in it: Hugging Face's index, and our manifest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from statexchange.errors import CorruptError, NotFoundError
+from statexchange.formats.huggingface import MANIFEST
+from statexchange.storage.json_text import MAX_MANIFEST_BYTES, parse_json
+
+if TYPE_CHECKING:
+    from statexchange.layout.plan import FilePlan, Plan, TensorPlan
+    from statexchange.storage.store import Store
+
+__all__ = ["BoxFact", "index_name", "index_text", "listed_files", "manifest_text", "single_file_name"]
+
+_SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class BoxFact:
+    """Provenance of one published box: rank and digest."""
+
+    rank: int
+    digest: str
+
+
+def single_file_name(plan: Plan) -> str:
+    """Return what the weights would be called if they were one file: readers look for it first."""
+    return plan.files[0].name.replace(f"-00001-of-{len(plan.files):05d}", "", 1) if plan.files else ""
+
+
+def index_name(plan: Plan) -> str | None:
+    """Return the name of the index that a plan's directory needs; None for a single file."""
+    return None if len(plan.files) == 1 else f"{single_file_name(plan)}.index.json"
+
+
+def index_text(plan: Plan) -> bytes:
+    """Return Hugging Face's index: which file has which tensor."""
+    weight_map = {tensor.name: file.name for file in plan.files for tensor in file.tensors}
+    record = {"metadata": {"total_size": plan.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def manifest_text(plan: Plan, facts: Mapping[str, Sequence[BoxFact]], names: Sequence[str], source: str) -> bytes:
+    """Return the manifest: `names` of all other files, and for each tensor its boxes with their facts."""
+    record = {
+        "schema": _SCHEMA,
+        "plan": plan.digest,
+        "source": source,
+        "digest": "xxh3-128",
+        "files": sorted(names),
+        "aliases": dict(plan.aliases),
+        "tensors": {t.name: _tensor_record(f, t, facts[t.name]) for f in plan.files for t in f.tensors},
+    }
+    return json.dumps(record, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def _tensor_record(file: FilePlan, tensor: TensorPlan, facts: Sequence[BoxFact]) -> dict[str, Any]:
+    boxes = []
+    for piece, fact in zip(tensor.pieces, facts, strict=True):
+        boxes.append([*piece.box.to_json(), fact.digest, fact.rank])
+    return {
+        "file": file.name,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "source": tensor.source,
+        "boxes": boxes,
+    }
+
+
+def listed_files(store: Store) -> list[str]:
+    """Return the files that a directory's own manifest lists, in the order in which they are to be removed: the
+    manifest itself, indexes, all others. Without a manifest none; a broken one is a CorruptError."""
+    path = store.path_of(MANIFEST)
+    try:
+        raw: Any = parse_json(store.read_small(MANIFEST, MAX_MANIFEST_BYTES), path)
+    except NotFoundError:
+        return []
+    names = raw.get("files") if isinstance(raw, dict) else None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CorruptError("broken manifest: it lists no files", path=path)
+    return [MANIFEST, *sorted(set(names) - {MANIFEST}, key=lambda name: (not name.endswith(".index.json"), name))]

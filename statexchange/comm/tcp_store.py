@@ -1,0 +1,225 @@
+"""TCP key-value stores that rank 0 serves and all ranks join.
+
+The server is one object, and everything that uses the store (Gloo groups, communicators, user code) has a client. So
+closing the server frees its port, whoever still holds a client.
+
+Keys and who writes them:
+
+    server           rank 0, before it joins: a nonce of this server
+    joined/<rank>    each rank, once: a nonce of its process. A second process of that rank finds another nonce there.
+    complete         rank 0, when all have joined
+    failed           rank 0, instead of `complete`: the error that it raises, which the others then raise, too
+    failure_reads    a counter of the ranks that have read `failed`; rank 0 serves a second longer for them
+
+Only `get` and `wait` of torch's clients block, and they are called for keys that are known to be there; everything else
+is polled with a deadline. A lost connection is LostServerError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from statexchange.errors import (
+    NotInitializedError,
+    PeerError,
+    StallError,
+    StateExchangeError,
+    from_record,
+    to_record,
+)
+
+__all__ = [
+    "LostServerError",
+    "Server",
+    "complete",
+    "connect",
+    "enroll",
+    "failure_announced",
+    "lost_rank_0",
+    "server_nonce",
+    "stall",
+    "wait_for_all",
+    "wait_until_complete",
+]
+
+_stores: Any = dist  # torch exports its stores there, but not for type checkers
+_POLL_S = 0.02
+_ATTEMPT_S = 5.0
+_NOTICE_S = 1.0
+_PHASE = "the rendezvous"
+
+
+class LostServerError(Exception):
+    """The connection to the server has ended."""
+
+
+class Server:
+    """The TCP store that this process serves until `close`. `port` is where."""
+
+    def __init__(self, store: Any) -> None:
+        self._store: Any = store
+        self.port = int(store.port)
+        self.nonce = secrets.token_hex(16)
+        store.set("server", self.nonce)
+
+    @classmethod
+    def at(cls, host: str, port: int, timeout_s: float) -> Server:
+        """Serve on all interfaces, at `port`; `host` must be a name of this host. NotInitializedError if it cannot."""
+        limit = timedelta(seconds=timeout_s)
+        try:
+            return cls(_stores.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=limit))
+        except RuntimeError as error:
+            raise NotInitializedError(f"cannot listen at tcp://{host}:{port}: {_first_line(error)}") from error
+
+    @classmethod
+    def on(cls, address: str, timeout_s: float) -> Server:
+        """Serve on the interface that has `address`, at a port that the system picks. OSError if it cannot."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family)
+        port = listener.getsockname()[1]
+        try:
+            socket.create_connection((address, port), _ATTEMPT_S).close()  # the interface may be down
+        except OSError:
+            listener.close()
+            raise
+        options = {"is_master": True, "wait_for_workers": False, "timeout": timedelta(seconds=timeout_s)}
+        try:
+            # The store closes the descriptor.
+            return cls(_stores.TCPStore(address, port, master_listen_fd=listener.detach(), **options))
+        except RuntimeError as error:
+            raise OSError(_first_line(error)) from error
+
+    @property
+    def store(self) -> Any:
+        """The torch Store whose life is the server's."""
+        return self._store
+
+    def close(self) -> None:
+        """Free the port; clients lose their connections. May be called again."""
+        self._store = None
+
+
+def connect(address: str, port: int, timeout_s: float, attempt_s: float) -> Any:
+    """Return a client of the store at `address` and `port`; OSError if nothing answers within `attempt_s`.
+
+    Whether something listens is tried first: torch's own attempts cannot be interrupted, and fill the log.
+    """
+    deadline = time.monotonic() + attempt_s
+    while True:
+        remaining = max(deadline - time.monotonic(), 0.01)
+        try:
+            socket.create_connection((address, port), min(remaining, _ATTEMPT_S)).close()
+            break
+        except OSError:
+            if time.monotonic() + _POLL_S > deadline:
+                raise
+        time.sleep(_POLL_S)
+    limit = timedelta(seconds=timeout_s)
+    try:
+        return _stores.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
+    except RuntimeError as error:
+        raise OSError(_first_line(error)) from error
+
+
+def server_nonce(store: Any) -> str | None:
+    """Return the nonce of the server of this client; None if it has not set one yet."""
+    with _lost_server():
+        return store.get("server").decode() if store.check(["server"]) else None
+
+
+def enroll(store: Any, rank: int, nonce: str, where: str) -> None:
+    """Join as `rank`. NotInitializedError if another process has. Not collective."""
+    with _lost_server():
+        holder = store.compare_set(_joined(rank), "", nonce).decode()
+    if holder != nonce:
+        raise NotInitializedError(f"rank {rank} has come to {where} already: is there another job?", rank=rank)
+
+
+def wait_for_all(
+    store: Any, world_size: int, deadline: float, timeout_s: float, where: str, poll: Callable[[], None]
+) -> None:
+    """Return when all ranks have joined. Rank 0 only; `poll` is called between looks and may raise."""
+    keys = [_joined(rank) for rank in range(world_size)]
+    with _lost_server():
+        while not store.check(keys):
+            poll()
+            if time.monotonic() > deadline:
+                raise stall([r for r, key in enumerate(keys) if not store.check([key])], where, timeout_s)
+            time.sleep(_POLL_S)
+
+
+@contextlib.contextmanager
+def failure_announced(store: Any, world_size: int) -> Iterator[None]:
+    """Have the ranks that have joined raise what is raised inside. Rank 0 only."""
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(RuntimeError):  # the server itself is what failed
+            store.set("failed", json.dumps(to_record(error, 0, _PHASE)))
+            _wait_until_read(store, world_size)
+        raise
+
+
+def _wait_until_read(store: Any, world_size: int) -> None:
+    deadline = time.monotonic() + _NOTICE_S
+    others = sum(bool(store.check([_joined(rank)])) for rank in range(1, world_size))
+    while int(store.add("failure_reads", 0)) < others and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def wait_until_complete(store: Any, world_size: int, deadline: float, timeout_s: float, where: str) -> None:
+    """Return when rank 0 has seen all ranks. All other ranks."""
+    with _lost_server():
+        while not store.check(["complete"]):
+            if store.check(["failed"]):
+                record = json.loads(store.get("failed"))
+                store.add("failure_reads", 1)
+                raise from_record(record)
+            if time.monotonic() > deadline:
+                missing = [r for r in range(world_size) if not store.check([_joined(r)])]
+                raise stall(missing or [0], where, timeout_s)
+            time.sleep(_POLL_S)
+
+
+def complete(store: Any) -> None:
+    """Let the others go on. Rank 0 only."""
+    with _lost_server():
+        store.set("complete", "1")
+
+
+def stall(missing: Sequence[int], where: str, timeout_s: float) -> StallError:
+    """Return the error that names the ranks that did not come."""
+    text = f"ranks {list(missing)} did not come to {where} in {timeout_s:g} s"
+    return StallError(text, missing=tuple(missing))
+
+
+@contextlib.contextmanager
+def _lost_server() -> Iterator[None]:
+    try:
+        yield
+    except StateExchangeError:
+        raise
+    except RuntimeError as error:
+        raise LostServerError(_first_line(error)) from error
+
+
+def lost_rank_0(error: LostServerError) -> PeerError:
+    """Return the error for a rank whose rendezvous has lost rank 0."""
+    return PeerError(0, _PHASE, f"its store ended: {error}")
+
+
+def _joined(rank: int) -> str:
+    return f"joined/{rank}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,256 @@
+"""torch.distributed.checkpoint (DCP), which FSDP and accelerate write too: ``.metadata`` and ``__R_N.distcp`` files.
+
+Each entry of a .distcp file is a file of torch.save of its own. Names are the flattened keys of the saved state.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    NotFoundError,
+    StateExchangeError,
+    UnsafeError,
+    UnsupportedError,
+)
+from statexchange.formats.pickles import MAX_PICKLE_BYTES, Made, read_pickle
+from statexchange.formats.source import Holder, ListedTensor, Source, SourceTensor
+from statexchange.formats.torch_archive import Archive, View, described, dtype_of, plain, view_of
+from statexchange.layout.shards import Box, Shard, sizes_from_json
+from statexchange.storage.byte_range import ByteRange
+from statexchange.storage.place import Place
+from statexchange.storage.store import Store, StoredFile
+
+__all__ = ["METADATA", "matches", "read"]
+
+METADATA = ".metadata"
+_FILE_NAME = re.compile(r"__([0-9]{1,9})_([0-9]{1,9})\.distcp")
+_REFUSALS = (CorruptError, UnsafeError, UnsupportedError)
+_MAX_ENTRY_PICKLE_BYTES = 1 << 20  # of a tensor, about 200 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor by the metadata: its boxes by their offsets."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: dict[tuple[int, ...], Box]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """One entry of a .distcp file; no `offsets` if it is no tensor."""
+
+    name: str
+    offsets: tuple[int, ...] | None
+    begin: int
+    length: int
+
+
+def matches(place: Place) -> bool:
+    """Whether a DCP directory lies at a place, perhaps without its metadata."""
+    if place.file is not None:
+        return False
+    return METADATA in place.store.listing or any(map(_FILE_NAME.fullmatch, place.store.files))
+
+
+def read(place: Place, *, strict: bool = True) -> Source:
+    """Return the source at a place: each .distcp file is a holder, its rank that of its name.
+
+    What is broken in the metadata itself is an error in any case; all else is named by its file.
+    """
+    store = place.store
+    metadata = store.path_of(METADATA)
+    if METADATA not in store.listing:
+        text = f"{METADATA} is missing, which torch writes last: the save did not end, or hidden files were not copied"
+        problem = IncompleteError(text, path=store.path)
+        if strict:
+            raise problem
+        return Source("dcp", place, (), problems=(problem,))
+    try:
+        tensors, by_file = _parsed(read_pickle(store.read_small(METADATA, MAX_PICKLE_BYTES), metadata))
+    except _REFUSALS as error:
+        raise error.located(path=metadata) from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CorruptError(f"not what torch writes: {error!r:.200}", path=metadata) from None
+    problems = _unstored(tensors, by_file, metadata)
+    holders: list[Holder] = []
+    others: dict[str, str] = {}
+    listed: list[ListedTensor] = []
+    views: dict[bytes, View] = {}
+    for file in sorted(by_file, key=_order):
+        reader = _File(store.path_of(file), _order(file)[0], tensors, views)
+        try:
+            holders.append(reader.read(_opened(store, file, by_file[file]), by_file[file]))
+            others |= reader.others
+        except StateExchangeError as error:
+            problems.append(error)
+            listed += [
+                ListedTensor(name, tensors[name].dtype, tensors[name].shape, store.path_of(file))
+                for name in {entry.name: None for entry in by_file[file] if entry.name in tensors}
+            ]
+    if problems and strict:
+        raise problems[0]
+    return Source("dcp", place, tuple(holders), others=others, problems=tuple(problems), listed=tuple(listed))
+
+
+def _opened(store: Store, file: str, entries: list[_Stored]) -> StoredFile:
+    try:
+        return store.open(file)
+    except NotFoundError:
+        names = sorted({entry.name for entry in entries})
+        raise IncompleteError(
+            f"a file of this checkpoint is missing, with parts of {len(names)} tensors",
+            name=names[0],
+            rank=_order(file)[0],
+            path=store.path_of(file),
+        ) from None
+
+
+def _order(file: str) -> tuple[int, int]:
+    match = _FILE_NAME.fullmatch(file)
+    assert match is not None  # only such names come this far
+    return int(match[1]), int(match[2])
+
+
+def _parsed(metadata: Any) -> tuple[dict[str, _Tensor], dict[str, list[_Stored]]]:
+    """Return the tensors by name, and the entries of each file."""
+    _expect(metadata, "Metadata")
+    tensors = {}
+    others = set()
+    for name, fact in metadata.state["state_dict_metadata"].items():
+        if type(name) is not str:
+            raise ValueError(f"a {type(name).__name__} as a name")
+        if fact.name == "BytesStorageMetadata":
+            others.add(name)
+        else:
+            tensors[name] = _tensor(name, fact)
+    by_file: dict[str, list[_Stored]] = {}
+    for index, place in (metadata.state["storage_data"] or {}).items():
+        _expect(index, "MetadataIndex")
+        _expect(place, "_StorageInfo")
+        name, offsets = index.state["fqn"], index.state.get("offset")
+        if name not in tensors and name not in others:
+            text = f"{METADATA} stores this entry but does not describe it: the save is damaged, save again"
+            raise CorruptError(text, name=str(name)[:512])
+        stored = _stored(name, offsets if name in tensors else None, place.state)
+        if name in tensors and stored.offsets not in tensors[name].chunks:
+            raise CorruptError(f"part at {stored.offsets} is stored but not described in {METADATA}", name=name)
+        by_file.setdefault(_file_name(place.state, name), []).append(stored)
+    return tensors, by_file
+
+
+def _expect(made: Any, name: str) -> None:
+    if type(made) is not Made or made.name != name:
+        raise ValueError(f"no {name}")
+
+
+def _tensor(name: str, fact: Made) -> _Tensor:
+    _expect(fact, "TensorStorageMetadata")
+    shape = sizes_from_json(fact.state["size"])
+    chunks: dict[tuple[int, ...], Box] = {}
+    for chunk in fact.state["chunks"]:
+        box = Box.from_json([chunk.state["offsets"], chunk.state["sizes"]])
+        # Empty parts may begin where a real one does.
+        if chunks.setdefault(box.offsets, box) != box and box.numel:
+            if chunks[box.offsets].numel:
+                raise CorruptError(f"two parts begin at {box.offsets}", name=name)
+            chunks[box.offsets] = box
+    try:
+        return _Tensor(dtype_of(fact.state["properties"].state[0]), shape, chunks)
+    except UnsupportedError as error:
+        raise error.located(name=name) from None
+
+
+def _stored(name: str, offsets: Any, place: dict[str, Any]) -> _Stored:
+    if place.get("transform_descriptors"):
+        shown = f"{place['transform_descriptors']!r:.100}"
+        raise UnsupportedError(f"its bytes went through {shown}: save it without extensions", name=name)
+    begin, length = sizes_from_json((place["offset"], place["length"]))
+    return _Stored(name, None if offsets is None else sizes_from_json(offsets), begin, length)
+
+
+def _file_name(place: dict[str, Any], name: str) -> str:
+    file = place["relative_path"]
+    if type(file) is not str or not _FILE_NAME.fullmatch(file):
+        raise CorruptError(f"{METADATA} names the file {file!r:.100}, which is not a DCP file name", name=name)
+    return file
+
+
+def _unstored(tensors: dict[str, _Tensor], by_file: dict[str, list[_Stored]], path: str) -> list[StateExchangeError]:
+    """Return an error for each part that is described but stored in no file: nothing else would notice it."""
+    stored = {(entry.name, entry.offsets) for entries in by_file.values() for entry in entries}
+    return [
+        IncompleteError(
+            f"region {box} is described in {METADATA} but stored in no file: the save did not finish",
+            name=name,
+            path=path,
+        )
+        for name, tensor in tensors.items()
+        for offsets, box in tensor.chunks.items()
+        if box.numel and (name, offsets) not in stored
+    ]
+
+
+class _File:
+    """Reads the entries of one .distcp file. `views` remembers what equal pickles of entries mean."""
+
+    def __init__(self, path: str, rank: int, tensors: dict[str, _Tensor], views: dict[bytes, View]) -> None:
+        self._path = path
+        self._rank = rank
+        self._tensors = tensors
+        self._views = views
+        self.others: dict[str, str] = {}
+
+    def read(self, file: StoredFile, entries: list[_Stored]) -> Holder:
+        """Return the holder with all tensors of the file."""
+        parts: dict[str, list[tuple[Box, ByteRange]]] = {}
+        for entry in entries:
+            try:
+                self._entry(file, entry, parts)
+            except _REFUSALS as error:
+                raise error.located(rank=self._rank, name=entry.name, path=self._path) from None
+        return Holder(self._rank, file, {n: self._joined(n, p) for n, p in parts.items()})
+
+    def _entry(self, file: StoredFile, entry: _Stored, parts: dict[str, list[tuple[Box, ByteRange]]]) -> None:
+        archive = Archive(file, entry.begin, entry.length)
+        if entry.offsets is None:
+            self.others[entry.name] = self._other(archive)
+            return
+        tensor = self._tensors[entry.name]
+        box = tensor.chunks[entry.offsets]
+        view = self._view(archive.pickle(_MAX_ENTRY_PICKLE_BYTES))
+        for what, expected, found in (("dtype", tensor.dtype, view.dtype), ("shape", box.shape, view.shape)):
+            if expected != found:
+                raise CorruptError(f"{what} in {METADATA} differs from the file", expected=expected, found=found)
+        parts.setdefault(entry.name, []).append((box, archive.extent(view)))
+
+    def _view(self, data: bytes) -> View:
+        if data not in self._views:
+            try:
+                self._views[data] = view_of(plain(read_pickle(data, self._path)))
+            except _REFUSALS:
+                raise
+            except (AttributeError, IndexError, TypeError, ValueError) as error:
+                raise CorruptError(f"not what torch writes for a tensor: {error!r:.200}") from None
+        return self._views[data]
+
+    def _other(self, archive: Archive) -> str:
+        """Describe a non-tensor entry; objects of unknown classes are named, not read."""
+        try:
+            return described(read_pickle(archive.pickle(), self._path))
+        except UnsafeError as error:
+            return error.message
+
+    def _joined(self, name: str, parts: list[tuple[Box, ByteRange]]) -> SourceTensor:
+        tensor = self._tensors[name]
+        try:
+            shard = Shard(name, tensor.dtype, tensor.shape, tuple(box for box, _ in parts))
+        except ValueError as error:
+            raise CorruptError(str(error), name=name, rank=self._rank, path=self._path) from None
+        return SourceTensor(shard, tuple(extent for _, extent in parts))

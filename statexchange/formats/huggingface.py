@@ -1,0 +1,327 @@
+"""Hugging Face checkpoints: one safetensors file, or a directory of them with or without an index.
+
+Files in which torch's HuggingFaceStorageWriter says where each tensor's part begins are shards. They do not say how
+large a tensor is: it ends where the last part that is there ends.
+
+A directory that we published has a manifest, which lists for each tensor its boxes and the digest of each. Where the
+boxes are runs of the file, the tensor is read as these boxes; else it is read whole, and their digests are checked on
+the way (`ByteRange.parts`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from statexchange.errors import CorruptError, IncompleteError, NotFoundError, StateExchangeError
+from statexchange.formats.source import Holder, ListedTensor, Source, SourceTensor
+from statexchange.layout.shards import (
+    ITEMSIZE,
+    Box,
+    Shard,
+    c_contiguous,
+    full_box,
+    itemsize_of,
+    linear_offset,
+    sizes_from_json,
+)
+from statexchange.storage.byte_range import ByteRange
+from statexchange.storage.claim import CLAIM_NAME, claim_of
+from statexchange.storage.json_text import MAX_MANIFEST_BYTES, parse_json
+from statexchange.storage.place import Place
+from statexchange.storage.store import Store, StoredFile
+from statexchange.storage.tensorfile import TORCH_SHARDING_KEY, Header, read_header
+from statexchange.storage.workspace import is_rank_file
+
+__all__ = ["INDEX_SUFFIX", "MANIFEST", "check_numbers", "matches", "read", "read_index"]
+
+MANIFEST = "statexchange.json"
+INDEX_SUFFIX = ".safetensors.index.json"
+_SUFFIX = ".safetensors"
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_SHARD_NAME = re.compile(r"shard-([0-9]{5,9})-model-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
+_NUMBERED = re.compile(r"(.*?)([0-9]{5,9})-of-([0-9]{5,9})(\.[a-z]+)")
+
+
+def matches(place: Place) -> bool:
+    """Whether the path is a safetensors file, or a directory with safetensors files, an index, our manifest or a
+    publisher's claim. Workspace rank files do not match."""
+    if place.file is not None:
+        return not is_rank_file(place.file) and (place.file.endswith(_SUFFIX) or _has_header(place))
+    names = place.store.listing
+    others = ".metadata" in names or any(map(is_rank_file, names))  # of a torch DCP directory, or a workspace's round
+    ours = (MANIFEST, CLAIM_NAME)
+    return not others and any(name in ours or name.endswith((_SUFFIX, INDEX_SUFFIX)) for name in names)
+
+
+def _has_header(place: Place) -> bool:
+    try:
+        read_header(place.store.open(str(place.file)))
+    except CorruptError:
+        return False
+    return True
+
+
+def read(place: Place, *, strict: bool = True) -> Source:
+    """Return the source at a place: each file is a holder of whole tensors."""
+    store = place.store
+    problems: list[StateExchangeError] = []
+    manifest: dict[str, Any] | None = None
+    weight_map: dict[str, str] = {}
+    if place.file is None:
+        try:
+            manifest = _manifest(store)
+            problems += _unfinished(store, manifest)
+            weight_map = _weight_map(store, manifest)
+        except StateExchangeError as error:
+            problems.append(error)
+    published = manifest["tensors"] if manifest is not None else {}
+    present = [name for name in place.names if name.endswith(_SUFFIX) or name == place.file]
+    names = sorted(set(weight_map.values())) or present
+    if place.file is None and not weight_map:
+        problems += check_numbers(names, store.path)
+    holders: list[Holder] = []
+    listed: list[ListedTensor] = []
+    for number, name in enumerate(names):
+        try:
+            holders.append(_holder(number, store.open(name), published))
+        except StateExchangeError as error:
+            problems.append(_missing(error, store.path_of(name)))
+            listed += _listed_in(store, name, weight_map, published)
+    problems += _misplaced(weight_map, holders)
+    problems += _contradicted(published, holders)
+    try:
+        holders = _whole(holders)
+    except StateExchangeError as error:
+        problems.append(error)
+    if problems and strict:
+        raise problems[0]
+    return Source(
+        "huggingface", place, tuple(holders), manifest=manifest, problems=tuple(problems), listed=tuple(listed)
+    )
+
+
+def check_numbers(names: Sequence[str], path: str) -> list[StateExchangeError]:
+    """Return an IncompleteError for each set of files numbered "i-of-n" of which some are missing.
+
+    Without an index nothing else says how many there should be.
+    """
+    found: dict[tuple[str, int, str], set[int]] = {}
+    for name in names:
+        match = _NUMBERED.fullmatch(name)
+        if match is not None and not _SHARD_NAME.fullmatch(name):
+            found.setdefault((match[1], int(match[3]), match[4]), set()).add(int(match[2]))
+    problems: list[StateExchangeError] = []
+    for (_, total, _), numbers in found.items():
+        if len(numbers) < total:
+            first = next(n for n in range(1, total + 1) if n not in numbers)
+            text = f"files are numbered as of {total}, but there are {len(numbers)}: number {first} is missing"
+            problems.append(IncompleteError(text, path=path))
+    return problems
+
+
+def _missing(error: StateExchangeError, path: str) -> StateExchangeError:
+    if isinstance(error, NotFoundError):
+        return IncompleteError("a file of this checkpoint is missing", path=path)
+    return error
+
+
+def _listed_in(
+    store: Store, file: str, weight_map: Mapping[str, str], published: Mapping[str, Any]
+) -> list[ListedTensor]:
+    """Return the tensors of an unreadable file, from the manifest, the index, or the header of a truncated file."""
+    path = store.path_of(file)
+    facts: dict[str, tuple[str | None, tuple[int, ...] | None]]
+    facts = {name: (fact["dtype"], tuple(fact["shape"])) for name, fact in published.items() if fact["file"] == file}
+    if not facts:
+        try:
+            entries = read_header(store.open(file), whole=False).entries
+            facts = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
+        except StateExchangeError:
+            facts = {}
+    names = [name for name, holder in weight_map.items() if holder == file] or list(facts)
+    return [ListedTensor(name, *facts.get(name, (None, None)), path) for name in names]
+
+
+def _holder(number: int, file: StoredFile, published: Mapping[str, Any]) -> Holder:
+    """A file; a tensor of which it has a part is taken to end with that part."""
+    header = read_header(file)
+    parts = _parts(header, file.path)
+    tensors = {}
+    for name, entry in header.entries.items():
+        box = Box(parts.get(name, (0,) * len(entry.shape)), entry.shape)
+        shard = Shard(name, entry.dtype, box.ends, (box,))
+        stored = ByteRange(file, entry.begin, entry.nbytes)
+        fact = published.get(name)
+        if fact is None or (fact["dtype"], tuple(fact["shape"])) != (entry.dtype, entry.shape):
+            tensors[name] = SourceTensor(shard, (stored,))
+        else:
+            tensors[name] = _published(shard, stored, fact["boxes"])
+    match = _SHARD_NAME.fullmatch(file.path.rpartition("/")[2])
+    return Holder(int(match[1]) - 1 if match else number, file, tensors)
+
+
+def _published(shard: Shard, stored: ByteRange, raw: Sequence[Any]) -> SourceTensor:
+    """A merged tensor with the digests of the boxes that its manifest lists."""
+    shape, itemsize = shard.global_shape, ITEMSIZE[shard.dtype]
+    boxes = {Box.from_json([offsets, sizes]): digest for offsets, sizes, digest, _ in raw}
+    if list(boxes) == [full_box(shape)]:
+        return SourceTensor(shard, (replace(stored, digest=boxes[full_box(shape)]),))
+    if not all(c_contiguous(box, shape) for box in boxes):
+        return SourceTensor(shard, (replace(stored, parts=tuple(boxes.items())),))
+    pieces = [
+        ByteRange(stored.file, stored.begin + linear_offset(box, shape) * itemsize, box.numel * itemsize, digest)
+        for box, digest in boxes.items()
+    ]
+    return SourceTensor(replace(shard, boxes=tuple(boxes)), tuple(pieces))
+
+
+def _parts(header: Header, path: str) -> dict[str, tuple[int, ...]]:
+    """Return the offsets of each tensor's part, as torch's writer recorded them."""
+    text = header.metadata.get(TORCH_SHARDING_KEY)
+    found = parse_json(text, path) if text is not None else {}
+    try:
+        if not isinstance(found, dict):
+            raise TypeError("not an object")
+        parts = {name: sizes_from_json(fact["saved_offsets"]) for name, fact in found.items()}
+        for name, entry in header.entries.items():
+            if name in parts and len(parts[name]) != len(entry.shape):
+                raise ValueError(f"{name!r:.100} has another number of dims than its offsets")
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptError(f"broken {TORCH_SHARDING_KEY}: {error}", path=path) from None
+    return parts
+
+
+def _whole(holders: list[Holder]) -> list[Holder]:
+    """Return the holders with the global shapes of tensors whose parts are in several files."""
+    ends: dict[str, tuple[int, ...]] = {}
+    for holder in holders:
+        for name, tensor in holder.tensors.items():
+            shape = tensor.shard.global_shape
+            known = ends.setdefault(name, shape)
+            if len(known) != len(shape):
+                raise CorruptError("its parts differ in their number of dims", name=name, path=holder.path)
+            ends[name] = tuple(map(max, known, shape))
+    return [
+        replace(holder, tensors={name: _ending(tensor, ends[name]) for name, tensor in holder.tensors.items()})
+        for holder in holders
+    ]
+
+
+def _ending(tensor: SourceTensor, shape: tuple[int, ...]) -> SourceTensor:
+    return (
+        tensor
+        if tensor.shard.global_shape == shape
+        else replace(tensor, shard=replace(tensor.shard, global_shape=shape))
+    )
+
+
+def _unfinished(store: Store, manifest: Mapping[str, Any] | None) -> list[StateExchangeError]:
+    """Return an IncompleteError for a directory with a publisher's claim and without a manifest."""
+    claim = claim_of(store) if manifest is None else None
+    if claim is None:
+        return []
+    text = f"no complete checkpoint: {claim}. Wait until it finishes, or, if that process is dead, publish again"
+    return [IncompleteError(text, path=store.path)]
+
+
+def _manifest(store: Store) -> dict[str, Any] | None:
+    """The content of statexchange.json, checked; None where there is none."""
+    if MANIFEST not in store.listing:
+        return None
+    path = store.path_of(MANIFEST)
+    manifest = parse_json(store.read_small(MANIFEST, MAX_MANIFEST_BYTES), path)
+    try:
+        if not isinstance(manifest, dict):
+            raise TypeError("not an object")
+        if manifest.get("schema", 1) != 1:
+            raise ValueError(f"schema {manifest['schema']!r:.60}, but this version reads 1")
+        if not isinstance(manifest.get("aliases", {}), dict):
+            raise TypeError("its aliases are no object")
+        for fact in manifest["tensors"].values():
+            _check_fact(fact)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CorruptError(f"broken manifest: {error!r:.200}", path=path) from None
+    return manifest
+
+
+def _check_fact(fact: Any) -> None:
+    """Raise ValueError, KeyError or TypeError unless this is one tensor's record: file, dtype, shape, and boxes as
+    (offsets, shape, digest, rank)."""
+    itemsize_of(fact["dtype"])
+    shape = sizes_from_json(fact["shape"])
+    for offsets, sizes, known, rank in fact["boxes"]:
+        Shard("", fact["dtype"], shape, (Box.from_json([offsets, sizes]),))
+        if not isinstance(known, str) or type(rank) is not int:
+            raise ValueError(f"not a box: {[known, rank]!r:.100}")
+    if not isinstance(fact["file"], str):
+        raise TypeError("a tensor lies in no file")
+
+
+def _weight_map(store: Store, manifest: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return the file of each tensor, from the manifest or else the indexes; {} without either."""
+    indexes = [name for name in store.files if name.endswith(INDEX_SUFFIX)]
+    found = {name: file for index in indexes for name, file in read_index(store, index).items()}
+    if manifest is not None:
+        known = {name: fact["file"] for name, fact in manifest["tensors"].items()}
+        if found and found != known:
+            raise CorruptError(
+                "index and manifest disagree: remove the index or publish again", path=store.path_of(indexes[0])
+            )
+        found = known
+        _check_names(found, _SUFFIX, store.path)
+    return found
+
+
+def _check_names(weight_map: Mapping[str, str], suffix: str, path: str) -> None:
+    for file in weight_map.values():
+        if not isinstance(file, str) or not _PLAIN_NAME.fullmatch(file) or not file.endswith(suffix):
+            raise CorruptError(f"a tensor is said to lie in {file!r:.100}, which is no plain file name", path=path)
+
+
+def read_index(store: Store, index: str, suffix: str = _SUFFIX) -> dict[str, str]:
+    """Return the file of each tensor by an index; a name that is not plain and ends otherwise is a CorruptError."""
+    path = store.path_of(index)
+    raw = parse_json(store.read_small(index, MAX_MANIFEST_BYTES), path)
+    weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not isinstance(weight_map, dict):
+        raise CorruptError("the index has no weight_map", path=path)
+    _check_names(weight_map, suffix, path)
+    return weight_map
+
+
+def _misplaced(weight_map: Mapping[str, str], holders: Sequence[Holder]) -> list[StateExchangeError]:
+    """Return an error for each tensor that the weight map assigns to a file that does not have it."""
+    has = {holder.path.rpartition("/")[2]: holder for holder in holders}
+    return [
+        IncompleteError("this file should have the tensor, but has not", name=name, path=has[file].path)
+        for name, file in weight_map.items()
+        if file in has and name not in has[file].tensors
+    ]
+
+
+def _contradicted(published: Mapping[str, Any], holders: Sequence[Holder]) -> list[StateExchangeError]:
+    """Return an error for each tensor whose dtype or shape differs from the manifest, or that it does not list."""
+    if not published:
+        return []
+    problems: list[StateExchangeError] = []
+    for holder in holders:
+        for name, tensor in holder.tensors.items():
+            fact, shard = published.get(name), tensor.shard
+            if fact is None:
+                problems.append(
+                    CorruptError("the manifest does not list this tensor: publish again", name=name, path=holder.path)
+                )
+            elif (fact["dtype"], tuple(fact["shape"])) != (shard.dtype, shard.global_shape):
+                problems.append(
+                    CorruptError(
+                        "file and manifest disagree: publish again",
+                        name=name,
+                        path=holder.path,
+                        expected=f"{fact['dtype']} {fact['shape']}",
+                        found=f"{shard.dtype} {list(shard.global_shape)}",
+                    )
+                )
+    return problems

@@ -1,0 +1,390 @@
+"""Pickles that torch writes, read as plain data: nothing in them is imported, called or built but what is here.
+
+A small machine of its own for the opcodes that Python's pickler emits since protocol 2. It knows a fixed list of names;
+every other one is refused. What the pickle would construct becomes a `Made`, which says so and does nothing.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from statexchange.errors import CorruptError, StateExchangeError, UnsafeError
+from statexchange.layout.shards import DTYPE_NAMES
+
+__all__ = ["MAX_PICKLE_BYTES", "Made", "Symbol", "read_pickle"]
+
+MAX_PICKLE_BYTES = 512 << 20
+_MAX_LONG_BYTES = 1024
+_STOP, _MEMOIZE, _BINGET, _BININT1, _LONG_BINGET = b".\x94hKj"
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """A class, function or dtype by its short name, not the thing itself. Other spellings of it share the name."""
+
+    name: str
+
+
+@dataclass(slots=True, eq=False)
+class Made:
+    """An object that the pickle would construct: class name, arguments, state. Never constructed."""
+
+    name: str
+    args: tuple[Any, ...]
+    state: Any = None
+
+
+# Every name that is understood, by the modules that have had it.
+_SPELLINGS = {
+    "torch": "Size device Tensor DoubleStorage FloatStorage HalfStorage BFloat16Storage LongStorage IntStorage"
+    " ShortStorage CharStorage ByteStorage BoolStorage ComplexDoubleStorage ComplexFloatStorage"
+    " QInt8Storage QUInt8Storage QInt32Storage QUInt4x2Storage QUInt2x4Storage"
+    " per_tensor_affine per_channel_affine per_channel_affine_float_qparams"
+    " qint8 quint8 qint32 quint4x2 quint2x4 complex32 float4_e2m1fn_x2 bits8 bits16 bits1x8 bits2x4 bits4x2"
+    " uint1 uint2 uint3 uint4 uint5 uint6 uint7 int1 int2 int3 int4 int5 int6 int7 " + " ".join(DTYPE_NAMES),
+    "torch.storage": "UntypedStorage TypedStorage",
+    "torch.serialization": "_get_layout",
+    "torch._utils": "_rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter"
+    " _rebuild_parameter_with_state _rebuild_wrapper_subclass _rebuild_sparse_tensor _rebuild_qtensor"
+    " _rebuild_nested_tensor _rebuild_meta_tensor_no_storage _rebuild_device_tensor_from_numpy"
+    " _rebuild_device_tensor_from_cpu_tensor",
+    "torch._tensor": "_rebuild_from_type _rebuild_from_type_v2",
+    "torch.nn.parameter": "Parameter Buffer",
+    "torch.distributed.tensor": "DTensor",
+    "torch.distributed.tensor._api": "DTensor",
+    "torch.distributed._tensor": "DTensor",
+    "torch.distributed._tensor.api": "DTensor",
+    "torch.distributed.tensor._dtensor_spec": "DTensorSpec TensorMeta ShardOrderEntry",
+    "torch.distributed._tensor.placement_types": "DTensorSpec TensorMeta Shard _StridedShard Replicate"
+    " Partial _Partial",
+    "torch.distributed._tensor._dtensor_spec": "DTensorSpec TensorMeta",
+    "torch.distributed.tensor.placement_types": "Shard _StridedShard Replicate Partial _Partial MaskPartial",
+    "torch.distributed.device_mesh": "DeviceMesh",
+    "torch.distributed._tensor.device_mesh": "DeviceMesh",
+    "torch.distributed._mesh_layout": "_MeshLayout _FlatLayout",
+    "torch.distributed.checkpoint.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata TensorProperties"
+    " _MEM_FORMAT_ENCODING ChunkStorageMetadata MetadataIndex StorageMeta",
+    "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "pathlib": "PosixPath WindowsPath PurePosixPath PureWindowsPath",
+    "pathlib._local": "PosixPath WindowsPath PurePosixPath PureWindowsPath",
+    "collections": "OrderedDict Counter defaultdict",
+    "builtins": "set frozenset bytearray complex dict list tuple int float str bool",
+    "__builtin__": "set frozenset bytearray complex dict list tuple int float str bool",
+    "_codecs": "encode",
+}
+_KNOWN = {(module, name): Symbol(name) for module, names in _SPELLINGS.items() for name in names.split()}
+_SCALARS = {str, int, float, bool, bytes, type(None), Symbol}
+
+
+def read_pickle(data: bytes, path: str) -> Any:
+    """Parse a pickle into builtins, Made and Symbol without importing or calling anything.
+
+    `path` is for messages.
+    torch.Size becomes a tuple and an OrderedDict a dict; a persistent id becomes a `Made` called "persistent". A name
+    that is not known, or an opcode that no pickler of today emits, is an UnsafeError; broken bytes are a CorruptError.
+    Memory is proportional to `data`, whatever it claims.
+    """
+    machine = _Machine(data, path)
+    try:
+        return machine.run()
+    except StateExchangeError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
+        raise CorruptError(f"broken pickle near byte {machine.at}: {error!r:.100}", path=path) from None
+
+
+class _Machine:
+    """The pickle machine: a stack, the stacks below its marks, and a memo."""
+
+    __slots__ = ("at", "below", "data", "memo", "path", "stack")
+
+    def __init__(self, data: bytes, path: str) -> None:
+        self.at = 0
+        self.data = data
+        self.path = path
+        self.stack: list[Any] = []
+        self.below: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        """Run to the end; return the one value that is left on the stack."""
+        data, memo, at = self.data, self.memo, self.at
+        while (code := data[at]) != _STOP:
+            at += 1
+            if code == _MEMOIZE:  # these few are most of all opcodes, and inline twice as fast
+                memo[len(memo)] = self.stack[-1]
+            elif code == _BINGET:
+                self.stack.append(memo[data[at]])
+                at += 1
+            elif code == _BININT1:
+                self.stack.append(data[at])
+                at += 1
+            elif code == _LONG_BINGET:
+                self.stack.append(memo[int.from_bytes(data[at : at + 4], "little")])
+                at += 4
+            else:
+                self.at = at
+                operation = _OPERATIONS.get(code)
+                if operation is None:
+                    raise UnsafeError(f"refused: a pickle with opcode {bytes((code,))!r} at {at - 1}", path=self.path)
+                operation(self)
+                at = self.at
+        (value,) = self.stack
+        if self.below:
+            raise ValueError("a mark is left")
+        return value
+
+    def take(self, nbytes: int) -> bytes:
+        """The next bytes, if there are as many."""
+        end = self.at + nbytes
+        if not self.at <= end <= len(self.data):
+            raise ValueError(f"{nbytes} bytes are claimed, {len(self.data) - self.at} are left")
+        taken = self.data[self.at : end]
+        self.at = end
+        return taken
+
+    def number(self, width: int) -> int:
+        """An unsigned number of `width` bytes."""
+        return int.from_bytes(self.take(width), "little")
+
+    def line(self) -> str:
+        """Text up to the end of the line."""
+        end = self.data.index(b"\n", self.at)
+        return self.take(end + 1 - self.at)[:-1].decode()
+
+    def above_mark(self) -> list[Any]:
+        """Return the items above the last mark, and remove the mark."""
+        items = self.stack
+        self.stack = self.below.pop()
+        return items
+
+    def symbol(self, module: Any, name: Any) -> None:
+        """Push the Symbol of a known name."""
+        found = _KNOWN.get((module, name)) if type(module) is type(name) is str else None
+        if found is None:
+            shown = f"{module}.{name}"[:100]
+            raise UnsafeError(f"refused: the pickle wants {shown}, which is not known to be harmless", path=self.path)
+        self.stack.append(found)
+
+    def check_key(self, key: Any) -> None:
+        """Keys are scalars or flat tuples of them: hashing one must not recurse."""
+        kind = type(key)
+        if kind not in _KEYS and not (kind is tuple and all(type(item) in _SCALARS for item in key)):
+            raise UnsafeError(f"refused: a {kind.__name__} as a key", path=self.path)
+
+
+def _push(value: Any) -> _Operation:
+    return lambda machine: machine.stack.append(value)
+
+
+def _bytes(width: int) -> _Operation:
+    return lambda machine: machine.stack.append(machine.take(machine.number(width)))
+
+
+def _text(width: int) -> _Operation:
+    return lambda machine: machine.stack.append(machine.take(machine.number(width)).decode())
+
+
+def _unsigned(width: int) -> _Operation:
+    return lambda machine: machine.stack.append(machine.number(width))
+
+
+def _signed(machine: _Machine) -> None:
+    machine.stack.append(int.from_bytes(machine.take(4), "little", signed=True))
+
+
+def _long(width: int) -> _Operation:
+    def push(machine: _Machine) -> None:
+        nbytes = machine.number(width)
+        if nbytes > _MAX_LONG_BYTES:
+            raise ValueError(f"a number of {nbytes} bytes")
+        machine.stack.append(int.from_bytes(machine.take(nbytes), "little", signed=True))
+
+    return push
+
+
+def _float(machine: _Machine) -> None:
+    machine.stack.append(struct.unpack(">d", machine.take(8))[0])
+
+
+def _skip(width: int) -> _Operation:
+    def skip(machine: _Machine) -> None:
+        machine.take(width)
+
+    return skip
+
+
+def _mark(machine: _Machine) -> None:
+    machine.below.append(machine.stack)
+    machine.stack = []
+
+
+def _new(kind: type) -> _Operation:
+    return lambda machine: machine.stack.append(kind())
+
+
+def _tuple(size: int) -> _Operation:
+    def gather(machine: _Machine) -> None:
+        stack = machine.stack
+        if len(stack) < size:
+            raise ValueError("the stack is empty")
+        stack[-size:] = (tuple(stack[-size:]),)
+
+    return gather
+
+
+def _tuple_of_marked(machine: _Machine) -> None:
+    items = tuple(machine.above_mark())
+    machine.stack.append(items)
+
+
+def _frozenset(machine: _Machine) -> None:
+    items = machine.above_mark()
+    for item in items:
+        machine.check_key(item)
+    machine.stack.append(frozenset(items))
+
+
+def _append(machine: _Machine) -> None:
+    value = machine.stack.pop()
+    _of(machine, list).append(value)
+
+
+def _extend(machine: _Machine) -> None:
+    items = machine.above_mark()
+    _of(machine, list).extend(items)
+
+
+def _add(machine: _Machine) -> None:
+    items = machine.above_mark()
+    for item in items:
+        machine.check_key(item)
+    _of(machine, set).update(items)
+
+
+def _set_item(machine: _Machine) -> None:
+    value, key = machine.stack.pop(), machine.stack.pop()
+    machine.check_key(key)
+    _of(machine, dict)[key] = value
+
+
+def _set_items(machine: _Machine) -> None:
+    items = machine.above_mark()
+    if len(items) % 2:
+        raise ValueError("a key without a value")
+    keys = items[::2]
+    for key in keys:
+        if type(key) is not str:
+            machine.check_key(key)
+    _of(machine, dict).update(zip(keys, items[1::2], strict=True))
+
+
+def _of(machine: _Machine, kind: type[Any]) -> Any:
+    """The container on top of the stack, which must be of a kind."""
+    found = machine.stack[-1]
+    if type(found) is not kind:
+        raise TypeError(f"not a {kind.__name__}")
+    return found
+
+
+def _put(width: int) -> _Operation:
+    def put(machine: _Machine) -> None:
+        machine.memo[machine.number(width)] = machine.stack[-1]
+
+    return put
+
+
+def _global(machine: _Machine) -> None:
+    machine.symbol(machine.line(), machine.line())
+
+
+def _stack_global(machine: _Machine) -> None:
+    name, module = machine.stack.pop(), machine.stack.pop()
+    machine.symbol(module, name)
+
+
+def _persistent(machine: _Machine) -> None:
+    machine.stack.append(Made("persistent", (machine.stack.pop(),)))
+
+
+def _call(machine: _Machine) -> None:
+    """REDUCE and NEWOBJ: push a Made instead of calling."""
+    args, symbol = machine.stack.pop(), machine.stack.pop()
+    if type(symbol) is not Symbol or type(args) is not tuple:
+        raise UnsafeError(f"refused: the pickle calls a {type(symbol).__name__}", path=machine.path)
+    if symbol.name == "Size" and len(args) == 1 and type(args[0]) is tuple:
+        machine.stack.append(args[0])
+    elif symbol.name in ("OrderedDict", "defaultdict", "Counter"):
+        machine.stack.append(_dict(machine, args))
+    else:
+        machine.stack.append(Made(symbol.name, args))
+
+
+def _dict(machine: _Machine, args: tuple[Any, ...]) -> dict[Any, Any]:
+    content: Any = args[-1] if args and type(args[-1]) in (dict, list) else {}
+    pairs = content.items() if type(content) is dict else [(key, value) for key, value in content]
+    for key, _ in pairs:
+        machine.check_key(key)
+    return dict(pairs)
+
+
+def _build(machine: _Machine) -> None:
+    """BUILD: store the state of a Made; ignore attributes of a dict, as a state dict's `_metadata`."""
+    state = machine.stack.pop()
+    target = machine.stack[-1]
+    if type(target) is Made:
+        target.state = state
+    elif type(target) is not dict:
+        raise UnsafeError(f"refused: the pickle sets attributes of a {type(target).__name__}", path=machine.path)
+
+
+_Operation = Callable[[_Machine], None]
+_KEYS = {*_SCALARS, Made}
+_OPERATIONS: dict[int, _Operation] = {
+    ord(code): operation
+    for code, operation in {
+        "\x80": _skip(1),  # PROTO
+        "\x95": _skip(8),  # FRAME
+        "N": _push(None),
+        "\x88": _push(True),
+        "\x89": _push(False),
+        "J": _signed,
+        "M": _unsigned(2),
+        "\x8a": _long(1),
+        "\x8b": _long(4),
+        "G": _float,
+        "\x8c": _text(1),
+        "X": _text(4),
+        "\x8d": _text(8),
+        "C": _bytes(1),
+        "B": _bytes(4),
+        "\x8e": _bytes(8),
+        "(": _mark,
+        ")": _push(()),
+        "\x85": _tuple(1),
+        "\x86": _tuple(2),
+        "\x87": _tuple(3),
+        "t": _tuple_of_marked,
+        "]": _new(list),
+        "a": _append,
+        "e": _extend,
+        "}": _new(dict),
+        "s": _set_item,
+        "u": _set_items,
+        "\x8f": _new(set),
+        "\x90": _add,
+        "\x91": _frozenset,
+        "q": _put(1),
+        "r": _put(4),
+        "c": _global,
+        "\x93": _stack_global,
+        "Q": _persistent,
+        "R": _call,
+        "\x81": _call,  # NEWOBJ
+        "b": _build,
+    }.items()
+}

@@ -1,0 +1,159 @@
+"""Read plain safetensors files, one per rank, whose sharding a layout file describes."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from statexchange.errors import IncompleteError, InvalidArgumentError
+from statexchange.formats.source import Holder, Source, SourceTensor
+from statexchange.layout.rules import Layout, Part, place, renumbered
+from statexchange.layout.shards import ITEMSIZE, Box, Shard, c_strides, full_box
+from statexchange.storage.byte_range import ByteRange
+from statexchange.storage.place import Place
+from statexchange.storage.tensorfile import TORCH_SHARDING_KEY, read_header
+from statexchange.storage.workspace import is_rank_file
+
+__all__ = ["lay_out", "matches", "read"]
+
+_SUFFIX = ".safetensors"
+_NUMBER = re.compile(r"([0-9]+)")
+_TOTAL = re.compile(r"[-_.]of[-_.]?0*([0-9]+)")
+
+
+def matches(place: Place) -> bool:
+    """Whether a directory of safetensors files lies at a place that say nothing of parts, as workspaces and torch's
+    do."""
+    names = _names(place)
+    if not names or any(map(is_rank_file, names)):
+        return False
+    return TORCH_SHARDING_KEY not in read_header(place.store.open(names[0])).metadata
+
+
+def _names(place: Place) -> list[str]:
+    return [name for name in place.store.files if name.endswith(_SUFFIX)] if place.file is None else []
+
+
+def read(place: Place, *, strict: bool = True) -> Source:  # noqa: ARG001 (nothing can be read of a set with holes)
+    """Return the safetensors files of a directory, one per rank, in the order of the numbers in their names.
+
+    IncompleteError if the names leave out a number, or say "of n" and there are not n.
+    """
+    names = sorted(_names(place), key=_in_order)
+    _check_whole(names, place.path)
+    holders = []
+    for rank, name in enumerate(names):
+        file = place.store.open(name)
+        tensors = {}
+        for entry in read_header(file).entries.values():
+            shard = Shard(entry.name, entry.dtype, entry.shape, (full_box(entry.shape),))
+            tensors[entry.name] = SourceTensor(shard, (ByteRange(file, entry.begin, entry.nbytes),))
+        holders.append(Holder(rank, file, tensors))
+    return Source("rank files", place, tuple(holders), world_size=len(holders))
+
+
+def _in_order(name: str) -> list[tuple[int, str]]:
+    """A key by which 10 comes after 9."""
+    return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in _NUMBER.split(name)]
+
+
+def _check_whole(names: list[str], path: str) -> None:
+    numbers = [[int(n) for n in _NUMBER.findall(name)] for name in names]
+    varying = [column for column in zip(*numbers, strict=False) if len(set(column)) > 1]
+    if len({len(row) for row in numbers}) == 1 and len(varying) == 1:
+        (column,) = varying
+        present, begin = set(column), min(1, *column)
+        if len(present) < max(column) + 1 - begin:  # a name may hold any number: it is not counted up to
+            absent = next(number for number in range(begin, max(column) + 1) if number not in present)
+            raise IncompleteError(f"files are numbered, but number {absent} is missing", path=path)
+    totals = {int(found[1]) for name in names if (found := _TOTAL.search(name))}
+    if totals and totals != {len(names)}:
+        raise IncompleteError(f"files are numbered as of {max(totals)}, but there are {len(names)}", path=path)
+
+
+def lay_out(source: Source, layout: Layout) -> tuple[Source, dict[str, str]]:
+    """`source` with its plain tensors placed where `layout` says, and the operation by name of those to be reduced.
+
+    InvalidArgumentError for a rule that matches no tensor, does not fit one, or contradicts what a tensor says itself;
+    IncompleteError for a part that no rank holds.
+    """
+    layout.check_ranks([holder.rank for holder in source.holders])
+    paths = {holder.rank: holder.path for holder in source.holders}
+    names = renumbered({holder.rank: {name: name for name in holder.tensors} for holder in source.holders}, layout)
+    parts: dict[str, dict[int, tuple[Part, SourceTensor]]] = {}
+    reductions: dict[str, str] = {}
+    for holder in source.holders:
+        for name, tensor in holder.tensors.items():
+            for part in _parts(holder, tensor, names[holder.rank][name], layout, reductions):
+                if holder.rank in parts.setdefault(part.name, {}):
+                    raise InvalidArgumentError(
+                        "the layout makes two tensors of one rank this one",
+                        name=part.name,
+                        rank=holder.rank,
+                        path=holder.path,
+                    )
+                parts[part.name][holder.rank] = (part, tensor)
+    unused = [pattern for pattern in layout.rules if pattern in layout.unused]
+    if unused:
+        raise InvalidArgumentError(f"layout pattern {unused[0]!r} matches no tensor", path=source.path)
+    tensors: dict[int, dict[str, SourceTensor]] = {rank: {} for rank in paths}
+    for name, held in parts.items():
+        for rank, tensor in _placed(name, held, layout, paths).items():
+            tensors[rank][name] = tensor
+    holders = tuple(replace(h, tensors=tensors[h.rank], aliases=_kept(h, tensors[h.rank])) for h in source.holders)
+    return replace(source, holders=holders), reductions
+
+
+def _parts(holder: Holder, tensor: SourceTensor, name: str, layout: Layout, reductions: dict[str, str]) -> list[Part]:
+    shard = tensor.shard
+    rule = layout.rule_for(shard.name)
+    if rule is None or shard.boxes != (full_box(shard.global_shape),):
+        if rule is not None:
+            raise InvalidArgumentError(
+                f"layout rule for {rule.pattern!r} matches a tensor that says itself which part it is",
+                name=shard.name,
+                rank=holder.rank,
+                path=holder.path,
+            )
+        return [Part(name, shard.local_shape, fixed=(shard.global_shape, shard.boxes))]
+    try:
+        parts = rule.parts(name, shard.global_shape, holder.rank)
+    except InvalidArgumentError as error:
+        raise error.located(rank=holder.rank, name=name, path=holder.path) from None
+    if rule.reduce is not None:
+        reductions |= {part.name: rule.reduce for part in parts}
+    return parts
+
+
+def _kept(holder: Holder, tensors: Mapping[str, SourceTensor]) -> dict[str, str]:
+    return {alias: kept for alias, kept in holder.aliases.items() if alias in tensors and kept in tensors}
+
+
+def _placed(
+    name: str, held: Mapping[int, tuple[Part, SourceTensor]], layout: Layout, paths: Mapping[int, str]
+) -> dict[int, SourceTensor]:
+    """Every rank's part of one tensor, as boxes and where their bytes lie."""
+    found = {}
+    ruled = {rank: part for rank, (part, _) in held.items() if part.cuts or part.fixed is None}
+    boxes = place(ruled, layout.grid, paths) if ruled else {}
+    for rank, (part, tensor) in held.items():
+        if rank not in boxes:  # it says itself which part it is
+            found[rank] = replace(tensor, shard=replace(tensor.shard, name=name))
+            continue
+        global_shape, whole = boxes[rank]
+        (extent,) = tensor.extents
+        extents = tuple(_slice(extent, tensor.shard, local) for local in part.local_boxes())
+        found[rank] = SourceTensor(Shard(name, tensor.shard.dtype, global_shape, whole), extents)
+    return found
+
+
+def _slice(extent: ByteRange, shard: Shard, local: Box) -> ByteRange:
+    """Return the byte range of a block of a plain tensor."""
+    if local.shape == shard.global_shape:
+        return extent
+    itemsize = ITEMSIZE[shard.dtype]
+    strides = extent.strides or c_strides(shard.global_shape)
+    begin = extent.begin + itemsize * sum(map(operator.mul, local.offsets, strides))
+    return ByteRange(extent.file, begin, local.numel * itemsize, strides=strides)

@@ -1,0 +1,106 @@
+"""The formats in which a checkpoint may lie: each says whether it matches what a place holds, and reads it.
+
+A place is opened and listed once, and all formats look at this one listing. Nothing in a file is executed.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol
+
+from statexchange.errors import InvalidArgumentError, NotFoundError, ReplacedError, StateExchangeError
+from statexchange.formats.source import OpenCheckpoint, Source
+from statexchange.storage.place import Place, reading_again
+from statexchange.storage.store import plain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["FORMATS", "Format", "open_checkpoint", "open_source", "path_text"]
+
+
+class Format(Protocol):
+    """A module that reads one kind of checkpoint."""
+
+    def matches(self, place: Place) -> bool:
+        """Whether this format lies at a place, by its listing and at most the first bytes of a file."""
+
+    def read(self, place: Place, *, strict: bool = True) -> Source:
+        """Return the source, from headers only. With `strict`, what is missing or broken is raised, else it is in the
+        source's `problems`."""
+
+
+# The first that matches reads. A format is imported when it is asked: the last two read pickles, for which looking at
+# other things does not wait.
+FORMATS = ("huggingface", "workspace", "dcp", "torch_file")
+_UNKNOWN = "neither a workspace nor a checkpoint (safetensors, torch DCP, or torch.save's .pt files)"
+
+
+def path_text(path: str | os.PathLike[str]) -> str:
+    """Return a path or URL as text; InvalidArgumentError for anything else."""
+    name = os.fspath(path)
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise InvalidArgumentError(f"a source is a path or a URL, not {name!r}")
+    return plain(name)
+
+
+def open_source(path: str | os.PathLike[str], *, strict: bool = True) -> Source:
+    """Return what lies at `path`: a workspace (or one run or round of it), a Hugging Face directory or file, a torch
+    DCP directory, or a file of torch.save or a directory of them.
+
+    Not collective; reads headers only. What is replaced while it is read is opened again. NotFoundError if nothing
+    known lies there; with `strict`, IncompleteError or CorruptError for what is missing or broken, else such things
+    become the source's `problems`. The source holds its files open until it is closed.
+    """
+    return opened(path_text(path), read_place, strict=strict)
+
+
+def opened(path: str, read: Callable[..., Source], *, strict: bool) -> Source:
+    """Open the source at `path` with `read`, again if it was replaced meanwhile."""
+
+    def read_once(place: Place) -> Source:
+        source = read(place, strict=strict)
+        if source.problems and not place.is_current():
+            raise ReplacedError("replaced while it was read", path=path) from source.problems[0]
+        return source
+
+    return reading_again(path, read_once)
+
+
+def read_place(place: Place, *, strict: bool = True) -> Source:
+    """Return the source at an open place."""
+    for name in FORMATS:
+        known: Format = import_module(f"statexchange.formats.{name}")
+        if known.matches(place):
+            if name == "torch_file":
+                _check_not_above(place)
+            return known.read(place, strict=strict)
+    _check_not_above(place)
+    raise NotFoundError(_UNKNOWN, path=place.path)
+
+
+def _check_not_above(place: Place) -> None:
+    """accelerate puts DCP directories below a directory of its own, beside files of torch.save that are no model."""
+    if place.file is not None:
+        return
+    below = [name for name in place.store.directories if _is_dcp(place, name)]
+    if below:
+        text = f"torch DCP directories lie here, name one of them: {', '.join(below)}"
+        raise InvalidArgumentError(text, path=place.path)
+
+
+def _is_dcp(place: Place, name: str) -> bool:
+    try:
+        return ".metadata" in place.store.below(name).listing
+    except StateExchangeError:  # gone meanwhile, or not to be looked at
+        return False
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
+    """Return a lazy mapping of tensor names to shape, dtype and `read()`; shards of one tensor are read as one.
+
+    Not collective. The checkpoint's files stay open until the mapping is closed or dropped, so what is replaced later
+    is read as it was. Raises what `open_source` raises.
+    """
+    return OpenCheckpoint(open_source(path))

@@ -1,0 +1,241 @@
+"""A source: a sharded checkpoint as holders with shards, and for every box the byte range that holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from statexchange.errors import CorruptError, InvalidArgumentError, ReplicaError, StateExchangeError
+from statexchange.layout.plan import Holding, prove_cover
+from statexchange.layout.shards import ITEMSIZE, Box, Shard, full_box, intersect
+from statexchange.storage.byte_range import ByteRange
+from statexchange.storage.place import Place
+from statexchange.storage.store import StoredFile
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+__all__ = ["Holder", "Kind", "ListedTensor", "OpenCheckpoint", "Source", "SourceTensor", "StoredTensor"]
+
+Kind = Literal["workspace", "huggingface", "dcp", "torch", "rank files"]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTensor:
+    """A holder's shard of one tensor, with one byte range per box."""
+
+    shard: Shard
+    extents: tuple[ByteRange, ...]
+
+    def digest_of(self, index: int) -> str:
+        """Return the digest of a box: the one that is known, else that of its bytes, which are read."""
+        from statexchange.storage import regions  # and with it numpy, for which looking does not wait
+
+        stored, box = self.extents[index], self.shard.boxes[index]
+        if stored.digest is not None:
+            return stored.digest
+        digest = regions.BoxDigest(stored, box, self.shard.dtype, always=True)
+        for window, data in regions.blocks(stored, box.shape, self.shard.dtype):
+            digest.update(regions.shifted(window, box), data)
+        digest.check(self.shard.name)
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class ListedTensor:
+    """A tensor that a manifest, index or metadata lists, and whose bytes are missing or cannot be read.
+
+    `dtype` and `shape` are None where only the name is known; `path` is the file that should have it.
+    """
+
+    name: str
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A rank's file, or a file that stands for one."""
+
+    rank: int
+    file: StoredFile
+    tensors: Mapping[str, SourceTensor]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def path(self) -> str:
+        """The file's path, for messages."""
+        return self.file.path
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return self.file.size
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint on disk, pinned as it was opened.
+
+    `configs` is JSON text of `values` by rank; `manifest` the content of the statexchange.json of a published
+    directory; `others` describes by name what is no tensor; `problems` are what is missing or broken, and `listed` the
+    tensors that this concerns. `place` is what holds the files open; `close` or a with block releases it.
+    """
+
+    kind: Kind
+    place: Place
+    holders: tuple[Holder, ...]
+    run: str | None = None
+    round: int | None = None
+    world_size: int | None = None
+    configs: Mapping[int, str] = field(default_factory=dict)
+    manifest: Mapping[str, Any] | None = None
+    others: Mapping[str, str] = field(default_factory=dict)
+    problems: tuple[StateExchangeError, ...] = ()
+    listed: tuple[ListedTensor, ...] = ()
+
+    @property
+    def path(self) -> str:
+        """The path or URL that was opened."""
+        return self.place.path
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(holder.nbytes for holder in self.holders)
+
+    def holdings(self) -> list[Holding]:
+        """Return each rank's shards for the merge plan."""
+        return [Holding(h.rank, [t.shard for t in h.tensors.values()], h.aliases) for h in self.holders]
+
+    def shards(self) -> Iterator[tuple[Holder, SourceTensor]]:
+        """Every holder's tensors."""
+        for holder in self.holders:
+            for tensor in holder.tensors.values():
+                yield holder, tensor
+
+    def check_unchanged(self) -> None:
+        """Raise ReplacedError if bytes of any file may have changed since it was opened."""
+        for holder in self.holders:
+            holder.file.check_unchanged()
+
+    def close(self) -> None:
+        """Release all files."""
+        self.place.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint on disk: shape and dtype at once, bytes on demand."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    _boxes: Mapping[Box, tuple[ByteRange, int]]  # with the rank that holds it
+    _conflicts: Mapping[str, StateExchangeError]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return full_box(self.shape).numel * ITEMSIZE[self.dtype]
+
+    def read(self, box: Box | None = None) -> Any:
+        """Return the tensor, or the block `box` of it, as a numpy array; ml_dtypes supplies dtypes that numpy lacks.
+
+        Not collective. What is read whole is checked against its digest, where one is known.
+
+        Raises:
+            InvalidArgumentError: the box is outside of the tensor, or the checkpoint has been closed.
+            IncompleteError: a region is in no file.
+            ReplacedError: a file was changed or removed since the checkpoint was opened: open it again.
+            CorruptError, StorageError.
+        """
+        from statexchange.layout.arrays import array_over
+        from statexchange.storage import regions
+
+        target = full_box(self.shape) if box is None else box
+        if intersect(target, full_box(self.shape)) != target and target.numel:
+            text = f"box {target} is outside of the tensor, whose shape is {self.shape}"
+            raise InvalidArgumentError(text, name=self.name)
+        if self.name in self._conflicts:
+            raise self._conflicts[self.name]
+        self._check_cover()
+        data = bytearray(target.numel * ITEMSIZE[self.dtype])
+        for stored_box, (stored, _) in self._boxes.items():
+            part = intersect(stored_box, target)
+            if part is None:
+                continue
+            digest = regions.BoxDigest(stored, stored_box, self.dtype, region=part)
+            regions.read_part(stored, stored_box, part, self.dtype, memoryview(data), target, digest)
+            digest.check(self.name)
+            if not digest:
+                stored.file.check_unchanged()
+        return array_over(data, self.dtype, target.shape)
+
+    def _check_cover(self) -> None:
+        if self._boxes.keys() != {full_box(self.shape)}:
+            prove_cover(self.name, self.shape, {box: [rank] for box, (_, rank) in self._boxes.items()})
+
+
+class OpenCheckpoint(Mapping[str, StoredTensor]):
+    """Lazy view of a checkpoint: names to `StoredTensor`, also where a tensor lies in several files as shards.
+
+    It holds the files that it has opened: a checkpoint that is replaced later is read as it was. `close` or a with
+    block releases them, and so does the end of the last reference.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.path = source.path
+        self._source = source
+        self._tensors: dict[str, StoredTensor] = {}
+        conflicts: dict[str, StateExchangeError] = {}
+        boxes: dict[str, dict[Box, tuple[ByteRange, int]]] = {}
+        for holder, tensor in source.shards():
+            shard = tensor.shard
+            known = self._tensors.get(shard.name)
+            if known is None:
+                boxes[shard.name] = {}
+                stored = StoredTensor(shard.name, shard.dtype, shard.global_shape, boxes[shard.name], conflicts)
+                self._tensors[shard.name] = stored
+            elif (known.dtype, known.shape) != (shard.dtype, shard.global_shape):
+                raise CorruptError("two files disagree on dtype or shape", name=shard.name, path=holder.path)
+            elif source.kind == "huggingface" and boxes[shard.name].keys() & set(shard.boxes):
+                raise CorruptError("two files have a tensor of this name", name=shard.name, path=holder.path)
+            for box, stored_range in zip(shard.boxes, tensor.extents, strict=True):
+                first, _ = boxes[shard.name].setdefault(box, (stored_range, holder.rank))
+                if None not in (first.digest, stored_range.digest) and first.digest != stored_range.digest:
+                    text = f"two ranks hold different values for region {box}: open one rank's file"
+                    conflicts[shard.name] = ReplicaError(text, name=shard.name, rank=holder.rank, path=holder.path)
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def close(self) -> None:
+        """Release all files; tensors can be read no more."""
+        self._source.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,274 @@
+"""Read the zip archive that torch.save writes: its pickle, and the byte range of each tensor's storage."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from statexchange.errors import CorruptError, UnsupportedError
+from statexchange.formats.pickles import MAX_PICKLE_BYTES, Made, Symbol
+from statexchange.layout.shards import DTYPE_NAMES, ITEMSIZE, c_strides, sizes_from_json
+from statexchange.storage.byte_range import ByteRange
+from statexchange.storage.store import StoredFile
+
+__all__ = ["Archive", "View", "described", "dtype_of", "is_tensor", "plain", "strides_of", "view_of"]
+
+_END, _END64, _LOCATOR64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")
+_ENTRY, _LOCAL = struct.Struct("<4s6H3L5H2L"), struct.Struct("<4s5H3L2H")
+_MAX_DIRECTORY_BYTES = 256 << 20
+_AHEAD_BYTES = 2048  # holds all of a small tensor's archive but its bytes
+_RESAVE = "load it with a torch that you trust it to and save it again with torch.save"
+
+_STORAGES = {
+    "DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16",
+    "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8",
+    "BoolStorage": "BOOL", "ComplexDoubleStorage": "C128", "ComplexFloatStorage": "C64",
+}  # fmt: skip
+_WRAPPING = {"_rebuild_parameter", "_rebuild_parameter_with_state"}
+_FROM_TYPE = {"_rebuild_from_type", "_rebuild_from_type_v2"}
+_STRIDED = {"_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"}
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A strided tensor as the pickle describes it: a part of the storage `key`, which has `storage_nbytes`.
+
+    `begin` counts bytes of the storage, `strides` elements.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    begin: int
+    key: str
+    storage_nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor's elements."""
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+class Archive:
+    """One zip, in `length` bytes of an open file from `begin` on; whatever it claims is checked against these."""
+
+    def __init__(self, file: StoredFile, begin: int = 0, length: int | None = None) -> None:
+        size, path = file.size, file.path
+        self._length = size - begin if length is None else length
+        if self._length < 0 or begin + self._length > size:
+            raise CorruptError(
+                "file is truncated", path=path, expected=f"{begin + self._length} bytes", found=f"{size} bytes"
+            )
+        self._file = file
+        self._path = path
+        self._begin = begin
+        self._blocks: list[tuple[int, bytes]] = []
+        last = max(0, self._length - _AHEAD_BYTES)
+        self._blocks = [(at, self._read(at, min(_AHEAD_BYTES, self._length - at))) for at in sorted({0, last})]
+        self._entries = self._directory()
+        roots = [name for name in self._entries if name.rpartition("/")[2] == "data.pkl" and name.count("/") == 1]
+        if len(roots) != 1:
+            raise CorruptError("not a file of torch.save: its zip has no data.pkl", path=path)
+        self._root = roots[0].removesuffix("data.pkl")
+        order = self._root + "byteorder"  # older torch does not say, and was little-endian
+        if order in self._entries and self._content(order, 16) != b"little":
+            raise UnsupportedError("its numbers are big-endian", path=path)
+
+    def pickle(self, limit: int = MAX_PICKLE_BYTES) -> bytes:
+        """Return the bytes of the pickle."""
+        return self._content(self._root + "data.pkl", limit)
+
+    def extent(self, view: View) -> ByteRange:
+        """Return the byte range of a tensor; CorruptError if the zip contradicts the pickle."""
+        name = f"{self._root}data/{view.key}"
+        if name not in self._entries:
+            raise CorruptError(f"the zip has no storage {view.key!r:.60}", path=self._path)
+        begin, nbytes = self._member(name)
+        if nbytes != view.storage_nbytes:
+            raise CorruptError(
+                f"storage {view.key!r:.60} has another size than the pickle says",
+                path=self._path,
+                expected=f"{view.storage_nbytes} bytes",
+                found=f"{nbytes} bytes",
+            )
+        return ByteRange(self._file, begin + view.begin, view.nbytes, strides=strides_of(view.shape, view.strides))
+
+    def _read(self, at: int, nbytes: int) -> bytes:
+        if not 0 <= at <= at + nbytes <= self._length:
+            raise CorruptError("its zip points outside of the file", path=self._path)
+        for begin, block in self._blocks:
+            if begin <= at and at + nbytes <= begin + len(block):
+                return block[at - begin : at - begin + nbytes]
+        data = bytearray(nbytes)
+        self._file.read_into(memoryview(data), self._begin + at)
+        return bytes(data)
+
+    def _directory(self) -> dict[str, tuple[int, int]]:
+        """Each member's (offset of its local header, bytes)."""
+        if self._length < _END.size:
+            raise self._no_zip()
+        at = self._length - _END.size
+        mark, *_, count, nbytes, begin, comment = _END.unpack(self._read(at, _END.size))
+        if mark != b"PK\5\6" or comment:
+            raise self._no_zip()
+        if 0xFFFFFFFF in (nbytes, begin) or count == 0xFFFF:
+            count, nbytes, begin = self._large(at)
+        if nbytes > _MAX_DIRECTORY_BYTES or count * _ENTRY.size > nbytes:
+            raise CorruptError(f"a zip directory of {nbytes} bytes for {count} members", path=self._path)
+        data = self._read(begin, nbytes)
+        entries: dict[str, tuple[int, int]] = {}
+        try:
+            at = 0
+            for _ in range(count):
+                name, place, at = self._entry(data, at)
+                if name in entries:
+                    raise CorruptError(f"the zip has two members {name!r:.100}", path=self._path)
+                entries[name] = place
+        except (struct.error, UnicodeDecodeError):
+            raise CorruptError("its zip directory is broken", path=self._path) from None
+        return entries
+
+    def _no_zip(self) -> CorruptError:
+        return CorruptError("not a whole file of torch.save: it does not end as a zip does", path=self._path)
+
+    def _large(self, end: int) -> tuple[int, int, int]:
+        """Members, bytes and offset of the directory of a zip that is larger than 4 GiB or has many members."""
+        mark, _, at, _ = _LOCATOR64.unpack(self._read(end - _LOCATOR64.size, _LOCATOR64.size))
+        if mark != b"PK\6\7":
+            raise self._no_zip()
+        mark, *_, count, nbytes, begin = _END64.unpack(self._read(at, _END64.size))
+        if mark != b"PK\6\6":
+            raise self._no_zip()
+        return count, nbytes, begin
+
+    def _entry(self, data: bytes, at: int) -> tuple[str, tuple[int, int], int]:
+        fields = _ENTRY.unpack_from(data, at)
+        mark, flags, method, packed, nbytes, begin = (fields[i] for i in (0, 3, 4, 8, 9, 16))
+        name_end = at + _ENTRY.size + fields[10]
+        name, extra = data[at + _ENTRY.size : name_end].decode(), data[name_end : name_end + fields[11]]
+        if mark != b"PK\1\2":
+            raise CorruptError("its zip directory is broken", path=self._path)
+        if method or flags & 1:
+            raise UnsupportedError(f"member {name!r:.100} is compressed or encrypted: {_RESAVE}", path=self._path)
+        wide = _wide_numbers(extra)
+        nbytes, packed, begin = (next(wide) if v == 0xFFFFFFFF else v for v in (nbytes, packed, begin))
+        if packed != nbytes:
+            raise CorruptError(f"member {name!r:.100} has two sizes", path=self._path)
+        return name, (begin, nbytes), name_end + fields[11] + fields[12]
+
+    def _member(self, name: str) -> tuple[int, int]:
+        """First byte in the file, and bytes, of a member."""
+        begin, nbytes = self._entries[name]
+        mark, *_, name_length, extra_length = _LOCAL.unpack(self._read(begin, _LOCAL.size))
+        encoded = name.encode()
+        begin += _LOCAL.size
+        if mark != b"PK\3\4" or self._read(begin, name_length) != encoded:
+            raise CorruptError(f"the zip has no member {name!r:.100} where it says", path=self._path)
+        begin += name_length + extra_length
+        if begin + nbytes > self._length:
+            raise CorruptError(f"member {name!r:.100} ends outside of the file", path=self._path)
+        return self._begin + begin, nbytes
+
+    def _content(self, name: str, limit: int) -> bytes:
+        begin, nbytes = self._member(name)
+        if nbytes > limit:
+            raise CorruptError(f"member {name!r:.100} has {nbytes} bytes, more than any real one", path=self._path)
+        return self._read(begin - self._begin, nbytes)
+
+
+def _wide_numbers(extra: bytes) -> Any:
+    """The 64-bit numbers of a directory entry, in their order."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, nbytes = struct.unpack_from("<2H", extra, at)
+        if kind == 1:
+            yield from struct.unpack_from(f"<{nbytes // 8}Q", extra, at + 4)
+        at += 4 + nbytes
+    raise struct.error("a number is missing")
+
+
+def strides_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The strides of an extent: None if elements follow in C order; that of a dim of size 1 means nothing."""
+    expected = c_strides(shape)
+    run = not math.prod(shape) or all(n == 1 or a == b for n, a, b in zip(shape, strides, expected, strict=True))
+    return None if run else strides
+
+
+def plain(made: Made) -> Made:
+    """A tensor without what makes it a parameter or a subclass with attributes of its own."""
+    while True:
+        if made.name in _WRAPPING and made.args and type(made.args[0]) is Made:
+            made = made.args[0]
+        elif made.name in _FROM_TYPE and len(made.args) == 4 and _is_plain_type(made.args[1]):
+            function, _, args, _ = made.args
+            made = Made(function.name, args) if type(function) is Symbol and type(args) is tuple else Made("", ())
+        else:
+            return made
+
+
+def _is_plain_type(kind: Any) -> bool:
+    return type(kind) is Symbol and kind.name in ("Tensor", "Parameter", "Buffer")
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether a value from a pickle would be a tensor of any kind."""
+    return type(value) is Made and value.name.startswith("_rebuild_")
+
+
+def described(value: Any) -> str:
+    """Describe a non-tensor value in a few words, for listings."""
+    if type(value) is Made:
+        return f"a {value.name}"
+    if type(value) is Symbol:
+        return value.name
+    if type(value) is bytes:
+        return f"{len(value)} bytes"
+    shown = f"{value!r:.80}" if type(value) in (str, int, float, bool, type(None)) else f"of {len(value)}"
+    return shown if value is None else f"{type(value).__name__} {shown}"
+
+
+def dtype_of(symbol: Any) -> str:
+    """The safetensors name of a torch dtype (UnsupportedError where there is none)."""
+    name = symbol.name if type(symbol) is Symbol else str(symbol)[:60]
+    if name not in DTYPE_NAMES:
+        raise UnsupportedError(f"dtype {name} is not supported")
+    return DTYPE_NAMES[name]
+
+
+def view_of(made: Made) -> View:
+    """Return dtype, shape, strides and storage of a strided tensor.
+
+    Raises UnsupportedError for other kinds of tensor, ValueError for contradictory arguments.
+    """
+    if made.name not in _STRIDED:
+        kind = made.name.removeprefix("_rebuild_").partition("_")[0]
+        raise UnsupportedError(f"a {kind} tensor is not supported, only strided ones")
+    storage, offset, shape, strides = made.args[:4]
+    extra = made.args[7:] if made.name == "_rebuild_tensor_v3" else made.args[6:]
+    if any(extra):
+        raise UnsupportedError("its bytes must be conjugated or negated when they are read")
+    kind, key, numel = _storage(storage)
+    dtype = dtype_of(made.args[6]) if made.name == "_rebuild_tensor_v3" else _STORAGES.get(kind)
+    if dtype is None:
+        raise UnsupportedError(f"a {kind} is not supported")
+    (offset,) = sizes_from_json((offset,))
+    shape, strides = sizes_from_json(shape), sizes_from_json(strides)
+    itemsize = ITEMSIZE[dtype]
+    storage_nbytes = numel * (1 if kind == "UntypedStorage" else itemsize)
+    reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1 if all(shape) else 0
+    if reach and (offset + reach) * itemsize > storage_nbytes:
+        raise ValueError("the tensor is larger than its storage")
+    return View(dtype, shape, strides, offset * itemsize if reach else 0, key, storage_nbytes)
+
+
+def _storage(made: Any) -> tuple[str, str, int]:
+    """The type, key and number of elements of a storage."""
+    if type(made) is not Made or made.name != "persistent":
+        raise ValueError("a tensor without a storage")
+    mark, kind, key, _, numel = made.args[0]
+    if mark != "storage" or type(kind) is not Symbol or type(key) is not str:
+        raise ValueError("not a storage")
+    (numel,) = sizes_from_json((numel,))
+    return kind.name, key, numel

@@ -1,0 +1,275 @@
+"""Files of torch.save (.pt, .pth, .bin): one, or a directory of them, one per rank or one per part of a model.
+
+Nested dicts and lists become dotted names. A DTensor's pickle has its placements, its mesh and the coordinate of the
+rank that saved it, so that its boxes follow from the file alone; a plain tensor counts as whole.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    NotFoundError,
+    StateExchangeError,
+    UnsupportedError,
+)
+from statexchange.formats.huggingface import check_numbers, read_index
+from statexchange.formats.pickles import Made, Symbol, read_pickle
+from statexchange.formats.source import Holder, ListedTensor, Source, SourceTensor
+from statexchange.formats.torch_archive import Archive, described, is_tensor, plain, strides_of, view_of
+from statexchange.layout.placements import Cut, local_boxes
+from statexchange.layout.shards import ITEMSIZE, Shard, c_strides, full_box, sizes_from_json
+from statexchange.storage.byte_range import ByteRange
+from statexchange.storage.place import Place
+from statexchange.storage.store import StoredFile
+
+__all__ = ["matches", "read"]
+
+_SUFFIXES = (".pt", ".pth", ".bin")
+_INDEX_SUFFIX = ".bin.index.json"
+_RANK = re.compile(r"(?<![A-Za-z])rank[_-]?([0-9]{1,9})(?![0-9])", re.IGNORECASE)
+_ZIP, _LEGACY = b"PK\3\4", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_MAX_DEPTH = 100
+
+
+def matches(place: Place) -> bool:
+    """Whether a file of torch.save or a directory with such files lies at a place."""
+    if place.file is None:
+        return any(name.endswith(_SUFFIXES) for name in place.store.files)
+    return place.file.endswith(_SUFFIXES) or _start_of(place.store.open(place.file)).startswith((_ZIP, _LEGACY))
+
+
+def _start_of(file: StoredFile) -> bytes:
+    start = bytearray(min(len(_LEGACY), file.size))
+    file.read_into(memoryview(start), 0)
+    return bytes(start)
+
+
+def read(place: Place, *, strict: bool = True) -> Source:
+    """Return the source at a place: each file is a holder.
+
+    In a directory with an index (``*.bin.index.json``) these are the files that it names, else all of them. Their ranks
+    are the numbers N in names that all have exactly one ``rankN``, else the files are numbered in the order of names.
+    """
+    store = place.store
+    problems: list[StateExchangeError] = []
+    holders: list[Holder] = []
+    others: dict[str, str] = {}
+    listed: list[ListedTensor] = []
+    indexed: dict[str, str] = {}
+    if place.file is None:
+        indexes = [name for name in store.files if name.endswith(_INDEX_SUFFIX)]
+        indexed = {name: file for index in indexes for name, file in read_index(store, index, ".bin").items()}
+        if not indexed:
+            problems += check_numbers([name for name in store.files if name.endswith(_SUFFIXES)], store.path)
+    for rank, name in _ranked(place, sorted(set(indexed.values()))):
+        try:
+            found = _File(store.open(name), rank)
+            holders.append(found.holder)
+            others |= found.others
+            continue
+        except NotFoundError:
+            problems.append(IncompleteError("a file of this checkpoint is missing", path=store.path_of(name)))
+        except StateExchangeError as error:
+            problems.append(error)
+        listed += [ListedTensor(key, None, None, store.path_of(name)) for key, file in indexed.items() if file == name]
+    if problems and strict:
+        raise problems[0]
+    return Source("torch", place, tuple(holders), others=others, problems=tuple(problems), listed=tuple(listed))
+
+
+def _ranked(place: Place, indexed: list[str]) -> list[tuple[int, str]]:
+    """The files to read with their ranks."""
+    if place.file is not None:
+        return [(0, place.file)]
+    names = indexed or [name for name in place.store.files if name.endswith(_SUFFIXES)]
+    numbers = [_RANK.findall(name) for name in names]
+    ranks = [int(found[0]) for found in numbers] if all(len(n) == 1 for n in numbers) else list(range(len(names)))
+    return sorted(zip(ranks, names, strict=True))
+
+
+class _File:
+    """One file's tensors, and what else it has."""
+
+    def __init__(self, file: StoredFile, rank: int) -> None:
+        self._file = file
+        self._path = path = file.path
+        self._rank = rank
+        self._meshes: dict[Any, list[int]] = {}
+        self.others: dict[str, str] = {}
+        tensors: dict[str, SourceTensor] = {}
+        aliases: dict[str, str] = {}
+        seen: dict[Any, str] = {}
+        self._archive = _archive(file)
+        data = self._archive.pickle()
+        root = read_pickle(data, path)
+        for name, value in _leaves(root, path, 4 * len(data)):
+            if name in tensors or name in self.others:
+                raise CorruptError("two entries have this name once nesting becomes dots", name=name, path=path)
+            if not is_tensor(value):
+                self.others[name] = described(value)
+                continue
+            tensors[name] = tensor = self._tensor(name, value)
+            key = tensor.shard.dtype, tensor.shard.global_shape, tensor.shard.boxes, tensor.extents
+            if tensor.shard.nbytes and seen.setdefault(key, name) != name:
+                aliases[name] = seen[key]
+        self.holder = Holder(rank, file, tensors, aliases)
+
+    def _tensor(self, name: str, value: Made) -> SourceTensor:
+        try:
+            made = plain(value)
+            if _is_distributed(made):
+                return self._distributed(name, made)
+            view = view_of(made)
+            shard = Shard(name, view.dtype, view.shape, (full_box(view.shape),))
+            return SourceTensor(shard, (self._archive.extent(view),))
+        except UnsupportedError as error:
+            raise error.located(rank=self._rank, name=name, path=self._path) from None
+        except StateExchangeError:
+            raise
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise CorruptError(
+                f"not what torch writes for a tensor: {error!r:.200}", name=name, path=self._path
+            ) from None
+
+    def _distributed(self, name: str, made: Made) -> SourceTensor:
+        """A DTensor: the boxes of its placements, each a part of the local tensor."""
+        _, _, wrapped, state = made.args
+        slots = state[1] if type(state) is tuple else state
+        shape, spec = sizes_from_json(wrapped[2]), slots["_spec"].state
+        local = view_of(plain(slots["_local_tensor"]))
+        whole = self._archive.extent(local)
+        mesh = spec["mesh"].state
+        cuts = [_cut(placement) for placement in spec["placements"]]
+        if "_coordinate_on_dim" not in mesh:
+            raise UnsupportedError("its mesh does not say which coordinate the saving rank had")
+        boxes = []
+        if mesh["_coordinate_on_dim"] is not None:
+            boxes = local_boxes(
+                shape, self._mesh_shape(spec["mesh"], cuts), sizes_from_json(mesh["_coordinate_on_dim"]), cuts
+            )
+        shard = Shard(name, local.dtype, shape, tuple(box for box, _ in boxes))
+        ends = [tuple(map(operator.add, place, box.shape)) for box, place in boxes]
+        expected = tuple(map(max, *ends)) if len(ends) > 1 else (ends or [local.shape])[0]
+        if shard.nbytes != local.nbytes or expected != local.shape:
+            problem = "its local part does not fit its placements"
+            raise CorruptError(problem, name=name, path=self._path, expected=expected, found=local.shape)
+        if len(boxes) == 1:
+            return SourceTensor(shard, (whole,))
+        itemsize = ITEMSIZE[local.dtype]
+        extents = []
+        for box, place in boxes:
+            begin = whole.begin + itemsize * sum(p * s for p, s in zip(place, local.strides, strict=True))
+            strides = strides_of(box.shape, local.strides)
+            extents.append(ByteRange(self._file, begin, box.numel * itemsize, strides=strides))
+        return SourceTensor(shard, tuple(extents))
+
+    def _mesh_shape(self, mesh: Made, cuts: list[Cut | None]) -> list[int]:
+        """A mesh is checked once for all tensors that are cut along the same axes of it."""
+        key = id(mesh), tuple(cut is not None for cut in cuts)  # the pickle's root keeps them all alive
+        if key not in self._meshes:
+            self._meshes[key] = _checked_mesh(mesh.state, cuts)
+        return self._meshes[key]
+
+
+def _archive(file: StoredFile) -> Archive:
+    head, path = _start_of(file), file.path
+    if head.startswith(_ZIP):
+        return Archive(file)
+    if head.startswith(b"\x80"):
+        problem = "this is a pickle, or torch's format of before 1.6, not a zip"
+        cure = "torch.save(torch.load(path, weights_only=True), path) makes it one"
+        raise UnsupportedError(f"{problem}: {cure}", path=path)
+    raise CorruptError("not a file of torch.save", path=path)
+
+
+def _leaves(root: Any, path: str, budget: int) -> Iterator[tuple[str, Any]]:
+    """Dotted names and what is no container, in order. A sequence without tensors is one leaf.
+
+    A pickle can name one list many times, so what is visited is counted: it is refused when that is more than a real
+    one could hold.
+    """
+    waiting = [(("tensor" if is_tensor(root) else ""), root, 0)]
+    while waiting:
+        name, value, depth = waiting.pop()
+        if depth > _MAX_DEPTH or (budget := budget - 1) < 0:
+            raise CorruptError("its nesting is deeper or wider than anything real", name=name[:80], path=path)
+        children = _children(value)
+        if children is None:
+            yield name or "value", value
+            continue
+        below = [(f"{name}.{key}" if name else str(key), child, depth + 1) for key, child in children]
+        waiting.extend(reversed(below))
+
+
+def _children(value: Any) -> list[tuple[Any, Any]] | None:
+    if type(value) is dict:
+        return list(value.items()) or None
+    if type(value) in (list, tuple) and any(type(item) in (dict, list, tuple) or is_tensor(item) for item in value):
+        return list(enumerate(value))
+    return None
+
+
+def _is_distributed(made: Made) -> bool:
+    kind = made.args[1] if made.name == "_rebuild_from_type_v2" and len(made.args) == 4 else None
+    return type(kind) is Symbol and kind.name == "DTensor"
+
+
+def _cut(placement: Made) -> Cut | None:
+    if placement.name == "Replicate":
+        return None
+    if placement.name in ("Shard", "_StridedShard"):
+        (dim,) = sizes_from_json((placement.state["dim"],))
+        return Cut(dim, placement.state["split_factor"] if placement.name == "_StridedShard" else 1)
+    raise UnsupportedError(f"placement {placement.name} holds an unfinished sum; redistribute it before it is saved")
+
+
+def _checked_mesh(mesh: dict[str, Any], cuts: list[Cut | None]) -> list[int]:
+    """The mesh's shape. Ranks must ascend along an axis that cuts, as in live tensors (exchange.describe)."""
+    if "_layout" in mesh:
+        ranks, axes = mesh["_flatten_rank_map"], _axes(mesh["_layout"].state)
+    else:  # torch before 2.9
+        shape = sizes_from_json(mesh["mesh"].args[2])
+        ranks, axes = mesh["_flatten_mesh_list"], [[pair] for pair in zip(shape, c_strides(shape), strict=True)]
+    sizes = []
+    for axis, cut in zip(axes, cuts, strict=True):
+        steps = [0]
+        for size, stride in axis:
+            if size * len(steps) > len(ranks):
+                raise ValueError(f"a mesh of {len(ranks)} ranks has an axis that is larger")
+            steps = [step + index * stride for step in steps for index in range(size)]
+        sizes.append(len(steps))
+        for first in range(len(ranks) - max(steps)) if cut is not None else ():
+            if any((first // stride) % size for size, stride in axis):
+                continue  # not where a line of this axis begins
+            line = [ranks[first + step] for step in steps]
+            if line != sorted(line):
+                raise UnsupportedError(
+                    "its mesh lists ranks out of order, and torch itself is of two minds about who then holds what"
+                )
+    return sizes
+
+
+def _axes(layout: dict[str, Any]) -> list[list[tuple[int, int]]]:
+    """For each axis of a mesh its (size, stride) parts, in numbers of entries of the rank map."""
+    if "axes" in layout:
+        axes = [(axis.state["shape"], axis.state["stride"]) for axis in layout["axes"]]
+    else:
+        axes = list(zip(_many(layout["shape"]), _many(layout["stride"]), strict=True))
+    return [list(zip(_numbers(shape), _numbers(stride), strict=True)) for shape, stride in axes]
+
+
+def _many(value: Any) -> tuple[Any, ...]:
+    return value if type(value) is tuple else (value,)
+
+
+def _numbers(value: Any) -> tuple[int, ...]:
+    found = sizes_from_json(_many(value))
+    if not all(found):
+        raise ValueError("a mesh with an axis of size or stride 0")
+    return found

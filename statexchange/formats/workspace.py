@@ -1,0 +1,231 @@
+"""A workspace as a source: the newest committed round, or the newest in which every rank has written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    InvalidArgumentError,
+    NotFoundError,
+    ReplacedError,
+    StateExchangeError,
+)
+from statexchange.formats.source import Holder, Source, SourceTensor
+from statexchange.storage.byte_range import ByteRange
+from statexchange.storage.place import Place, open_place
+from statexchange.storage.store import Store
+from statexchange.storage.workspace import (
+    DROPPED,
+    MANIFEST,
+    Manifest,
+    RankFile,
+    RankName,
+    Receipt,
+    WorkspaceView,
+    is_rank_file,
+    is_round_name,
+    is_run_name,
+)
+
+__all__ = ["matches", "read"]
+
+_SHOWN_RANKS = 20
+
+
+def matches(place: Place) -> bool:
+    """Whether a workspace lies at a place, or one run, round or rank's file of it."""
+    return is_rank_file(place.file) if place.file is not None else _depth(place) is not None
+
+
+def _depth(place: Place) -> int | None:
+    """How far below a workspace's root a directory lies: 2 for a round, 1 for a run, 0 for the root itself."""
+    if _is_round(place.store, place.path):
+        return 2
+    if any(_is_round(store, store.path) for store in _below(place.store, is_round_name)):
+        return 1
+    for run in _below(place.store, is_run_name):
+        if any(_is_round(store, store.path) for store in _below(run, is_round_name)):
+            return 0
+    return None
+
+
+def _below(store: Store, is_wanted: Callable[[str], bool]) -> Iterator[Store]:
+    """Yield the directories in one whose names may be those of runs or rounds.
+
+    ReplacedError if one is gone meanwhile: a round may have been dropped for a newer one.
+    """
+    for name in filter(is_wanted, store.directories):
+        try:
+            yield store.below(name)
+        except NotFoundError:
+            raise ReplacedError("removed while it was looked at", path=store.path_of(name)) from None
+
+
+def _is_round(store: Store, path: str) -> bool:
+    name = path.rstrip("/").rpartition("/")[2]
+    if is_round_name(name) and not store.listing and not store.is_current():
+        raise ReplacedError("removed while it was looked at", path=path)
+    return is_round_name(name) and any(is_rank_file(found) or found in (MANIFEST, DROPPED) for found in store.listing)
+
+
+def read(place: Place, *, strict: bool = True) -> Source:
+    """Return the source at a place. Ranks that are missing are an IncompleteError naming them and their files.
+
+    A round that is dropped while it is read is a ReplacedError: another one is the newest by then.
+    """
+    root, run, number = _position(place)
+    try:
+        view = WorkspaceView(root.store)
+        if place.file is not None:
+            name = RankName.parse(os.path.join(str(run), f"{number:06d}", place.file))
+            names: Sequence[Receipt | RankName] = [name]
+            manifest = None
+        else:
+            names, manifest = _choose(view, run, number)
+        return _read(root, view, names, manifest, strict=strict, alone=place.file is not None)
+    except BaseException:
+        root.close()
+        raise
+    finally:
+        if root is not place:
+            place.close()
+
+
+def _position(place: Place) -> tuple[Place, str | None, int | None]:
+    """The place of the workspace's root, and the run and round that `place` means."""
+    if place.file is not None:
+        folder, number = os.path.split(place.store.path)
+        root, run = os.path.split(folder)
+        return _opened(root, place), run, int(number)
+    depth = _depth(place)
+    if depth == 0:
+        return place, None, None
+    folder, number = os.path.split(place.path.rstrip("/"))
+    if depth == 1:
+        return _opened(folder, place), number, None
+    root, run = os.path.split(folder)
+    return _opened(root, place), run, int(number)
+
+
+def _opened(root: str, place: Place) -> Place:
+    """The root, opened under the path by which the user asked for a part of it."""
+    opened = open_place(root)
+    return Place(place.path, opened.store, None)
+
+
+def _read(
+    root: Place,
+    view: WorkspaceView,
+    names: Sequence[Receipt | RankName],
+    manifest: Manifest | None,
+    *,
+    strict: bool,
+    alone: bool,
+) -> Source:
+    problems: list[StateExchangeError] = []
+    holders: list[Holder] = []
+    configs: dict[int, str] = {}
+    for receipt in names:
+        try:
+            file = view.open(receipt)
+            holders.append(_holder(file))
+            configs[holders[-1].rank] = file.config
+        except NotFoundError as error:
+            if view.was_dropped(receipt):
+                raise ReplacedError("this round was dropped while it was read", path=error.path) from None
+            problems.append(IncompleteError("this rank's file is missing", rank=error.rank, path=error.path))
+        except ReplacedError:
+            raise
+        except StateExchangeError as error:
+            problems.append(error)
+    if not alone:
+        problems += _missing_ranks(view, names, manifest)
+    if problems and strict:
+        raise problems[0]
+    first = names[0].rank_name
+    return Source(
+        "workspace",
+        root,
+        tuple(holders),
+        run=first.run,
+        round=first.round,
+        world_size=first.world_size,
+        configs=configs,
+        problems=tuple(problems),
+    )
+
+
+def _choose(
+    view: WorkspaceView, run: str | None, number: int | None
+) -> tuple[Sequence[Receipt | RankName], Manifest | None]:
+    """Return the files to read: of the newest committed round, or without one of the newest complete round."""
+    runs = view.runs() if run is None else [run]
+    places = [(name, n) for name in runs for n in _rounds(view, name) if number in (None, n)]
+    committed = view.manifests(places)
+    if committed:
+        return list(committed[-1].receipts), committed[-1]
+    paths = [os.path.join(view.path, name) for name in dict.fromkeys(name for name, _ in places)]
+    if len(paths) > 1:
+        raise InvalidArgumentError(
+            f"several runs are in this workspace: open one of {', '.join(paths)}", path=view.path
+        )
+    rounds = [names for place in places if (names := _rank_names(view, *place))]
+    if not rounds:
+        if view.has_changed:
+            raise ReplacedError("its rounds were dropped while they were looked at", path=view.path)
+        text = "no rank has written to this workspace yet: check the path, or wait for the writers"
+        raise NotFoundError(text, path=view.path)
+    whole = [names for names in rounds if not _missing_ranks(view, names, None)]
+    return (whole or rounds)[-1], None
+
+
+def _rounds(view: WorkspaceView, run: str) -> list[int]:
+    try:
+        return view.rounds(run)
+    except NotFoundError:  # removed meanwhile
+        return []
+
+
+def _rank_names(view: WorkspaceView, run: str, number: int) -> list[RankName]:
+    try:
+        return view.rank_names(run, number)
+    except NotFoundError:  # removed meanwhile
+        return []
+
+
+def _missing_ranks(
+    view: WorkspaceView, names: Sequence[Receipt | RankName], manifest: Manifest | None
+) -> list[StateExchangeError]:
+    """Return why a round does not have exactly one file per rank; [] if it has."""
+    if manifest is not None:
+        return []
+    parsed = [name.rank_name for name in names]
+    first, ranks = parsed[0], {name.rank for name in parsed}
+    where = os.path.join(view.path, os.path.dirname(first.relative))
+    if len(ranks) < first.world_size:
+        # A file's name may claim any number of ranks: no more is counted than is shown.
+        absent = list(islice((rank for rank in range(first.world_size) if rank not in ranks), _SHOWN_RANKS))
+        more = "" if len(ranks) + len(absent) == first.world_size else " and more"
+        text = f"ranks {absent}{more} of {first.world_size} have no file"
+        return [IncompleteError(text, rank=absent[0], path=where)]
+    if len(parsed) > first.world_size or any(name.world_size != first.world_size for name in parsed):
+        return [CorruptError("files of two attempts are in one round: remove the older ones", path=where)]
+    return []
+
+
+def _holder(file: RankFile) -> Holder:
+    tensors = {}
+    for name, shard in file.shards.items():
+        stored = [
+            ByteRange(file.file, begin, nbytes, known)
+            for (begin, nbytes), known in zip(file.extents(name), file.digests[name], strict=True)
+        ]
+        tensors[name] = SourceTensor(shard, tuple(stored))
+    aliases: Mapping[str, str] = file.facts.get("aliases", {})
+    if not isinstance(aliases, dict) or any(not isinstance(kept, str) for kept in aliases.values()):
+        raise CorruptError("broken aliases", path=file.path)
+    return Holder(int(file.facts["rank"]), file.file, tensors, aliases)

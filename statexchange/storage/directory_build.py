@@ -1,0 +1,783 @@
+"""Build a directory on a file system: under a hidden name beside the target, then renamed; whole or not there.
+
+Names, all in the target's parent directory, `nonce` being 64 random bits that each publisher draws:
+
+* ``.<name>.<nonce>.owner``: the owner record, which says which process on which host the nonce belongs to. It is
+  durable before anything else of that nonce is made, and removed last, so nothing of ours is ever without one.
+* ``.<name>.<plan>.<nonce>.partial``: the directory under construction. `plan` is the digest of the merge plan.
+* ``.<name>.<nonce>.replaced``: the old directory, while it is replaced where two names cannot be exchanged.
+* ``.<name>.<nonce>.discarded``: a directory whose files are being removed. It is renamed first, so that nobody who
+  still builds in it can publish a part of it.
+* ``.<name>.lock``: a file lock, on file systems of this host only. It and the owner records of live processes of this
+  host make the second of two publishers fail at once. Nothing else rests on them: over NFS a lock may mean nothing,
+  or be answered after half a minute.
+
+A publisher looks for others first and writes its own record afterwards, so two that begin at the same time never
+refuse each other; then the rename decides. Replacing is a compare-and-swap: only the directory that was looked at when
+the build began is replaced. After the exchange (or after the old one was moved aside) the publisher looks at what it
+got; if that is another directory, it puts it back and fails. A target that was absent is renamed to exclusively.
+
+Who comes next removes what belongs to owners that are provably dead, or takes over the directory of the same plan by
+renaming it to its own nonce, which exactly one of several can do. It completes a replacement that was interrupted
+between its two renames (atomic.py): the new directory, whole by then, gets the name. What belongs to a process of
+another host or boot is left alone unless the user says that it is dead. A record counts, and the directories of its
+nonce with it, only if it has the owner (uid) that a file made there just now gets: a server may map uids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import re
+import stat
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from filelock import FileLock, Timeout
+
+from statexchange.errors import (
+    CorruptError,
+    InvalidArgumentError,
+    NotFoundError,
+    StateExchangeError,
+    StorageError,
+    TargetExistsError,
+    UnsafeError,
+)
+from statexchange.processes import Owner
+from statexchange.storage import files
+from statexchange.storage.atomic import (
+    exchange_names,
+    identity_of,
+    look_up_anew,
+    new_nonce,
+    rename_new,
+    settle,
+    write_new,
+)
+from statexchange.storage.build import (
+    Build,
+    OutputFile,
+    ReplaceCheck,
+    active_builds,
+    busy_error,
+    removed_error,
+    target_exists,
+)
+from statexchange.storage.json_text import MAX_MANIFEST_BYTES, parse_json
+from statexchange.storage.local import open_path
+from statexchange.storage.mounts import mount_of, warn_of_options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+__all__ = ["DirectoryBuild", "check_directory", "open_for_writing"]
+
+_log = logging.getLogger(__name__)
+_MAX_NAME_BYTES = 255 - len(f"..{'0' * 32}.{'0' * 16}.partial")
+_BROKEN_RECORD_S = 60.0  # an owner record that is not whole by then was left by a process that died while it wrote
+_EMPTYING_S = 3.0  # how long files that others still hold open may keep a directory on NFS from being removed
+_OPEN_EXISTING = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_Identity = tuple[int, int, int]
+
+
+@dataclass(slots=True)
+class _Leftover:
+    """All files and directories beside the target that carry one nonce."""
+
+    nonce: str
+    owner: Owner | None = None
+    """None if the record is absent or not whole."""
+    record: os.stat_result | None = None
+    partials: dict[str, str] = field(default_factory=dict)
+    """Hidden name by plan digest."""
+    replaced: str | None = None
+    discarded: str | None = None
+
+    @property
+    def directories(self) -> list[str]:
+        return [*self.partials.values(), *(name for name in (self.replaced, self.discarded) if name)]
+
+    @property
+    def state(self) -> Literal["dead", "alive", "unknown"]:
+        """Whether the owner runs, as far as can be proved."""
+        if self.owner is None:
+            return "unknown"
+        if self.owner == Owner.current():
+            return "alive" if active_builds.is_active(self.nonce) else "dead"
+        return "dead" if self.owner.is_dead else "alive" if self.owner.is_alive else "unknown"
+
+
+def _leftovers(name: str, dir_fd: int, parent: str) -> list[_Leftover]:
+    """Return what publishers have under hidden names beside the target `name`, by nonce."""
+    pattern = re.compile(
+        re.escape(f".{name}.")
+        + r"(?:(?P<plan>[0-9a-f]{32})\.(?P<of>[0-9a-f]{16})\.partial"
+        + r"|(?P<nonce>[0-9a-f]{16})\.(?P<kind>owner|replaced|discarded))"
+    )
+    found: dict[str, _Leftover] = {}
+    for entry in files.names_in(dir_fd, parent):
+        match = pattern.fullmatch(entry)
+        if match is None:
+            continue
+        nonce = match["nonce"] or match["of"]
+        leftover = found.setdefault(nonce, _Leftover(nonce))
+        if match["plan"]:
+            leftover.partials[match["plan"]] = entry
+        elif match["kind"] == "replaced":
+            leftover.replaced = entry
+        elif match["kind"] == "discarded":
+            leftover.discarded = entry
+        else:
+            leftover.record, leftover.owner = _read_record(entry, dir_fd, os.path.join(parent, entry))
+    return list(found.values())
+
+
+def _read_record(name: str, dir_fd: int, path: str) -> tuple[os.stat_result | None, Owner | None]:
+    try:
+        data = files.read_small(name, dir_fd, path, MAX_MANIFEST_BYTES)
+        return files.stat_of(name, dir_fd, path), Owner.from_json(parse_json(data, path))
+    except (NotFoundError, UnsafeError, CorruptError, StorageError, ValueError):
+        return files.stat_of(name, dir_fd, path), None
+
+
+def _parts(path: str) -> tuple[str, str]:
+    """Return the parent and the name of a target."""
+    parent, name = os.path.split(path)
+    if not name:
+        raise InvalidArgumentError("not a place for a checkpoint", path=path)
+    if len(os.fsencode(name)) > _MAX_NAME_BYTES:
+        raise InvalidArgumentError(
+            f"this name is too long: a checkpoint is built under a longer one, so at most {_MAX_NAME_BYTES} bytes do",
+            path=path,
+        )
+    return parent, name
+
+
+def check_directory(path: str, check: ReplaceCheck | None) -> None:
+    """Check, without changing anything, whether a build at `path` would accept the target. Raises what it would
+    raise."""
+    parent, name = _parts(path)
+    try:
+        dir_fd = files.open_directory(parent)
+    except NotFoundError:
+        return
+    try:
+        leftovers = _leftovers(name, dir_fd, parent)
+        _refuse_others(leftovers, path)
+        if files.stat_of(name, dir_fd, path) is not None or not any(_interrupted(leftovers)):
+            _check_target(path, dir_fd, check)
+        elif check is None:
+            raise target_exists(path)
+    finally:
+        os.close(dir_fd)
+
+
+def _another(path: str, why: str) -> TargetExistsError:
+    return TargetExistsError(f"refused: another publisher {why}; what lies there now was left as it is", path=path)
+
+
+def _refuse_others(leftovers: Iterable[_Leftover], path: str) -> None:
+    for leftover in leftovers:
+        if leftover.state == "alive":
+            raise busy_error(leftover.owner, path)
+
+
+def _interrupted(leftovers: Iterable[_Leftover]) -> Iterator[tuple[_Leftover, str]]:
+    """Yield whose replacement was interrupted between its two renames, if the target is absent, and the new one."""
+    for leftover in leftovers:
+        if leftover.replaced and leftover.owner is not None:
+            for partial in leftover.partials.values():
+                yield leftover, partial
+
+
+def _check_target(path: str, dir_fd: int, check: ReplaceCheck | None) -> tuple[int, _Identity] | None:
+    """Check what is at the target, and open it.
+
+    Return None if nothing is at the target, else (fd, identity). The caller closes fd; it stays open so that the inode
+    number is not reused. Raises TargetExistsError (check is None, or the target was replaced meanwhile), UnsafeError,
+    and what `check` raises.
+    """
+    parent, name = os.path.split(path)
+    found = files.stat_of(name, dir_fd, path)
+    if found is None:
+        _refuse_old_leftovers(path, dir_fd)
+        return None
+    if check is None:
+        raise target_exists(path)
+    if not stat.S_ISDIR(found.st_mode):
+        raise UnsafeError("refused to overwrite: the target is no directory", path=path)
+    fd = files.open_directory(name, dir_fd, path)
+    try:
+        identity = _identity(files.fstat_of(fd, path))
+        store, _ = open_path(parent)
+        try:
+            check(store.below(name))
+        finally:
+            store.close()
+        if _identity_at(name, dir_fd, path) != identity:
+            raise _another(path, "replaced the target meanwhile")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, identity
+
+
+def _refuse_old_leftovers(path: str, dir_fd: int) -> None:
+    """Raise UnsafeError for an interrupted replacement of version 0.1, whose name does not prove an owner."""
+    waiting = f".{os.path.basename(path)}.replacement"
+    if files.stat_of(waiting, dir_fd, path) is not None:
+        raise UnsafeError(
+            f"refused: {waiting} beside the target looks like a replacement that was left incomplete by version 0.1: "
+            "if it is yours and complete, rename it to the target's name, else remove it",
+            path=os.path.join(os.path.dirname(path), waiting),
+        )
+
+
+def _identity(found: os.stat_result) -> _Identity:
+    """Return (device, inode, mtime). The time is included because inode numbers are reused."""
+    return found.st_dev, found.st_ino, found.st_mtime_ns
+
+
+def _identity_at(name: str, dir_fd: int, path: str) -> _Identity | None:
+    found = files.stat_of(name, dir_fd, path)
+    return None if found is None else _identity(found)
+
+
+class DirectoryFile(OutputFile):
+    """A file of a `DirectoryBuild`, in which several processes may write. It is open only while it is written."""
+
+    def __init__(self, path: str, header: bytes, *, is_reserved: bool) -> None:
+        self.path = path
+        self.header = header
+        self.is_reserved = is_reserved
+        self._fd = -1
+
+    def _opened(self) -> int:
+        if self._fd < 0:
+            self._fd = open_for_writing(self.path)
+        return self._fd
+
+    def write(self, data: files.Buffer, at: int) -> None:
+        files.pwrite_all(self._opened(), data, at, self.path)
+
+    def finish(self, *, writes_header: bool = True) -> None:
+        if writes_header:
+            files.audit("write", self.path)
+            files.pwrite_all(self._opened(), self.header, 0, self.path)
+        files.sync_file(self._opened(), self.path)
+        fd, self._fd = self._fd, -1
+        files.close_file(fd, self.path)
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # its bytes are not wanted
+                os.close(fd)
+
+
+def open_for_writing(path: str) -> int:
+    """Return a descriptor of a file that root has made, for writing in place. Not collective."""
+    files.audit("open", path)
+    try:
+        return os.open(path, _OPEN_EXISTING)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise StorageError(
+                "too many open files: raise the limit (ulimit -n), or make fewer files (max_shard_size)",
+                errno=error.errno,
+                path=path,
+            ) from error
+        raise StorageError.of(error, "open for writing", path=path) from error
+
+
+class DirectoryBuild(Build):
+    """A directory under construction on a file system; the protocol is at the top of this file."""
+
+    def __init__(self, path: str, plan_digest: str, *, check: ReplaceCheck | None, reuse: bool, resume: bool) -> None:
+        self.path = path
+        self._parent, self._name = _parts(path)
+        self._nonce = new_nonce()
+        self._partial = f".{self._name}.{plan_digest}.{self._nonce}.partial"
+        self._replaced, self._discarded, self._record = (
+            f".{self._name}.{self._nonce}.{kind}" for kind in ("replaced", "discarded", "owner")
+        )
+        self.building_path = os.path.join(self._parent, self._partial)
+        self.finished = {}
+        self._check = check
+        self._pid = os.getpid()
+        self._outputs: list[DirectoryFile] = []
+        self._probes: list[str] = []
+        self._claimed = 0  # bytes of files whose room is not reserved
+        self._lock: FileLock | None = None
+        self._dir_fd = self._old_fd = -1
+        self._own: tuple[int, int] | None = None
+        self._old: _Identity | None = None
+        self._is_published = self._has_ended = False
+        files.make_path(self._parent, 0o777)
+        warn_of_options(self._parent)
+        self._mount = mount_of(self._parent)
+        self._parent_fd = files.open_directory(self._parent)
+        active_builds.add(self._nonce)
+        try:
+            self._begin(plan_digest, reuse=reuse, resume=resume)
+        except BaseException:
+            self.abandon()
+            raise
+
+    # Beginning
+
+    def _begin(self, plan_digest: str, *, reuse: bool, resume: bool) -> None:
+        self._acquire_lock()
+        leftovers = _leftovers(self._name, self._parent_fd, self._parent)
+        _refuse_others(leftovers, self.path)
+        if self._check is None and files.stat_of(self._name, self._parent_fd, self.path) is not None:
+            raise target_exists(self.path)
+        record = self._write_record()
+        ours = [one for one in leftovers if self._is_ours(one, record)]
+        self._complete_replacements(leftovers, ours)
+        looked = _check_target(self.path, self._parent_fd, self._check)
+        if looked is not None:
+            self._old_fd, self._old = looked
+        self._clear(ours, record, plan_digest if reuse else None, resume=resume)
+        if self._own is None:
+            files.make_directory(self._partial, self._parent_fd, self.building_path, 0o777)
+        self._dir_fd = files.open_directory(self._partial, self._parent_fd, self.building_path)
+        self._own = identity_of(self._partial, self._parent_fd, self.building_path)
+        self._keep_finished()
+
+    def _acquire_lock(self) -> None:
+        """Take the file lock where it belongs to this host alone; where there are no locks go on without."""
+        if self._mount.is_network:
+            return
+        lock = FileLock(os.path.join(self._parent, f".{self._name}.lock"), thread_local=False)
+        files.audit("lock", lock.lock_file)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise busy_error(None, self.path) from None
+        except (OSError, NotImplementedError):  # if nothing can be made here at all, the owner record says so
+            with contextlib.suppress(OSError):
+                os.unlink(lock.lock_file)
+            return
+        self._lock = lock
+
+    def _write_record(self) -> os.stat_result:
+        """Make the owner record, whole at once where the file system can make files without a name."""
+        path = os.path.join(self._parent, self._record)
+        data = json.dumps(Owner.current().to_json()).encode()
+        fd = _unnamed_file(self._parent_fd)
+        named = fd is None
+        if fd is None:
+            fd = files.create_file(self._record, self._parent_fd, path)
+        try:
+            files.audit("write", path)
+            files.pwrite_all(fd, data, 0, path)
+            files.sync_file(fd, path)
+            if not named:
+                files.audit("link", path)
+                try:
+                    os.link(f"/proc/self/fd/{fd}", self._record, dst_dir_fd=self._parent_fd, follow_symlinks=True)
+                except OSError as error:
+                    raise StorageError.of(error, "create", path=path) from error
+        except BaseException:
+            with contextlib.suppress(OSError):  # the first failure counts
+                os.close(fd)
+            raise
+        files.close_file(fd, path)
+        files.sync_directory(self._parent_fd, path)
+        found = files.stat_of(self._record, self._parent_fd, path)
+        if found is None:
+            text = (
+                "another process removed the owner record during publishing: check for cleanup jobs, then publish again"
+            )
+            raise StorageError(text, errno=errno.ENOENT, path=path)
+        return found
+
+    def _is_ours(self, leftover: _Leftover, record: os.stat_result) -> bool:
+        """Whether the record, and the directories under its nonce, belong to the user that this process is there."""
+        if leftover.record is None or leftover.record.st_uid != record.st_uid:
+            return False
+        for name in leftover.directories:
+            found = files.stat_of(name, self._parent_fd, self.path)
+            if found is not None and (not stat.S_ISDIR(found.st_mode) or found.st_uid != record.st_uid):
+                return False
+        return True
+
+    def _complete_replacements(self, leftovers: Iterable[_Leftover], ours: Sequence[_Leftover]) -> None:
+        """Give the target's name to a whole directory that was to replace it when its publisher was interrupted."""
+        if files.stat_of(self._name, self._parent_fd, self.path) is not None:
+            return
+        for leftover, partial in _interrupted(leftovers):
+            if leftover not in ours:
+                raise UnsafeError(
+                    f"refused: another user's replacement of the target was interrupted ({leftover.owner})",
+                    path=os.path.join(self._parent, partial),
+                )
+            if self._check is None:
+                raise target_exists(self.path)
+            try:
+                rename_new(partial, self._name, dir_fd=self._parent_fd, path=self.path)
+            except TargetExistsError:
+                return  # somebody else was faster
+            except StorageError as error:
+                if error.errno != errno.ENOENT:
+                    raise
+                continue
+            files.sync_directory(self._parent_fd, self.path)
+            leftover.partials = {plan: name for plan, name in leftover.partials.items() if name != partial}
+            return
+
+    def _clear(
+        self, leftovers: Iterable[_Leftover], record: os.stat_result, plan_digest: str | None, *, resume: bool
+    ) -> None:
+        """Remove what dead publishers have left, or take over a directory of this plan."""
+        unknown = []
+        for leftover in leftovers:
+            if leftover.owner is None:
+                age_s = (record.st_mtime_ns - leftover.record.st_mtime_ns) / 1e9 if leftover.record else 0.0
+                if age_s > _BROKEN_RECORD_S and not leftover.directories:  # both times are the file system's
+                    self._remove_name(leftover)
+                continue
+            if leftover.state != "dead" and not resume:
+                unknown.append(leftover)
+                continue
+            if self._own is None and plan_digest in leftover.partials:
+                assert plan_digest is not None
+                self._take_over(leftover.partials.pop(plan_digest))
+            self._remove(leftover)
+        for leftover in unknown:
+            hidden = [*leftover.directories, f".{self._name}.{leftover.nonce}.owner"]
+            _log.warning(
+                "%s: %s is publishing here, or was interrupted and left %s: if it has ended, resume=True (--resume) "
+                "of a merge removes that, or goes on with it",
+                self.path,
+                leftover.owner,
+                ", ".join(hidden),
+            )
+
+    def _take_over(self, partial: str) -> None:
+        """Give a dead publisher's directory our nonce; another publisher may have been faster."""
+        try:
+            rename_new(partial, self._partial, dir_fd=self._parent_fd, path=self.building_path)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            return
+        self._own = identity_of(self._partial, self._parent_fd, self.building_path)
+
+    def _remove(self, leftover: _Leftover) -> None:
+        """Remove a dead publisher's directories, then its record. A failure is logged: the next one tries again."""
+        if leftover.replaced and files.stat_of(self._name, self._parent_fd, self.path) is None:
+            return  # the only copy of what was there
+        try:
+            for name in leftover.directories:
+                self._discard(name, f".{self._name}.{leftover.nonce}.discarded")
+            self._remove_name(leftover)
+        except StateExchangeError as error:
+            _log.warning("what an interrupted publisher left stays: %s", error)
+
+    def _remove_name(self, leftover: _Leftover) -> None:
+        name = f".{self._name}.{leftover.nonce}.owner"
+        files.remove_file(name, os.path.join(self._parent, name), self._parent_fd)
+
+    def _discard(self, name: str, discarded: str) -> None:
+        """Remove a directory of plain files, under another name."""
+        path = os.path.join(self._parent, discarded)
+        if name != discarded:
+            if files.stat_of(name, self._parent_fd, path) is None:
+                return
+            self._discard(discarded, discarded)
+            try:
+                rename_new(name, discarded, dir_fd=self._parent_fd, path=path)
+            except StorageError as error:
+                if error.errno != errno.ENOENT:
+                    raise
+                return  # somebody else removes it
+        deadline = time.monotonic() + (_EMPTYING_S if self._mount.is_network else 0.0)
+        while files.stat_of(discarded, self._parent_fd, path) is not None:
+            with files.directory(discarded, self._parent_fd, path) as dir_fd:
+                for entry in files.names_in(dir_fd, path):
+                    if not entry.startswith(".nfs"):  # a file that somebody has open, gone when it is closed
+                        files.remove_file(entry, os.path.join(path, entry), dir_fd)
+            if files.remove_directory(discarded, self._parent_fd, path):
+                return
+            if time.monotonic() > deadline:
+                if files.stat_of(discarded, self._parent_fd, path) is None:
+                    return
+                raise StorageError("cannot remove directory: it is not empty", errno=errno.ENOTEMPTY, path=path)
+            time.sleep(0.05)
+
+    def _keep_finished(self) -> None:
+        """Keep the finished files of a directory that was taken over, each with its receipt, and nothing else."""
+        names = files.names_in(self._dir_fd, self.building_path)
+        for name in names:
+            if _receipt(name) in names:
+                facts = self._finished_facts(name)
+                if facts is not None:
+                    self.finished[name] = facts
+        kept = {*self.finished, *map(_receipt, self.finished)}
+        for name in set(names) - kept:
+            files.remove_file(name, os.path.join(self.building_path, name), self._dir_fd)
+
+    def _finished_facts(self, name: str) -> Any:
+        """Return the facts of a finished output file; None unless its receipt is whole and fits."""
+        path = os.path.join(self.building_path, name)
+        try:
+            data = files.read_small(_receipt(name), self._dir_fd, path, MAX_MANIFEST_BYTES)
+            raw: Any = parse_json(data, path)
+            size, mtime_ns, facts = raw
+            found = files.stat_of(name, self._dir_fd, path)
+        except (CorruptError, UnsafeError, NotFoundError, TypeError, ValueError):
+            return None
+        is_same = found is not None and stat.S_ISREG(found.st_mode) and _size_and_time(found) == [size, mtime_ns]
+        return facts if is_same else None
+
+    # Building
+
+    def create(self, name: str, nbytes: int, header: bytes) -> DirectoryFile:
+        """Make a file with all its room reserved. Room in memory is only looked for: to reserve it is to write it."""
+        path = os.path.join(self.building_path, name)
+        fd = files.create_file(name, self._dir_fd, path)
+        try:
+            is_reserved = False
+            if self._mount.is_memory:
+                self._claimed += nbytes
+                files.check_room(fd, self._claimed, path)
+            else:
+                is_reserved = files.reserve(fd, nbytes, path)
+            try:
+                os.ftruncate(fd, nbytes)
+            except OSError as error:
+                raise StorageError.of(error, f"make {nbytes} bytes of room", path=path) from error
+        except BaseException:
+            with contextlib.suppress(OSError):  # the first failure counts
+                os.close(fd)
+            raise
+        files.close_file(fd, path)
+        output = DirectoryFile(path, header, is_reserved=is_reserved)
+        self._outputs.append(output)
+        return output
+
+    def put(self, name: str, data: files.Buffer) -> None:
+        """Write a small file durably."""
+        path = os.path.join(self.building_path, name)
+        write_new(self._dir_fd, name, [data], nbytes=memoryview(data).nbytes, path=path, mode=0o666)
+
+    def record(self, name: str, facts: Any) -> None:
+        """Write the receipt of an output file beside it."""
+        path = os.path.join(self.building_path, name)
+        found = files.stat_of(name, self._dir_fd, path)
+        if found is None:
+            raise removed_error(path)
+        self.put(_receipt(name), json.dumps([*_size_and_time(found), facts], separators=(",", ":")).encode())
+        self.finished[name] = facts
+
+    def make_probe(self) -> str:
+        """Make an empty file with a random name."""
+        name = f".probe-{new_nonce()}"
+        self._probes.append(name)
+        self.put(name, b"")
+        return os.path.join(self.building_path, name)
+
+    # Ending
+
+    def commit(self, name: str, data: files.Buffer) -> None:
+        """Write the last file, then rename the directory to its name or exchange it with the old one."""
+        self.put(name, data)
+        for hidden in [*map(_receipt, self.finished), *self._probes]:
+            files.remove_file(hidden, os.path.join(self.building_path, hidden), self._dir_fd)
+        files.sync_directory(self._dir_fd, self.building_path)
+        if self._old is not None and self._is_replaceable():
+            if not self._exchange():
+                self._move_aside()
+                self._move_in()
+        else:
+            self._rename_exclusively()
+        files.sync_directory(self._parent_fd, self.path)
+        self._is_published = True
+        self._end()
+
+    def _is_replaceable(self) -> bool:
+        """Look at the target once more: False if it is gone, an error if it is not what it was at the beginning."""
+        found = _identity_at(self._name, self._parent_fd, self.path)
+        if found is None:
+            return False  # removed, or another publisher is between two renames: the next rename decides
+        if found != self._old:
+            raise _another(self.path, "replaced or changed the target meanwhile")
+        looked = _check_target(self.path, self._parent_fd, self._check)
+        if looked is None:
+            return False
+        os.close(looked[0])
+        return True
+
+    def _rename_exclusively(self) -> None:
+        try:
+            rename_new(self._partial, self._name, dir_fd=self._parent_fd, path=self.path)
+        except TargetExistsError:
+            raise _another(self.path, "was first") from None
+        except StorageError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: StorageError) -> StateExchangeError:
+        """Return the error of a rename: our directory may have been taken over by who was told that we are dead."""
+        if error.errno == errno.ENOENT and identity_of(self._partial, self._parent_fd, self.path) is None:
+            return _another(self.path, "took this one for dead (--resume) and went on with its directory")
+        return error
+
+    def _exchange(self) -> bool:
+        """Exchange the new directory with the old one; False where the file system cannot."""
+        try:
+            if not exchange_names(self._partial, self._name, dir_fd=self._parent_fd, path=self.path):
+                return False
+        except StorageError as error:
+            if error.errno == errno.ENOENT:
+                if identity_of(self._partial, self._parent_fd, self.path) is None:
+                    raise self._lost(error) from error
+                raise _another(self.path, "removed the target meanwhile") from error
+            raise
+        if _identity_at(self._partial, self._parent_fd, self.path) != self._old:
+            self._undo_exchange()
+            raise _another(self.path, "replaced the target meanwhile")
+        return True
+
+    def _undo_exchange(self) -> None:
+        files.audit("undo exchange", self.path)
+        exchange_names(self._partial, self._name, dir_fd=self._parent_fd, path=self.path)
+        if identity_of(self._partial, self._parent_fd, self.path) != self._own:
+            # A third publisher replaced ours while it lay there: what it published must stay.
+            exchange_names(self._partial, self._name, dir_fd=self._parent_fd, path=self.path)
+
+    def _move_aside(self) -> None:
+        try:
+            rename_new(self._name, self._replaced, dir_fd=self._parent_fd, path=self.path)
+        except StorageError as error:
+            if error.errno == errno.ENOENT:
+                return  # removed, or moved aside by another publisher: the next rename decides
+            raise
+        look_up_anew(self._parent_fd, self._parent)  # else the old directory is seen, whatever was moved
+        if _identity_at(self._replaced, self._parent_fd, self.path) != self._old:
+            self._put_back()
+            raise _another(self.path, "replaced the target meanwhile")
+
+    def _move_in(self) -> None:
+        try:
+            rename_new(self._partial, self._name, dir_fd=self._parent_fd, path=self.path)
+        except TargetExistsError:
+            raise _another(self.path, "was first") from None
+        except StorageError as error:
+            # If ours is gone while the old one lies aside, another publisher has completed the replacement for us.
+            if error.errno != errno.ENOENT or identity_of(self._partial, self._parent_fd, self.path) is not None:
+                raise
+            if identity_of(self._replaced, self._parent_fd, self.path) is None:
+                raise self._lost(error) from error
+
+    def _put_back(self) -> None:
+        """Give the name back to what was moved aside, unless another publisher has taken it meanwhile."""
+        try:
+            rename_new(self._replaced, self._name, dir_fd=self._parent_fd, path=self.path)
+        except TargetExistsError:
+            if _identity_at(self._replaced, self._parent_fd, self.path) != self._old:
+                # It is another publisher's: it gets a name of no nonce of ours, so that nobody removes it.
+                kept = f".{self._name}.{new_nonce()}.kept"
+                rename_new(self._replaced, kept, dir_fd=self._parent_fd, path=os.path.join(self._parent, kept))
+                shown = os.path.join(self._parent, kept)
+                _log.warning("%s: two others published here; the first one's directory lies at %s", self.path, shown)
+
+    def abandon(self) -> None:
+        """Remove what was built, unless it was committed. A failure is logged: the next publisher tries again."""
+        if self._has_ended or os.getpid() != self._pid:  # a forked child owns nothing
+            return
+        try:
+            for output in self._outputs:
+                output.close()
+            self._undo()
+        except StateExchangeError as error:
+            _log.warning("what was built to be %s stays until the next publication: %s", self.path, error)
+        finally:
+            self._end()
+
+    def _undo(self) -> None:
+        """Put the target back if an interrupt came between the steps that replace it."""
+        if self._is_published:
+            return
+        if identity_of(self._replaced, self._parent_fd, self.path) is not None:
+            self._put_back()
+        found = _identity_at(self._partial, self._parent_fd, self.path)
+        if found is not None and found[:2] != self._own and found != self._old and self._own is not None:
+            self._undo_exchange()
+
+    def _end(self) -> None:
+        """Remove all that is left under our nonce, the record last, and free the lock."""
+        try:
+            self._clear_own()
+            if self._is_published:  # other hosts are to see neither the old names nor those that were just removed
+                self._settle()
+        finally:
+            self._has_ended = True
+            active_builds.discard(self._nonce)
+            if self._lock is not None:
+                with contextlib.suppress(OSError):  # an empty file that stays does no harm
+                    os.unlink(self._lock.lock_file)  # while it is held, so that no name of ours stays
+                self._lock.release()
+            os.close(self._parent_fd)
+
+    def _clear_own(self) -> None:
+        try:
+            for fd in (self._dir_fd, self._old_fd):
+                if fd >= 0:
+                    os.close(fd)
+            self._dir_fd = self._old_fd = -1
+            is_clear = self._discard_own()
+            if is_clear and files.stat_of(self._record, self._parent_fd, self.path) is not None:
+                files.remove_file(self._record, os.path.join(self._parent, self._record), self._parent_fd)
+        except StateExchangeError as error:
+            _log.warning("a directory that is not needed any more stays until the next publication: %s", error)
+
+    def _settle(self) -> None:
+        try:
+            settle(self._parent_fd, path=self._parent)
+        except StateExchangeError as error:  # it is published; another host may see it a little later
+            _log.warning("hosts that listed the directory meanwhile may see %s late: %s", self.path, error)
+
+    def _discard_own(self) -> bool:
+        """Remove the directories under our nonce; False if one of them is not ours to remove."""
+        all_gone = True
+        for name in (self._partial, self._replaced, self._discarded):
+            found = _identity_at(name, self._parent_fd, self.path)
+            if found is None:
+                continue
+            target = identity_of(self._name, self._parent_fd, self.path)
+            is_ours = found[:2] == self._own or self._own is None or found == self._old or name == self._discarded
+            # If we have published and the target is absent, the next publisher is between its two renames.
+            is_only_copy = name == self._replaced and target is None and not self._is_published
+            if is_ours and not is_only_copy:
+                self._discard(name, self._discarded)
+            else:
+                all_gone = False
+        return all_gone
+
+
+def _unnamed_file(dir_fd: int) -> int | None:
+    """Return a descriptor of a new file without a name in a directory; None where the file system has no such."""
+    flag = getattr(os, "O_TMPFILE", None)
+    if flag is None or not os.path.isdir("/proc/self/fd"):
+        return None
+    try:
+        return os.open(".", os.O_RDWR | flag | os.O_CLOEXEC, 0o666, dir_fd=dir_fd)
+    except OSError:
+        return None  # where nothing can be made at all, making a file with a name says so
+
+
+def _receipt(name: str) -> str:
+    """Return the name of the file beside an output file that says that it is finished."""
+    return f".{name}.finished"
+
+
+def _size_and_time(found: os.stat_result) -> list[int]:
+    """Return [size, mtime_ns], which detects a finished file that was touched."""
+    return [found.st_size, found.st_mtime_ns]

@@ -1,0 +1,215 @@
+"""Objects of an fsspec file system: ranges of them are read as they are asked for, from one version of each.
+
+An object is pinned by what its store says of its version (an ETag, a generation, a time). Stores answer a range of
+whatever version is the newest, so the version is looked at again after reading (`check_unchanged`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from statexchange.errors import (
+    CorruptError,
+    InvalidArgumentError,
+    MissingExtraError,
+    NotFoundError,
+    ReplacedError,
+    StateExchangeError,
+    StorageError,
+    TargetExistsError,
+    UnsupportedError,
+)
+from statexchange.storage.store import Kind, Store, StoredFile
+
+__all__ = ["FsspecStore", "file_system", "open_url", "shown", "storage_errors", "version_in"]
+
+_TAGS = ("ETag", "etag", "md5Hash", "generation")
+_TIMES = ("LastModified", "last_modified", "mtime", "updated", "created")
+
+
+@contextlib.contextmanager
+def storage_errors(doing: str, url: str) -> Iterator[None]:
+    """Translate any exception of the block into a StateExchangeError.
+
+    Credentials and the query are removed from the URL. `doing` completes "cannot ...". KeyboardInterrupt passes.
+    """
+    url = shown(url)
+    try:
+        yield
+    except StateExchangeError:
+        raise
+    except FileNotFoundError as error:
+        bucket = "bucket" in str(error).lower()
+        raise NotFoundError("no such bucket" if bucket else "no such path", path=url) from None
+    except FileExistsError:
+        raise TargetExistsError("the object exists", path=url) from None
+    except NotImplementedError:
+        raise UnsupportedError(f"cannot {doing}: this file system does not support it", path=url) from None
+    except OSError as error:
+        raise StorageError.of(error, doing, path=url) from error
+    except Exception as error:
+        raise StorageError(f"cannot {doing}: {type(error).__name__}: {error}", path=url) from error
+
+
+def shown(url: str) -> str:
+    """Return a URL without its user, password and query, which may grant access."""
+    scheme, _, rest = url.partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path.partition('?')[0]}"
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """Return the fsspec file system of a URL, and the path in it."""
+    from fsspec.core import url_to_fs
+
+    try:
+        return url_to_fs(url)  # type: ignore[no-any-return]
+    except ImportError as error:
+        scheme = url.partition("://")[0]
+        extra = {"s3": "s3", "gs": "gcs", "gcs": "gcs"}.get(scheme)
+        advice = f'pip install "statexchange[{extra}]"' if extra else str(error)
+        raise MissingExtraError(f"{scheme}:// needs another package: {advice}", path=shown(url)) from error
+    except ValueError as error:
+        raise InvalidArgumentError(f"no file system for this: {error}", path=shown(url)) from error
+
+
+def version_in(facts: Mapping[str, Any]) -> str | None:
+    """Return what a store's facts say of an object's version; None if they say nothing."""
+    tags = [str(facts[key]) for key in _TAGS if facts.get(key) is not None]
+    found = tags or [str(facts[key]) for key in _TIMES if facts.get(key) is not None]
+    return " ".join(found) if found else None
+
+
+class FsspecFile(StoredFile):
+    """An object, pinned by its version."""
+
+    is_remote = True
+
+    def __init__(self, system: Any, path: str, url: str, facts: Mapping[str, Any]) -> None:
+        self.path = shown(url)
+        self._system = system
+        self._path = path
+        self._url = url
+        if facts.get("size") is None:
+            raise UnsupportedError("this server does not say how large the file is: copy it here first", path=self.path)
+        self.size = int(facts["size"])
+        self._version = version_in(facts)
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        if not len(buffer):
+            return
+        end = offset + len(buffer)
+        if end > self.size:
+            raise CorruptError("object is truncated", path=self.path, expected=f"{end} bytes", found=self.size)
+        with storage_errors("read", self._url):
+            data = self._system.cat_file(self._path, start=offset, end=end)
+        if len(data) == self.size > len(buffer):
+            raise UnsupportedError(
+                "this server does not answer range requests: copy the file here first", path=self.path
+            )
+        if len(data) != len(buffer):
+            self.check_unchanged()
+            raise CorruptError("object is truncated", path=self.path, expected=len(buffer), found=len(data))
+        buffer[:] = data
+
+    def check_unchanged(self) -> None:
+        try:
+            with storage_errors("look up", self._url):
+                self._system.invalidate_cache()
+                facts = self._system.info(self._path)
+        except NotFoundError:
+            raise ReplacedError("removed while it was read", path=self.path) from None
+        if (facts.get("size"), version_in(facts)) != (self.size, self._version):
+            raise ReplacedError("replaced or changed while it was read: read it again", path=self.path)
+
+    @property
+    def version(self) -> list[str | int]:
+        # Where the store says nothing of versions, no later look can be known to find the same one.
+        return [self.path, self.size, self._version or secrets.token_hex(8)]
+
+    @property
+    def local_identity(self) -> list[str | int]:
+        """Size and version."""
+        return [self.size, self._version or ""]
+
+    @property
+    def shared_identity(self) -> list[str | int] | None:
+        return [self.size, self._version] if self._version is not None else None
+
+
+class FsspecStore(Store):
+    """The objects below one URL."""
+
+    def __init__(self, url: str, system: Any, path: str) -> None:
+        self.path = shown(url.rstrip("/"))
+        self._url = url.rstrip("/")
+        self._system = system
+        self._path = path.rstrip("/")
+        self._facts: dict[str, Mapping[str, Any]] = {}
+        self._opened: dict[str, FsspecFile] = {}
+
+    def add(self, name: str, file: FsspecFile) -> None:
+        """Have `open` return this file, whose URL may hold more than its name (a query)."""
+        self._opened[name] = file
+
+    def _list(self) -> dict[str, Kind]:
+        with storage_errors("list", self._url):
+            self._system.invalidate_cache()
+            entries = self._system.ls(self._path, detail=True)
+        found: dict[str, Kind] = {}
+        for facts in entries:
+            name = str(facts["name"]).rstrip("/").rpartition("/")[2]
+            if name:
+                self._facts[name] = facts
+                found[name] = "directory" if facts.get("type") == "directory" else "file"
+        return found
+
+    def open(self, name: str) -> FsspecFile:
+        """Pin the version of an object."""
+        if name in self._opened:
+            return self._opened[name]
+        facts = self._facts.get(name)
+        url = f"{self._url}/{name}"
+        if facts is None or not any(facts.get(key) is not None for key in _TAGS):
+            # A listing may write a time otherwise than a look at the object itself does.
+            with storage_errors("look up", url):
+                facts = self._system.info(f"{self._path}/{name}")
+        return FsspecFile(self._system, f"{self._path}/{name}", url, facts)
+
+    def below(self, name: str, *, private: bool = False) -> FsspecStore:  # noqa: ARG002 (a store has no such rights)
+        """The objects below one more name."""
+        return FsspecStore(f"{self._url}/{name}", self._system, f"{self._path}/{name}")
+
+    def is_current(self) -> bool:
+        """Whether what was listed or opened is still there unchanged: a store has no directory that could be pinned."""
+        before = {name: (facts.get("size"), version_in(facts)) for name, facts in self._facts.items()}
+        try:
+            for file in self._opened.values():
+                file.check_unchanged()
+            if not before:
+                return True
+            again = FsspecStore(self._url, self._system, self._path)
+            again.listing  # noqa: B018
+        except (NotFoundError, StorageError):
+            return False
+        return before == {name: (facts.get("size"), version_in(facts)) for name, facts in again._facts.items()}
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def open_url(url: str) -> tuple[FsspecStore, str | None]:
+    """Open what lies below a URL; of an object what holds it, and the object's name."""
+    system, path = file_system(url)
+    with storage_errors("look up", url):
+        system.invalidate_cache()
+        facts = system.info(path)
+    if facts["type"] == "directory":
+        return FsspecStore(url, system, path), None
+    name = shown(url).rstrip("/").rpartition("/")[2]
+    store = FsspecStore(url.partition("?")[0].rstrip("/").rpartition("/")[0], system, path.rpartition("/")[0])
+    store.add(name, FsspecFile(system, path, url, facts))
+    return store, name

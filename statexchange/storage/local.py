@@ -1,0 +1,525 @@
+"""The local store: a directory and its files by their descriptors, which are held within a limit."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import re
+import stat
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+try:
+    import resource
+except ImportError:  # on Windows
+    resource = None  # type: ignore[assignment]
+
+from statexchange.errors import (
+    CorruptError,
+    InvalidArgumentError,
+    NotFoundError,
+    ReplacedError,
+    StateExchangeError,
+    StorageError,
+    UnsafeError,
+)
+from statexchange.storage.files import (
+    audit,
+    check_private,
+    directory,
+    open_directory,
+    open_file,
+    open_parent,
+    pread_into,
+    read_error,
+    stat_of,
+)
+from statexchange.storage.mounts import mount_of, warn_of_options
+from statexchange.storage.store import Kind, Store, StoredFile, plain
+
+__all__ = ["LocalFile", "LocalStore", "local_path", "open_path", "replacement_of"]
+
+_FILE_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
+_LOOKS = 40  # at a name that is absent while its directory shows that it is being replaced
+_BETWEEN_LOOKS_S = 0.01
+_DIRECTORY_FLAGS = _FILE_FLAGS | getattr(os, "O_DIRECTORY", 0)
+
+
+def local_path(url: str) -> str:
+    """Return the absolute path that a local path, ``file:///path`` or ``shm://name`` (on tmpfs) means."""
+    scheme, separator, rest = plain(url).partition("://")
+    if not separator:
+        return _absolute(plain(url))
+    if scheme == "shm":
+        if not _is_plain_name(rest):
+            raise InvalidArgumentError(
+                "shm:// must be followed by a name of letters, digits, '.', '_' and '-' that begins with a letter, "
+                f"digit or '_', not {rest!r}"
+            )
+        return f"/dev/shm/statexchange-{os.getuid()}/{rest}"  # noqa: S108 (0700, owner checked on use)
+    raise InvalidArgumentError(f"a workspace lies in a directory or at shm://name; {scheme}:// is not supported")
+
+
+def _absolute(path: str) -> str:
+    """Return an absolute path; ``..`` after a symbolic link means the parent of the link's target, so it stays."""
+    if ".." not in path.split(os.sep):
+        return os.path.abspath(path)
+    return os.path.join(os.getcwd(), path).rstrip(os.sep)
+
+
+def _is_plain_name(name: str) -> bool:
+    allowed = name.replace(".", "").replace("_", "").replace("-", "")
+    return 0 < len(name) <= 200 and name.isascii() and (allowed.isalnum() or not allowed) and name[0] not in ".-"
+
+
+class _Pinned(Protocol):
+    """What was opened by name in a directory, and may be closed and opened again: a file, or a directory below."""
+
+    path: str
+    number: int
+
+    def reopened(self) -> int:
+        """Return a new descriptor of the same file or directory."""
+
+
+class _Budget:
+    """How many descriptors all opened paths of this process hold, and may hold: a quarter of those it may open."""
+
+    def __init__(self) -> None:
+        self.held = 0
+
+    @property
+    def limit(self) -> int:
+        """The number of descriptors from which on each opened path keeps only a few."""
+        if resource is None:
+            return 64
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return max(_LEAST_HELD, min(256, soft // 4))
+
+
+_LEAST_HELD = 4
+_budget = _Budget()
+
+
+class _Descriptors:
+    """Descriptors of one opened path: of its directory, and of files and directories below within a budget.
+
+    Over the budget the least recently used idle ones are closed, and reopened on demand. Closed by `close`, or when the
+    last reference goes.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # reopening a file may reopen its directory
+        # By number, in the order of last use: files refer to this object, and not the other way round.
+        self._pinned: dict[int, int] = {}
+        self._used: dict[int, int] = {}
+        self._numbers = itertools.count()
+        self._all: set[int] = set()
+        self._finalizer = weakref.finalize(self, _close_all, self._all)
+
+    def check_open(self, path: str) -> None:
+        """Raise InvalidArgumentError after `close`: a closed descriptor's number may belong to another file."""
+        if not self._finalizer.alive:
+            raise InvalidArgumentError("this checkpoint has been closed: open it again", path=path)
+
+    def hold(self, fd: int, path: str) -> None:
+        """Take over a descriptor that stays open until `close`."""
+        with self._lock:
+            self._take(fd, path)
+
+    def pin(self, fd: int, path: str) -> int:
+        """Take over a descriptor that may be closed and opened again; return the number of what it belongs to."""
+        with self._lock:
+            number = next(self._numbers)
+            self._take(fd, path)
+            self._keep(number, fd)
+            return number
+
+    def _take(self, fd: int, path: str) -> None:
+        try:
+            self.check_open(path)
+        except InvalidArgumentError:
+            os.close(fd)
+            raise
+        self._all.add(fd)
+        _budget.held += 1
+
+    def _keep(self, number: int, fd: int) -> None:
+        self._pinned[number] = fd
+        limit = _budget.limit
+        while len(self._pinned) > _LEAST_HELD and _budget.held > limit:
+            idle = next((other for other in self._pinned if other != number and not self._used.get(other)), None)
+            if idle is None:
+                return
+            fd = self._pinned.pop(idle)
+            self._all.discard(fd)
+            _budget.held -= 1
+            os.close(fd)
+
+    def borrow(self, pinned: _Pinned) -> int:
+        """Return the descriptor of a file or directory, which stays open until `give_back`."""
+        with self._lock:
+            self.check_open(pinned.path)
+            fd = self._pinned.pop(pinned.number, -1)
+            self._used[pinned.number] = self._used.get(pinned.number, 0) + 1
+            try:
+                if fd < 0:
+                    fd = pinned.reopened()
+                    self._take(fd, pinned.path)
+            except BaseException:
+                self.give_back(pinned)
+                raise
+            self._keep(pinned.number, fd)
+            return fd
+
+    def give_back(self, pinned: _Pinned) -> None:
+        """Allow the descriptor of a file or directory to be closed."""
+        with self._lock:
+            left = self._used.pop(pinned.number) - 1
+            if left:
+                self._used[pinned.number] = left
+
+    def close(self) -> None:
+        """Close all descriptors."""
+        with self._lock:
+            self._pinned.clear()
+            self._finalizer()
+
+
+def _close_all(fds: set[int]) -> None:
+    _budget.held -= len(fds)
+    while fds:
+        os.close(fds.pop())
+
+
+def _identity(found: os.stat_result) -> tuple[int, int, int, int]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+class LocalFile(StoredFile):
+    """A file of a `LocalStore`. Its descriptor may be closed for another one's: then it is opened again by name, and
+    must be the same file."""
+
+    def __init__(self, store: LocalStore, name: str, descriptors: _Descriptors) -> None:
+        self.path = store.path_of(name)
+        self._store = store
+        self._name = name
+        self._descriptors = descriptors
+        fd = store.open_name(name)
+        try:
+            self._identity = _identity(os.fstat(fd))
+        except OSError as error:
+            os.close(fd)
+            raise read_error(error, "look at", self.path) from error
+        self.size = self._identity[2]
+        self.number = descriptors.pin(fd, self.path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled_file, (self._store, self._name, self._identity)
+
+    def reopened(self) -> int:
+        """Open the file again by its name in the pinned directory."""
+        try:
+            fd = self._store.open_name(self._name)
+        except NotFoundError:
+            raise ReplacedError("removed while it was read", path=self.path) from None
+        try:
+            same = _identity(os.fstat(fd)) == self._identity
+        except OSError as error:
+            os.close(fd)
+            raise read_error(error, "look at", self.path) from error
+        if not same:
+            os.close(fd)
+            raise self._replaced()
+        return fd
+
+    def check_is(self, identity: tuple[int, int, int, int]) -> None:
+        """Raise ReplacedError unless this is the file of that identity."""
+        if self._identity != identity:
+            raise self._replaced()
+
+    def _replaced(self) -> ReplacedError:
+        return ReplacedError("replaced or changed while it was read: read it again", path=self.path)
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` from byte `offset`."""
+        fd = self._descriptors.borrow(self)
+        try:
+            pread_into(fd, buffer, offset, self.path)
+        except CorruptError:
+            if offset + len(buffer) <= self.size:  # it was long enough when it was opened
+                raise self._replaced() from None
+            raise
+        finally:
+            self._descriptors.give_back(self)
+
+    def check_unchanged(self) -> None:
+        """Raise ReplacedError if the file's bytes may have changed since it was opened."""
+        fd = self._descriptors.borrow(self)
+        try:
+            found = self._fresh_stat(fd)
+        except OSError as error:
+            raise read_error(error, "look at", self.path) from error
+        finally:
+            self._descriptors.give_back(self)
+        if _identity(found) != self._identity:
+            raise self._replaced()
+
+    def _fresh_stat(self, fd: int) -> os.stat_result:
+        """Return the file's attributes: on NFS those of the server, for which the same file is opened once more."""
+        if not self._store.is_shared:
+            return os.fstat(fd)
+        again = os.open(f"/proc/self/fd/{fd}", _FILE_FLAGS)
+        try:
+            return os.fstat(again)
+        finally:
+            os.close(again)
+
+    @property
+    def version(self) -> list[str | int]:
+        """Path, size and modification time."""
+        return [self.path, self.size, self._identity[3]]
+
+    @property
+    def shared_identity(self) -> list[str | int] | None:
+        """Inode, size and modification time, on a file system that hosts share."""
+        return list(self._identity[1:]) if self._store.is_shared else None
+
+    @property
+    def local_identity(self) -> list[str | int]:
+        """Device, inode, size and modification time."""
+        return list(self._identity)
+
+
+def _unpickled_file(store: LocalStore, name: str, identity: tuple[int, int, int, int]) -> LocalFile:
+    """Open a file in another process, or again in this one: it must be the same (ReplacedError)."""
+    file = store.open(name)
+    file.check_is(identity)
+    return file
+
+
+class LocalStore(Store):
+    """A local directory, held open by its descriptor.
+
+    The store owns fd: closing descriptors closes it, also if the constructor raises. A directory below `parent` may be
+    closed and opened again within the budget. Symbolic links to files are followed, as in Hugging Face's cache, unless
+    `follow` is False.
+    """
+
+    def __init__(
+        self, path: str, fd: int, descriptors: _Descriptors, *, parent: LocalStore | None = None, follow: bool = True
+    ) -> None:
+        self.path = path
+        self._fd = fd if parent is None else -1
+        self._parent = parent
+        self._descriptors = descriptors
+        self._follow = follow
+        self._is_shared: bool | None = None
+        try:
+            self._identity = _directory_identity(fd, path)
+        except BaseException:
+            os.close(fd)
+            raise
+        if parent is None:
+            descriptors.hold(fd, path)
+        else:
+            self.number = descriptors.pin(fd, path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled_store, (self.path, self._follow, self._identity)
+
+    def reopened(self) -> int:
+        """Return a new descriptor of this directory, which lies below another one."""
+        assert self._parent is not None
+        with self._parent.descriptor() as parent_fd:
+            try:
+                fd = open_directory(os.path.basename(self.path), parent_fd, self.path)
+            except NotFoundError:
+                raise ReplacedError("removed while it was read", path=self.path) from None
+        if _directory_identity(fd, self.path) != self._identity:
+            os.close(fd)
+            raise ReplacedError("replaced while it was read: read it again", path=self.path)
+        return fd
+
+    def check_is(self, identity: tuple[int, int]) -> None:
+        """Raise ReplacedError unless this is the directory of that identity."""
+        if self._identity != identity:
+            raise ReplacedError("replaced meanwhile: open it again", path=self.path)
+
+    @contextlib.contextmanager
+    def descriptor(self) -> Iterator[int]:
+        """The descriptor of the directory, for a with block."""
+        if self._parent is None:
+            self._descriptors.check_open(self.path)
+            yield self._fd
+            return
+        fd = self._descriptors.borrow(self)
+        try:
+            yield fd
+        finally:
+            self._descriptors.give_back(self)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other hosts may change what lies here."""
+        if self._is_shared is None:
+            self._is_shared = mount_of(self.path).is_network
+        return self._is_shared
+
+    def _list(self) -> dict[str, Kind]:
+        audit("list", self.path)
+        found: dict[str, Kind] = {}
+        try:
+            with self.descriptor() as fd, os.scandir(fd) as entries:
+                for entry in entries:
+                    found[entry.name] = _kind_of(entry)
+        except OSError as error:
+            if isinstance(error, StateExchangeError):
+                raise
+            raise read_error(error, "list directory", self.path) from error
+        return found
+
+    def open_name(self, name: str) -> int:
+        """Return a new descriptor of a file in this directory."""
+        with self.descriptor() as fd:
+            return open_file(name, fd, self.path_of(name), follow=self._follow)
+
+    def open(self, name: str) -> LocalFile:
+        """Open and pin a file."""
+        return LocalFile(self, name, self._descriptors)
+
+    def below(self, name: str, *, private: bool = False) -> LocalStore:
+        """Open a directory in this one; a symbolic link is refused."""
+        path = self.path_of(name)
+        with self.descriptor() as own_fd:
+            fd = open_directory(name, own_fd, path)
+        try:
+            if private:
+                check_private(fd, path)
+        except BaseException:
+            os.close(fd)
+            raise
+        return LocalStore(path, fd, self._descriptors, parent=self, follow=self._follow and not private)
+
+    def is_current(self) -> bool:
+        """Whether the path still leads to this directory; True where that cannot be told."""
+        try:
+            with directory(self.path) as fd:
+                return _directory_identity(fd, self.path) == self._identity
+        except (NotFoundError, ReplacedError):
+            return False
+        except StorageError:
+            return True
+
+    def close(self) -> None:
+        """Close all descriptors."""
+        self._descriptors.close()
+
+
+def _directory_identity(fd: int, path: str) -> tuple[int, int]:
+    try:
+        found = os.fstat(fd)
+    except OSError as error:
+        raise read_error(error, "look at", path) from error
+    return found.st_dev, found.st_ino
+
+
+def _unpickled_store(path: str, follow: bool, identity: tuple[int, int]) -> LocalStore:
+    """Open a directory in another process, or again in this one: it must be the same (ReplacedError)."""
+    store = LocalStore(path, open_directory(path), _Descriptors(), follow=follow)
+    store.check_is(identity)
+    return store
+
+
+def _kind_of(entry: os.DirEntry[str]) -> Kind:
+    """Return the kind of an entry; of a link to a file, and of one that leads nowhere and so lacks its file, "file"."""
+    if entry.is_dir(follow_symlinks=False):
+        return "directory"
+    if not entry.is_symlink():
+        return "file" if entry.is_file(follow_symlinks=False) else "other"
+    try:
+        mode = entry.stat().st_mode
+    except OSError:
+        return "file"  # opening it will say why there is none
+    return "file" if stat.S_ISREG(mode) else "other"
+
+
+class _BetweenNamesError(Exception):
+    """A name is absent, and there are signs that it is being replaced at this moment."""
+
+
+def open_path(path: str) -> tuple[LocalStore, str | None]:
+    """Open the directory at a local path, or, for a file, its parent directory and the file's name.
+
+    The caller closes the store. Raises NotFoundError, UnsafeError (neither file nor directory), StorageError.
+    """
+    for _ in range(_LOOKS):
+        try:
+            return _open_path(path)
+        except _BetweenNamesError:
+            time.sleep(_BETWEEN_LOOKS_S)
+    raise NotFoundError("no such path", path=local_path(path))
+
+
+def _open_path(path: str) -> tuple[LocalStore, str | None]:
+    path = local_path(path)
+    parent, name = os.path.split(path)
+    if name == "..":  # of a link's target, which only the system can tell
+        parent, name = path, ""
+    warn_of_options(path)
+    descriptors = _Descriptors()
+    try:
+        audit("open directory", path)
+        if not name:
+            return LocalStore(path, open_directory(path), descriptors), None
+        parent_fd = open_parent(parent)
+        descriptors.hold(parent_fd, path)
+        found = stat_of(name, parent_fd, path, follow=True)
+        if found is not None and stat.S_ISREG(found.st_mode):
+            return LocalStore(parent, os.dup(parent_fd), descriptors), name
+        if found is not None and not stat.S_ISDIR(found.st_mode):
+            raise UnsafeError("refused: not a regular file", path=path)
+        shown = path
+        if found is None:
+            waiting = replacement_of(name, parent_fd)
+            if waiting is None:
+                raise NotFoundError("no such path", path=path)
+            name, shown = waiting, os.path.join(parent, waiting)
+        try:
+            fd = os.open(name, _DIRECTORY_FLAGS, dir_fd=parent_fd)
+        except FileNotFoundError:  # it was there a moment ago
+            raise _BetweenNamesError from None
+        return LocalStore(shown, fd, descriptors), None
+    except BaseException as error:
+        descriptors.close()
+        if isinstance(error, StateExchangeError) or not isinstance(error, OSError):
+            raise
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise NotFoundError("no such path", path=path) from None
+        raise read_error(error, "open", path) from error
+
+
+def replacement_of(name: str, dir_fd: int) -> str | None:
+    """Return the hidden name of the directory that waits to get `name`, which is absent; None if none does.
+
+    atomic.py explains how a directory is replaced. If the new one is not there, it may have got its name meanwhile, or
+    an NFS client still shows the names from before: then the old one is not taken, and _BetweenNamesError is raised,
+    since the next look will find the new one.
+    """
+    try:
+        names = os.listdir(dir_fd)
+    except OSError:  # a directory that may not be listed
+        return None
+    replaced = re.compile(re.escape(f".{name}.") + r"([0-9a-f]{16})\.replaced")
+    for found in filter(None, map(replaced.fullmatch, names)):
+        partial = re.compile(re.escape(f".{name}.") + rf"[0-9a-f]{{32}}\.{found[1]}\.partial")
+        for waiting in filter(partial.fullmatch, names):
+            return waiting
+    if name in names or any(map(replaced.fullmatch, names)):
+        raise _BetweenNamesError
+    return None

@@ -1,0 +1,117 @@
+"""The state of a rank's process between two tasks: restored where that is possible, checked where it is not.
+
+A rank that is used again must behave as a new process would. Some state can be set back: communicators, process
+groups, the environment, the working directory, torch's seed. The rest is compared with how it was before the task,
+and any difference means that the process must not be used again: threads, child processes, sockets, shared memory,
+user and namespaces, limits, signal handlers, unreceived MPI messages, and functions of this package that a test has
+replaced. Modules stay imported, and what they keep in their variables stays too.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import sys
+import threading
+from typing import Any
+
+__all__ = ["CleanState"]
+
+_LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
+_NAMESPACES = ("mnt", "net", "pid", "user", "uts")
+
+
+class CleanState:
+    """The state of this process before a task."""
+
+    def __init__(self) -> None:
+        gc.freeze()  # what is there already is not looked at again by `restore`
+        self._environ = dict(os.environ)
+        self._directory = os.getcwd()
+        self._functions = _functions()
+        self._facts = _facts()
+
+    def restore(self) -> str | None:
+        """Set back what can be set back; return what else is different, or None. Not collective."""
+        _close_communicators()
+        gc.collect()
+        os.environ.clear()
+        os.environ.update(self._environ)
+        os.chdir(self._directory)
+        _seed_torch()
+        functions = _functions()
+        replaced = sorted(name for name, function in self._functions.items() if functions.get(name) != function)
+        if replaced:
+            return f"{', '.join(replaced)} has been replaced"
+        facts = _facts()
+        changed = [what for what in facts if facts[what] != self._facts[what]]
+        return "; ".join(f"{what}: {facts[what]}, before the task {self._facts[what]}" for what in changed) or None
+
+
+def _close_communicators() -> None:
+    world = sys.modules.get("statexchange.comm.world")
+    if world is not None:
+        world.shutdown()
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _seed_torch() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(torch.Generator().initial_seed())  # that of a new process
+
+
+def _functions() -> dict[str, int]:
+    """The identities of the functions and classes of this package's modules."""
+    return {
+        f"{module.__name__}.{name}": id(value)
+        for module in list(sys.modules.values())
+        if getattr(module, "__name__", "").startswith("statexchange.")
+        for name, value in vars(module).items()
+        if callable(value)
+    }
+
+
+def _facts() -> dict[str, Any]:
+    torch = sys.modules.get("torch")
+    return {
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "child processes": _has_children(),
+        "sockets and shared memory": _open_files(),
+        "users": (os.getresuid(), os.getresgid()),
+        "limits": [resource.getrlimit(limit) for limit in _LIMITS],
+        "namespaces": [os.readlink(f"/proc/self/ns/{name}") for name in _NAMESPACES],
+        "signal handlers": [signal.getsignal(number) for number in signal.valid_signals()],
+        "default dtype": "torch.float32" if torch is None else str(torch.get_default_dtype()),
+        "gradients": torch is None or torch.is_grad_enabled(),
+        "deterministic algorithms": torch is not None and torch.are_deterministic_algorithms_enabled(),
+        "unreceived MPI messages": _has_mpi_message(),
+    }
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _has_mpi_message() -> bool:
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and mpi.Is_initialized() and bool(mpi.COMM_WORLD.Iprobe())
+
+
+def _open_files() -> int:
+    """How many sockets and pieces of shared memory are open."""
+    kinds = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            kinds.append(os.readlink(f"/proc/self/fd/{name}"))
+        except FileNotFoundError:  # the one of listdir itself
+            continue
+    return sum(kind.startswith(("socket:", "/memfd:", "/dev/shm/")) for kind in kinds)  # noqa: S108

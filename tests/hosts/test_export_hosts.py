@@ -1,0 +1,128 @@
+"""Export from ranks on two hosts: into a directory that both see, and into one that only root's host sees."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from sweeps import slow
+from two_hosts import missing, report, two_hosts
+
+import statexchange as sx
+from statexchange.report.verify import verify
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+
+def whole() -> dict[str, torch.Tensor]:
+    return {
+        "rows": torch.arange(700_000.0).reshape(7000, 100),
+        "columns": torch.arange(12 * 50_000.0).to(torch.bfloat16).reshape(12, 50_000),
+        "same": torch.arange(5),
+        "scalar": torch.tensor(2.5),
+    }
+
+
+def parts(rank: int, world_size: int) -> dict[str, Any]:
+    """What a rank holds; the last one also has a tensor of its own."""
+    full = whole()
+    rows = torch.tensor_split(full["rows"], world_size)[rank]
+    columns = torch.tensor_split(full["columns"], world_size, 1)[rank]
+    own = {"only.last": torch.full((3, 3), 7, dtype=torch.int8)} if rank == world_size - 1 else {}
+    return {**full, "rows": rows, "columns": columns, **own}
+
+
+LAYOUT = {"rows": {"dim": 0}, "columns": {"dim": 1}}
+
+
+def exports(out: str, options: dict[str, Any]) -> Any:
+    comm = sx.init("auto", timeout_s=20.0)
+    state = parts(comm.rank, comm.world_size)
+    sees = os.path.isdir(os.path.dirname(out))
+    found = sx.export_checkpoint(state, out, layout=LAYOUT, **options)
+    ours = {}
+    if os.path.isdir(out):
+        ours = {p.name: p.stat().st_size for p in sorted(Path(out).iterdir())}
+        if comm.rank == 0:
+            check(out)
+    sx.shutdown()
+    return [sees, ours, list(found.rank_nbytes), found.num_tensors]
+
+
+def check(out: str) -> None:
+    tensors = {}
+    for path in Path(out).glob("*.safetensors"):
+        tensors |= load_file(path)
+    expected = {**whole(), "only.last": torch.full((3, 3), 7, dtype=torch.int8)}
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    assert not verify(out).findings
+
+
+@pytest.mark.parametrize("counts", [slow((2, 2)), (1, 2), slow((2, 1))], ids=str)
+@pytest.mark.parametrize("options", [slow({}), {"max_shard_size": 1_500_000}], ids=["one file", "several"])
+def test_a_directory_that_both_hosts_see(counts: tuple[int, int], options: dict[str, Any], tmp_path: Path) -> None:
+    with two_hosts(*counts, fully=True) as hosts:
+        found = hosts.run(exports, str(tmp_path / "out"), options)
+    assert all(one == found[0] for one in found)
+    assert found[0][0]
+    assert len(found[0][1]) == (4 if options else 2)
+
+
+@pytest.mark.parametrize("counts", [slow((2, 2)), (1, 2)], ids=str)
+@pytest.mark.parametrize("options", [slow({}), {"max_shard_size": 1_500_000}], ids=["one file", "several"])
+def test_a_directory_that_only_roots_host_sees(counts: tuple[int, int], options: dict[str, Any]) -> None:
+    with two_hosts(*counts, fully=True) as hosts:
+        found = hosts.run(exports, "/dev/shm/below/out", options)
+    for rank, (_, ours, _, tensors) in enumerate(found):
+        assert bool(ours) == (rank < counts[0])
+        assert tensors == 5
+
+
+def reduces_and_counts_on(out: str) -> dict[str, list[float]]:
+    comm = sx.init("auto", timeout_s=20.0)
+    state = {"scale": torch.tensor([1.0, -1.0]) * comm.rank, "experts.0.w": torch.full((2,), float(comm.rank))}
+    layout = {"scale": {"reduce": "max"}, "experts.*": {"renumber": "experts"}}
+    sx.export_checkpoint(state, out, layout=layout)
+    found = load_file(f"{out}/model.safetensors") if comm.rank == 0 else {}
+    sx.shutdown()
+    return {name: value.tolist() for name, value in found.items()}
+
+
+@pytest.mark.slow
+def test_copies_on_several_hosts_are_reduced_and_experts_counted_on() -> None:
+    with two_hosts(2, 2, fully=True) as hosts:
+        found = hosts.run(reduces_and_counts_on, "/dev/shm/below/out")
+    assert found[0] == {"scale": [3, 0], **{f"experts.{rank}.w": [rank, rank] for rank in range(4)}}
+
+
+def fails(out: str, how: str) -> Any:
+    comm = sx.init("auto", timeout_s=5.0)
+    state = parts(comm.rank, comm.world_size)
+
+    def trip(done: int, total: int) -> None:
+        if comm.rank == comm.world_size - 1:
+            raise KeyError("lost")
+
+    if how == "exists" and comm.rank == 0:
+        os.makedirs(out)
+    options: dict[str, Any] = {"on_progress": trip} if how == "raises" else {}
+    with pytest.raises((sx.PeerError, sx.TargetExistsError)) as caught:
+        sx.export_checkpoint(state, out, layout=LAYOUT, **options)
+    report("failed")
+    left = os.listdir(os.path.dirname(out)) if comm.rank == 0 else []
+    return [str(caught.value), [name for name in left if "partial" in name]]
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("raises", "rank 3 on bert failed in writing: KeyError: 'lost'"), slow("exists", "exists")]
+)
+def test_a_failure_on_one_host_is_raised_on_both(how: str, said: str) -> None:
+    with two_hosts(2, 2, fully=True) as hosts:
+        for text, left in hosts.run(fails, "/dev/shm/below/out", how):
+            assert said in text
+            assert not left

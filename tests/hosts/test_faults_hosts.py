@@ -1,0 +1,89 @@
+"""A rank of another host dies or fails while state is exported, saved or loaded: both hosts hear of it, soon."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from sweeps import slow
+from test_faults import LAYOUT, LEFT, Trapped, content, state_of, strike
+from two_hosts import missing, two_hosts
+
+import statexchange as sx
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+RANKS = 4
+
+
+def act(verb: str, out: str, value: float, how: str | None, rank: int) -> None:
+    comm = sx.get_communicator()
+    state = state_of(comm.rank, value, RANKS)
+
+    def fault(done: int = 0, total: int = 0) -> None:
+        if how is not None and comm.rank == rank and done == total:
+            strike(how)
+
+    if verb == "export":
+        sx.export_checkpoint(state, out, layout=LAYOUT, overwrite=True, on_progress=fault)
+    elif verb == "save":
+        sx.save_checkpoint(Trapped(state, fault), out)
+    else:
+        live = {name: torch.zeros_like(t) if name != "rows" else torch.zeros(30, 100) for name, t in state.items()}
+        sx.load_checkpoint(Trapped(live, fault), out, strict=False)
+
+
+def meets(verb: str, out: str, how: str, rank: int) -> Any:
+    comm = sx.init("auto", timeout_s=15.0)
+    assert comm.num_nodes == 2
+    act("save" if verb == "save" else "export", out, 1.0, None, rank)
+    sees = os.path.isdir(out)
+    before = content(Path(out)) if sees else {}
+    comm.barrier()
+    with pytest.raises(sx.PeerError) as caught:
+        act(verb, out, 2.0, how, rank)
+    told = [str(caught.value)]
+    if comm.rank == 0:
+        found = content(Path(out))
+        assert {name: data for name, data in found.items() if name in before} == before
+        left = [name for name in os.listdir(os.path.dirname(out)) if name != os.path.basename(out)]
+        assert all(name.endswith(LEFT) for name in left)
+        assert not left or how == "kill"
+    sx.shutdown()
+    return told
+
+
+def next_run(verb: str, out: str) -> list[str]:
+    comm = sx.init("auto", timeout_s=15.0)
+    act(verb, out, 3.0, None, 0)
+    if comm.rank == 0 and verb == "export":
+        assert load_file(f"{out}/model.safetensors")["rows"].eq(3).all()
+        assert os.listdir(os.path.dirname(out)) == [os.path.basename(out)]
+    sx.shutdown()
+    return []
+
+
+@pytest.mark.parametrize(
+    ("verb", "rank", "shared", "how"),
+    [
+        ("export", 3, False, "kill"),
+        slow("export", 0, False, "raise"),
+        slow("export", 2, True, "kill"),
+        slow("save", 3, True, "kill"),
+        slow("load", 2, True, "raise"),
+    ],
+)
+def test_a_rank_of_one_host_fails(verb: str, rank: int, shared: bool, how: str, tmp_path: Path) -> None:
+    out = str(tmp_path / "in" / "out") if shared else "/dev/shm/below/out"
+    with two_hosts(2, 2) as hosts:
+        hosts.start(meets, verb, out, how, rank)
+        outcomes = hosts.finish(40)
+        survivors = [o for o in outcomes if how == "raise" or o.rank != rank]
+        assert all(o.state == "ok" for o in survivors), hosts.describe(outcomes)
+        hosts.run(next_run, verb, out)
+    host = "anna" if rank < 2 else "bert"
+    assert all(o.value[0].startswith(f"rank {rank} on {host} failed in ") for o in survivors)

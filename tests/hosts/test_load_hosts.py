@@ -1,0 +1,117 @@
+"""Loading and saving on two hosts: from a directory that both see, onto another split, and from one that one sees."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sweeps import slow
+from two_hosts import missing, two_hosts
+
+import statexchange as sx
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+SIZES = {"rows": (7001, 30), "columns": (6, 5003), "few": (3, 2), "scalar": ()}
+CUTS = {"rows": 0, "columns": 1, "few": 0}
+
+
+def whole(name: str) -> torch.Tensor:
+    return torch.arange(1.0 + torch.Size(SIZES[name]).numel())[1:].reshape(SIZES[name])
+
+
+def begin(folder: str) -> tuple[sx.Communicator, Any]:
+    """Ours over both hosts, and a mesh of torch's for the DTensors."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    comm = sx.init("auto", timeout_s=50.0)
+    assert comm.num_nodes == 2
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=comm.rank, world_size=comm.world_size)
+    return comm, init_device_mesh("cpu", (comm.world_size,))
+
+
+def end(comm: sx.Communicator) -> None:
+    comm.barrier()
+    dist.barrier()
+    dist.destroy_process_group()
+    sx.shutdown()
+
+
+def state_on(mesh: Any, *, filled: bool) -> dict[str, Any]:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    found = {}
+    for name, shape in SIZES.items():
+        tensor = whole(name) if filled else torch.zeros(shape)
+        placement = Shard(CUTS[name]) if name in CUTS else Replicate()
+        found[name] = distribute_tensor(tensor, mesh, [placement], src_data_rank=None)
+    return found
+
+
+def saves(folder: str) -> None:
+    comm, mesh = begin(folder)
+    state = state_on(mesh, filled=True)
+    sx.save_checkpoint(
+        {"model": state, "step": 7, "own": {f"r{comm.rank}": torch.full((9,), comm.rank)}}, f"{folder}/s"
+    )
+    sx.export_checkpoint(state, f"{folder}/e")
+    end(comm)
+
+
+def loads(folder: str) -> list[Any]:
+    comm, mesh = begin(folder)
+    live = state_on(mesh, filled=False)
+    state = {"model": live, "step": 0, "own": {f"r{rank}": torch.zeros(9, dtype=torch.int64) for rank in range(4)}}
+    sx.load_checkpoint(state, f"{folder}/s")
+    assert (state["step"], [int(t[0]) for t in state["own"].values()]) == (7, [0, 1, 2, 3])
+    wrong = [name for name, tensor in live.items() if not tensor.full_tensor().equal(whole(name))]
+    plain = {name: torch.zeros(SIZES[name]) for name in SIZES}  # which all ranks read whole
+    report = sx.load_checkpoint(plain, f"{folder}/e")
+    wrong += [name for name, tensor in plain.items() if not tensor.equal(whole(name))]
+    end(comm)
+    return [wrong, report.num_tensors]
+
+
+@pytest.mark.slow
+def test_what_two_hosts_saved_is_loaded_onto_another_split(tmp_path: Path) -> None:
+    with two_hosts(2, 2) as hosts:
+        hosts.run(saves, str(tmp_path), timeout_s=100)
+    with two_hosts(1, 3) as hosts:
+        assert hosts.run(loads, str(tmp_path), timeout_s=100) == [[[], 4]] * 4
+
+
+def one_host_sees(out: str, how: str) -> list[Any]:
+    """The second host has no such directory, or one of the same name that is not it."""
+    comm = sx.init("auto", timeout_s=50.0)
+    sx.export_checkpoint({"a": torch.ones(5)}, out)
+    if how == "another" and comm.node_rank == 1 and comm.local_rank == 0:
+        os.makedirs(out)
+    comm.barrier()
+    live = {"a": torch.zeros(5)}
+    with pytest.raises(sx.StateExchangeError) as caught:
+        sx.load_checkpoint(live, out)
+    assert not live["a"].any()
+    comm.barrier()
+    shutil.rmtree(os.path.dirname(out), ignore_errors=True)
+    comm.barrier()
+    with pytest.raises(sx.StateExchangeError) as saving:
+        sx.save_checkpoint(live, out)
+    sx.shutdown()
+    return [[type(e.value).__name__, str(e.value)] for e in (caught, saving)]
+
+
+@pytest.mark.parametrize("how", [slow("nothing"), "another"])
+def test_a_directory_that_one_host_does_not_see_is_an_error_that_names_it(how: str) -> None:
+    with two_hosts(2, 2) as hosts:
+        found = hosts.run(one_host_sees, "/dev/shm/below/out", how, timeout_s=100)
+    assert all(one == found[0] for one in found)
+    for kind, text in found[0]:
+        assert kind == "NotFoundError"
+        assert "rank 2" in text
+        assert "bert" in text
+        assert "/dev/shm/below/out" in text

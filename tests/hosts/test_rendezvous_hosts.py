@@ -1,0 +1,88 @@
+"""Ranks of two hosts meet in a directory that both see, and name who cannot be reached."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from two_hosts import ADDRESSES, missing, two_hosts
+
+import statexchange as sx
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+
+def by_hand(directory: str, timeout_s: float = 30.0) -> sx.Communicator:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return sx.init(rendezvous=f"file://{directory}", rank=rank, world_size=size, timeout_s=timeout_s)
+
+
+def meets(directory: str) -> list[Any]:
+    import torch
+
+    comm = by_hand(directory)
+    found = [comm.backend, comm.num_nodes, comm.node_rank, float(comm.all_reduce(torch.ones(100_000))[-1])]
+    sx.shutdown()
+    return found
+
+
+def test_ranks_of_two_hosts_meet_in_a_directory(tmp_path: Path) -> None:
+    with two_hosts(2, 2) as hosts:
+        for _ in range(2):
+            found = hosts.run(meets, str(tmp_path / "new" / "meeting"))
+            assert found == [["hierarchical", 2, int(rank > 1), 4.0] for rank in range(4)]
+            assert list(tmp_path.iterdir()) == []
+
+
+def cannot_reach(directory: str) -> str:
+    if os.environ["RANK"] == "0":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # where only ranks of its own host reach it
+    with pytest.raises(sx.NotInitializedError) as caught:
+        by_hand(directory)
+    return str(caught.value)
+
+
+def test_a_rank_that_cannot_reach_rank_0_is_named_on_all_ranks(tmp_path: Path) -> None:
+    with two_hosts(2, 1) as hosts:
+        found = hosts.run(cannot_reach, str(tmp_path / "meeting"))
+    for said in found:
+        assert "rank 2 on bert cannot reach rank 0 on anna at 127.0.0.1, port " in said
+        assert "Set GLOO_SOCKET_IFNAME" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def has_no_interface(directory: str) -> str:
+    if os.environ["RANK"] == "0":
+        os.environ["GLOO_SOCKET_IFNAME"] = "absent0"
+    with pytest.raises(sx.NotInitializedError) as caught:
+        by_hand(directory)
+    return str(caught.value)
+
+
+def test_an_interface_that_rank_0_lacks_is_named_on_all_ranks(tmp_path: Path) -> None:
+    with two_hosts(1, 1) as hosts:
+        found = hosts.run(has_no_interface, str(tmp_path / "meeting"))
+    for said in found:
+        assert "rank 0 on anna cannot listen for the others" in said
+        assert "GLOO_SOCKET_IFNAME=absent0 names no network interface with an address" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def address_without_a_hint(directory: str) -> str:
+    """Where the store is, if nothing says which interface to take."""
+    del os.environ["GLOO_SOCKET_IFNAME"]
+    from statexchange.comm import rendezvous
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    shared = rendezvous.store_at(f"file://{directory}", rank, size, 30.0)
+    address = str(shared.store.host)
+    if rank == 0:
+        shared.store.get("done")  # it serves until the other has looked
+    else:
+        shared.store.set("done", "1")
+    return address
+
+
+def test_without_a_hint_an_address_is_taken_that_is_not_of_one_host_alone(tmp_path: Path) -> None:
+    with two_hosts(1, 1) as hosts:
+        assert hosts.run(address_without_a_hint, str(tmp_path / "meeting")) == [ADDRESSES[0]] * 2

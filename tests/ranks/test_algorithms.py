@@ -1,0 +1,895 @@
+"""Algorithms: Bagua's net and formulas, what 8 bits lose, switching while training, and the tuner of bucket sizes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from starting import LAUNCHED_AS, start
+from sweeps import slow
+from torch import nn
+
+import statexchange as sx
+from statexchange.errors import InvalidArgumentError, MismatchError, NumericOverflowError
+from statexchange.testing import run_ranks
+from statexchange.testing.worlds import mpi_missing
+from statexchange.train.algorithms import (
+    Algorithm,
+    Decentralized,
+    GradientAllReduce,
+    QuantizedAllReduce,
+    Run,
+    ScatterGatherAllReduce,
+    as_algorithm,
+    dequantize,
+    quantize,
+)
+from statexchange.train.buckets import BucketReducer
+from statexchange.train.module import DistributedModule, data_parallel
+from statexchange.train.tuner import Setting, Tuner
+
+STEPS = 10
+Weights = list[list[Any]]
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    """Bagua's; made from its own seed also where ranks are threads, which share torch's generator."""
+    made = nn.Sequential(
+        nn.Linear(2, 10, bias=False),
+        nn.ReLU(),
+        nn.Linear(10, 50),
+        nn.ReLU(),
+        nn.Linear(50, 4, bias=False),
+        nn.Softmax(1),
+    )
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in made.parameters():
+        nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
+    return made.double()
+
+
+def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    data, target = torch.randn(4, 2, generator=generator), torch.randn(4, 4, generator=generator)
+    return data.double(), target.double()
+
+
+def loss_of(module: nn.Module, rank: int, step: int) -> torch.Tensor:
+    data, target = batch(rank, step)
+    return nn.functional.mse_loss(module(data), target)
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: Any) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(module, rank, step).backward()
+        optimizer.step()
+
+
+def weights(module: nn.Module) -> list[Any]:
+    return [parameter.tolist() for parameter in module.parameters()]
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.01)
+
+
+def trained(algorithm: Algorithm | str, steps: int = STEPS, **settings: Any) -> Callable[[], list[Any]]:
+    """What a rank does: Bagua's run, seeded by rank; its weights at the end."""
+
+    def work() -> list[Any]:
+        rank = sx.get_rank()
+        module = net(rank)
+        wrapped, optimizer = data_parallel(module, sgd(module), algorithm, **settings)
+        train(wrapped, optimizer, rank, range(steps))
+        return weights(module)
+
+    return work
+
+
+def of_one_process(world_size: int) -> list[Any]:
+    """The same run as one process makes it: gradients added in the order of ranks, then divided."""
+    module = net(0)
+    optimizer = sgd(module)
+    for step in range(STEPS):
+        grads = [torch.autograd.grad(loss_of(module, r, step), list(module.parameters())) for r in range(world_size)]
+        for parameter, its in zip(module.parameters(), zip(*grads, strict=True), strict=True):
+            parameter.grad = torch.stack(its).sum(0) / world_size
+        optimizer.step()
+    return weights(module)
+
+
+# Averages of gradients
+
+
+@pytest.mark.parametrize("algorithm", ["allreduce", "sg-allreduce"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_baguas_net_is_bit_equal_between_ranks_and_to_one_process(algorithm: str, world_size: int) -> None:
+    results = run_ranks(trained(algorithm), world_size)
+    assert all(result == results[0] for result in results)
+    expected = of_one_process(world_size)
+    if world_size < 3:
+        assert results[0] == expected
+    else:
+        for ours, theirs in zip(results[0], expected, strict=True):
+            torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"bucket_bytes": 64, "overlap": True}, {"align_bytes": 256}, {"delay_reduce": True}]
+)
+def test_scatter_gather_with_buckets_of_any_size(settings: dict[str, Any]) -> None:
+    plain, scattered = (run_ranks(trained(name, 3, **settings), 3) for name in ("allreduce", "sg-allreduce"))
+    assert all(result == scattered[0] for result in scattered)
+    for ours, theirs in zip(scattered[0], plain[0], strict=True):
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-9, atol=1e-12)
+
+
+# 8 bits
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_quantised_values_are_half_a_step_off_at_most(scale: float) -> None:
+    chunks = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0)) * scale
+    chunks[1] = chunks[1, 0]
+    for row, sent in zip(chunks, quantize(chunks), strict=True):
+        step = (row.max().double() - row.min()) / 255
+        assert sent.numel() == 8 + 1000
+        assert (dequantize(sent).double() - row).abs().max() <= step * 0.50001
+
+
+def quantised_average(gradients: list[list[torch.Tensor]], *, error_feedback: bool = False) -> list[list[Any]]:
+    """What each rank has after each round, of gradients by round and rank."""
+
+    def work() -> list[Any]:
+        comm = sx.get_communicator()
+        parameter = nn.Parameter(torch.zeros_like(gradients[0][0]))
+        run = Run(comm)
+        settings = QuantizedAllReduce(error_feedback=error_feedback).settings(run)
+        run.reducer = BucketReducer({"p": parameter}, comm, **settings)
+        averages = []
+        for theirs in gradients:
+            parameter.grad = theirs[comm.rank].clone()
+            run.reducer.add(parameter)
+            run.reducer.finalize()
+            averages.append(parameter.grad.clone())
+        return averages
+
+    return run_ranks(work, len(gradients[0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize(("world_size", "numel"), [(1, 7), (2, 1), (2, 1001), (3, 1001)])
+def test_a_quantised_average_is_half_a_step_of_each_stage_off(world_size: int, numel: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(world_size)
+    theirs = [torch.randn(numel, generator=generator, dtype=torch.float32).to(dtype) + 5 for _ in range(world_size)]
+    results = [result[0] for result in quantised_average([theirs])]
+    assert all(torch.equal(result, results[0]) for result in results)
+    reals = [torch.view_as_real(t) if dtype.is_complex else t for t in (*theirs, results[0])]
+    *inputs, result = [real.double().flatten() for real in reals]
+    chunk = -(-inputs[0].numel() // world_size)
+    for begin in range(0, inputs[0].numel(), chunk):
+        parts = [t[begin : begin + chunk] for t in inputs]
+        ranges = [float(part.max() - part.min()) for part in parts]
+        mean = sum(parts) / world_size
+        first = sum(ranges) / world_size / 255 / 2
+        second = (float(mean.max() - mean.min()) + 2 * first) / 255 / 2
+        rounding = 0.05 if dtype is torch.bfloat16 else 1e-5
+        assert (result[begin : begin + chunk] - mean).abs().max() <= (first + second) * 1.0001 + rounding
+
+
+def test_error_feedback_makes_up_for_what_was_lost() -> None:
+    generator = torch.Generator().manual_seed(1)
+    theirs = [torch.randn(64, generator=generator) for _ in range(2)]
+    errors = []
+    for error_feedback in (False, True):
+        averages = quantised_average([theirs] * 40, error_feedback=error_feedback)[0]
+        errors.append(float((torch.stack(averages).mean(0) - sum(theirs) / 2).abs().mean()))
+    assert errors[1] < errors[0] / 2
+
+
+def test_the_largest_values_that_can_be_quantised() -> None:
+    largest = torch.tensor([-(2.0**126), 2.0**126] * 30)
+    (result,) = quantised_average([[largest] * 3])[0]
+    torch.testing.assert_close(result, largest)
+
+
+def test_what_fills_a_bucket_up_has_no_part_in_its_range() -> None:
+    """If it had, the large gradient of the first round would stay there."""
+    large = torch.tensor([0, 0, 0, -1e8, 2.1e8])  # between these two no level is 0
+    rounds = [[large] * 2, [torch.full((5,), 1e-6)] * 2]
+    assert all(torch.equal(result[1], rounds[1][0]) for result in quantised_average(rounds))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3e38])
+@pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 64, "overlap": True}, {"delay_reduce": True}])
+def test_a_gradient_that_cannot_be_quantised_is_named_on_all_ranks(bad: float, settings: dict[str, Any]) -> None:
+    def work() -> tuple[str | None, int | None, bool, list[Any]]:
+        comm = sx.get_communicator()
+        module = net().float()
+        wrapped, optimizer = data_parallel(module, sgd(module), "quantize", **settings)
+        before = weights(module)
+        for bias in (torch.tensor(bad), torch.tensor(1.0)):
+            optimizer.zero_grad()
+            spoil = bias if comm.rank == 1 else torch.tensor(1.0)
+            with pytest.raises(NumericOverflowError) if bias == bad or bias.isnan() else torch.no_grad() as caught:
+                with torch.enable_grad():
+                    (wrapped(batch(0, 0)[0].float()).sum() + (module[2].bias * spoil).sum()).backward()
+                optimizer.step()
+            if bias == bad or bias.isnan():
+                error = caught.value
+                kept = weights(module) == before
+        return error.name, error.rank, kept, weights(module)
+
+    results = run_ranks(work, 3)
+    assert {result[:3] for result in results} == {("2.bias", 1, True)}
+    assert all(result[3] == results[0][3] for result in results)
+    assert all(torch.tensor(weight).isfinite().all() for weight in results[0][3])
+
+
+def test_a_quantised_run_stays_near_the_exact_one() -> None:
+    for algorithm in ("quantize", QuantizedAllReduce(error_feedback=True)):
+        results = run_ranks(trained(algorithm), 3)
+        assert all(result == results[0] for result in results)
+        for ours, theirs in zip(results[0], of_one_process(3), strict=True):
+            torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=0, atol=1e-4)
+
+
+# Weights
+
+
+def pairs_by_hand(world_size: int, communication: int) -> dict[int, int]:
+    """Bagua's formula, from its test; with an odd number the last rank does not exist."""
+    ranks = world_size + world_size % 2
+    peers = {}
+    for rank in range(ranks):
+        if rank < ranks // 2:
+            peers[rank] = ((communication + rank) % ((ranks + 1) // 2)) + ranks // 2
+        else:
+            peers[rank] = (rank - ranks // 2 - communication) % (ranks // 2)
+    return {rank: peer for rank, peer in peers.items() if max(rank, peer) < world_size}
+
+
+@pytest.mark.parametrize("world_size", range(1, 10))
+def test_shift_one_pairs_as_bagua_does(world_size: int) -> None:
+    met = set()
+    for communication in range(2 * world_size):
+        found = {
+            rank: peer
+            for rank in range(world_size)
+            for peer in Decentralized(peers="shift_one").peers_of(rank, world_size, communication)
+        }
+        assert found == pairs_by_hand(world_size, communication)
+        assert all(found[peer] == rank for rank, peer in found.items())
+        assert len(found) == world_size - world_size % 2
+        met |= set(found.items())
+    half = (world_size + 1) // 2
+    assert met == {
+        pair for pair in itertools.product(range(world_size), repeat=2) if (pair[0] < half) != (pair[1] < half)
+    }
+
+
+def test_shift_one_of_four_and_of_three() -> None:
+    algorithm = Decentralized("shift_one")
+    assert [[algorithm.peers_of(r, 4, s) for r in range(4)] for s in range(2)] == [
+        [[2], [3], [0], [1]],
+        [[3], [2], [1], [0]],
+    ]
+    assert [[algorithm.peers_of(r, 3, s) for r in range(3)] for s in range(2)] == [[[2], [], [0]], [[], [2], [1]]]
+
+
+def decentralised_by_hand(algorithm: Decentralized, world_size: int) -> list[list[Any]]:
+    modules = [net(0) for _ in range(world_size)]
+    optimizers = [sgd(module) for module in modules]
+    for step in range(STEPS):
+        for rank, module in enumerate(modules):
+            optimizers[rank].zero_grad()
+            loss_of(module, rank, step).backward()
+        if step % algorithm.interval == 0:
+            before = [[p.detach().clone() for p in module.parameters()] for module in modules]
+            for rank, module in enumerate(modules):
+                group = by_hand(algorithm.peers, rank, world_size, step // algorithm.interval)
+                for i, parameter in enumerate(module.parameters()):
+                    parameter.data.copy_(sum(before[peer][i] for peer in sorted(group)) / len(group))
+        for optimizer in optimizers:
+            optimizer.step()
+    return [weights(module) for module in modules]
+
+
+def by_hand(peers: str, rank: int, world_size: int, communication: int) -> set[int]:
+    if peers == "all":
+        return set(range(world_size))
+    if peers == "ring":
+        return {(rank - 1) % world_size, rank, (rank + 1) % world_size}
+    return {rank, pairs_by_hand(world_size, communication).get(rank, rank)}
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("peers", ["all", "shift_one", "ring"])
+@pytest.mark.parametrize("world_size", [slow(1), 2, 3, slow(4)])
+def test_decentralised_weights_are_those_of_the_formula(peers: Any, interval: int, world_size: int) -> None:
+    algorithm = Decentralized(peers, interval)
+    results = run_ranks(trained(algorithm, bucket_bytes=512), world_size)
+    for ours, theirs in zip(results, decentralised_by_hand(algorithm, world_size), strict=True):
+        for weight, expected in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(torch.tensor(weight), torch.tensor(expected), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("peers", ["all", "shift_one"])
+def test_peers_have_equal_bits_after_they_met(peers: Any) -> None:
+    def work() -> list[Any]:
+        module = net()
+        wrapped, optimizer = data_parallel(module, sgd(module), Decentralized(peers))
+        train(wrapped, optimizer, sx.get_rank(), range(STEPS))
+        optimizer.finalize()  # the averages with which the next step would begin
+        return weights(module)
+
+    results = run_ranks(work, 4)
+    for rank, peer in pairs_by_hand(4, STEPS).items():
+        assert results[rank] == results[peer]
+    assert (results[0] == results[1]) == (peers == "all")
+
+
+def test_weights_of_halves_are_averaged_in_float32() -> None:
+    def work() -> list[float]:
+        rank = sx.get_rank()
+        parameter = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+        module = nn.ParameterList([parameter])
+        _, optimizer = data_parallel(module, sgd(module), Decentralized("ring"))
+        parameter.data.fill_([64000.0, 48000.0, 32000.0][rank])
+        optimizer.step()
+        sx.get_communicator().barrier()
+        return parameter.tolist()
+
+    assert run_ranks(work, 3) == [[48000.0, 48000.0]] * 3
+
+
+# Switching
+
+
+def test_switching_through_all_algorithms_keeps_adams_state() -> None:
+    def work() -> dict[str, Any]:
+        comm = sx.get_communicator()
+        module = net(comm.rank)
+        module.register_buffer("seen", torch.tensor(10 * comm.rank))
+        module.register_buffer("mean", torch.tensor(float(comm.rank)))
+        adam = torch.optim.Adam(module.parameters(), lr=0.01)
+        wrapped, optimizer = data_parallel(module, adam, GradientAllReduce())
+        reached: list[Any] = [(weights(module), module.mean.item(), module.seen.item())]
+        module.mean += comm.rank
+        apart = []
+        begin = 0
+        for name in ("quantize", Decentralized("shift_one", 2), "sg-allreduce", "allreduce"):
+            train(wrapped, optimizer, comm.rank, range(begin, begin + 4))
+            begin += 4
+            held = {key: value.clone() for key, value in adam.state[module[0].weight].items()}
+            apart.append([held["exp_avg"].tolist(), weights(module)])
+            assert wrapped.switch_to(name) is wrapped
+            state = adam.state[module[0].weight]
+            told = comm.all_gather(held["exp_avg"])
+            expected = sum(told) / comm.world_size if name == "sg-allreduce" else told[comm.rank]
+            torch.testing.assert_close(state["exp_avg"], expected)
+            assert state["step"].item() == begin
+            reached.append((weights(module), module.mean.item(), module.seen.item()))
+        train(wrapped, optimizer, comm.rank, range(begin, begin + 4))
+        exact = adam.state[module[0].weight]["exp_avg_sq"].tolist()
+        return {"reached": reached, "apart": apart, "end": [weights(module), exact], "step": state["step"].item()}
+
+    results = run_ranks(work, 3)
+    first = results[0]
+    for result in results:
+        assert result["reached"] == first["reached"]
+        assert result["end"] == first["end"]
+        assert result["step"] == 20
+    assert [first["reached"][i][1:] for i in (0, 1)] == [(0.0, 0), (1.0, 0)]
+    assert [result["apart"][0] == first["apart"][0] for result in results] == [True] * 3
+    assert [result["apart"][1] == first["apart"][1] for result in results] == [True] * 3
+    assert len({str(result["apart"][2]) for result in results}) == 3, "weights drift apart in between"
+
+
+def test_two_models_share_one_algorithm_and_a_part_of_the_ranks_trains() -> None:
+    def work() -> list[Any] | None:
+        rank = sx.get_rank()
+        algorithm = QuantizedAllReduce(error_feedback=True)
+        alone = net(rank)
+        if rank == 2:
+            return None
+        comm = sx.get_communicator().subset([0, 1])
+        wrapped, optimizer = data_parallel(alone, sgd(alone), algorithm, comm)
+        train(wrapped, optimizer, rank, range(3))
+        one, two = net(rank), net(rank)
+        pairs = [data_parallel(module, sgd(module), algorithm, comm) for module in (one, two)]
+        for step in range(3):
+            for wrapped, optimizer in pairs:
+                train(wrapped, optimizer, rank, [step])
+        return [weights(module) for module in (alone, one, two)]
+
+    results = run_ranks(work, 3)
+    assert results[0] == results[1]
+    assert results[0][0] == results[0][1] == results[0][2]
+
+
+def test_state_that_not_all_ranks_have_cannot_be_averaged() -> None:
+    def work() -> bool:
+        rank = sx.get_rank()
+        module = net()
+        wrapped, optimizer = data_parallel(module, torch.optim.Adam(module.parameters()), "decentralize")
+        loss = loss_of(wrapped, rank, 0) if rank else wrapped.get_parameter("0.weight").sum()
+        loss.backward()
+        optimizer.step()
+        with pytest.raises(MismatchError, match="2/bias/exp_avg"):
+            wrapped.switch_to("allreduce")
+        train(wrapped, optimizer, rank, range(2))
+        wrapped.switch_to("allreduce")
+        train(wrapped, optimizer, rank, range(2))
+        return True
+
+    assert all(run_ranks(work, 2))
+
+
+def test_the_first_step_after_a_switch_communicates() -> None:
+    def work() -> list[Any]:
+        rank = sx.get_rank()
+        module = net()
+        wrapped, optimizer = data_parallel(module, sgd(module))
+        train(wrapped, optimizer, rank, range(3))
+        wrapped.switch_to(Decentralized(interval=2))
+        for step in range(2):
+            with torch.no_grad():
+                module[0].weight.fill_(rank)
+            optimizer.zero_grad()
+            optimizer.step()
+            assert (module[0].weight == (rank if step else 0.5)).all()
+        return weights(module)[1:]
+
+    one, two = run_ranks(work, 2)
+    assert one == two
+
+
+def test_a_switch_is_as_good_as_a_fresh_start_in_the_same_state() -> None:
+    def work() -> bool:
+        comm = sx.get_communicator()
+        module, other = net(), net()
+        wrapped, optimizer = data_parallel(module, sgd(module), "decentralize")
+        train(wrapped, optimizer, comm.rank, range(3))
+        wrapped.switch_to("allreduce")
+        other.load_state_dict(module.state_dict())
+        fresh, its = data_parallel(other, sgd(other))
+        train(wrapped, optimizer, comm.rank, range(3, 6))
+        train(fresh, its, comm.rank, range(3, 6))
+        return weights(module) == weights(other)
+
+    assert all(run_ranks(work, 2))
+
+
+def test_schedulers_clipping_and_gradients_after_backward_stay_as_they_are() -> None:
+    def work() -> bool:
+        comm = sx.get_communicator()
+        module = net()
+        wrapped, optimizer = data_parallel(module, torch.optim.AdamW(module.parameters()), "sg-allreduce")
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for name in ("quantize", "decentralize", "allreduce"):
+            loss_of(wrapped, comm.rank, 0).backward()
+            nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1)
+            if wrapped.algorithm.averages_weights is False:
+                told = comm.all_gather(module[0].weight.grad)
+                assert all(torch.equal(grad, told[0]) for grad in told)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            wrapped.switch_to(name)
+        return optimizer.param_groups[0]["lr"] == 1e-3 / 8 and isinstance(wrapped.algorithm, GradientAllReduce)
+
+    assert all(run_ranks(work, 2))
+
+
+def closure(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = loss_of(module, rank, 0)
+    loss.backward()
+    return loss
+
+
+def test_a_closure_and_accumulation() -> None:
+    def work() -> list[Any]:
+        comm = sx.get_communicator()
+        found = []
+        for algorithm in ("sg-allreduce", "decentralize"):
+            module = net()
+            lbfgs = torch.optim.LBFGS(module.parameters(), max_iter=2)
+            wrapped, optimizer = data_parallel(module, lbfgs, algorithm)
+
+            optimizer.step(functools.partial(closure, wrapped, optimizer, comm.rank))
+            found.append(weights(module))
+        module = net()
+        wrapped, optimizer = data_parallel(module, sgd(module), accumulate=2)
+        for step in range(4):
+            loss_of(wrapped, comm.rank, step).backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [*found, weights(module)]
+
+    one, two = run_ranks(work, 2)
+    assert one[0] == two[0]
+    assert one[1] != two[1]
+    assert one[2] == two[2]
+
+
+def test_join_with_a_ring() -> None:
+    def work() -> list[Any]:
+        rank = sx.get_rank()
+        module = net()
+        wrapped, optimizer = data_parallel(module, sgd(module), Decentralized("shift_one"))
+        with optimizer.join():
+            train(wrapped, optimizer, rank, range(2 + rank))
+        return weights(module)
+
+    results = run_ranks(work, 3)
+    assert results[0] == results[1] == results[2]
+
+
+# The module
+
+
+def test_a_module_is_what_it_wraps() -> None:
+    module = net()
+    module.note = "mine"
+    module.register_buffer("seen", torch.tensor(3))
+    wrapped = DistributedModule(module)
+    assert wrapped.unwrap() is module
+    assert wrapped.note == "mine"
+    assert torch.equal(wrapped(batch(0, 0)[0]), module(batch(0, 0)[0]))
+    assert list(wrapped.state_dict()) == list(module.state_dict())
+    assert [name for name, _ in wrapped.named_parameters()] == [name for name, _ in module.named_parameters()]
+    assert [name for name, _ in wrapped.named_buffers()] == ["seen"]
+    state = {name: torch.full_like(tensor, 2) for name, tensor in wrapped.state_dict().items()}
+    assert str(wrapped.load_state_dict(state)) == "<All keys matched successfully>"
+    assert all(torch.equal(tensor, state[name]) for name, tensor in module.state_dict().items())
+    assert not wrapped.eval().module.training
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = wrapped.nothing
+    with pytest.raises(InvalidArgumentError, match="data_parallel"):
+        wrapped.switch_to("quantize")
+
+
+def test_a_copy_is_a_module_of_its_own_that_nothing_trains() -> None:
+    def work() -> None:
+        module = net()
+        wrapped, optimizer = data_parallel(module, sgd(module))
+        train(wrapped, optimizer, sx.get_rank(), range(1))
+        copied = copy.deepcopy(wrapped)
+        assert isinstance(copied, DistributedModule)
+        before = weights(copied)
+        train(wrapped, optimizer, sx.get_rank(), range(1, 3))
+        assert weights(copied) == before != weights(wrapped)
+
+    run_ranks(work, 2)
+
+
+def test_ignored_names_stay_this_ranks_own() -> None:
+    def work() -> list[Any]:
+        rank = sx.get_rank()
+        module = net(rank)
+        module.register_buffer("mine", torch.tensor(float(rank)))
+        module.register_buffer("torchs", torch.tensor(float(rank)))
+        module.statexchange_ignore = ["4.weight", "mine"]
+        module._ddp_params_and_buffers_to_ignore = {"torchs"}
+        own = module[4].weight.tolist()
+        wrapped, optimizer = data_parallel(module, sgd(module))
+        assert module[4].weight.tolist() == own
+        train(wrapped, optimizer, rank, range(2))
+        wrapped.switch_to(Decentralized())
+        train(wrapped, optimizer, rank, range(2))
+        assert module[4].weight.tolist() != own
+        assert [module.mine.item(), module.torchs.item()] == [rank, rank]
+        wrapped.switch_to("allreduce")
+        return [weights(module)[:3], module[4].weight.tolist()]
+
+    one, two = run_ranks(work, 2)
+    assert one[0] == two[0]
+    assert one[1] != two[1]
+
+
+# What is wrong
+
+
+def test_unknown_algorithms_list_the_known() -> None:
+    with pytest.raises(InvalidArgumentError, match="known: allreduce, sg-allreduce, quantize, decentralize"):
+        as_algorithm("bytegrad")
+    with pytest.raises(ValueError, match="known: all, shift_one, ring"):
+        Decentralized("some")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="interval"):
+        Decentralized(interval=0)
+    names = ("allreduce", "sg-allreduce", "quantize", "decentralize")
+    kinds = [GradientAllReduce, ScatterGatherAllReduce, QuantizedAllReduce, Decentralized]
+    assert [type(as_algorithm(name)) for name in names] == kinds
+    assert [as_algorithm(name).hierarchical for name in names] == [None] * 4
+
+
+Prepare = Callable[[int, DistributedModule, torch.optim.Optimizer], Any]
+WRONG: list[tuple[Prepare, type[Exception], str]] = [
+    (lambda rank, m, o: m.switch_to("nothing" if rank else "quantize"), InvalidArgumentError, "'nothing'; known"),
+    (lambda rank, m, o: m.switch_to(["allreduce", "quantize"][rank]), MismatchError, "different algorithms.*Quantized"),
+    (lambda rank, m, o: m.switch_to(Decentralized(interval=1 + rank)), MismatchError, "interval=2"),
+    (lambda rank, m, o: data_parallel(net(), sgd(net())), InvalidArgumentError, "does not have"),
+    (
+        lambda rank, m, o: data_parallel(shaped(rank), sgd(shaped(rank))),
+        MismatchError,
+        r"\[3\].*\[4\].*'0\.bias', rank 1",
+    ),
+    (lambda rank, m, o: data_parallel(m.unwrap(), sgd(m)), InvalidArgumentError, r"another reducer.*0\.weight"),
+    (lambda rank, m, o: weighted("decentralize"), InvalidArgumentError, "weight="),
+    (lambda rank, m, o: weighted("allreduce").switch_to("decentralize"), InvalidArgumentError, "weight="),
+    (lambda rank, m, o: ignoring(["0.weigth"]), InvalidArgumentError, "0.weigth"),
+    (lambda rank, m, o: ignoring("0.weight"), InvalidArgumentError, "0.weight"),
+    (lambda rank, m, o: data_parallel(net(), sgd(net()), scale=2.0), InvalidArgumentError, "scale is the algorithm's"),
+    (lambda rank, m, o: data_parallel(net(), sgd(net()), tune_every=0), InvalidArgumentError, "tune_every"),
+]
+
+
+def shaped(rank: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 3 + rank))
+
+
+def weighted(algorithm: str) -> DistributedModule:
+    module = net()
+    return data_parallel(module, sgd(module), algorithm, weight=lambda: 1.0)[0]
+
+
+def ignoring(names: Any) -> Any:
+    module = net()
+    module.statexchange_ignore = names
+    return data_parallel(module, sgd(module))
+
+
+@pytest.mark.parametrize("case", range(len(WRONG)))
+def test_what_is_wrong_is_an_error_on_all_ranks(case: int) -> None:
+    act, kind, message = WRONG[case]
+
+    def work() -> bool:
+        rank = sx.get_rank()
+        module = net()
+        wrapped, optimizer = data_parallel(module, sgd(module))
+        with pytest.raises(kind, match=message):
+            act(rank, wrapped, optimizer)
+        train(wrapped, optimizer, rank, range(2))
+        return True
+
+    assert all(run_ranks(work, 2))
+
+
+def test_a_step_inside_no_sync() -> None:
+    def work() -> bool:
+        module = net()
+        _, optimizer = data_parallel(module, sgd(module), Decentralized(interval=2))
+        for _ in range(2):
+            with optimizer.no_sync(), pytest.raises(InvalidArgumentError, match="no_sync"):
+                optimizer.step()
+            optimizer.step()
+        return True
+
+    assert all(run_ranks(work, 2))
+
+
+# The tuner
+
+
+def test_the_tuner_tries_powers_of_two_and_keeps_the_fastest() -> None:
+    took = {2**k: abs(k - 21) + 1.0 for k in range(10, 32)} | {10 << 20: 9.0}
+    tuner = Tuner(Setting(10 << 20))
+    sizes = [10 << 20]
+    for _ in range(8):
+        sizes.append(tuner.propose(Setting(sizes[-1]), took[sizes[-1]]).bucket_bytes)
+    assert sizes == [10 << 20, 4 << 20, 16 << 20, 2 << 20, 32 << 20, 2 << 20, 2 << 20, 2 << 20, 2 << 20]
+    assert Tuner(Setting(1)).propose(Setting(1), 1.0) == Setting(1)
+
+
+@pytest.mark.parametrize("faster", [False, True])
+def test_the_tuner_tries_sizes_with_the_faster_way_of_several_hosts(faster: bool) -> None:
+    present = Setting(4096, hierarchical=True)
+    tuner, tried = Tuner(present, both=True), [present]
+    for _ in range(6):
+        tried.append(tuner.propose(tried[-1], 1.0 + (tried[-1].hierarchical is not faster)))
+    assert tried[1] == Setting(4096, hierarchical=False)
+    assert tried[2:6] == [Setting(size, hierarchical=faster) for size in (2048, 8192, 1024, 16384)]
+    assert tried[6] == Setting(4096, hierarchical=faster)
+
+
+def test_the_bucket_count_changes_on_all_ranks_at_the_same_step() -> None:
+    def work() -> tuple[Any, ...]:
+        comm = sx.get_communicator()
+        module = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(16)))  # 1 KiB each
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.fill_(0.01)
+        wrapped, optimizer = data_parallel(module, sgd(module), bucket_bytes=4096, autotune=True, tune_every=5)
+        counts = []
+        for step in range(32):
+            optimizer.zero_grad()
+            wrapped(torch.full((2, 16), float(comm.rank + step))).sum().backward()
+            counts.append(len(optimizer.reducer.buckets))
+            optimizer.step()
+            if step % 5 == 2:  # counts for nothing, and its time for none either
+                wrapped.eval()
+                wrapped(torch.zeros(1, 16))
+                wrapped.train()
+        trials = [(trial.bucket_bytes, trial.buckets, trial.step_s) for trial in wrapped.tuning_history]
+        return counts, trials, weights(module)
+
+    results = run_ranks(work, 2)
+    counts, trials, _ = results[0]
+    assert results[1] == results[0]
+    assert counts[:5] == [4] * 5
+    assert counts[5:20] == [8] * 5 + [2] * 5 + [16] * 5
+    assert [trial[0] for trial in trials[:5]] == [4096, 2048, 8192, 1024, 16384]
+    assert [trial[1] for trial in trials[:5]] == [4, 8, 2, 16, 1]
+    assert counts[25:] == [{trial[0]: trial[1] for trial in trials}[min(trials[:5], key=lambda t: t[2])[0]]] * 7
+    assert all(trial[2] > 0 for trial in trials)
+
+
+def test_step_times_can_be_reported_and_the_slowest_rank_counts() -> None:
+    def work() -> tuple[Any, ...]:
+        comm = sx.get_communicator()
+        module = net()
+        wrapped, optimizer = data_parallel(module, sgd(module), bucket_bytes=2048)
+        assert not wrapped.ask_and_update_hyperparameters()  # nothing was measured
+        answers = []
+        for seconds in (5.0, 4.0, 1.0, 3.0, 2.0, 7.0):
+            train(wrapped, optimizer, comm.rank, range(1))
+            wrapped.report_metrics([seconds if comm.rank else 0.5] * 3)
+            answers.append(wrapped.ask_and_update_hyperparameters())
+        wrapped.switch_to("decentralize")
+        wrapped.report_metrics([1.0])
+        answers.append(wrapped.ask_and_update_hyperparameters())
+        return (
+            answers,
+            [(trial.bucket_bytes, trial.step_s) for trial in wrapped.tuning_history],
+            optimizer.setting.bucket_bytes,
+        )
+
+    expected = [(2048, 5.0), (1024, 4.0), (4096, 1.0), (8192, 3.0), (4096, 2.0), (4096, 7.0)]
+    for answers, trials, present in run_ranks(work, 2):
+        assert trials == expected
+        assert answers == [True, True, True, True, False, False, False]
+        assert present == 4096
+
+
+# Everywhere
+
+
+def everything(backend: str, directory: str) -> list[Any]:
+    """All algorithms one after the other, and the tuner."""
+    comm = start(backend, directory)
+    module = net(comm.rank)
+    wrapped, optimizer = data_parallel(module, torch.optim.Adam(module.parameters()), bucket_bytes=512)
+    for name in ("sg-allreduce", "quantize", Decentralized("shift_one"), Decentralized("ring", 2), "allreduce"):
+        train(wrapped, optimizer, comm.rank, range(3))
+        wrapped.switch_to(name)
+    wrapped.report_metrics([1.0])
+    changed = wrapped.ask_and_update_hyperparameters()
+    train(wrapped, optimizer, comm.rank, range(3))
+    return [changed, weights(module), [list(map(float, s["exp_avg"].flatten())) for s in optimizer.state.values()]]
+
+
+def uneven(backend: str, directory: str) -> list[Any]:
+    """By each average of gradients: ranks with unequally much data, one with none; the weights of each run."""
+    comm = start(backend, directory)
+    found = []
+    for name in ("allreduce", "sg-allreduce", "quantize"):
+        module = net(comm.rank)
+        wrapped, optimizer = data_parallel(module, sgd(module), name, bucket_bytes=512)
+        with optimizer.join():
+            train(wrapped, optimizer, comm.rank, range(2 * comm.rank))
+        found.append(weights(module))
+    return found
+
+
+def scaled(backend: str, directory: str) -> list[Any]:
+    """A GradScaler and inf on one rank in step 1: the scale, and whether weights change, in each step."""
+    comm = start(backend, directory)
+    found = []
+    for name in ("allreduce", "sg-allreduce"):
+        module = net(comm.rank).float()
+        wrapped, optimizer = data_parallel(module, sgd(module), name)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+        for step in range(3):
+            before = weights(module)
+            optimizer.zero_grad()
+            data, target = (part.float() for part in batch(comm.rank, step))
+            loss = nn.functional.mse_loss(wrapped(data), target)
+            scaler.scale(loss * (float("inf") if step == 1 and comm.rank == 1 else 1.0)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            found.append([scaler.get_scale(), weights(module) != before, weights(module)])
+    return found
+
+
+BACKENDS = pytest.mark.parametrize("backend", ["gloo", "shm", "mpi", slow("hierarchical")])
+SHM = pytest.mark.parametrize("backend", [slow("gloo"), "shm", slow("mpi"), slow("hierarchical")])
+
+
+def over(backend: str, work: Callable[..., list[Any]], tmp_path: Path) -> list[list[Any]]:
+    """What each rank found over `backend`."""
+    if backend == "mpi" and (missing := mpi_missing()):
+        pytest.skip(missing)
+    world_size = 3 if backend == "hierarchical" else 2
+    args = (backend, str(tmp_path))
+    return run_ranks(work, world_size, backend=LAUNCHED_AS[backend], args=args, timeout_s=60.0, reuse=True)
+
+
+@BACKENDS
+def test_everywhere(backend: str, tmp_path: Path) -> None:
+    first, *others = over(backend, everything, tmp_path)
+    assert others == [first] * len(others)
+    assert first[0] is True
+
+
+@SHM
+def test_uneven_data_is_joined_by_every_average(backend: str, tmp_path: Path) -> None:
+    first, *others = over(backend, uneven, tmp_path)
+    assert others == [first] * len(others)
+    module, world_size = net(), 1 + len(others)
+    optimizer = sgd(module)
+    for step in range(2 * (world_size - 1)):
+        optimizer.zero_grad()
+        active = [rank for rank in range(world_size) if 2 * rank > step]
+        (sum(loss_of(module, rank, step) for rank in active) / len(active)).backward()
+        optimizer.step()
+    for found, slack in zip(first, (1e-12, 1e-12, 1e-4), strict=True):
+        for ours, theirs in zip(found, weights(module), strict=True):
+            torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=0, atol=slack)
+
+
+@SHM
+def test_a_grad_scaler_skips_the_same_step_on_all_ranks(backend: str, tmp_path: Path) -> None:
+    first, *others = over(backend, scaled, tmp_path)
+    assert others == [first] * len(others)
+    assert [step[:2] for step in first] == [[4.0, True], [2.0, False], [2.0, True]] * 2
+
+
+def over_two_hosts(directory: str) -> list[Any]:
+    """Every algorithm with the hierarchy and without, and the tuner, which tries both; three ranks of two hosts."""
+    comm = start("hierarchical", directory)
+    kinds: list[Any] = [GradientAllReduce, ScatterGatherAllReduce, QuantizedAllReduce, Decentralized]
+    found: dict[bool | None, list[Any]] = {}
+    for hierarchical in (None, True, False):
+        module = net(comm.rank)
+        wrapped, optimizer = data_parallel(module, sgd(module), kinds[0](hierarchical=hierarchical))
+        steps = (comm.backend if hierarchical is not False else comm.flat.backend, optimizer.reducer.comm.backend)
+        assert steps[0] == steps[1]
+        train(wrapped, optimizer, comm.rank, range(STEPS))
+        right = all(
+            torch.allclose(torch.tensor(ours), torch.tensor(theirs), rtol=1e-9, atol=1e-12)
+            for ours, theirs in zip(weights(module), of_one_process(comm.world_size), strict=True)
+        )
+        for kind in [*kinds[1:], kinds[0]]:
+            wrapped.switch_to(kind(hierarchical=hierarchical))
+            train(wrapped, optimizer, comm.rank, range(2))
+        for step_s in (3.0, 2.0, 1.0, 4.0):
+            wrapped.report_metrics([step_s])
+            wrapped.ask_and_update_hyperparameters()
+            train(wrapped, optimizer, comm.rank, range(1))
+        tried = [trial.hierarchical for trial in wrapped.tuning_history]
+        found[hierarchical] = [right, tried, weights(module), optimizer.reducer.comm.backend]
+    assert found[None][:2] == [True, [True, False, False, False]]
+    assert found[True][:2] == [True, [True] * 4]
+    assert found[False][:2] == [True, [False] * 4]
+    return [[result[2:] for result in found.values()], comm.backend]
+
+
+@pytest.mark.slow
+def test_hierarchy_is_the_callers_choice_or_the_tuners(tmp_path: Path) -> None:
+    results = run_ranks(over_two_hosts, 3, backend="processes", args=(str(tmp_path),), timeout_s=60.0)
+    assert results[1:] == results[:1] * 2
+    found, backend = results[0]
+    assert backend == "hierarchical"
+    assert [result[1] for result in found] == ["gloo", "hierarchical", "gloo"]

@@ -1,0 +1,483 @@
+"""Backends: every method against a plain formula, for ranks in any order, and with peers that fail."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sweeps import by_default
+
+import statexchange as sx
+from statexchange.comm import rendezvous, torch_backend
+from statexchange.comm.backend import Backend, Finish, Wait
+from statexchange.settings import Launch
+from statexchange.testing import run_ranks
+
+OPS: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "prod": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+PROMISED = (torch.float32, torch.float64, torch.int64, torch.uint8)  # by all_reduce, whatever `reduces` says
+KINDS = ("gloo", "bare gloo", "store", "mpi")
+WORLDS = {"gloo": "gloo", "bare gloo": "processes", "store": "processes", "mpi": "mpi"}
+NAN, INF = float("nan"), float("inf")
+
+
+def wait(timeout_s: float = 10.0) -> Wait:
+    return Wait(timeout_s, "a test")
+
+
+def open_backend(kind: str, path: str) -> Backend:
+    """This rank's backend in a world that `run_ranks` has started."""
+    if kind == "gloo":
+        group = torch_backend.default_group()
+        assert group is not None
+        return torch_backend.TorchBackend(group, 10.0)
+    if kind == "mpi":
+        from statexchange.comm import mpi_backend
+
+        return mpi_backend.MPIBackend(mpi_backend.world())
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    carrier = torch_backend.StoreCarrier(dist.FileStore(path, size), rank, size)
+    return carrier if kind == "store" else carrier.transport(10.0)
+
+
+# What a backend must do, for any order and number of ranks
+
+
+def messages(b: Backend) -> None:
+    for sizes in ([0, 0, 0], [1, 0, 248], [5, 249, 0], [300_000, 3, 248], [10, 10, 10]):
+        payloads = [bytes([rank, 0, 255]) * sizes[rank] for rank in range(b.world_size)]
+        assert b.exchange(payloads[b.rank], wait()) == payloads
+
+
+def moves(b: Backend) -> None:
+    for size in (0, 1, 1000, 90_001):
+        parts = [torch.full((size,), 7 * rank + 1, dtype=torch.uint8) for rank in range(b.world_size)]
+        everything = torch.cat(parts)
+        ours = parts[b.rank].clone()
+        into = torch.zeros_like(everything)
+        b.all_gather(ours, into, wait())
+        assert torch.equal(into, everything)
+        for root in range(b.world_size):
+            data = ours.clone()
+            b.broadcast(data, root, wait())
+            assert torch.equal(data, parts[root])
+            into = torch.zeros_like(everything)
+            b.gather(ours, into if b.rank == root else None, root, wait())
+            assert torch.equal(into, everything if b.rank == root else torch.zeros_like(everything))
+        assert torch.equal(ours, parts[b.rank])
+
+
+def uneven_moves(b: Backend) -> None:
+    n = b.world_size
+    for unit in (0, 1, 50_000):
+        sizes = [[unit * ((src + 2 * dst) % 3) for dst in range(n)] for src in range(n)]
+        parts = [[torch.full((sizes[s][d],), 16 * s + d, dtype=torch.uint8) for d in range(n)] for s in range(n)]
+        for root in range(n):
+            into = torch.empty(sizes[root][b.rank], dtype=torch.uint8)
+            data = torch.cat(parts[root]) if b.rank == root else None
+            b.scatter(data, sizes[root], into, root, wait())
+            assert torch.equal(into, parts[root][b.rank])
+        expected = torch.cat([parts[src][b.rank] for src in range(n)])
+        into = torch.empty_like(expected)
+        into_sizes = [sizes[src][b.rank] for src in range(n)]
+        b.all_to_all(torch.cat(parts[b.rank]), sizes[b.rank], into, into_sizes, wait())
+        assert torch.equal(into, expected)
+
+
+def values(dtype: torch.dtype, size: int, rank: int, op: str) -> torch.Tensor:
+    """Numbers whose reduction every order of ranks gives exactly, and those that some transports get wrong."""
+    random = torch.Generator().manual_seed(1000 * rank + size)
+    if not dtype.is_floating_point:
+        limits = torch.iinfo(dtype)
+        small = op in ("sum", "prod")
+        low, high = (0, 4) if small else (limits.min, min(limits.max, 2**62))
+        return torch.randint(low, high, (size,), generator=random).to(dtype)
+    tensor = torch.randint(-8, 9, (size,), generator=random).to(dtype)
+    if size > 8:
+        tensor[rank] = NAN
+        tensor[4:7] = torch.tensor([INF, -INF if rank else 1.0, 0.0])
+    return tensor
+
+
+def combined(parts: list[torch.Tensor], op: str, finish: Finish) -> torch.Tensor:
+    wide = [part.double() if part.is_floating_point() else part.long() for part in parts]
+    result = wide[0].clone()
+    for part in wide[1:]:
+        result = OPS[op](result, part)
+    finish(result)
+    return result.to(parts[0].dtype)
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.allclose(found.double(), expected.double(), rtol=0, atol=0, equal_nan=True)
+
+
+def cells(b: Backend) -> Iterator[tuple[str, torch.dtype]]:
+    for op in OPS:
+        yield from ((op, dtype) for dtype in FLOATS + INTS if b.reduces(op, dtype))
+
+
+def reductions(b: Backend) -> None:
+    n = b.world_size
+    big = 30_001 if b.name != "store" else 5000
+    for op, dtype in cells(b):
+        halves = Finish(n, 0.5) if dtype.is_floating_point and op == "sum" else Finish()
+        for size in (0, 1, 9, big):
+            parts = [values(dtype, size * n, rank, op) for rank in range(n)]
+            expected = combined(parts, op, halves)
+            tensor = parts[b.rank].clone()
+            b.all_reduce(tensor, op, halves, wait())
+            assert same(tensor, expected), (op, dtype, size)
+            root = (size + 1) % n
+            tensor = parts[b.rank].clone()
+            b.reduce(tensor, op, root, halves, wait())
+            assert same(tensor, expected if b.rank == root else parts[b.rank]), (op, dtype, size)
+            tensor, into = parts[b.rank].clone(), torch.empty(size, dtype=dtype)
+            b.reduce_scatter(tensor, into, op, halves, wait())
+            assert same(into, expected.view(n, -1)[b.rank]), (op, dtype, size)
+            assert same(tensor, parts[b.rank])
+
+
+def promised_reductions(b: Backend) -> None:
+    for dtype in PROMISED:
+        for op in OPS:
+            parts = [values(dtype, 8, rank, op) for rank in range(b.world_size)]
+            tensor = parts[b.rank].clone()
+            b.all_reduce(tensor, op, Finish(), wait())
+            assert same(tensor, combined(parts, op, Finish())), (op, dtype)
+
+
+def wide_halves(b: Backend) -> None:
+    """An average of numbers whose sum is out of float16's range."""
+    if b.reduces("sum", torch.float16):
+        for size in (3, 200_000):
+            tensor = torch.full((size,), 60000.0, dtype=torch.float16)
+            b.all_reduce(tensor, "sum", Finish(b.world_size), wait())
+            assert (tensor == 60000.0).all()
+
+
+def equal_bits(b: Backend) -> None:
+    """Sums that depend on their order are at least the same on all ranks."""
+    for size in (100, 40_001):
+        tensor = torch.rand(size, generator=torch.Generator().manual_seed(b.rank)) ** 9
+        b.all_reduce(tensor, "sum", Finish(), wait())
+        assert len(set(b.exchange(tensor.numpy().tobytes(), wait()))) == 1
+
+
+def pairs(b: Backend) -> None:
+    """All ranks send to all, both ways at once, with all tags, while they reduce."""
+    failures: list[BaseException] = []
+
+    def talk(verb: str, peer: int) -> None:
+        try:
+            for round_ in range(3):
+                for tag, size in ((0, 320), (1, 0), (2, 400_000), (0, 1)):
+                    here, there = (b.rank, peer) if verb == "send" else (peer, b.rank)
+                    message = torch.full((size,), 50 * round_ + 16 * tag + 4 * here + there, dtype=torch.uint8)
+                    data = message.clone() if verb == "send" else torch.zeros_like(message)
+                    getattr(b, verb)(data, peer, tag, wait())
+                    assert torch.equal(data, message)
+        except BaseException as error:  # noqa: BLE001 (raised below)
+            failures.append(error)
+
+    peers = [rank for rank in range(b.world_size) if rank != b.rank]
+    threads = [threading.Thread(target=talk, args=(verb, peer)) for peer in peers for verb in ("send", "recv")]
+    for thread in threads:
+        thread.start()
+    for _ in range(5):
+        tensor = torch.ones(100_000)
+        b.all_reduce(tensor, "sum", Finish(), wait())
+        assert (tensor == b.world_size).all()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+
+
+def all_of_it(b: Backend) -> None:
+    messages(b)
+    moves(b)
+    uneven_moves(b)
+    reductions(b)
+    promised_reductions(b)
+    wide_halves(b)
+    if b.name == "store":
+        with pytest.raises(sx.UnsupportedError):
+            b.send(torch.ones(1, dtype=torch.uint8), 0, 0, wait())
+    else:
+        equal_bits(b)
+        pairs(b)
+
+
+def as_nccl_would(b: torch_backend.TorchBackend) -> None:
+    """NCCL's backend calls what every process group has; a group without GPUs shows whether it calls it right."""
+    nccl = torch_backend.NCCLBackend(torch_backend.default_group(), b)
+    messages(nccl)
+    moves(nccl)
+    uneven_moves(nccl)
+    promised_reductions(nccl)
+    tensor, into = torch.full((6,), nccl.rank + 1.0), torch.empty(2)
+    nccl.reduce_scatter(tensor, into, "sum", Finish(2, 3), wait())
+    assert into.tolist() == [9.0, 9.0]
+    nccl.reduce(tensor, "prod", 1, Finish(), wait())
+    assert nccl.rank != 1 or tensor.tolist() == [6.0] * 6
+    pairs(nccl)
+
+
+def serve(kind: str, path: str) -> None:
+    torch_backend._BLOCK_BYTES = 1 << 18  # several blocks without large tensors
+    b = open_backend(kind, path)
+    rank = b.rank
+    all_of_it(b)
+    if isinstance(b, torch_backend.TorchBackend):
+        as_nccl_would(b)
+    turned = b.subset([2, 0, 1], 10.0)
+    assert (turned.rank, turned.world_size) == ([2, 0, 1].index(rank), 3)
+    all_of_it(turned)
+    alone = b.subset([rank], 10.0)
+    assert (alone.rank, alone.world_size) == (0, 1)
+    all_of_it(alone)
+    for _ in range(2):  # the same ranks again, and other ranks in between
+        for ranks in ([1, 0], [1, 2]):
+            if rank in ranks:
+                pair = b.subset(ranks, 10.0)
+                assert pair.exchange(bytes([rank]), wait()) == [bytes([r]) for r in ranks]
+    turned.exchange(b"", wait())
+    if kind == "mpi":  # whose worlds are slow to start: the tests below, in this one
+        meets_by_mpi(b)
+        waits_in_vain(b, kind, path)
+    b.close()
+
+
+@pytest.mark.parametrize("kind", by_default(KINDS, 0, 1, 2))
+def test_every_method_does_what_its_formula_says(kind: str, tmp_path: Any) -> None:
+    run_ranks(serve, 3, backend=WORLDS[kind], args=(kind, str(tmp_path / "store")), timeout_s=60)
+
+
+def meets_by_mpi(b: Backend) -> None:
+    """MPI tells where a store is, and that a launcher is another MPI's."""
+    from statexchange.comm import mpi_backend
+
+    shared = rendezvous.store_of(launch("mpich", 3), 10.0)
+    carrier = torch_backend.StoreCarrier(shared.store, shared.rank, shared.world_size, server=shared.server)
+    assert carrier.exchange(bytes([b.rank]), wait()) == [b"\0", b"\1", b"\2"]
+    b.exchange(b"", wait())  # rank 0 serves the store until all are done with it
+    with pytest.raises(sx.NotInitializedError, match="THE_VARIABLE says 4 ranks, but MPI sees 3"):
+        mpi_backend.world(launch("mpich", 4))
+
+
+# Peers that fail
+
+
+def peer_dies(kind: str, path: str, verb: str) -> str:
+    b = open_backend(kind, path)
+    b.exchange(b"", wait())
+    if b.rank == 1:
+        time.sleep(0.2)
+        os._exit(3)
+    with pytest.raises(sx.PeerError, match="failed in a test"):
+        if verb == "recv":
+            b.recv(torch.empty(10, dtype=torch.uint8), 1, 2, wait())
+        elif verb == "exchange":
+            b.exchange(b"", wait())
+        else:
+            b.all_reduce(torch.ones(4_000_000), "sum", Finish(), wait())
+    assert b._abandoned  # type: ignore[attr-defined]
+    return "abandoned"
+
+
+@pytest.mark.parametrize(("kind", "verb"), [("gloo", "all_reduce"), ("bare gloo", "recv"), ("gloo", "exchange")])
+def test_a_peer_that_dies_is_an_error_at_once(kind: str, verb: str, tmp_path: Any) -> None:
+    args = (kind, str(tmp_path / "store"), verb)
+    outcomes = run_ranks(peer_dies, 3, backend=WORLDS[kind], args=args, allow_failure=True)
+    assert outcomes.values == {0: "abandoned", 2: "abandoned"}, outcomes
+
+
+@contextlib.contextmanager
+def stalls(seconds: float) -> Iterator[SimpleNamespace]:
+    found = SimpleNamespace(missing=())
+    began = time.monotonic()
+    with pytest.raises(sx.StallError) as caught:
+        yield found
+    assert time.monotonic() - began >= seconds  # not before the deadline
+    found.missing = caught.value.missing
+
+
+def waits_in_vain(b: Backend, kind: str, path: str) -> None:
+    done = [Path(f"{path}.waited-{rank}") for rank in range(2)]
+    if b.rank < 2:
+        waits_for_rank_2(b, kind)
+        done[b.rank].touch()
+    while not all(file.exists() for file in done):  # nobody leaves while another waits
+        time.sleep(0.02)
+
+
+def waits_for_rank_2(b: Backend, kind: str) -> None:
+    with stalls(0.3) as found:
+        b.subset([0, 2] if b.rank == 0 else [2, 1], 0.3)
+    assert found.missing == (2,)
+    with stalls(0.3) as found:
+        if kind == "gloo":
+            b.recv(torch.empty(10, dtype=torch.uint8), 2, 0, wait(0.3))
+        else:
+            b.all_reduce(torch.ones(10), "sum", Finish(), wait(0.3))
+    assert found.missing == ((2,) if kind == "store" else ())
+
+
+def peer_does_not_come(kind: str, path: str) -> None:
+    waits_in_vain(open_backend(kind, path), kind, path)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mpi"])
+def test_a_peer_that_does_not_come_is_named_at_the_deadline(kind: str, tmp_path: Any) -> None:
+    run_ranks(peer_does_not_come, 3, backend=WORLDS[kind], args=(kind, str(tmp_path / "store")), timeout_s=60)
+
+
+class _Told:
+    """Somebody else knows that rank 7 has failed."""
+
+    def failed(self) -> None:
+        raise sx.PeerError(7, "its own work", "no more fuel")
+
+    def missing(self) -> tuple[int, ...]:
+        return ()
+
+    def close(self) -> None: ...
+
+    def entered(self, doing: str) -> None: ...
+
+    def tell(self, error: sx.StateExchangeError) -> None: ...
+
+
+def told_of_failure() -> None:
+    b = open_backend("gloo", "")
+    if b.rank == 1:
+        time.sleep(0.5)
+        return
+    with pytest.raises(sx.PeerError, match="rank 7 failed in its own work"):
+        b.exchange(b"", Wait(10, "a test", _Told()))
+    assert b._abandoned  # type: ignore[attr-defined]
+
+
+def test_what_the_look_knows_ends_a_wait() -> None:
+    run_ranks(told_of_failure, 2, backend="gloo")
+
+
+ENDS = """
+import threading, time
+import torch, torch.distributed as dist
+from statexchange.comm.backend import Wait
+from statexchange.comm.torch_backend import StoreBackend
+
+def serve(rank):
+    backends.append(StoreBackend(store, rank, 2, 10.0))
+    backends[-1].recv(torch.empty(4, dtype=torch.uint8), 1 - rank, 0, Wait(60, "a receive"))
+
+threading.excepthook = lambda args: None
+store, backends = dist.HashStore(), []
+for rank in range(2):
+    threading.Thread(target=serve, args=(rank,), daemon=True).start()
+while len(backends) < 2:
+    time.sleep(0.01)
+time.sleep(0.1)
+"""
+
+
+def test_a_process_ends_well_while_it_still_receives() -> None:
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run([sys.executable, "-c", ENDS], env=environ, capture_output=True, text=True, timeout=150)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# Starting
+
+
+def launch(launcher: str, size: int) -> Launch:
+    return Launch(launcher, 0, size, 0, size, "THE_VARIABLE")
+
+
+def test_ranks_without_a_place_to_meet_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(sx.NotInitializedError, match="set MASTER_ADDR"):
+        rendezvous.store_of(launch("slurm", 2), 1.0)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(sx.NotInitializedError, match="MASTER_ADDR"):
+        rendezvous.store_of(launch("torchrun", 2), 1.0)
+
+
+def test_a_world_of_one_meets_itself_as_often_as_it_likes() -> None:
+    for _ in range(2):
+        shared = rendezvous.store_of(launch("none", 1), 1.0)
+        carrier = torch_backend.StoreCarrier(shared.store, shared.rank, shared.world_size)
+        assert carrier.exchange(b"x", wait()) == [b"x"]
+        assert carrier.gloo(5.0).exchange(b"y", wait()) == [b"y"]
+
+
+def starts_gloo(path: str) -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    group = torch_backend.start_gloo(dist.FileStore(path, size), rank, size, 10.0)
+    b = torch_backend.TorchBackend(group, 10.0)
+    assert b.exchange(bytes([rank]), wait()) == [b"\0", b"\1"]
+    dist.destroy_process_group()
+
+
+def test_torchs_default_group_starts_on_a_store(tmp_path: Any) -> None:
+    run_ranks(starts_gloo, 2, backend="processes", args=(str(tmp_path / "store"),))
+
+
+@pytest.mark.skipif(dist.is_nccl_available() and torch.cuda.is_available(), reason="there is a GPU")
+def test_nccl_without_a_gpu_says_what_to_install() -> None:
+    with pytest.raises((sx.MissingExtraError, sx.UnsupportedError), match="NCCL needs a CUDA build of torch and a GPU"):
+        torch_backend.start_nccl(dist.HashStore(), 0, 1, 1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_nccl_does_what_the_formulas_say_on_one_gpu() -> None:
+    group = torch_backend.start_nccl(dist.HashStore(), 0, 1, 30.0)
+    b = torch_backend.NCCLBackend(group, torch_backend.TorchBackend(group, 30.0))
+    try:
+        assert b.exchange(b"x", wait()) == [b"x"]
+        for op, dtype in cells(b):
+            tensor = values(dtype, 1000, 0, op).cuda()
+            before = tensor.clone()
+            b.all_reduce(tensor, op, Finish(), wait())
+            b.reduce(tensor, op, 0, Finish(), wait())
+            into = torch.empty_like(tensor)
+            b.reduce_scatter(tensor, into, op, Finish(), wait())
+            assert same(into, before)
+        data = torch.arange(100, dtype=torch.uint8, device="cuda")
+        for move in (
+            lambda into: b.all_gather(data, into, wait()),
+            lambda into: b.gather(data, into, 0, wait()),
+            lambda into: b.scatter(data, [100], into, 0, wait()),
+            lambda into: b.all_to_all(data, [100], into, [100], wait()),
+        ):
+            into = torch.zeros_like(data)
+            move(into)
+            assert torch.equal(into, data)
+        b.broadcast(data, 0, wait())
+        assert b.empty(10, wait()).is_cuda
+    finally:
+        dist.destroy_process_group()
+
+
+def test_timeouts_of_torch_come_after_ours() -> None:
+    assert torch_backend._limit(Wait(3, "a test")) == timedelta(seconds=4)
+    assert torch_backend._limit(Wait(INF, "a test")) == timedelta(days=1)

@@ -1,0 +1,175 @@
+"""Export in the background: the state of the moment, while training goes on; failures where the result is asked for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from sweeps import slow
+
+import statexchange as sx
+from statexchange.testing import run_ranks
+
+BACKENDS = ("threads", "gloo", slow("mpi"))
+LAYOUT = {"weight": {"dim": 0}, "tied": {"dim": 1}}
+
+
+def start(backend: str) -> Any:
+    return sx.init("mpi") if backend == "mpi" else sx.get_communicator()
+
+
+def goes_on(backend: str, out: str) -> Any:
+    """The weights change and collectives run while what was there is exported."""
+    comm = start(backend)
+    weight = torch.arange(300_000.0).reshape(3000, 100) + 1000 * comm.rank
+    tied = weight.T
+    state = {"weight": weight, "tied": tied, "norm": torch.ones(4), "array": np.arange(5), "none": torch.zeros(0, 2)}
+    futures = []
+    for turn in range(3):
+        futures.append(sx.export_checkpoint_async(state, f"{out}-{turn}", layout=LAYOUT))
+        weight.add_(0.5)
+        total = comm.all_reduce(torch.ones(70_000))
+        assert total.eq(comm.world_size).all()
+    reports = [future.result(60) for future in futures]
+    assert all(report.num_tensors == 5 for report in reports)
+    comm.barrier()
+    for turn in range(3):
+        merged = load_file(f"{out}-{turn}/model.safetensors")
+        parts = [
+            torch.arange(300_000.0).reshape(3000, 100) + 1000 * rank + 0.5 * turn for rank in range(comm.world_size)
+        ]
+        assert torch.equal(merged["weight"], torch.cat(parts))
+        assert torch.equal(merged["tied"], torch.cat([part.T for part in parts], 1))
+    return [report.path for report in reports]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("world_size", [slow(1), 3])
+def test_training_goes_on_while_what_was_there_is_exported(backend: str, world_size: int, tmp_path: Path) -> None:
+    found = run_ranks(goes_on, world_size, backend=backend, args=(backend, str(tmp_path / "out")), timeout_s=60)
+    assert found == [[str(tmp_path / f"out-{turn}") for turn in range(3)]] * world_size
+
+
+def test_options_are_those_of_export(tmp_path: Path) -> None:
+    state = {"w": torch.full((3,), 1.1), "v": torch.ones(2)}
+    future = sx.export_checkpoint_async(state, tmp_path / "out", dtype="bfloat16", include="w", rename=[("w", "u")])
+    assert future.result(30).num_tensors == 1
+    assert torch.equal(load_file(tmp_path / "out/model.safetensors")["u"], state["w"].bfloat16())
+    with pytest.raises(TypeError, match="colour"):
+        sx.export_checkpoint_async(state, tmp_path / "other", colour="blue").result(30)
+
+
+def meets_failures(backend: str, out: str) -> None:
+    comm = start(backend)
+    os.makedirs(out, exist_ok=True)
+    comm.barrier()
+    state = {"w": torch.ones(3)}
+    future = sx.export_checkpoint_async(state, out)
+    with pytest.raises(sx.TargetExistsError):
+        future.result(30)
+
+    def trip(done: int, total: int) -> None:
+        raise KeyError("lost")
+
+    options: dict[str, Any] = {"on_progress": trip} if comm.rank == 0 else {}
+    future = sx.export_checkpoint_async(state, f"{out}-2", **options)
+    with pytest.raises(sx.PeerError, match=r"rank 0 .*in writing: KeyError: 'lost'"):
+        future.result(30)
+    bad = {"w": torch.ones(3).to_sparse() if comm.rank else torch.ones(3)}
+    future = sx.export_checkpoint_async(bad, f"{out}-3")
+    with pytest.raises(sx.UnsupportedError, match="'w'"):
+        future.result(30)
+    assert sx.export_checkpoint_async(state, f"{out}-4").result(30).num_tensors == 1
+    comm.barrier()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_failure_is_raised_on_all_and_the_next_export_is_well(backend: str, tmp_path: Path) -> None:
+    run_ranks(meets_failures, 2, backend=backend, args=(backend, str(tmp_path / "out")), timeout_s=60)
+    left = sorted(p.name for p in tmp_path.iterdir() if not p.name.endswith(".lock"))
+    assert left == ["out", "out-4"]
+
+
+def dies(out: str) -> str:
+    comm = sx.get_communicator()
+    ready = threading.Event()
+
+    def wait(done: int, total: int) -> None:
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        ready.set()
+
+    future = sx.export_checkpoint_async({f"w{comm.rank}": torch.ones(100)}, out, on_progress=wait)
+    with pytest.raises(sx.PeerError, match=r"rank 1 .*died") as caught:
+        future.result(30)
+    return str(caught.value)
+
+
+def test_a_killed_rank_is_told_by_the_result(tmp_path: Path) -> None:
+    outcomes = run_ranks(dies, 2, backend="gloo", args=(str(tmp_path / "out"),), allow_failure=True)
+    assert "died" in outcomes[0].value
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_end_of_the_interpreter_waits_for_the_export(tmp_path: Path) -> None:
+    script = """
+import sys, time, torch
+import statexchange as sx
+sx.export_checkpoint_async({"w": torch.ones(1000)}, sys.argv[1], on_progress=lambda done, total: time.sleep(0.5))
+"""
+    done = subprocess.run([sys.executable, "-c", script, tmp_path / "out"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert torch.equal(load_file(tmp_path / "out/model.safetensors")["w"], torch.ones(1000))
+
+
+def test_a_snapshot_is_taken_in_the_memory_of_the_last_one(tmp_path: Path) -> None:
+    state = {"w": torch.ones(16 << 20)}
+
+    def resident() -> int:
+        fields = Path("/proc/self/statm").read_text().split()
+        return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    sx.export_checkpoint_async(state, tmp_path / "first").result(60)
+    before = resident()
+    for turn in range(3):
+        sx.export_checkpoint_async(state, tmp_path / f"out-{turn}").result(60)
+    assert resident() - before < 32 << 20
+
+
+def stalls_and_goes_on(out: str) -> Any:
+    """One rank asks for the next export while the first still runs, the other when it has failed."""
+    comm = sx.init("gloo", timeout_s=8)
+    state = {"w": torch.arange(8.0)}
+    slow: dict[str, Any] = {"on_progress": lambda done, total: time.sleep(2)} if comm.rank == 0 else {}
+    first = sx.export_checkpoint_async(state, f"{out}-1", comm=comm, stall_timeout_s=0.5, **slow)
+    time.sleep(0.2 if comm.rank == 0 else 1.5)
+    second = sx.export_checkpoint_async(state, f"{out}-2", comm=comm)
+    assert isinstance(first.exception(20), sx.StateExchangeError)
+    assert second.result(20).num_tensors == 1
+    return comm.all_reduce(torch.ones(2)).tolist()
+
+
+def test_an_export_after_one_that_stalled_leaves_training_alone(tmp_path: Path) -> None:
+    assert run_ranks(stalls_and_goes_on, 2, backend="gloo", args=(str(tmp_path / "out"),)) == [[2.0, 2.0]] * 2
+
+
+def misspells(out: str) -> None:
+    comm = sx.get_communicator()
+    options: dict[str, Any] = {"overwirte": True} if comm.rank else {}
+    with pytest.raises(sx.PeerError, match=r"rank 1 .*overwirte"):
+        sx.export_checkpoint_async({"w": torch.ones(2)}, out, **options).result(20)
+    assert sx.export_checkpoint_async({"w": torch.ones(2)}, out).result(20).num_tensors == 1
+
+
+def test_an_option_that_one_rank_misspells_is_told_to_all(tmp_path: Path) -> None:
+    run_ranks(misspells, 2, args=(str(tmp_path / "out"),))

@@ -1,0 +1,275 @@
+"""Every backend, ours and one that somebody else might write, tried by the suite that we ship for that."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from shared_names import no_names_left
+from starting import LAUNCHED_AS, start
+from sweeps import by_default, slow
+
+import statexchange as sx
+from statexchange.comm import world
+from statexchange.comm.backend import Backend, Wait
+from statexchange.errors import MismatchError
+from statexchange.testing import conformance, run_ranks
+from statexchange.testing.worlds import mpi_missing
+
+WORLDS = [(backend, world_size) for backend in LAUNCHED_AS for world_size in (1, 2, 3, 4)]
+WORLDS = [world for world in WORLDS if world not in (("hierarchical", 1), ("hierarchical", 2))]  # it takes three
+BY_DEFAULT = [
+    ("threads", 1),
+    *((backend, 2) for backend in LAUNCHED_AS if backend != "hierarchical"),
+]
+WORLDS = by_default(WORLDS, *map(WORLDS.index, BY_DEFAULT))
+NAMES = [check.name for check in conformance.CHECKS]
+LIMIT_S = 60.0
+
+
+def conforms(backend: str, directory: str) -> list[Any]:
+    comm = start(backend, directory)
+    return [comm.backend, conformance.run(comm)]
+
+
+@pytest.mark.parametrize(("backend", "world_size"), WORLDS)
+def test_a_backend_keeps_what_a_communicator_promises(backend: str, world_size: int, tmp_path: Path) -> None:
+    if backend == "mpi" and (missing := mpi_missing()):
+        pytest.skip(missing)
+    args = (backend, str(tmp_path))
+    with no_names_left():
+        found = run_ranks(
+            conforms, world_size, backend=LAUNCHED_AS[backend], args=args, timeout_s=LIMIT_S, reuse=backend == "mpi"
+        )
+    expected = [check.name for check in conformance.CHECKS if check.least_ranks <= world_size]
+    assert found == [["single" if world_size == 1 else backend, expected]] * world_size
+
+
+def conforms_without_hierarchy(directory: str) -> list[Any]:
+    whole = start("hierarchical", directory)
+    flat = whole.flat
+    assert [flat.flat is flat, whole.flat is flat, flat.num_nodes] == [True, True, 2]
+    with pytest.raises(MismatchError, match=r"different calls.*, flat"):
+        (flat if whole.rank else whole).all_reduce(torch.ones(3))
+    first, second = torch.ones(3), torch.ones(3)
+    works = [whole.all_reduce(first, async_op=True), flat.all_reduce(second, async_op=True)]
+    for work in works:
+        work.wait()
+    assert first.tolist() == second.tolist() == [3.0] * 3
+    found = [flat.backend, conformance.run(flat), whole.backend]
+    whole.close()
+    assert flat.is_closed
+    return found
+
+
+@pytest.mark.slow
+def test_a_hierarchical_communicator_keeps_its_promises_when_it_is_flat(tmp_path: Path) -> None:
+    expected = [check.name for check in conformance.CHECKS if check.least_ranks <= 3]
+    found = run_ranks(conforms_without_hierarchy, 3, backend="processes", args=(str(tmp_path),), timeout_s=LIMIT_S)
+    assert found == [["gloo", expected, "hierarchical"]] * 3
+
+
+# A backend of somebody else's: the four methods that have to be written, and no more
+
+
+class Post:
+    """What threads leave for each other."""
+
+    def __init__(self) -> None:
+        self.parcels: dict[Any, bytes] = {}
+        self.letters: defaultdict[Any, list[bytes]] = defaultdict(list)
+
+
+class ToyBackend(Backend):
+    """Threads that leave bytes in one place."""
+
+    name = "toy"
+
+    def __init__(self, post: Post, room: tuple[int, ...], rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._post = post
+        self._room = room
+        self._count = 0
+        self._subsets: Counter[Any] = Counter()
+
+    def exchange(self, payload: bytes, wait: Wait) -> list[bytes]:
+        self._count += 1
+        parcels = self._post.parcels
+        parcels[self._room, self._count, self.rank] = payload
+        keys = [(self._room, self._count, rank) for rank in range(self.world_size)]
+        wait.until(lambda: all(key in parcels for key in keys))
+        parcels.pop((self._room, self._count - 1, self.rank), None)  # all have read it, or they would not be here
+        return [parcels[key] for key in keys]
+
+    def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:
+        self._subsets[tuple(ranks)] += 1
+        room = (*self._room, -self._subsets[tuple(ranks)], *ranks)
+        return ToyBackend(self._post, room, list(ranks).index(self.rank), len(ranks))
+
+    def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:
+        self._post.letters[self._room, self.rank, dst, tag].append(bytes(data.numpy().data))
+
+    def recv(self, data: torch.Tensor, src: int, tag: int, wait: Wait) -> None:
+        letters = self._post.letters[self._room, src, self.rank, tag]
+        wait.until(lambda: letters)
+        data.copy_(torch.frombuffer(bytearray(letters.pop(0)), dtype=torch.uint8)) if data.numel() else letters.pop(0)
+
+
+@pytest.mark.parametrize("sees_memory", [True, False], ids=["one host", "hosts apart"])
+@pytest.mark.parametrize("world_size", [slow(1), 2, slow(3)])
+def test_a_backend_of_four_methods_keeps_them_too(
+    world_size: int, sees_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no control page can be had, and every message goes over the backend."""
+    if not sees_memory:
+        monkeypatch.setattr(world, "meet", lambda *_: None)
+    post = Post()
+
+    def conforms_too() -> list[str]:
+        comm = conformance.communicator_of(ToyBackend(post, (), sx.get_rank(), world_size))
+        try:
+            return conformance.run(comm)
+        finally:
+            comm.close()
+
+    for names in run_ranks(conforms_too, world_size, timeout_s=LIMIT_S):
+        assert names == [check.name for check in conformance.CHECKS if check.least_ranks <= world_size]
+    assert world_size == 1 or len(post.parcels) <= 16 * world_size  # nothing heaps up
+
+
+class LossyBackend(ToyBackend):
+    """One that forgets the last rank's part of long sums."""
+
+    def all_reduce(self, tensor: torch.Tensor, op: str, finish: Any, wait: Wait) -> None:
+        lost = tensor.clone() if self.rank < self.world_size - 1 or tensor.numel() < 50_000 else tensor * 0
+        super().all_reduce(lost, op, finish, wait)
+        tensor.copy_(lost)
+
+
+class DeafBackend(ToyBackend):
+    """One that brings the first rank's bytes as everybody's."""
+
+    def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
+        super().all_gather(data, into, wait)
+        into.view(self.world_size, -1)[1:] = into.view(self.world_size, -1)[0].clone()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "seen"),
+    [
+        (
+            LossyBackend,
+            "reductions_are_right_at_every_size",
+            r"rank 0 on .* failed in .*all_reduce of torch.float32\[\d+\]",
+        ),
+        (DeafBackend, "moves_keep_every_bit_at_every_size", r"rank \d on .* failed in .*part 1 of all_gather"),
+    ],
+)
+def test_the_suite_sees_what_is_wrong_and_says_so_on_every_rank(kind: Any, name: str, seen: str) -> None:
+    post = Post()
+
+    def fails() -> str:
+        comm = conformance.communicator_of(kind(post, (), sx.get_rank(), 2))
+        with pytest.raises(AssertionError, match=seen) as caught:
+            conformance.run(comm, [name])
+        assert name in str(caught.value)
+        return str(caught.value)
+
+    messages = run_ranks(fails, 2)
+    assert messages[0] == messages[1]
+
+
+def test_checks_have_names_contracts_and_a_choice() -> None:
+    assert len(set(NAMES)) == len(NAMES)
+    assert all(check.contract.endswith(".") for check in conformance.CHECKS)
+    comm = sx.get_communicator()
+    assert conformance.run(comm, NAMES[:2]) == NAMES[:2]
+    assert conformance.run(comm, ["ranks_that_differ_all_learn_it_at_once"]) == []  # it takes two
+    with pytest.raises(ValueError, match="no check is called nonsense"):
+        conformance.run(comm, ["nonsense"])
+
+
+def waits_for_one_that_fails(backend: str, directory: str) -> list[Any]:
+    """Rank 0 receives and rank 1 sends, the one now, the other meanwhile, when rank 2 fails in a phase of its own."""
+    comm = start(backend, directory)
+    comm.barrier()
+    with pytest.raises(sx.PeerError) as caught:
+        if comm.rank == 0:
+            comm.recv(torch.zeros(3), 2)
+        elif comm.rank == 1:
+            comm.send(torch.zeros(70_001), 2, async_op=True).wait()
+        else:
+            time.sleep(0.3)
+            with comm.phase("cooking"):
+                raise KeyError("salt")
+    with pytest.raises(sx.PeerError, match="salt"):  # what was broken off lies around half: no later call may meet it
+        comm.barrier()
+    return [str(caught.value), caught.value.host == comm.hosts[2]]
+
+
+@pytest.mark.parametrize("backend", [slow(backend) if backend == "mpi" else backend for backend in LAUNCHED_AS])
+def test_a_failure_reaches_ranks_that_wait_for_a_message(backend: str, tmp_path: Path) -> None:
+    if backend == "mpi" and (missing := mpi_missing()):
+        pytest.skip(missing)
+    found = run_ranks(waits_for_one_that_fails, 3, backend=LAUNCHED_AS[backend], args=(backend, str(tmp_path)))
+    for said, names_host in found:
+        assert re.fullmatch(r"rank 2 on \S+ failed in cooking: KeyError: 'salt'", said)
+        assert names_host
+
+
+def has_work_under_way(backend: str, directory: str) -> None:
+    """Rank 0 brings a failure to an agreement while its own work waits for rank 1, which waits for a message."""
+    comm = start(backend, directory)
+    comm.barrier()
+    work = comm.all_reduce(torch.ones(4), async_op=True) if comm.rank == 0 else None
+    with pytest.raises(sx.PeerError, match=r"rank 0 .*boom"):
+        if comm.rank == 0:
+            time.sleep(0.3)
+            comm.agree(ValueError("boom"))
+        else:
+            comm.recv(torch.zeros(3), 0)
+    assert work is None or work.is_completed()
+    with pytest.raises(sx.PeerError, match="boom"):
+        comm.barrier()
+
+
+@pytest.mark.parametrize("backend", ["threads", "shm", "gloo", slow("mpi")])
+def test_a_failure_overtakes_work_under_way(backend: str, tmp_path: Path) -> None:
+    if backend == "mpi" and (missing := mpi_missing()):
+        pytest.skip(missing)
+    run_ranks(has_work_under_way, 2, backend=LAUNCHED_AS[backend], args=(backend, str(tmp_path)))
+
+
+def agrees_twice() -> None:
+    """An error that was agreed on long ago, raised again in a later block, is a failure like any other."""
+    comm = sx.get_communicator()
+    with pytest.raises(sx.PeerError) as caught, comm.phase("first"):
+        if comm.rank == 1:
+            raise ValueError("old")
+    comm.barrier()
+    with pytest.raises(sx.PeerError, match="old"), comm.phase("second"):
+        if comm.rank == 0:
+            raise caught.value
+    comm.barrier()
+
+
+def test_an_error_of_long_ago_is_agreed_on_anew() -> None:
+    run_ranks(agrees_twice, 2)
+
+
+def test_an_interrupt_leaves_a_world_of_one_usable() -> None:
+    comm = sx.init("single")
+    try:
+        with pytest.raises(KeyboardInterrupt), comm.phase("working"):
+            raise KeyboardInterrupt
+        comm.barrier()
+        assert comm.all_reduce(torch.ones(1)) == 1
+    finally:
+        sx.shutdown()

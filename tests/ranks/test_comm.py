@@ -1,0 +1,379 @@
+"""Communicators: who we are, exchange of values, agreement, and failure that reaches everyone in time."""
+
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from programs import require_mpi
+from shared_names import no_names_left
+from sweeps import slow
+
+import statexchange as sx
+from statexchange.comm import world
+from statexchange.testing import run_ranks
+
+ALL = ("threads", "gloo", "mpi")
+MPI_SLOW = ("threads", "gloo", slow("mpi"))
+REAL = ("gloo", "mpi")
+
+
+def start() -> Any:
+    """The communicator of this rank on any backend; under MPI it takes an init."""
+    under_mpi = world.detect_launch().launcher in ("mpich", "openmpi")
+    return sx.init() if "mpi4py" in sys.modules or under_mpi else sx.get_communicator()
+
+
+@pytest.mark.ranks(slow(1), 2, slow(4), backend=ALL, reuse=True)
+def test_values_arrive_in_rank_order() -> None:
+    comm = start()
+    n = comm.world_size
+    assert comm.all_gather_object({"rank": comm.rank, 3: (1, None)}) == [{"rank": r, 3: (1, None)} for r in range(n)]
+    for root in {0, n - 1}:
+        found = comm.gather_object("x" * comm.rank, root=root)
+        assert found == (["x" * r for r in range(n)] if comm.rank == root else [])
+        assert comm.broadcast_object(comm.rank, root=root) == root
+    comm.barrier()
+
+
+@pytest.mark.ranks(3, backend=MPI_SLOW, reuse=True)
+def test_long_and_short_messages_mix() -> None:
+    comm = start()
+    for size in (0, 10, 4000, 5000, 3_000_000, 100, 1_000_000):
+        sizes = [size * (r + 1) for r in range(3)]
+        payload = bytes([comm.rank]) * sizes[comm.rank]
+        assert comm.exchange(payload) == [bytes([r]) * sizes[r] for r in range(3)]
+
+
+@pytest.mark.ranks(4, backend=MPI_SLOW)
+def test_a_subset_needs_only_its_members_and_keeps_their_order() -> None:
+    comm = start()
+    if comm.rank == 2:
+        return
+    if comm.rank == 3:
+        assert comm.subset([3]).world_size == 1
+        return
+    pair = comm.subset([1, 0])
+    assert pair.rank == 1 - comm.rank
+    assert pair.all_gather_object(comm.rank) == [1, 0]
+    assert comm.subset([1, 0]) is pair
+
+
+@pytest.mark.ranks(3, backend=MPI_SLOW, reuse=True)
+def test_an_error_on_one_rank_is_raised_on_all_and_they_go_on() -> None:
+    comm = start()
+    with pytest.raises(sx.PeerError) as caught, comm.phase("cooking"):
+        if comm.rank == 1:
+            raise KeyError("salt")
+    assert (caught.value.rank, caught.value.phase) == (1, "cooking")
+    assert "KeyError: 'salt'" in caught.value.cause
+    with pytest.raises(sx.CorruptError, match=r"bad bytes.*rank 2, /f") as refused, comm.phase("reading"):
+        if comm.rank == 2:
+            raise sx.CorruptError("bad bytes", path="/f")
+    assert refused.value.rank == 2
+    assert comm.all_gather_object(comm.rank) == [0, 1, 2]
+
+
+@pytest.mark.ranks(2, backend=ALL, reuse=True)
+def test_all_ranks_share_a_host_and_a_run() -> None:
+    comm = start()
+    assert (comm.local_rank, comm.local_world_size, comm.node_rank, comm.num_nodes) == (comm.rank, 2, 0, 1)
+    assert comm.shared_memory == "memfd"
+    assert len(set(comm.all_gather_object(comm.run))) == 1
+
+
+@pytest.mark.ranks(2, backend=ALL, reuse=True)
+def test_a_root_that_does_not_exist_is_refused() -> None:
+    comm = start()
+    with pytest.raises(ValueError, match="root 2 is not a rank"):
+        comm.gather_object(1, root=2)
+
+
+def meets_death(how: str) -> str:
+    comm = start()
+    comm.barrier()
+    if comm.rank == 1:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "close":
+            comm.close(ValueError("had enough"))
+            time.sleep(1)
+            return ""
+        os._exit(5)
+    with pytest.raises(sx.PeerError) as caught:
+        comm.barrier()
+    with pytest.raises(sx.PeerError, match="rank 1"):
+        comm.barrier()  # and so does every later call
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["kill", "exit", "close"])
+def test_a_rank_that_leaves_is_named(how: str) -> None:
+    outcomes = run_ranks(meets_death, 3, backend="gloo", args=(how,), allow_failure=True)
+    for rank in (0, 2):
+        assert outcomes[rank].value.startswith(f"rank 1 on {platform.node()} failed"), outcomes[rank]
+    assert how != "close" or "had enough" in outcomes[0].value
+
+
+def stalls() -> list[int]:
+    comm = start()
+    comm.barrier()
+    if comm.rank == 2:
+        time.sleep(1.2)
+        return []
+    with pytest.raises(sx.StallError, match=r"ranks \[2\] did not reach barrier 'lunch' in 0.4 s") as caught:
+        comm.barrier(0.4, tag="lunch")
+    return list(caught.value.missing)
+
+
+def test_a_barrier_names_who_is_missing() -> None:
+    assert run_ranks(stalls, 3, backend="gloo")[:2] == [[2], [2]]
+
+
+def moves_slowly() -> float:
+    """Rank 1 takes longer than the stall deadline, but says that it moves."""
+    comm = start()
+    began = time.monotonic()
+    with comm.phase("moving", timeout_s=0.5):
+        for _ in range(6 if comm.rank else 0):
+            time.sleep(0.2)
+            comm.progress()
+    return time.monotonic() - began
+
+
+def test_a_stall_deadline_is_not_a_total_one() -> None:
+    assert min(run_ranks(moves_slowly, 2, backend="gloo")) > 1.1
+
+
+def hidden(kind: str) -> str | None:
+    """Ranks whose /proc shows nothing of the other, as in containers with PID namespaces of their own."""
+    import ctypes
+
+    clone_newns = 0x00020000
+    libc = ctypes.CDLL(None, use_errno=True)
+    if kind != "nothing":
+        assert libc.unshare(clone_newns) == 0
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/proc"], check=True)
+    if kind == "no_shm":
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], check=True)
+    comm = sx.get_communicator()
+    with sx.get_tensors_parallel(
+        torch.full((3,), float(comm.rank)), [0, 1], None, None if comm.shared_memory else f"/tmp/{comm.run}"
+    ) as tensors:
+        assert [float(t[0]) for t in tensors] == ([0.0, 1.0] if comm.rank == 0 else [])
+    return comm.shared_memory
+
+
+@pytest.mark.usefixtures("mounts")
+@pytest.mark.parametrize(("kind", "expected"), [("nothing", "memfd"), ("no_proc", None), ("no_shm", None)])
+def test_ranks_that_cannot_share_memory_fall_back_together(kind: str, expected: str | None) -> None:
+    with no_names_left():
+        assert run_ranks(hidden, 2, backend="gloo", args=(kind,)) == [expected, expected]
+
+
+# Which communicator a call uses
+
+
+def test_outside_any_launcher_there_is_a_world_of_one() -> None:
+    assert (sx.get_rank(), sx.get_world_size(), sx.get_backend(), sx.is_initialized()) == (
+        0,
+        1,
+        "single",
+        False,
+    )
+    comm = sx.get_communicator()
+    assert comm.world_size == 1
+    assert comm.all_gather_object(5) == [5]
+    with pytest.raises(KeyError), comm.phase("alone"):
+        raise KeyError("its own error, as it is")
+
+
+def uses_torch_distributed() -> list[Any]:
+    """A script that never calls sx.init but has torch.distributed running."""
+    import torch.distributed as dist
+
+    comm = sx.get_communicator()
+    assert sx.get_communicator() is comm
+    assert sx.init() is comm
+    assert sx.init("gloo") is comm  # with a warning: the first one stays
+    odd = dist.new_group([1, 2])
+    group = sx.from_process_group(odd) if dist.get_rank() else None
+    return [
+        comm.world_size,
+        comm.rank,
+        comm.backend,
+        group.all_gather_object(dist.get_rank()) if group else None,
+    ]
+
+
+def test_torch_distributed_is_adopted() -> None:
+    assert run_ranks(uses_torch_distributed, 3, backend="gloo") == [
+        [3, 0, "shm", None],
+        [3, 1, "shm", [1, 2]],
+        [3, 2, "shm", [1, 2]],
+    ]
+
+
+def not_initialized() -> str:
+    with pytest.raises(sx.NotInitializedError, match=r"WORLD_SIZE=2 says.*init_process_group"):
+        sx.get_communicator()
+    with pytest.raises(sx.NotInitializedError):
+        sx.export_checkpoint({"w": torch.ones(1)}, "/nowhere")
+    return "ok"
+
+
+def test_a_launched_rank_without_a_communicator_is_no_world_of_one() -> None:
+    assert run_ranks(not_initialized, 2, backend="processes") == ["ok", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        (
+            {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+            ("torchrun", 3, 8, 1, 2),
+        ),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "1",
+                "OMPI_COMM_WORLD_SIZE": "2",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            },
+            ("openmpi", 1, 2, 1, 2),
+        ),
+        ({"PMI_RANK": "0", "PMI_SIZE": "4"}, ("mpich", 0, 4, 0, 4)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, ("none", 0, 1, 0, 1)),
+        ({"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0"}, ("slurm", 2, 4, 0, 4)),
+    ],
+)
+def test_launchers_are_recognised(
+    variables: dict[str, str], expected: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    launch = world.detect_launch()
+    assert (
+        launch.launcher,
+        launch.rank,
+        launch.world_size,
+        launch.local_rank,
+        launch.local_world_size,
+    ) == expected
+
+
+def test_an_unknown_backend_lists_the_known() -> None:
+    with pytest.raises(ValueError, match=r"unknown backend 'smoke'.*auto, single, shm, gloo, nccl, mpi"):
+        sx.init("smoke")
+
+
+SCRIPT = """
+import sys, time
+import statexchange as sx
+comm = sx.init(sys.argv[1])
+assert comm.world_size == 3, comm
+if comm.rank == 1:
+    raise KeyError("lost my keys")
+comm.barrier()
+"""
+
+
+@pytest.mark.parametrize("backend", ["mpi", slow("gloo"), slow("auto")])
+def test_under_mpiexec_an_uncaught_exception_ends_the_job(backend: str, tmp_path: Path) -> None:
+    require_mpi()
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    mpiexec = Path(sys.executable).with_name("mpiexec")
+    done = subprocess.run(
+        [mpiexec, "-n", "3", sys.executable, script, backend],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    assert done.returncode != 0
+    assert "lost my keys" in done.stderr
+
+
+START_STOP = """
+import sys
+import statexchange as sx
+for _ in range(20):
+    comm = sx.init(sys.argv[1])
+    comm.barrier()
+    sx.shutdown()
+print("done", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["mpi", "gloo"])
+def test_twenty_starts_and_stops_leave_nothing(backend: str, tmp_path: Path) -> None:
+    require_mpi()
+    script = tmp_path / "script.py"
+    script.write_text(START_STOP)
+    mpiexec = Path(sys.executable).with_name("mpiexec")
+    with no_names_left():
+        done = subprocess.run(
+            [mpiexec, "-n", "2", sys.executable, script, backend],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done") == 2
+
+
+@pytest.mark.ranks(3, backend=MPI_SLOW, reuse=True)
+def test_a_value_that_cannot_be_encoded_is_an_error_on_every_rank() -> None:
+    comm = start()
+    for call in (comm.gather_object, comm.all_gather_object):
+        with pytest.raises(sx.PeerError, match=r"rank 1 on .* failed.*cannot write a builtins.object"):
+            call([object() if comm.rank == 1 else 1])
+    with pytest.raises(sx.PeerError, match=r"rank 0 on .* failed"):
+        comm.broadcast_object(object() if comm.rank == 0 else None)
+    comm.barrier()
+
+
+def forks() -> str:
+    comm = sx.get_communicator()
+    child = os.fork()
+    if not child:
+        sx.shutdown()
+        os._exit(0)
+    os.waitpid(child, 0)
+    comm.barrier()
+    return "ok"
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 on: fork beside threads
+def test_a_forked_child_does_not_leave_for_its_parent() -> None:
+    assert run_ranks(forks, 2, backend="gloo") == ["ok", "ok"]
+
+
+STORE = """
+import statexchange as sx
+comm = sx.init()
+if comm.rank < 2:
+    print(comm.subset([1, 0]).all_gather_object(comm.rank), flush=True)
+import torch.distributed as dist
+assert not dist.is_initialized()
+"""
+
+
+@pytest.mark.slow
+def test_auto_under_torchrun_leaves_torch_alone_and_makes_subsets(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(STORE)
+    torchrun = Path(sys.executable).with_name("torchrun")
+    command = [torchrun, "--nproc-per-node", "3", tmp_path / "script.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("[1, 0]") == 2

@@ -1,0 +1,118 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from statexchange.demo import DemoReport, _merged_slices, _mesh, _mismatches, _same_shard, run_demo
+from statexchange.errors import MissingExtraError, TargetExistsError
+
+
+def _check(report: DemoReport, world_size: int, steps: int) -> None:
+    assert report.ok
+    assert report.mismatches == ()
+    assert report.tensors_equal == report.tensors_total == 30
+    assert report.world_size == report.mesh[0] * report.mesh[1] == world_size
+    assert len(report.losses) == len(report.step_seconds) == steps
+    assert report.losses[-1] < report.losses[0]
+    assert report.model_bytes == report.export_bytes == sum(report.rank_bytes) == 4 * report.parameters
+    assert len(report.shard_bytes) == len(report.rank_bytes) == world_size
+    assert report.root_peak_bytes > report.model_bytes
+    assert report.prompt
+    assert report.text
+    assert all(char.isprintable() or char == "\n" for char in report.text)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[DemoReport, list[dict[str, object]]]:
+    events: list[dict[str, object]] = []
+    keep = tmp_path_factory.mktemp("demo")
+    return run_demo(4, keep=os.fspath(keep), steps=6, on_progress=events.append), events
+
+
+@pytest.mark.slow
+def test_four_ranks_train_export_and_load(kept: tuple[DemoReport, list[dict[str, object]]]) -> None:
+    report, events = kept
+    _check(report, 4, 6)
+    assert report.mesh == (2, 2)
+    assert len(set(report.shard_bytes)) > 1, "the shards are meant to be uneven"
+    assert [event["phase"] for event in events] == ["train"] * 6 + ["export", "load"]
+    assert [event["loss"] for event in events[:6]] == list(report.losses)
+    assert report.path == events[-1]["path"]
+    assert {"config.json", "model.safetensors", "statexchange.json"} <= dict(report.files).keys()
+    assert all((Path(report.path) / name).stat().st_size == size for name, size in report.files)
+
+
+@pytest.mark.timeout(900)
+def test_an_existing_target_is_refused_before_the_training(demo: tuple[Path, str]) -> None:
+    path = demo[0] / "merged"
+    before = sorted(os.listdir(path))
+    with pytest.raises(TargetExistsError) as raised:
+        run_demo(4, keep=os.fspath(demo[0]))
+    assert raised.value.path == os.fspath(path)
+    assert sorted(os.listdir(path)) == before
+
+
+@pytest.mark.timeout(900)
+def test_transformers_loads_it_and_gives_the_same_logits(demo: tuple[Path, str]) -> None:
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    from statexchange.demo_model import Llama, LlamaConfig, byte_tokens
+
+    path = demo[0] / "merged"
+    theirs, loading = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(loading.values()), loading
+    ours = Llama(LlamaConfig())
+    ours.load_state_dict(load_file(path / "model.safetensors"))
+    tokens = byte_tokens(b"An assignment statement evaluates the expression list.")[None]
+    with torch.no_grad():
+        expected, found = ours(tokens), theirs(tokens).logits
+    assert type(theirs).__name__ == "LlamaForCausalLM"
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(4, backend="gloo")
+def test_one_altered_bit_is_found_by_its_holders_and_by_the_whole(tmp_path: Path) -> None:
+    import torch
+    import torch.distributed as dist
+    from safetensors.torch import save_file
+
+    from statexchange.demo_model import LlamaConfig, shard_model
+
+    name = "model.layers.1.mlp.up_proj.weight"
+    state = shard_model(LlamaConfig(num_hidden_layers=2), _mesh()).state_dict()
+    whole = {key: tensor.full_tensor() for key, tensor in state.items()}
+    whole[name].view(torch.int32)[-1, -1] ^= 1
+    del whole["lm_head.weight"]
+    if dist.get_rank() == 0:
+        save_file(whole, tmp_path / "model.safetensors")
+    dist.barrier()
+    assert list(_mismatches(state, os.fspath(tmp_path))) == [name, "lm_head.weight"]
+    with _merged_slices(os.fspath(tmp_path)) as merged:
+        held = _same_shard(state[name], merged[name])
+    assert held == (dist.get_rank() != 3), "the last row lies on the last rank of both axes"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_other_worlds(world_size: int) -> None:
+    report = run_demo(world_size, steps=2)
+    _check(report, world_size, 2)
+    assert report.mesh == (world_size, 1)
+    assert report.path is None
+
+
+def test_importing_the_demo_imports_no_torch() -> None:
+    code = "import sys, statexchange.demo; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_without_torch_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(MissingExtraError, match=r'pip install "statexchange\[torch\]"'):
+        run_demo(2, keep=os.fspath(tmp_path / "kept"))
+    assert not (tmp_path / "kept").exists()

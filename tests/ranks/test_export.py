@@ -1,0 +1,582 @@
+"""Exporting live sharded state: the merged directory is what one process would have saved, or it is not there."""
+
+import json
+import os
+import platform
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from programs import require_mounts
+from safetensors.torch import load_file, save_file
+from sweeps import slow
+from torch import nn
+
+import statexchange as sx
+from statexchange.exchange.describe import describe
+from statexchange.testing import run_ranks
+
+BOTH = ("threads", "gloo")
+
+
+def part(
+    rank: int, world_size: int, rows: int, columns: int, dim: int, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """This rank's chunk of arange(rows * columns), cut along `dim` as torch.chunk cuts; possibly empty."""
+    whole = torch.arange(rows * columns, dtype=torch.float32).reshape(rows, columns).to(dtype)
+    chunks = torch.chunk(whole, world_size, dim)
+    return chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
+
+
+@pytest.mark.ranks(1, 2, 3, backend=BOTH)
+def test_cut_tensors_and_replicas_become_the_file_that_save_file_writes(tmp_path: Path) -> None:
+    comm = sx.get_communicator()
+    cut = {
+        "rows": (0, torch.float32),
+        "columns": (1, torch.bfloat16),
+        "few": (0, torch.int64),
+        "fp8": (1, torch.float8_e4m3fn),
+    }
+    sizes = {"rows": (7, 5), "columns": (300, 17), "few": (2, 3), "fp8": (4, 8)}
+    state = {name: part(comm.rank, comm.world_size, *sizes[name], dim, dtype) for name, (dim, dtype) in cut.items()}
+    both = {
+        "scale": torch.tensor(4.6052),
+        "flags": torch.tensor([True, False]),
+        "empty": torch.empty(0, 3),
+        "größe": torch.ones(2).half(),
+    }
+    layout = {name: {"dim": dim} for name, (dim, _) in cut.items()}
+    report = sx.export_checkpoint({**state, **both}, tmp_path / "out", layout=layout)
+    whole = {name: part(0, 1, *sizes[name], dim, dtype).contiguous() for name, (dim, dtype) in cut.items()}
+    if comm.rank == 0:
+        save_file({**whole, **both}, tmp_path / "expected.safetensors", {"format": "pt"})
+        assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "expected.safetensors").read_bytes()
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["expected.safetensors", "out"]
+    assert report.num_tensors == 8
+    assert (
+        sum(report.rank_nbytes)
+        == report.nbytes
+        == sum(t.numel() * t.element_size() for t in {**whole, **both}.values())
+    )
+
+
+def mesh_modules(shape: tuple[int, ...], out: str) -> dict[str, Any]:
+    """FSDP2 x TP (x HSDP) on a mesh; returns names whose merged value differs from full_tensor()."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(9, 14), nn.Linear(14, 11, bias=False), nn.LayerNorm(11), nn.BatchNorm1d(11))
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    names = {1: ("dp",), 2: ("dp", "tp")}[len(shape)]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    if "tp" in names:
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    held = describe(model, rank=dist.get_rank()).held
+    whole = [n for n, t in model.state_dict().items() if getattr(t, "device_mesh", mesh["dp"]).size() == mesh.size()]
+    assert whole
+    assert all(held[name].placement is not None for name in whole if hasattr(model.state_dict()[name], "placements"))
+    report = sx.export_checkpoint(model, out, max_shard_size=400)
+    merged: dict[str, torch.Tensor] = {}
+    for file in sorted(Path(out).glob("*.safetensors")):
+        merged |= load_file(file)
+    wrong = [name for name, tensor in expected.items() if not torch.equal(merged[name], tensor)]
+    dist.barrier()
+    return {"wrong": wrong, "names": sorted(merged) == sorted(expected), "files": len(report.files)}
+
+
+@pytest.mark.parametrize(("shape", "ranks"), [((2,), 2), slow((3,), 3), ((2, 2), 4), slow((4, 1), 4), slow((1, 2), 2)])
+def test_fsdp2_and_tensor_parallel_modules_merge_bit_equal(shape: tuple[int, ...], ranks: int, tmp_path: Path) -> None:
+    for found in run_ranks(mesh_modules, ranks, backend="gloo", args=(shape, str(tmp_path / "out"))):
+        assert found["wrong"] == []
+        assert found["names"]
+        assert found["files"] > 3
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    total = sum(
+        t.numel() * t.element_size() for f in (tmp_path / "out").glob("*.safetensors") for t in load_file(f).values()
+    )
+    assert index["metadata"]["total_size"] == total
+    assert set(index["weight_map"].values()) == {p.name for p in (tmp_path / "out").glob("*.safetensors")}
+
+
+def placements(out: str) -> list[str]:
+    """DTensors of every kind of placement on a 2 x 2 mesh."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    kinds = {
+        "rows_columns": [Shard(0), Shard(1)],
+        "rows_rows": [Shard(0), Shard(0)],
+        "columns_rows": [Shard(1), Shard(0)],
+        "replicated": [Replicate(), Replicate()],
+        "hybrid": [Replicate(), Shard(0)],
+        "hybrid_columns": [Shard(1), Replicate()],
+    }
+    whole = {name: torch.randn(5, 3, generator=torch.Generator().manual_seed(i)) for i, name in enumerate(kinds)}
+    whole |= {
+        "one_dim": torch.arange(3.0),
+        "cube": torch.randn(3, 3, 5, generator=torch.Generator().manual_seed(9)),
+    }
+    kinds |= {"one_dim": [Shard(0), Shard(0)], "cube": [Shard(2), Shard(1)]}
+    state = {name: distribute_tensor(whole[name], mesh, kinds[name]) for name in kinds}
+    sx.export_checkpoint(state, out, comm=mesh)
+    merged = load_file(f"{out}/model.safetensors")
+    return [name for name in kinds if not torch.equal(merged[name], whole[name])]
+
+
+def test_every_placement_merges_bit_equal(tmp_path: Path) -> None:
+    assert run_ranks(placements, 4, backend="gloo", args=(str(tmp_path / "out"),)) == [[]] * 4
+
+
+def partial_placement(out: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh = init_device_mesh("cpu", (2,))
+    unfinished = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    with pytest.raises(sx.UnsupportedError, match=r"unfinished sum.*'layer\.w'"):
+        sx.export_checkpoint({"layer.w": unfinished}, out)
+
+
+def test_an_unfinished_sum_is_refused_by_name(tmp_path: Path) -> None:
+    run_ranks(partial_placement, 2, backend="gloo", args=(str(tmp_path / "out"),))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.ranks(2, backend="threads")
+def test_options_select_rename_cast_and_split(tmp_path: Path) -> None:
+    comm = sx.get_communicator()
+    (tmp_path / "cfg").mkdir(exist_ok=True)
+    (tmp_path / "cfg/config.json").write_text("{}")
+    comm.barrier()
+    state = {
+        "model.a": torch.arange(4.0),
+        "model.b": torch.arange(3),
+        "lora.c": torch.ones(2),
+        "model.skip": torch.ones(1),
+    }
+    report = sx.export_checkpoint(
+        state,
+        tmp_path / "out",
+        include="model.*",
+        exclude=["*.skip"],
+        rename=[(r"^model\.", "")],
+        dtype=torch.bfloat16,
+        max_shard_size="20B",
+        filename_pattern="adapter_model{suffix}.safetensors",
+        files_from=tmp_path / "cfg",
+    )
+    assert [name for name, _ in report.files] == [
+        "adapter_model-00001-of-00002.safetensors",
+        "adapter_model-00002-of-00002.safetensors",
+        "adapter_model.safetensors.index.json",
+        "config.json",
+        "statexchange.json",
+    ]
+    second, first = (
+        load_file(tmp_path / "out" / name) for name, _ in report.files[:2]
+    )  # a tensor over the limit goes first
+    assert torch.equal(first["a"], torch.arange(4.0).bfloat16())
+    assert torch.equal(second["b"], torch.arange(3))
+
+
+@pytest.mark.ranks(2, backend="threads")
+def test_tied_tensors_are_written_once_and_recorded(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.embed = nn.Embedding(5, 3)
+    model.head = nn.Linear(3, 5, bias=False)
+    model.head.weight = model.embed.weight
+    with torch.no_grad():
+        model.embed.weight.copy_(torch.arange(15.0).reshape(5, 3))
+    report = sx.export_checkpoint(model, tmp_path / "out")
+    assert report.aliases == {"head.weight": "embed.weight"}
+    assert list(load_file(tmp_path / "out/model.safetensors")) == ["embed.weight"]
+    assert json.loads((tmp_path / "out/statexchange.json").read_text())["aliases"] == report.aliases
+
+
+def test_wrappers_leave_no_trace_in_names(tmp_path: Path) -> None:
+    inner = nn.Sequential(nn.Linear(2, 2))
+    with torch.no_grad():
+        inner[0].weight.fill_(1)
+        inner[0].bias.fill_(2)
+    model = torch.optim.swa_utils.AveragedModel(torch.compile(inner, backend="eager"))
+    sx.export_checkpoint(model, tmp_path / "out")
+    assert sorted(load_file(tmp_path / "out/model.safetensors")) == ["0.bias", "0.weight"]
+
+
+@pytest.mark.ranks(2, backend=BOTH)
+def test_pipeline_parts_have_different_names_on_each_rank(tmp_path: Path) -> None:
+    rank = sx.get_communicator().rank
+    sx.export_checkpoint(
+        [{f"layer{rank}.w": torch.full((3,), float(rank))}, {f"layer{rank}.b": torch.ones(1)}],
+        tmp_path / "out",
+    )
+    merged = load_file(tmp_path / "out/model.safetensors")
+    assert torch.equal(merged["layer1.w"], torch.ones(3))
+    assert len(merged) == 4
+
+
+# What may go wrong
+
+
+def expect(error: type[Exception], match: str, state: dict[str, torch.Tensor], out: Path, **options: Any) -> None:
+    """The same error on this rank as on all, nothing left behind, and the communicator still usable."""
+    with pytest.raises(error, match=match):
+        sx.export_checkpoint(state, out, **options)
+    comm = sx.get_communicator()
+    comm.barrier()
+    assert not [p.name for p in out.parent.iterdir() if p.name.startswith(f".{out.name}")]
+    comm.barrier()
+
+
+@pytest.mark.ranks(2, backend=BOTH)
+def test_rules_of_a_layout_file_are_for_live_ranks_too(tmp_path: Path) -> None:
+    rank = sx.get_communicator().rank
+    gate, up, down = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(0))
+    q, k = gate.clone(), up[:2].clone()
+    state = {
+        "gate_up.weight": torch.cat([gate.chunk(2)[rank], up.chunk(2)[rank]]),
+        "qk.weight": torch.cat([q.chunk(2)[rank], k.chunk(2)[rank]]),
+        "l.down.weight": down.chunk(2, 1)[rank],
+        "l.down.bias": torch.ones(6),
+    }
+    rules = {
+        "gate_up.*": {"dim": 0, "blocks": [1, 1]},
+        "qk.*": {"dim": 0, "split": {"qk": {"q": 3, "k": 1}}},
+        "l.down": "rowwise",
+    }
+    sx.export_checkpoint(state, tmp_path / "out", layout={"grid": {"tp": 2}, "rules": rules})
+    expected = {"gate_up.weight": torch.cat([gate, up]), "q.weight": q, "k.weight": k}
+    expected |= {"l.down.weight": down, "l.down.bias": torch.ones(6)}
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    expect(
+        ValueError, r"grid \(tp 3\)", {"w": q}, tmp_path / "x", layout={"grid": {"tp": 3}, "rules": {"w": "rowwise"}}
+    )
+
+
+@pytest.mark.ranks(2, backend=BOTH)
+def test_every_refusal_names_its_reason_on_every_rank(tmp_path: Path) -> None:
+    rank = sx.get_communicator().rank
+    out = tmp_path / "out"
+    mine = torch.full((2, 2), float(rank))
+    expect(
+        sx.ReplicaError,
+        r"ranks 0 and 1 hold different values.*layout=\{\"w\": Shard\(0\)\}.*replicas=\"root\".*stages.*'w'",
+        {"w": mine},
+        out,
+    )
+    expect(
+        sx.CorruptError,
+        r"disagree on the dtype: expected F32, found F64.*'w', rank 1",
+        {"w": mine if rank == 0 else mine.double()},
+        out,
+    )
+    gap = {"w": {"global_shape": (5, 2), "offsets": (3 * rank, 0), "shape": (2, 2)}}
+    expect(sx.IncompleteError, r"no rank holds region \[2:3, 0:2\].*'w'", {"w": mine}, out, layout=gap)
+    overlap = {"w": {"global_shape": (3, 2), "offsets": (rank, 0), "shape": (2, 2)}}
+    expect(
+        sx.OverlapError,
+        r"region \[1:2, 0:2\] is claimed twice.*rank 0.*rank 1.*'w'",
+        {"w": mine},
+        out,
+        layout=overlap,
+    )
+    expect(ValueError, r"layout pattern 'x' matches no tensor", {"w": mine}, out, layout={"x": {"dim": 0}})
+    expect(ValueError, r"include pattern 'x' matches no tensor", {"w": mine}, out, include="x")
+    expect(sx.UnsupportedError, r"complex128.*'w'", {"w": torch.ones(1, dtype=torch.complex128)}, out)
+    expect(ValueError, r"'5 apples' is not a size", {"w": mine}, out, max_shard_size="5 apples")
+    assert not out.exists()
+    sx.export_checkpoint({"w": mine}, out, replicas="root")
+    assert torch.equal(load_file(out / "model.safetensors")["w"], torch.zeros(2, 2))
+
+
+@pytest.mark.ranks(2, backend=BOTH)
+def test_an_existing_target_is_kept_unless_overwrite_is_said(tmp_path: Path) -> None:
+    comm = sx.get_communicator()
+    out = tmp_path / "out"
+    sx.export_checkpoint({"w": torch.ones(2)}, out)
+    expect(sx.TargetExistsError, "overwrite=True", {"w": torch.zeros(2)}, out)
+    assert torch.equal(load_file(out / "model.safetensors")["w"], torch.ones(2))
+    comm.barrier()
+    sx.export_checkpoint({"v": torch.zeros(2)}, out, overwrite=True)
+    assert list(load_file(out / "model.safetensors")) == ["v"]
+    comm.barrier()
+    if comm.rank == 0:
+        (out / "notes.txt").write_text("mine")
+    comm.barrier()
+    expect(sx.UnsafeError, r"'notes.txt' is not listed", {"w": torch.zeros(2)}, out, overwrite=True)
+    assert (out / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_an_exception_in_on_progress_reaches_all_and_leaves_nothing(tmp_path: Path) -> None:
+    comm = sx.get_communicator()
+
+    def progress(done: int, total: int) -> None:
+        if comm.rank == 1 and done == total:
+            raise ZeroDivisionError("oops")
+
+    state = {f"w{i}.{comm.rank}": torch.ones(1000) for i in range(5)}
+    expect(
+        sx.PeerError,
+        f"rank 1 on {platform.node()} failed in writing: ZeroDivisionError: oops",
+        state,
+        tmp_path / "out",
+        on_progress=progress,
+    )
+
+
+def dies_while_writing(out: str, rank: int) -> str:
+    comm = sx.get_communicator()
+
+    def progress(done: int, _total: int) -> None:
+        if comm.rank == rank and done:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        sx.export_checkpoint({f"w{i}.{comm.rank}": torch.ones(1000) for i in range(5)}, out, on_progress=progress)
+    except sx.PeerError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_killed_while_writing_leaves_the_old_target_and_the_next_run_is_clean(rank: int, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    sx.export_checkpoint({"old": torch.ones(1)}, out)
+    outcomes = run_ranks(dies_while_writing, 3, backend="gloo", args=(str(tmp_path / "new"), rank), allow_failure=True)
+    for survivor in {0, 1, 2} - {rank}:
+        assert f"rank {rank} on {platform.node()} failed" in outcomes[survivor].value
+    assert not (tmp_path / "new").exists()
+    assert list(load_file(out / "model.safetensors")) == ["old"]
+    sx.export_checkpoint({"fresh": torch.ones(1)}, tmp_path / "new")
+    left = sorted(p.name for p in tmp_path.iterdir())
+    assert left == ["new", "out"]
+
+
+def full_disk(out: str) -> str:
+    try:
+        sx.export_checkpoint({"w": torch.ones(1 << 20)}, out)
+    except sx.StorageError as error:
+        return f"{error.errno} {error}"
+    return "no error"
+
+
+def test_a_full_disk_is_one_clear_error_on_all_ranks(tmp_path: Path) -> None:
+    import subprocess
+
+    require_mounts()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=True)
+    try:
+        for found in run_ranks(full_disk, 2, backend="gloo", args=(str(tmp_path / "out"),)):
+            assert found.startswith("28 ")
+            assert "model.safetensors" in found
+        assert not list(tmp_path.iterdir())
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+# save_checkpoint
+
+
+@pytest.mark.ranks(1, 3, backend=BOTH)
+def test_save_checkpoint_keeps_everything_as_it_lies_and_merges_later(tmp_path: Path) -> None:
+    comm = sx.get_communicator()
+    weight = part(comm.rank, comm.world_size, 7, 4, 0)
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.fill_(1)
+        model.bias.fill_(2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    for step in range(3):
+        manifest = sx.save_checkpoint(
+            {"model": model, "optimizer": optimizer, "own": {f"part{comm.rank}": weight}, "step": step},
+            tmp_path / "ckpt",
+        )
+    assert manifest.generation == 3
+    comm.barrier()
+    if comm.rank:
+        return
+    names = sorted(p.name for p in (tmp_path / "ckpt" / manifest.run).iterdir())
+    assert len(names) == 2
+    report = sx.merge_checkpoint(
+        tmp_path / "ckpt", tmp_path / "merged", include=["model.*", "own.*"], rename=[(r"^model\.", "")]
+    )
+    merged = load_file(tmp_path / "merged/model.safetensors")
+    assert report.num_tensors == 2 + comm.world_size
+    assert torch.equal(merged["weight"], model.weight)
+    assert torch.equal(merged["own.part0"], weight)
+
+
+@pytest.mark.ranks(2, backend="threads")
+def test_what_cannot_be_saved_is_named_and_the_last_round_stays(tmp_path: Path) -> None:
+    comm = sx.get_communicator()
+    sx.save_checkpoint({"w": torch.ones(2)}, tmp_path / "ckpt")
+    with pytest.raises(sx.PeerError, match=r"rank 1.*cannot write a builtins.object as JSON, at \.x"):
+        sx.save_checkpoint({"w": torch.ones(2), "x": object() if comm.rank else 1}, tmp_path / "ckpt")
+    comm.barrier()
+    assert len(list((tmp_path / "ckpt").rglob("*.safetensors"))) == 2
+
+
+def odd_meshes(out: str) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    rank = sx.get_communicator().rank
+    whole = torch.arange(10.0).reshape(5, 2)
+    swapped = distribute_tensor(whole, DeviceMesh("cpu", [2, 0, 1]), [Shard(0)])
+    with pytest.raises(sx.UnsupportedError, match=r"out of order.*'w'"):
+        sx.export_checkpoint({"w": swapped}, f"{out}-swapped")
+    pair = distribute_tensor(whole, DeviceMesh("cpu", [0, 1]), [Shard(0)])
+    head = {} if rank else {"head": torch.ones(2)}
+    sx.export_checkpoint({"w": pair, **head}, out, layout={"head": {"dim": 0}})
+    merged = load_file(f"{out}/model.safetensors")
+    assert torch.equal(merged["w"], whole)
+    assert torch.equal(merged["head"], torch.ones(2))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch says that a mesh of fewer ranks leaves some out
+def test_meshes_of_some_ranks_and_of_ranks_out_of_order(tmp_path: Path) -> None:
+    run_ranks(odd_meshes, 3, backend="gloo", args=(str(tmp_path / "out"),))
+
+
+def test_two_tensors_of_one_name_without_wrappers_are_refused(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(1))
+    model._orig_mod = nn.Linear(1, 1, bias=False)
+    with pytest.raises(ValueError, match=r"once wrappers are removed.*'weight'"):
+        sx.export_checkpoint(model, tmp_path / "out")
+
+
+@pytest.mark.parametrize("out", ["s3://bucket/key", "shm://name", ""])
+def test_a_target_that_is_no_directory_is_refused(out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="goes to a directory, not to"):
+        sx.export_checkpoint({"w": torch.ones(1)}, out)
+    assert not list(tmp_path.iterdir())
+
+
+def saves_by_mesh(folder: str) -> int:
+    """Each slice of a mesh is a new object, but not a new communicator."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    rank = mesh.get_rank()
+    sx.save_checkpoint({"other": torch.ones(1)}, f"{folder}/{rank // 2}", comm=sx.get_communicator().subset([rank]))
+    for step in range(4):
+        sx.save_checkpoint({"w": torch.ones(1), "step": step}, f"{folder}/{rank // 2}", comm=mesh["b"])
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_saving_by_a_mesh_is_one_run_and_leaves_other_runs_alone(tmp_path: Path) -> None:
+    run_ranks(saves_by_mesh, 4, backend="gloo", args=(str(tmp_path),))
+    for folder in ("0", "1"):
+        runs = [sorted(run.iterdir()) for run in (tmp_path / folder).iterdir()]
+        assert sorted(len(rounds) for rounds in runs) == [1, 1, 2]
+
+
+def exports_the_same(out: str) -> list[Any]:
+    report = sx.export_checkpoint({f"layer{n}": torch.full((5, 3), float(n)) for n in range(50)}, out)
+    return [dict(report.phase_nbytes), sorted(report.phases), report.nbytes]
+
+
+def test_of_equal_descriptions_one_travels_and_the_report_counts_by_phase(tmp_path: Path) -> None:
+    ((alone, _, _),) = run_ranks(exports_the_same, 1, args=(str(tmp_path / "one"),))
+    found = run_ranks(exports_the_same, 4, args=(str(tmp_path / "four"),))
+    assert found == found[:1] * 4
+    nbytes, phases, total = found[0]
+    assert nbytes["describe"] == alone["describe"] > 1000
+    assert nbytes["write"] == total == 50 * 60
+    assert min(nbytes["plan"], nbytes["publish"]) > 1000
+    assert {"describe", "plan", "write", "publish"} <= set(phases)
+
+
+def fails_beside_replicas(out: str) -> None:
+    comm = sx.get_communicator()
+    state = {"a": torch.zeros(1, dtype=torch.float64).expand(60_000, 60_000)}
+
+    def stop(done: int, total: int) -> None:
+        raise RuntimeError("stop")
+
+    with pytest.raises(sx.PeerError, match=r"rank 0 .*stop"):
+        sx.export_checkpoint(state, out, dtype="bfloat16", on_progress=stop if comm.rank == 0 else None)
+
+
+def test_a_rank_that_only_compares_replicas_hears_of_a_failure(tmp_path: Path) -> None:
+    run_ranks(fails_beside_replicas, 2, backend="gloo", args=(str(tmp_path / "out"),))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_copies_on_one_rank_must_be_equal_too(ranks: int, tmp_path: Path) -> None:
+    boxes = [[[[0, 0], [1, 2]], [[0, 0], [1, 2]]]] * ranks
+    layout = {"w": {"global_shape": [1, 2], "boxes": boxes}}
+    args = (str(tmp_path / "out"), layout)
+    run_ranks(exports_copies, ranks, args=args)
+
+
+def exports_copies(out: str, layout: Any) -> None:
+    with pytest.raises(sx.ReplicaError, match="rank 0 twice holds different values"):
+        sx.export_checkpoint({"w": torch.arange(4.0).reshape(2, 2)}, out, layout=layout)
+    sx.export_checkpoint({"w": torch.ones(2, 2)}, out, layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"files_from": {"config.json": {"a": 1}}}, "must be str or bytes"),
+        ({"files_from": {5: "a"}}, "not a plain file name"),
+        ({"files_from": 5}, "files_from must be"),
+        ({"files_from": {"a\0b": "x"}}, "not a plain file name"),
+        ({"files_from": {"model.safetensors": "x"}, "max_shard_size": 16}, "not a plain file name"),
+        ({"rename": 5}, "rename must be"),
+        ({"rename": [(1, 2)]}, "rename must be"),
+        ({"include": 5}, "include must be"),
+        ({"exclude": [5]}, "exclude must be"),
+        ({"layout": {"a": {"global_shape": [4], "boxes": {"0": [[[0], [4]]]}}}}, "boxes must be a list"),
+    ],
+)
+def test_wrong_options_are_told_before_anything_is_written(options: Any, told: str, tmp_path: Path) -> None:
+    state = {"a": np.arange(4.0), "b": np.arange(8.0)}
+    with pytest.raises(sx.InvalidArgumentError, match=told):
+        sx.export_checkpoint(state, tmp_path / "out", **options)
+    assert [p for p in tmp_path.iterdir() if not p.name.endswith(".lock")] == []
+
+
+def test_a_matrix_is_its_elements(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PendingDeprecationWarning)
+        sx.export_checkpoint({"m": np.matrix([[1.0, 2.0], [3.0, 4.0]])}, tmp_path / "out")
+    assert sx.open_checkpoint(tmp_path / "out")["m"].read().tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def saves_slowly(folder: str) -> None:
+    comm = sx.init("gloo", timeout_s=0.3)
+    wide = torch.zeros(1).expand(150 if comm.rank == 0 else 1, 1 << 20)
+    sx.save_checkpoint({"m": {f"w{comm.rank}": wide}}, folder, comm=comm)
+
+
+def test_a_rank_that_saves_more_is_waited_for(tmp_path: Path) -> None:
+    run_ranks(saves_slowly, 2, backend="gloo", args=(str(tmp_path),), timeout_s=60)
+
+
+def reduces_slowly(out: str) -> None:
+    comm = sx.init("gloo", timeout_s=0.7)
+    state = {"w": torch.arange(2.0) + comm.rank, "z": torch.zeros(1).expand(200, 1 << 20)}
+    sx.export_checkpoint(state, out, comm=comm, layout={"*": {"reduce": "max"}})
+
+
+@pytest.mark.slow
+def test_ranks_that_reduce_much_are_waited_for(tmp_path: Path) -> None:
+    run_ranks(reduces_slowly, 2, backend="gloo", args=(str(tmp_path / "out"),), timeout_s=60)

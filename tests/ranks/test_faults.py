@@ -1,0 +1,461 @@
+"""What goes wrong on one rank is the same named error on all, soon; what was there stays, and the next run is clean.
+
+The faults are real: signals, limits, missing rights, files that vanish, and what the kernel itself does to a system
+call when strace says so.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from programs import require
+from safetensors.torch import load_file
+from sweeps import by_default, slow
+
+import statexchange as sx
+from statexchange.report.verify import verify
+from statexchange.testing import run_ranks
+
+RANKS = 3
+LEFT = (".out.lock", ".owner", ".partial", ".discarded")  # what README allows of a killed rank
+LAYOUT = {"rows": {"dim": 0}}
+Content = dict[str, bytes]
+
+
+class Trapped(dict[str, Any]):
+    """A state that does something when it is looked at for the first time."""
+
+    def __init__(self, items: Any, deed: Any) -> None:
+        super().__init__(items)
+        self.deed = deed
+
+    def items(self) -> Any:
+        deed, self.deed = self.deed, lambda: None
+        deed()
+        return super().items()
+
+
+class TrappedPath:
+    """A path that does something when root asks for it, in planning."""
+
+    def __init__(self, path: str, deed: Any) -> None:
+        self.path = path
+        self.deed = deed
+
+    def __fspath__(self) -> str:
+        self.deed()
+        return self.path
+
+
+def under_strace(call: str, what: str, when: int, path: str | None = None) -> None:
+    """Let something happen to this process at the n-th call of one kind, of those on `path` if that is given."""
+    mine = [] if path is None else ["-P", path]
+    command = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={call}", *mine]
+    command += ["-e", f"inject={call}:{what}:when={when}", "-p", str(os.getpid())]
+    tracer = subprocess.Popen(command)
+    while "TracerPid:\t0" in Path("/proc/self/status").read_text():
+        assert tracer.poll() is None
+        time.sleep(0.005)
+
+
+def strike(how: str, after_s: float = 0.0) -> None:
+    """`after_s` lets the other ranks come to where they wait for this one."""
+    time.sleep(after_s)
+    if how == "raise":
+        raise ZeroDivisionError("oops")
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "interrupt": signal.SIGINT}[how])
+    time.sleep(0.1)  # for Python to notice
+
+
+def state_of(rank: int, value: float, world_size: int = RANKS) -> dict[str, Any]:
+    rows = torch.full((30, 100), value).tensor_split(world_size)[rank]
+    return {"rows": rows, f"own{rank}": torch.full((50,), value), "same": torch.full((7,), value)}
+
+
+def act(verb: str, out: str, state: Any, options: dict[str, Any]) -> None:
+    if verb == "export":
+        sx.export_checkpoint(state, out, layout=LAYOUT, overwrite=True, **options)
+    elif verb == "async":
+        sx.export_checkpoint_async(state, out, layout=LAYOUT, overwrite=True, **options).result(60)
+    elif verb == "save":
+        sx.save_checkpoint(state, out)
+    else:
+        sx.load_checkpoint(state, out)
+
+
+def meets(verb: str, out: str, rank: int, at: str, how: str, when: int) -> Any:
+    """Do it, while this happens to `rank`: in its state, in on_progress, in files_from, or at a system call."""
+    comm = sx.get_communicator()
+    mine = comm.rank == rank
+    state: Any = state_of(comm.rank, 2.0)
+    options: dict[str, Any] = {}
+    if verb == "load":
+        state = {"rows": torch.zeros(30, 100), "same": torch.zeros(7), **{f"own{r}": torch.zeros(50) for r in range(3)}}
+    if at == "state":
+        state = Trapped(state, lambda: strike(how) if mine else None)
+    elif at == "progress":
+        options = {"on_progress": lambda done, total: strike(how) if mine and done == total else None}
+    elif at == "files_from":
+        options = {"files_from": TrappedPath(os.path.dirname(__file__), lambda: strike(how, after_s=0.1))}
+    elif at == "while root publishes":
+        if comm.rank == 0:
+            under_strace("renameat2", "delay_enter=800000", 1)
+        later = threading.Timer(0.4, strike, [how])
+        options = {"on_progress": lambda done, total: later.start() if mine and done == total else None}
+    elif at == "size" and mine:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600, resource.RLIM_INFINITY))
+    elif at == "rights":
+        with tempfile.TemporaryDirectory() as elsewhere:
+            first = comm.broadcast_object(elsewhere)
+            act(verb, f"{first}/out", state, {})  # whoever loses its rights may not import any more
+            comm.barrier()
+        if mine:
+            os.seteuid(65534)
+    elif mine:
+        under_strace(at, how, when, f"{out}/model.safetensors" if verb == "load" else None)
+    comm.barrier()
+    began = time.monotonic()
+    try:
+        act(verb, out, state, options)
+    except BaseException as error:  # noqa: BLE001 (an interrupt, too)
+        return [type(error).__name__, str(error), time.monotonic() - began]
+    return ["nothing", "", time.monotonic() - began]
+
+
+def content(path: Path) -> Content:
+    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
+
+
+def value_of(verb: str, out: Path) -> float:
+    """What all tensors of a target are full of, after reading and checking all of it."""
+    assert not verify(out).findings
+    if verb == "save":
+        whole: Any = {"rows": [torch.zeros(10, 100)], "own0": torch.zeros(50), "same": torch.zeros(7)}
+        sx.load_checkpoint({n: t for n, t in whole.items() if n != "rows"}, out, strict=False)
+        found = [whole["own0"], whole["same"]]
+    else:
+        found = list(load_file(out / "model.safetensors").values())
+        assert [tuple(t.shape) for t in found].count((30, 100)) == 1
+    (value,) = {float(v) for tensor in found for v in tensor.flatten()}
+    return value
+
+
+def prepares(verb: str, out: str) -> None:
+    act(verb, out, state_of(sx.get_communicator().rank, 1.0), {})
+
+
+def next_run(verb: str, out: str) -> None:
+    comm = sx.get_communicator()
+    act(verb, out, state_of(comm.rank, 3.0), {})
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What was there before."""
+    path = tmp_path_factory.mktemp("before")
+    for verb in ("export", "save"):
+        run_ranks(prepares, RANKS, args=(verb, str(path / verb)))
+    return path
+
+
+def target(prepared: Path, verb: str, tmp_path: Path) -> Path:
+    shutil.copytree(prepared / ("save" if verb == "save" else "export"), tmp_path / "place" / "out")
+    return tmp_path / "place" / "out"
+
+
+def left_beside(out: Path) -> list[str]:
+    return sorted(p.name for p in out.parent.iterdir() if p.name != out.name)
+
+
+def run_next(verb: str, out: Path) -> None:
+    """The next run is as if nothing had been."""
+    run_ranks(next_run, RANKS, args=(verb, str(out)))
+    assert value_of(verb, out) == 3.0
+    assert left_beside(out) == []
+
+
+def needs_strace(at: str, how: str) -> None:
+    """Skip the test where the fault is at a system call, and there is no strace."""
+    if at == "while root publishes" or "=" in how:
+        require("strace")
+
+
+# A killed rank
+
+KILL = "signal=SIGKILL"
+KILLED = [
+    ("export", 1, "state", "kill", 0, "the end of describing its state"),
+    ("export", 0, "files_from", "kill", 0, "the end of planning"),
+    ("export", 0, "fallocate", KILL, 1, "the end of planning"),
+    ("export", 0, "progress", "kill", 0, "the end of writing"),
+    ("export", 2, "progress", "kill", 0, "the end of writing"),
+    ("export", 2, "fsync", KILL, 1, "the end of writing"),
+    ("export", 1, "while root publishes", "kill", 0, ""),
+    ("export", 0, "renameat2", KILL, 1, "the end of publishing"),
+    ("export", 0, "linkat", KILL, 2, "the end of publishing"),
+    ("export", 0, "unlinkat", KILL, 1, "the end of publishing"),
+    ("async", 1, "state", "kill", 0, "the end of taking a snapshot"),
+    ("async", 2, "progress", "kill", 0, "the end of writing"),
+    ("async", 0, "renameat2", KILL, 1, "the end of publishing"),
+    ("save", 1, "state", "kill", 0, "the end of describing its state"),
+    ("save", 1, "pwrite64", KILL, 1, "the end of saving"),
+    ("save", 2, "linkat", KILL, 1, "the end of saving"),
+    ("save", 0, "linkat", KILL, 2, "the end of committing"),
+    ("load", 1, "state", "kill", 0, "the end of finding its tensors"),
+    ("load", 1, "preadv,preadv2", KILL, 1, "the end of reading the headers"),
+    ("load", 0, "preadv,preadv2", KILL, 3, "the end of reading"),
+]
+PUBLISHED = ("while root publishes", "unlinkat")  # after the rename
+
+
+@pytest.mark.parametrize(("verb", "rank", "at", "how", "when", "phase"), by_default(KILLED, 1, 6, 7, 11, 14, 16, 19))
+def test_a_killed_rank(
+    verb: str, rank: int, at: str, how: str, when: int, phase: str, prepared: Path, tmp_path: Path
+) -> None:
+    needs_strace(at, how)
+    out = target(prepared, verb, tmp_path)
+    before = content(out)
+    outcomes = run_ranks(
+        meets, RANKS, backend="gloo", args=(verb, str(out), rank, at, how, when), allow_failure=True, timeout_s=30
+    )
+    assert outcomes[rank].exit_code == -signal.SIGKILL, str(outcomes)
+    told = [outcomes[survivor].value for survivor in range(RANKS) if survivor != rank]
+    text = f"rank {rank} on {platform.node()} failed in {phase}"
+    assert all(": its process " in said and said.endswith(" died") for _, said, _ in told), told
+    assert all(kind == "PeerError" and said.startswith(text) for kind, said, _ in told), told
+    assert value_of(verb, out) == (2.0 if at in PUBLISHED else 1.0)
+    if verb == "load":
+        assert (content(out), left_beside(out)) == (before, [])
+        return
+    if at not in PUBLISHED:
+        assert {name: data for name, data in content(out).items() if name in before} == before
+    assert all(name.endswith(LEFT) for name in left_beside(out))
+    run_next(verb, out)
+
+
+def meets_over_mpi(out: str, rank: int) -> None:
+    comm = sx.init("mpi")
+
+    def progress(done: int, total: int) -> None:
+        if comm.rank == rank and done == total:
+            strike("kill")
+
+    sx.export_checkpoint(state_of(comm.rank, 2.0), out, layout=LAYOUT, overwrite=True, on_progress=progress)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_mpi_job(prepared: Path, tmp_path: Path) -> None:
+    out = target(prepared, "export", tmp_path)
+    before = content(out)
+    outcomes = run_ranks(meets_over_mpi, RANKS, backend="mpi", args=(str(out), 1), allow_failure=True, timeout_s=30)
+    assert not any(outcome.state in ("ok", "running") for outcome in outcomes)
+    assert content(out) == before
+    run_next("export", out)
+
+
+# A rank that fails, is interrupted, or whose system calls do
+
+
+def check_failure(told: list[Any], out: Path, before: Content, verb: str) -> None:
+    """The same was told on all ranks, soon, and nothing has changed nor lies around."""
+    assert len({(kind, said) for kind, said, _ in told}) == 1, told
+    assert content(out) == before
+    assert left_beside(out) == []
+    if verb != "load":
+        run_next(verb, out)
+
+
+RAISED = [
+    ("export", 1, "state", "describing its state"),
+    ("export", 0, "files_from", "planning"),
+    ("export", 0, "progress", "writing"),
+    ("export", 2, "progress", "writing"),
+    ("async", 1, "state", "taking a snapshot"),
+    ("async", 0, "files_from", "planning"),
+    ("async", 2, "progress", "writing"),
+    ("save", 1, "state", "describing its state"),
+    ("load", 1, "state", "finding its tensors"),
+]
+
+
+@pytest.mark.parametrize(("verb", "rank", "at", "phase"), by_default(RAISED, 1, 6, 7, 8))
+def test_an_exception_of_the_users_own(
+    verb: str, rank: int, at: str, phase: str, prepared: Path, tmp_path: Path
+) -> None:
+    out = target(prepared, verb, tmp_path)
+    before = content(out)
+    told = run_ranks(meets, RANKS, backend="gloo", args=(verb, str(out), rank, at, "raise", 0))
+    said = f"rank {rank} on {platform.node()} failed in {phase}: ZeroDivisionError: oops"
+    assert told[0][:2] == ["PeerError", said]
+    check_failure(told, out, before, verb)
+
+
+@pytest.mark.parametrize(
+    ("verb", "rank", "at"),
+    [
+        slow("export", 0, "progress"),
+        ("export", 2, "progress"),
+        slow("export", 1, "state"),
+        slow("save", 1, "state"),
+        ("load", 1, "state"),
+    ],
+)
+def test_ctrl_c_on_one_rank(verb: str, rank: int, at: str, prepared: Path, tmp_path: Path) -> None:
+    out = target(prepared, verb, tmp_path)
+    before = content(out)
+    told = run_ranks(meets, RANKS, backend="gloo", args=(verb, str(out), rank, at, "interrupt", 0))
+    assert told.pop(rank)[0] == "KeyboardInterrupt"
+    assert told[0][0] == "PeerError"
+    assert told[0][1].startswith(f"rank {rank} on {platform.node()} failed in ")
+    assert "KeyboardInterrupt" in told[0][1]
+    check_failure(told, out, before, verb)
+
+
+REFUSED = [
+    ("export", 0, "fallocate", "error=ENOSPC", 1, "No space left on device"),
+    ("export", 2, "fsync", "error=EIO", 1, "Input/output error"),
+    ("export", 2, "fsync", "error=ENOSPC", 1, "No space left on device"),
+    ("export", 0, "linkat", "error=EIO", 2, "Input/output error"),
+    ("export", 0, "size", "", 0, "File too large"),
+    ("async", 0, "fallocate", "error=ENOSPC", 1, "No space left on device"),
+    ("save", 1, "fallocate", "error=ENOSPC", 1, "No space left on device"),
+    ("save", 1, "size", "", 0, "File too large"),
+    ("save", 2, "fsync", "error=EIO", 2, "Input/output error"),
+    ("save", 0, "linkat", "error=ENOSPC", 2, "No space left on device"),
+    ("load", 1, "preadv,preadv2", "error=EIO", 1, "Input/output error"),
+    ("load", 0, "preadv,preadv2", "error=EIO", 3, "Input/output error"),
+]
+
+
+@pytest.mark.parametrize(("verb", "rank", "at", "how", "when", "said"), by_default(REFUSED, 0, 3, 5, 8, 11))
+def test_what_the_system_refuses_to_one_rank(
+    verb: str, rank: int, at: str, how: str, when: int, said: str, prepared: Path, tmp_path: Path
+) -> None:
+    needs_strace(at, how)
+    out = target(prepared, verb, tmp_path)
+    before = content(out)
+    told = run_ranks(meets, RANKS, backend="gloo", args=(verb, str(out), rank, at, how, when))
+    kind, text, _ = told[0]
+    assert kind == "StorageError", told
+    assert said in text
+    assert f"rank {rank}" in text
+    assert str(out.parent) in text
+    check_failure(told, out, before, verb)
+
+
+@pytest.mark.parametrize("verb", ["export", "save"])
+def test_root_alone_may_not_write_there(verb: str, prepared: Path) -> None:
+    with tempfile.TemporaryDirectory() as directory:  # the parents of which anybody may enter
+        os.chmod(directory, 0o755)
+        out = Path(directory, "out")
+        shutil.copytree(prepared / verb, out)
+        before = content(out)
+        told = run_ranks(meets, RANKS, backend="gloo", args=(verb, str(out), 0, "rights", "", 0))
+        kind, text, _ = told[0]
+        assert kind == "StorageError", told
+        assert "Permission denied" in text
+        assert directory in text
+        assert "rank 0" in text
+        check_failure(told, out, before, verb)
+
+
+# What others do to the target and the source meanwhile
+
+
+def others_meddle(out: str, how: str) -> Any:
+    """While the ranks write, somebody does something to the target, or to what is to become it."""
+
+    def meddle(done: int, total: int) -> None:
+        if comm.rank == 1 and done == total:
+            if how == "vanishes":
+                shutil.rmtree(out)
+            elif how == "appears":
+                os.makedirs(f"{out}/theirs")
+            elif how == "a stranger":
+                Path(out, "notes.txt").write_text("mine")
+            else:
+                (building,) = Path(out).parent.glob("*.partial")
+                shutil.rmtree(building)
+
+    comm = sx.get_communicator()
+    state, overwrite = state_of(comm.rank, 2.0, comm.world_size), how != "appears"
+    try:
+        sx.export_checkpoint(state, out, layout=LAYOUT, overwrite=overwrite, on_progress=meddle)
+    except sx.StateExchangeError as error:
+        return [type(error).__name__, str(error), 0]
+    return ["nothing", "", 0]
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [
+        ("vanishes", "nothing"),
+        ("appears", "TargetExistsError"),
+        ("a stranger", "TargetExistsError"),
+        ("the building", "StorageError|NotFoundError"),
+    ],
+)
+def test_what_others_do_to_the_target_meanwhile(how: str, kind: str, prepared: Path, tmp_path: Path) -> None:
+    out = target(prepared, "export", tmp_path)
+    before = content(out)
+    if how == "appears":
+        shutil.rmtree(out)
+    told = run_ranks(others_meddle, 2, args=(str(out), how))
+    assert told[0] == told[1]
+    assert told[0][0] in kind.split("|"), told
+    assert left_beside(out) == []
+    if how == "vanishes":
+        assert value_of("export", out) == 2.0
+    elif how == "appears":
+        assert os.listdir(out) == ["theirs"]
+    else:
+        assert content(out) == (before | {"notes.txt": b"mine"} if how == "a stranger" else before)
+
+
+def source_changes(out: str, how: str) -> Any:
+    """After all ranks have read the headers, and before they read the rest."""
+    comm = sx.get_communicator()
+
+    def change() -> None:
+        comm.barrier()
+        if comm.rank == 1:
+            if how == "vanishes":
+                shutil.rmtree(out)
+            elif how == "is truncated":
+                os.truncate(f"{out}/model.safetensors", 6000)
+            else:
+                Path(out, "model.safetensors").write_bytes(bytes(os.path.getsize(f"{out}/model.safetensors")))
+        comm.barrier()
+
+    live = {"rows": torch.zeros(30, 100), "same": torch.zeros(7), **{f"own{r}": torch.zeros(50) for r in range(3)}}
+    began = time.monotonic()
+    try:
+        sx.load_checkpoint(Trapped(live, change), out)
+    except sx.StateExchangeError as error:
+        return [type(error).__name__, str(error), time.monotonic() - began]
+    return ["nothing", "", 0.0]
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"), [("vanishes", "nothing"), ("is truncated", "CorruptError"), ("is emptied", "CorruptError")]
+)
+def test_what_others_do_to_the_source_meanwhile(how: str, kind: str, prepared: Path, tmp_path: Path) -> None:
+    out = target(prepared, "load", tmp_path)
+    told = run_ranks(source_changes, 2, backend="gloo", args=(str(out), how))
+    assert told[0][0] == kind, told
+    assert told[0][:2] == told[1][:2]
+    if how != "vanishes":  # what is held open is read as it was
+        assert "model.safetensors" in told[0][1]
+        assert "rank" in told[0][1]

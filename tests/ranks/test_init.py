@@ -1,0 +1,568 @@
+"""How ranks find each other and choose what they move data with: init, rendezvous, devices, starts and stops."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from programs import require_mpi
+from shared_names import no_names_left
+from sweeps import slow
+
+import statexchange as sx
+from statexchange.processes import Owner
+from statexchange.testing import run_ranks
+
+
+def me() -> tuple[int, int]:
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def by_hand(url: str, backend: str = "auto", timeout_s: float = 20.0) -> sx.Communicator:
+    rank, size = me()
+    return sx.init(backend, rendezvous=url, rank=rank, world_size=size, timeout_s=timeout_s)
+
+
+def facts(comm: sx.Communicator) -> list[Any]:
+    total = comm.all_reduce(torch.full((5,), float(comm.rank + 1)))
+    return [comm.backend, comm.rank, comm.world_size, comm.local_rank, comm.num_nodes, float(total[0])]
+
+
+# Rendezvous
+
+
+def meets(url: str, backend: str) -> list[Any]:
+    comm = by_hand(url, backend)
+    found = facts(comm)
+    sx.shutdown()
+    return found
+
+
+@pytest.mark.parametrize(("backend", "name"), [("auto", "shm"), ("shm", "shm"), ("gloo", "gloo")])
+def test_ranks_started_by_hand_meet_in_a_directory(backend: str, name: str, tmp_path: Path) -> None:
+    found = run_ranks(meets, 3, backend="processes", args=(f"file://{tmp_path}/new/meeting", backend))
+    assert found == [[name, rank, 3, rank, 1, 6.0] for rank in range(3)]
+    assert list(tmp_path.iterdir()) == []
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_ranks_started_by_hand_meet_at_an_address() -> None:
+    found = run_ranks(meets, 2, backend="processes", args=(f"tcp://127.0.0.1:{free_port()}", "auto"))
+    assert found == [["shm", rank, 2, rank, 1, 3.0] for rank in range(2)]
+
+
+def put_hello(directory: Path, rank: int, nonce: str, owner: Owner) -> None:
+    """What a process that was killed in the rendezvous leaves."""
+    facts = {"owner": owner.to_json(), "network": "elsewhere", "world_size": 2, "made": 0}
+    (directory / f"hello-{rank}-{nonce}.json").write_text(json.dumps(facts))
+    (directory / f"beat-{nonce}-7").touch()
+
+
+def test_what_a_crashed_run_has_left_is_not_taken_for_fresh(tmp_path: Path) -> None:
+    ours = Owner.current()
+    for rank in range(2):
+        put_hello(tmp_path, rank, f"{rank}a".ljust(32, "0"), replace(ours, boot="another boot", pid=1, start=1))
+        put_hello(tmp_path, rank, f"{rank}b".ljust(32, "0"), replace(ours, pid=2**22 - 1, start=1))
+    nonces = ["0a".ljust(32, "0"), "1a".ljust(32, "0")]
+    answer = {"nonces": nonces, "host": "h", "address": "192.0.2.1", "port": 1, "server": "0" * 32, "refusal": None}
+    (tmp_path / f"answer-{nonces[0]}.json").write_text(json.dumps(answer))
+    found = run_ranks(meets, 2, backend="processes", args=(f"file://{tmp_path}", "shm"))
+    assert [row[0] for row in found] == ["shm", "shm"]
+    # What has provably ended is removed; what may live on another host is not.
+    of_other_hosts = [f"hello-{r}-{n}.json" for r, n in enumerate(nonces)] + [f"beat-{n}-7" for n in nonces]
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == sorted([f"answer-{nonces[0]}.json", *of_other_hosts])
+
+
+def waits_in_vain(directory: str) -> list[Any]:
+    if me()[0] in (1, 3):
+        return []
+    with pytest.raises(sx.StallError) as caught:
+        by_hand(f"file://{directory}", timeout_s=2 + me()[0])
+    return [str(caught.value), list(caught.value.missing)]
+
+
+def test_all_that_wait_name_all_that_never_came_and_nothing_is_left(tmp_path: Path) -> None:
+    """Rank 0 gives up first: rank 2 does not say that it was not there."""
+    found = run_ranks(waits_in_vain, 4, backend="processes", args=(f"{tmp_path}/new/meeting",))
+    for said, missing in (found[0], found[2]):
+        assert said.startswith(f"ranks [1, 3] did not come to {tmp_path}/new/meeting in ")
+        assert missing == [1, 3]
+    assert list(tmp_path.iterdir()) == []
+
+
+def waits_for_rank_0(url: str) -> list[int]:
+    if me()[0] == 0:
+        return []
+    with pytest.raises(sx.StallError) as caught:
+        by_hand(url, timeout_s=3)
+    return list(caught.value.missing)
+
+
+def test_without_rank_0_the_others_name_it_and_whoever_else_is_missing(tmp_path: Path) -> None:
+    assert run_ranks(waits_for_rank_0, 3, backend="processes", args=(f"file://{tmp_path}/new",)) == [[], [0], [0]]
+    assert list(tmp_path.iterdir()) == []
+
+
+def comes_often(directory: str) -> list[str]:
+    backends = []
+    for _ in range(5):
+        backends.append(by_hand(f"file://{directory}").backend)
+        sx.shutdown()
+    return backends
+
+
+def test_ranks_meet_in_one_directory_again_and_again(tmp_path: Path) -> None:
+    found = run_ranks(comes_often, 3, backend="processes", args=(f"{tmp_path}/new",), timeout_s=60)
+    assert found == [["shm"] * 5] * 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def holds_the_old_one(url: str, by_slurm: bool) -> list[float]:
+    rank, size = me()
+    if by_slurm:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            del os.environ[name]
+        os.environ.update(SLURM_PROCID=str(rank), SLURM_STEP_NUM_TASKS=str(size), SLURM_LOCALID=str(rank))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=url.rpartition(":")[2])
+    held, sums = [], []
+    for turn in range(3):
+        comm = sx.init(timeout_s=20) if by_slurm else by_hand(url, "auto")
+        sums.append(float(comm.all_reduce(torch.ones(3))[0]))
+        held += [comm, comm.split(0)]
+        if rank == 0 and turn == 1:
+            time.sleep(1)  # the others come back while rank 0 still serves what they have left
+        sx.shutdown()
+    return sums
+
+
+@pytest.mark.parametrize("by_slurm", [False, True])
+def test_init_after_shutdown_at_the_same_address_though_somebody_holds_the_communicator(by_slurm: bool) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    found = run_ranks(holds_the_old_one, 2, backend="processes", args=(url, by_slurm), timeout_s=60)
+    assert found == [[2.0] * 3] * 2
+
+
+def fails_then_works(url: str) -> list[Any]:
+    rank, _ = me()
+    if rank == 1:
+        time.sleep(2)  # comes when rank 0 has given up once
+        return [by_hand(url).world_size]
+    with pytest.raises(sx.StallError, match=r"ranks \[1\] did not come to tcp://") as caught:
+        by_hand(url, timeout_s=1)
+    assert caught.value.missing == (1,)
+    return [by_hand(url).world_size]
+
+
+def test_an_address_can_be_used_again_after_a_rank_has_not_come() -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    assert run_ranks(fails_then_works, 2, backend="processes", args=(url,), timeout_s=60) == [[2], [2]]
+
+
+def dies_while_meeting(directory: str, kill: bool) -> list[Any]:
+    if kill and me()[0] == 1:
+        import threading
+
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        return [by_hand(f"file://{directory}").rank, time.sleep(5)]
+    if kill and me()[0] == 2:
+        time.sleep(3)
+        return []
+    if kill:
+        with pytest.raises(sx.StallError, match=r"ranks \[1, 2\] did not come to .* in 1.5 s"):
+            by_hand(f"file://{directory}", timeout_s=1.5)
+        return []
+    return facts(by_hand(f"file://{directory}"))
+
+
+def test_a_run_after_a_crash_in_the_meeting_works(tmp_path: Path) -> None:
+    outcomes = run_ranks(dies_while_meeting, 3, backend="processes", args=(str(tmp_path), True), allow_failure=True)
+    assert outcomes[0].state == "ok", outcomes
+    assert len(run_ranks(dies_while_meeting, 3, backend="processes", args=(str(tmp_path), False))) == 3
+
+
+def same_rank(directory: str) -> str:
+    with pytest.raises(sx.StateExchangeError) as caught:
+        sx.init(rendezvous=f"file://{directory}", rank=0 if me()[0] == 0 else 1, world_size=3, timeout_s=2)
+    return str(caught.value)
+
+
+def test_two_processes_of_one_rank_are_found_out(tmp_path: Path) -> None:
+    said = run_ranks(same_rank, 3, backend="processes", args=(str(tmp_path),))
+    assert "two processes call themselves rank 1" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rendezvous": "s3://bucket", "rank": 0, "world_size": 2}, "must be file:///directory or tcp://host:port"),
+        ({"rendezvous": "file://relative", "rank": 0, "world_size": 2}, "must be file:///directory"),
+        ({"rendezvous": "tcp://host", "rank": 0, "world_size": 2}, "must be file:///directory or tcp://host:port"),
+        ({"rendezvous": "file:///tmp/x"}, "needs rank and world_size"),
+        ({"rendezvous": "file:///tmp/x", "rank": 2, "world_size": 2}, "0 <= rank < world_size"),
+        ({"rank": 0, "world_size": 2}, "come with a rendezvous"),
+        ({"backend": "mpi", "rendezvous": "file:///tmp/x"}, "mpi backend takes no rendezvous"),
+        ({"check": "shapes"}, "check must be 'auto' or 'off'"),
+    ],
+)
+def test_arguments_that_cannot_be_right(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sx.init(**arguments)
+    assert not sx.is_initialized()
+
+
+def test_nobody_listens_at_the_address() -> None:
+    with pytest.raises(sx.NotInitializedError, match=r"cannot reach rank 0 at tcp://127.0.0.1"):
+        sx.init(rendezvous=f"tcp://127.0.0.1:{free_port()}", rank=1, world_size=2, timeout_s=1)
+
+
+# Before, twice, and after
+
+
+def twice() -> list[Any]:
+    import logging
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("statexchange").addHandler(handler)
+    before = [sx.get_rank(), sx.get_world_size(), sx.get_backend(), sx.is_initialized()]
+    first = sx.init(devices=False, timeout_s=7)
+    assert sx.init() is first
+    assert sx.init(timeout_s=7, devices=False) is first
+    assert said == []
+    assert sx.init("single", timeout_s=8) is first
+    sx.shutdown()
+    assert (sx.get_rank(), sx.get_world_size(), sx.is_initialized()) == (0, 1, False)
+    return [before, said]
+
+
+def test_init_is_idempotent_and_a_different_one_warns() -> None:
+    for before, said in run_ranks(twice, 2, backend="mpi", reuse=True):
+        assert before == [0, 1, "single", False]
+        (line,) = said
+        assert "backend='single', timeout_s=8 is not used" in line
+
+
+STARTS = """
+import os, sys
+import torch
+import statexchange as sx
+for i in range(20):
+    comm = sx.init(sys.argv[1])
+    t = torch.ones(100_000)
+    comm.all_reduce(t, async_op=i % 2 == 0)
+    comm.wait_all()
+    assert float(t[-1]) == comm.world_size, t
+    if comm.world_size > 1:
+        comm.empty((1000,), torch.float32)
+        assert comm.split(0, -comm.rank).rank == comm.world_size - 1 - comm.rank
+    sx.shutdown()
+if sys.argv[1] == "gloo":
+    torch.distributed.destroy_process_group()
+print("done", flush=True)
+"""
+
+
+def start_stop(backend: str, launcher: list[str], tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    if "mpiexec" in launcher[0]:
+        require_mpi()
+    script = tmp_path / "script.py"
+    script.write_text(STARTS)
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [*launcher, str(script), backend]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environ)
+
+
+def beside(name: str) -> str:
+    return str(Path(sys.executable).with_name(name))
+
+
+@pytest.mark.parametrize(
+    ("backend", "launcher", "ranks"),
+    [
+        ("single", [sys.executable], 1),
+        slow("mpi", [beside("mpiexec"), "-n", "2", sys.executable], 2),
+        slow("auto", [beside("mpiexec"), "-n", "2", sys.executable], 2),
+        slow("gloo", [beside("mpiexec"), "-n", "2", sys.executable], 2),
+        slow("shm", [beside("torchrun"), "--nproc-per-node", "2"], 2),
+    ],
+)
+def test_twenty_starts_and_stops_leave_nothing(backend: str, launcher: list[str], ranks: int, tmp_path: Path) -> None:
+    with no_names_left():
+        done = start_stop(backend, launcher, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done") == ranks
+
+
+# Launchers
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_slurm_needs_to_be_told_where_to_meet(missing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"}.items():
+        monkeypatch.setenv(name, value)
+    if not missing:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    expected = "set MASTER_ADDR and MASTER_PORT" if missing else "cannot reach rank 0 at tcp://127.0.0.1"
+    with pytest.raises(sx.NotInitializedError, match=expected):
+        sx.init(timeout_s=1)
+
+
+def under_slurm(port: int) -> list[Any]:
+    rank, size = me()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    os.environ.update(SLURM_PROCID=str(rank), SLURM_STEP_NUM_TASKS=str(size), SLURM_LOCALID=str(rank))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    return facts(sx.init())
+
+
+def test_ranks_of_slurm_meet_at_the_master() -> None:
+    assert [row[0] for row in run_ranks(under_slurm, 2, backend="processes", args=(free_port(),))] == ["shm", "shm"]
+
+
+def test_an_mpiexec_of_another_mpi_is_found_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As when Open MPI's mpiexec starts a Python whose mpi4py found MPICH: each rank would be a world of one."""
+    script = "import statexchange as sx; sx.init('mpi')"
+    environ = {**os.environ, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=environ)
+    assert done.returncode != 0
+    assert "OMPI_COMM_WORLD_SIZE" in done.stderr
+    assert "NotInitializedError" in done.stderr
+
+
+# Devices
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_nccl_without_a_gpu_says_what_to_install() -> None:
+    with pytest.raises((sx.MissingExtraError, sx.UnsupportedError), match="CUDA build of torch"):
+        sx.init("nccl")
+    assert not sx.is_initialized()
+
+
+def chooses(devices: Any) -> Any:
+    try:
+        return str(sx.init("auto", devices=devices).device)
+    except ValueError as error:
+        return str(error)
+
+
+def test_each_rank_gets_its_device_or_all_an_error() -> None:
+    assert run_ranks(chooses, 2, backend="mpi", args=(["cpu", "cpu"],), reuse=True) == ["cpu", "cpu"]
+    assert run_ranks(chooses, 2, backend="mpi", args=(False,), reuse=True) == ["cpu", "cpu"]
+    for said in run_ranks(chooses, 2, backend="mpi", args=(["cpu"],), reuse=True):
+        assert "devices=['cpu'] has no device for local_rank 1" in said
+    for said in run_ranks(chooses, 2, backend="mpi", args=(["cpu", "toaster"],), reuse=True):
+        assert "'toaster' is no device" in said
+
+
+# Shared memory alone
+
+
+def sockets() -> set[str]:
+    inodes = {str(Path(f"/proc/self/fd/{fd}").resolve()) for fd in os.listdir("/proc/self/fd")}
+    return {inode for inode in inodes if "socket:" in inode}
+
+
+def without_sockets(url: str) -> int:
+    comm = by_hand(url, "shm")
+    before = sockets()  # the launcher's pipe and the store's, which only new groups use
+    assert before
+    made: list[str] = []
+    sys.addaudithook(lambda event, _args: made.append(event) if event.startswith("socket.") else None)
+    for elements in (10, 100_000, 1_000_000):
+        t = torch.ones(elements)
+        comm.all_reduce(t)
+        comm.all_gather(t)
+        comm.reduce_scatter(t.repeat(comm.world_size))
+        comm.all_reduce(comm.empty((elements,), torch.float32).fill_(1))
+        comm.all_to_all([t] * comm.world_size)
+        work = comm.send(t, (comm.rank + 1) % 2, async_op=True)
+        comm.recv(t.clone(), (comm.rank + 1) % 2)
+        work.wait()
+        assert sockets() <= before
+    assert made == []
+    return 1
+
+
+def test_no_socket_is_used_during_collectives_in_shared_memory(tmp_path: Path) -> None:
+    assert run_ranks(without_sockets, 2, backend="processes", args=(f"file://{tmp_path}",)) == [1, 1]
+
+
+def drop_ptrace(libc: Any) -> None:
+    import ctypes
+
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    data = (ctypes.c_uint32 * 6)()
+    assert libc.capget(header, data) == 0
+    data[0] &= ~(1 << 19)
+    data[1] &= ~(1 << 19)
+    assert libc.capset(header, data) == 0
+
+
+def hides(kind: str, url: str) -> list[Any]:
+    """Ranks that cannot, or can hardly, see each other's memory."""
+    import ctypes
+    import logging
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("statexchange").addHandler(handler)
+    libc = ctypes.CDLL(None, use_errno=True)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if kind != "own /proc":
+        assert libc.prctl(4, 0, 0, 0, 0) == 0  # PR_SET_DUMPABLE: others may not look into /proc/<pid>/fd,
+        drop_ptrace(libc)  # which root only may because of this
+    else:
+        assert libc.unshare(0x00020000) == 0  # CLONE_NEWNS
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    if kind == "own /proc":
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/proc"], check=True)
+    comm = by_hand(url)
+    t = comm.all_reduce(torch.ones(3_000_000))
+    assert float(t[-1]) == 2
+    room = 40 << 20 if kind == "small /dev/shm" else 1000
+    return [comm.backend, len(said), float(comm.all_reduce(comm.empty((room,), torch.uint8).fill_(1))[0]), len(said)]
+
+
+@pytest.mark.usefixtures("mounts")
+@pytest.mark.parametrize("kind", ["own /proc", "not dumpable"])
+def test_ranks_that_hide_from_each_other_fall_back_together_with_one_warning(kind: str, tmp_path: Path) -> None:
+    with no_names_left():
+        found = run_ranks(hides, 2, backend="processes", args=(kind, f"file://{tmp_path}/meeting"))
+    name = "shm" if kind == "not dumpable" else "gloo"
+    assert found == [[name, int(name == "gloo"), 2.0, int(name == "gloo")], [name, 0, 2.0, 0]]
+
+
+SMALL = """
+import os
+import sys
+from statexchange.testing import run_ranks
+sys.path[:] = sys.argv[1].split(os.pathsep)
+import test_init
+if __name__ == "__main__":
+    print(run_ranks(test_init.hides, 2, backend="processes", args=("not dumpable", sys.argv[2]), timeout_s=60))
+    print(run_ranks(test_init.hides, 2, backend="processes", args=("small /dev/shm", sys.argv[2]), timeout_s=60))
+"""
+
+
+@pytest.mark.usefixtures("mounts")
+def test_a_small_dev_shm_is_no_harm(tmp_path: Path) -> None:
+    """64 MB of /dev/shm, which only ranks that may not open each other's memory use: two times 40 MiB do not fit."""
+    script = tmp_path / "script.py"
+    script.write_text(SMALL)
+    mounted = "mount --make-rprivate / && mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "
+    run = f"{mounted} {sys.executable} {script} {os.pathsep.join(sys.path)} file://{tmp_path}/meeting"
+    done = subprocess.run(["unshare", "-m", "sh", "-c", run], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "[['shm', 0, 2.0, 0], ['shm', 0, 2.0, 0]]",
+        "[['shm', 0, 2.0, 1], ['shm', 0, 2.0, 0]]",
+    ]
+
+
+TINY = """
+import os, sys
+from statexchange.testing import run_ranks
+sys.path[:] = sys.argv[1].split(os.pathsep)
+import test_init
+if __name__ == "__main__":
+    print(run_ranks(test_init.reduces, 2, backend="processes", args=(sys.argv[2],), timeout_s=60))
+"""
+
+
+def reduces(url: str) -> list[Any]:
+    """Ranks that may not open each other's memory, so that they need /dev/shm."""
+    import ctypes
+    import logging
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("statexchange").addHandler(handler)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(4, 0, 0, 0, 0) == 0
+    drop_ptrace(libc)
+    with pytest.raises(sx.UnsupportedError, match="room for some MiB of each rank"):
+        by_hand(url, "shm")
+    comm = by_hand(url)
+    return [comm.backend, float(comm.all_reduce(torch.ones(3_000_000))[-1]), len(said), os.listdir("/dev/shm")]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="namespaces and other users need root")
+def test_a_tiny_dev_shm_is_found_out_at_init(tmp_path: Path) -> None:
+    """1 MiB of /dev/shm, in which a control page finds room, but not what the first collective needs."""
+    script = tmp_path / "script.py"
+    script.write_text(TINY)
+    mounted = "mount --make-rprivate / && mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "
+    run = f"{mounted} {sys.executable} {script} {os.pathsep.join(sys.path)} file://{tmp_path}/meeting"
+    done = subprocess.run(["unshare", "-m", "sh", "-c", run], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[['gloo', 2.0, 1, []], ['gloo', 2.0, 0, []]]"]
+
+
+HOLDS = """
+import os, signal
+from statexchange.shared_memory import Arena
+arenas = [Arena.create(1 << 20, "file") for _ in range(2)]
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_init_sweeps_what_killed_ranks_have_left_in_dev_shm() -> None:
+    before = set(os.listdir("/dev/shm"))
+    for _ in range(3):
+        assert subprocess.run([sys.executable, "-c", HOLDS], timeout=60).returncode == -signal.SIGKILL
+    left = set(os.listdir("/dev/shm")) - before
+    assert len(left) == 6
+    run_ranks(facts_of_shm, 2, backend="processes", args=(f"tcp://127.0.0.1:{free_port()}",))
+    assert not left & set(os.listdir("/dev/shm"))
+
+
+def facts_of_shm(url: str) -> list[Any]:
+    return facts(by_hand(url, "shm"))
+
+
+APART = """
+import sys
+import torch
+import statexchange as sx
+comm = sx.init(rendezvous=sys.argv[1], rank=int(sys.argv[2]), world_size=2, timeout_s=30)
+print(comm.backend, comm.all_reduce(torch.ones(100_000))[-1].item(), flush=True)
+sx.shutdown()
+"""
+
+
+@pytest.mark.usefixtures("mounts")
+def test_ranks_of_different_pid_namespaces_meet_and_fall_back(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(APART)
+    apart = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, str(tmp_path / "script.py")]
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [*apart, f"file://{tmp_path}/meeting", str(rank)], stdout=subprocess.PIPE, text=True, env=environ
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert said == ["gloo 2.0\n", "gloo 2.0\n"]
+    assert [rank.returncode for rank in ranks] == [0, 0]

@@ -1,0 +1,144 @@
+"""What ranks export, torch's readers, transformers and safetensors load; what torch's writers save is loaded here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from test_models import assert_same, build, untied
+
+import statexchange as sx
+from statexchange.testing import run_ranks
+
+NAMES = ("llama", "tied", "mixtral")
+EXPORTS = ("fsdp", "fsdp-files", "tp", "tp-files")
+SEVERAL = 4000  # bytes in a file
+
+
+def sharded(name: str, seed: int, mesh: Any = None) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    model = build(name, seed)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def tensor_parallel(path: str) -> Any:
+    """A model that transformers itself distributes."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    return AutoModelForCausalLM.from_pretrained(
+        path, distributed_config=DistributedConfig(tp_plan="auto", tp_size=2), dtype="auto"
+    )
+
+
+def wrong(found: Any, name: str) -> list[str]:
+    """Names of what is not as in the model that was exported."""
+    expected = build(name).state_dict()
+    full = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()}
+    assert full.keys() == expected.keys()
+    return [n for n in expected if not full[n].equal(expected[n])]
+
+
+def writes(out: str) -> None:
+    """Ours from FSDP2 and from tensor parallelism, theirs from FSDP2; and theirs reads ours at once."""
+    for name in NAMES:
+        place = f"{out}/{name}"
+        options = {"files_from": f"{place}/config"}
+        model = sharded(name, 1)
+        sx.export_checkpoint(model, f"{place}/fsdp", **options)
+        sx.export_checkpoint(model, f"{place}/fsdp-files", max_shard_size=SEVERAL, **options)
+        dcp.save({"model": model.state_dict(), "step": 3}, checkpoint_id=f"{place}/dcp")
+        writer = dcp.HuggingFaceStorageWriter(f"{place}/hf", save_distributed=True)
+        dcp.save(untied_names(model.state_dict(), name), storage_writer=writer)
+        for export in ("fsdp", "fsdp-files"):
+            other = sharded(name, 2)
+            state = untied_names(other.state_dict(), name)
+            dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(f"{place}/{export}"))
+            assert wrong(other.state_dict(), name) == []
+        model = tensor_parallel(f"{place}/expected")
+        sx.export_checkpoint(model, f"{place}/tp", **options)
+        sx.export_checkpoint(model, f"{place}/tp-files", max_shard_size=SEVERAL, **options)
+    torch.distributed.barrier()
+
+
+def untied_names(state: Any, name: str) -> dict[str, Any]:
+    """torch's reader wants every name, and its writer none twice: of tied tensors ours has one."""
+    return {n: t for n, t in state.items() if name != "tied" or n != "lm_head.weight"}
+
+
+def reads(out: str) -> None:
+    """Theirs and ours, saved by two ranks, on a mesh of three and on one with replicas."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    meshes = [init_device_mesh("cpu", (3,)), init_device_mesh("cpu", (3, 1), mesh_dim_names=("replicate", "shard"))]
+    for name in NAMES:
+        for number, source in enumerate(("dcp", "hf", "fsdp", "tp-files")):
+            live = sharded(name, 2, meshes[number % 2])
+            sx.load_checkpoint({"model": live} if source == "dcp" else live, f"{out}/{name}/{source}")
+            assert wrong(live.state_dict(), name) == [], (name, source)
+    torch.distributed.barrier()
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("interop")
+    for name in NAMES:
+        model = build(name)
+        model.save_pretrained(out / name / "expected")
+        model.config.save_pretrained(out / name / "config")
+    run_ranks(writes, 2, backend="gloo", args=(str(out),), timeout_s=90)
+    return out
+
+
+@pytest.mark.parametrize("export", EXPORTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers_loads_what_ranks_have_exported(written: Path, name: str, export: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    assert len(list((written / name / export).glob("*.safetensors"))) > (3 if "files" in export else 0)
+    model, expected = AutoModelForCausalLM.from_pretrained(written / name / export, dtype="auto"), build(name)
+    assert type(model) is type(expected)
+    assert_same(dict(model.named_parameters()), dict(expected.named_parameters()))
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == (name == "tied")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_export_is_what_safetensors_writes_and_reads(written: Path, tmp_path: Path, name: str) -> None:
+    state = {n: t.contiguous() for n, t in untied(build(name).state_dict()).items()}
+    save_file(state, tmp_path / "expected", {"format": "pt"})
+    for export in ("fsdp", "tp"):
+        assert (written / name / export / "model.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()
+    for export in ("fsdp-files", "tp-files"):
+        found = {}
+        for path in (written / name / export).glob("*.safetensors"):
+            with safe_open(path, "pt") as file:
+                assert file.metadata() == {"format": "pt"}
+                found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (it is no mapping)
+            save_file(load_file(path), tmp_path / "again", {"format": "pt"})
+            assert path.read_bytes() == (tmp_path / "again").read_bytes()
+        assert_same(dict(sorted(found.items())), dict(sorted(state.items())))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torchs_reader_loads_exports_and_merges(
+    written: Path, tmp_path: Path, name: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    sx.merge_checkpoint(written / name / "dcp", tmp_path / "merged", rename=[(r"^model\.", "")], max_shard_size=SEVERAL)
+    for source in (*(written / name / export for export in EXPORTS), tmp_path / "merged"):
+        state = untied_names(build(name, 2).state_dict(), name)
+        dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(source)), no_dist=True)
+        assert_same(state, untied_names(build(name).state_dict(), name))
+    recwarn.clear()  # torch's own, of no_dist
+
+
+@pytest.mark.slow
+def test_what_torch_and_we_have_saved_is_loaded_into_other_meshes(written: Path) -> None:
+    run_ranks(reads, 3, backend="gloo", args=(str(written),), timeout_s=60)

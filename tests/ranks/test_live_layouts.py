@@ -1,0 +1,512 @@
+"""Every way in which live state lies across ranks, exported: the files are those of the whole model, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from safetensors.torch import load_file, save_file
+from sweeps import slow
+from test_layout_file import cut_by_rules
+from torch import nn
+
+import statexchange as sx
+from statexchange.testing import run_ranks
+
+BOTH = ("threads", "gloo")
+IMPORTING = threading.Lock()
+State = dict[str, torch.Tensor]
+
+
+def model_of() -> nn.Sequential:
+    torch.manual_seed(0)  # of this process: for ranks that are processes
+    return nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 10), nn.Linear(10, 7, bias=False), nn.LayerNorm(7))
+
+
+def exported(path: Path | str) -> State:
+    found: State = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def equal(one: State, other: State) -> bool:
+    """Bit for bit."""
+    same = [
+        one[n].dtype == other[n].dtype and one[n].shape == other[n].shape and np.array_equal(raw(one[n]), raw(other[n]))
+        for n in one.keys() & other.keys()
+    ]
+    return one.keys() == other.keys() and all(same)
+
+
+def raw(tensor: torch.Tensor) -> Any:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def refused(error: type[Exception], match: str, state: Any, out: Path, **options: Any) -> None:
+    """The same error on all ranks, and nothing left behind."""
+    with pytest.raises(error, match=match):
+        sx.export_checkpoint(state, out, **options)
+    sx.get_communicator().barrier()
+    assert not out.exists()
+    sx.get_communicator().barrier()
+
+
+# Meshes
+
+
+def over_a_mesh(kind: str, out: str) -> bool:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = model_of()
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if kind == "tp":
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        parallelize_module(model, mesh, {"1": ColwiseParallel(), "2": RowwiseParallel()})
+    elif kind == "hsdp":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model[1], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        model = nn.parallel.DistributedDataParallel(model)
+    sx.export_checkpoint(model, out)
+    return equal(exported(out), expected)
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("tp", 2), slow("hsdp", 4), ("ddp", 2)])
+def test_modules_over_a_mesh(kind: str, ranks: int, tmp_path: Path) -> None:
+    assert run_ranks(over_a_mesh, ranks, backend="gloo", args=(kind, str(tmp_path / "out"))) == [True] * ranks
+
+
+def experts_on_a_submesh(out: str) -> list[bool]:
+    """Two pipeline stages, each with its experts on a mesh of its own two ranks; and all experts on one axis of 2-D."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.manual_seed(0)
+    layers = torch.randn(2, 5, 4, 3)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
+    stage = mesh.get_local_rank("pp")
+    own = {f"layers.{stage}.experts.up": distribute_tensor(layers[stage], mesh["ep"], [Shard(0)])}
+    sx.export_checkpoint(own, f"{out}-stages", comm=mesh)
+    both = {"experts.up": distribute_tensor(layers[0], mesh["ep"], [Shard(0)]), "gate": torch.ones(2)}
+    sx.export_checkpoint(both, f"{out}-both", comm=mesh)
+    stages = {f"layers.{n}.experts.up": layers[n] for n in range(2)}
+    together = {"experts.up": layers[0], "gate": torch.ones(2)}
+    return [equal(exported(f"{out}-stages"), stages), equal(exported(f"{out}-both"), together)]
+
+
+@pytest.mark.slow
+def test_experts_on_a_submesh(tmp_path: Path) -> None:
+    found = run_ranks(experts_on_a_submesh, 4, backend="gloo", args=(str(tmp_path / "out"),))
+    assert found == [[True, True]] * 4
+
+
+def a_rule_for_what_knows_its_place(out: str) -> bool:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    rank = mesh.get_rank()
+    w = torch.arange(8.0)
+    cut = distribute_tensor(w, mesh, [Shard(0)])
+    with pytest.raises(ValueError, match="'w' matches a tensor that says itself which part it is"):
+        sx.export_checkpoint({"w": cut}, out, layout={"w": {"dim": 0}})
+    scale = distribute_tensor(torch.zeros(2), mesh, [Replicate()])
+    scale.to_local().fill_(rank)
+    state = {"w.weight": cut, "scale": scale, "v.weight": w.chunk(2)[rank]}
+    rules = {"w": "rowwise", "v": "colwise", "scale": {"reduce": "max"}}
+    sx.export_checkpoint(state, out, layout=rules)
+    return equal(exported(out), {"w.weight": w, "scale": torch.ones(2), "v.weight": w})
+
+
+def test_a_plan_may_speak_of_tensors_that_know_their_place(tmp_path: Path) -> None:
+    assert all(run_ranks(a_rule_for_what_knows_its_place, 2, backend="gloo", args=(str(tmp_path / "out"),)))
+
+
+class Chunked(torch.Tensor):
+    """Rows that lie in turn on two ranks, told by torch's protocol."""
+
+    rank: int
+    parts: torch.Tensor
+
+    @staticmethod
+    def of(rank: int, parts: torch.Tensor) -> Chunked:
+        made = torch.Tensor._make_wrapper_subclass(Chunked, (2 * len(parts), *parts.shape[1:]), dtype=parts.dtype)
+        made.rank, made.parts = rank, parts
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} is not for a tensor that lies on several ranks")
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        places = [(2 * row + self.rank, *(0,) * (self.ndim - 1)) for row in range(len(self.parts))]
+        return [ChunkStorageMetadata(torch.Size(at), torch.Size((1, *self.shape[1:]))) for at in places]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return self.parts[index.offset[0] // 2].unsqueeze(0)
+
+
+@pytest.mark.ranks(2, backend="threads")
+def test_tensors_that_tell_their_chunks_by_torchs_protocol(tmp_path: Path) -> None:
+    rank = sx.get_communicator().rank
+    whole = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+    sx.export_checkpoint({"w": Chunked.of(rank, whole[rank::2].clone())}, tmp_path / "out")
+    assert equal(exported(tmp_path / "out"), {"w": whole})
+    fresh = torch.zeros(3, 3)
+    sx.load_checkpoint({"w": Chunked.of(rank, fresh)}, tmp_path / "out")
+    assert torch.equal(fresh, whole[rank::2])
+
+
+# Names
+
+
+def wrapped(kind: str, model: nn.Module) -> nn.Module:
+    if kind == "compile":
+        return torch.compile(model, backend="eager")  # type: ignore[return-value]
+    if kind == "averaged":
+        return torch.optim.swa_utils.AveragedModel(model)
+    if kind == "distributed":
+        return sx.DistributedModule(model)
+    if kind == "distributed, averaged":
+        return torch.optim.swa_utils.AveragedModel(sx.DistributedModule(model))
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    return torch.optim.swa_utils.AveragedModel(
+        nn.parallel.DistributedDataParallel(torch.compile(model, backend="eager"))
+    )
+
+
+def clean_names(out: str) -> list[str]:
+    wrong = []
+    for kind in ("compile", "averaged", "distributed", "distributed, averaged", "ddp", "all"):
+        model = model_of()
+        expected = copy.deepcopy(model.state_dict())
+        sx.export_checkpoint(wrapped(kind, model), f"{out}-{kind}")
+        if not equal(exported(f"{out}-{kind}"), expected):
+            wrong.append(kind)
+    return wrong
+
+
+def test_wrappers_leave_names_as_they_are(tmp_path: Path) -> None:
+    assert run_ranks(clean_names, 2, backend="gloo", args=(str(tmp_path / "out"),)) == [[], []]
+
+
+@pytest.mark.ranks(2, backend=BOTH)
+def test_pipeline_stages_are_lists_of_modules(tmp_path: Path) -> None:
+    """Interleaved stages: rank 0 has the first and third, rank 1 the others; a tied head is on the last."""
+    comm = sx.get_communicator()
+    stages = [nn.ModuleDict({str(n): nn.Linear(3, 3)}) for n in range(4)]
+    for n, stage in enumerate(stages):
+        nn.init.constant_(stage[str(n)].weight, n)
+        nn.init.zeros_(stage[str(n)].bias)
+    head = nn.Linear(3, 3, bias=False)
+    head.weight = stages[3]["3"].weight
+    own: list[Any] = stages[comm.rank :: 2]
+    report = sx.export_checkpoint([*own, nn.ModuleDict({"head": head})] if comm.rank else own, tmp_path / "out")
+    expected = {name: value for stage in stages for name, value in stage.state_dict().items()}
+    assert equal(exported(tmp_path / "out"), expected)
+    assert report.aliases == {"head.weight": "3.weight"}
+    assert json.loads((tmp_path / "out/statexchange.json").read_text())["aliases"] == report.aliases
+
+
+# Plain tensors and a layout
+
+
+@pytest.mark.ranks(2, backend=BOTH)
+def test_plain_tensors_with_every_kind_of_rule(tmp_path: Path) -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    rank = sx.get_communicator().rank
+    w = torch.arange(24.0).reshape(4, 6)
+    state = {
+        "shard": w.chunk(2, 1)[rank],
+        "replicate": w,
+        "word.weight": w.chunk(2, 1)[rank].clone(),
+        "all.boxes": torch.cat([w[:1], w[3:]]) if rank == 0 else w[1:3],
+        "own.box": w[2 * rank : 2 * rank + 2],
+        "array": w.numpy()[2 * rank : 2 * rank + 2],
+        "scale": torch.tensor([1.0, -2.0]) * (1 if rank else -1),
+        "turned.scale": (w - 12.25).mul(1 if rank else -1).T,
+    }
+    boxes = [[[[0, 0], [1, 6]], [[3, 0], [1, 6]]], [[[1, 0], [2, 6]]]]
+    layout = {
+        "shard": Shard(1),
+        "replicate": Replicate(),
+        "word": "rowwise",
+        "all.boxes": {"global_shape": [4, 6], "boxes": boxes},
+        "own.box": {"global_shape": [4, 6], "offsets": [2 * rank, 0], "shape": [2, 6]},
+        "array": {"dim": 0},
+        "*scale": {"reduce": "max"},
+    }
+    sx.export_checkpoint(state, tmp_path / "out", layout=layout, dtype="bfloat16")
+    expected = {name: w.bfloat16() for name in state} | {"scale": torch.tensor([1.0, 2.0]).bfloat16()}
+    expected["turned.scale"] = (w - 12.25).abs().T.bfloat16()
+    assert equal(exported(tmp_path / "out"), expected)
+
+
+def tiny_llama(*, tied: bool) -> Any:
+    with IMPORTING:  # in one thread at a time
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=tied, attention_bias=True, mlp_bias=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    seed = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for value in model.parameters():
+            value.normal_(generator=seed)
+    return model
+
+
+def cut_as_transformers_does(model: Any, rank: int) -> State:
+    """This rank's plain tensors: rows of what is colwise and of the embedding, columns of what is rowwise."""
+    dims = {"colwise": 0, "colwise_gather_output": 0, "embedding_rowwise": 0, "rowwise": 1}
+    words = {}
+    for pattern, word in model.tp_plan.items():
+        words |= {pattern.replace("*", str(layer)): word for layer in range(2)}
+    found = {}
+    for name, value in model.state_dict().items():
+        word = words.get(name.rpartition(".")[0])
+        whole = word is None or (word == "rowwise" and value.ndim == 1)
+        found[name] = value if whole else value.chunk(2, dims[word])[rank]
+    return found
+
+
+@pytest.mark.ranks(2, backend="threads", timeout_s=60)
+def test_a_models_tp_plan_is_a_layout_of_live_ranks(tmp_path: Path) -> None:
+    rank = sx.get_communicator().rank
+    for tied in (False, True):
+        model = tiny_llama(tied=tied)
+        own = cut_as_transformers_does(model, rank)
+        assert own["model.embed_tokens.weight"].shape == (16, 16)
+        assert own["model.layers.0.self_attn.o_proj.bias"].shape == (16,)
+        report = sx.export_checkpoint(own, tmp_path / f"out{tied}", layout=model.tp_plan)
+        expected = dict(model.state_dict())
+        if tied:
+            del expected["lm_head.weight"]
+        assert report.aliases == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
+        assert equal(exported(tmp_path / f"out{tied}"), expected)
+        sx.get_communicator().barrier()
+
+
+# Live ranks and files laid out alike
+
+
+def merged(path: Path, states: list[State], layout: Any, **options: Any) -> State:
+    """The same state, left in one plain file per rank and merged."""
+    path.mkdir()
+    for rank, state in enumerate(states):
+        save_file({name: value.contiguous() for name, value in state.items()}, path / f"rank{rank}.safetensors")
+    sx.merge_checkpoint(path, path / "out", layout=layout, **options)
+    return exported(path / "out")
+
+
+def alike(path: Path, states_of: Callable[[], list[State]], layout: Any, **options: Any) -> State:
+    """What the live ranks export, which is what merging their files gives."""
+    comm = sx.get_communicator()
+    states = states_of()
+    sx.export_checkpoint(states[comm.rank], path / "live", layout=layout, **options)
+    found = exported(path / "live")
+    theirs = merged(path / f"files{comm.rank}", states, layout, **options)
+    assert equal(found, theirs)
+    assert digests(path / "live") == digests(path / f"files{comm.rank}/out")
+    comm.barrier()
+    return found
+
+
+def digests(path: Path) -> dict[str, Any]:
+    """What the manifest says of each tensor, except for who supplied it."""
+    tensors = json.loads((path / "statexchange.json").read_text())["tensors"]
+    return {name: {**told, "boxes": [box[:3] for box in told["boxes"]]} for name, told in tensors.items()}
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
+DTYPES += [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+def scales() -> list[State]:
+    seed = torch.Generator().manual_seed(1)
+    states: list[State] = []
+    for _ in range(3):
+        values = torch.randint(-9, 9, (5, 7), generator=seed).float()
+        state = {f"{str(dtype).removeprefix('torch.')}_scale": values.to(dtype) for dtype in DTYPES}
+        state["nan_scale"] = torch.where(torch.rand(9, generator=seed) < 0.2, torch.nan, torch.randn(9, generator=seed))
+        state["scalar_scale"] = torch.randn((), generator=seed)
+        state["large_scale"] = torch.randn(1100, 1001, generator=seed)  # more than a message holds
+        states.append(state)
+    return states
+
+
+@pytest.mark.ranks(3, backend=BOTH)
+def test_copies_are_reduced_as_they_are_in_files(tmp_path: Path) -> None:
+    for reduce in ("max", "min"):
+        path = tmp_path / f"{reduce}"
+        path.mkdir(exist_ok=True)
+        found = alike(path, scales, {"*_scale": {"reduce": reduce}})
+        states = scales()
+        for name in ("large_scale", "nan_scale"):
+            stacked = torch.stack([state[name] for state in states])
+            expected = getattr(stacked, f"a{reduce}")(0)
+            assert torch.equal(found[name].nan_to_num(99), expected.nan_to_num(99))
+
+
+def cut_scales() -> list[State]:
+    whole = torch.randn(2, 64, 90, generator=torch.Generator().manual_seed(2))
+    return [
+        {"s": whole[dp, :, 45 * tp : 45 * tp + 45].clone(), "w": whole[0, :, 45 * tp : 45 * tp + 45].clone()}
+        for dp in range(2)
+        for tp in range(2)
+    ]
+
+
+@pytest.mark.ranks(4, backend=BOTH)
+def test_a_reduction_with_a_cut_and_a_cast(tmp_path: Path) -> None:
+    cut = {"dim": 1, "axis": "tp"}
+    layout = {"grid": {"dp": 2, "tp": 2}, "rules": {"s": [cut, {"reduce": "max"}], "w": cut}}
+    for number, options in enumerate([{}, {"dtype": "bfloat16"}, {"replicas": "root"}]):
+        path = tmp_path / str(number)
+        path.mkdir(exist_ok=True)
+        alike(path, cut_scales, layout, **options)
+
+
+@pytest.mark.ranks(2, backend=BOTH)
+def test_the_state_stays_as_it_is_and_what_has_no_order_is_refused(tmp_path: Path) -> None:
+    rank = sx.get_communicator().rank
+    mine = torch.full((3,), float(rank))
+    future = sx.export_checkpoint_async({"s": mine}, tmp_path / "out", layout={"s": {"reduce": "max"}})
+    mine += 10
+    future.result()
+    assert exported(tmp_path / "out")["s"].tolist() == [1, 1, 1]
+    assert mine.tolist() == [rank + 10.0] * 3
+    layout = {"s": {"reduce": "max"}}
+    complex_ = {"s": torch.zeros(2, dtype=torch.complex64)}
+    refused(sx.UnsupportedError, "complex numbers have no max.*'s'", complex_, tmp_path / "x", layout=layout)
+    uneven = {"s": mine if rank else mine.bfloat16()}
+    told = r"copies to be reduced differ in dtype: expected BF16, found F32.*'s', rank 1"
+    refused(sx.CorruptError, told, uneven, tmp_path / "x", layout=layout, dtype="float16")
+
+
+def exports_by_rules(layout: Any, states: list[State], out: str) -> None:
+    sx.export_checkpoint(states[sx.get_communicator().rank], out, layout=layout)
+
+
+@settings(max_examples=15, deadline=None)
+@given(cut_by_rules())
+def test_whatever_rules_say_is_what_live_ranks_export(tmp_path_factory: pytest.TempPathFactory, case: Any) -> None:
+    layout, whole, states = case
+    out = tmp_path_factory.mktemp("rules", numbered=True) / "out"
+    run_ranks(exports_by_rules, len(states), backend="threads", args=(layout, states, str(out)))
+    assert equal(exported(out), whole)
+
+
+GRID = {"pp": 2, "ep": 2, "tp": 1}
+
+
+def experts() -> list[State]:
+    """Stages of 2 and 1 layers; each expert parallel rank has three experts of each, which it numbers from 0."""
+    seed = torch.Generator().manual_seed(3)
+    states: list[State] = []
+    for layers in (2, 1):
+        norms = torch.randn(layers, 4, generator=seed)
+        for _ in range(2):
+            state: State = {}
+            for layer in range(layers):
+                for expert in range(3):
+                    state[f"layers.{layer}.experts.{expert}.gate_up"] = torch.randn(4, 2, generator=seed)
+                state[f"layers.{layer}.norm"] = norms[layer].clone()
+                state[f"layers.{layer}.amax"] = torch.randn(2, generator=seed)
+            states.append(state)
+    return states
+
+
+@pytest.mark.ranks(4, backend=BOTH)
+def test_experts_and_layers_are_counted_on_as_they_are_in_files(tmp_path: Path) -> None:
+    layers, numbers = {"renumber": "layers", "axis": "pp"}, {"renumber": "experts", "axis": "ep"}
+    split = {"dim": 0, "axis": [], "split": {"gate_up": {"gate": 1, "up": 1}}}
+    rules = {
+        "*.experts.*": [layers, numbers, split],
+        "*.norm": layers,
+        "*.amax": [layers, {"reduce": "max"}],
+    }
+    options = {"exclude": "*.experts.5.up", "rename": [("^layers", "model.layers")]}
+    found = alike(tmp_path, experts, {"grid": GRID, "rules": rules}, **options)
+    names = [f"model.layers.{n}.experts.{e}.{part}" for n in range(3) for e in range(6) for part in ("gate", "up")]
+    names = [name for name in names if not name.endswith("5.up")]
+    assert found.keys() == {*names, *(f"model.layers.{n}.{part}" for n in range(3) for part in ("norm", "amax"))}
+    states = experts()
+    assert torch.equal(found["model.layers.2.experts.4.up"], states[3]["layers.0.experts.1.gate_up"][2:])
+    sx.export_checkpoint_async(
+        states[sx.get_communicator().rank], tmp_path / "later", layout={"grid": GRID, "rules": rules}
+    ).result()
+    assert exported(tmp_path / "later").keys() >= {"layers.2.experts.4.up", "layers.0.amax"}
+
+
+@pytest.mark.ranks(2, backend=BOTH)
+def test_names_that_cannot_be_counted_on(tmp_path: Path) -> None:
+    rank = sx.get_communicator().rank
+    layout = {"*.w": {"renumber": "experts"}}
+    bad = {"experts.w": torch.ones(1)}
+    refused(
+        ValueError,
+        "renumbers 'experts', but the name has no number after it.*'experts.w'",
+        bad,
+        tmp_path / "x",
+        layout=layout,
+    )
+    state = {"experts.0.w": torch.ones(1), f"experts.{rank}.v": torch.ones(1)}
+    twice = {"experts.0.w": torch.ones(1), **({"experts.1.v": torch.ones(1)} if rank else {})}
+    rename = {"*.w": [{"renumber": "experts"}, {"dim": 0, "split": {"w": {"v": 1}}}]}
+    told = r"the layout makes two tensors of one rank this one.*'experts\.1\.v', rank 1"
+    refused(ValueError, told, twice, tmp_path / "x", layout=rename)
+    sx.export_checkpoint(state, tmp_path / "out", layout=layout)
+    assert sorted(exported(tmp_path / "out")) == ["experts.0.v", "experts.0.w", "experts.1.v", "experts.1.w"]
+
+
+@pytest.mark.ranks(2, backend="threads")
+def test_tied_tensors_keep_their_tie_under_new_names(tmp_path: Path) -> None:
+    rank = sx.get_communicator().rank
+    weight = torch.full((2,), float(rank))
+    state = {"experts.0.w": weight, "experts.0.tied": weight}
+    report = sx.export_checkpoint(state, tmp_path / "out", layout={"experts.*": {"renumber": "experts"}})
+    assert report.aliases == {"experts.0.tied": "experts.0.w", "experts.1.tied": "experts.1.w"}
+    assert exported(tmp_path / "out")["experts.1.w"].tolist() == [1, 1]
+
+
+# Statistics of their own
+
+
+def batch_norm(out: str) -> list[str]:
+    rank = sx.get_communicator().rank
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    model(torch.randn(8, 3, generator=torch.Generator().manual_seed(rank))).sum().backward()
+    try:
+        sx.export_checkpoint(model, out)
+    except sx.ReplicaError as error:
+        sx.export_checkpoint(model, out, replicas="root")
+        mine = equal(exported(out), dict(model.module.state_dict()))
+        return [str(error), str(error.name), str(mine)]
+    return []
+
+
+def test_batch_norm_statistics_that_differ_print_the_line_that_takes_roots(tmp_path: Path) -> None:
+    found = run_ranks(batch_norm, 2, backend="gloo", args=(str(tmp_path / "out"),))
+    assert [(name, mine) for _, name, mine in found] == [("1.running_mean", "True"), ("1.running_mean", "False")]
+    assert all('replicas="root"' in text for text, _, _ in found)

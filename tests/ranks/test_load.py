@@ -1,0 +1,659 @@
+"""Loading into live state: any source, any number of ranks, any placement, bit by bit; or a named error everywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from starting import LAUNCHED_AS, start
+from sweeps import slow
+from torch import nn
+
+import statexchange as sx
+from statexchange.testing import run_ranks
+
+NAN = float("nan")
+FROZEN = np.zeros(2, np.float32)
+FROZEN.flags.writeable = False
+
+
+def model_of(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(7, 33), nn.BatchNorm1d(33), nn.Linear(33, 5))
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 7, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+        optimizer.step()
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, torch.Tensor):
+        one, other = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (one, other))
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return bool(one == other)
+
+
+# One process
+
+
+def test_tensors_of_every_dtype_come_back_in_place(tmp_path: Path) -> None:
+    dtypes = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool, torch.complex64]
+    saved = {f"t{i}": torch.arange(12).reshape(3, 4).to(d) for i, d in enumerate(dtypes)}
+    saved |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 3), "one": torch.ones(1, 1)}
+    sx.export_checkpoint(saved, tmp_path / "out")
+    live = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+    before = {name: tensor.data_ptr() for name, tensor in live.items()}
+    report = sx.load_checkpoint(live, tmp_path / "out")
+    assert {name: tensor.data_ptr() for name, tensor in live.items()} == before
+    assert all(
+        torch.equal(live[name].view(torch.uint8), saved[name].view(torch.uint8)) for name in saved if name != "scalar"
+    )
+    assert live["scalar"] == 2.5
+    assert (report.num_tensors, report.nbytes) == (10, sum(t.nbytes for t in saved.values()))
+    assert (report.missing, report.unexpected) == ((), ())
+
+
+def test_strided_live_tensors_and_arrays_are_filled(tmp_path: Path) -> None:
+    save_file({"a": torch.arange(12.0).reshape(3, 4), "b": torch.arange(6.0)}, tmp_path / "model.safetensors")
+    turned, spread = torch.zeros(4, 3).T, np.zeros(12, np.float32)[::2]
+    sx.load_checkpoint({"a": turned, "b": spread}, tmp_path)
+    assert torch.equal(turned, torch.arange(12.0).reshape(3, 4))
+    assert spread.tolist() == list(range(6))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
+def test_a_model_with_tied_weights_and_one_that_is_compiled(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(6, 3)
+            self.head = nn.Linear(3, 6, bias=False)
+            self.head.weight = self.embed.weight
+
+    one, other = Tied(), Tied()
+    sx.export_checkpoint(one, tmp_path / "out")
+    sx.load_checkpoint(torch.compile(other), tmp_path / "out")
+    assert torch.equal(other.embed.weight, one.embed.weight)
+    assert other.head.weight is other.embed.weight
+
+
+def test_names_that_differ_are_told_all_at_once_and_nothing_is_changed(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "model.safetensors")
+    live = {"a": torch.zeros(2), "c": torch.zeros(2)}
+    with pytest.raises(FileNotFoundError, match=r"1 missing in the source: c; 1 not in the state: b.*strict=False"):
+        sx.load_checkpoint(live, tmp_path)
+    assert live["a"].tolist() == [0, 0]
+    report = sx.load_checkpoint(live, tmp_path, strict=False)
+    assert (report.missing, report.unexpected) == (("c",), ("b",))
+    assert live["a"].tolist() == [1, 1]
+    with pytest.raises(ValueError, match=r"1 not in the state: b"):
+        sx.load_checkpoint({"a": torch.zeros(2)}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("live", "told"),
+    [
+        (torch.zeros(3), r"shape differs.*expected \(2,\), found \(3,\).*'a'"),
+        (torch.zeros(2, dtype=torch.float16), "dtype differs.*expected F32, found F16.*'a'"),
+    ],
+)
+def test_shapes_and_dtypes_must_be_equal(live: torch.Tensor, told: str, tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=told):
+        sx.load_checkpoint({"a": live}, tmp_path)
+
+
+def test_bytes_that_changed_are_found(tmp_path: Path) -> None:
+    sx.export_checkpoint({"a": torch.ones(1000)}, tmp_path / "out")
+    file = tmp_path / "out/model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(sx.CorruptError, match=r"bytes differ from their digest.*'a'"):
+        sx.load_checkpoint({"a": torch.zeros(1000)}, tmp_path / "out")
+
+
+def exports_halves(out: str) -> None:
+    rank = sx.get_rank()
+    sx.export_checkpoint({"a": torch.full((40 + rank, 30), 1.0 + rank)}, out, layout={"a": {"dim": 0}})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_ranks_piece_of_a_merged_tensor_is_checked(rank: int, tmp_path: Path) -> None:
+    run_ranks(exports_halves, 2, args=(str(tmp_path / "out"),))
+    whole = {"a": torch.zeros(81, 30)}
+    sx.load_checkpoint(whole, tmp_path / "out")
+    assert whole["a"][:, 0].tolist() == [1.0] * 40 + [2.0] * 41
+    file = tmp_path / "out/model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-81 * 30 * 4 if rank == 0 else -1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(sx.CorruptError, match=r"bytes differ from their digest.*'a'"):
+        sx.load_checkpoint(whole, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["nothing", "file.txt"])
+def test_a_source_that_is_none(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file.txt").write_text("hello")
+    with pytest.raises(FileNotFoundError):
+        sx.load_checkpoint({"a": torch.zeros(1)}, tmp_path / name)
+
+
+# Nested state
+
+
+def test_a_job_resumes_where_it_was(tmp_path: Path) -> None:
+    model = model_of(1)
+    optimizer = torch.optim.AdamW([{"params": model[0].parameters(), "lr": 0.5}, {"params": model[2].parameters()}])
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
+    trained(model, optimizer)
+    schedule.step()
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": schedule,
+        "step": 7,
+        "seen": [1, (2, "x")],
+        "nan": float("nan"),
+    }
+    sx.save_checkpoint(state, tmp_path / "ckpt")
+    fresh = model_of(2)
+    its = torch.optim.AdamW([{"params": fresh[0].parameters(), "lr": 0.1}, {"params": fresh[2].parameters()}])
+    plan = torch.optim.lr_scheduler.StepLR(its, 5)
+    other = {
+        "model": fresh,
+        "optimizer": its,
+        "schedule": plan,
+        "step": 0,
+        "seen": [],
+        "nan": 0.0,
+    }
+    sx.load_checkpoint(other, tmp_path / "ckpt")
+    assert same(fresh.state_dict(), model.state_dict())
+    assert same(its.state_dict(), optimizer.state_dict())
+    assert same(plan.state_dict(), schedule.state_dict())
+    assert (other["step"], other["seen"], other["nan"] != other["nan"]) == (7, [1, (2, "x")], True)
+    for m, o in ((model, optimizer), (fresh, its)):
+        trained(m, o, 2)
+    assert same(fresh.state_dict(), model.state_dict())
+
+
+def test_an_optimizer_finds_its_parameters_by_name(tmp_path: Path) -> None:
+    model, fresh = model_of(1), model_of(2)
+    optimizer = torch.optim.Adam(model.parameters())
+    trained(model, optimizer)
+    sx.save_checkpoint({"model": model, "optimizer": optimizer}, tmp_path / "ckpt")
+    turned = torch.optim.Adam(list(fresh.parameters())[::-1])
+    sx.load_checkpoint({"model": fresh, "optimizer": turned}, tmp_path / "ckpt")
+    for one, other in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert same(optimizer.state[one], turned.state[other])
+
+
+def test_what_was_not_saved_is_told(tmp_path: Path) -> None:
+    sx.save_checkpoint({"model": model_of(1), "step": 7}, tmp_path / "ckpt")
+    with pytest.raises(FileNotFoundError, match=r"1 missing in the source: epoch; 1 not in the state: step"):
+        sx.load_checkpoint({"model": model_of(2), "epoch": 7}, tmp_path / "ckpt")
+    with pytest.raises(FileNotFoundError, match=r'under "model": give \{"model": state\}'):
+        sx.load_checkpoint(model_of(2), tmp_path / "ckpt")
+    with pytest.raises(
+        sx.InvalidArgumentError, match=r"state\.step was saved as something else.*expected a tensor, found a int"
+    ):
+        sx.load_checkpoint({"model": model_of(2), "step": torch.zeros(1)}, tmp_path / "ckpt")
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="holds tensors only"):
+        sx.load_checkpoint({"a": torch.zeros(2), "step": 7}, tmp_path / "model.safetensors")
+
+
+class Extra(nn.Module):
+    """A module with extra state, of numbers or a tensor, and one tensor that it saves as a copy."""
+
+    def __init__(self, value: int, *, as_tensor: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2,), float(value)))
+        self.value = value
+        self.as_tensor = as_tensor
+
+    def get_extra_state(self) -> Any:
+        return torch.tensor([self.value]) if self.as_tensor else {"value": self.value}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.value = int(state[0]) if self.as_tensor else state["value"]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight"] = destination[prefix + "weight"].detach().clone()
+
+
+@pytest.mark.parametrize("as_tensor", [True, False])
+@pytest.mark.parametrize("nested", [True, False])
+def test_what_a_module_gives_as_a_copy_goes_back_by_its_own_way(as_tensor: bool, nested: bool, tmp_path: Path) -> None:
+    one, other = (nn.Sequential(Extra(value, as_tensor=as_tensor)) for value in (5, 0))
+    sx.save_checkpoint({"m": one} if nested else one, tmp_path)
+    sx.load_checkpoint({"m": other} if nested else other, tmp_path)
+    assert (other[0].value, other[0].weight.tolist()) == (5, [5.0, 5.0])
+
+
+def test_fsdp1_is_refused(tmp_path: Path) -> None:
+    class FullyShardedDataParallel(nn.Linear):
+        """It is known by its name."""
+
+    save_file({"weight": torch.ones(1, 1)}, tmp_path / "model.safetensors")
+    with pytest.raises(TypeError, match="FSDP1"):
+        sx.load_checkpoint(FullyShardedDataParallel(1, 1), tmp_path)
+
+
+def test_names_under_a_prefix_are_taken_by_a_mapping_of_modules(tmp_path: Path) -> None:
+    one, other = model_of(1), model_of(2)
+    save_file({f"model.{n}": t for n, t in one.state_dict().items()}, tmp_path / "model.safetensors")
+    with pytest.raises(FileNotFoundError, match=r'under "model": give \{"model": state\}'):
+        sx.load_checkpoint(other, tmp_path)
+    sx.load_checkpoint({"model": other}, tmp_path)
+    assert same(other.state_dict(), one.state_dict())
+    report = sx.load_checkpoint({"model": other, "head": nn.Linear(1, 1)}, tmp_path, strict=False)
+    assert report.missing == ("head.weight", "head.bias")
+
+
+def test_a_config_that_holds_no_state_is_none(tmp_path: Path) -> None:
+    """What an NFSWorkspace has beside its weights."""
+    sx.NFSWorkspace(tmp_path).write_configs_and_weights({"hidden": 3}, {"a": torch.ones(2)})
+    live = {"a": torch.zeros(2)}
+    sx.load_checkpoint(live, tmp_path)
+    assert live["a"].tolist() == [1, 1]
+
+
+def test_an_optimizer_of_fewer_or_more_parameters(tmp_path: Path) -> None:
+    model, fresh = model_of(1), model_of(2)
+    optimizer = torch.optim.Adam([{"params": model[0].parameters(), "lr": 0.5}, {"params": model[2].parameters()}])
+    trained(model, optimizer)
+    optimizer.state["global"] = {"seen": 3}
+    sx.save_checkpoint({"model": model, "optimizer": optimizer}, tmp_path)
+    fewer = torch.optim.Adam(fresh[2].parameters())
+    with pytest.raises(ValueError, match=r"2 not in the state: optimizer\.model\.0\.weight, optimizer\.model\.0\.bias"):
+        sx.load_checkpoint({"model": fresh, "optimizer": fewer}, tmp_path)
+    sx.load_checkpoint({"model": fresh, "optimizer": fewer}, tmp_path, strict=False)
+    assert same(fewer.state[fresh[2].weight], optimizer.state[model[2].weight])
+    assert fewer.state["global"] == {"seen": 3}
+    more = torch.optim.Adam(fresh.parameters())
+    trained(fresh, more)
+    before = {key: value.clone() for key, value in more.state[fresh[1].weight].items()}
+    report = sx.load_checkpoint({"model": fresh, "optimizer": more}, tmp_path, strict=False)
+    assert report.missing == ("optimizer.model.1.weight", "optimizer.model.1.bias")
+    assert same(more.state[fresh[1].weight], before)
+
+
+@pytest.mark.parametrize(
+    ("live", "told"),
+    [
+        ({"a": torch.zeros(1).expand(2)}, "several elements lie in one place"),
+        ({"a": FROZEN}, "read-only"),
+        (
+            {"a": torch.zeros(2), "s": torch.amp.GradScaler("cpu")},
+            "expected the state of a GradScaler, found a NoneType",
+        ),
+        ({"a": torch.zeros(2), "s": (1, torch.zeros(2))}, "expected 2 items, found a NoneType"),
+    ],
+    ids=["expanded", "read-only", "scaler", "tuple"],
+)
+def test_what_cannot_be_filled_is_found_before_anything_is_changed(live: Any, told: str, tmp_path: Path) -> None:
+    sx.save_checkpoint({"a": torch.ones(2), "s": None}, tmp_path)
+    with pytest.raises(ValueError, match=told):
+        sx.load_checkpoint({"first": torch.zeros(2), "s": None, **live}, tmp_path, strict=False)
+    assert not live["a"].any()
+
+
+def test_tensors_in_a_tuple_are_filled_in_place(tmp_path: Path) -> None:
+    sx.save_checkpoint({"pair": (torch.ones(2), 3)}, tmp_path)
+    live = {"pair": (torch.zeros(2), 3)}
+    sx.load_checkpoint(live, tmp_path)
+    assert live["pair"][0].tolist() == [1, 1]
+    with pytest.raises(ValueError, match=r"state\.pair\[1\] was saved with another value"):
+        sx.load_checkpoint({"pair": (torch.zeros(2), 4)}, tmp_path)
+
+
+@pytest.mark.parametrize("source", [b"x", ""])
+def test_a_source_is_a_path(source: Any) -> None:
+    with pytest.raises(ValueError, match="a source is a path or a URL"):
+        sx.load_checkpoint({"a": torch.zeros(1)}, source)
+
+
+def test_three_tied_names_of_which_the_source_has_one(tmp_path: Path) -> None:
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "abc"})
+    model["b"].weight = model["c"].weight = model["a"].weight
+    save_file({"b.weight": torch.full((2, 2), 7.0)}, tmp_path / "model.safetensors")
+    sx.load_checkpoint(model, tmp_path)
+    assert model["c"].weight.eq(7).all()
+
+
+# Ranks
+
+
+def placed(whole: torch.Tensor, mesh: Any, text: str) -> Any:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    placements = [Replicate() if p == "r" else Shard(int(p)) for p in text]
+    return distribute_tensor(whole, mesh, placements)
+
+
+def mesh_of(shape: list[int]) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", tuple(shape))
+
+
+def saves_and_loads(folder: str, cases: list[Any]) -> None:
+    """Tensors that lie in one way are saved, and loaded into tensors that lie in another."""
+    import torch.distributed as dist
+
+    state, live, wholes = {}, {}, {}
+    meshes: dict[str, Any] = {}
+    for number, (shape, before, after) in enumerate(cases):
+        whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape) + 0.5
+        wholes[f"t{number}"] = whole
+        for target, (mesh_shape, text) in ((state, before), (live, after)):
+            mesh = meshes.setdefault(str(mesh_shape), mesh_of(mesh_shape) if str(mesh_shape) not in meshes else None)
+            target[f"t{number}"] = placed(whole if target is state else torch.zeros(shape), mesh, text)
+    sx.save_checkpoint(state, f"{folder}/saved")
+    sx.export_checkpoint(state, f"{folder}/exported")
+    for source in ("saved", "exported"):
+        for tensor in live.values():
+            tensor.to_local().zero_()
+        sx.load_checkpoint(live, f"{folder}/{source}")
+        for name, tensor in live.items():
+            assert torch.equal(tensor.full_tensor(), wholes[name]), (source, name)
+    dist.barrier()
+
+
+MESHES = {2: [[2]], 3: [[3]], 4: [[4], [2, 2]]}
+
+
+@st.composite
+def cases(draw: Any, world_size: int) -> Any:
+    def lies(dims: int) -> Any:
+        mesh = draw(st.sampled_from(MESHES[world_size]))
+        return [mesh, "".join(draw(st.sampled_from(["r", *map(str, range(dims))])) for _ in mesh)]
+
+    found = []
+    for _ in range(12):
+        shape = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
+        found.append([shape, lies(len(shape)), lies(len(shape))])
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, slow(3), slow(4)])
+def test_any_placement_is_loaded_into_any_other(world_size: int, tmp_path: Path) -> None:
+    numbers = iter(range(100))
+
+    @settings(max_examples=3, deadline=None, derandomize=True)
+    @given(cases(world_size))
+    def check(found: Any) -> None:
+        folder = str(tmp_path / str(next(numbers)))
+        run_ranks(saves_and_loads, world_size, backend="gloo", args=(folder, found), timeout_s=60)
+
+    check()
+
+
+def sharded(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(7, 33), nn.ReLU(), nn.Linear(33, 5))
+    fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def trains_and_saves(folder: str) -> list[Any]:
+    import torch.distributed as dist
+
+    model, optimizer = sharded(1)
+    trained(model, optimizer)
+    sx.save_checkpoint({"model": model, "optimizer": optimizer, "step": 3}, folder)
+    dist.barrier()
+    return [sums(model, optimizer)]
+
+
+def resumes(folder: str) -> list[Any]:
+    import torch.distributed as dist
+
+    model, optimizer = sharded(2)
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    sx.load_checkpoint(state, folder)
+    assert state["step"] == 3
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    kinds = {type(value).__name__ for held in optimizer.state.values() for value in held.values()}
+    assert kinds == {"Tensor", "DTensor"}
+    found = sums(model, optimizer)
+    trained(model, optimizer, 1)  # goes on
+    dist.barrier()
+    return [found]
+
+
+def sums(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """Every bit of a state, as numbers."""
+    tensors = list(model.state_dict().values())
+    for parameter in model.parameters():
+        tensors += [optimizer.state[parameter][key] for key in ("step", "exp_avg", "exp_avg_sq")]
+    full = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
+    return [t.double().flatten().tolist() for t in full]
+
+
+@pytest.mark.parametrize("after", [1, slow(3)])
+def test_a_sharded_job_resumes_on_another_number_of_ranks(after: int, tmp_path: Path) -> None:
+    before = run_ranks(trains_and_saves, 2, backend="gloo", args=(str(tmp_path / "ckpt"),), timeout_s=60)
+    found = run_ranks(resumes, after, backend="gloo", args=(str(tmp_path / "ckpt"),), timeout_s=60)
+    assert all(rank == before[0] for rank in found)
+
+
+def does_not_fit(backend: str, folder: str) -> None:
+    comm = sx.init("mpi") if backend == "mpi" else sx.get_communicator()
+    live = {"a": torch.zeros(2 + comm.rank)}
+    with pytest.raises(ValueError, match=r"shape differs.*expected \(2,\), found \(3,\).*rank 1"):
+        sx.load_checkpoint(live, folder)
+    assert not live["a"].any()
+
+
+@pytest.mark.parametrize("backend", ["threads", "gloo", slow("mpi")])
+def test_an_error_of_one_rank_is_raised_on_all(backend: str, tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    run_ranks(does_not_fit, 2, backend=backend, args=(backend, str(tmp_path)))
+
+
+def builds_stages(folder: str) -> list[Any]:
+    """A pipeline of two stages, whose optimizers number their parameters alike."""
+    rank = sx.get_communicator().rank
+    torch.manual_seed(rank)
+    stage = nn.ModuleDict({f"layer{rank}": nn.Linear(3, 3)})
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1 * (rank + 1), momentum=0.9)
+    stage[f"layer{rank}"](torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    sx.save_checkpoint({"model": stage, "optimizer": optimizer}, folder)
+    return [
+        [t.flatten().tolist() for t in stage.state_dict().values()],
+        optimizer.state[stage[f"layer{rank}"].bias]["momentum_buffer"].tolist(),
+    ]
+
+
+def test_stages_of_a_pipeline_are_loaded_into_one_process(tmp_path: Path) -> None:
+    stages = run_ranks(builds_stages, 2, backend="gloo", args=(str(tmp_path),))
+    model = nn.ModuleDict({f"layer{i}": nn.Linear(3, 3) for i in range(2)})
+    optimizer = torch.optim.SGD([{"params": model[name].parameters()} for name in model], lr=1.0, momentum=0.9)
+    sx.load_checkpoint({"model": model, "optimizer": optimizer}, tmp_path)
+    for i, (tensors, momentum) in enumerate(stages):
+        assert [t.flatten().tolist() for t in model[f"layer{i}"].state_dict().values()] == tensors
+        assert optimizer.state[model[f"layer{i}"].bias]["momentum_buffer"].tolist() == momentum
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+
+
+def resumes_stages(folder: str) -> None:
+    """On as many ranks as before each stage finds its own, strictly."""
+    rank = sx.get_communicator().rank
+    stage = nn.ModuleDict({f"layer{rank}": nn.Linear(3, 3)})
+    optimizer = torch.optim.SGD(stage.parameters(), lr=1.0, momentum=0.9)
+    report = sx.load_checkpoint({"model": stage, "optimizer": optimizer}, folder)
+    assert (report.missing, report.unexpected) == ((), ())
+    assert optimizer.param_groups[0]["lr"] == 0.1 * (rank + 1)
+
+
+def test_stages_of_a_pipeline_resume_on_their_ranks(tmp_path: Path) -> None:
+    run_ranks(builds_stages, 2, backend="gloo", args=(str(tmp_path),))
+    run_ranks(resumes_stages, 2, backend="gloo", args=(str(tmp_path),))
+
+
+def keeps_its_own(folder: str) -> None:
+    """What each rank saved under one name, as a generator's state, it gets back."""
+    comm = sx.get_communicator()
+    saved = {"rng": torch.full((3,), comm.rank), "seed": 10 + comm.rank, "same": torch.ones(2)}
+    sx.save_checkpoint(saved, folder)
+    live = {"rng": torch.zeros(3, dtype=torch.int64), "seed": 0, "same": torch.zeros(2)}
+    sx.load_checkpoint(live, folder)
+    assert (live["rng"].tolist(), live["seed"]) == ([comm.rank] * 3, 10 + comm.rank)
+
+
+def test_what_ranks_saved_differently_is_never_mixed_up(tmp_path: Path) -> None:
+    run_ranks(keeps_its_own, 2, backend="gloo", args=(str(tmp_path),))
+    with pytest.raises(sx.ReplicaError, match=r"ranks 0 and 1 saved different values.*'rng'"):
+        sx.load_checkpoint({"rng": torch.zeros(3, dtype=torch.int64), "seed": 0, "same": torch.zeros(2)}, tmp_path)
+
+
+def test_the_saved_tree_can_be_read(tmp_path: Path) -> None:
+    """Names of parameters, not numbers, in what lies on disk."""
+    model = model_of(1)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    trained(model, optimizer, 1)
+    sx.save_checkpoint({"model": model, "optimizer": optimizer}, tmp_path)
+    from statexchange.formats.registry import open_source
+
+    source = open_source(tmp_path)
+    names = [tensor.shard.name for _, tensor in source.shards()]
+    assert "optimizer.state.model.0.weight.momentum_buffer" in names
+    assert json.loads(source.configs[0])["optimizer"]["param_groups"][0]["params"][0] == "model.0.weight"
+
+
+def stored() -> dict[str, torch.Tensor]:
+    numbers = torch.arange(300_000)
+    return {
+        "same": numbers.float().reshape(1000, 300),
+        "also": numbers[:150_000].int().reshape(500, 300),
+        "strided": numbers[:150_000].bfloat16().reshape(500, 300),
+        "rows": numbers.double().reshape(1000, 300),
+        "scalar": torch.tensor(2.5),
+    }
+
+
+def reads_a_store(backend: str, directory: str, url: str) -> int:
+    """What the ranks want alike and what each wants alone; returns the bytes that this rank has read for it."""
+    comm = start(backend, directory)
+    state: dict[str, Any] = {
+        "same": nn.Parameter(torch.zeros(1000, 300)),
+        "also": np.zeros((500, 300), np.int32),
+        "strided": torch.zeros(300, 500, dtype=torch.bfloat16).T,
+        "scalar": torch.tensor(0.0),
+    }
+    if backend == "gloo":
+        state["rows"] = placed(torch.zeros(1000, 300).double(), mesh_of([comm.world_size]), "0")
+    report = sx.load_checkpoint(state, url, strict=False)
+    for name, live in state.items():
+        found = live.full_tensor() if name == "rows" else torch.as_tensor(live).detach()
+        assert torch.equal(found, stored()[name]), name
+    comm.barrier()
+    return report.nbytes
+
+
+@pytest.mark.parametrize("backend", ["gloo", slow("shm"), "hierarchical", slow("mpi")])
+def test_what_ranks_of_a_host_want_alike_is_read_from_a_store_once(backend: str, tmp_path: Path) -> None:
+    sx.export_checkpoint(stored(), tmp_path / "out")
+    (tmp_path / "meet").mkdir()
+    args = (backend, str(tmp_path / "meet"), f"local://{tmp_path}/out")
+    found = run_ranks(reads_a_store, 3, backend=LAUNCHED_AS[backend], args=args, timeout_s=60)
+    whole = sum(t.nbytes for n, t in stored().items() if n != "rows" or backend == "gloo")
+    hosts = 2 if backend == "hierarchical" else 1
+    alone = stored()["rows"].nbytes if backend == "gloo" else 0
+    assert sum(found) == hosts * (whole - alone) + alone
+    assert min(found) > 0
+
+
+def opens_another(backend: str, directory: str, folder: str) -> None:
+    comm = start(backend, directory)
+    with pytest.raises(sx.InvalidArgumentError, match=r"rank 0 opened .*one and rank 1 opened .*two: pass"):
+        sx.load_checkpoint({"w": torch.zeros(3)}, f"{folder}/{'two' if comm.rank else 'one'}")
+    state = {"w": torch.zeros(3)}
+    sx.load_checkpoint(state, f"{folder}/one")
+    assert state["w"].tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+def test_ranks_that_open_different_checkpoints_are_told(backend: str, tmp_path: Path) -> None:
+    for value, name in ((1.0, "one"), (2.0, "two")):
+        sx.export_checkpoint({"w": torch.full((3,), value)}, tmp_path / name)
+    run_ranks(opens_another, 2, backend=LAUNCHED_AS[backend], args=(backend, str(tmp_path), str(tmp_path)))
+
+
+def saves_parts_of_its_own(folder: str) -> None:
+    rank = sx.get_rank()
+    sx.save_checkpoint({"buffer": torch.arange(3.0 + rank), "step": 7}, folder)
+    state = {"buffer": torch.zeros(3 + rank), "step": 0}
+    sx.load_checkpoint(state, folder)
+    assert state["buffer"].tolist() == list(range(3 + rank))
+
+
+def test_ranks_get_back_what_had_another_shape_on_each(tmp_path: Path) -> None:
+    run_ranks(saves_parts_of_its_own, 2, args=(str(tmp_path),))
+
+
+def test_state_without_tensors_comes_back(tmp_path: Path) -> None:
+    sx.save_checkpoint({"step": 7, "x": [1, 2]}, tmp_path)
+    state = {"step": 0, "x": [0]}
+    sx.load_checkpoint(state, tmp_path)
+    assert state == {"step": 7, "x": [1, 2]}
+
+
+def saves_at_two_places(folder: str) -> None:
+    rank = sx.get_rank()
+    with pytest.raises(sx.NotFoundError, match="pass the same shared directory on all ranks"):
+        sx.save_checkpoint({"w": torch.ones(3)}, f"{folder}/{rank}")
+    with pytest.raises((sx.PeerError, TypeError)):
+        sx.save_checkpoint({"w": torch.ones(3)}, 3 if rank else folder)  # type: ignore[arg-type]
+    for wrong in ("3", [1]):
+        with pytest.raises(sx.InvalidArgumentError, match="number of seconds"):
+            sx.save_checkpoint({"w": torch.ones(3)}, folder, stall_timeout_s=wrong)  # type: ignore[arg-type]
+    sx.save_checkpoint({"w": torch.ones(3)}, folder)
+    with pytest.raises(sx.InvalidArgumentError, match="number of seconds"):
+        sx.load_checkpoint({"w": torch.ones(3)}, folder, stall_timeout_s="3")  # type: ignore[arg-type]
+
+
+def test_ranks_that_save_at_different_places_are_told(tmp_path: Path) -> None:
+    run_ranks(saves_at_two_places, 2, args=(str(tmp_path),))
+
+
+class Copying(nn.Module):
+    """A module that gives a copy of a tensor, which is no parameter or buffer of its own."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.full((2,), float(size)))
+        self.size = size
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "copy"] = torch.zeros(self.size)
+
+
+def test_a_copy_of_another_shape_is_found_before_anything_is_changed(tmp_path: Path) -> None:
+    sx.save_checkpoint({"model": Copying(3)}, tmp_path)
+    live = Copying(4)
+    with pytest.raises(sx.InvalidArgumentError, match=r"shape or dtype differs.*copy"):
+        sx.load_checkpoint({"model": live}, tmp_path)
+    assert live.w.tolist() == [4.0, 4.0]

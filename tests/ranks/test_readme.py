@@ -1,0 +1,205 @@
+"""Every block of the README is executed, and its table of the four systems' names is kept true."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from scripts import ALONE, BIN, README, readme_block, run_script, with_mpiexec, with_torchrun
+from sweeps import slow
+
+import statexchange as sx
+
+ROOT = Path(__file__).parents[2]
+
+RECIPES = ("on_save", "pipeline", "to_hf", "lora", "ema", "stages")  # which test_recipes.py runs
+
+SEEDS = {
+    "ModelOpt": """
+        NFSWorkspace NFSWorkspace.is_initialized NFSWorkspace.write_configs_and_weights
+        NFSWorkspace.read_configs_and_weights_from_rank get_configs_parallel get_tensors_parallel
+    """,
+    "Lux": """
+        MPIBackend NCCLBackend initialize initialized get_distributed_backend local_rank total_workers
+        allreduce! bcast! reduce! avg synchronize!! DistributedOptimizer DistributedDataContainer
+    """,
+    "Bagua": """
+        DistributedModule DistributedModule.unwrap DistributedModule.forward Reducer Reducer.fill_slot
+        Reducer.initialize_buckets Reducer.register_bagua_buckets Reducer.add_param Reducer.mark_bucket_ready
+        Reducer.mark_tensor_ready Reducer.mark_on_complete OverlappingWrapper OverlappingWrapper.reset_reducer
+        OverlappingWrapper.create_hooks OverlappingWrapper.forward ModelSwitchWrapper
+        ModelSwitchWrapper.switch_to ModelSwitchWrapper.state_dict ModelSwitchWrapper.report_metrics
+        ModelSwitchWrapper.ask_and_update_hyperparameters ModelSwitchWrapper.forward broadcast_parameters
+        allreduce_parameters bagua_init
+    """,
+    "Flashlight": """
+        distributedInit isDistributedInit distributedBackend getWorldRank getWorldSize allReduce
+        allReduceMultiple syncDistributed barrier Reducer Reducer.add Reducer.finalize InlineReducer
+        CoalescingReducer
+    """,
+}
+
+
+def test_every_fenced_block_is_one_that_a_test_runs() -> None:
+    marked = {
+        "block: train.py",
+        "output: torchrun",
+        "commands",
+        "block: layout.py",
+        "output: statexchange demo",
+        "block: reduce.py",
+        "output: reduce.py",
+        "block: fit.py",
+        "block: resume.py",
+        *(f"block: {recipe}.py" for recipe in RECIPES),
+    }
+    assert set(re.findall(r"^<!-- (.+?) -->\n```", README, re.MULTILINE)) == marked
+    assert README.count("\n```") == 2 * len(marked)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The script of the README, run as it says on two ranks."""
+    folder = tmp_path_factory.mktemp("readme")
+    return folder, run_script(with_torchrun(2), "train.py", readme_block("block: train.py"), folder).stdout
+
+
+def test_the_script_prints_what_the_readme_shows(trained: tuple[Path, str]) -> None:
+    assert trained[1] == readme_block("output: torchrun")
+
+
+def test_the_commands_work_on_what_it_left(trained: tuple[Path, str]) -> None:
+    for line in readme_block("commands").splitlines():
+        command = line.removeprefix("$ ").replace("statexchange", str(BIN / "statexchange"), 1)
+        done = subprocess.run(["bash", "-c", command], cwd=trained[0], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, (line, done.stdout, done.stderr)
+        assert done.stdout or line.startswith("$ cmp")
+
+
+@pytest.mark.slow
+def test_the_script_runs_alone(tmp_path: Path) -> None:
+    done = run_script(ALONE, "train.py", readme_block("block: train.py"), tmp_path)
+    assert "rank 0: 0.weight (1025, 512)" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_layout_block_runs_under_mpiexec(tmp_path: Path) -> None:
+    run_script(with_mpiexec(2), "layout.py", readme_block("block: layout.py"), tmp_path)
+    cut = sx.open_checkpoint(tmp_path / "cut")
+    assert cut["up.weight"].read().tolist() == [[0.0] * 4] * 3 + [[1.0] * 4] * 4
+
+
+@pytest.mark.parametrize("launcher", [slow(with_torchrun(2)), with_mpiexec(2)])
+def test_the_collectives_print_what_the_readme_shows(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    done = run_script(launcher, "reduce.py", readme_block("block: reduce.py"), tmp_path)
+    assert done.stdout.replace(f"{tmp_path}/", "") == readme_block("output: reduce.py")
+
+
+@pytest.mark.parametrize(("launcher", "ranks"), [slow(with_torchrun(2), 2), slow(ALONE, 1)])
+def test_the_training_script_learns(launcher: tuple[str, ...], ranks: int, tmp_path: Path) -> None:
+    done = run_script(launcher, "fit.py", readme_block("block: fit.py"), tmp_path)
+    said, loss = re.fullmatch(r"(\d) ranks, loss (\d\.\d+)\n", done.stdout).groups()
+    assert (int(said), float(loss) < 0.2) == (ranks, True)
+
+
+@pytest.mark.slow
+def test_a_job_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    losses = []
+    for number, launcher in enumerate((with_torchrun(2), ALONE)):
+        done = run_script(launcher, "resume.py", readme_block("block: resume.py"), tmp_path)
+        began, at, loss = re.fullmatch(r"step (\d+), loss at (\d+): (\d\.\d+)\n", done.stdout).groups()
+        assert (int(began), int(at)) == (10 * number, 10 * number + 10)
+        losses.append(float(loss))
+    assert losses[1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("example", "launcher"),
+    [
+        slow("torchrun_fsdp2.py", with_torchrun(4)),
+        slow("mpiexec_tensor_parallel.py", with_mpiexec(4)),
+        slow("alone.py", ALONE),
+    ],
+)
+def test_the_examples_train_export_and_compare(example: str, launcher: tuple[str, ...], tmp_path: Path) -> None:
+    script = (ROOT / "tools/examples" / example).read_text()
+    done = run_script(launcher, example, script, tmp_path, tmp_path / "out")
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    assert losses[0] > 5
+    assert losses[1] < 1
+    equal, total = re.search(r"(\d+) of (\d+) tensors bit-equal", done.stdout).groups()
+    assert equal == total
+    assert len(sx.open_checkpoint(tmp_path / "out")) == int(total)
+
+
+@pytest.mark.timeout(900)
+def test_the_demo_prints_what_the_readme_shows(demo: tuple[Path, str]) -> None:
+    """Its lines, and those of its figures that no machine changes; it was told to keep its files."""
+    kept, text = demo
+    text, _, picture = text.rpartition("\n\n")
+    assert picture == f"picture  {kept}/supply.svg\n"
+    assert f"\nfiles in {kept}/merged\n" in text
+    text = text.replace(f"files in {kept}/merged\n", "files (not kept; --keep DIR does)\n")
+    shown, printed = (
+        [re.match(r"[a-z' ]*", line)[0].strip() for line in lines.splitlines() if line[:1].isalnum()]
+        for lines in (readme_block("output: statexchange demo"), text)
+    )
+    assert shown == printed
+    first, last = re.search(r"loss (\S+) to (\S+) in 100 steps", text).groups()
+    assert float(first) > 5
+    assert float(last) < 2.6
+    assert "tensors bit-equal   30/30" in text
+
+
+@pytest.mark.parametrize(
+    ("bench", "arguments"),
+    [
+        ("export.py", ["--megabytes", "16", "--rounds", "1"]),
+        slow("load.py", ["--megabytes", "16", "--rounds", "1"]),
+        slow("gather.py", ["--megabytes", "16", "--rounds", "1"]),
+        slow("collectives.py", ["--ranks", "2", "--largest", "1", "--rounds", "1"]),
+        slow("training.py", ["--rounds", "1"]),
+        slow("losses.py", ["--steps", "2"]),
+        slow("merge.py", ["--megabytes", "8", "--rounds", "1", "--dirs", "/dev/shm"]),
+        slow("plan.py", ["--quick"]),
+        slow("dcp.py", ["--megabytes", "16", "--rounds", "1"]),
+    ],
+)
+def test_the_benches_print_the_tables_that_the_readme_shows(bench: str, arguments: list[str]) -> None:
+    command = [sys.executable, ROOT / "tools/bench" / bench, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    table = [line.split("|") for line in done.stdout.splitlines() if line.startswith("|")]
+    shown = [line.split("|") for line in README.splitlines() if line.startswith("|")]
+    assert table[0] in shown
+    for row in table[2:]:
+        assert row[1] in {found[1] for found in shown}
+
+
+def rows() -> list[tuple[str, str, str]]:
+    return re.findall(r"^\| (ModelOpt|Lux|Bagua|Flashlight) \| `([^`]+)` \| (.+) \|$", README, re.MULTILINE)
+
+
+def test_every_name_of_the_four_systems_is_in_the_table() -> None:
+    assert [(system, name) for system, name, _ in rows()] == [
+        (s, name) for s, names in SEEDS.items() for name in names.split()
+    ]
+
+
+def test_what_the_table_names_exists_and_what_is_open_does_not() -> None:
+    for _, name, here in rows():
+        if here == "open":
+            assert not hasattr(sx, name), f"{name} exists: the table should say so"
+            continue
+        path = re.match(r"`sx\.([\w.]+)`", here)
+        assert path is not None, here
+        found = sx
+        for part in path[1].split("."):
+            found = getattr(found, part)
+
+
+def test_both_commands_stand_in_the_readme_as_the_project_promises_them() -> None:
+    start = "    python3 -m venv .venv && .venv/bin/pip install -c tools/constraints.txt "
+    assert f'{start}".[torch]" && .venv/bin/statexchange demo\n' in README
+    assert f'{start}".[test]" && .venv/bin/pytest\n' in README

@@ -1,0 +1,927 @@
+"""Ranks made alike: every kind of state takes root's, in place, or all ranks raise one error that shows both sides."""
+
+import enum
+import functools
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from sweeps import slow
+from torch import nn
+
+import statexchange as sx
+from statexchange.testing import run_ranks
+from statexchange.train import synchronize as room
+from statexchange.train.synchronize import allreduce_parameters, broadcast_parameters, synchronize
+
+WORLDS = (1, 2, 3, 4)
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+class Mode(enum.Enum):
+    FAST = "fast"
+    SLOW = ("s", 1)
+
+
+class Handler(enum.Enum):
+    ONE = functools.partial(max)
+
+
+@dataclass
+class Config:
+    rate: float
+    table: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    rate: float
+    weight: Any = None
+
+
+def here() -> tuple[int, int]:
+    comm = sx.get_communicator()
+    return comm.rank, comm.world_size
+
+
+def filled(value: float, root: int = 0) -> torch.Tensor:
+    """Of `value` on root, zeros elsewhere."""
+    return torch.full((2, 3), value if here()[0] == root else 0.0)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit-equal, with NaN like any other."""
+    return torch.equal(one.resolve_conj().contiguous().view(-1), other.resolve_conj().contiguous().view(-1)) or (
+        one.contiguous().view(-1).view(torch.uint8).tolist() == other.contiguous().view(-1).view(torch.uint8).tolist()
+    )
+
+
+# Lux's own tests
+
+
+@pytest.mark.ranks(*WORLDS)
+@pytest.mark.parametrize("last", [False, True])
+def test_nested_tensors_become_roots_in_place(last: bool) -> None:
+    root = here()[1] - 1 if last else 0
+    tensors = [filled(1.0, root) for _ in range(6)]
+    tree = {"a": Pair(tensors[0], tensors[1]), "d": (tensors[2], [tensors[3]]), "e": Frozen(0.1, tensors[4])}
+    assert synchronize(tree, root=root) is tree
+    assert synchronize(tensors[5], root=root) is tensors[5]
+    assert tree["a"].left is tensors[0]
+    assert all((tensor == 1).all() for tensor in tensors)
+
+
+@pytest.mark.ranks(*WORLDS)
+def test_adams_state_set_to_one_on_root_is_one_everywhere() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    for state in optimizer.state.values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name].fill_(float(here()[0] == 0))
+    assert synchronize(optimizer) is optimizer
+    for state in optimizer.state.values():
+        assert (state["exp_avg"] == 1).all()
+        assert (state["exp_avg_sq"] == 1).all()
+
+
+@pytest.mark.ranks(*WORLDS)
+def test_what_has_no_tensor_becomes_roots_or_stays_this_ranks_own() -> None:
+    rank = here()[0]
+    own = object()
+    assert synchronize(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1 + rank)).param_groups[0]["lr"] == 0.1
+    assert synchronize(None) is None
+    assert synchronize(rank) == 0
+    assert synchronize(f"rank {rank}") == "rank 0"
+    assert synchronize(own) is own
+    assert synchronize(()) == ()
+    assert synchronize({}) == {}
+
+
+# Values
+
+
+def odd_values(rank: int) -> dict[str, Any]:
+    return {
+        "bool": rank == 0,
+        "int": 2**80 + rank,
+        "float": 0.1 + rank,
+        "infinite": float("-inf") if rank == 0 else 1.0,
+        "complex": complex(1, -2) if rank == 0 else 0j,
+        "text": "größe" * (rank + 1),
+        "enum": Mode.SLOW if rank == 0 else Mode.FAST,
+        "dtype": torch.bfloat16 if rank == 0 else torch.float32,
+        "float32": np.float32(0.1) if rank == 0 else np.float64(7),
+        "int8": np.int8(-3 + rank),
+        "bool_": np.bool_(rank == 0),
+        "complex64": np.complex64(1 + 2j) * (rank + 1),
+        "one may be None": None if rank == 0 else 3,
+        "other may be None": "best" if rank == 0 else None,
+        "number for number": 1 if rank == 0 else 2.5,
+        "size": torch.Size([1, 2 + rank]),
+    }
+
+
+@pytest.mark.ranks(2, 3)
+def test_values_become_roots_with_their_types() -> None:
+    got, wanted = synchronize(odd_values(here()[0])), odd_values(0)
+    assert got == wanted
+    assert {name: type(value) for name, value in got.items()} == {name: type(value) for name, value in wanted.items()}
+
+
+@pytest.mark.ranks(2)
+def test_nan_is_a_value() -> None:
+    assert np.isnan(synchronize(float("nan") if here()[0] == 0 else 1.0))
+
+
+@pytest.mark.ranks(2)
+def test_objects_stay_this_ranks_own() -> None:
+    rank = here()[0]
+    tree = {"device": torch.device("cpu", rank), "bytes": b"%d" % rank, "handler": Handler.ONE, "call": here}
+    assert synchronize(dict(tree)) == tree
+
+
+@pytest.mark.ranks(2, 4)
+def test_containers_are_changed_in_place_where_they_can_be() -> None:
+    rank = here()[0]
+    inner, config, frozen = [rank, "same"], Config(float(rank)), Frozen(float(rank), torch.full((2,), float(rank)))
+    tree = OrderedDict(z=inner, a=config, f=frozen, p=Pair(rank, "same"), t=(rank, inner))
+    got = synchronize(tree)
+    assert got is tree
+    assert list(tree) == ["z", "a", "f", "p", "t"]
+    assert tree["z"] is inner == [0, "same"]
+    assert tree["a"] is config == Config(0.0)
+    assert tree["p"] == Pair(0, "same")
+    assert tree["t"] == (0, inner)
+    assert (tree["f"].rate, tree["f"].weight) == (0.0, frozen.weight)
+    assert (frozen.weight == 0).all()
+    assert frozen.rate == rank
+
+
+@pytest.mark.ranks(2)
+def test_the_order_of_keys_is_nothing() -> None:
+    rank = here()[0]
+    items = [("a", torch.full((3,), 1.0 + rank)), (1, torch.full((4,), 2.0 + rank)), ("b", rank)]
+    tree = synchronize(dict(items if rank == 0 else reversed(items)))
+    assert tree["a"].tolist() == [1.0] * 3
+    assert tree[1].tolist() == [2.0] * 4
+    assert tree["b"] == 0
+
+
+# Tensors
+
+
+def odd_tensors(rank: int) -> dict[str, torch.Tensor]:
+    """Tensors of all kinds whose values tell the rank, and whose strides differ between ranks."""
+    grid = torch.arange(24, dtype=torch.float32).reshape(4, 6) + 100 * rank
+    image = torch.arange(48.0).reshape(1, 3, 4, 4) + rank
+    found = {
+        "slice": grid.clone()[::2, 1:4],
+        "strides differ": grid.t().contiguous().t() if rank else grid.clone(),
+        "transposed": grid.clone().t(),
+        "flipped": grid.clone().flip(0)[1:],
+        "zero_dim": torch.tensor(4.6 + rank),
+        "one of many": torch.arange(10.0 + rank)[rank::3][:1],
+        "empty": torch.empty(0, 5),
+        "parameter": nn.Parameter(grid.clone()),
+        "needs_grad": torch.full((2,), float(rank), requires_grad=True),
+        "conjugate": torch.tensor([1 + 2j, rank + 1j]).conj(),
+        "negative": torch.tensor([1 + 2j, 3 + rank * 1j]).conj().imag,
+        "channels_last": image.contiguous(memory_format=torch.channels_last) if rank else image,
+        "view": torch.arange(1 << 12, dtype=torch.float64)[10 + rank : 20 + rank],
+    }
+    if rank == 0:
+        found["expanded on root"] = torch.tensor([1.5]).expand(7)
+    else:
+        found["expanded on root"] = torch.zeros(7)
+    dtypes = ("bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "bfloat16")
+    dtypes += ("float32", "float64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
+    for name in dtypes:
+        found[name] = torch.arange(5 + rank)[rank:].add(1).to(getattr(torch, name))
+    return found
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("limits", [(64 << 20, 1 << 20), (64, 1), (64, 48)])
+def test_any_dense_tensor_becomes_roots_in_place(limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "_WINDOW_BYTES", limits[0])
+    monkeypatch.setattr(room, "_ALONE_BYTES", limits[1])
+    rank = here()[0]
+    tensors, wanted = odd_tensors(rank), odd_tensors(0)
+    before = dict(tensors)
+    got = synchronize(tensors)
+    for name, tensor in got.items():
+        assert tensor is before[name]
+        assert same(tensor, wanted[name]), name
+    assert got["parameter"].requires_grad
+    assert got["parameter"].is_leaf
+
+
+def test_what_lies_around_a_view_is_not_touched() -> None:
+    def ranks() -> list[float]:
+        base = torch.full((4, 4), float(here()[0]))
+        synchronize(base[1:3, 1:3])
+        return base.flatten().tolist()
+
+    _, other = run_ranks(ranks, 2)
+    assert [i for i, value in enumerate(other) if value == 0] == [5, 6, 9, 10]
+
+
+def odd_arrays(rank: int) -> dict[str, Any]:
+    grid = np.arange(24, dtype=np.float32).reshape(4, 6) + rank
+    return {
+        "plain": grid.copy(),
+        "reversed": grid.copy()[::-1, ::-2],
+        "fortran": np.asfortranarray(grid) if rank else grid.copy(),
+        "zero_dim": np.array(3.5 + rank),
+        "empty": np.empty((0, 3)),
+        "big_endian": np.arange(3, dtype=">i4") + np.array(rank, dtype=">i4"),
+        "text": np.array(["abc", "de"]) if rank == 0 else np.array(["...", ".."]),
+        "date": np.array(["2024-02-01", "2025-01-01"], dtype="M8[D]") + rank,
+        "record": np.array([(1 + rank, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+        "bfloat16": np.array([1.5, rank], dtype=ml_dtypes.bfloat16),
+        "matrix": np.ones((2, 2)) * rank,
+    }
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("limits", [(64 << 20, 1 << 20), (16, 1)])
+def test_any_array_becomes_roots_in_place(limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "_WINDOW_BYTES", limits[0])
+    monkeypatch.setattr(room, "_ALONE_BYTES", limits[1])
+    arrays, wanted = odd_arrays(here()[0]), odd_arrays(0)
+    if here()[0] == 0:
+        arrays["plain"].flags.writeable = False  # root's are only read
+    before = dict(arrays)
+    for name, array in synchronize(arrays).items():
+        assert array is before[name]
+        assert array.dtype.str == wanted[name].dtype.str, name
+        assert array.tobytes() == wanted[name].tobytes(), name
+
+
+@pytest.mark.ranks(2)
+def test_a_tensor_in_two_places_is_one() -> None:
+    weight = torch.full((3,), float(here()[0]))
+    tree = synchronize({"a": weight, "b": [weight, weight[:]]})
+    assert tree["a"] is tree["b"][0] is weight
+    assert weight.tolist() == [0.0] * 3
+
+
+def test_windows_are_cut_by_shape_alone_and_never_larger_than_they_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "_WINDOW_BYTES", 256)
+    monkeypatch.setattr(room, "_ALONE_BYTES", 100)
+    shapes = [(3,), (100,), (1, 300), (7, 5, 9), (2, 2), (0, 4), (), (25,), (24,), (26,)] + [(5,)] * 40
+    plain = [torch.zeros(shape) for shape in shapes]
+    strided = [torch.zeros([*shape, 2])[..., 0] for shape in shapes]
+    windows = list(room._windows(plain))
+    assert [[p.shape for p in w] for w in windows] == [[p.shape for p in w] for w in room._windows(strided)]
+    assert all(sum(piece.nbytes for piece in window) <= 256 for window in windows)
+    for window in windows:
+        for piece in window:
+            piece.add_(1)
+    assert all((tensor == 1).all() for tensor in plain)
+    assert len(windows) < 40
+
+
+@pytest.mark.ranks(2)
+def test_many_small_tensors_of_many_dtypes_travel_together() -> None:
+    comm = sx.get_communicator()
+    sizes: list[int] = []
+    broadcast = comm.broadcast
+    comm.broadcast = lambda tensor, **how: sizes.append(tensor.nbytes) or broadcast(tensor, **how)
+    dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
+    tree = [torch.full((i,), comm.rank + 1).to(dtypes[i % 4]) for i in range(200)]
+    synchronize([*tree, torch.full((1 << 19,), float(comm.rank))])
+    assert sorted(size >= 1 << 20 for size in sizes) == [False, True]
+    assert all((tensor == 1).all() for tensor in tree)
+
+
+# Modules
+
+
+class Tied(nn.Module):
+    """Tied weights, a frozen layer, buffers that a state dict has and one that it has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("cache", torch.ones(3), persistent=False)
+
+
+def fill(tensors: Iterable[torch.Tensor], generator: torch.Generator) -> None:
+    """Numbers of a generator of our own: threads share torch's."""
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.copy_(torch.rand(tensor.shape, generator=generator))
+
+
+def tied(rank: int) -> Tied:
+    model = Tied()
+    fill([*model.parameters(), *model.buffers()], torch.Generator().manual_seed(rank))
+    return model
+
+
+def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_modules_parameters_and_buffers_become_roots() -> None:
+    rank, world_size = here()
+    model, wanted = tied(rank), tensors_of(tied(world_size - 1))
+    before = tensors_of(model)
+    tree = {"model": model, "step": rank}
+    assert synchronize(tree, root=world_size - 1) == {"model": model, "step": world_size - 1}
+    after = tensors_of(model)
+    assert all(after[name] is before[name] for name in before)
+    assert all(torch.equal(after[name], wanted[name]) for name in wanted)
+    assert model.head.weight is model.embed.weight
+
+
+@pytest.mark.ranks(2)
+def test_ignored_names_stay_this_ranks_own() -> None:
+    rank = here()[0]
+    model = tied(rank)
+    model._ddp_params_and_buffers_to_ignore = ["frozen.weight", "cache"]
+    own = {name: tensor.clone() for name, tensor in tensors_of(model).items()}
+    synchronize(model)
+    broadcast_parameters(model)
+    allreduce_parameters(model)
+    for name, tensor in tensors_of(model).items():
+        assert torch.equal(tensor, own[name] if name in ("frozen.weight", "cache") else tensors_of(tied(0))[name])
+
+
+@pytest.mark.ranks(*WORLDS)
+@pytest.mark.parametrize("buffers", [True, False])
+def test_broadcast_parameters(buffers: bool) -> None:
+    rank, world_size = here()
+    model, own, wanted = tied(rank), tensors_of(tied(rank)), tensors_of(tied(world_size - 1))
+    assert broadcast_parameters(model, broadcast_buffers=buffers, root=world_size - 1) is None
+    names = dict(model.named_buffers())
+    for name, tensor in tensors_of(model).items():
+        assert torch.equal(tensor, wanted[name] if buffers or name not in names else own[name])
+
+
+@pytest.mark.ranks(*WORLDS)
+def test_allreduce_parameters_averages_and_takes_integers_from_rank_0() -> None:
+    rank, world_size = here()
+    model = tied(rank)
+    model.register_buffer("flags", torch.tensor([rank == 0, True]))
+    model.register_buffer("wave", torch.tensor([1.0 + rank * 1j]))
+    model.register_buffer("halves", torch.full((2, 3), 1.0 + rank, dtype=torch.bfloat16).t())
+    allreduce_parameters(model)
+    assert model.norm.num_batches_tracked == tied(0).norm.num_batches_tracked
+    assert model.flags.tolist() == [True, True]
+    assert model.wave.item() == pytest.approx(1 + (world_size - 1) / 2 * 1j)
+    assert (model.halves == 1 + (world_size - 1) / 2).all()
+    everyone = [tensors_of(tied(r)) for r in range(world_size)]
+    for name, tensor in tensors_of(tied(rank)).items():
+        if tensor.is_floating_point():
+            mean = torch.stack([theirs[name] for theirs in everyone]).mean(0)
+            assert torch.allclose(tensors_of(model)[name], mean), name
+    assert model.head.weight is model.embed.weight
+
+
+@pytest.mark.ranks(2)
+def test_averages_are_cut_into_windows_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "_WINDOW_BYTES", 64)
+    monkeypatch.setattr(room, "_ALONE_BYTES", 16)
+    model = nn.Linear(50, 7)
+    nn.init.constant_(model.weight, 1.0 + here()[0])
+    model.weight.data = model.weight.data.t().contiguous().t()
+    allreduce_parameters(model)
+    assert (model.weight == 1.5).all()
+
+
+@pytest.mark.parametrize("verb", [broadcast_parameters, allreduce_parameters])
+def test_no_module_is_an_error_on_all_ranks(verb: Callable[..., None]) -> None:
+    def ranks() -> str:
+        with pytest.raises(sx.InvalidArgumentError) as caught:
+            verb(None if here()[0] == 1 else nn.Linear(1, 1))
+        return str(caught.value)
+
+    messages = run_ranks(ranks, 2)
+    assert messages == ["a module is wanted, not NoneType [rank 1]"] * 2
+
+
+@pytest.mark.ranks(2)
+def test_float8_cannot_be_averaged() -> None:
+    model = nn.Linear(1, 1)
+    model.register_buffer("scale", torch.ones(1, dtype=torch.float8_e4m3fn))
+    with pytest.raises(sx.UnsupportedError, match=r"float8_e4m3fn cannot be averaged.*'scale'"):
+        allreduce_parameters(model)
+
+
+# Optimizers
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.2),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.002, momentum=0.9, weight_decay=0.1),
+    "adam": functools.partial(torch.optim.Adam, lr=0.2, weight_decay=0.1),
+    "amsgrad": functools.partial(torch.optim.Adam, lr=0.2, amsgrad=True),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.2),
+    "tensor lr": functools.partial(torch.optim.AdamW, lr=torch.tensor(0.2), foreach=False),
+    "rprop": functools.partial(torch.optim.Rprop, lr=0.2),
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.2),
+    "asgd": functools.partial(torch.optim.ASGD, lr=0.2),
+}
+
+
+def trained(kind: str, rank: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model with a frozen layer and two param groups after some steps on this rank's own data."""
+    generator = torch.Generator().manual_seed(rank)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2))
+    fill(model.parameters(), generator)
+    groups = [{"params": model[0].parameters()}, {"params": [*model[1].parameters(), *model[2].parameters()]}]
+    optimizer = OPTIMIZERS[kind](groups)
+    optimizer.param_groups[1]["weight_decay"] = 0.01 * (rank + 1)
+    for _ in range(steps):
+        train_step(model, optimizer, torch.randn(5, 3, generator=generator))
+    return model, optimizer
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, data: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    model(data).square().mean().backward()
+    optimizer.step()
+
+
+def assert_equal_state(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+    ours, theirs = one.state_dict(), other.state_dict()
+    assert ours["state"].keys() == theirs["state"].keys()
+    for number, state in theirs["state"].items():
+        assert ours["state"][number].keys() == state.keys()
+        for name, value in state.items():
+            mine = ours["state"][number][name]
+            assert type(mine) is type(value)
+            if isinstance(value, torch.Tensor):
+                assert (mine.dtype, mine.stride()) == (value.dtype, value.stride())
+            assert torch.equal(torch.as_tensor(mine), torch.as_tensor(value))
+    assert str(ours["param_groups"]) == str(theirs["param_groups"])
+    assert "nan" not in str(theirs)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("steps", [(3, 0), (0, 3), (3, 2), (0, 0)], ids=["resumed root", "fresh root", "both", "none"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_optimizer_becomes_roots_and_goes_on_like_it(kind: str, steps: tuple[int, int]) -> None:
+    rank = here()[0]
+    model, optimizer = trained(kind, rank, steps[rank])
+    groups, held = list(optimizer.param_groups), dict(optimizer.state)
+    assert synchronize([model, optimizer]) == [model, optimizer]
+    root_model, root_optimizer = trained(kind, 0, steps[0])
+    assert_equal_state(optimizer, root_optimizer)
+    assert all(group is own for group, own in zip(optimizer.param_groups, groups, strict=True))
+    assert all(optimizer.state[key] is held[key] for key in optimizer.state.keys() & held.keys())
+    for one, two in ((model, optimizer), (root_model, root_optimizer)):
+        train_step(one, two, torch.ones(4, 3))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), root_model.parameters(), strict=True))
+
+
+@pytest.mark.ranks(2)
+def test_state_tensors_that_fit_stay_the_same_objects() -> None:
+    _, optimizer = trained("adam", here()[0], 1)
+    before = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    synchronize(optimizer)
+    after = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    assert all(one is two for one, two in zip(before, after, strict=True))
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("kind", ["sgd", "momentum", "adam", "rprop"])
+def test_after_fifty_steps_of_each_its_own_all_ranks_are_rank_0(kind: str) -> None:
+    model, optimizer = trained(kind, here()[0], 50)
+    synchronize({"model": model, "optimizer": optimizer})
+    assert_equal_state(optimizer, trained(kind, 0, 50)[1])
+
+
+@pytest.mark.ranks(2)
+def test_a_nested_state_comes_over_too() -> None:
+    rank = here()[0]
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    if rank == 0:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.5)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (model(torch.arange(6.0).reshape(2, 3)) - 1).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    synchronize(optimizer)
+    found = sx.get_communicator().all_gather_object(str(optimizer.state_dict()))
+    assert found[0] == found[1]
+    assert len(optimizer.state[model.weight]["old_dirs"]) > 1
+
+
+@pytest.mark.ranks(2)
+def test_state_of_any_shape_in_any_nesting() -> None:
+    parameter = nn.Parameter(torch.ones(2, 3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    shared = torch.arange(3.0)
+    if here()[0] == 0:
+        odd = {1: (shared, [shared, None, np.float32(0.5)]), "array": np.arange(3), "seen": Mode.FAST, "nan": 1j}
+        optimizer.state[parameter] = {"odd": odd, "step": torch.tensor(3), "empty": torch.empty(0)}
+        optimizer.state["all"] = {"count": 7}
+    else:
+        optimizer.state[parameter] = {"seen": Mode.SLOW, "step": 1}
+    synchronize(optimizer)
+    state = optimizer.state[parameter]
+    assert state["odd"][1][0] is state["odd"][1][1][0]
+    assert state["odd"][1][0].tolist() == [0, 1, 2]
+    assert state["odd"][1][1][1:] == [None, 0.5]
+    assert type(state["odd"][1][1][2]) is np.float32
+    assert state["odd"]["array"].tolist() == [0, 1, 2]
+    assert state["odd"]["seen"] is Mode.FAST
+    assert state["odd"]["nan"] == 1j
+    assert state["step"] == 3
+    assert optimizer.state["all"] == {"count": 7}
+
+
+@pytest.mark.ranks(2)
+def test_a_tensor_that_two_parameters_states_share_is_not_filled_twice() -> None:
+    first, second = parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    shared = torch.zeros(2)
+    for number, parameter in enumerate(parameters):
+        optimizer.state[parameter]["count"] = shared if here()[0] else torch.full((2,), float(number))
+    synchronize(optimizer)
+    assert optimizer.state[first]["count"].tolist() == [0, 0]
+    assert optimizer.state[second]["count"].tolist() == [1, 1]
+
+
+def test_a_type_that_a_fresh_optimizer_does_not_know_is_an_error_on_all() -> None:
+    def ranks() -> None:
+        optimizer = sgd((1,))
+        if here()[0] == 0:
+            optimizer.param_groups[0]["mode"] = Mode.FAST
+        synchronize({"x": optimizer})
+
+    errors = raised_on_all(ranks)
+    assert "test_synchronize.Mode, which this rank does not know: give it to register_config" in str(errors[0])
+    assert [error.name for error in errors] == ["x", "x"]
+
+
+def test_an_object_in_roots_optimizer_stays_each_ranks_own() -> None:
+    def ranks(both: bool) -> bool:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+        own = object()
+        if both or here()[0] == 0:
+            optimizer.param_groups[0]["helper"] = own
+        synchronize([optimizer])
+        return optimizer.param_groups[0]["helper"] is own
+
+    assert run_ranks(ranks, 2, args=(True,)) == [True, True]
+    outcomes = run_ranks(ranks, 2, args=(False,), allow_failure=True)
+    assert set(outcomes.errors.values()) == {"UnsupportedError"}
+    assert "an object at helper that cannot be sent" in outcomes.messages[0]
+    assert outcomes.messages[0] == outcomes.messages[1]
+
+
+@pytest.mark.ranks(2)
+def test_schedulers_and_scalers_as_objects_and_as_dicts() -> None:
+    rank = here()[0]
+    _, optimizer = trained("adam", rank, 2)
+    scheduler = torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.LinearLR(optimizer),
+            torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda epoch: 0.5] * 2),
+        ],
+        milestones=[2],
+    )
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (8 + rank))
+    for _ in range(3 - rank):
+        optimizer.step()
+        scheduler.step()
+    plateau.step(0.25 + rank)
+    tree = {"scheduler": scheduler, "optimizer": optimizer, "plateau": plateau.state_dict(), "scaler": scaler}
+    synchronize(tree)
+    plateau.load_state_dict(tree["plateau"])
+    assert (scheduler.last_epoch, scheduler._schedulers[1].last_epoch) == (3, 1)
+    assert scaler.get_scale() == 256
+    assert plateau.best == 0.25
+    assert scheduler.get_last_lr() == [group["lr"] for group in optimizer.param_groups]
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+# What differs between ranks
+
+SAME = torch.zeros(1)
+T23, T32 = torch.ones(2, 3), torch.ones(3, 2)
+
+
+def sgd(*shapes: tuple[int, ...]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": [nn.Parameter(torch.ones(shape))]} for shape in shapes], lr=0.1)
+
+
+DIFFERENT: dict[str, tuple[Any, Any, str, str, str]] = {
+    "shape": ({"a": [T23]}, {"a": [T32]}, "a[0]", "float32[2, 3]", "float32[3, 2]"),
+    "dtype": ([T23], [T23.double()], "[0]", "float32[2, 3]", "float64[2, 3]"),
+    "a key more": ({"b": 1, "c": 2}, {"a": 0, "b": 1, "c": 2}, "a", "nothing", "a value, 0"),
+    "a key less": ({"a": 0, "b": 1, "c": 2}, {"b": 1, "c": 2}, "a", "a value, 0", "nothing"),
+    "the last key": ({"a": 0, "z": 1}, {"a": 0}, "z", "a value, 1", "nothing"),
+    "length": ({"l": [1, 2]}, {"l": [1]}, "l", "list of 2", "list of 1"),
+    "container": ([(1,)], [[1]], "[0]", "tuple of 1", "list of 1"),
+    "type": (Pair(1, 2), (1, 2), "(the whole)", "namedtuple Pair", "tuple of 2"),
+    "tensor or value": ({"lr": T23}, {"lr": 0.5}, "lr", "float32[2, 3]", "a value, 0.5"),
+    "tensor or array": ([T23], [np.ones((2, 3), np.float32)], "[0]", "float32[2, 3]", "array float32[2, 3]"),
+    "byte order": ([np.ones(1)], [np.ones(1, ">f8")], "[0]", "array float64[1]", "array >f8[1]"),
+    "object or value": ([object()], [1], "[0]", "an object", "a value, 1"),
+    "number or text": ({"n": 3}, {"n": "x"}, "n", "a value, 3", "a value, 'x'"),
+    "enum or text": ([Mode.FAST], ["fast"], "[0]", "a value, <Mode.FAST: 'fast'>", "a value, 'fast'"),
+    "ties": ([T23, T23], [T23, T23.clone()], "[1]", "the same as [0]", "float32[2, 3]"),
+    "modules": (nn.Linear(2, 3), nn.Linear(2, 3, bias=False), "bias", "float32[3]", "nothing"),
+    "optimizers": (
+        sgd((1,)),
+        torch.optim.Adam([nn.Parameter(SAME)]),
+        "",
+        "an optimizer SGD",
+        "an optimizer Adam",
+    ),
+    "param groups": ([sgd((1,))], [sgd((1,), (2,))], "[0].param_groups", "list of 1", "list of 2"),
+    "a parameter": ([sgd((1,))], [sgd((2,))], "[0].param_groups[0].params[0]", "parameter float32[1]", ""),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_different_trees_are_one_error_on_all_ranks(case: str, odd: int) -> None:
+    """One rank, root or another, has something else than the others."""
+    first, second, path, theirs, ours = DIFFERENT[case]
+    if odd == 0:
+        first, second, theirs, ours = second, first, ours, theirs
+    marks = [torch.full((2,), float(rank)) for rank in range(3)]
+
+    def ranks() -> list[Any]:
+        comm = sx.get_communicator()
+        tree = second if comm.rank == max(odd, 1) or (odd == 0 and comm.rank != 0) else first
+        with pytest.raises(sx.MismatchError) as caught:
+            synchronize([marks[comm.rank], tree] if path == "" else tree)
+        comm.barrier()
+        return [str(caught.value), caught.value.rank, caught.value.name, caught.value.expected, caught.value.found]
+
+    found = run_ranks(ranks, 3)
+    assert found[0] == found[1] == found[2]
+    message, rank, name, expected, got = found[0]
+    assert rank == max(odd, 1)
+    assert name == (path or "[1]")
+    assert expected.startswith(theirs)
+    assert got.startswith(ours)
+    assert expected.endswith("(rank 0)")
+    assert got.endswith(f"(rank {rank})")
+    assert f"different on: {'1, 2' if odd == 0 else odd}" in message
+    assert [mark.tolist() for mark in marks] == [[float(rank)] * 2 for rank in range(3)]
+
+
+def test_another_key_is_shown_as_what_root_has() -> None:
+    error = raised_on_all(lambda: synchronize({"a": 0, "weight" if here()[0] == 0 else "wait": T23}))[0]
+    assert "expected float32[2, 3] (rank 0), found nothing (rank 1) [tensor 'weight', rank 1]" in str(error)
+
+
+def test_different_roots_are_one_error_on_all_ranks() -> None:
+    outcomes = run_ranks(lambda: synchronize(1, root=here()[0]), 2, allow_failure=True)
+    assert outcomes.errors == {0: "MismatchError", 1: "MismatchError"}
+    assert "different roots: 0, 1" in outcomes.messages[1]
+
+
+def test_a_root_that_does_not_exist_is_an_error_on_all_ranks() -> None:
+    outcomes = run_ranks(lambda: synchronize(1, root=5 * here()[0]), 2, allow_failure=True)
+    assert outcomes.errors == {0: "InvalidArgumentError", 1: "InvalidArgumentError"}
+
+
+def test_parameters_that_differ_are_named_by_the_other_verbs_too() -> None:
+    def ranks(verb: Callable[..., None]) -> None:
+        verb(nn.Sequential(nn.Linear(2, 3 + here()[0])))
+
+    for verb in (broadcast_parameters, allreduce_parameters):
+        outcomes = run_ranks(ranks, 2, args=(verb,), allow_failure=True)
+        assert set(outcomes.errors.values()) == {"MismatchError"}
+        assert "expected float32[3] (rank 0), found float32[4] (rank 1) [tensor '0.bias', rank 1]" in str(outcomes)
+
+
+@pytest.mark.ranks(2)
+def test_a_large_difference_is_told_in_few_words() -> None:
+    tree = {f"name{i}": "x" * 10000 for i in range(200)}
+    if here()[0]:
+        tree["name150"] = torch.ones(1)
+    with pytest.raises(sx.MismatchError) as caught:
+        synchronize(tree)
+    assert len(str(caught.value)) < 400
+
+
+# What cannot be synchronized
+
+
+def cycle() -> Any:
+    tree: list[Any] = [1]
+    tree.append({"again": tree})
+    return tree
+
+
+class Other(enum.Enum):
+    ONE = 1
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], type, str]] = {
+    "sparse": (lambda: torch.eye(2).to_sparse(), sx.UnsupportedError, "not a sparse_coo one"),
+    "meta": (lambda: torch.ones(2, device="meta"), sx.UnsupportedError, "not a meta one"),
+    "quantised": (lambda: quantised(), sx.UnsupportedError, "not a quantized one"),
+    "lazy": (lambda: nn.LazyLinear(2), sx.InvalidArgumentError, "run the module once"),
+    "freed": (lambda: freed(), sx.UnsupportedError, "no storage of its own"),
+    "generator": (lambda: nn.Linear(1, 1).parameters(), sx.InvalidArgumentError, "a generator has no places to fill"),
+    "view of values": (lambda: {"a": 1}.values(), sx.InvalidArgumentError, "give a list"),
+    "objects": (lambda: np.array([object()]), sx.UnsupportedError, "array of objects"),
+    "masked": (lambda: np.ma.array([1, 2], mask=[True, False]), sx.UnsupportedError, "masked array"),
+    "cycle": (cycle, sx.InvalidArgumentError, r"x\[1\]\.again is x again"),
+    "key": (lambda: {nn.Parameter(torch.ones(1)): 1}, sx.UnsupportedError, "Parameter as a key"),
+    "stale state": (lambda: stale(), sx.InvalidArgumentError, "no param group"),
+}
+
+
+def quantised() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has deprecated them
+        return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def stale() -> torch.optim.Optimizer:
+    optimizer = sgd((1,))
+    optimizer.state[nn.Parameter(torch.ones(1))] = {"step": 1}
+    return optimizer
+
+
+def raised_on_all(ranks: Callable[[], Any], world_size: int = 2) -> list[Exception]:
+    def caught() -> Exception:
+        with pytest.raises(sx.StateExchangeError) as found:
+            ranks()
+        sx.get_communicator().barrier()
+        return found.value
+
+    return run_ranks(caught, world_size)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_one_rank_cannot_synchronize_is_an_error_on_all(case: str) -> None:
+    make, kind, words = REFUSED[case]
+    bad = 0 if case == "stale state" else 1
+    errors = raised_on_all(lambda: synchronize({"x": make() if here()[0] == bad else sgd((1,)) if bad == 0 else 1}))
+    assert [type(error) for error in errors] == [kind] * 2
+    assert str(errors[0]) == str(errors[1])
+    with pytest.raises(kind, match=words):
+        raise errors[0]
+    assert errors[0].rank == bad
+    assert (errors[0].name or "x").startswith("x")
+
+
+UNWRITABLE: dict[str, tuple[Callable[[], Any], str]] = {
+    "expanded": (lambda: torch.ones(1).expand(3), "clone"),
+    "inference": (lambda: inference(), "inference_mode"),
+    "read-only": (lambda: np.frombuffer(b"abc", dtype=np.uint8), "read-only"),
+}
+
+
+def inference() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(3)
+
+
+@pytest.mark.parametrize("case", UNWRITABLE)
+def test_what_cannot_be_written_may_be_roots_only(case: str) -> None:
+    make, words = UNWRITABLE[case]
+
+    def ranks(bad: int) -> Any:
+        given = make()
+        mine = given if here()[0] == bad else np.array(given) if case == "read-only" else torch.zeros(3)
+        return synchronize({"x": mine})["x"].tolist()
+
+    first, second = run_ranks(ranks, 2, args=(0,))
+    assert first == second == make().tolist()
+    errors = raised_on_all(lambda: ranks(1))
+    assert words in str(errors[0])
+    assert [error.rank for error in errors] == [1, 1]
+    assert errors[0].name == "x"
+
+
+def test_an_enum_that_a_rank_does_not_know_is_an_error_on_all() -> None:
+    errors = raised_on_all(lambda: synchronize({"mode": Other.ONE if here()[0] == 0 else None}))
+    assert "root holds a test_synchronize.Other, which this rank does not know" in str(errors[0])
+    assert str(errors[0]) == str(errors[1])
+
+
+def test_a_rank_that_fails_before_it_comes_does_not_leave_the_others_waiting() -> None:
+    def ranks() -> None:
+        if here()[0] == 1:
+            raise RuntimeError("lost")
+        synchronize(torch.ones(3))
+
+    outcomes = run_ranks(ranks, 3, allow_failure=True, timeout_s=10)
+    assert outcomes.errors == {0: "PeerError", 1: "RuntimeError", 2: "PeerError"}
+
+
+def test_ranks_in_other_calls_are_told() -> None:
+    def ranks() -> None:
+        if here()[0] == 1:
+            broadcast_parameters(nn.Linear(1, 1))
+        else:
+            synchronize(torch.ones(3))
+
+    outcomes = run_ranks(ranks, 2, allow_failure=True, timeout_s=10)
+    assert set(outcomes.errors.values()) == {"MismatchError"}
+
+
+def test_alone_everything_stays() -> None:
+    model, optimizer = trained("adam", 0, 1)
+    tree = {"model": model, "optimizer": optimizer, "x": [1, None, object()], "array": np.arange(3)}
+    assert synchronize(tree) is tree
+    allreduce_parameters(model)
+    with pytest.raises(sx.UnsupportedError, match="sparse"):
+        synchronize(torch.eye(2).to_sparse())
+
+
+# On processes
+
+
+def tree_of(rank: int, steps: int) -> dict[str, Any]:
+    model, optimizer = trained("adamw", rank, steps)
+    tensors = {name: tensor for name, tensor in odd_tensors(rank).items() if name != "expanded on root"}
+    return {
+        "tied": tied(rank),
+        "model": model,
+        "optimizer": optimizer,
+        "tensors": tensors,
+        "values": odd_values(rank),
+        "arrays": odd_arrays(rank),
+        "big": torch.full((3 << 20,), float(rank)),
+        "strided": torch.full((1 << 9, 1 << 11), float(rank)).t(),
+    }
+
+
+@pytest.mark.ranks(2, backend=("gloo", slow("mpi")), timeout_s=60)
+def test_on_processes() -> None:
+    """Everything at once, on transports that cross processes."""
+    comm = sx.init("gloo" if dist.is_initialized() else "mpi")
+    tree, wanted = tree_of(comm.rank, 3 * comm.rank), tree_of(1, 3)
+    assert synchronize(tree, root=1) is tree
+    assert_equal_state(tree["optimizer"], wanted["optimizer"])
+    assert tree["values"] == wanted["values"]
+    for name in ("tied", "model"):
+        pairs = zip(tensors_of(tree[name]).values(), tensors_of(wanted[name]).values(), strict=True)
+        assert all(torch.equal(one, two) for one, two in pairs)
+    assert all(same(tree["tensors"][name], wanted["tensors"][name]) for name in tree["tensors"])
+    assert all(tree["arrays"][name].tobytes() == wanted["arrays"][name].tobytes() for name in tree["arrays"])
+    assert (tree["big"] == 1).all()
+    assert (tree["strided"] == 1).all()
+    model = nn.Linear(600, 600)
+    nn.init.constant_(model.weight, float(comm.rank))
+    allreduce_parameters(model)
+    assert (model.weight == 0.5).all()
+    broadcast_parameters(nn.BatchNorm1d(3), root=1)
+    with pytest.raises(sx.MismatchError, match=r"expected float32\[2\] \(rank 0\), found float32\[3\] \(rank 1\)"):
+        synchronize({"w": torch.ones(2 + comm.rank)})
+    if dist.is_initialized():
+        on_a_mesh()
+
+
+def on_a_mesh() -> None:
+    """DTensors: replicated ones are filled, sharded ones refused by name."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    rank = dist.get_rank()
+    mesh = dist.init_device_mesh("cpu", (2,))
+    whole = DTensor.from_local(torch.full((2, 3), 1.0 + rank), mesh, [Replicate()], run_check=False)
+    assert synchronize({"w": whole})["w"] is whole
+    assert (whole.to_local() == 1).all()
+    cut = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
+    with pytest.raises(sx.UnsupportedError, match=r"has other parts on other ranks.*'w'"):
+        synchronize({"w": cut})
+    with pytest.raises(sx.UnsupportedError, match="lies on many ranks"):
+        synchronize(torch.optim.SGD([nn.Parameter(cut)], lr=0.1))

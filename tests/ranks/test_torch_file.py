@@ -1,0 +1,580 @@
+"""Files of torch.save: read without torch, merged bit-equal; views, ties, nesting, DTensors; refused by name."""
+
+import io
+import json
+import os
+import shutil
+import struct
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from sweeps import slow
+
+from statexchange.checkpoint.merge import merge_checkpoint
+from statexchange.cli.main import main
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    ReplicaError,
+    StateExchangeError,
+    UnsafeError,
+    UnsupportedError,
+)
+from statexchange.formats.pickles import Made
+from statexchange.formats.registry import open_checkpoint, open_source
+from statexchange.formats.torch_file import _checked_mesh
+from statexchange.layout.arrays import DTYPE_NAMES
+from statexchange.layout.placements import Cut
+from statexchange.report.verify import verify
+from statexchange.testing import run_ranks
+
+
+def merged(source: Path, **options: Any) -> dict[str, torch.Tensor]:
+    out = source.parent / f"{source.name}.out"
+    merge_checkpoint(source, out, **options)
+    return dict(load_file(out / "model.safetensors"))
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert found[name].reshape(-1).view(torch.uint8).equal(tensor.contiguous().reshape(-1).view(torch.uint8)), name
+
+
+def test_every_dtype_becomes_what_save_file_writes(tmp_path: Path) -> None:
+    state = {
+        name: torch.arange(35).to(getattr(torch, name)).reshape(7, 5) for name in DTYPE_NAMES if name != "complex128"
+    }
+    state |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3)}
+    torch.save(state, tmp_path / "model.pt")
+    merge_checkpoint(tmp_path / "model.pt", tmp_path / "out")
+    save_file(state, tmp_path / "expected", {"format": "pt"})
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()
+
+
+def test_complex128_is_read_too(tmp_path: Path) -> None:
+    value = torch.randn(3, 2, dtype=torch.complex128)
+    torch.save({"c": value}, tmp_path / "c.pt")
+    assert np.array_equal(open_checkpoint(tmp_path / "c.pt")["c"].read(), value.numpy())
+
+
+def test_a_modules_state_dict(tmp_path: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
+    module = module.to(memory_format=torch.channels_last)
+    torch.save(module.state_dict(), tmp_path / "pytorch_model.bin")
+    assert_same(merged(tmp_path / "pytorch_model.bin"), dict(module.state_dict()))
+
+
+def views(base: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        "base": base,
+        "transposed": base.permute(2, 0, 1),
+        "sliced": base[1:, ::2, 3:],
+        "column": base[:, :, 1],
+        "expanded": base[0, 0, :1].expand(50, 3),
+        "diagonal": base[0].diagonal(),
+        "tail": base[-1],
+        "nothing": base[:0],
+        "one": base[1, 2, 3],
+    }
+
+
+def test_views_are_read_in_their_own_order(tmp_path: Path) -> None:
+    state = views(torch.randn(4, 30, 31))
+    torch.save(state, tmp_path / "views.pt")
+    assert_same(merged(tmp_path / "views.pt"), state)
+    checkpoint = open_checkpoint(tmp_path / "views.pt")
+    for name, tensor in state.items():
+        assert np.array_equal(checkpoint[name].read(), tensor.numpy()), name
+    assert verify(tmp_path / "views.pt").findings == ()
+
+
+def test_large_views_are_read_in_spans(tmp_path: Path) -> None:
+    base = torch.arange(3000 * 1001, dtype=torch.float32).reshape(3000, 1001)
+    state = {"t": base.t(), "columns": base[:, 5:9], "cube": base[:, :1000].reshape(3000, 10, 100).permute(1, 2, 0)}
+    torch.save(state, tmp_path / "views.pt")
+    assert_same(merged(tmp_path / "views.pt"), state)
+    assert open_checkpoint(tmp_path / "views.pt")["t"].read().tobytes() == state["t"].contiguous().numpy().tobytes()
+
+
+@given(st.data())
+@settings(max_examples=30, deadline=None)
+def test_random_views(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    tensor = torch.arange(int(np.prod(shape))).reshape(shape)
+    tensor = tensor.permute(data.draw(st.permutations(range(tensor.ndim))))
+    for dim in range(tensor.ndim):
+        size = tensor.shape[dim]
+        begin = data.draw(st.integers(0, size))
+        end = data.draw(st.integers(begin, size))
+        tensor = tensor[(slice(None),) * dim + (slice(begin, end, data.draw(st.integers(1, 3))),)]
+    path = tmp_path_factory.mktemp("v") / "v.pt"
+    torch.save({"v": tensor}, path)
+    assert open_checkpoint(path)["v"].read().tolist() == tensor.tolist()
+
+
+def test_tied_tensors_are_one_and_recorded(tmp_path: Path) -> None:
+    embedding = torch.nn.Embedding(10, 4)
+    head = torch.nn.Linear(4, 10, bias=False)
+    head.weight = embedding.weight
+    module = torch.nn.ModuleDict({"embed": embedding, "head": head})
+    torch.save(module.state_dict(), tmp_path / "tied.pt")
+    source = open_source(tmp_path / "tied.pt")
+    assert source.holders[0].aliases == {"head.weight": "embed.weight"}
+    assert_same(merged(tmp_path / "tied.pt"), {"embed.weight": embedding.weight.detach()})
+
+
+def test_nesting_becomes_dots_and_what_is_no_tensor_is_listed(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "list": [torch.ones(2), {"x": torch.zeros(1)}],
+        "step": 7,
+        "note": "a",
+        "device": torch.device("cpu"),
+        "dtype": torch.bfloat16,
+        "size": torch.Size([2, 3]),
+        "nothing": {},
+        "names": {"b", "a"},
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+    }
+    torch.save(state, tmp_path / "state.pt")
+    source = open_source(tmp_path / "state.pt")
+    found = merged(tmp_path / "state.pt")
+    assert found["list.1.x"].tolist() == [0]
+    assert found["optimizer.state.0.exp_avg"].equal(optimizer.state_dict()["state"][0]["exp_avg"])
+    assert found["model.0.weight"].equal(model[0].weight)
+    assert found["parameter"].tolist() == [1, 1]
+    assert source.others["optimizer.param_groups.0.lr"] == "float 0.001"
+    told = ("step", "note", "device", "dtype", "size", "nothing", "names")
+    assert [source.others[name] for name in told] == [
+        "int 7", "str 'a'", "a device", "bfloat16", "tuple of 2", "dict of 0", "a set"
+    ]  # fmt: skip
+
+
+def test_the_command_line_works_on_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"model": {"w": torch.ones(2, 3).t()}, "step": 7}, tmp_path / "x.pt")
+    told = {}
+    for command in (["info"], ["ls"], ["verify"], ["merge", str(tmp_path / "out")]):
+        with pytest.raises(SystemExit) as ended:
+            main([command[0], str(tmp_path / "x.pt"), *command[1:]])
+        told[command[0]] = capsys.readouterr().out
+        assert ended.value.code == 0
+    assert "kind        torch" in told["info"]
+    assert "1: step (int 7)" in told["info"]
+    assert "[3,2]" in told["ls"]
+    assert "x.pt" in told["ls"]
+    assert load_file(tmp_path / "out/model.safetensors")["model.w"].tolist() == [[1, 1]] * 3
+
+
+def test_a_tensor_alone(tmp_path: Path) -> None:
+    torch.save(torch.arange(3), tmp_path / "t.pt")
+    assert merged(tmp_path / "t.pt")["tensor"].tolist() == [0, 1, 2]
+
+
+def test_names_that_nesting_makes_equal_are_refused(tmp_path: Path) -> None:
+    torch.save({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, tmp_path / "t.pt")
+    with pytest.raises(CorruptError, match="two entries") as caught:
+        open_source(tmp_path / "t.pt")
+    assert caught.value.name == "a.b"
+
+
+def test_a_file_without_a_known_suffix_is_recognised_by_its_content(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1)}, tmp_path / "checkpoint")
+    assert open_source(tmp_path / "checkpoint").kind == "torch"
+
+
+def test_a_directory_with_an_index_is_read_by_it(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1)}, tmp_path / "pytorch_model-00001-of-00002.bin")
+    torch.save({"b": torch.ones(2)}, tmp_path / "pytorch_model-00002-of-00002.bin")
+    torch.save({"c": torch.ones(2)}, tmp_path / "training_args.bin")
+    weight_map = {"a": "pytorch_model-00001-of-00002.bin", "b": "pytorch_model-00002-of-00002.bin"}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert sorted(open_checkpoint(tmp_path)) == ["a", "b"]
+    os.unlink(tmp_path / "pytorch_model-00002-of-00002.bin")
+    with pytest.raises(IncompleteError, match="missing") as caught:
+        open_source(tmp_path)
+    assert caught.value.path == str(tmp_path / "pytorch_model-00002-of-00002.bin")
+    (tmp_path / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "../x.bin"}}')
+    with pytest.raises(CorruptError, match="plain"):
+        open_source(tmp_path)
+
+
+def test_ranks_are_those_of_the_names_or_the_order(tmp_path: Path) -> None:
+    for name in ("m-rank10.pt", "m-rank9.pt"):
+        torch.save({"a": torch.ones(1), name: torch.ones(1)}, tmp_path / name)
+    assert [(h.rank, Path(h.path).name) for h in open_source(tmp_path).holders] == [
+        (9, "m-rank9.pt"),
+        (10, "m-rank10.pt"),
+    ]
+    torch.save({"a": torch.zeros(1)}, tmp_path / "other.pth")
+    assert [h.rank for h in open_source(tmp_path).holders] == [0, 1, 2]
+    with pytest.raises(ReplicaError, match="different values") as caught:
+        merge_checkpoint(tmp_path, tmp_path / "out")
+    assert caught.value.name == "a"
+    assert [type(f) for f in verify(tmp_path).findings] == [ReplicaError]
+
+
+# --- DTensors ---
+
+
+def write_dtensors(mesh_shape: list[int], out: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    rank = torch.distributed.get_rank()
+    mesh = init_device_mesh("cpu", tuple(mesh_shape), mesh_dim_names=("a", "b")[: len(mesh_shape)])
+    whole = torch.arange(11 * 6, dtype=torch.float32).reshape(11, 6)
+    ways = {
+        "rows": [Shard(0), Replicate()],
+        "rows_rows": [Shard(0), Shard(0)],
+        "columns_rows": [Shard(1), Shard(0)],
+        "replicated": [Replicate(), Replicate()],
+        "strided": [_StridedShard(0, split_factor=2), Shard(0)],
+        "strided_uneven": [_StridedShard(0, split_factor=3), Replicate()],
+    }
+    state: dict[str, Any] = {}
+    for name, placements in ways.items():
+        state[name] = distribute_tensor(whole.clone(), mesh, placements[: len(mesh_shape)], src_data_rank=None)
+    state["few"] = distribute_tensor(torch.ones(1, 3), mesh, [Shard(0)] * len(mesh_shape), src_data_rank=None)
+    state["parameter"] = torch.nn.Parameter(state["rows"].clone())
+    state["tied"] = state["rows"]
+    state["of_transposed"] = DTensor.from_local(
+        state["rows"].to_local().clone().t(),
+        mesh,
+        [Shard(1), Replicate()][: len(mesh_shape)],
+        shape=(6, 11),
+        stride=(1, 6),
+    )
+    if len(mesh_shape) == 2:
+        state["of_submesh"] = distribute_tensor(whole.clone(), mesh["b"], [Shard(1)], src_data_rank=None)
+        state["of_flat_mesh"] = distribute_tensor(whole.clone(), mesh._flatten(), [Shard(0)], src_data_rank=None)
+    state["plain"] = torch.ones(2)
+    torch.save({"model": state}, f"{out}/model-rank{rank}.pt")
+    full = {
+        f"model.{name}": (value.full_tensor() if isinstance(value, DTensor) else value).detach().contiguous().clone()
+        for name, value in state.items()
+        if name != "tied"
+    }
+    if rank == 0:
+        save_file(full, f"{out}/expected", {"format": "pt"})
+
+
+@pytest.mark.parametrize("mesh_shape", [slow((1,)), (2,), slow((3,)), slow((2, 2)), slow((1, 2))])
+def test_dtensors_merge_to_their_full_tensors(mesh_shape: tuple[int, ...], tmp_path: Path) -> None:
+    ranks = int(np.prod(mesh_shape))
+    run_ranks(write_dtensors, ranks, backend="gloo", args=(list(mesh_shape), str(tmp_path)), timeout_s=60)
+    assert_same(merged(tmp_path), dict(load_file(tmp_path / "expected")))
+    assert [holder.aliases for holder in open_source(tmp_path).holders] == [{"model.tied": "model.rows"}] * ranks
+    assert verify(tmp_path).findings == ()
+    if ranks > 1:
+        with open_checkpoint(tmp_path) as shards:
+            expected = load_file(tmp_path / "expected")
+            read = {name: tensor.read().tobytes() for name, tensor in shards.items() if name in expected}
+            assert read == {name: tensor.numpy().tobytes() for name, tensor in expected.items()}
+        os.unlink(tmp_path / f"model-rank{ranks - 1}.pt")
+        with pytest.raises(IncompleteError):
+            merge_checkpoint(tmp_path, tmp_path / "never")
+
+
+def write_partial(out: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh = init_device_mesh("cpu", (2,))
+    state = {"w": DTensor.from_local(torch.ones(2), mesh, [Partial()])}
+    torch.save(state, f"{out}/rank{torch.distributed.get_rank()}.pt")
+
+
+def test_an_unfinished_sum_is_refused_by_name(tmp_path: Path) -> None:
+    run_ranks(write_partial, 2, backend="gloo", args=(str(tmp_path),))
+    with pytest.raises(UnsupportedError, match="unfinished sum") as caught:
+        open_source(tmp_path)
+    assert (caught.value.name, caught.value.rank, caught.value.path) == ("w", 0, str(tmp_path / "rank0.pt"))
+
+
+def write_out_of_order(out: str) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = DeviceMesh("cpu", [1, 0])
+    state = {"w": distribute_tensor(torch.ones(2), mesh, [Shard(0)], src_data_rank=None)}
+    torch.save(state, f"{out}/rank{torch.distributed.get_rank()}.pt")
+
+
+def test_a_mesh_with_ranks_out_of_order_is_refused(tmp_path: Path) -> None:
+    run_ranks(write_out_of_order, 2, backend="gloo", args=(str(tmp_path),))
+    with pytest.raises(UnsupportedError, match="out of order") as caught:
+        open_source(tmp_path)
+    assert caught.value.name == "w"
+
+
+def write_misfits(out: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    mesh = init_device_mesh("cpu", (2,))
+    rank = torch.distributed.get_rank()
+    for name, placement in (("shard", Shard(0)), ("strided", _StridedShard(0, split_factor=2))):
+        for shape in ((2, 4), (4, 1), (0, 2)):
+            local = DTensor.from_local(torch.ones(shape), mesh, [placement], shape=(8, 2), stride=(2, 1))
+            torch.save({"w": local}, f"{out}/{name}-{shape[0]}-rank{rank}.pt")
+
+
+def test_a_local_part_that_does_not_fit_its_placements_is_refused(tmp_path: Path) -> None:
+    run_ranks(write_misfits, 2, backend="gloo", args=(str(tmp_path),))
+    for path in tmp_path.iterdir():
+        with pytest.raises(CorruptError, match=r"does not fit its placements.*expected") as caught:
+            open_source(path)
+        assert (caught.value.name, caught.value.path) == ("w", str(path))
+
+
+def layout_of(**state: Any) -> Made:
+    return Made("_MeshLayout", (), state)
+
+
+OLDER_MESHES = {
+    "2.2 to 2.8": {
+        "mesh": Made("_rebuild_tensor_v2", (None, 0, (2, 3), (3, 1))),
+        "_flatten_mesh_list": tuple(range(6)),
+    },
+    "2.9": {"_layout": layout_of(shape=(2, 3), stride=(3, 1)), "_flatten_rank_map": tuple(range(6))},
+}
+
+
+@pytest.mark.parametrize("state", OLDER_MESHES.values(), ids=OLDER_MESHES)
+def test_meshes_of_older_torch_are_understood(state: dict[str, Any]) -> None:
+    """Spelled from the sources of these versions, of which none is installed here."""
+    assert _checked_mesh(state, [Cut(0), Cut(0)]) == [2, 3]
+    key = "_flatten_mesh_list" if "mesh" in state else "_flatten_rank_map"
+    assert _checked_mesh(state | {key: (0, 2, 1, 3, 4, 5)}, [Cut(0), None]) == [2, 3]
+    with pytest.raises(UnsupportedError, match="out of order"):
+        _checked_mesh(state | {key: (0, 2, 1, 3, 4, 5)}, [None, Cut(0)])
+
+
+def test_a_nested_axis_and_a_mesh_that_claims_too_much() -> None:
+    nested = {"_layout": layout_of(shape=((2, 2), 3), stride=((6, 3), 1)), "_flatten_rank_map": tuple(range(12))}
+    assert _checked_mesh(nested, [Cut(0), None]) == [4, 3]
+    for stride in (-1, 1 << 40, True):
+        with pytest.raises(ValueError, match=r"."):
+            _checked_mesh({"_layout": layout_of(shape=1 << 30, stride=stride), "_flatten_rank_map": (0, 1)}, [Cut(0)])
+
+
+# --- what is refused ---
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize(
+    ("value", "match"),
+    [
+        (lambda: torch.eye(3).to_sparse(), "sparse"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "qtensor"),
+        (lambda: torch.ones(2, device="meta"), "meta"),
+        (lambda: torch.ones(2, dtype=torch.complex64).conj(), "conjugated"),
+    ],
+)
+def test_tensors_that_have_no_plain_bytes_are_refused_by_name(tmp_path: Path, value: Any, match: str) -> None:
+    torch.save({"ok": torch.ones(1), "odd": value()}, tmp_path / "x.pt")
+    with pytest.raises(UnsupportedError, match=match) as caught:
+        open_source(tmp_path / "x.pt")
+    assert (caught.value.name, caught.value.path) == ("odd", str(tmp_path / "x.pt"))
+    assert len(open_source(tmp_path / "x.pt", strict=False).problems) == 1
+
+
+def test_the_format_of_before_torch_1_6_is_refused_with_the_cure(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    shutil.copy(tmp_path / "old.pt", tmp_path / "old")
+    for name in ("old.pt", "old"):
+        with pytest.raises(UnsupportedError, match=r"torch\.save\(torch\.load\(path, weights_only=True\), path\)"):
+            open_source(tmp_path / name)
+
+
+def test_what_is_no_file_of_torch(tmp_path: Path) -> None:
+    (tmp_path / "x.pt").write_bytes(b"hello")
+    with pytest.raises(CorruptError, match=r"not a file of torch\.save"):
+        open_source(tmp_path / "x.pt")
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
+        archive.writestr("a/b", b"")
+    with pytest.raises(CorruptError, match=r"no data\.pkl"):
+        open_source(tmp_path / "x.pt")
+    torch.save(Path("x"), tmp_path / "x.pt")
+    assert open_source(tmp_path / "x.pt").others == {"value": "a PosixPath"}
+
+
+def members(path: Path) -> list[tuple[str, bytes]]:
+    with zipfile.ZipFile(path) as archive:
+        return [(name, archive.read(name)) for name in archive.namelist()]
+
+
+def repacked(path: Path, change: Any = None, method: int = zipfile.ZIP_STORED) -> None:
+    """Write a file's zip anew, with members changed by name (None leaves one out)."""
+    kept = members(path)
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for name, data in kept:
+            data = change(name, data) if change is not None else data
+            if data is not None:
+                archive.writestr(name, data)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    torch.save({"a": torch.arange(1000), "b": torch.ones(3)}, tmp_path / "x.pt")
+    return tmp_path / "x.pt"
+
+
+def test_a_zip_that_another_tool_packed_anew_is_read(saved: Path) -> None:
+    repacked(saved)
+    assert merged(saved)["a"].equal(torch.arange(1000))
+
+
+def test_a_compressed_member_is_refused(saved: Path) -> None:
+    repacked(saved, method=zipfile.ZIP_DEFLATED)
+    with pytest.raises(UnsupportedError, match=r"compressed.*torch\.save"):
+        open_source(saved)
+
+
+def test_big_endian_numbers_are_refused(saved: Path) -> None:
+    repacked(saved, lambda name, data: b"big" if name.endswith("byteorder") else data)
+    with pytest.raises(UnsupportedError, match="big-endian"):
+        open_source(saved)
+
+
+def test_storages_that_are_missing_or_of_another_size_are_refused(saved: Path) -> None:
+    repacked(saved, lambda name, data: data[:-8] if name.endswith("data/0") else data)
+    with pytest.raises(CorruptError, match=r"storage '0' has another size.*expected 8000 bytes, found 7992"):
+        open_source(saved)
+    repacked(saved, lambda name, data: None if name.endswith("data/0") else data)
+    with pytest.raises(CorruptError, match="no storage '0'"):
+        open_source(saved)
+
+
+def test_a_member_twice_is_refused(saved: Path) -> None:
+    with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(saved, "a") as archive:
+        archive.writestr("x/data/0", b"")
+    with pytest.raises(CorruptError, match="two members"):
+        open_source(saved)
+
+
+@pytest.mark.parametrize("left", [0, 3, 4, 21, 22, 100, 1000, 9000])
+def test_truncated_files_are_corrupt(saved: Path, left: int) -> None:
+    os.truncate(saved, left)
+    with pytest.raises(CorruptError) as caught:
+        open_source(saved)
+    assert caught.value.path == str(saved)
+
+
+def test_whatever_byte_is_changed_the_answer_is_ours(tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(6).reshape(2, 3).t(), "step": 7}, tmp_path / "x.pt")
+    data = (tmp_path / "x.pt").read_bytes()
+    for at in range(len(data)):
+        for flip in (0x01, 0xFF):
+            (tmp_path / "x.pt").write_bytes(data[:at] + bytes([data[at] ^ flip]) + data[at + 1 :])
+            try:
+                open_source(tmp_path / "x.pt", strict=False)
+            except StateExchangeError:
+                continue
+
+
+def huge_archive(path: Path, hole_nbytes: int) -> None:
+    """A sparse file of a storage over 4 GiB, as torch writes it: zip64, with the numbers in extra fields."""
+    template = io.BytesIO()
+    torch.save({"big": torch.zeros(2, dtype=torch.uint8)}, template)
+    with zipfile.ZipFile(template) as archive:
+        data = archive.read("archive/data.pkl")
+    columns = b"J" + struct.pack("<i", hole_nbytes >> 16)
+    shape = b"J" + struct.pack("<i", 1 << 16) + columns
+    numel = b"\x8a\x05" + hole_nbytes.to_bytes(5, "little")
+    assert data.count(b"K\x02") == 2
+    data = data.replace(b"K\x02", numel, 1).replace(b"K\x02\x85", shape + b"\x86", 1)
+    data = data.replace(b"K\x01\x85", columns + b"K\x01\x86", 1)
+    entries = []
+    small = [(b"archive/data.pkl", data), (b"archive/version", b"3\n"), (b"archive/byteorder", b"little")]
+    with path.open("wb") as file:
+        for name, content in [*small, (b"archive/data/0", None)]:
+            at, nbytes = file.tell(), hole_nbytes if content is None else len(content)
+            wide = struct.pack("<HHQQ", 1, 16, nbytes, nbytes)
+            file.write(struct.pack("<4s5H3L2H", b"PK\3\4", 45, 0, 0, 0, 0, 0, *[0xFFFFFFFF] * 2, len(name), len(wide)))
+            file.write(name + wide)
+            entries.append((name, nbytes, at))
+            if content is None:
+                file.seek(nbytes - 1, os.SEEK_CUR)
+            file.write(b"\7" if content is None else content)
+        begin = file.tell()
+        for name, nbytes, at in entries:
+            wide = struct.pack("<HHQQQ", 1, 24, nbytes, nbytes, at)
+            fixed = struct.pack("<4s6H3L5H2L", b"PK\1\2", 45, 45, 0, 0, 0, 0, 0, *[0xFFFFFFFF] * 2,
+                                len(name), len(wide), 0, 0, 0, 0, 0xFFFFFFFF)  # fmt: skip
+            file.write(fixed + name + wide)
+        end = file.tell()
+        file.write(struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, 4, 4, end - begin, begin))
+        file.write(struct.pack("<4sLQL", b"PK\6\7", 0, end, 1))
+        file.write(struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0))
+
+
+def test_a_storage_over_four_gib(tmp_path: Path) -> None:
+    huge_archive(tmp_path / "huge.pt", (4 << 30) + (1 << 20))
+    reference = torch.load(tmp_path / "huge.pt", mmap=True, weights_only=True)["big"]
+    (holder,) = open_source(tmp_path / "huge.pt").holders
+    tensor = holder.tensors["big"]
+    assert tensor.shard.global_shape == tuple(reference.shape)
+    extent = tensor.extents[0]
+    assert (extent.nbytes, extent.strides) == (reference.numel(), None)
+    with open(extent.path, "rb") as file:
+        file.seek(extent.begin + extent.nbytes - 1)
+        assert file.read(1) == b"\7" == bytes([reference[-1, -1]])
+
+
+# --- malicious pickles in the right place ---
+
+
+def with_pickle(path: Path, data: bytes) -> None:
+    torch.save({"a": torch.ones(2)}, path)
+    repacked(path, lambda name, old: data if name.endswith("data.pkl") else old)
+
+
+@pytest.mark.parametrize("depth", [200, 200_000])
+def test_deep_nesting_is_refused(tmp_path: Path, depth: int) -> None:
+    with_pickle(tmp_path / "x.pt", b"\x80\x02" + b"](" * depth + b"]" + b"e" * depth + b".")
+    with pytest.raises(CorruptError, match="deeper"):
+        open_source(tmp_path / "x.pt")
+
+
+def test_a_list_that_is_named_again_and_again_is_refused(tmp_path: Path) -> None:
+    doubling = b"\x80\x02(](K\x01]eq\x00"
+    for level in range(1, 60):
+        doubling += b"](h" + bytes([level - 1]) + b"h" + bytes([level - 1]) + b"eq" + bytes([level])
+    with_pickle(tmp_path / "x.pt", doubling + b"t.")
+    with pytest.raises(CorruptError, match="wider"):
+        open_source(tmp_path / "x.pt")
+
+
+def test_a_list_that_holds_itself_is_refused(tmp_path: Path) -> None:
+    with_pickle(tmp_path / "x.pt", b"\x80\x02]q\x00h\x00a.")
+    with pytest.raises(CorruptError, match="deeper"):
+        open_source(tmp_path / "x.pt")
+
+
+def test_an_object_of_another_class_is_refused_by_name(tmp_path: Path) -> None:
+    torch.save(OrderedDict(a=torch.ones(1), args=Arguments()), tmp_path / "x.pt")
+    with pytest.raises(UnsafeError, match=r"test_torch_file\.Arguments") as caught:
+        open_source(tmp_path / "x.pt")
+    assert caught.value.path == str(tmp_path / "x.pt")
+
+
+class Arguments:
+    """Not known."""

@@ -1,0 +1,207 @@
+"""Publishers and readers that race, at random moments, many times: one of two wins, nothing is mixed, lost or left."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import statexchange as sx
+from statexchange.report.verify import verify
+
+pytestmark = pytest.mark.slow
+RUNS = 100
+STORE_RUNS = 5  # each of them is a few hundred requests
+
+ACTOR = """
+import json, sys, time
+import numpy as np
+import statexchange as sx
+
+def values(arrays):
+    return sorted({float(v) for _, a in arrays for v in np.unique(a)})
+
+def publish(out, value, overwrite):
+    state = {f"t{i}": np.full((64, 40), value, np.float32) for i in range(4)}
+    sx.export_checkpoint(state, out, overwrite=overwrite, max_shard_size="20KB")
+
+def merge(source, out, overwrite):
+    sx.merge_checkpoint(source, out, overwrite=overwrite)
+
+def read(out):
+    with sx.open_checkpoint(out) as checkpoint:
+        return values((name, tensor.read()) for name, tensor in checkpoint.items())
+
+def load(out):
+    state = {f"t{i}": np.zeros((64, 40), np.float32) for i in range(4)}
+    sx.load_checkpoint(state, out)
+    return values(state.items())
+
+def save(path, value):
+    sx.save_checkpoint({"t0": np.full((64, 40), value, np.float32)}, path)
+
+for line in sys.stdin:
+    name, arguments, at = json.loads(line)
+    time.sleep(max(0.0, at - time.monotonic()))
+    try:
+        answer = ["ok", globals()[name](*arguments)]
+    except sx.StateExchangeError as error:
+        answer = [type(error).__name__, str(error)]
+    print(json.dumps(answer), flush=True)
+"""
+
+
+class Actor:
+    """A process that does what it is told, at a moment that is given on the clock that all processes share."""
+
+    def __init__(self, **environ: str) -> None:
+        command = [sys.executable, "-c", ACTOR]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **environ}
+        )
+
+    def start(self, name: str, *arguments: Any, at: float) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([name, arguments, at]) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> list[Any]:
+        assert self._process.stdout is not None
+        return list(json.loads(self._process.stdout.readline()))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.fixture
+def actors() -> Iterator[list[Actor]]:
+    found = [Actor(), Actor(), Actor()]
+    yield found
+    for actor in found:
+        actor.close()
+
+
+def at_once(calls: list[tuple[Actor, str, tuple[Any, ...]]], spread_s: float) -> list[list[Any]]:
+    """Start calls at random moments within `spread_s`; what each gave."""
+    import time
+
+    began = time.monotonic() + 0.002
+    for actor, name, arguments in calls:
+        actor.start(name, *arguments, at=began + random.random() * spread_s)
+    return [actor.answer() for actor, _, _ in calls]
+
+
+def values(out: str | Path) -> list[float]:
+    with sx.open_checkpoint(out) as checkpoint:
+        return sorted({float(v) for tensor in checkpoint.values() for v in np.unique(tensor.read())})
+
+
+def test_two_publishers_to_a_new_name(actors: list[Actor], tmp_path: Path) -> None:
+    for number in range(RUNS):
+        out = str(tmp_path / str(number) / "out")
+        calls = [(actor, "publish", (out, float(value), False)) for value, actor in enumerate(actors[:2], 1)]
+        answers = at_once(calls, 0.02)
+        winners = [float(value) for value, answer in enumerate(answers, 1) if answer[0] == "ok"]
+        losers = [answer for answer in answers if answer[0] != "ok"]
+        assert (len(winners), [name for name, _ in losers]) == (1, ["TargetExistsError"]), answers
+        assert (values(out), verify(out).findings, os.listdir(tmp_path / str(number))) == (winners, (), ["out"])
+
+
+def test_two_publishers_that_overwrite_and_a_reader(actors: list[Actor], tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    sx.export_checkpoint({f"t{i}": np.zeros((64, 40), np.float32) for i in range(4)}, out)
+    said: Counter[str] = Counter()
+    for number in range(RUNS):
+        read = ("read", "load")[number % 2]
+        calls: list[tuple[Actor, str, tuple[Any, ...]]] = [
+            (actors[0], "publish", (out, 2.0 * number + 1, True)),
+            (actors[1], "publish", (out, 2.0 * number + 2, True)),
+            (actors[2], read, (out,)),
+        ]
+        before = values(out)
+        *published, seen = at_once(calls, 0.03)
+        won = [2.0 * number + 1 + index for index, answer in enumerate(published) if answer[0] == "ok"]
+        assert won, published
+        assert all(answer[0] in ("ok", "TargetExistsError") for answer in published), published
+        assert seen[0] == "ok", seen
+        assert seen[1] in ([before[0]], *([value] for value in won)), (seen, before, won)
+        assert values(out)[0] in won
+        assert (verify(out).findings, os.listdir(tmp_path)) == ((), ["out"])
+        said["both, one after the other" if len(won) == 2 else "one"] += 1
+    print(dict(said))
+
+
+def test_two_jobs_that_save_into_one_workspace(actors: list[Actor], tmp_path: Path) -> None:
+    path = str(tmp_path / "saved")
+    for number in range(RUNS):
+        calls = [(actor, "save", (path, 2.0 * number + index)) for index, actor in enumerate(actors[:2], 1)]
+        assert at_once(calls, 0.02) == [["ok", None]] * 2
+        state = {"t0": np.zeros((64, 40), np.float32)}
+        sx.load_checkpoint(state, path)
+        assert np.unique(state["t0"]).tolist() in ([2.0 * number + 1], [2.0 * number + 2])
+    assert not verify(path).findings
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
+    """Makes URLs of an S3 server on the loopback interface that hold nothing yet."""
+    server = pytest.importorskip("moto.server", reason="moto is not installed")
+    s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
+    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    running.start()
+    _, port = running.get_host_and_port()
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem(endpoint_url=f"http://127.0.0.1:{port}").mkdir("races")
+    numbers = iter(range(10**6))
+    yield lambda: f"s3://races/{next(numbers)}"
+    running.stop()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_two_publishers_to_one_place_in_an_object_store(
+    overwrite: bool, bucket: Callable[[], str], tmp_path: Path
+) -> None:
+    actors = [Actor(), Actor()]
+    try:
+        for value in (1, 2):
+            sx.export_checkpoint(
+                {f"t{i}": np.full((64, 40), value, np.float32) for i in range(4)}, tmp_path / str(value)
+            )
+        said: Counter[str] = Counter()
+        for _ in range(STORE_RUNS):
+            out = bucket()
+            if overwrite:
+                sx.merge_checkpoint(tmp_path / "1", out)
+            calls = [
+                (actor, "merge", (str(tmp_path / str(value)), out, overwrite)) for value, actor in enumerate(actors, 1)
+            ]
+            answers = at_once(calls, 0.1)
+            won = [float(value) for value, answer in enumerate(answers, 1) if answer[0] == "ok"]
+            assert won, answers
+            assert overwrite or len(won) == 1
+            assert all(answer[0] in ("ok", "TargetExistsError") for answer in answers), answers
+            assert values(out)[0] in won
+            assert len(values(out)) == 1
+            assert not verify(out).findings
+            said["both, one after the other" if len(won) == 2 else "one"] += 1
+        print(dict(said))
+    finally:
+        for actor in actors:
+            actor.close()

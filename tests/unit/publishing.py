@@ -1,0 +1,438 @@
+"""Publishers for tests, and sweeps that kill, interrupt or overtake one at each of its storage events.
+
+The sweeps run in a process of their own (`python -c "import publishing; publishing.main(...)"`), which forks once for
+each event: an audit hook acts at the n-th event of the child, for n = 1, 2, ... until the child runs to its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from statexchange.checkpoint.index import BoxFact
+from statexchange.checkpoint.publication import Publication
+from statexchange.errors import StateExchangeError
+from statexchange.formats.registry import open_checkpoint, open_source
+from statexchange.layout.plan import Holding, Plan, PlanOptions, plan_merge
+from statexchange.layout.shards import Shard, full_box
+from statexchange.storage.claim import CLAIM_NAME
+from statexchange.storage.object_build import ObjectBuild
+from statexchange.storage.tensorfile import digest
+
+EVENT = "statexchange.storage"
+NBYTES = 5000
+
+
+def plan_of(value: int) -> Plan:
+    shards = [Shard(f"{name}{value}", "U8", (NBYTES,), (full_box((NBYTES,)),)) for name in "ab"]
+    return plan_merge([Holding(0, shards)], PlanOptions(max_shard_bytes=NBYTES))
+
+
+def facts_of(plan: Plan, value: int) -> dict[str, list[BoxFact]]:
+    known = digest(bytes([value]) * NBYTES)
+    return {tensor.name: [BoxFact(0, known)] for file in plan.files for tensor in file.tensors}
+
+
+def begin(path: Any, value: int, **options: Any) -> Publication:
+    return Publication(path, plan_of(value), source="test", extra={"config.json": b"{}"}, **options)
+
+
+def build(publication: Publication, value: int) -> None:
+    """Write all files but those that are finished."""
+    for file in plan_of(value).files:
+        if file.name not in publication.finished:
+            opened = publication.create(file)
+            for tensor in file.tensors:
+                opened.write(bytes([value]) * NBYTES, opened.offset_of(tensor))
+            opened.finish()
+            publication.record(file.name, value)
+
+
+def publish(path: Any, value: int, *, overwrite: bool = True, **options: Any) -> list[str]:
+    """Publish a checkpoint of two files that are full of `value`; returns what was finished before."""
+    with begin(path, value, overwrite=overwrite, **options) as publication:
+        finished = sorted(publication.finished)
+        build(publication, value)
+        publication.commit(facts_of(plan_of(value), value))
+    return finished
+
+
+def value_at(path: Any) -> int:
+    """What the checkpoint is full of, after reading all of it and comparing it with its digests."""
+    checkpoint = open_checkpoint(path)
+    (data,) = {bytes(checkpoint[name].read().tobytes()) for name in checkpoint}
+    source = open_source(path)
+    known = {extent.digest for _, tensor in source.shards() for extent in tensor.extents}
+    source.close()
+    assert known == {digest(data)}
+    assert sorted(checkpoint) == [f"a{data[0]}", f"b{data[0]}"]
+    return data[0]
+
+
+def value_of(out: Path) -> int:
+    """`value_at` of a directory, which must lie under its name and hold what its manifest lists, no more."""
+    listed = json.loads((out / "statexchange.json").read_text())["files"]
+    assert sorted(os.listdir(out)) == sorted([*listed, "statexchange.json"])
+    return value_at(out)
+
+
+# Sweeps
+
+_armed: list[tuple[int, Callable[[], None]]] = []
+_count = 0
+
+
+def _hook(event: str, arguments: Any) -> None:
+    global _count
+    if event == EVENT and _armed:
+        _count += 1
+        if _count == _armed[0][0]:
+            _armed.pop()[1]()
+
+
+def act_at(number: int, act: Callable[[], None]) -> None:
+    """Have this process act once, at its `number`-th storage event from now on."""
+    global _count
+    _count = 0
+    if not hasattr(sys, "_publishing_hook"):
+        sys._publishing_hook = True  # type: ignore[attr-defined]
+        sys.addaudithook(_hook)
+    _armed[:] = [(number, act)]
+
+
+def in_child(work: Callable[[], object], *, new_namespace: bool = False) -> str:
+    """Run `work` in a forked process; returns "ok", "killed", the name of the error, or "untouched" by `act_at`."""
+    receive, send = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(send)
+        with open(receive) as pipe:
+            said = pipe.read()
+        _, status = os.waitpid(pid, 0)
+        return "killed" if os.WIFSIGNALED(status) else said
+    said = "broken"
+    try:
+        os.close(receive)
+        _armed.clear()
+        said = _in_new_namespace(work) if new_namespace else _outcome(work)
+        os.write(send, said.encode())
+    finally:
+        os._exit(0)
+
+
+def _outcome(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except StateExchangeError as error:
+        return type(error).__name__
+    except BaseException as error:  # noqa: BLE001 (the parent fails with what is returned)
+        traceback.print_exc()
+        return f"{type(error).__name__}: {error}"
+    return "untouched" if _armed else "ok"
+
+
+CLONE_NEWPID = 0x20000000
+
+
+def _in_new_namespace(work: Callable[[], object]) -> str:
+    """As another host sees it: neither process can see whether the other one runs."""
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWPID):
+        return "no namespace"
+    return in_child(work)
+
+
+def _points(place: Path, first: int, step: int) -> Iterator[tuple[int, Path]]:
+    number = first
+    while True:
+        own = place / str(number)
+        own.mkdir()
+        yield number, own
+        shutil.rmtree(own)
+        number += step
+
+
+def _check(condition: object, *shown: object) -> None:
+    if not condition:
+        raise AssertionError(shown)
+
+
+def sweep_kills(place: Path, *, before: bool, step: int, reuse: bool = False) -> dict[str, Any]:
+    """Kill a publisher at each event; the old or the new is there, and the next one leaves only its own."""
+    states: Counter[str] = Counter()
+    for number, own in _points(place, 1, step):
+        out = own / "out"
+        if before:
+            publish(out, 1)
+
+        def work() -> None:
+            act_at(number, lambda: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B023
+            publish(out, 2, reuse=reuse)  # noqa: B023
+
+        said = in_child(work)
+        if said == "untouched":
+            return {"points": (number - 1) // step, **states}
+        _check(said == "killed", number, said)
+        if out.exists():
+            states["old" if value_of(out) == 1 else "new"] += 1
+        elif before:
+            _check(value_at(out) == 2, number)  # read where it waits to get its name
+            states["gap"] += 1
+        else:
+            states["absent"] += 1
+        if before or out.exists():
+            _check(in_child(lambda: publish(out, 4, overwrite=False)) == "TargetExistsError", number)  # noqa: B023
+            _check(value_at(out) in (1, 2), number)
+        if reuse:
+
+            def go_on() -> None:
+                (own / "kept").write_text(str(len(publish(out, 2, reuse=True))))  # noqa: B023
+
+            _check(in_child(go_on) == "ok", number)
+            states[f"{(own / 'kept').read_text()} kept"] += 1
+            _check((value_of(out), sorted(os.listdir(own))) == (2, ["kept", "out"]), number, os.listdir(own))
+        else:
+            _check(in_child(lambda: publish(out, 3)) == "ok", number)  # noqa: B023
+            _check((value_of(out), os.listdir(own)) == (3, ["out"]), number, os.listdir(own))
+    raise AssertionError
+
+
+def sweep_interrupts(place: Path, *, before: bool, step: int) -> dict[str, Any]:
+    """Interrupt a publisher at each event (Ctrl-C); the next one in the same process leaves only its own."""
+    states: Counter[str] = Counter()
+    for number, own in _points(place, 1, step):
+        out = own / "out"
+        if before:
+            publish(out, 1)
+
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        def work() -> None:
+            act_at(number, interrupt)  # noqa: B023
+            with contextlib.suppress(KeyboardInterrupt):
+                publish(out, 2)  # noqa: B023
+            if _armed:
+                return
+            if out.exists():  # noqa: B023
+                value_of(out)  # noqa: B023
+            else:
+                _check(not before or value_at(out) == 2, number)  # noqa: B023
+            left = [name for name in os.listdir(own) if name != "out"]  # noqa: B023
+            (own / "state").write_text(f"{'something' if left else 'nothing'} left")  # noqa: B023
+            publish(out, 3)  # noqa: B023
+
+        said = in_child(work)
+        if said == "untouched":
+            return {"points": (number - 1) // step, **states}
+        _check(said == "ok", number, said)
+        states[(own / "state").read_text()] += 1
+        _check((value_of(out), sorted(os.listdir(own))) == (3, ["out", "state"]), number, os.listdir(own))
+    raise AssertionError
+
+
+def sweep_races(place: Path, *, before: bool, overwrite: bool, elsewhere: bool, step: int) -> dict[str, Any]:
+    """Run a second publisher to its end at each event of the first: exactly one wins, or one follows the other.
+
+    With `elsewhere` the second is as on another host: it cannot see whether the first one runs, and shares no lock.
+    """
+    states: Counter[str] = Counter()
+    for number, own in _points(place, 1, step):
+        out = own / "out"
+        if before:
+            publish(out, 1)
+
+        def second() -> None:
+            if elsewhere:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(own / ".out.lock")  # noqa: B023
+            said = in_child(lambda: publish(out, 3, overwrite=overwrite), new_namespace=elsewhere)  # noqa: B023
+            (own / "second").write_text(said)  # noqa: B023
+
+        def first() -> None:
+            act_at(number, second)  # noqa: B023
+            publish(out, 2, overwrite=overwrite)  # noqa: B023
+
+        said = in_child(first)
+        if said == "untouched":
+            return {"points": (number - 1) // step, **states}
+        other = (own / "second").read_text()
+        if other == "no namespace":
+            return {"skip": "this process may not make pid namespaces"}
+        states[f"{said}/{other}"] += 1
+        _check({said, other} <= {"ok", "TargetExistsError"} and "ok" in (said, other), number, said, other)
+        if not overwrite:
+            _check((said, other).count("ok") == 1, number, said, other)
+        allowed = {2} if other != "ok" else {3} if said != "ok" else {2, 3}
+        _check(value_of(out) in allowed, number, said, other, value_of(out))
+        _check(sorted(os.listdir(own)) == ["out", "second"], number, said, other, os.listdir(own))
+    raise AssertionError
+
+
+# Sweeps over object stores
+
+
+class DiskFileSystem(LocalFileSystem):
+    """An object store of several processes: small objects appear whole, and its puts have no conditions but create."""
+
+    protocol = "disk"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(auto_mkdir=True, **options)
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        if isinstance(path, list):
+            return [cls._strip_protocol(one) for one in path]
+        return super()._strip_protocol(path.removeprefix("disk://"))
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        path = self._strip_protocol(path)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        temporary = f"{os.path.dirname(os.path.dirname(path))}/tmp-{os.urandom(8).hex()}"
+        Path(temporary).write_bytes(value)
+        if mode == "create":
+            try:
+                os.link(temporary, path)
+            finally:
+                os.unlink(temporary)
+        else:
+            os.replace(temporary, path)
+
+
+def use_object_stores(*, take_over_s: float = 0.4, renew_s: float = 0.1) -> None:
+    fsspec.register_implementation("disk", DiskFileSystem, clobber=True)
+    ObjectBuild.take_over_s, ObjectBuild.renew_s = take_over_s, renew_s
+
+
+def names_at(url: str) -> list[str]:
+    """Names of the objects below a URL."""
+    system, path = fsspec.core.url_to_fs(url)
+    system.invalidate_cache()
+    try:
+        return sorted(name.rstrip("/").rpartition("/")[2] for name in system.ls(path, detail=False))
+    except FileNotFoundError:
+        return []
+
+
+def answer(work: Callable[[], Any]) -> Any:
+    """Return what `work` returns in a forked process: file systems with threads stay out of this one."""
+    receive, send = os.pipe()
+    said = in_child(lambda: os.write(send, json.dumps(work()).encode()))
+    os.close(send)
+    with open(receive) as pipe:
+        text = pipe.read()
+    _check(said == "ok", said)
+    return json.loads(text)
+
+
+def state_of(url: str) -> str:
+    """ "absent", "being written", or the value of a whole checkpoint and nothing else."""
+    names = names_at(url)
+    if "statexchange.json" in names:
+        system, path = fsspec.core.url_to_fs(url)
+        listed = json.loads(system.cat_file(f"{path}/statexchange.json"))["files"]
+        _check(sorted(set(names) - {CLAIM_NAME}) == sorted([*listed, "statexchange.json"]), names)
+        return f"{value_at(url)}{' claimed' if CLAIM_NAME in names else ''}"
+    _check(CLAIM_NAME in names or not names, names)
+    return "being written" if names else "absent"
+
+
+def sweep_object_kills(place: Path, *, base: str, before: bool, step: int, first: int = 1) -> dict[str, Any]:
+    """As `sweep_kills`, at a URL."""
+    use_object_stores()
+    states: Counter[str] = Counter()
+    number = first - step
+    while True:
+        number += step
+        out = f"{base}/{number}/out"
+        if before:
+            _check(in_child(lambda: publish(out, 1)) == "ok")  # noqa: B023
+
+        def work() -> None:
+            act_at(number, lambda: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B023
+            publish(out, 2)  # noqa: B023
+
+        said = in_child(work)
+        if said == "untouched":
+            return {"points": -(-(number - first) // step), **states}
+        _check(said == "killed", number, said)
+        state = answer(lambda: state_of(out))  # noqa: B023
+        states[state] += 1
+        _check(state in ("1", "1 claimed", "2", "2 claimed", "being written", "absent"), number, state)
+        overwrite = state[0] in "12" or number % 2 == 0
+        if overwrite and state[0] in "12":
+            _check(in_child(lambda: publish(out, 4, overwrite=False)) == "TargetExistsError", number)  # noqa: B023
+            _check(answer(lambda: state_of(out)) == state[0], number)  # noqa: B023
+        _check(in_child(lambda: publish(out, 3, overwrite=overwrite)) == "ok", number)  # noqa: B023
+        _check(answer(lambda: state_of(out)) == "3", number)  # noqa: B023
+
+
+def sweep_object_races(
+    place: Path, *, base: str, before: bool, overwrite: bool, elsewhere: bool, step: int, first: int = 1
+) -> dict[str, Any]:
+    """As `sweep_races`, at a URL. With `elsewhere` the first is taken for dead after a while, and then goes on."""
+    use_object_stores()
+    states: Counter[str] = Counter()
+    number = first - step
+    while True:
+        number += step
+        out = f"{base}/{number}/out"
+        if before:
+            _check(in_child(lambda: publish(out, 1)) == "ok")  # noqa: B023
+        started, start = os.pipe()
+        ended, end = os.pipe()
+
+        def second() -> None:
+            os.read(started, 1)  # noqa: B023
+            publish(out, 3, overwrite=overwrite)  # noqa: B023
+
+        helper = os.fork()
+        if not helper:
+            os.close(start)
+            os.write(end, in_child(second, new_namespace=elsewhere).encode())
+            os._exit(0)
+        os.close(end)
+
+        def overtake() -> None:
+            os.write(start, b"x")  # noqa: B023
+            said = os.read(ended, 100).decode()  # noqa: B023
+            (place / "second").write_text(said)
+
+        def first_one() -> None:
+            act_at(number, overtake)  # noqa: B023
+            publish(out, 2, overwrite=overwrite)  # noqa: B023
+
+        said = in_child(first_one)
+        for fd in (start, started, ended):
+            os.close(fd)
+        os.waitpid(helper, 0)
+        if said == "untouched":
+            return {"points": -(-(number - first) // step), **states}
+        other = (place / "second").read_text()
+        if other == "no namespace":
+            return {"skip": "this process may not make pid namespaces"}
+        states[f"{said}/{other}"] += 1
+        _check({said, other} <= {"ok", "TargetExistsError"} and "ok" in (said, other), number, said, other)
+        if not overwrite:
+            _check((said, other).count("ok") == 1, number, said, other)
+        allowed = {"2"} if other != "ok" else {"3"} if said != "ok" else {"2", "3"}
+        state = answer(lambda: state_of(out))  # noqa: B023
+        _check(state in allowed, number, said, other, state)
+
+
+def main(name: str, place: str, options: str) -> None:
+    """Run a sweep, and print what it counted as JSON."""
+    print(json.dumps(globals()[name](Path(place), **json.loads(options))))

@@ -1,0 +1,400 @@
+"""The failure board: told, noticed, missing, left; never in the way of a process's end."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from statexchange.comm import board as board_module
+from statexchange.comm.backend import Backend, Wait
+from statexchange.comm.board import Board, open_board
+from statexchange.comm.session import Place
+from statexchange.errors import PeerError, StallError
+
+TESTS = os.path.dirname(__file__)
+RANKS = 4
+NODES = (0, 0, 1, 1)
+HOSTS = ("anna", "anna", "bert", "bert")
+
+
+class Meeting:
+    """Threads that exchange bytes."""
+
+    def __init__(self, world_size: int) -> None:
+        self.barrier = threading.Barrier(world_size)
+        self.payloads: list[bytes] = [b""] * world_size
+
+
+class Carrier(Backend):
+    name = "meeting"
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.meeting = meeting
+        self.rank = rank
+        self.world_size = len(meeting.payloads)
+
+    def exchange(self, payload: bytes, wait: Wait) -> list[bytes]:
+        self.meeting.payloads[self.rank] = payload
+        self.meeting.barrier.wait(wait.timeout_s)
+        answers = list(self.meeting.payloads)
+        self.meeting.barrier.wait(wait.timeout_s)
+        return answers
+
+    def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:
+        raise NotImplementedError
+
+
+def on_all(world_size: int, body: Callable[[int], Any]) -> list[Any]:
+    results: list[Any] = [None] * world_size
+
+    def run(rank: int) -> None:
+        results[rank] = body(rank)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return results
+
+
+@contextlib.contextmanager
+def boards(nodes: tuple[int, ...] = NODES) -> Iterator[list[Board]]:
+    meeting = Meeting(len(nodes))
+    hosts = tuple(HOSTS[2 * node] for node in nodes)
+    made = on_all(len(nodes), lambda r: open_board(Carrier(meeting, r), Place(r, nodes, hosts), 10))
+    try:
+        yield made
+    finally:
+        on_all(len(nodes), lambda r: made[r] is not None and made[r].close())
+
+
+def failure_of(board: Board, within_s: float) -> Exception | None:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            board.failed()
+        except Exception as error:  # noqa: BLE001
+            return error
+        time.sleep(0.005)
+    return None
+
+
+def until(condition: Callable[[], object], within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "too late"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("teller", range(RANKS))
+def test_what_one_tells_all_know_at_once(teller: int) -> None:
+    with boards() as made:
+        for board in made:
+            board.failed()
+        made[teller].tell(StallError("ranks [2] did not come", missing=(2,), rank=2))
+        errors = [failure_of(board, 0.5) for board in made]
+        assert [type(error) for error in errors] == [StallError] * RANKS
+        assert all(error.missing == (2,) for error in errors)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("caller", range(RANKS))
+def test_ranks_that_wait_elsewhere_are_called(caller: int) -> None:
+    """To the collective in which the caller is; who is there, or beyond, is not meant."""
+    with boards() as made:
+        ahead = (caller + 1) % RANKS
+        made[ahead].entered("the end of cooking")
+        made[caller].call_all()
+        made[caller].entered("the end of cooking")
+        waiting = [board for rank, board in enumerate(made) if rank not in (caller, ahead)]
+        until(lambda: all(board.is_called() for board in waiting), 0.5)
+        assert not made[caller].is_called()
+        assert not made[ahead].is_called()
+        for board in waiting:
+            board.entered("a message, broken off")
+            assert not board.is_called()
+
+
+def test_the_first_failure_counts() -> None:
+    with boards() as made:
+        made[3].tell(PeerError(3, "one", "first"))
+        assert failure_of(made[1], 0.5) is not None
+        made[1].tell(PeerError(1, "two", "second"))
+        time.sleep(0.1)
+        assert {str(failure_of(board, 0.5)) for board in made} == {"rank 3 failed in one: first"}
+
+
+def test_who_has_not_come_is_missing() -> None:
+    with boards() as made:
+        for rank in (0, 1, 3):
+            made[rank].entered("a barrier")
+        until(lambda: [board.missing() for board in made] == [(2,), (2,), (), (2,)], 2)
+        made[2].entered("a barrier")
+        until(lambda: not any(board.missing() for board in made), 2)
+        assert all(failure_of(board, 0.01) is None for board in made)
+
+
+def test_who_takes_leave_is_needed_no_more_unless_a_later_call_waits() -> None:
+    with boards() as made:
+        for board in made:
+            board.entered("the last call")
+        made[2].close()
+        time.sleep(0.7)
+        assert [failure_of(board, 0.01) for board in made] == [None] * RANKS
+        made[1].entered("a call too many")
+        error = failure_of(made[1], 0.5)
+        assert isinstance(error, PeerError)
+        assert (error.rank, error.host, error.phase) == (2, "bert", "a call too many")
+        assert failure_of(made[0], 0.01) is None
+
+
+def test_the_keeper_takes_leave_too() -> None:
+    with boards() as made:
+        for board in made:
+            board.entered("the last call")
+        made[0].close()
+        time.sleep(0.7)
+        assert [failure_of(board, 0.01) for board in made] == [None] * RANKS
+        made[3].entered("a call too many")
+        error = failure_of(made[3], 0.5)
+        assert isinstance(error, PeerError)
+        assert error.rank == 0
+
+
+def cut(board: Board) -> None:
+    """Reset this board's connection behind its back."""
+    line = board._line  # type: ignore[attr-defined]
+    line.connection.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_connection_that_is_lost_is_made_again() -> None:
+    with boards() as made:
+        cut(made[2])
+        time.sleep(1.0)
+        assert [failure_of(board, 0.01) for board in made] == [None] * RANKS
+        made[1].tell(PeerError(1, "its own code", "later"))
+        assert str(failure_of(made[2], 0.5)) == "rank 1 failed in its own code: later"
+
+
+def test_strangers_are_shown_the_door() -> None:
+    with boards() as made:
+        offer = made[1]._offer  # type: ignore[attr-defined]
+        for words in (b"GET / HTTP/1.1\r\n\r\n", b'["nonce", 1]\n', b'{"a": 1}\n', b'["a"]\n', b"7\n", b"\xff" * 100):
+            with socket.create_connection(("127.0.0.1", offer.port), 2) as stranger:
+                stranger.sendall(words + b"\n")
+                stranger.settimeout(2)
+                with contextlib.suppress(ConnectionResetError):
+                    assert stranger.recv(100) == b""
+        assert [failure_of(board, 0.01) for board in made] == [None] * RANKS
+        made[3].tell(PeerError(3, "x", "y"))
+        assert failure_of(made[0], 0.5) is not None
+
+
+def test_where_some_cannot_reach_it_nobody_has_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    visit = board_module._visit
+    monkeypatch.setattr(board_module, "_visit", lambda place, *rest: None if place.rank == 2 else visit(place, *rest))
+    with boards() as made:
+        assert made == [None] * RANKS
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "ranks [2] cannot reach rank 0" in caplog.text
+
+
+def test_where_nothing_can_be_served_nobody_has_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_args: Any, **_options: Any) -> socket.socket:
+        raise OSError("no sockets here")
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    with boards() as made:
+        assert made == [None] * RANKS
+    assert len(caplog.records) == 1
+
+
+def test_a_host_name_that_does_not_resolve_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    with boards() as made:
+        assert None not in made
+
+
+def test_nothing_is_left() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        with boards():
+            pass
+    assert not [thread for thread in threading.enumerate() if "board" in thread.name]
+    assert len(os.listdir("/proc/self/fd")) <= len(before)
+
+
+# Ranks that are processes: a pair of pipes to each stands for the transport.
+
+PROCESS = """
+import json, os, sys, time
+sys.path.insert(0, {tests!r})
+from test_board import *
+
+class Piped(Carrier):
+    def exchange(self, payload, wait):
+        print(json.dumps(payload.decode()), flush=True)
+        return [text.encode() for text in json.loads(sys.stdin.readline())]
+
+rank, nodes = {rank}, {nodes}
+place = Place(rank, nodes, tuple(HOSTS[2 * node] for node in nodes))
+for cycle in range({cycles}):
+    board = open_board(Piped(Meeting(len(nodes)), rank), place, 20)
+    board.entered("all_reduce")
+    if cycle < {cycles} - 1:
+        board.close()
+{body}
+"""
+
+WATCH = """
+print(json.dumps(os.getpid()), flush=True)
+board.entered("a barrier")
+error = failure_of(board, 6)
+about = [getattr(error, "rank", None), getattr(error, "host", None)]
+print(json.dumps([time.monotonic(), str(error), *about]), flush=True)
+"""
+
+
+class Job:
+    """Processes with a board each."""
+
+    def __init__(self, nodes: tuple[int, ...], body: str, cycles: int = 1) -> None:
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", PROCESS.format(tests=TESTS, rank=rank, nodes=nodes, body=body, cycles=cycles)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(len(nodes))
+        ]
+        for _ in range(2 * cycles):
+            answers = json.dumps(self.lines())
+            for process in self.processes:
+                assert process.stdin is not None
+                process.stdin.write(answers + "\n")
+                process.stdin.flush()
+
+    def lines(self, ranks: Sequence[int] | None = None) -> list[Any]:
+        """The next that each rank says."""
+        return [self._line(self.processes[r]) for r in (range(len(self.processes)) if ranks is None else ranks)]
+
+    def _line(self, process: subprocess.Popen[str]) -> Any:
+        assert process.stdout is not None
+        text = process.stdout.readline()
+        assert text, process.communicate()[1]
+        return json.loads(text)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+
+@contextlib.contextmanager
+def job(nodes: tuple[int, ...], body: str, cycles: int = 1) -> Iterator[Job]:
+    made = Job(nodes, body, cycles)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "victim"),
+    [((0, 0, 1), 0), ((0, 0, 1), 1), ((0, 0, 1), 2), ((0, 1, 1), 0), ((0, 1, 1), 2)],
+    ids=["keeper", "its mate", "alone", "keeper alone", "mate"],
+)
+def test_a_killed_rank_is_named_by_all_others(nodes: tuple[int, ...], victim: int) -> None:
+    with job(nodes, WATCH) as made:
+        made.lines()
+        time.sleep(0.3)
+        made.processes[victim].kill()
+        killed = time.monotonic()
+        others = [rank for rank in range(len(nodes)) if rank != victim]
+        for when, text, rank, host in made.lines(others):
+            print(f"{when - killed:.2f} s", text)
+            assert rank == victim, text
+            assert host == HOSTS[2 * nodes[victim]], text
+
+
+def test_a_child_of_a_killed_rank_does_not_hide_its_death() -> None:
+    fork = """
+if rank == 1 and os.fork() == 0:
+    for fd in range(3):
+        os.close(fd)  # the test does not wait for this process
+    time.sleep(20)  # longer than the watch
+    os._exit(0)
+"""
+    with job((0, 1), fork + WATCH) as made:
+        made.lines()
+        made.processes[1].kill()
+        ((_, text, rank, _),) = made.lines([0])
+        assert rank == 1, text
+
+
+def test_a_child_is_no_rank() -> None:
+    fork = """
+import atexit
+board.close() if rank == 2 else None
+child = os.fork()
+if child == 0:
+    board.tell(PeerError(rank, "a child", "nonsense"))
+    board.close()
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+time.sleep(0.7)
+print(json.dumps(str(failure_of(board, 0.01))), flush=True)
+"""
+    with job((0, 0, 1), fork) as made:
+        assert made.lines() == ["None"] * 3
+        assert [process.wait(10) for process in made.processes] == [0] * 3
+        assert [process.stderr.read() for process in made.processes if process.stderr is not None] == [""] * 3
+
+
+def test_a_rank_that_exits_is_named() -> None:
+    leave = """
+if rank == 1:
+    sys.exit(0)
+"""
+    with job((0, 1), leave + WATCH) as made:
+        assert made.processes[1].wait(10) == 0
+        made.lines([0])
+        ((_, text, rank, _),) = made.lines([0])
+        assert rank == 1
+        assert "its process ended" in text
+
+
+@pytest.mark.parametrize("victim", range(3))
+def test_a_stopped_rank_is_missing(victim: int) -> None:
+    look = """
+print(json.dumps("in"), flush=True)
+time.sleep(3)
+print(json.dumps(board.missing()), flush=True)
+"""
+    with job((0, 0, 1), look) as made:
+        made.lines()
+        made.processes[victim].send_signal(signal.SIGSTOP)
+        assert made.lines([rank for rank in range(3) if rank != victim]) == [[victim]] * 2
+
+
+def test_processes_end_well_after_many_boards_also_when_the_last_stays_open() -> None:
+    with job((0, 0, 1), "", cycles=20) as made:
+        for process in made.processes:
+            assert process.wait(20) == 0
+            assert process.stderr is not None
+            assert process.stderr.read() == ""

@@ -1,0 +1,875 @@
+import json
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+
+import pytest
+from programs import require_mounts
+
+import statexchange
+from statexchange import demo
+from statexchange.cli import progress as progress_module
+from statexchange.cli.main import cli, main
+from statexchange.cli.output import EXIT_CODES, Output, gravest, printable
+from statexchange.cli.progress import Progress
+from statexchange.cli.text import format_seconds, ranges
+from statexchange.errors import CorruptError, IncompleteError, ReplicaError, StorageError
+from statexchange.layout.shards import Box, Shard
+from statexchange.storage.tensorfile import Held
+from statexchange.storage.workspace import Workspace
+
+LAUNCHER_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+HOME = os.fspath(Path(statexchange.__file__).parents[1])
+Ran = tuple[int, str, str]
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
+    return {**kept, "PYTHONPATH": HOME, **more}
+
+
+def shell(*arguments: object, **more: str) -> Ran:
+    """The exit code, stdout and stderr of a real process."""
+    command = [sys.executable, "-m", "statexchange", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(**more), timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
+def held(name: str, dtype: str, shape: Sequence[int], offsets: Sequence[int], size: Sequence[int], fill: int) -> Held:
+    shard = Shard(name, dtype, tuple(shape), (Box(tuple(offsets), tuple(size)),))
+    return Held(shard, memoryview(Random(fill).randbytes(shard.nbytes)))
+
+
+def rank_tensors(rank: int) -> list[Held]:
+    return [
+        held("rows.weight", "F32", (8, 6), (2 * rank, 0), (2, 6), rank),
+        held("columns.weight", "BF16", (4, 8), (0, 2 * rank), (4, 2), 10 + rank),
+        held("norm.weight", "F32", (6,), (0,), (6,), 99),
+    ]
+
+
+def write_workspace(root: Path, tensors: Sequence[list[Held]]) -> list[Path]:
+    """One committed round; returns the files of the ranks."""
+    workspace = Workspace(root)
+    receipts = [
+        workspace.write(held, run="job", round=1, rank=rank, world_size=len(tensors))
+        for rank, held in enumerate(tensors)
+    ]
+    workspace.commit(receipts, keep=2)
+    return [root / receipt.relative for receipt in receipts]
+
+
+def write_safetensors(path: Path, tensors: dict[str, tuple[str, tuple[int, ...], bytes]]) -> None:
+    entries, begin = {}, 0
+    for name, (dtype, shape, data) in tensors.items():
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, begin + len(data)]}
+        begin += len(data)
+    text = json.dumps(entries).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(data for _, _, data in tensors.values()))
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    return {os.fspath(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in (*LAUNCHER_VARIABLES, "NO_COLOR"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    return write_workspace(tmp_path / "ws", [rank_tensors(rank) for rank in range(4)])
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, files: list[Path]) -> Path:
+    return tmp_path / "ws"
+
+
+class Call:
+    """Runs the command line in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: object) -> Ran:
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        out, err = self._capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    def json(self, *arguments: object) -> tuple[int, dict[str, object]]:
+        code, out, _ = self(*arguments, "--json")
+        envelope = json.loads(out)
+        assert envelope["schema"] == 1
+        assert envelope["ok"] == (code == 0)
+        assert EXIT_CODES[envelope["code"]] == code
+        assert envelope.keys() >= {"data", "warnings"}
+        assert ("error" in envelope) == (code != 0)
+        return code, envelope
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    return Call(capsys)
+
+
+# --- looking ---
+
+
+@pytest.mark.parametrize("command", ["info", "ls"])
+def test_looking_loads_neither_torch_nor_numpy(workspace: Path, command: str) -> None:
+    program = (
+        "import sys\nfrom statexchange.cli.main import main\n"
+        f"try: main([{command!r}, {os.fspath(workspace)!r}])\n"
+        "except SystemExit as ended: assert not ended.code\n"
+        "print(*{'torch', 'numpy', 'rich'} & set(sys.modules), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment(), timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "\n")
+
+
+def test_info_answers_before_torch_could_have_been_imported(workspace: Path) -> None:
+    def seconds(*command: str) -> float:
+        """The processor time of a program."""
+        with subprocess.Popen([sys.executable, *command], env=environment(), stdout=subprocess.DEVNULL) as process:
+            _, status, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0
+        return used.ru_utime + used.ru_stime
+
+    extra = [seconds("-m", "statexchange", "info", os.fspath(workspace)) - seconds("-c", "pass") for _ in range(5)]
+    assert min(extra) < 0.25, "the target is 0.1 s on an idle machine"
+
+
+def test_info_of_a_workspace(workspace: Path) -> None:
+    code, out, err = shell("info", workspace)
+    assert (code, err) == (0, "")
+    facts = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert facts["kind"] == "workspace"
+    assert facts["tensors"] == "3"
+    assert facts["parameters"] == "86"
+    assert facts["bytes"] == "280 B (280 bytes)"
+    assert facts["dtypes"] == "BF16 1, F32 2"
+    assert facts["files"].startswith("4, ")
+    assert facts["ranks"] == "4 of 4: 0-3"
+    assert facts["digests"].startswith("known")
+    assert "\x1b" not in out
+
+
+def test_info_as_json_has_integers_for_bytes(call: Call, workspace: Path) -> None:
+    code, envelope = call.json("info", workspace)
+    assert code == 0
+    data = envelope["data"]
+    assert (data["nbytes"], data["num_parameters"], data["ranks"], data["problems"]) == (
+        280,
+        86,
+        [0, 1, 2, 3],
+        [],
+    )
+
+
+def test_ls_in_a_pipe_is_a_table_with_tabs(workspace: Path) -> None:
+    code, out, err = shell("ls", workspace)
+    assert (code, err) == (0, "")
+    header, *rows = (line.split("\t") for line in out.splitlines())
+    assert header == ["NAME", "DTYPE", "SHAPE", "BYTES", "HELD-BY"]
+    assert sorted(rows) == [
+        ["columns.weight", "BF16", "[4,8]", "64", "0-3"],
+        ["norm.weight", "F32", "[6]", "24", "0-3"],
+        ["rows.weight", "F32", "[8,6]", "192", "0-3"],
+    ]
+
+
+def test_ls_is_aligned_and_bold_on_a_terminal_only(
+    call: Call, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    _, out, _ = call("ls", workspace)
+    assert out.splitlines()[0].startswith("\x1b[1mNAME  ")
+    assert "192 B" in out
+    monkeypatch.setenv("NO_COLOR", "1")
+    _, plain, _ = call("ls", workspace)
+    assert "\x1b" not in plain
+    monkeypatch.undo()
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert call("ls", workspace, "--format", "human")[1] == plain
+    assert "\t" not in plain
+
+
+def test_ls_as_json_lines_ends_with_a_summary(call: Call, workspace: Path) -> None:
+    code, out, _ = call("ls", workspace, "--format", "jsonl", "--include", "*s.weight")
+    *rows, summary = map(json.loads, out.splitlines())
+    assert code == 0
+    assert [(row["type"], row["name"], row["nbytes"]) for row in rows] == [
+        ("tensor", "rows.weight", 192),
+        ("tensor", "columns.weight", 64),
+    ]
+    assert (summary["type"], summary["ok"], summary["data"]["num_tensors"]) == ("summary", True, 2)
+    assert len(call.json("ls", workspace)[1]["data"]["tensors"]) == 3
+
+
+def test_a_pattern_that_matches_nothing_is_an_error(call: Call, workspace: Path) -> None:
+    code, out, err = call("ls", workspace, "--include", "nothing*")
+    assert (code, out) == (2, "")
+    assert "'nothing*' matches no tensor" in err
+
+
+def test_names_cannot_steer_a_terminal(call: Call, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    write_safetensors(path, {"evil\u202e\u200bname": ("U8", (2,), b"ab")})
+    assert "evil\\u202e\\u200bname\tU8" in call("ls", path)[1]
+    _, out, _ = call("ls", path, "--json")
+    assert out.isascii()
+    assert json.loads(out)["data"]["tensors"][0]["name"] == "evil\u202e\u200bname"
+    assert printable("a\tb\x1b[0m\n\ud800é") == "a\\tb\\x1b[0m\\n\\ud800é"
+
+
+def test_an_encoding_that_cannot_say_it_gets_escapes(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    write_safetensors(path, {"größe": ("U8", (2,), b"ab")})
+    code, out, _ = shell("ls", path, PYTHONIOENCODING="ascii")
+    assert code == 0
+    assert "gr\\xf6\\xdfe" in out
+
+
+def test_a_reader_that_goes_away_is_no_failure(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    write_safetensors(path, {f"layer.{number:05d}.{'x' * 60}": ("U8", (0,), b"") for number in range(5000)})
+    command = f"{sys.executable} -m statexchange ls {path} | head -n 1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment(), timeout=60)
+    assert done.stdout == "NAME\tDTYPE\tSHAPE\tBYTES\tHELD-BY\n0\n"
+    assert done.stderr == ""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("form", ["human", "json"])
+def test_output_that_cannot_be_written_is_an_io_error(workspace: Path, form: str, unbuffered: str) -> None:
+    command = [sys.executable, "-m", "statexchange", "info", os.fspath(workspace), "--format", form]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(PYTHONUNBUFFERED=unbuffered),
+            timeout=60,
+        )
+    assert done.returncode == 8
+    assert done.stderr == "error: cannot write the output: No space left on device\n"
+
+
+# --- verify and merge ---
+
+
+def test_verify_of_what_is_whole(call: Call, workspace: Path) -> None:
+    code, out, err = call("verify", workspace)
+    assert (code, err) == (0, "")
+    assert "3 tensors, 12 boxes" in out
+    assert out.splitlines()[-1].startswith("ok: ")
+    _, envelope = call.json("verify", workspace)
+    assert envelope["data"]["findings"] == []
+    assert envelope["data"]["num_unproven"] == 0
+
+
+def test_verify_says_what_it_cannot_check(call: Call, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    write_safetensors(path, {"a": ("U8", (2,), b"ab")})
+    code, _, err = call("verify", path)
+    assert code == 0
+    assert err.startswith("warning: no digest is known of 1 boxes")
+    assert call.json("verify", path)[1]["warnings"]
+
+
+def test_merge_then_every_look(call: Call, workspace: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    out = tmp_path / "out"
+    options = (
+        "--exclude",
+        "norm*",
+        "--rename",
+        r"\.weight$=.w",
+        "--files-from",
+        config,
+        "--max-shard-size",
+        "200B",
+    )
+    code, envelope = call.json("merge", workspace, out, "--dry-run", *options)
+    assert (code, envelope["data"]["dry_run"], out.exists()) == (0, True, False)
+    code, text, err = call("merge", workspace, out, "--threads", "2", *options)
+    assert (code, err) == (0, "")
+    assert f"merged 2 tensors, 256 B, into {out}" in text
+    assert sorted(os.listdir(out)) == [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "statexchange.json",
+    ]
+    assert call("verify", out)[0] == 0
+    assert "digests     known" in call("info", out)[1]
+    names = [row["name"] for row in call.json("ls", out)[1]["data"]["tensors"]]
+    assert sorted(names) == ["columns.w", "rows.w"]
+
+
+def test_a_rename_without_a_replacement_is_refused(call: Call, workspace: Path, tmp_path: Path) -> None:
+    code, _, err = call("merge", workspace, tmp_path / "out", "--rename", "abc")
+    assert code == 2
+    assert "'abc' is not REGEX=REPL" in err
+
+
+@pytest.mark.parametrize("command", [["merge", "a", "b"], ["demo"]])
+def test_of_many_ranks_only_the_first_writes(command: list[str]) -> None:
+    code, out, err = shell(*command, RANK="2", WORLD_SIZE="4")
+    assert (code, out) == (7, "")
+    assert err == "error: only rank 0 runs this command, and WORLD_SIZE speaks of 4 ranks [rank 2]\n"
+
+
+# --- bad arguments ---
+
+
+def test_bad_arguments_are_usage_errors(call: Call) -> None:
+    code, out, err = call("info")
+    assert (code, out) == (2, "")
+    assert err == "error: Missing argument 'PATH'.\nhint: statexchange info --help\n"
+    assert call("nonsense")[0] == 2
+    assert call("demo", "-n", "0")[0] == 2
+    code, out, err = call()
+    assert (code, out) == (2, "")
+    assert "Commands:" in err
+
+
+@pytest.mark.parametrize("asked", [["--json"], ["--format", "json"], ["--format=json"]])
+def test_usage_errors_come_as_json_where_that_was_asked_for(call: Call, asked: list[str]) -> None:
+    code, out, err = call("info", *asked, "--no-such-option")
+    envelope = json.loads(out)
+    assert (code, err, envelope["ok"], envelope["code"]) == (2, "", False, "USAGE")
+    assert "--no-such-option" in envelope["error"]["message"]
+
+
+def test_help_lists_every_command(call: Call) -> None:
+    code, out, err = call("--help")
+    assert (code, err) == (0, "")
+    assert [line.split()[0] for line in out[out.index("Commands:") :].splitlines()[1:]] == [
+        "info",
+        "ls",
+        "verify",
+        "merge",
+        "demo",
+    ]
+    assert call("merge", "-h")[0] == 0
+    assert statexchange.__version__ in call("--version")[1]
+
+
+# --- bad input ---
+
+
+def test_no_such_path(workspace: Path, tmp_path: Path) -> None:
+    for arguments in (
+        ["info", "nowhere"],
+        ["ls", "nowhere"],
+        ["verify", "nowhere"],
+        ["merge", "nowhere", tmp_path / "out"],
+    ):
+        code, out, err = shell(*arguments)
+        assert (code, out) == (3, ""), arguments
+        assert err == f"error: no such path [{Path.cwd() / 'nowhere'}]\n"
+    code, out, _ = shell("info", "nowhere", "--json")
+    assert code == 3
+    assert json.loads(out)["error"] == {
+        "code": "NOT_FOUND",
+        "message": "no such path",
+        "rank": None,
+        "name": None,
+        "path": str(Path.cwd() / "nowhere"),
+        "expected": None,
+        "found": None,
+    }
+
+
+def test_a_path_that_is_no_workspace(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    for command in ("info", "ls", "verify"):
+        code, _, err = call(command, tmp_path)
+        assert code == 3
+        assert os.fspath(tmp_path) in err
+    assert call("merge", tmp_path, tmp_path / "out")[0] == 3
+    assert os.listdir(tmp_path) == ["notes.txt"]
+
+
+def refused(call: Call, workspace: Path, *, code: int, says: Sequence[str]) -> str:
+    """Merging says all of `says`, exits with `code` and changes nothing; returns what verify says."""
+    before, beside = tree(workspace), sorted(os.listdir(workspace.parent))
+    got, out, err = call("merge", workspace, workspace.parent / "out")
+    assert (got, out) == (code, "")
+    for text in says:
+        assert text in err, (text, err)
+    assert err.startswith("error: ")
+    assert "Traceback" not in err
+    assert tree(workspace) == before
+    assert sorted(os.listdir(workspace.parent)) == beside
+    got, out, _ = call("verify", workspace)
+    assert got == code
+    return out
+
+
+def test_a_missing_ranks_file(call: Call, workspace: Path, files: list[Path]) -> None:
+    files[2].unlink()
+    found = refused(
+        call, workspace, code=5, says=["missing", "rank 2", os.fspath(files[2]), "hint: statexchange verify"]
+    )
+    assert "INCOMPLETE  this rank's file is missing [rank 2, " in found
+    assert "tensor 'rows.weight'" in found
+    code, out, err = call("info", workspace)
+    assert code == 5
+    assert "3 of 4: 0-1, 3" in out
+    assert err.startswith("warning: this rank's file is missing [rank 2, ")
+    code, out, _ = call("ls", workspace)
+    assert code == 5
+    assert "rows.weight\tF32\t[8,6]\t192\t0-1, 3" in out
+    code, envelope = call.json("info", workspace)
+    assert (envelope["code"], envelope["error"]["rank"], envelope["data"]["problems"][0]["rank"]) == (
+        "INCOMPLETE",
+        2,
+        2,
+    )
+
+
+def test_a_truncated_file(call: Call, workspace: Path, files: list[Path]) -> None:
+    with files[1].open("r+b") as file:
+        file.truncate(files[1].stat().st_size - 5)
+    found = refused(call, workspace, code=4, says=["truncated", os.fspath(files[1])])
+    assert found.count("CORRUPT") == 1
+    code, out, err = call("info", workspace)
+    assert code == 4
+    assert "kind " in out
+    assert os.fspath(files[1]) in err
+
+
+def test_a_flipped_bit(call: Call, workspace: Path, files: list[Path]) -> None:
+    data = bytearray(files[3].read_bytes())
+    data[-1] ^= 1
+    files[3].write_bytes(data)
+    found = refused(call, workspace, code=4, says=["digest", "rank 3", "tensor 'columns.weight'", os.fspath(files[3])])
+    assert "1 finding" in found
+    code, out, _ = call("verify", workspace, "--format", "jsonl")
+    finding, summary = map(json.loads, out.splitlines())
+    assert (finding["type"], finding["code"], finding["rank"], finding["name"]) == (
+        "finding",
+        "CORRUPT",
+        3,
+        "columns.weight",
+    )
+    assert len(finding["expected"]) == len(finding["found"]) == 32
+    assert (code, summary["code"], summary["data"]["num_tensors"]) == (4, "CORRUPT", 3)
+    assert call("info", workspace)[0] == 0, "headers alone cannot tell"
+
+
+def test_two_ranks_that_claim_the_same_region(call: Call, tmp_path: Path) -> None:
+    one = [held("w", "F32", (4, 4), (0, 0), (3, 4), 1)]
+    other = [held("w", "F32", (4, 4), (2, 0), (2, 4), 2)]
+    write_workspace(tmp_path / "ws", [one, other])
+    found = refused(
+        call, tmp_path / "ws", code=4, says=["claimed twice", "rank 0", "rank 1", "tensor 'w'", "[2:3, 0:4]"]
+    )
+    assert "CORRUPT     region [2:3, 0:4]" in found
+
+
+def test_a_dtype_that_differs_between_ranks(call: Call, tmp_path: Path) -> None:
+    one, other = [held("w", "F32", (4,), (0,), (2,), 1)], [held("w", "BF16", (4,), (2,), (2,), 2)]
+    write_workspace(tmp_path / "ws", [one, other])
+    refused(call, tmp_path / "ws", code=4, says=["dtype", "tensor 'w'", "rank 1", "expected F32, found BF16"])
+
+
+def test_a_region_that_nobody_holds(call: Call, tmp_path: Path) -> None:
+    write_workspace(tmp_path / "ws", [[held("w", "F32", (4,), (0,), (2,), 1)], []])
+    refused(call, tmp_path / "ws", code=5, says=["no rank holds region [2:4]", "tensor 'w'"])
+
+
+def test_copies_that_differ_are_findings(call: Call, tmp_path: Path) -> None:
+    write_workspace(tmp_path / "ws", [[held("w", "F32", (4,), (0,), (4,), fill)] for fill in (1, 2)])
+    code, out, _ = call("verify", tmp_path / "ws")
+    assert code == 1
+    assert "FINDINGS    ranks 0 and 1 hold different values" in out
+    code, _, err = call("merge", tmp_path / "ws", tmp_path / "out")
+    assert code == EXIT_CODES[ReplicaError.code]
+    assert "--replicas root" in err
+    assert call("merge", tmp_path / "ws", tmp_path / "out", "--replicas", "root")[0] == 0
+
+
+def test_an_existing_target(call: Call, workspace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert call("merge", workspace, out)[0] == 0
+    before = tree(out)
+    code, _, err = call("merge", workspace, out, "--exclude", "norm*")
+    assert code == 7
+    assert "--overwrite" in err
+    assert os.fspath(out) in err
+    assert tree(out) == before
+    assert call("merge", workspace, out, "--exclude", "norm*", "--overwrite")[0] == 0
+    (out / "mine.txt").write_text("keep")
+    code, _, err = call("merge", workspace, out, "--overwrite")
+    assert code == 7
+    assert "'mine.txt'" in err
+    assert (out / "mine.txt").exists()
+    assert sorted(os.listdir(tmp_path)) == ["out", "ws"]
+
+
+@pytest.fixture
+def namespace(tmp_path: Path) -> Iterator[Path]:
+    """A directory to mount on; `in_namespace` mounts where nobody else sees it."""
+    require_mounts()
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    yield mounted
+    assert os.listdir(mounted) == []
+
+
+def in_namespace(script: str) -> str:
+    done = subprocess.run(
+        ["unshare", "-m", "bash", "-c", f"set -e; {script}"],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_full_disk_leaves_what_was_there(call: Call, namespace: Path, workspace: Path, tmp_path: Path) -> None:
+    assert call("merge", workspace, tmp_path / "old")[0] == 0
+    write_workspace(tmp_path / "big", [[held("w", "U8", (2 << 20,), (0,), (2 << 20,), 1)]])
+    sx = f"{sys.executable} -m statexchange"
+    said = in_namespace(
+        f"mount -t tmpfs -o size=1m tmpfs {namespace}; cp -r {tmp_path}/old {namespace}/out; "
+        f"{sx} merge {tmp_path}/big {namespace}/out --overwrite 2>&1 || echo exit $?; ls -A {namespace}; "
+        f"diff -r {tmp_path}/old {namespace}/out && echo same"
+    )
+    error, code, *rest = said.splitlines()
+    assert error.startswith("error: cannot reserve 2097")
+    assert "No space left on device" in error
+    assert f"{namespace}/.out." in error
+    assert [code, *rest] == ["exit 8", "out", "same"]
+
+
+def test_a_read_only_directory(namespace: Path, workspace: Path) -> None:
+    sx = f"{sys.executable} -m statexchange"
+    said = in_namespace(
+        f"mount -t tmpfs tmpfs {namespace}; touch {namespace}/before; mount -o remount,ro {namespace}; "
+        f"{sx} merge {workspace} {namespace}/out 2>&1 || echo exit $?; ls -A {namespace}"
+    )
+    error, code, *rest = said.splitlines()
+    assert error.startswith("error: cannot ")
+    assert "Read-only file system" in error
+    assert os.fspath(namespace) in error
+    assert [code, *rest] == ["exit 8", "before"]
+
+
+# --- interruptions and faults ---
+
+
+@pytest.fixture
+def memory_directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as directory:
+        yield Path(directory)
+
+
+def test_ctrl_c_leaves_nothing(memory_directory: Path) -> None:
+    if shutil.disk_usage(memory_directory).free < 2 << 30:
+        pytest.skip("an interruption needs a merge that takes a while: 1 GiB of room in memory")
+    shard = Shard("w", "U8", (400 << 20,), (Box((0,), (400 << 20,)),))
+    write_workspace(memory_directory / "ws", [[Held(shard, memoryview(bytes(shard.nbytes)))]])
+    before = sorted(os.listdir(memory_directory))
+    # Where the tests run in the background, SIGINT is ignored, and children inherit that.
+    program = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from statexchange.cli.main import main\n"
+        f"main(['merge', {os.fspath(memory_directory / 'ws')!r}, {os.fspath(memory_directory / 'out')!r}])"
+    )
+    merging = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    deadline = time.monotonic() + 20
+    while not any(name.endswith(".partial") for name in os.listdir(memory_directory)):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    merging.send_signal(signal.SIGINT)
+    out, err = merging.communicate(timeout=20)
+    assert (merging.returncode, out, err) == (130, "", "error: interrupted\n")
+    assert sorted(os.listdir(memory_directory)) == before
+
+
+def test_our_own_fault_says_where_to_report_it(call: Call, monkeypatch: pytest.MonkeyPatch, workspace: Path) -> None:
+    def broken(_path: str) -> None:
+        raise RuntimeError("the moon is full")
+
+    monkeypatch.setattr("statexchange.report.summary.summarize", broken)
+    code, out, err = call("info", workspace)
+    assert (code, out) == (70, "")
+    assert "Traceback" in err
+    assert "error: the moon is full\nhint: " in err
+    assert "issue tracker" in err
+    code, envelope = call.json("info", workspace)
+    assert (code, envelope["error"]["message"]) == (70, "the moon is full")
+
+
+def test_what_the_system_refuses_is_no_fault_of_ours(
+    call: Call, monkeypatch: pytest.MonkeyPatch, workspace: Path
+) -> None:
+    def refuse(_path: str) -> None:
+        raise PermissionError(13, "Permission denied", "/secret")
+
+    monkeypatch.setattr("statexchange.report.summary.summarize", refuse)
+    code, _, err = call("info", workspace)
+    assert (code, err) == (8, "error: cannot go on: Permission denied [/secret]\n")
+
+
+# --- progress ---
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(progress_module.time, "monotonic", clock)
+    return clock
+
+
+def test_progress_in_a_log_is_a_line_each_half_minute(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(Output(), "merge") as progress:
+        for second in range(65):
+            clock.now = 100.0 + second
+            progress(second * 10**6, 100 * 10**6)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        "merge  30.0 MB of 100 MB (30%)  1.00 MB/s  1 min 10 s left",
+        "merge  60.0 MB of 100 MB (60%)  1.00 MB/s  40 s left",
+    ]
+
+
+def test_progress_on_a_terminal_is_one_line_that_goes_away(
+    clock: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with Progress(Output(), "verify") as progress:
+        progress(1, 10)
+        clock.now += 2
+        progress(5 * 10**6, 10 * 10**6)
+        progress(6 * 10**6, 10 * 10**6)
+    _, err = capsys.readouterr()
+    assert err == "\rverify  5.00 MB of 10.0 MB (50%)  2.50 MB/s  2 s left\x1b[K\r\x1b[K"
+
+
+def test_numbers_for_people() -> None:
+    assert [format_seconds(s) for s in (0.0123, 9, 59.4, 185, 7800)] == [
+        "0.012 s",
+        "9 s",
+        "59 s",
+        "3 min 05 s",
+        "2 h 10 min",
+    ]
+    assert ranges([3, 1, 0, 2, 7]) == "0-3, 7"
+    assert ranges([]) == ""
+
+
+def test_the_gravest_finding_decides() -> None:
+    replica, missing, broken = ReplicaError("r"), IncompleteError("i"), CorruptError("c")
+    assert gravest([replica, missing, broken]) is broken
+    assert gravest([replica, missing]) is missing
+    assert gravest([replica]) is replica
+    assert gravest([]) is None
+    assert all(cls.code in EXIT_CODES for cls in (ReplicaError, IncompleteError, CorruptError, StorageError))
+
+
+# --- the demo ---
+
+
+def test_demo_without_torch_says_how_to_get_it() -> None:
+    program = "import sys; sys.modules['torch'] = None\nfrom statexchange.cli.main import main\nmain(['demo'])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment(), timeout=60
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert 'pip install "statexchange[torch]"' in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_demo_for_real_as_json(tmp_path: Path) -> None:
+    code, out, err = shell("demo", "-n", "2", "--steps", "2", "--keep", tmp_path / "kept", "--json")
+    assert code == 0, err
+    data = json.loads(out)["data"]
+    assert data["tensors_equal"] == data["tensors_total"] > 0
+    assert data["path"] == os.fspath(tmp_path / "kept" / "merged")
+    assert Path(data["picture"]).read_text().startswith("<svg ")
+    assert "step 1/2  loss " in err
+
+
+def fake_report(path: str | None, mismatches: tuple[str, ...]) -> demo.DemoReport:
+    return demo.DemoReport(
+        world_size=4,
+        mesh=(2, 2),
+        parameters=86,
+        losses=tuple(5.6 - 0.04 * step for step in range(80)),
+        step_seconds=(0.25,) * 80,
+        tensors_total=3,
+        mismatches=mismatches,
+        logits_error=3e-7,
+        prompt="The ",
+        text="import\nstatement",
+        files=(("model.safetensors", 4000),),
+        model_bytes=280,
+        shard_bytes=(70,) * 4,
+        rank_bytes=(70,) * 4,
+        export_bytes=280,
+        export_seconds=0.5,
+        root_peak_bytes=300_000_000,
+        root_peak_growth_bytes=1000,
+        total_seconds=30.0,
+        path=path,
+    )
+
+
+@pytest.fixture
+def faked(monkeypatch: pytest.MonkeyPatch, workspace: Path, tmp_path: Path) -> dict[str, tuple[str, ...]]:
+    """A demo that trains nothing, and draws a merged workspace."""
+    settings: dict[str, tuple[str, ...]] = {"mismatches": ()}
+
+    def run_demo(_ranks: int, keep: str | None, steps: int, on_progress: "demo.OnProgress") -> demo.DemoReport:
+        from statexchange.checkpoint.merge import merge_checkpoint
+
+        target = merge_checkpoint(workspace, os.path.join(keep or tmp_path / "scratch", "merged")).path
+        for step in range(steps):
+            on_progress({"phase": "train", "step": step, "loss": 5.6, "seconds": 0.25})
+        on_progress({"phase": "export"})
+        on_progress({"phase": "load", "path": target})
+        return fake_report(target if keep else None, settings["mismatches"])
+
+    monkeypatch.setattr(demo, "run_demo", run_demo)
+    return settings
+
+
+@pytest.mark.usefixtures("faked")
+def test_demo_tells_its_steps_and_what_it_found(call: Call, tmp_path: Path) -> None:
+    keep = tmp_path / "kept"
+    code, out, err = call("demo", "--keep", keep, "--steps", "25")
+    assert code == 0
+    steps = [line for line in err.splitlines() if line.startswith("step")]
+    assert [line.split()[1] for line in steps] == ["1/25", "10/25", "20/25", "25/25"]
+    for text in (
+        "loss 5.60 to 2.44 in 80 steps of 0.25 s",
+        "█",
+        "3/3",
+        "3.0e-07",
+        "560 B/s",
+        "300 MB",
+        "30 s",
+        "rank 3",
+    ):
+        assert text in out, text
+    assert "'The import\\nstatement'" in out
+    assert f"files in {keep}/merged" in out
+    assert out.endswith(f"picture  {keep}/supply.svg\n")
+    assert (keep / "supply.svg").stat().st_mode & 0o077 == 0o044
+    assert max(map(len, out.splitlines())) <= 110
+    code, _, err = call("demo", "--keep", keep)
+    assert code == 7
+    assert "supply.svg" in err
+
+
+@pytest.mark.usefixtures("faked")
+def test_demo_on_a_terminal_is_one_live_line(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    _, _, err = call("demo", "--steps", "25")
+    assert "\n" not in err
+    assert "step  7/25  loss 5.600  0.25 s/step  4.5 s left" in err
+    assert err.endswith("\r\x1b[K")
+
+
+def test_demo_that_finds_a_difference_says_so(call: Call, faked: dict[str, tuple[str, ...]]) -> None:
+    faked["mismatches"] = ("norm.weight",)
+    code, out, _ = call("demo", "--steps", "1")
+    assert code == 1
+    assert "2/3" in out
+    assert "norm.weight" in out
+    assert "not kept" in out
+
+
+@pytest.mark.usefixtures("faked")
+def test_demo_in_ascii(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Output, "can_show", lambda _self, _characters: False)
+    assert call("demo", "--steps", "1")[1].isascii()
+
+
+def test_every_command_takes_a_format() -> None:
+    context = cli.make_context("statexchange", ["info", "x"], obj=Output())
+    for name in cli.list_commands(context):
+        command = cli.get_command(context, name)
+        assert command is not None
+        assert {"format", "json"} <= {parameter.name for parameter in command.params}
+        assert command.help
+
+
+def test_a_dry_run_refuses_what_the_merge_would_refuse(call: Call, workspace: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    assert call("merge", workspace, tmp_path / "out", "--dry-run")[0] == 7
+    assert call("merge", workspace, tmp_path / "new", "--exclude", "*")[0] == 2
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_dry_run_prints_where_tensors_come_from(call: Call, workspace: Path, tmp_path: Path) -> None:
+    code, text, err = call(
+        "merge", workspace, tmp_path / "out", "--dry-run", "--rename", r"\.weight$=.w", "--dtype", "float16"
+    )
+    assert (code, err) == (0, "")
+    table = [line.split("\t") for line in text.splitlines() if "\t" in line]
+    assert table[0] == ["tensor", "dtype", "shape", "file", "from"]
+    rows = {row[0]: row[1:] for row in table[1:]}
+    assert rows["rows.w"][2:] == ["model.safetensors", "ranks 0-3, as rows.weight"]
+    data = call.json("merge", workspace, tmp_path / "out", "--dry-run")[1]["data"]
+    assert {t["name"]: t["ranks"] for t in data["tensors"]}["rows.weight"] == [0, 1, 2, 3]
+    assert "tensors" not in call.json("merge", workspace, tmp_path / "out")[1]["data"]
+
+
+def test_what_a_merge_does_to_names_is_told(call: Call, workspace: Path, tmp_path: Path) -> None:
+    assert call("merge", workspace, tmp_path / "one", "--rename", "^=module.")[0] == 0
+    code, _, err = call("merge", tmp_path / "one", tmp_path / "two")
+    assert (code, "names lost the wrapper 'module.'" in err) == (0, True)
+    assert call("merge", workspace, tmp_path / "three", "--rename", "^=model.model.")[0] == 0
+    envelope = call.json("merge", tmp_path / "three", tmp_path / "four")[1]
+    assert '--rename "^model\\.="' in envelope["warnings"][0]
+
+
+def test_the_help_of_merge_shows_a_layout_that_is_one(call: Call) -> None:
+    from statexchange.layout.rules import Layout
+
+    text = call("merge", "--help")[1]
+    lines = text[text.index('  {"grid"') : text.index("Without a grid")].replace("the ranks, slowest axis first", "")
+    assert len(Layout.parse(json.loads(lines)).rules) == 5

@@ -1,0 +1,112 @@
+"""Errors travel whole: by pickle between processes, as JSON records between ranks."""
+
+import json
+import pickle
+
+import pytest
+
+from statexchange import errors
+from statexchange.errors import (
+    CorruptError,
+    PeerError,
+    StallError,
+    StateExchangeError,
+    StorageError,
+    from_record,
+    to_record,
+)
+
+BUILTINS = {
+    "CorruptError": ValueError, "IncompleteError": ValueError, "InvalidArgumentError": ValueError,
+    "MismatchError": ValueError, "NumericOverflowError": OverflowError,
+    "MissingExtraError": ImportError, "NotFoundError": FileNotFoundError, "NotInitializedError": RuntimeError,
+    "OverlapError": CorruptError, "PeerError": RuntimeError, "ReplacedError": StorageError,
+    "ReplicaError": CorruptError, "StallError": TimeoutError,
+    "StateExchangeError": Exception, "StorageError": OSError, "TargetExistsError": FileExistsError,
+    "UnsafeError": ValueError, "UnsupportedError": TypeError,
+}  # fmt: skip
+CODES = {"INTERNAL", "USAGE", "NOT_FOUND", "CORRUPT", "INCOMPLETE", "UNSAFE", "IO", "TIMEOUT"}
+
+
+def example(name: str) -> StateExchangeError:
+    cls = getattr(errors, name)
+    if cls is PeerError:
+        return PeerError(3, "saving", "disk full")
+    about = {"rank": 2, "path": "/a/b", "name": "w", "expected": (4, 8), "found": "x"}
+    about |= {"errno": 28} if issubclass(cls, StorageError) else {}
+    about |= {"missing": (1, 5)} if issubclass(cls, StallError) else {}
+    return cls("it broke", **about)
+
+
+def facts(error: StateExchangeError) -> tuple[object, ...]:
+    return type(error), str(error), error.args, {k: v for k, v in vars(error).items() if k != "args"}
+
+
+@pytest.mark.parametrize("name", BUILTINS)
+def test_every_error_survives_pickle_and_record(name: str) -> None:
+    error = example(name)
+    assert issubclass(type(error), BUILTINS[name])
+    assert type(error).code in CODES
+    assert facts(pickle.loads(pickle.dumps(error))) == facts(error)
+    assert facts(from_record(json.loads(json.dumps(to_record(error, 2, "saving"))))) == facts(error)
+
+
+def test_every_public_error_is_in_the_table() -> None:
+    assert {name for name in errors.__all__ if name.endswith("Error")} == BUILTINS.keys()
+
+
+def test_the_message_says_what_it_is_about() -> None:
+    text = str(CorruptError("digest differs", rank=3, path="/x", name="layer.w", expected="aa", found="bb"))
+    assert text == "digest differs: expected aa, found bb [tensor 'layer.w', rank 3, /x]"
+
+
+def test_attributes_that_builtins_also_have_are_ours() -> None:
+    error = pickle.loads(pickle.dumps(StorageError("no room", errno=28, path="/x", name="w")))
+    assert (error.errno, error.path, error.name, error.expected, error.rank) == (28, "/x", "w", None, None)
+    assert errors.MissingExtraError("torch?", name="n", path="/p").name == "n"
+
+
+def test_an_os_error_keeps_its_number_and_says_what_was_done() -> None:
+    error = StorageError.of(OSError(28, "No space left on device"), "write", path="/x")
+    assert (error.errno, str(error)) == (28, "cannot write: No space left on device [/x]")
+
+
+def test_a_record_names_the_rank_that_failed() -> None:
+    assert to_record(CorruptError("x"), 4, "planning")["about"]["rank"] == 4
+    assert to_record(CorruptError("x", rank=0), 4, "planning")["about"]["rank"] == 0
+    foreign = from_record(json.loads(json.dumps(to_record(KeyError("w"), 4, "planning"))))
+    assert type(foreign) is PeerError
+    assert (foreign.rank, foreign.phase, foreign.cause) == (4, "planning", "KeyError: 'w'")
+
+
+def test_facts_that_are_no_json_travel_as_text() -> None:
+    error = from_record(json.loads(json.dumps(to_record(CorruptError("x", expected=(b"a", 1), found={1, 2}), 0, ""))))
+    assert (error.expected, error.found) == ("(b'a', 1)", "{1, 2}")
+
+
+class BrokenPartError(CorruptError):
+    """Somebody else's, with a constructor of its own."""
+
+    def __init__(self, part: set[int]) -> None:
+        super().__init__(f"part {part} is broken", rank=7)
+        self.part = part
+
+
+def test_a_located_error_is_of_the_same_class_and_keeps_the_rest() -> None:
+    error = BrokenPartError({3}).located(name="w", path="/x")
+    assert (type(error), error.part) == (BrokenPartError, {3})
+    assert str(error) == "part {3} is broken [tensor 'w', rank 7, /x]"
+    io = StorageError("no room", errno=28, path="/x", name="w").located(rank=3, path="/y")
+    assert (type(io), io.errno, str(io)) == (StorageError, 28, "no room [tensor 'w', rank 3, /y]")
+    assert str(pickle.loads(pickle.dumps(io))) == str(io)
+
+
+def test_somebody_elses_class_travels_as_the_nearest_of_ours() -> None:
+    error = from_record(json.loads(json.dumps(to_record(BrokenPartError({3}), 2, "saving"))))
+    assert (type(error), str(error), error.rank) == (CorruptError, "part {3} is broken [rank 7]", 7)
+
+
+def test_a_class_that_is_not_known_here_is_a_plain_error_of_ours() -> None:
+    record = to_record(StorageError("no room", errno=28, path="/x"), 1, "saving")
+    error = from_record({**record, "type": "ErrorOfTheFuture"})
+    assert (type(error), error.path, error.rank) == (StateExchangeError, "/x", 1)

@@ -1,0 +1,195 @@
+"""The laws of the house, read from the imports: which room may know which, no cycles, nothing heavy on import."""
+
+import ast
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import statexchange
+
+PACKAGE = Path(statexchange.__file__).parent
+BOTTOM = {"errors", "processes", "settings", "values"}
+
+# A room, and the rooms that it may import (itself always).
+LAWS = {
+    "errors": BOTTOM,
+    "processes": BOTTOM,
+    "settings": BOTTOM,
+    "values": BOTTOM,
+    "layout": BOTTOM,
+    "shared_memory": BOTTOM,
+    "storage": BOTTOM | {"layout"},
+    "formats": BOTTOM | {"layout", "storage"},
+    "checkpoint": BOTTOM | {"layout", "storage", "formats"},
+    "report": BOTTOM | {"layout", "storage", "formats"},
+    "comm": BOTTOM | {"shared_memory"},
+    "train": BOTTOM | {"comm", "layout"},
+    "exchange": BOTTOM | {"layout", "storage", "formats", "checkpoint", "comm", "shared_memory", "train"},
+    "testing": BOTTOM
+    | {
+        "layout",
+        "storage",
+        "formats",
+        "checkpoint",
+        "report",
+        "comm",
+        "shared_memory",
+        "exchange",
+        "statexchange",
+    },
+    "demo": BOTTOM
+    | {"layout", "storage", "formats", "checkpoint", "report", "comm", "exchange", "testing", "statexchange"},
+    "cli": BOTTOM
+    | {
+        "layout",
+        "storage",
+        "formats",
+        "checkpoint",
+        "report",
+        "comm",
+        "exchange",
+        "testing",
+        "demo",
+        "statexchange",
+    },
+}
+LAWS["demo"] |= {"demo_model"}
+LAWS["demo_model"] = LAWS["demo"]
+TORCH_FREE = {
+    "errors",
+    "processes",
+    "settings",
+    "values",
+    "layout",
+    "shared_memory",
+    "storage",
+    "formats",
+    "checkpoint",
+    "report",
+}
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "statexchange"
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    """Every module's imports, at any depth of its code; ``from package import module`` counts as the module."""
+    modules = {module_name(path): path for path in PACKAGE.rglob("*.py")}
+    found = {}
+    for name, path in modules.items():
+        found[name] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found[name] |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{name} imports relatively"
+                joined = {f"{node.module}.{alias.name}" for alias in node.names}
+                found[name] |= {j if j in modules else str(node.module) for j in joined}
+    return found
+
+
+def ours() -> dict[str, set[str]]:
+    return {name: {i for i in found if i.split(".")[0] == "statexchange"} for name, found in imports().items()}
+
+
+def test_every_room_has_a_law() -> None:
+    assert {room_of(name) for name in imports()} <= LAWS.keys() | {"statexchange", "__main__"}
+
+
+@pytest.mark.parametrize("room", sorted(LAWS))
+def test_a_room_imports_only_what_it_may(room: str) -> None:
+    wrong = [
+        (name, target)
+        for name, targets in ours().items()
+        for target in targets
+        if room_of(name) == room and room_of(target) not in LAWS[room] | {room}
+    ]
+    assert not wrong
+
+
+def test_there_are_no_import_cycles() -> None:
+    """Imports at module level only: one inside a function is there to break none, but to be late."""
+    graph: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        targets = set()
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("statexchange"):
+                joined = {f"{node.module}.{alias.name}" for alias in node.names}
+                targets |= {j if j in imports() else str(node.module) for j in joined}
+        graph[module_name(path)] = targets
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join((*trail, name))
+        if name not in done:
+            for target in graph.get(name, ()):
+                visit(target, (*trail, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("room", sorted(TORCH_FREE))
+def test_torch_free_rooms_never_import_torch(room: str) -> None:
+    assert not [
+        n for n, found in imports().items() if room_of(n) == room and any(i.split(".")[0] == "torch" for i in found)
+    ]
+
+
+def test_rooms_that_load_together_without_torch_do_not_load_it() -> None:
+    names = [n for n in imports() if room_of(n) in TORCH_FREE | {"cli"}]
+    code = f"import sys\nfor name in {names!r}: __import__(name)\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_import_statexchange_loads_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys, statexchange; heavy = {'torch', 'numpy', 'fsspec', 'mpi4py'}; assert not heavy & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_only_settings_reads_the_environment() -> None:
+    """testing/ passes the environment through to the ranks that it starts, and takes nothing from it."""
+    readers = [
+        str(path)
+        for path in PACKAGE.rglob("*.py")
+        if room_of(module_name(path)) not in ("settings", "testing")
+        and any(
+            isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv")
+            for n in ast.walk(ast.parse(path.read_text()))
+        )
+    ]
+    assert not readers
+
+
+def test_nothing_pickles() -> None:
+    forbidden = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "multiprocessing.shared_memory"}
+    assert not [(name, found & forbidden) for name, found in imports().items() if found & forbidden]
+
+
+def test_no_work_in_del() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        assert "def __del__" not in path.read_text(), path
+
+
+def test_every_public_name_exists_and_is_listed_in_the_stub() -> None:
+    stub = ast.parse((PACKAGE / "__init__.pyi").read_text())
+    listed = {
+        alias.asname or alias.name for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    for name in statexchange.__all__:
+        assert getattr(statexchange, name) is not None
+    assert listed - {"testing"} == set(statexchange.__all__) - {"testing"}

@@ -1,0 +1,74 @@
+"""A checkpoint behind a web server (H6): read in ranges where it answers them, named for what it is elsewhere."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import statexchange as sx
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """A server that ignores ranges."""
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+class Ranged(Quiet):
+    """A server that answers ranges."""
+
+    def do_GET(self) -> None:
+        match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        file = Path(self.directory, self.path.lstrip("/").partition("?")[0])
+        if match is None or not file.is_file():
+            super().do_GET()
+            return
+        data = file.read_bytes()[int(match[1]) : int(match[2]) + 1]
+        self.send_response(206)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@pytest.fixture
+def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of a checkpoint that `request.param` serves."""
+    pytest.importorskip("aiohttp", reason="aiohttp is not installed")
+    sx.export_checkpoint({"w": np.arange(6, dtype=np.float32)}, tmp_path / "out")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(request.param, directory=str(tmp_path / "out")))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://joe:secret@127.0.0.1:{server.server_port}/model.safetensors?signature=hidden"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.mark.parametrize("served", [Ranged], indirect=True)
+def test_a_file_is_read_in_ranges(served: str) -> None:
+    with sx.open_checkpoint(served.replace("joe:secret@", "")) as checkpoint:
+        assert checkpoint["w"].read().tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("served", [Quiet], indirect=True)
+def test_a_server_without_ranges_is_named_for_what_it_is(served: str) -> None:
+    with pytest.raises(sx.UnsupportedError, match="does not answer range requests: copy the file here first") as caught:
+        sx.open_checkpoint(served.replace("joe:secret@", ""))
+    assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize("served", [Ranged], indirect=True)
+def test_what_is_not_there_is_not_found_and_nothing_is_published_there(served: str, tmp_path: Path) -> None:
+    host = served.replace("joe:secret@", "").rpartition("/")[0]
+    with pytest.raises(sx.NotFoundError, match="no such path"):
+        sx.open_checkpoint(f"{host}/gone.safetensors")
+    with pytest.raises(sx.UnsupportedError, match="http:// is read-only"):
+        sx.merge_checkpoint(tmp_path / "out", f"{host}/new")

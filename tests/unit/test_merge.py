@@ -1,0 +1,615 @@
+"""Merging files: the bytes that one process would have saved, or an error that says who and what, and nothing."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import load_torch_model, save_torch_state_dict
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+import statexchange as sx
+from statexchange.checkpoint.merge import merge_checkpoint
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    InvalidArgumentError,
+    NotFoundError,
+    OverlapError,
+    ReplicaError,
+    StateExchangeError,
+    TargetExistsError,
+    UnsafeError,
+    UnsupportedError,
+)
+from statexchange.formats.registry import open_source
+from statexchange.layout.arrays import DTYPE_NAMES
+from statexchange.layout.shards import Box, Shard, full_box
+from statexchange.report.verify import verify
+from statexchange.storage.tensorfile import Held
+from statexchange.storage.workspace import Receipt, Workspace
+
+SHORT = {getattr(torch, long_name): name for long_name, name in DTYPE_NAMES.items()}
+
+
+def content(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def part(name: str, whole: torch.Tensor, *boxes: Box) -> Held:
+    """What a rank holds of `whole`."""
+    data = b"".join(
+        content(whole[tuple(slice(o, e) for o, e in zip(box.offsets, box.ends, strict=True))]) for box in boxes
+    )
+    return Held(Shard(name, SHORT[whole.dtype], tuple(whole.shape), boxes), memoryview(data))
+
+
+def chunks(shape: tuple[int, ...], world_size: int, dim: int) -> list[Box]:
+    """The boxes of torch.chunk, some of them possibly empty."""
+    size = -(-shape[dim] // world_size)
+    begins = [min(size * r, shape[dim]) for r in range(world_size + 1)]
+    return [
+        Box(
+            tuple(begins[r] if d == dim else 0 for d in range(len(shape))),
+            tuple(begins[r + 1] - begins[r] if d == dim else s for d, s in enumerate(shape)),
+        )
+        for r in range(world_size)
+    ]
+
+
+def save(path: Path, *ranks: list[Held], **facts: Any) -> list[Receipt]:
+    workspace = Workspace(path)
+    receipts = [
+        workspace.write(held, run="job", round=1, rank=r, world_size=len(ranks), extra=facts)
+        for r, held in enumerate(ranks)
+    ]
+    workspace.commit(receipts, keep=2)
+    return receipts
+
+
+def whole_state() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    state = {f"all.{name}": torch.arange(35).to(dtype).reshape(7, 5) for dtype, name in SHORT.items() if name != "C128"}
+    state["big"] = torch.randn(1500, 701, generator=generator)  # more than a window
+    state["tall"] = torch.randn(700_001, 3, generator=generator).bfloat16()
+    state["cube"] = torch.randn(3, 300, 1000, generator=generator)
+    state["größe"] = torch.arange(12).reshape(3, 4)
+    state["scalar"] = torch.tensor(2.5)
+    state["empty"] = torch.empty(0, 3)
+    return state
+
+
+def lay_out(state: dict[str, torch.Tensor], world_size: int, dim: int) -> list[list[Held]]:
+    """Every tensor cut along a dim if it has it, else on all ranks."""
+    ranks: list[list[Held]] = [[] for _ in range(world_size)]
+    for name, value in state.items():
+        shape = tuple(value.shape)
+        boxes = chunks(shape, world_size, dim) if value.ndim > dim else [full_box(shape)] * world_size
+        for rank, box in zip(ranks, boxes, strict=True):
+            rank.append(part(name, value, box))
+    return ranks
+
+
+@pytest.mark.parametrize(("world_size", "dim"), [(1, 0), (3, 0), (4, 1), (3, 2), (9, 0)])
+def test_one_file_is_what_save_file_writes(tmp_path: Path, world_size: int, dim: int) -> None:
+    state = whole_state()
+    save(tmp_path / "ws", *lay_out(state, world_size, dim))
+    seen: list[tuple[int, int]] = []
+    report = merge_checkpoint(tmp_path / "ws", tmp_path / "out", on_progress=lambda *counts: seen.append(counts))
+    save_file(state, tmp_path / "expected", {"format": "pt"})
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()
+    assert sorted(os.listdir(tmp_path / "out")) == ["model.safetensors", "statexchange.json"]
+    assert seen[-1] == (report.nbytes, report.nbytes) == (sum(len(content(t)) for t in state.values()),) * 2
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert (report.num_tensors, report.files) == (len(state), (("model.safetensors", report.nbytes),))
+    assert sorted(os.listdir(tmp_path)) == ["expected", "out", "ws"]
+
+
+def test_two_dims_and_interleaved_rows(tmp_path: Path) -> None:
+    value = torch.randn(1000, 900, dtype=torch.float64)
+    blocks = [Box((r, c), (h, w)) for r, h in ((0, 301), (301, 699)) for c, w in ((0, 1), (1, 899))]
+    strided = [[Box((r, 0), (1, 900)) for r in range(1000) if r % 3 == k] for k in range(3)]
+    save(
+        tmp_path / "ws",
+        *[[part("mesh", value, blocks[r]), *([part("rows", value, *strided[r])] if r < 3 else [])] for r in range(4)],
+    )
+    merge_checkpoint(tmp_path / "ws", tmp_path / "out")
+    back = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(back["mesh"], value)
+    assert torch.equal(back["rows"], value)
+
+
+@st.composite
+def cut(draw: st.DrawFn) -> tuple[torch.Tensor, list[list[Box]]]:
+    """A small tensor cut into a random mesh of boxes on random ranks."""
+    shape = tuple(draw(st.lists(st.integers(1, 9), max_size=4)))
+    cuts = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
+    boxes = [Box((), ())]
+    for edges in cuts:
+        boxes = [Box((*b.offsets, lo), (*b.shape, hi - lo)) for b in boxes for lo, hi in pairwise(edges)]
+    ranks: list[list[Box]] = [[] for _ in range(draw(st.integers(1, 4)))]
+    for box in draw(st.permutations(boxes)):
+        ranks[draw(st.integers(0, len(ranks) - 1))].append(box)
+    dtype = draw(st.sampled_from([torch.float32, torch.int8, torch.bfloat16, torch.complex64]))
+    return torch.arange(torch.Size(shape).numel()).to(dtype).reshape(shape), ranks
+
+
+@settings(max_examples=40, deadline=None)
+@given(cut(), st.integers(20, 300))
+def test_any_layout_comes_back(tmp_path_factory: pytest.TempPathFactory, case: Any, window: int) -> None:
+    from statexchange.checkpoint import merge
+    from statexchange.storage import regions
+
+    value, ranks = case
+    path = tmp_path_factory.mktemp("any", numbered=True)
+    save(path / "ws", *[[part("w", value, *boxes)] for boxes in ranks])
+    with pytest.MonkeyPatch.context() as patch:  # small windows, so that small tensors take many
+        patch.setattr(merge, "WINDOW_BYTES", window)
+        patch.setattr(merge, "windows", lambda shape, itemsize: regions.windows(shape, itemsize, window))
+        merge_checkpoint(path / "ws", path / "out")
+    back = load_file(path / "out" / "model.safetensors")["w"]
+    assert (back.dtype, back.shape, content(back)) == (value.dtype, value.shape, content(value))
+    shutil.rmtree(path)
+
+
+def test_several_files_and_an_index_as_the_hub_writes_them(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 50), torch.nn.Linear(50, 7))
+    state = {name: value.detach() for name, value in model.state_dict().items()}
+    # The order of a state dict, which the split follows, is not kept by a file; so both see the order of the file.
+    state = dict(sorted(state.items()))
+    save(tmp_path / "ws", *lay_out(state, 2, 0))
+    (tmp_path / "hub").mkdir()
+    save_torch_state_dict(state, tmp_path / "hub", max_shard_size=6000)
+    report = merge_checkpoint(tmp_path / "ws", tmp_path / "out", max_shard_size=6000, threads=2)
+    names = sorted(p.name for p in (tmp_path / "hub").iterdir())
+    assert sorted(os.listdir(tmp_path / "out")) == sorted([*names, "statexchange.json"])
+    assert len(report.files) == 3
+    for name in names:
+        ours, theirs = (tmp_path / "out" / name).read_bytes(), (tmp_path / "hub" / name).read_bytes()
+        if name.endswith(".json"):
+            assert json.loads(ours) == json.loads(theirs)
+        else:
+            assert ours == theirs
+    loaded = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 50), torch.nn.Linear(50, 7))
+    load_torch_model(loaded, tmp_path / "out")
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in state.items())
+
+
+def test_the_manifest_says_where_every_byte_came_from(tmp_path: Path) -> None:
+    value = torch.arange(12.0).reshape(4, 3)
+    top, bottom = chunks((4, 3), 2, 0)
+    save(tmp_path / "ws", [part("w", value, top), part("v", value, full_box((4, 3)))], [part("w", value, bottom)])
+    merge_checkpoint(tmp_path / "ws", tmp_path / "out", rename=[("^", "m.")])
+    source = {(h.rank, t.shard.name): t.extents[0].digest for h, t in open_source(tmp_path / "ws").shards()}
+    record = json.loads((tmp_path / "out" / "statexchange.json").read_text())
+    assert record["tensors"]["m.w"] == {
+        "file": "model.safetensors", "dtype": "F32", "shape": [4, 3], "source": "w",
+        "boxes": [[[0, 0], [2, 3], source[0, "w"], 0], [[2, 0], [2, 3], source[1, "w"], 1]],
+    }  # fmt: skip
+    assert record["tensors"]["m.v"]["boxes"] == [[[0, 0], [4, 3], source[0, "v"], 0]]
+    assert (record["files"], record["source"], record["aliases"]) == (["model.safetensors"], "workspace", {})
+
+
+def test_a_merged_directory_can_be_merged_again_to_the_same_bytes(tmp_path: Path) -> None:
+    save(tmp_path / "ws", *lay_out(whole_state(), 3, 1))
+    merge_checkpoint(tmp_path / "ws", tmp_path / "one")
+    merge_checkpoint(tmp_path / "one", tmp_path / "several", max_shard_size="1MB")
+    merge_checkpoint(tmp_path / "several", tmp_path / "again", max_shard_size="1GB")
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
+        tmp_path / "one" / "model.safetensors"
+    ).read_bytes()
+
+
+def refuse(error: type[StateExchangeError], path: Path, match: str, **options: Any) -> StateExchangeError:
+    """Merging `path`/ws must raise `error` and leave nothing."""
+    before = sorted(os.listdir(path))
+    with pytest.raises(error, match=match) as caught:
+        merge_checkpoint(path / "ws", path / "out", **options)
+    assert sorted(os.listdir(path)) == before
+    return caught.value
+
+
+def test_altered_bytes_are_named_and_nothing_is_published(tmp_path: Path) -> None:
+    state = whole_state()
+    receipts = save(tmp_path / "ws", *lay_out(state, 3, 0))
+    path = tmp_path / "ws" / receipts[1].relative
+    extent = next(h for h in open_source(tmp_path / "ws").holders if h.rank == 1).tensors["tall"].extents[0]
+    data = bytearray(path.read_bytes())
+    data[extent.begin + extent.nbytes // 2] ^= 4
+    path.write_bytes(data)
+    for options in ({}, {"max_shard_size": 2_000_000, "threads": 2}):
+        error = refuse(CorruptError, tmp_path, "digest", **options)
+        assert (error.name, error.rank, error.path) == ("tall", 1, str(path))
+
+
+def test_a_truncated_or_missing_file_is_named(tmp_path: Path) -> None:
+    receipts = save(tmp_path / "ws", *lay_out({"w": torch.ones(8, 8)}, 2, 0))
+    path = tmp_path / "ws" / receipts[1].relative
+    os.truncate(path, receipts[1].nbytes - 1)
+    assert refuse(CorruptError, tmp_path, r"truncated|receipt").path == str(path)
+    path.unlink()
+    error = refuse(IncompleteError, tmp_path, "missing")
+    assert (error.rank, error.path) == (1, str(path))
+
+
+def test_flaws_of_the_cover_name_tensor_region_and_ranks(tmp_path: Path) -> None:
+    value = torch.ones(4, 4)
+    save(tmp_path / "ws", [part("w", value, Box((0, 0), (2, 4)))], [part("w", value, Box((1, 0), (3, 4)))])
+    error = refuse(OverlapError, tmp_path, r"\[1:2, 0:4\] is claimed twice: .* rank 0 .* rank 1")
+    assert error.name == "w"
+    shutil.rmtree(tmp_path / "ws")
+    save(tmp_path / "ws", [part("w", value, Box((0, 0), (2, 4)))], [part("w", value, Box((3, 0), (1, 4)))])
+    assert refuse(IncompleteError, tmp_path, r"\[2:3, 0:4\]").name == "w"
+
+
+def test_replicas_that_differ_are_an_error_that_says_how_to_go_on(tmp_path: Path) -> None:
+    box = full_box((2,))
+    save(tmp_path / "ws", *[[part("w", torch.tensor([r, 5]), box)] for r in range(3)])
+    error = refuse(ReplicaError, tmp_path, r"ranks 0 and 1 .*replicas=\"root\" \(--replicas root\)")
+    assert (error.name, error.rank) == ("w", 1)
+    merge_checkpoint(tmp_path / "ws", tmp_path / "out", replicas="root")
+    assert load_file(tmp_path / "out" / "model.safetensors")["w"].tolist() == [0, 5]
+
+
+def test_twins_of_unknown_digest_are_compared_by_their_bytes(tmp_path: Path) -> None:
+    (tmp_path / "ws").mkdir()
+    for name, value in (("old", 1.0), ("new", 2.0)):
+        save_file({"w": torch.full((9,), value), "same": torch.ones(3)}, tmp_path / "ws" / f"{name}.safetensors")
+    assert refuse(ReplicaError, tmp_path, "different values").name == "w"
+    merge_checkpoint(tmp_path / "ws", tmp_path / "out", exclude="w")
+    assert list(load_file(tmp_path / "out" / "model.safetensors")) == ["same"]
+
+
+def test_tied_tensors_are_written_once_if_they_are_equal(tmp_path: Path) -> None:
+    value = torch.arange(6.0)
+    held = [part("a", value, full_box((6,))), part("b", value, full_box((6,)))]
+    save(tmp_path / "ws", held, aliases={"b": "a"})
+    report = merge_checkpoint(tmp_path / "ws", tmp_path / "out")
+    assert (list(load_file(tmp_path / "out" / "model.safetensors")), report.aliases) == (["a"], {"b": "a"})
+    assert json.loads((tmp_path / "out" / "statexchange.json").read_text())["aliases"] == {"b": "a"}
+    shutil.rmtree(tmp_path / "ws")
+    shutil.rmtree(tmp_path / "out")
+    save(tmp_path / "ws", [held[0], part("b", value + 1, full_box((6,)))], aliases={"b": "a"})
+    assert refuse(ReplicaError, tmp_path, "tied to 'a'").name == "b"
+
+
+def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    save(
+        tmp_path / "ws",
+        [part("c", torch.ones(2, dtype=torch.complex128), full_box((2,))), part("w", torch.ones(1), full_box((1,)))],
+    )
+    assert refuse(UnsupportedError, tmp_path, "complex128").name == "c"
+    refuse(UnsafeError, tmp_path, "one name to both", rename=[(".", "x")])
+    refuse(UnsafeError, tmp_path, "tensor name", exclude="c", rename=[("w", "a\nb")])
+    for rename in ("^w", {"w": "x"}, ("^w", "ab"), [("w",)]):  # one pair, not in a list, is two strings of two each
+        refuse(InvalidArgumentError, tmp_path, "rename must be a function or", rename=rename)
+    refuse(InvalidArgumentError, tmp_path, "matches no tensor", include=["nothing.*"])
+    refuse(InvalidArgumentError, tmp_path, "not a size", max_shard_size="big")
+    (tmp_path / "out").mkdir()
+    refuse(TargetExistsError, tmp_path, "exists", exclude="c")
+    with pytest.raises(NotFoundError):
+        merge_checkpoint(tmp_path / "gone", tmp_path / "x")
+
+
+def test_readers_name_the_ranks_of_a_hole_and_of_an_overlap(tmp_path: Path) -> None:
+    w, b = torch.ones(4), torch.ones(1)
+    other = part("b", b, full_box((1,)))
+    save(tmp_path / "hole", [other], [other, part("w", w, Box((0,), (2,)))])
+    save(tmp_path / "overlap", [other], [part("w", w, Box((0,), (3,)))], [part("w", w, Box((2,), (2,)))])
+    state = {"w": torch.zeros(4), "b": torch.zeros(1)}
+    match = r"region \[2:4\].*ranks \[1\] hold the rest"
+    with sx.open_checkpoint(tmp_path / "hole") as checkpoint, pytest.raises(IncompleteError, match=match):
+        checkpoint["w"].read()
+    with pytest.raises(IncompleteError, match=r"ranks \[1\] hold the rest") as hole:
+        sx.load_checkpoint(state, tmp_path / "hole")
+    assert (hole.value.name, hole.value.path) == ("w", str(tmp_path / "hole"))
+    with pytest.raises(OverlapError, match=r"by rank 1 .*by rank 2") as overlap:
+        sx.load_checkpoint(state, tmp_path / "overlap")
+    assert (overlap.value.name, overlap.value.rank, overlap.value.path) == ("w", 2, str(tmp_path / "overlap"))
+
+
+def test_small_files_come_along(tmp_path: Path) -> None:
+    save(tmp_path / "ws", [part("w", torch.ones(2), full_box((2,)))])
+    model = tmp_path / "model"
+    (model / "sub").mkdir(parents=True)
+    for name in ("config.json", "tokenizer.model", ".hidden", "old.safetensors", "pytorch_model.bin", "x.index.json"):
+        (model / name).write_text(name)
+    merge_checkpoint(tmp_path / "ws", tmp_path / "out", files_from=model)
+    assert sorted(os.listdir(tmp_path / "out")) == [
+        "config.json",
+        "model.safetensors",
+        "statexchange.json",
+        "tokenizer.model",
+    ]
+    merge_checkpoint(tmp_path / "ws", tmp_path / "out", files_from=[model / ".hidden"], overwrite=True)
+    assert sorted(os.listdir(tmp_path / "out")) == [".hidden", "model.safetensors", "statexchange.json"]
+    given = {"config.json": "{}", "tokenizer.model": b"\xff"}
+    merge_checkpoint(tmp_path / "ws", tmp_path / "out", files_from=given, overwrite=True)
+    assert (tmp_path / "out/config.json").read_text() == "{}"
+    assert (tmp_path / "out/tokenizer.model").read_bytes() == b"\xff"
+    shutil.rmtree(tmp_path / "out")
+    for name in ("", "..", "sub/config.json", "/config.json"):
+        refuse(InvalidArgumentError, tmp_path, "not a plain file name", files_from={name: "{}"})
+    refuse(InvalidArgumentError, tmp_path, "'model.safetensors'", files_from={"model.safetensors": "{}"})
+    os.mkfifo(tmp_path / "fifo")
+    refuse(UnsafeError, tmp_path, "regular file", files_from=[tmp_path / "fifo"])
+
+
+def test_a_dry_run_plans_and_touches_nothing(tmp_path: Path) -> None:
+    save(tmp_path / "ws", *lay_out(whole_state(), 2, 0))
+    report = merge_checkpoint(tmp_path / "ws", tmp_path / "a" / "out", max_shard_size="1MB", dry_run=True)
+    assert report.dry_run
+    assert len(report.files) > 1
+    assert os.listdir(tmp_path) == ["ws"]
+
+
+def test_few_descriptors_are_enough_for_many_ranks(tmp_path: Path) -> None:
+    value = torch.arange(100 * 4).reshape(100, 4)
+    save(tmp_path / "ws", *[[part("w", value, box)] for box in chunks((100, 4), 100, 0)])
+    program = "import sys; from statexchange.checkpoint.merge import merge_checkpoint; merge_checkpoint(*sys.argv[1:])"
+    command = ["prlimit", "--nofile=64", sys.executable, "-c", program, str(tmp_path / "ws"), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], value)
+
+
+MEASURE = """
+import sys
+from statexchange.checkpoint import merge
+def peak():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) >> 10
+before = peak()
+merge.merge_checkpoint(sys.argv[1], sys.argv[2], max_shard_size="60MB", threads=2)
+print(peak() - before, "torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_memory_is_bounded_whatever_the_size(dim: int) -> None:
+    place = Path("/dev/shm") / f"statexchange-test-{os.getpid()}"
+    place.mkdir(mode=0o700)
+    try:
+        state = {f"w{i}": torch.zeros(5000, 2500) for i in range(4)}  # 200 MB
+        save(place / "ws", *lay_out(state, 4, dim))
+        command = [sys.executable, "-c", MEASURE, str(place / "ws"), str(place / "out")]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        megabytes, torch_there = done.stdout.split()
+        assert int(megabytes) < 100
+        assert torch_there == "False"
+    finally:
+        shutil.rmtree(place)
+
+
+def test_an_error_in_one_file_stops_the_others(tmp_path: Path) -> None:
+    save(tmp_path / "ws", *lay_out({f"w{i}": torch.ones(600, 1000) for i in range(8)}, 2, 1))
+    seen: list[int] = []
+
+    def fail(done: int, total: int) -> None:
+        seen.append(done)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        merge_checkpoint(tmp_path / "ws", tmp_path / "out", max_shard_size="2.4MB", threads=2, on_progress=fail)
+    assert len(seen) < 12  # of at least 32
+    assert os.listdir(tmp_path) == ["ws"]
+
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def awkward(dtype: torch.dtype) -> torch.Tensor:
+    """Values that show how a conversion rounds: ties, the smallest and largest of every dtype, random bits."""
+    generator = torch.Generator().manual_seed(3)
+    edges = [v for d in FLOATS for i in [torch.finfo(d)] for v in (i.max, i.tiny, i.smallest_normal, i.eps, i.tiny / 2)]
+    edges += [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-11 + 2**-40, 65519.99, 65520.0, 3.39e38]
+    edges += [1 + 2**-8 + 2**-30, 2**-25, 2**-24 * 1.5, 0.0, float("inf"), 1 / 3, float("nan")]
+    values = torch.tensor([*edges, *(-v for v in edges)], dtype=torch.float64)
+    random = torch.randint(-(2**31), 2**31 - 1, (60_000,), generator=generator).to(torch.int32).view(torch.float32)
+    return torch.cat([values, random.double(), torch.randn(60_000, generator=generator).double()]).to(dtype)
+
+
+@pytest.mark.parametrize("target", FLOATS, ids=str)
+def test_floats_are_converted_bit_by_bit_as_torch_does(tmp_path: Path, target: torch.dtype) -> None:
+    state = {str(dtype): awkward(dtype) for dtype in FLOATS}
+    state |= {"matrix": torch.randn(1500, 701), "int": torch.arange(5), "fp8": torch.ones(3).to(torch.float8_e5m2)}
+    state |= {"bool": torch.tensor([True]), "complex": torch.ones(2, dtype=torch.complex64), "none": torch.empty(0, 3)}
+    save(tmp_path / "ws", *lay_out(state, 3, 1))
+    merge_checkpoint(tmp_path / "ws", tmp_path / "out", dtype=str(target).removeprefix("torch."), max_shard_size="3MB")
+    back: dict[str, torch.Tensor] = {}
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        back |= load_file(file)
+    for name, value in state.items():
+        expected = value.to(target) if value.dtype in FLOATS else value
+        assert back[name].dtype == expected.dtype
+        if not expected.is_floating_point() or expected.element_size() == 1:
+            assert content(back[name]) == content(expected), name
+            continue
+        numbers = ~expected.isnan()
+        assert torch.equal(back[name].isnan(), ~numbers), name
+        assert content(back[name][numbers]) == content(expected[numbers]), name
+    merge_checkpoint(tmp_path / "ws", tmp_path / "torch", dtype=target, max_shard_size="3MB")
+    checked = verify(tmp_path / "out")
+    assert (checked.findings, checked.num_unproven) == ((), 0)
+
+
+def test_a_conversion_is_the_exports_and_checks_its_sources(tmp_path: Path) -> None:
+    import statexchange as sx
+
+    state = {"w": torch.randn(300, 200, dtype=torch.float64), "n": torch.arange(4)}
+    receipts = save(tmp_path / "ws", *lay_out(state, 2, 0))
+    merge_checkpoint(tmp_path / "ws", tmp_path / "merged", dtype=torch.bfloat16)
+    sx.export_checkpoint(state, tmp_path / "exported", dtype=torch.bfloat16)
+    files_ = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("merged", "exported")]
+    assert files_[0] == files_[1]
+    for name in ("int8", "float8_e4m3fn", "F8_E4M3", "double trouble"):
+        refuse(InvalidArgumentError, tmp_path, "dtype must be one of float16", dtype=name)
+    path = tmp_path / "ws" / receipts[1].relative
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert refuse(CorruptError, tmp_path, "digest", dtype="float16").rank == 1
+
+
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_wrappers_around_all_names_are_removed(tmp_path: Path, wrapper: str) -> None:
+    state = {"model.a": torch.ones(2), "head": torch.zeros(3)}
+    save(tmp_path / "ws", *lay_out({wrapper + name: value for name, value in state.items()}, 2, 0))
+    report = merge_checkpoint(tmp_path / "ws", tmp_path / "out", rename=[("^model", "m")])
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"m.a", "head"}
+    assert report.notes == (f"names lost the wrapper {wrapper!r} that all of them began with",)
+    merge_checkpoint(tmp_path / "ws", tmp_path / "upper", rename=str.upper, exclude="*.head")
+    assert set(load_file(tmp_path / "upper" / "model.safetensors")) == {"MODEL.A"}
+
+
+def test_a_wrapper_of_some_names_only_is_none(tmp_path: Path) -> None:
+    save(tmp_path / "ws", *lay_out({"module.a": torch.ones(2), "module": torch.ones(2)}, 1, 0))
+    report = merge_checkpoint(tmp_path / "ws", tmp_path / "out")
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"module.a", "module"}
+    assert report.notes == ()
+
+
+def test_a_model_within_a_model_is_pointed_out(tmp_path: Path) -> None:
+    save(tmp_path / "ws", *lay_out({"model.model.a": torch.ones(2), "model.lm_head": torch.ones(2)}, 1, 0))
+    (note,) = merge_checkpoint(tmp_path / "ws", tmp_path / "out").notes
+    assert '--rename "^model\\.="' in note
+    report = merge_checkpoint(tmp_path / "ws", tmp_path / "new", rename=[(r"^model\.", "")])
+    assert (report.notes, list(load_file(tmp_path / "new" / "model.safetensors"))) == ((), ["lm_head", "model.a"])
+    save(tmp_path / "tied", *lay_out({"model.layers.0.w": torch.ones(2), "model.norm": torch.ones(2)}, 1, 0))
+    assert merge_checkpoint(tmp_path / "tied", tmp_path / "hf").notes == ()
+
+
+KILLED = """
+import os, signal, sys
+from statexchange.checkpoint import merge
+source, out, when = sys.argv[1:4]
+record = merge.Publication.record
+def die(self, name, facts):
+    if when == "before": os.kill(os.getpid(), signal.SIGKILL)
+    record(self, name, facts)
+    if name.endswith("00002-of-00004.safetensors"): os.kill(os.getpid(), signal.SIGKILL)
+merge.Publication.record = die
+merge.merge_checkpoint(source, out, max_shard_size=2_500_000, threads=1, overwrite=os.path.exists(out))
+"""
+
+
+def kill_a_merge(source: Path, out: Path, when: str = "after") -> Path:
+    """A merge of four files killed when two are finished; returns the directory that it leaves."""
+    done = subprocess.run([sys.executable, "-c", KILLED, str(source), str(out), when], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    (left,) = out.parent.glob(f".{out.name}.*.partial")
+    return left
+
+
+def four_files(path: Path) -> None:
+    save(path / "ws", *lay_out({f"w{i}": torch.randn(600, 1000) for i in range(4)}, 2, 1))
+
+
+def marks(directory: Path) -> dict[str, tuple[int, int]]:
+    return {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in directory.glob("*.safetensors")}
+
+
+def tree(directory: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in directory.iterdir()}
+
+
+@pytest.mark.parametrize("target", ["absent", "there"])
+def test_a_merge_that_was_killed_goes_on_after_its_finished_files(tmp_path: Path, target: str) -> None:
+    four_files(tmp_path)
+    merge_checkpoint(tmp_path / "ws", tmp_path / "expected", max_shard_size=2_500_000)
+    out = tmp_path / "place" / "out"
+    if target == "there":
+        merge_checkpoint(tmp_path / "ws", out)
+    before = marks(kill_a_merge(tmp_path / "ws", out))
+    assert len(before) == 4
+    seen: list[int] = []
+    report = merge_checkpoint(
+        tmp_path / "ws", out, max_shard_size=2_500_000, overwrite=True, on_progress=lambda done, _: seen.append(done)
+    )
+    names = sorted(before)
+    assert report.reused == tuple(names[:2])
+    after = marks(out)
+    assert [after[name] == before[name] for name in names] == [True, True, False, False]
+    assert tree(out) == tree(tmp_path / "expected")
+    assert (seen[0], seen[1], seen[-1]) == (2_400_000, 4_800_000, 9_600_000)
+    assert os.listdir(out.parent) == ["out"]
+
+
+def test_a_file_without_a_receipt_or_touched_since_is_written_again(tmp_path: Path) -> None:
+    four_files(tmp_path)
+    merge_checkpoint(tmp_path / "ws", tmp_path / "expected", max_shard_size=2_500_000)
+
+    def reused_after(harm: Callable[[Path], object], when: str = "after") -> tuple[str, ...]:
+        out = tmp_path / "place" / "out"
+        harm(kill_a_merge(tmp_path / "ws", out, when))
+        report = merge_checkpoint(tmp_path / "ws", out, max_shard_size=2_500_000)
+        assert tree(out) == tree(tmp_path / "expected")
+        assert os.listdir(out.parent) == ["out"]
+        shutil.rmtree(out.parent)
+        return report.reused
+
+    one, two = (f"model-0000{n}-of-00004.safetensors" for n in (1, 2))
+    assert reused_after(lambda left: None, "before") == ()
+    assert reused_after(lambda left: (left / one).write_bytes((left / two).read_bytes())) == (two,)
+    assert reused_after(lambda left: (left / f".{one}.finished").write_text("[1, 2")) == (two,)
+    assert reused_after(lambda left: (left / one).unlink()) == (two,)
+    assert reused_after(lambda left: (left / "stranger").write_text("x")) == (one, two)
+
+    def link(left: Path) -> None:
+        (tmp_path / "victim").write_bytes((left / one).read_bytes())
+        (left / one).unlink()
+        (left / one).symlink_to(tmp_path / "victim")
+
+    assert reused_after(link) == (two,)
+    assert (tmp_path / "victim").exists()
+
+
+def test_other_sources_or_options_never_reuse_a_file(tmp_path: Path) -> None:
+    four_files(tmp_path)
+    source = open_source(tmp_path / "ws").holders[0].path
+    changes: dict[str, tuple[Callable[[], object], dict[str, Any]]] = {
+        "time": (lambda: os.utime(source), {}),
+        "dtype": (lambda: None, {"dtype": "float16"}),
+        "replicas": (lambda: None, {"replicas": "root"}),
+        "names": (lambda: None, {"rename": [("w", "v")]}),
+    }
+    for name, (change, options) in changes.items():
+        out = tmp_path / name / "out"
+        kill_a_merge(tmp_path / "ws", out)
+        change()
+        report = merge_checkpoint(tmp_path / "ws", out, max_shard_size=2_500_000, **options)
+        assert (report.reused, os.listdir(out.parent)) == ((), ["out"]), name
+
+
+def test_two_merges_into_one_target_do_not_share_files(tmp_path: Path) -> None:
+    four_files(tmp_path)
+    inner: list[str] = []
+
+    def second(done: int, total: int) -> None:
+        if not inner:
+            with pytest.raises(TargetExistsError, match="another process") as caught:
+                merge_checkpoint(tmp_path / "ws", tmp_path / "out")
+            inner.append(caught.value.code)
+
+    merge_checkpoint(tmp_path / "ws", tmp_path / "out", on_progress=second)
+    assert inner == ["UNSAFE"]
+    assert sorted(os.listdir(tmp_path)) == ["out", "ws"]
+
+
+def test_a_dry_run_tells_where_each_tensor_comes_from(tmp_path: Path) -> None:
+    save(tmp_path / "ws", *lay_out({"w": torch.ones(4, 4), "n": torch.ones(())}, 2, 1))
+    report = merge_checkpoint(tmp_path / "ws", tmp_path / "out", dry_run=True, dtype="float16", rename=[("w", "x")])
+    told = {t.name: (t.source, t.dtype, t.shape, t.file, t.num_boxes, len(t.ranks)) for t in report.tensors}
+    assert told["x"] == ("w", "F16", (4, 4), "model.safetensors", 2, 2)
+    assert told["n"] == ("n", "F16", (), "model.safetensors", 1, 1)

@@ -1,0 +1,109 @@
+"""NFSWorkspace: no collective anywhere, nothing taken for None, nothing overwritten."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import statexchange as sx
+from statexchange.testing import run_ranks
+
+
+def test_what_a_rank_writes_any_process_reads(tmp_path: Path) -> None:
+    workspace = sx.NFSWorkspace(tmp_path / "ws")
+    assert workspace.is_initialized
+    weights = {"w": torch.arange(6.0).reshape(2, 3).t(), "scale": torch.tensor(2.5, dtype=torch.bfloat16)}
+    workspace.write_configs_and_weights({"layers": [1, (2, None)], 3: float("inf")}, weights)
+    config, read = sx.NFSWorkspace(tmp_path / "ws").read_configs_and_weights_from_rank(0)
+    assert config == {"layers": [1, (2, None)], 3: float("inf")}
+    assert all(torch.equal(read[name], weights[name]) for name in weights)
+
+
+def test_without_a_path_it_is_not_initialized() -> None:
+    workspace = sx.NFSWorkspace(None)
+    assert not workspace.is_initialized
+    with pytest.raises(ValueError, match="not initialized"):
+        workspace.write_configs_and_weights({}, {})
+    with pytest.raises(ValueError, match="not initialized"):
+        workspace.read_configs_and_weights_from_rank(0)
+
+
+def test_none_is_a_value_that_is_said(tmp_path: Path) -> None:
+    workspace = sx.NFSWorkspace(tmp_path / "ws")
+    with pytest.raises(sx.NotFoundError, match=r"rank 5.*ws"):
+        workspace.read_configs_and_weights_from_rank(5)
+    workspace.write_configs_and_weights(None, {})
+    assert workspace.read_configs_and_weights_from_rank(0) == (None, {})
+    with pytest.raises(FileNotFoundError, match="rank 1"):
+        workspace.read_configs_and_weights_from_rank(1)
+
+
+def test_rounds_are_counted_and_two_stay(tmp_path: Path) -> None:
+    workspace = sx.NFSWorkspace(tmp_path / "ws")
+    for number in range(1, 6):
+        workspace.write_configs_and_weights(number, {})
+        assert workspace.read_configs_and_weights_from_rank(0)[0] == number
+    assert workspace.read_configs_and_weights_from_rank(0, round=4)[0] == 4
+    with pytest.raises(sx.NotFoundError, match="round 3"):
+        workspace.read_configs_and_weights_from_rank(0, round=3)
+    assert len(list((tmp_path / "ws").rglob("*.safetensors"))) == 2
+
+
+def test_files_are_private(tmp_path: Path) -> None:
+    os.umask(0o022)
+    sx.NFSWorkspace(tmp_path / "ws").write_configs_and_weights({}, {"w": torch.ones(1)})
+    for path in (tmp_path / "ws").rglob("*"):
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_several_runs_ask_for_one(tmp_path: Path) -> None:
+    for run in ("one", "two"):
+        sx.NFSWorkspace(tmp_path / "ws", run=run).write_configs_and_weights(run, {})
+    with pytest.raises(ValueError, match=r"several runs are in this workspace \(one, two\): pass run="):
+        sx.NFSWorkspace(tmp_path / "ws").read_configs_and_weights_from_rank(0)
+    assert sx.NFSWorkspace(tmp_path / "ws", run="two").read_configs_and_weights_from_rank(0)[0] == "two"
+
+
+def late(path: str) -> list[object]:
+    comm = sx.get_communicator()
+    workspace = sx.NFSWorkspace(path)
+    if comm.rank == 1:
+        time.sleep(0.5)
+    workspace.write_configs_and_weights({"rank": comm.rank}, {"w": torch.full((comm.rank,), 1.0)})
+    if comm.rank:
+        comm.barrier()
+        return []
+    found = [workspace.read_configs_and_weights_from_rank(r, timeout_s=10) for r in range(3)]
+    comm.barrier()
+    return [[config, len(weights["w"])] for config, weights in found]
+
+
+def test_a_reader_waits_for_a_rank_that_is_late(tmp_path: Path) -> None:
+    found = run_ranks(late, 3, backend="gloo", args=(str(tmp_path / "ws"),))[0]
+    assert found == [[{"rank": r}, r] for r in range(3)]
+
+
+def no_identity(path: str) -> None:
+    with pytest.raises(ValueError, match=r"gives this job no identity.*pass run="):
+        sx.NFSWorkspace(path).write_configs_and_weights({}, {})
+    sx.NFSWorkspace(path, run="mine").write_configs_and_weights({}, {})
+
+
+def test_a_launcher_without_an_identity_is_not_trusted(tmp_path: Path) -> None:
+    run_ranks(no_identity, 2, backend="processes", args=(str(tmp_path / "ws"),))
+    assert len(list((tmp_path / "ws/mine").rglob("*.safetensors"))) == 2
+
+
+def test_an_altered_file_is_an_error_that_names_tensor_rank_and_file(tmp_path: Path) -> None:
+    sx.NFSWorkspace(tmp_path / "ws").write_configs_and_weights({}, {"layer.w": torch.ones(100)})
+    (file,) = (tmp_path / "ws").rglob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(sx.CorruptError, match=rf"digest.*'layer\.w', rank 0, .*{file.name}"):
+        sx.NFSWorkspace(tmp_path / "ws").read_configs_and_weights_from_rank(0)
+    file.write_bytes(data[:-50])
+    with pytest.raises(sx.CorruptError, match=rf"truncated.*{file.name}"):
+        sx.NFSWorkspace(tmp_path / "ws").read_configs_and_weights_from_rank(0)

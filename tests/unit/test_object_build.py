@@ -1,0 +1,327 @@
+"""Checkpoints published into object stores: claimed first, object by object, with the manifest last."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import publishing
+import pytest
+import torch
+from publishing import begin, build, facts_of, names_at, plan_of, publish, state_of
+from safetensors.torch import save_file
+
+import statexchange as sx
+from statexchange.errors import TargetExistsError, UnsafeError, UnsupportedError
+from statexchange.processes import Owner
+from statexchange.storage.claim import CLAIM_NAME, Claim, claim_of
+from statexchange.storage.object_build import ObjectBuild
+from statexchange.storage.place import open_place
+
+TENSORS = {
+    "a": torch.arange(70_000.0).reshape(700, 100),
+    "b.c": torch.arange(9).to(torch.int16),
+    "z": torch.tensor(2.5),
+}
+ELSEWHERE = Owner("a-host-far-away", "0" * 36, 1, 2, 3)  # whether it runs cannot be known here
+WHOLE = [
+    "config.json",
+    "model-00001-of-00002.safetensors",
+    "model-00002-of-00002.safetensors",
+    "model.safetensors.index.json",
+    "statexchange.json",
+]
+
+
+@pytest.fixture
+def store() -> Iterator[Any]:
+    """An empty store, which lives in this process."""
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    memory.pseudo_dirs[:] = [""]
+    yield memory
+    memory.store.clear()
+    memory.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A claim is taken over soon."""
+    monkeypatch.setattr(ObjectBuild, "take_over_s", 0.5)
+    monkeypatch.setattr(ObjectBuild, "renew_s", 0.1)
+
+
+@pytest.fixture(scope="module")
+def s3_server() -> Iterator[None]:
+    """A server on this host, and the environment that leads to it."""
+    server = pytest.importorskip("moto.server", reason="moto is not installed")
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "test")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        patch.setenv("AWS_MAX_ATTEMPTS", "2")
+        fsspec.get_filesystem_class("s3").clear_instance_cache()  # made before with another environment
+        yield
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
+    running.stop()
+
+
+@pytest.fixture
+def s3(s3_server: None) -> str:
+    """The URL of an empty bucket."""
+    bucket = f"bucket-{os.urandom(6).hex()}"
+    code = "import sys, fsspec; fsspec.filesystem('s3').mkdir(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, bucket], check=True, capture_output=True)
+    return f"s3://{bucket}"
+
+
+def objects(store: Any, name: str) -> dict[str, bytes]:
+    return {path.rpartition("/")[2]: store.cat_file(path) for path in store.find(f"/{name}")}
+
+
+def test_a_merge_into_a_store_is_the_merge_into_a_directory(store: Any, tmp_path: Path) -> None:
+    sx.save_checkpoint(TENSORS, tmp_path / "saved")
+    (tmp_path / "config.json").write_text("{}")
+    options: dict[str, Any] = {"max_shard_size": 200_000, "files_from": tmp_path / "config.json"}
+    sx.merge_checkpoint(tmp_path / "saved", tmp_path / "local", **options)
+    report = sx.merge_checkpoint(tmp_path / "saved", "memory://bucket/out", **options)
+    assert report.path == "memory://bucket/out"
+    assert objects(store, "bucket/out") == {p.name: p.read_bytes() for p in (tmp_path / "local").iterdir()}
+    made = {path.rpartition("/")[2]: store.store[path].created for path in store.find("/bucket/out")}
+    assert max(made, key=lambda name: made[name]) == "statexchange.json"
+
+
+def test_a_checkpoint_in_a_store_is_not_replaced_unasked(store: Any, tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    sx.merge_checkpoint(tmp_path / "model.safetensors", "memory://out", max_shard_size=200_000)
+    before = objects(store, "out")
+    for dry_run in (True, False):
+        with pytest.raises(TargetExistsError, match=r"overwrite=True.*memory://out"):
+            sx.merge_checkpoint(tmp_path / "model.safetensors", "memory://out", dry_run=dry_run)
+    assert objects(store, "out") == before
+    sx.merge_checkpoint(tmp_path / "model.safetensors", "memory://out", overwrite=True)
+    assert sorted(objects(store, "out")) == ["model.safetensors", "statexchange.json"]
+    store.pipe_file("/out/notes.txt", b"mine")
+    for dry_run in (True, False):
+        with pytest.raises(UnsafeError, match=r"notes\.txt"):
+            sx.merge_checkpoint(tmp_path / "model.safetensors", "memory://out", overwrite=True, dry_run=dry_run)
+    assert sorted(objects(store, "out")) == ["model.safetensors", "notes.txt", "statexchange.json"]
+
+
+def test_foreign_objects_are_never_mixed_with_a_checkpoint(store: Any) -> None:
+    store.pipe_file("/out/model-00001-of-00002.safetensors", b"mine")
+    for overwrite, error in ((False, TargetExistsError), (True, UnsafeError)):
+        with pytest.raises(error):
+            publish("memory://out", 1, overwrite=overwrite)
+        assert objects(store, "out") == {"model-00001-of-00002.safetensors": b"mine"}
+
+
+def test_a_merge_that_fails_leaves_no_object(store: Any, tmp_path: Path) -> None:
+    sx.export_checkpoint(TENSORS, tmp_path / "local", max_shard_size=200_000)
+    last = sorted((tmp_path / "local").glob("*.safetensors"))[-1]
+    data = bytearray(last.read_bytes())
+    data[-1] ^= 1
+    last.write_bytes(data)
+    with pytest.raises(sx.CorruptError, match="differ from their digest"):
+        sx.merge_checkpoint(tmp_path / "local", "memory://out")
+    assert objects(store, "out") == {}
+
+
+def test_a_target_that_holds_the_source_is_refused(store: Any, tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    sx.merge_checkpoint(tmp_path / "model.safetensors", "memory://out")
+    before = objects(store, "out")
+    with pytest.raises(UnsafeError, match="the source lies in the target"):
+        sx.merge_checkpoint("memory://out", "memory://out", overwrite=True, max_shard_size=200_000)
+    assert objects(store, "out") == before
+
+
+def test_while_a_checkpoint_is_replaced_its_claim_says_who_does_it(store: Any) -> None:
+    publish("memory://out", 1)
+    with begin("memory://out", 2, overwrite=True) as publication:
+        names = names_at("memory://out")
+        assert names == [CLAIM_NAME]  # un-committed first
+        build(publication, 2)
+        with open_place("memory://out") as place:
+            assert str(claim_of(place.store)).startswith(f"process {os.getpid()} on ")
+        with pytest.raises(TargetExistsError, match=rf"process {os.getpid()} on .* is publishing to this target"):
+            publish("memory://out", 3)
+        publication.commit(facts_of(plan_of(2), 2))
+    assert (state_of("memory://out"), names_at("memory://out")) == ("2", WHOLE)
+    with open_place("memory://out") as place:
+        assert claim_of(place.store) is None
+
+
+def left_by(store: Any, owner: Owner, *, names: list[str], nonce: str = "a" * 16) -> Claim:
+    claim = Claim(nonce, owner, "2026-01-01T00:00:00+00:00", "0" * 32, tuple(names))
+    store.pipe_file(f"/out/{CLAIM_NAME}", claim.to_bytes())
+    return claim
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_a_killed_merge_left_is_taken_over(store: Any, overwrite: bool) -> None:
+    """C5: a rerun was refused, both plain and with --overwrite."""
+    code = "import json; from statexchange.processes import Owner; print(json.dumps(Owner.current().to_json()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    left_by(store, Owner.from_json(json.loads(done.stdout)), names=[*WHOLE, "model-00003-of-00003.safetensors"])
+    store.pipe_file("/out/model-00003-of-00003.safetensors", b"half")
+    publish("memory://out", 2, overwrite=overwrite)
+    assert (state_of("memory://out"), names_at("memory://out")) == ("2", WHOLE)
+
+
+def test_a_claim_of_another_host_is_taken_over_when_it_is_silent_or_with_resume(
+    store: Any, soon: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    left_by(store, ELSEWHERE, names=WHOLE)
+    store.pipe_file("/out/config.json", b"half")
+    publish("memory://out", 2, overwrite=False)
+    assert "--resume" in caplog.text
+    assert (state_of("memory://out"), names_at("memory://out")) == ("2", WHOLE)
+    left_by(store, ELSEWHERE, names=WHOLE)
+    ObjectBuild.take_over_s = 3600.0
+    with pytest.raises(TargetExistsError, match="overwrite=True"):
+        publish("memory://out", 3, overwrite=False, resume=True)
+    assert (state_of("memory://out"), names_at("memory://out")) == ("2", WHOLE)
+    left_by(store, ELSEWHERE, names=WHOLE)
+    publish("memory://out", 3, resume=True)
+    assert (state_of("memory://out"), names_at("memory://out")) == ("3", WHOLE)
+
+
+def test_a_claim_that_is_renewed_is_respected(store: Any, soon: None) -> None:
+    claim = left_by(store, ELSEWHERE, names=WHOLE)
+    timer = threading.Timer(0.2, lambda: store.pipe_file(f"/out/{CLAIM_NAME}", claim.to_bytes()))
+    timer.start()
+    with pytest.raises(TargetExistsError, match="process 2 on a-host-far-away is publishing to this target"):
+        publish("memory://out", 2)
+    timer.join()
+    assert names_at("memory://out") == [CLAIM_NAME]
+
+
+def test_a_claim_that_cannot_be_read_is_named(store: Any) -> None:
+    store.pipe_file(f"/out/{CLAIM_NAME}", b"{}")
+    with pytest.raises(sx.CorruptError, match="broken claim"):
+        publish("memory://out", 2)
+    assert names_at("memory://out") == [CLAIM_NAME]
+    with open_place("memory://out") as place:
+        assert "cannot be read" in str(claim_of(place.store))
+
+
+def test_web_servers_are_read_only() -> None:
+    """H6."""
+    for url in ("http://127.0.0.1:9/out", "https://127.0.0.1:9/out"):
+        with pytest.raises(UnsupportedError, match="read-only") as caught:
+            publish(url, 1)
+        assert caught.value.path == url
+
+
+# Sweeps: something happens at each storage event of a publisher
+
+
+def sweep(name: str, place: Path, **options: Any) -> dict[str, Any]:
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import publishing; publishing.main(*sys.argv[2:])"
+    here = os.path.dirname(publishing.__file__)
+    command = [sys.executable, "-c", code, here, name, str(place), json.dumps(options)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if "skip" in found:
+        pytest.skip(found["skip"])
+    print(name, options, found)
+    return found
+
+
+def steps(every: int) -> list[Any]:
+    """Every n-th event, and in the slow tests each one."""
+    return [every, pytest.param(1, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("step", steps(3))
+@pytest.mark.parametrize("before", [False, True])
+def test_killed_at_any_event_the_next_one_succeeds(tmp_path: Path, before: bool, step: int) -> None:
+    found = sweep("sweep_object_kills", tmp_path, base=f"disk://{tmp_path}", before=before, step=step)
+    assert found["points"] * step > 12
+    assert found["being written"]
+
+
+@pytest.mark.parametrize("step", steps(3))
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize(("before", "overwrite"), [(False, False), (True, True)])
+def test_of_two_publishers_one_wins_wherever_the_second_begins(
+    tmp_path: Path, before: bool, overwrite: bool, elsewhere: bool, step: int
+) -> None:
+    """C3, C4. With `elsewhere` the first is taken for dead, and then goes on."""
+    options = {"before": before, "overwrite": overwrite, "elsewhere": elsewhere, "step": step}
+    assert sweep("sweep_object_races", tmp_path, base=f"disk://{tmp_path}", **options)["points"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_at_any_event_on_s3_the_next_one_succeeds(s3: str, tmp_path: Path) -> None:
+    assert sweep("sweep_object_kills", tmp_path, base=s3, before=True, step=6, first=2)["points"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_of_two_publishers_on_s3_one_wins(s3: str, tmp_path: Path, elsewhere: bool) -> None:
+    options = {"before": True, "overwrite": True, "elsewhere": elsewhere, "step": 6, "first": 2}
+    assert sweep("sweep_object_races", tmp_path, base=s3, **options)["points"]
+
+
+RACER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from publishing import publish
+from statexchange.errors import TargetExistsError
+try:
+    publish(sys.argv[2], int(sys.argv[3]), overwrite=sys.argv[4] == "True")
+    print("ok")
+except TargetExistsError:
+    print("refused")
+"""
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_two_processes_that_publish_to_s3_at_once(s3: str, overwrite: bool) -> None:
+    here = os.path.dirname(publishing.__file__)
+    command = [sys.executable, "-c", RACER, here, f"{s3}/out"]
+    racers = [
+        subprocess.Popen([*command, str(value), str(overwrite)], stdout=subprocess.PIPE, text=True) for value in (1, 2)
+    ]
+    said = [racer.communicate()[0].strip() for racer in racers]
+    assert "ok" in said, said
+    assert overwrite or said.count("ok") == 1
+    won = {str(value) for value, word in zip((1, 2), said, strict=True) if word == "ok"}
+    assert (state_of(f"{s3}/out") in won, names_at(f"{s3}/out")) == (True, WHOLE)
+
+
+def test_a_large_object_is_uploaded_in_parts_and_its_name_is_taken_back(s3: str, tmp_path: Path) -> None:
+    """A publisher that was taken for dead puts an object under a name of ours."""
+    save_file({"w": torch.arange(5_000_000.0)}, tmp_path / "model.safetensors", {"format": "pt"})
+    system = fsspec.filesystem("s3")
+    put: list[bool] = []
+
+    def zombie(done: int, total: int) -> None:
+        if done > total // 2 and not put:
+            put.append(True)
+            system.pipe_file(f"{s3}/out/model.safetensors", b"theirs")
+
+    report = sx.merge_checkpoint(tmp_path / "model.safetensors", f"{s3}/out", on_progress=zombie)
+    assert put
+    assert names_at(report.path) == ["model.safetensors", "statexchange.json"]
+    system.invalidate_cache()
+    assert system.cat_file(f"{s3}/out/model.safetensors") == (tmp_path / "model.safetensors").read_bytes()

@@ -1,0 +1,139 @@
+"""Checkpoints in object stores are read by ranges."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import statexchange as sx
+from statexchange.formats.registry import open_source
+from statexchange.storage.store import is_url
+
+TENSORS = {
+    "a": torch.arange(70_000.0).reshape(700, 100),
+    "b.c": torch.arange(9).to(torch.int16),
+    "z": torch.tensor(2.5),
+}
+
+
+@pytest.fixture
+def store() -> Iterator[Any]:
+    """An empty store, which lives in this process."""
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    memory.pseudo_dirs[:] = [""]
+    yield memory
+    memory.store.clear()
+    memory.pseudo_dirs[:] = [""]
+
+
+def put(store: Any, directory: Path, name: str) -> str:
+    store.put(f"{directory}/", f"/{name}/", recursive=True)
+    return f"memory://{name}"
+
+
+def test_a_hugging_face_directory_at_a_url(store: Any, tmp_path: Path) -> None:
+    sx.export_checkpoint(TENSORS, tmp_path / "local", max_shard_size=200_000)
+    url = put(store, tmp_path / "local", "bucket/model")
+    opened = sx.open_checkpoint(url)
+    assert {name: opened[name].shape for name in opened} == {name: tuple(t.shape) for name, t in TENSORS.items()}
+    assert (opened["a"].read() == TENSORS["a"].numpy()).all()
+    sx.merge_checkpoint(url, tmp_path / "merged")
+    save_file(TENSORS, tmp_path / "plain.safetensors", {"format": "pt"})
+    assert (tmp_path / "merged/model.safetensors").read_bytes() == (tmp_path / "plain.safetensors").read_bytes()
+    live = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+    sx.load_checkpoint(live, url)
+    assert all(torch.equal(live[name], TENSORS[name]) for name in TENSORS)
+
+
+def test_a_single_file_at_a_url(store: Any, tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    url = put(store, tmp_path, "bucket") + "/model.safetensors"
+    sx.merge_checkpoint(url, tmp_path / "merged")
+    assert torch.equal(load_file(tmp_path / "merged/model.safetensors")["a"], TENSORS["a"])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about saving without ranks
+def test_torchs_own_formats_at_a_url(store: Any, tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(TENSORS, checkpoint_id=str(tmp_path / "dcp"))
+    (tmp_path / "files").mkdir()
+    torch.save(TENSORS, tmp_path / "files/model.pt")
+    for kind in ("dcp", "files"):
+        url = put(store, tmp_path / kind, kind)
+        sx.merge_checkpoint(url, tmp_path / f"merged-{kind}")
+        merged = load_file(tmp_path / f"merged-{kind}/model.safetensors")
+        assert all(torch.equal(merged[name], TENSORS[name]) for name in TENSORS)
+
+
+def test_a_workspace_that_was_copied_to_a_url(store: Any, tmp_path: Path) -> None:
+    for step in range(2):
+        sx.save_checkpoint({"model": TENSORS, "step": step}, tmp_path / "saved")
+    url = put(store, tmp_path / "saved", "bucket/saved")
+    (run,) = os.listdir(tmp_path / "saved")
+    newest = sorted(os.listdir(tmp_path / "saved" / run))[-1]
+    for place in (url, f"{url}/{run}", f"{url}/{run}/{newest}"):
+        source = open_source(place)
+        assert (source.kind, source.run, source.round, source.world_size) == ("workspace", run, int(newest), 1)
+    live = {"model": {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}, "step": 0}
+    sx.load_checkpoint(live, url)
+    assert live["step"] == 1
+    assert all(torch.equal(live["model"][name], TENSORS[name]) for name in TENSORS)
+    sx.merge_checkpoint(url, tmp_path / "merged", rename=[(r"^model\.", "")])
+    assert torch.equal(load_file(tmp_path / "merged/model.safetensors")["a"], TENSORS["a"])
+    (file,) = [path for path in store.find(f"/bucket/saved/{run}/{newest}") if path.endswith(".safetensors")]
+    assert len(open_source(f"memory:/{file}").holders) == 1
+    store.rm_file(file)
+    with pytest.raises(sx.IncompleteError, match="this rank's file is missing"):
+        open_source(url)
+
+
+def test_nothing_at_a_url_and_stores_that_are_not_known(store: Any) -> None:
+    with pytest.raises(sx.NotFoundError, match=r"no such path.*memory://nowhere"):
+        open_source("memory://nowhere")
+    with pytest.raises(ValueError, match="no file system for this"):
+        open_source("carrier-pigeon://roof")
+    with pytest.raises(sx.MissingExtraError, match=r'pip install "statexchange\[gcs\]"'):
+        open_source("gs://bucket/x")
+
+
+def test_an_object_that_ends_too_early_is_found(store: Any, tmp_path: Path) -> None:
+    sx.export_checkpoint(TENSORS, tmp_path / "local")
+    url = put(store, tmp_path / "local", "model")
+    whole = store.cat_file("/model/model.safetensors")
+    store.pipe_file("/model/model.safetensors", whole[:-5])
+    with pytest.raises(sx.CorruptError, match=r"model\.safetensors"):
+        sx.merge_checkpoint(url, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_credentials_stay_out_of_messages() -> None:
+    with pytest.raises(sx.StateExchangeError) as caught:
+        open_source("http://joe:secret@127.0.0.1:9/x.safetensors?token=hidden")
+    assert "secret" not in str(caught.value)
+    assert "hidden" not in str(caught.value)
+
+
+def test_the_command_line_takes_urls(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    run = [sys.executable, "-m", "statexchange"]
+    source, out = f"file://{tmp_path}/model.safetensors", f"file://{tmp_path}/out"
+    for arguments in (["merge", source, out], ["verify", out], ["ls", out], ["info", out]):
+        done = subprocess.run([*run, *arguments], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+    assert torch.equal(load_file(tmp_path / "out/model.safetensors")["a"], TENSORS["a"])
+
+
+def test_urls_are_told_from_paths() -> None:
+    assert is_url("s3://bucket/key")
+    assert not any(map(is_url, ("shm://name", "file:///a/path", "/a/path", "relative", "C:\\path")))

@@ -1,0 +1,163 @@
+"""Opening: paths as the system resolves them, descriptors within their budget, and what is held open by whom."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import statexchange as sx
+from statexchange.report.summary import summarize
+from statexchange.report.verify import verify
+from statexchange.storage.workspace import Workspace
+
+
+def publish(path: Path, value: float) -> None:
+    sx.export_checkpoint({"a": np.full(3, value)}, path)
+
+
+def test_two_dots_after_a_link_mean_the_parent_of_its_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(tmp_path / "ck", 1.0)
+    publish(tmp_path / "real" / "ck", 2.0)
+    (tmp_path / "real" / "sub").mkdir()
+    (tmp_path / "link").symlink_to("real/sub")
+    monkeypatch.chdir(tmp_path)
+    for path in ("link/../ck", tmp_path / "link" / ".." / "ck"):
+        assert sx.open_checkpoint(path)["a"].read()[0] == 2.0
+    monkeypatch.chdir(tmp_path / "real" / "ck")
+    for path in ("", ".", "./", "../ck/", "../../real/ck/."):
+        if path:
+            assert sx.open_checkpoint(path)["a"].read()[0] == 2.0
+    monkeypatch.chdir(tmp_path / "real" / "sub")
+    assert len(sx.open_checkpoint("../ck")) == 1
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pt"])
+def test_a_link_that_leads_nowhere_is_a_file_that_is_missing(kind: str, tmp_path: Path) -> None:
+    """As a cache of downloads that was cleaned leaves it."""
+    if kind == "pt":
+        torch.save({"a": torch.ones(2)}, tmp_path / "a.pt")
+    else:
+        save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
+    (tmp_path / f"b.{kind}").symlink_to(tmp_path / "gone")
+    with pytest.raises(sx.IncompleteError, match="missing") as caught:
+        sx.merge_checkpoint(tmp_path, tmp_path / "out")
+    assert caught.value.path == str(tmp_path / f"b.{kind}")
+    assert [type(finding) for finding in verify(tmp_path).findings] == [sx.IncompleteError]
+
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+import numpy as np
+import statexchange as sx
+from statexchange.report.summary import summarize
+many, workspace, plain = sys.argv[1:]
+held = [sx.open_checkpoint(many) for _ in range(5)]
+assert all(len(checkpoint) == 100 for checkpoint in held)
+assert sum(t.read().sum() for t in held[0].values()) == sum(t.read().sum() for t in held[4].values()) == 9900.0
+assert summarize(workspace).num_tensors == 1
+sx.save_checkpoint({"a": np.ones(1)}, workspace)
+assert summarize(plain).kind == "torch"
+print("ok")
+"""
+
+
+def test_few_descriptors_serve_many_files_rounds_and_directories(tmp_path: Path) -> None:
+    (tmp_path / "many").mkdir()
+    for number in range(100):
+        save_file({f"t{number}": torch.full((2,), float(number))}, tmp_path / "many" / f"{number:03d}.safetensors")
+    source = Workspace(tmp_path / "ws")
+    for number in range(100):
+        source.write([], run=f"run{number % 50}", round=1 + number // 50, rank=0, world_size=1)
+    sx.save_checkpoint({"a": np.ones(1)}, tmp_path / "ws")
+    (tmp_path / "plain").mkdir()
+    torch.save({"a": torch.ones(2)}, tmp_path / "plain" / "a.pt")
+    for number in range(100):
+        (tmp_path / "plain" / f"d{number}").mkdir()
+    command = [sys.executable, "-c", LIMITED, *(str(tmp_path / name) for name in ("many", "ws", "plain"))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == "ok\n", done.stderr
+
+
+def test_what_is_open_can_be_sent_to_another_process_and_copied(tmp_path: Path) -> None:
+    publish(tmp_path / "out", 3.0)
+    held = sx.open_checkpoint(tmp_path / "out")
+    for again in (pickle.loads(pickle.dumps(held)), copy.deepcopy(held)):
+        assert again["a"].read().tolist() == [3.0] * 3
+    assert pickle.loads(pickle.dumps(held["a"])).read().tolist() == [3.0] * 3
+    sent = pickle.dumps(held)
+    sx.export_checkpoint({"a": np.zeros(9)}, tmp_path / "out", overwrite=True)
+    with pytest.raises(sx.ReplacedError):
+        pickle.loads(sent)
+
+
+def test_what_was_closed_opens_nothing(tmp_path: Path) -> None:
+    publish(tmp_path / "out", 3.0)
+    held = sx.open_checkpoint(tmp_path / "out")
+    held.close()
+    with pytest.raises(sx.InvalidArgumentError, match="has been closed"):
+        held["a"].read()
+
+
+def test_a_directory_that_no_run_can_be_called_is_not_looked_at(tmp_path: Path) -> None:
+    """lost+found, which only root may look at."""
+    if os.geteuid():
+        pytest.skip("not root")
+    sx.save_checkpoint({"a": np.ones(2)}, tmp_path / "ws")
+    (tmp_path / "ws" / "lost+found").mkdir(mode=0o700)
+    assert summarize(tmp_path / "ws").num_tensors == 1
+
+
+SWEEPING = """
+import os, sys
+import numpy as np
+import statexchange as sx
+from statexchange.storage.workspace import Receipt, Workspace
+
+path, relative, nbytes = sys.argv[1], sys.argv[2], int(sys.argv[3])
+done = False
+
+def hook(event, args):
+    global done
+    if event == "statexchange.storage" and args[0] == "open" and args[1].endswith(relative) and not done:
+        done = True
+        Workspace(path).commit([Receipt(relative, nbytes)], keep=2)
+
+sys.addaudithook(hook)
+sx.save_checkpoint({"b": np.ones(1)}, path)
+print(done)
+"""
+
+WRITING = """
+import sys
+from statexchange.storage.workspace import Workspace
+receipt = Workspace(sys.argv[1]).write([], run="job", round=1, rank=0, world_size=1, pending=True)
+print(receipt.relative, receipt.nbytes)
+"""
+
+
+def test_a_round_that_is_committed_while_another_job_sweeps_stays(tmp_path: Path) -> None:
+    path = str(tmp_path / "ws")
+    written = subprocess.run([sys.executable, "-c", WRITING, path], capture_output=True, text=True, check=True)
+    relative, nbytes = written.stdout.split()
+    command = [sys.executable, "-c", SWEEPING, path, relative, nbytes]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True\n"
+    assert Path(path, relative).exists()
+    assert Workspace(path).manifest("job", 1).receipts[0].relative == relative
+
+
+def test_a_round_of_a_writer_that_ended_before_it_was_committed_is_swept(tmp_path: Path) -> None:
+    path = str(tmp_path / "ws")
+    written = subprocess.run([sys.executable, "-c", WRITING, path], capture_output=True, text=True, check=True)
+    sx.save_checkpoint({"b": np.ones(1)}, path)
+    assert not Path(path, written.stdout.split()[0]).exists()
+    assert not Path(path, "job").exists()

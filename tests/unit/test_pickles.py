@@ -1,0 +1,275 @@
+"""The restricted reader of pickles: real ones are read, nothing in any of them runs, claims take no memory."""
+
+import collections
+import pathlib
+import pickle
+import resource
+import struct
+import subprocess
+import sys
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from statexchange.errors import CorruptError, StateExchangeError, UnsafeError
+from statexchange.formats.pickles import Made, Symbol, read_pickle
+
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary(max_size=300)
+)
+KEYS = st.one_of(st.text(), st.integers(), st.booleans(), st.none(), st.tuples(st.integers(), st.text()))
+TREES = st.recursive(
+    SCALARS,
+    lambda below: st.one_of(
+        st.lists(below), st.tuples(below), st.tuples(below, below, below, below), st.dictionaries(KEYS, below)
+    ),
+    max_leaves=20,
+)
+
+
+@given(TREES, st.sampled_from([3, 4, 5]))
+def test_plain_values_are_read_as_pickle_reads_them(value: Any, protocol: int) -> None:
+    assert read_pickle(pickle.dumps(value, protocol), "x") == value
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_value_or_an_error_of_ours(data: bytes) -> None:
+    with suppress(CorruptError, UnsafeError):
+        read_pickle(b"\x80\x04" + data + b".", "x")
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_torchs_classes_are_told_and_not_made(protocol: int) -> None:
+    value = {
+        "size": torch.Size((2, 3)),
+        "dtype": torch.float8_e4m3fn,
+        "device": torch.device("cuda:1"),
+        "ordered": collections.OrderedDict(a=1),
+        "default": collections.defaultdict(list, a=[1]),
+        "counter": collections.Counter("aab"),
+        "path": pathlib.PurePosixPath("a/b"),
+        "set": {1, 2},
+    }
+    found = read_pickle(pickle.dumps(value, protocol), "x")
+    assert found["size"] == (2, 3)
+    assert found["dtype"] == Symbol("float8_e4m3fn")
+    assert (found["device"].name, found["device"].args) == ("device", ("cuda", 1))
+    assert (found["ordered"], found["default"], found["counter"]) == ({"a": 1}, {"a": [1]}, {"a": 2, "b": 1})
+    assert found["path"].name == "PurePosixPath"
+    assert found["set"] == {1, 2} or found["set"].name == "set"
+
+
+def test_attributes_are_kept_apart() -> None:
+    found = read_pickle(pickle.dumps(ChunkStorageMetadata(torch.Size((0,)), torch.Size((3,)))), "x")
+    assert (type(found), found.name, found.state) == (Made, "ChunkStorageMetadata", {"offsets": (0,), "sizes": (3,)})
+
+
+REFUSED = {
+    "os.system": b"cos\nsystem\n(S'x'\ntR.",
+    "posix.system": b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x01x\x85R.",
+    "builtins.eval": b"\x80\x04\x8c\x08builtins\x8c\x04eval\x93\x8c\x011\x85R.",
+    "builtins.getattr": b"\x80\x02c__builtin__\ngetattr\n.",
+    "builtins.exec": b"\x80\x02cbuiltins\nexec\n.",
+    "subprocess.Popen": b"\x80\x02csubprocess\nPopen\n)\x81.",
+    "torch.load": b"\x80\x02ctorch\nload\n.",
+    "torch.hub.load": b"\x80\x02ctorch.hub\nload\n.",
+    "a dotted name": b"\x80\x04\x8c\x05torch\x8c\x0dSize.__init__\x93.",
+    "codecs": b"\x80\x02c_codecs\ndecode\n.",
+    "a name that is no text": b"\x80\x04K\x01K\x02\x93.",
+    "a call of text": b"\x80\x02X\x01\0\0\0x)R.",
+    "a call of what was made": b"\x80\x02ctorch\ndevice\n)R)R.",
+    "a call with a list": b"\x80\x02ctorch\ndevice\n]R.",
+    "state of a list": b"\x80\x02]}b.",
+    "state of text": b"\x80\x02X\x01\0\0\0x}b.",
+    "state of a name": b"\x80\x02ctorch\nSize\n}b.",
+    "INST": b"(ios\nsystem\n.",
+    "OBJ": b"\x80\x02(ctorch\nSize\no.",
+    "NEWOBJ_EX": b"\x80\x04ctorch\nSize\n)}\x92.",
+    "EXT1": b"\x80\x02\x82\x01.",
+    "EXT2": b"\x80\x02\x83\x01\0.",
+    "EXT4": b"\x80\x02\x84\x01\0\0\0.",
+    "PERSID": b"Px\n.",
+    "INT": b"I1\n.",
+    "LONG": b"L1L\n.",
+    "STRING": b"S'x'\n.",
+    "BINSTRING": b"T\1\0\0\0x.",
+    "UNICODE": b"Vx\n.",
+    "FLOAT": b"F1.0\n.",
+    "PUT": b"Np0\n.",
+    "GET": b"Np0\ng0\n.",
+    "DUP": b"N2.",
+    "POP": b"NN0.",
+    "POP_MARK": b"N(N1.",
+    "NEXT_BUFFER": b"\x80\x05\x97.",
+    "BYTEARRAY8": b"\x80\x05\x96\0\0\0\0\0\0\0\0.",
+    "a list as a key": b"\x80\x02}]Ns.",
+    "a deep tuple as a key": b"\x80\x02}" + b")" + b"\x85" * 100_000 + b"Ns.",
+    "a deep tuple in a set": b"\x80\x04\x8f()" + b"\x85" * 100_000 + b"\x90.",
+    "a deep tuple in a frozenset": b"\x80\x04()" + b"\x85" * 100_000 + b"\x91.",
+    "a deep key of a counter": b"\x80\x02ccollections\nCounter\n]()" + b"\x85" * 100_000 + b"Nta\x85R.",
+}
+
+
+@pytest.mark.parametrize("data", REFUSED.values(), ids=REFUSED)
+def test_what_could_run_or_recurse_is_refused(data: bytes) -> None:
+    with pytest.raises(StateExchangeError, match="refused") as caught:
+        read_pickle(data, "x")
+    assert (type(caught.value), caught.value.path) == (UnsafeError, "x")
+
+
+BROKEN = {
+    "nothing": b"",
+    "no end": b"\x80\x02N",
+    "two values": b"NN.",
+    "no value": b".",
+    "a mark is left": b"(N.",
+    "no mark": b"\x80\x02t.",
+    "an empty stack": b"\x80\x02\x85.",
+    "a memo that is empty": b"\x80\x02h\x05.",
+    "text that is no UTF-8": b"\x80\x02X\1\0\0\0\xff.",
+    "a line without an end": b"\x80\x02ctorch",
+    "a key without a value": b"\x80\x02}(Nu.",
+    "an item of no dict": b"\x80\x02](NNu.",
+    "an item of no list": b"\x80\x02}(Ne.",
+    "BINUNICODE8 of 2**60": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 60) + b"x.",
+    "BINBYTES8 of 2**63": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 63) + b"x.",
+    "BINBYTES of 2**32 - 1": b"\x80\x03B" + struct.pack("<I", 0xFFFFFFFF) + b"x.",
+    "LONG4 of 2**31": b"\x80\x02\x8b" + struct.pack("<I", 1 << 31) + b"x.",
+    "a long number": b"\x80\x02\x8b" + struct.pack("<I", 5000) + b"\1" * 5000 + b".",
+    "FRAME and no more": b"\x80\x04\x95\xff",
+    "a dict of a number": b"\x80\x02ccollections\nOrderedDict\n](K\x01etR.",
+}
+
+
+@pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN)
+def test_what_is_broken_is_corrupt(data: bytes) -> None:
+    with pytest.raises(CorruptError) as caught:
+        read_pickle(data, "x")
+    assert caught.value.path == "x"
+
+
+def peak_kib() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def test_a_memo_index_and_deep_nesting_take_no_memory() -> None:
+    before = peak_kib()
+    assert read_pickle(b"\x80\x02Nr\xff\xff\xff\xff.", "x") is None
+    deep = read_pickle(b"\x80\x02" + b"](" * 100_000 + b"e" * 100_000 + b".", "x")
+    assert type(deep) is list
+    del deep  # freeing it does not recurse either
+    assert peak_kib() - before < 128 << 10
+
+
+ATTACK = """
+import os, sys
+import encodings.cp437, ml_dtypes, xxhash
+import statexchange.checkpoint.merge, statexchange.layout.arrays, statexchange.report.verify
+import statexchange.formats.dcp, statexchange.formats.torch_file, statexchange.formats.workspace
+import statexchange.formats.registry
+from statexchange.errors import StateExchangeError
+
+root = sys.argv[1]
+paths = sorted(os.path.join(root, name) for name in os.listdir(root))
+seen = []
+
+def watch(event, args):
+    harmless = event in ("os.listdir", "object.__getattr__", "sys._getframe") or event.startswith("gc.")
+    if event == "open" and args[1] in (None, "r", "rb") and not args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        harmless = True  # names are looked up in open directories, so no path is seen here
+    if event == "os.scandir" or (event == "statexchange.storage" and args[0] in ("open", "open directory", "list")):
+        harmless = True
+    if not harmless:
+        seen.append((event, str(args)[:200]))
+
+sys.addaudithook(watch)
+for path in paths:
+    try:
+        statexchange.formats.registry.open_source(path)
+        print(os.path.basename(path), "ok")
+    except StateExchangeError as error:
+        print(os.path.basename(path), type(error).__name__)
+    try:
+        statexchange.report.verify.verify(path)
+    except StateExchangeError:
+        pass
+assert not seen, seen
+assert "torch" not in sys.modules
+"""
+
+
+def archive(path: Path, data: bytes) -> Path:
+    """A file as torch.save would write it, with this pickle."""
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("archive/data.pkl", data)
+        file.writestr("archive/data/0", bytes(8))
+    return path
+
+
+def dcp_directory(path: Path, entry: bytes, *, of_tensor: bool) -> None:
+    """A DCP directory of one entry with this pickle."""
+    path.mkdir()
+    length = archive(path / "__0_0.distcp", entry).stat().st_size
+    size, begin = torch.Size((2,)), torch.Size((0,))
+    chunk = ChunkStorageMetadata(offsets=begin, sizes=size)
+    fact = (
+        TensorStorageMetadata(TensorProperties(torch.float32), size, [chunk]) if of_tensor else BytesStorageMetadata()
+    )
+    index = MetadataIndex("w", begin if of_tensor else None)
+    metadata = Metadata({"w": fact}, {"w": ("w",)}, {index: _StorageInfo("__0_0.distcp", 0, length)})
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_an_audit_hook_sees_nothing_run(tmp_path: Path) -> None:
+    """Malicious .pt files, DCP metadata, and DCP entries; some would make a file called `ran`."""
+    evil = tmp_path / "evil"
+    evil.mkdir()
+    command = f"touch {tmp_path}/ran".encode()
+    text = b"X" + struct.pack("<I", len(command)) + command
+    payloads = [
+        b"\x80\x02cos\nsystem\n" + text + b"\x85R.",
+        b"\x80\x02cposix\nsystem\n" + text + b"\x85R.",
+        b"(" + text + b"ios\nsystem\n.",
+        b"\x80\x02csubprocess\nPopen\n](" + b"X\5\0\0\0touch" + b"X\3\0\0\0ran" + b"e\x85R.",
+        b"\x80\x02cantigravity\nfly\n.",
+        *REFUSED.values(),
+    ]
+    expected = {}
+    for number, data in enumerate(payloads):
+        archive(evil / f"{number}.pt", data)
+        (evil / f"{number}.metadata").mkdir()
+        (evil / f"{number}.metadata" / ".metadata").write_bytes(data)
+        dcp_directory(evil / f"{number}.tensor", data, of_tensor=True)
+        dcp_directory(evil / f"{number}.other", data, of_tensor=False)
+        expected |= {f"{number}.{kind}": "UnsafeError" for kind in ("pt", "metadata", "tensor")}
+        expected[f"{number}.other"] = "ok"  # listed as what it is, and not read
+    done = subprocess.run([sys.executable, "-c", ATTACK, str(evil)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert dict(line.split() for line in done.stdout.splitlines()) == expected
+    assert [path.name for path in tmp_path.iterdir()] == ["evil"]
+
+
+def test_the_hook_would_have_seen_it(tmp_path: Path) -> None:
+    """The same file, loaded by torch as it used to be, runs."""
+    text = f"touch {tmp_path}/ran".encode()
+    archive(tmp_path / "x.pt", b"\x80\x02cposix\nsystem\nX" + struct.pack("<I", len(text)) + text + b"\x85R.")
+    with zipfile.ZipFile(tmp_path / "x.pt", "a") as file:
+        file.writestr("archive/version", b"3\n")
+    with suppress(Exception):
+        torch.load(tmp_path / "x.pt", weights_only=False)
+    assert (tmp_path / "ran").exists()

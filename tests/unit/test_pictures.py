@@ -1,0 +1,253 @@
+import json
+import os
+import struct
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from statexchange.checkpoint.merge import merge_checkpoint
+from statexchange.errors import NotFoundError
+from statexchange.formats.registry import open_source
+from statexchange.layout.shards import Box, Shard
+from statexchange.report.pictures import (
+    Supplied,
+    curve,
+    format_bytes,
+    shape_text,
+    supplied_tensors,
+    supply_bars,
+    supply_picture,
+)
+from statexchange.storage.tensorfile import Held
+from statexchange.storage.workspace import Workspace
+
+SVG = "{http://www.w3.org/2000/svg}"
+Part = tuple[str, Sequence[int], Sequence[int], Sequence[int]]
+
+
+def write_workspace(root: Path, ranks: Sequence[Sequence[Part]]) -> Path:
+    """Parts are (name, global shape, offsets, shape), of U8 tensors."""
+    workspace = Workspace(root)
+    receipts = []
+    for rank, parts in enumerate(ranks):
+        held = []
+        for name, shape, offsets, size in parts:
+            shard = Shard(name, "U8", tuple(shape), (Box(tuple(offsets), tuple(size)),))
+            held.append(Held(shard, memoryview(bytes(shard.nbytes))))
+        receipts.append(workspace.write(held, run="job", round=1, rank=rank, world_size=len(ranks)))
+    workspace.commit(receipts, keep=2)
+    return root
+
+
+@pytest.fixture
+def quarters(tmp_path: Path) -> Path:
+    """A matrix in four unequal quarters, a vector in halves, a scalar, a replicated vector."""
+    shape = (10, 8)
+    ranks = [
+        [("matrix", shape, (0, 0), (3, 6)), ("vector", (4,), (0,), (2,)), ("scalar", (), (), ())],
+        [("matrix", shape, (0, 6), (3, 2)), ("vector", (4,), (2,), (2,))],
+        [("matrix", shape, (3, 0), (7, 6)), ("same", (3,), (0,), (3,))],
+        [("matrix", shape, (3, 6), (7, 2)), ("same", (3,), (0,), (3,))],
+    ]
+    return write_workspace(tmp_path / "ws", ranks)
+
+
+def drawn(svg: str) -> dict[str, list[dict[str, str]]]:
+    """The rectangles of each tensor's group, first the frame."""
+    root = ET.fromstring(svg)
+    return {g.findtext(f"{SVG}title", ""): [r.attrib for r in g.iter(f"{SVG}rect")] for g in root.iter(f"{SVG}g")}
+
+
+def legend(svg: str) -> dict[str, str]:
+    """Texts of the legend by colour."""
+    children = list(ET.fromstring(svg))
+    pairs = pairwise(children)
+    return {a.get("fill", ""): b.text or "" for a, b in pairs if a.tag == f"{SVG}rect" and " · " in (b.text or "")}
+
+
+def shares(rectangles: list[dict[str, str]]) -> dict[str, float]:
+    def area(rectangle: dict[str, str]) -> float:
+        return float(rectangle["width"]) * float(rectangle["height"])
+
+    frame, *cells = rectangles
+    found: dict[str, float] = {}
+    for cell in cells:
+        found[cell["fill"]] = found.get(cell["fill"], 0) + area(cell) / area(frame)
+    return found
+
+
+def test_who_supplied_what_largest_first(quarters: Path) -> None:
+    tensors = supplied_tensors(quarters)
+    assert [(t.name, t.nbytes, dict(t.nbytes_by_rank())) for t in tensors] == [
+        ("matrix", 80, {0: 18, 1: 6, 2: 42, 3: 14}),
+        ("vector", 4, {0: 2, 1: 2}),
+        ("same", 3, {2: 3}),
+        ("scalar", 1, {0: 1}),
+    ]
+    assert supplied_tensors(open_source(quarters)) == tensors
+
+
+def test_a_published_directory_tells_the_same_of_its_ranks(quarters: Path, tmp_path: Path) -> None:
+    merge_checkpoint(quarters, tmp_path / "out")
+    (matrix, *_), (expected, *_) = supplied_tensors(tmp_path / "out"), supplied_tensors(quarters)
+    assert isinstance(matrix, Supplied)
+    assert matrix.nbytes_by_rank() == expected.nbytes_by_rank()
+    assert "rank 3" in supply_picture(tmp_path / "out")
+
+
+def test_every_box_is_drawn_to_scale(quarters: Path) -> None:
+    svg = supply_picture(quarters)
+    colours = {text.split(" · ")[0]: colour for colour, text in legend(svg).items()}
+    groups = drawn(svg)
+    found = shares(groups["matrix"])
+    expected = {"rank 0": 18 / 80, "rank 1": 6 / 80, "rank 2": 42 / 80, "rank 3": 14 / 80}
+    assert {rank: pytest.approx(share, rel=1e-3) for rank, share in expected.items()} == {
+        rank: found[colours[rank]] for rank in expected
+    }
+    frame, first, *_ = groups["matrix"]
+    assert (first["x"], first["y"]) == (frame["x"], frame["y"])
+    assert float(first["width"]) == pytest.approx(float(frame["width"]) * 6 / 8, rel=1e-3)
+    assert float(first["height"]) == pytest.approx(float(frame["height"]) * 3 / 10, rel=1e-3)
+    assert shares(groups["scalar"]) == {colours["rank 0"]: 1.0}
+    assert shares(groups["vector"]) == {colours["rank 0"]: 0.5, colours["rank 1"]: 0.5}
+
+
+def test_the_legend_counts_the_bytes(quarters: Path) -> None:
+    assert list(legend(supply_picture(quarters)).values()) == [
+        "rank 0 · 21 B · 23.9%",
+        "rank 1 · 8 B · 9.1%",
+        "rank 2 · 45 B · 51.1%",
+        "rank 3 · 14 B · 15.9%",
+    ]
+
+
+def test_it_stands_alone_and_can_be_read_aloud(quarters: Path) -> None:
+    svg = supply_picture(quarters)
+    root = ET.fromstring(svg)
+    assert root.get("role") == "img"
+    assert root.findtext(f"{SVG}title") == "Which rank supplied which bytes"
+    assert "rank 2: 45 bytes" in root.findtext(f"{SVG}desc", "")
+    assert svg.count("http") == 1, "the name space is the only address"
+    assert {text.text for text in root.iter(f"{SVG}text") if text.get("class") == "r"} >= {"0", "1", "2", "3"}
+
+
+def test_what_nobody_supplied_is_shown(tmp_path: Path) -> None:
+    root = write_workspace(tmp_path / "ws", [[("m", (4, 4), (0, 0), (1, 4))], []])
+    svg = supply_picture(root)
+    frame, *cells = drawn(svg)["m"]
+    assert frame["fill"] == "url(#nobody)"
+    assert len(cells) == 1
+    assert "nobody · 12 B · 75.0%" in svg
+    lines = supply_bars(root)
+    assert any(line.startswith("nobody") and line.endswith("12 B   75.0%") for line in lines)
+    assert lines[-1] == "." * 32
+
+
+def test_three_dims_that_are_all_cut_keep_their_shares(tmp_path: Path) -> None:
+    shape = (2, 3, 4)
+    corners = [((a, b, c), (1, 1 + b, 2)) for a in (0, 1) for b in (0, 1) for c in (0, 2)]
+    root = write_workspace(tmp_path / "ws", [[("cube", shape, *corner)] for corner in corners])
+    found = shares(drawn(supply_picture(root))["cube"])
+    assert sum(found.values()) == pytest.approx(1, rel=1e-3)
+    assert sorted(found.values()) == [pytest.approx(n / 24, rel=1e-2) for n in (2, 2, 2, 2, 4, 4, 4, 4)]
+
+
+def test_small_tensors_are_summed_honestly(tmp_path: Path) -> None:
+    ranks = [[(f"t{number:02d}", (2, 2), (rank, 0), (1, 2)) for number in range(50)] for rank in (0, 1)]
+    svg = supply_picture(write_workspace(tmp_path / "ws", ranks))
+    assert "and 30 more, summed by rank" in svg
+    groups = drawn(svg)
+    assert len(groups) == 21
+    assert list(shares(groups["the rest"]).values()) == [0.5, 0.5]
+    assert len(svg) < 30_000
+
+
+def test_many_ranks_have_their_own_colours_and_the_legend_stays_short(tmp_path: Path) -> None:
+    ranks = [[("w", (40, 2), (rank, 0), (1, 2))] for rank in range(40)]
+    root = write_workspace(tmp_path / "ws", ranks)
+    svg = supply_picture(root)
+    assert len({cell["fill"] for cell in drawn(svg)["w"][1:]}) == 40
+    assert "24 more, to rank 39 · 48 B · 60.0%" in svg
+    lines = supply_bars(root)
+    assert [line.split()[:2] for line in lines[15:17]] == [["rank", "15"], ["24", "more"]]
+    assert set("".join(lines[-6:])) <= set("0123456789abcdefghijklmnopqrstuvwxyz#")
+
+
+def test_names_cannot_break_out(tmp_path: Path) -> None:
+    name = "</title><script>alert(1)</script>\u202e&"
+    svg = supply_picture(write_workspace(tmp_path / "ws", [[(name, (4,), (0,), (4,))]]))
+    assert "<script" not in svg
+    assert "</title><script>alert(1)</script>?&" in drawn(svg)
+    assert "\u202e" not in svg
+
+
+def test_where_no_rank_is_known_files_take_their_place(tmp_path: Path) -> None:
+    for number in (1, 2):
+        text = json.dumps({f"t{number}": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}).encode()
+        path = tmp_path / f"model-{number}.safetensors"
+        path.write_bytes(struct.pack("<Q", len(text)) + text + b"abc")
+    assert "Which file supplied which bytes" in supply_picture(tmp_path)
+    assert supply_bars(tmp_path)[0].startswith("file 0  ")
+
+
+def test_nothing_to_draw(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="no tensor"):
+        supply_picture(write_workspace(tmp_path / "ws", [[]]))
+    with pytest.raises(NotFoundError, match="no such path"):
+        supply_bars(tmp_path / "nowhere")
+
+
+def test_bars_and_maps(quarters: Path) -> None:
+    lines = supply_bars(quarters, width=60)
+    assert [line.split()[-3:] for line in lines[:4]] == [
+        ["21", "B", "23.9%"],
+        ["8", "B", "9.1%"],
+        ["45", "B", "51.1%"],
+        ["14", "B", "15.9%"],
+    ]
+    assert lines[2].count("█") == max(line.count("█") for line in lines)
+    assert lines[4:7] == ["", "matrix", "U8 [10,8]"]
+    assert lines[7:] == ["0" * 13 + "1" * 5] * 2 + ["2" * 13 + "3" * 5] * 4
+    assert all(line.isascii() for line in supply_bars(quarters, ascii_only=True))
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 300])
+def test_no_line_is_wider_than_a_hundred_columns(tmp_path: Path, width: int) -> None:
+    parts = [(f"model.layers.{n}.{'very.' * 30}weight", (64, 64), (0, 0), (64, 64)) for n in range(5)]
+    lines = supply_bars(write_workspace(tmp_path / "ws", [parts]), width=width)
+    assert max(map(len, lines)) <= min(width, 100)
+    assert "..." in lines[2]
+    assert lines[2].split()[0].endswith("weight")
+
+
+def test_a_curve_falls_from_the_left_to_the_right() -> None:
+    lines = curve([8.0, 6.0, 4.0, 2.0, 0.0], height=3, ascii_only=True)
+    assert lines == ["  8.00 |##", "       |###", "  0.00 |#####"]
+    assert curve([1.0] * 500, width=10, height=2) == ["  1.00 |", "  1.00 |▁▁▁▁▁▁▁▁▁▁"]
+    assert all(len(line) <= 8 + 60 for line in curve([float(n % 7) for n in range(1000)]))
+
+
+def test_sizes_for_people() -> None:
+    sizes = [0, 999, 1000, 4_214_400, 99_949, 99_950, 999_499, 999_500, 5 * 10**9, 3 * 10**15]
+    assert [format_bytes(size) for size in sizes] == [
+        "0 B",
+        "999 B",
+        "1.00 kB",
+        "4.21 MB",
+        "99.9 kB",
+        "100 kB",
+        "999 kB",
+        "1.00 MB",
+        "5.00 GB",
+        "3,000 TB",
+    ]
+    assert [shape_text(shape) for shape in ((), (3,), (2, 3))] == ["[]", "[3]", "[2,3]"]
+
+
+def test_reading_is_all_it_does(quarters: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in quarters.rglob("*")}
+    supply_picture(os.fspath(quarters))
+    assert {path: path.stat().st_mtime_ns for path in quarters.rglob("*")} == before

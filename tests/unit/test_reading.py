@@ -1,0 +1,502 @@
+"""What is read is what was opened: readers beside publishers, at every look that a reader takes at the files.
+
+A reader runs in a process of its own, whose audit hook stops it at its n-th look ("statexchange.storage" events: a
+directory opened or listed, a file opened); there the test lets a publisher run to its end, then the reader goes on.
+This is done for n = 1, 2, ... until a whole trip has fewer looks, so that a new look is tried without being named here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import statexchange as sx
+from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, NotFoundError, ReplacedError
+from statexchange.formats.registry import open_source
+from statexchange.layout.shards import Box
+from statexchange.report.summary import summarize
+from statexchange.report.verify import verify
+from statexchange.storage.claim import CLAIM_NAME, Claim
+from statexchange.storage.place import open_place
+
+READER = """
+import json, os, sys
+import numpy as np
+import statexchange as sx
+from statexchange.report.verify import verify
+from statexchange.storage.claim import CLAIM_NAME, Claim
+
+path, trip = sys.argv[1:]
+stop_at = looks = 0
+busy = False
+
+def hook(event, args):
+    global looks, busy
+    if event != "statexchange.storage" or busy or not stop_at:
+        return
+    looks += 1
+    if looks == stop_at:
+        busy = True
+        print(json.dumps(["look", args[0]]), flush=True)
+        sys.stdin.readline()
+        busy = False
+
+def values(arrays):
+    return sorted({float(v) for name, a in arrays for v in np.unique(a)})
+
+def run(number):
+    if trip == "open":
+        with sx.open_checkpoint(path) as checkpoint:
+            return values((name, t.read()) for name, t in checkpoint.items())
+    if trip == "load":
+        state = {f"t{i}": np.zeros((6, 4), np.float32) for i in range(3)}
+        sx.load_checkpoint(state, path)
+        return values(state.items())
+    if trip == "merge":
+        out = f"{path}-merged-{number}"
+        sx.merge_checkpoint(path, out, threads=1)
+        assert not verify(out).findings
+        return values((name, t.read()) for name, t in sx.open_checkpoint(out).items())
+    if trip == "verify":
+        findings = verify(path).findings
+        return [0.0] if not findings else [str(f) for f in findings]
+    if trip == "saved":
+        state = {"model": {f"t{i}": np.zeros((6, 4), np.float32) for i in range(3)}, "step": -1}
+        sx.load_checkpoint(state, path)
+        return sorted({*values(state["model"].items()), float(state["step"])})
+    config, weights = sx.NFSWorkspace(path, run="r").read_configs_and_weights_from_rank(0)
+    return sorted({*values(weights.items()), float(config["k"])})
+
+sys.addaudithook(hook)
+for line in sys.stdin:
+    looks, number = 0, json.loads(line)
+    stop_at = number
+    try:
+        answer = ["values", run(number)]
+    except Exception as error:
+        answer = ["error", type(error).__name__, str(error)]
+    stop_at = 0
+    print(json.dumps(answer), flush=True)
+"""
+
+
+class Reader:
+    """A process that reads `path`, stopping at its n-th look."""
+
+    def __init__(self, path: Path, trip: str) -> None:
+        command = [sys.executable, "-c", READER, str(path), trip]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def _say(self, text: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(text + "\n")
+        self._process.stdin.flush()
+
+    def read(self, stop_at: int, meanwhile: Callable[[], None]) -> tuple[list[Any], bool]:
+        """What one trip gave, and whether it had so many looks."""
+        assert self._process.stdout is not None
+        self._say(json.dumps(stop_at))
+        answer = json.loads(self._process.stdout.readline())
+        stopped = answer[0] == "look"
+        if stopped:
+            meanwhile()
+            self._say("")
+            answer = json.loads(self._process.stdout.readline())
+        return answer, stopped
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def state_of(value: float) -> dict[str, Any]:
+    return {f"t{i}": np.full((6, 4), value, np.float32) for i in range(3)}
+
+
+def export(path: Path, value: float, **options: Any) -> None:
+    sx.export_checkpoint(state_of(value), path, overwrite=True, max_shard_size=150, **options)
+
+
+def at_every_look(reader: Reader, publish: Callable[[float], None]) -> Iterator[tuple[int, float, list[Any]]]:
+    """(n, the value published meanwhile, the answer) for each look of a trip."""
+    for number in range(1, 500):
+        answer, stopped = reader.read(number, lambda: publish(float(number)))  # noqa: B023 (called before it changes)
+        if not stopped:
+            print(f"{number - 1} looks")
+            assert number > 3
+            return
+        yield number, float(number), answer
+    raise AssertionError("a trip without an end")
+
+
+@pytest.mark.parametrize("trip", ["open", "load", "merge"])
+def test_a_checkpoint_that_is_replaced_at_any_look_is_read_as_the_old_or_the_new_one(trip: str, tmp_path: Path) -> None:
+    """A1, A2, A3."""
+    path = tmp_path / "out"
+    export(path, 0.0)
+    reader = Reader(path, trip)
+    try:
+        before = 0.0
+        for number, value, answer in at_every_look(reader, lambda value: export(path, value)):
+            assert answer[0] == "values", (number, answer)
+            assert answer[1] in ([before], [value]), (number, answer)
+            before = value
+    finally:
+        reader.close()
+
+
+def test_a_checkpoint_that_is_replaced_at_any_look_verifies(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    export(path, 0.0)
+    reader = Reader(path, "verify")
+    try:
+        for number, _, answer in at_every_look(reader, lambda value: export(path, value)):
+            assert answer == ["values", [0.0]], number
+    finally:
+        reader.close()
+
+
+def test_a_save_whose_round_is_dropped_at_any_look_is_read_as_the_old_or_a_newer_one(tmp_path: Path) -> None:
+    """A6."""
+    path = tmp_path / "saved"
+
+    def save(value: float) -> None:
+        for step in (value, value, value):  # by the third the first of the two that were there is gone
+            sx.save_checkpoint({"model": state_of(step), "step": int(step)}, path)
+
+    save(0.0)
+    reader = Reader(path, "saved")
+    try:
+        before = 0.0
+        for number, value, answer in at_every_look(reader, save):
+            assert answer[0] == "values", (number, answer)
+            assert answer[1] in ([before], [value]), (number, answer)
+            before = value
+    finally:
+        reader.close()
+
+
+def test_a_workspace_whose_rounds_are_dropped_at_any_look_is_read_as_the_old_or_a_newer_one(tmp_path: Path) -> None:
+    """H3."""
+    workspace = sx.NFSWorkspace(tmp_path / "ws", run="r")
+
+    def write(value: float) -> None:
+        for _ in range(3):
+            workspace.write_configs_and_weights({"k": value}, state_of(value))
+
+    write(0.0)
+    reader = Reader(tmp_path / "ws", "nfs")
+    try:
+        before = 0.0
+        for number, value, answer in at_every_look(reader, write):
+            assert answer[0] == "values", (number, answer)
+            assert answer[1] in ([before], [value]), (number, answer)
+            before = value
+    finally:
+        reader.close()
+
+
+def test_a_checkpoint_that_is_held_open_is_read_as_it_was(tmp_path: Path) -> None:
+    """A3: other tensors, in another order, have taken the places of the old ones."""
+    path = tmp_path / "out"
+    sx.export_checkpoint({"a": np.full(3, 1.0), "b": np.full(2, 2.0)}, path)
+    with sx.open_checkpoint(path) as held:
+        sx.export_checkpoint({"a": np.full(9, 7.0), "b": np.full(5, 8.0)}, path, overwrite=True)
+        assert (held["a"].read().tolist(), held["b"].read().tolist()) == ([1.0] * 3, [2.0] * 2)
+    with sx.open_checkpoint(path) as now:
+        assert now["b"].read().tolist() == [8.0] * 5
+
+
+def test_what_nobody_refers_to_any_more_holds_no_descriptors(tmp_path: Path) -> None:
+    export(tmp_path / "out", 1.0)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        held = sx.open_checkpoint(tmp_path / "out")
+        assert held["t0"].read().sum() == 24
+    assert len(os.listdir("/proc/self/fd")) > before
+    del held
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def plain_source(path: Path, value: float) -> None:
+    path.mkdir()
+    for number in range(2):
+        save_file({f"t{number}": torch.full((300, 1000), value)}, path / f"{number}.safetensors")
+
+
+def overwrite_in_place(path: Path, value: float) -> None:
+    """As a program that does not know better writes its next checkpoint over the last one."""
+    with open(path / "1.safetensors", "r+b") as file:
+        data = file.read()
+        header = 8 + int.from_bytes(data[:8], "little")
+        file.seek(header)
+        file.write(np.full(300 * 1000, value, np.float32).tobytes())
+
+
+def test_a_source_that_is_changed_in_place_while_it_is_merged_is_merged_again(tmp_path: Path) -> None:
+    """A4."""
+    plain_source(tmp_path / "source", 1.0)
+    seen: list[int] = []
+
+    def change(done: int, total: int) -> None:
+        if done > total // 2 and not seen:
+            seen.append(done)
+            overwrite_in_place(tmp_path / "source", 2.0)
+
+    sx.merge_checkpoint(tmp_path / "source", tmp_path / "out", threads=1, on_progress=change)
+    with sx.open_checkpoint(tmp_path / "out") as merged:
+        assert [np.unique(merged[name].read()).tolist() for name in ("t0", "t1")] == [[1.0], [2.0]]
+
+
+def test_a_source_that_is_changed_in_place_again_and_again_is_not_published(tmp_path: Path) -> None:
+    """A4."""
+    plain_source(tmp_path / "source", 1.0)
+    value = iter(range(2, 1000))
+
+    def change(done: int, total: int) -> None:
+        if done > total // 2:
+            overwrite_in_place(tmp_path / "source", float(next(value)))
+
+    with pytest.raises(ReplacedError, match="changed while it was read") as caught:
+        sx.merge_checkpoint(tmp_path / "source", tmp_path / "out", threads=1, on_progress=change)
+    assert caught.value.path == str(tmp_path / "source" / "1.safetensors")
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_a_tensor_that_is_changed_in_place_is_not_read_silently(tmp_path: Path) -> None:
+    plain_source(tmp_path / "source", 1.0)
+    with sx.open_checkpoint(tmp_path / "source") as held:
+        overwrite_in_place(tmp_path / "source", 2.0)
+        assert np.unique(held["t0"].read()).tolist() == [1.0]
+        with pytest.raises(ReplacedError, match="read it again"):
+            held["t1"].read()
+
+
+NONCE, PLAN = "0123456789abcdef", "a" * 32
+
+
+def test_between_the_two_renames_of_a_replacement_the_new_one_is_read(tmp_path: Path) -> None:
+    """C7: what a publisher leaves that is killed there, on a file system that cannot exchange names."""
+    export(tmp_path / "out", 1.0)
+    export(tmp_path / "new", 2.0)
+    os.rename(tmp_path / "out", tmp_path / f".out.{NONCE}.replaced")
+    os.rename(tmp_path / "new", tmp_path / f".out.{PLAN}.{NONCE}.partial")
+    with sx.open_checkpoint(tmp_path / "out") as found:
+        assert np.unique(found["t0"].read()).tolist() == [2.0]
+    assert not verify(tmp_path / "out").findings
+    os.rename(tmp_path / f".out.{PLAN}.{NONCE}.partial", tmp_path / f".out.{PLAN}.{'f' * 16}.partial")
+    with pytest.raises(NotFoundError):  # of another publisher, who has not finished it
+        sx.open_checkpoint(tmp_path / "out")
+
+
+def test_a_partial_directory_alone_is_not_read(tmp_path: Path) -> None:
+    export(tmp_path / "new", 2.0)
+    os.rename(tmp_path / "new", tmp_path / f".out.{PLAN}.{NONCE}.partial")
+    with pytest.raises(NotFoundError):
+        sx.open_checkpoint(tmp_path / "out")
+
+
+# B: what the manifest says is checked
+
+
+@pytest.fixture(scope="module", params=["rows", "columns"])
+def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A published checkpoint with a tensor of two boxes: two runs of its file, or two that interleave."""
+    folder = tmp_path_factory.mktemp(request.param)
+    for rank in range(2):
+        save_file({"w": torch.arange(12.0).reshape(3, 4) + 100 * rank}, folder / f"rank{rank}.safetensors")
+    dim = {"rows": 0, "columns": 1}[request.param]
+    out = folder / "merged"
+    sx.merge_checkpoint(folder, out, layout={"w": {"dim": dim}})
+    return out
+
+
+def flipped(source: Path, path: Path, at: int) -> Path:
+    """A copy with one byte of the tensor's changed."""
+    shutil.copytree(source, path)
+    data = bytearray((path / "model.safetensors").read_bytes())
+    data[at] ^= 1
+    (path / "model.safetensors").write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("at", [-1, -96, -45])
+def test_a_flipped_byte_of_a_tensor_of_several_boxes_is_found_by_every_reader(
+    sharded: Path, at: int, tmp_path: Path
+) -> None:
+    """B1."""
+    broken = flipped(sharded, tmp_path / "broken", at)
+    assert len(verify(broken).findings) == 1
+    state = {"w": np.zeros(sx.open_checkpoint(sharded)["w"].shape, np.float32)}
+    for read in (
+        lambda: sx.merge_checkpoint(broken, tmp_path / "out"),
+        lambda: sx.load_checkpoint(state, broken),
+        lambda: sx.open_checkpoint(broken)["w"].read(),
+    ):
+        with pytest.raises(CorruptError, match="bytes differ from their digest") as caught:
+            read()
+        assert caught.value.name == "w"
+    assert os.listdir(tmp_path) == ["broken"]
+
+
+def test_what_is_whole_passes_every_check(sharded: Path, tmp_path: Path) -> None:
+    sx.merge_checkpoint(sharded, tmp_path / "again")
+    with sx.open_checkpoint(sharded) as one, sx.open_checkpoint(tmp_path / "again") as other:
+        assert one["w"].read().tobytes() == other["w"].read().tobytes()
+    report = verify(sharded)
+    assert (report.findings, report.num_boxes, report.num_unproven) == ((), 2, 0)
+
+
+def with_header(source: Path, path: Path, old: str, new: str) -> Path:
+    shutil.copytree(source, path)
+    data = (path / "model.safetensors").read_bytes()
+    assert old.encode() in data
+    assert len(old) == len(new)
+    (path / "model.safetensors").write_bytes(data.replace(old.encode(), new.encode(), 1))
+    return path
+
+
+def test_a_header_that_contradicts_the_manifest_is_corrupt(tmp_path: Path) -> None:
+    """B2."""
+    sx.export_checkpoint({"w": np.arange(24, dtype=np.float32).reshape(4, 6)}, tmp_path / "good")
+    for number, (old, new) in enumerate([("[4,6]", "[6,4]"), ('"F32"', '"I32"')]):
+        broken = with_header(tmp_path / "good", tmp_path / f"bad{number}", old, new)
+        for read in (lambda: sx.merge_checkpoint(broken, tmp_path / "out"), lambda: sx.open_checkpoint(broken)):  # noqa: B023
+            with pytest.raises(CorruptError, match="file and manifest disagree"):
+                read()
+        assert [type(finding) for finding in verify(broken).findings][:1] == [CorruptError]
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "pytorch_model-00001-of-00002.bin"])
+def test_a_number_in_a_files_name_says_how_many_there_are(name: str, tmp_path: Path) -> None:
+    """B3: what a merge that was killed in an object store leaves."""
+    if name.endswith(".bin"):
+        torch.save({"a": torch.ones(2)}, tmp_path / name)
+    else:
+        save_file({"a": torch.ones(2)}, tmp_path / name)
+    with pytest.raises(IncompleteError, match="number 2 is missing"):
+        sx.open_checkpoint(tmp_path)
+    assert [type(finding) for finding in verify(tmp_path).findings] == [IncompleteError]
+
+
+def test_of_a_broken_source_what_is_known_is_shown_after_the_reason(tmp_path: Path) -> None:
+    """B4."""
+    export(tmp_path / "out", 1.0)
+    name = "model-00002-of-00003.safetensors"
+    os.truncate(tmp_path / "out" / name, os.path.getsize(tmp_path / "out" / name) - 1)
+    found = summarize(tmp_path / "out")
+    assert (found.num_tensors, found.num_unreadable, found.nbytes, found.proven) == (3, 1, 3 * 96, False)
+    save_file({"a": torch.ones(3, 2)}, tmp_path / "one.safetensors")
+    os.truncate(tmp_path / "one.safetensors", os.path.getsize(tmp_path / "one.safetensors") - 8)
+    alone = summarize(tmp_path / "one.safetensors")
+    assert (alone.num_tensors, alone.num_unreadable, alone.nbytes, alone.proven) == (1, 1, 24, False)
+    done = subprocess.run(
+        [sys.executable, "-m", "statexchange", "info", str(tmp_path / "one.safetensors")],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 4
+    assert "digests" in done.stdout
+    assert "known, not checked" not in done.stdout
+    assert "truncated" in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_dcp_directory_without_its_metadata_is_incomplete(tmp_path: Path) -> None:
+    """B4."""
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    os.remove(tmp_path / "dcp" / ".metadata")
+    with pytest.raises(IncompleteError, match=r"\.metadata is missing"):
+        open_source(tmp_path / "dcp")
+    found = summarize(tmp_path / "dcp")
+    assert (found.kind, found.proven, len(found.problems)) == ("dcp", False, 1)
+
+
+def test_foreign_files_are_checked_without_assert(tmp_path: Path) -> None:
+    """B5: under python -O as well."""
+    save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors", metadata={"DCP_SHARDING_INFO": "[1]"})
+    (tmp_path / "out").mkdir()
+    save_file({"a": torch.ones(2)}, tmp_path / "out" / "model.safetensors")
+    (tmp_path / "out" / "statexchange.json").write_text("[]")
+    program = """
+import sys, statexchange as sx
+for path in sys.argv[1:]:
+    try:
+        sx.open_checkpoint(path)
+    except sx.CorruptError as error:
+        print(bool(error.message.partition(": ")[2]))
+"""
+    for options in ([], ["-O"]):
+        command = [sys.executable, *options, "-c", program, tmp_path / "a.safetensors", tmp_path / "out"]
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True\nTrue\n"
+
+
+def test_where_no_digest_is_known_verify_does_not_call_the_bytes_good(tmp_path: Path) -> None:
+    """B6."""
+    save_file({"a": torch.full((2,), float("nan"))}, tmp_path / "a.safetensors")
+    command = [sys.executable, "-m", "statexchange", "verify", str(tmp_path / "a.safetensors")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "structure ok" in done.stdout
+    assert "bytes not checked" in done.stdout
+
+
+def test_a_directory_with_a_claim_and_no_manifest_is_being_written(tmp_path: Path) -> None:
+    """B3, C3: what readers of an object store meet while a checkpoint is published there."""
+    (tmp_path / CLAIM_NAME).write_bytes(Claim.new("0" * 16, PLAN, ("model.safetensors",)).to_bytes())
+    with pytest.raises(IncompleteError, match=r"no complete checkpoint: process \d+ on \S+ has been publishing"):
+        sx.open_checkpoint(tmp_path)
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(IncompleteError, match="no complete checkpoint"):
+        sx.load_checkpoint({"a": torch.zeros(2)}, tmp_path)
+    assert [type(finding) for finding in verify(tmp_path).findings] == [IncompleteError]
+
+
+def test_a_closed_checkpoint_opens_nothing(tmp_path: Path) -> None:
+    """After `close` the number of a descriptor may belong to another directory, in which a name must not be opened."""
+    (tmp_path / "one/below").mkdir(parents=True)
+    (tmp_path / "other/below").mkdir(parents=True)
+    for folder in ("one", "other"):
+        (tmp_path / folder / "a").write_bytes(b"a")
+    place = open_place(str(tmp_path / "one"))
+    file = place.store.open("a")
+    before = set(os.listdir("/proc/self/fd"))
+    place.close()
+    others = [os.open(tmp_path / "other", os.O_RDONLY) for _ in before]  # among them all numbers that became free
+    try:
+        opened = set(os.listdir("/proc/self/fd"))
+        for use in (
+            lambda: place.store.open("a"),
+            lambda: place.store.below("below"),
+            lambda: place.store.listing,
+            lambda: file.read_all(),
+            lambda: file.check_unchanged(),
+        ):
+            with pytest.raises(InvalidArgumentError, match="has been closed: open it again"):
+                use()
+        assert set(os.listdir("/proc/self/fd")) == opened
+    finally:
+        for fd in others:
+            os.close(fd)
+
+
+def test_a_box_outside_of_a_tensor_is_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2, 3)}, tmp_path / "model.safetensors")
+    with (
+        sx.open_checkpoint(tmp_path) as checkpoint,
+        pytest.raises(InvalidArgumentError, match=r"outside of the tensor, whose shape is \(2, 3\)"),
+    ):
+        checkpoint["a"].read(Box((1, 0), (2, 3)))

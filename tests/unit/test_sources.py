@@ -1,0 +1,334 @@
+"""What lies at a path: recognised by content, read from headers alone, and never more than is really there."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from programs import require_root
+from safetensors.torch import save_file
+
+from statexchange.checkpoint.merge import merge_checkpoint
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    InvalidArgumentError,
+    NotFoundError,
+)
+from statexchange.formats.registry import open_checkpoint, open_source
+from statexchange.layout.shards import Box, Shard
+from statexchange.storage.tensorfile import Held
+from statexchange.storage.workspace import Receipt, Workspace
+
+
+def fill(path: Path, run: str = "job", ranks: int = 3, world_size: int = 3, number: int = 1) -> list[Receipt]:
+    """Rows of `w`, one to a rank."""
+    data = [memoryview(bytes([r] * 4)) for r in range(ranks)]
+    held = [[Held(Shard("w", "U8", (world_size, 4), (Box((r, 0), (1, 4)),)), data[r])] for r in range(ranks)]
+    return [
+        Workspace(path).write(h, run=run, round=number, rank=r, world_size=world_size, config=str(r))
+        for r, h in enumerate(held)
+    ]
+
+
+def test_a_workspace_its_run_its_round_and_its_file_are_recognised(tmp_path: Path) -> None:
+    ws = tmp_path / "ws"
+    receipts = fill(ws)
+    Workspace(ws).commit(receipts, keep=2)
+    for path in (ws, ws / "job", ws / "job" / "000001"):
+        source = open_source(path)
+        assert (source.kind, source.run, source.round, source.world_size) == ("workspace", "job", 1, 3)
+        assert ([h.rank for h in source.holders], dict(source.configs)) == ([0, 1, 2], {0: "0", 1: "1", 2: "2"})
+        assert source.nbytes == sum(r.nbytes for r in receipts)
+    assert [h.rank for h in open_source(ws / receipts[1].relative).holders] == [1]
+
+
+def test_extents_are_where_the_bytes_lie(tmp_path: Path) -> None:
+    fill(tmp_path / "ws")
+    for holder, tensor in open_source(tmp_path / "ws").shards():
+        (extent,) = tensor.extents
+        data = Path(extent.path).read_bytes()[extent.begin : extent.begin + extent.nbytes]
+        assert data == bytes([holder.rank] * 4)
+
+
+def test_the_newest_committed_round_is_read_else_the_newest_whole_one(tmp_path: Path) -> None:
+    fill(tmp_path, number=1)
+    fill(tmp_path, number=2)
+    fill(tmp_path, number=3, ranks=2)
+    assert open_source(tmp_path).round == 2
+    assert open_source(tmp_path / "job" / "000001").round == 1
+    Workspace(tmp_path).commit(fill(tmp_path, number=4), keep=2)
+    fill(tmp_path, number=5)
+    assert open_source(tmp_path).round == 4
+    assert open_source(tmp_path / "job" / "000005").round == 5
+    Workspace(tmp_path).commit(fill(tmp_path, run="later"), keep=2)
+    assert open_source(tmp_path).run == "later"
+    assert open_source(tmp_path / "job").round == 4
+
+
+def test_missing_ranks_are_named(tmp_path: Path) -> None:
+    fill(tmp_path, ranks=1)
+    with pytest.raises(IncompleteError, match=r"ranks \[1, 2\] of 3 have no file") as caught:
+        open_source(tmp_path)
+    assert (caught.value.rank, caught.value.path) == (1, str(tmp_path / "job" / "000001"))
+    source = open_source(tmp_path, strict=False)
+    assert ([type(p) for p in source.problems], len(source.holders)) == ([IncompleteError], 1)
+
+
+def test_a_file_that_a_manifest_lists_is_missed_by_name(tmp_path: Path) -> None:
+    receipts = fill(tmp_path)
+    Workspace(tmp_path).commit(receipts, keep=2)
+    os.unlink(tmp_path / receipts[2].relative)
+    with pytest.raises(IncompleteError, match="missing") as caught:
+        open_source(tmp_path)
+    assert (caught.value.rank, caught.value.path) == (2, str(tmp_path / receipts[2].relative))
+
+
+def test_two_attempts_in_one_round_are_not_mixed(tmp_path: Path) -> None:
+    fill(tmp_path)
+    fill(tmp_path, ranks=1)
+    with pytest.raises(CorruptError, match="two attempts"):
+        open_source(tmp_path)
+
+
+def test_several_runs_must_be_told_apart(tmp_path: Path) -> None:
+    fill(tmp_path, run="a")
+    fill(tmp_path, run="b")
+    with pytest.raises(InvalidArgumentError, match=rf"open one of {tmp_path}/a, {tmp_path}/b "):
+        open_source(tmp_path)
+    assert open_source(tmp_path / "b").run == "b"
+
+
+def test_what_is_nothing_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "sub" / "000001").mkdir(parents=True)
+    (tmp_path / "rank-config.txt").write_text("")
+    for path in (tmp_path, tmp_path / "sub", tmp_path / "sub" / "000001"):
+        with pytest.raises(NotFoundError, match="neither"):
+            open_source(path)
+    with pytest.raises(NotFoundError, match="no such path"):
+        open_source(tmp_path / "gone")
+    (tmp_path / "text").write_text("hello, I am no checkpoint")
+    with pytest.raises(NotFoundError, match=r"neither .*\.pt"):
+        open_source(tmp_path / "text")
+    (tmp_path / "text").rename(tmp_path / "text.safetensors")
+    with pytest.raises(CorruptError, match="no safetensors file"):
+        open_source(tmp_path / "text.safetensors")
+
+
+def test_broken_files_are_problems_or_errors_that_name_them(tmp_path: Path) -> None:
+    receipts = fill(tmp_path)
+    path = tmp_path / receipts[1].relative
+    os.truncate(path, 100)
+    with pytest.raises(CorruptError) as caught:
+        open_source(tmp_path)
+    assert caught.value.path == str(path)
+    assert [p.path for p in open_source(tmp_path, strict=False).problems] == [str(path)]
+
+
+def tensor_fact(**change: Any) -> dict[str, Any]:
+    fact = {"dtype": "U8", "global_shape": [1, 4], "boxes": [[[0, 0], [1, 4]]], "digests": ["x"]}
+    return {"tensors": {"w": fact | change}}
+
+
+BROKEN_FACTS: list[tuple[dict[str, Any], str]] = [
+    ({"tensors": {}}, "list different tensors"),
+    ({"tensors": {"w": []}}, "broken facts"),
+    (tensor_fact(boxes=[[[0, 0], [1, 3]]]), "do not fit"),
+    (tensor_fact(dtype="F32", boxes=[[[0, 0], [1, 1]]]), "do not fit"),
+    (tensor_fact(boxes=[[[1, 0], [1, 4]]]), "outside"),
+    (tensor_fact(boxes=[[[-1, 0], [1, 4]]]), "broken facts"),
+    (tensor_fact(dtype=[]), "unknown dtype"),
+    (tensor_fact(digests=[]), "do not fit"),
+    ({"schema": 2}, "another version"),
+    ({"config": {}}, "no text"),
+    ({"aliases": [1]}, "broken aliases"),
+    ({"aliases": {"v": 1}}, "broken aliases"),
+    ({"rank": 1}, "another rank"),
+    ({"run": "other"}, "another run"),
+]
+
+
+@pytest.mark.parametrize(("change", "match"), BROKEN_FACTS)
+def test_facts_that_contradict_the_file_are_refused(tmp_path: Path, change: dict[str, Any], match: str) -> None:
+    (receipt,) = fill(tmp_path, ranks=1, world_size=1)
+    path = tmp_path / receipt.relative
+    data = path.read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    facts = json.loads(header["__metadata__"]["statexchange"])
+    header["__metadata__"]["statexchange"] = json.dumps({**facts, **change})
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[-4:])
+    with pytest.raises(CorruptError, match=match) as caught:
+        open_source(tmp_path)
+    assert caught.value.path == str(path)
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.ones(2)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    merge_checkpoint(tmp_path / "x.safetensors", tmp_path / "out", max_shard_size=24)
+    return tmp_path / "out"
+
+
+def test_a_published_directory_is_read_by_its_manifest(published: Path) -> None:
+    source = open_source(published)
+    assert (source.kind, len(source.holders), source.problems) == ("huggingface", 2, ())
+    assert all(extent.digest for _, tensor in source.shards() for extent in tensor.extents)
+    (published / "stranger.safetensors").write_bytes(b"no checkpoint at all")
+    assert len(open_source(published).holders) == 2
+
+
+def test_a_directory_without_a_manifest_is_read_by_its_index_and_without_both_by_listing(published: Path) -> None:
+    (published / "statexchange.json").unlink()
+    save_file({"d": torch.ones(1)}, published / "more.safetensors")
+    assert {h.path.split("/")[-1][:5] for h in open_source(published).holders} == {"model"}
+    (published / "model.safetensors.index.json").unlink()
+    assert len(open_source(published).holders) == 3
+
+
+def test_a_lazy_mapping_reads_tensors_one_by_one(published: Path) -> None:
+    checkpoint = open_checkpoint(published)
+    assert sorted(checkpoint) == ["a", "b", "c"]
+    assert (checkpoint["a"].shape, checkpoint["a"].dtype, checkpoint["a"].nbytes, len(checkpoint)) == (
+        (2, 3),
+        "F32",
+        24,
+        3,
+    )
+    assert checkpoint["a"].read().tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert checkpoint["b"].read().astype(np.float32).tolist() == [1] * 4
+    with pytest.raises(KeyError):
+        checkpoint["z"]
+
+
+def test_a_lazy_mapping_reads_shards_as_one_tensor_and_twins_are_refused(tmp_path: Path) -> None:
+    fill(tmp_path / "ws")
+    with open_checkpoint(tmp_path / "ws") as shards:
+        merge_checkpoint(tmp_path / "ws", tmp_path / "merged")
+        with open_checkpoint(tmp_path / "merged") as merged:
+            assert {n: t.read().tobytes() for n, t in shards.items()} == {
+                n: t.read().tobytes() for n, t in merged.items()
+            }
+    for name in "xy":
+        save_file({"a": torch.ones(1)}, tmp_path / f"{name}.safetensors")
+    shutil.rmtree(tmp_path / "ws")
+    with pytest.raises(CorruptError, match="two files") as caught:
+        open_checkpoint(tmp_path)
+    assert caught.value.name == "a"
+
+
+def test_a_missing_output_file_is_named(published: Path) -> None:
+    lost = published / "model-00002-of-00002.safetensors"
+    lost.unlink()
+    with pytest.raises(IncompleteError, match="missing") as caught:
+        open_source(published)
+    assert caught.value.path == str(lost)
+    assert len(open_source(published, strict=False).holders) == 1
+
+
+@pytest.mark.parametrize("by", ["manifest", "index"])
+def test_a_tensor_that_was_lost_from_its_file_is_missed(published: Path, by: str) -> None:
+    (published / {"manifest": "model.safetensors.index.json", "index": "statexchange.json"}[by]).unlink()
+    path = published / "model-00002-of-00002.safetensors"
+    save_file({"b": torch.ones(4, dtype=torch.bfloat16)}, path)
+    with pytest.raises(IncompleteError, match="should have the tensor") as caught:
+        open_source(published)
+    assert (caught.value.name, caught.value.path) == ("c", str(path))
+
+
+def rewrite(path: Path, change: Any) -> None:
+    raw = json.loads(path.read_text())
+    change(raw)
+    path.write_text(json.dumps(raw))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../x.safetensors", "/etc/passwd", ".hidden.safetensors", "a/b.safetensors", "x", "", 5, None, "a\0.safetensors"],
+)
+@pytest.mark.parametrize("by", ["statexchange.json", "model.safetensors.index.json"])
+def test_an_index_or_manifest_cannot_lead_elsewhere(published: Path, by: str, name: Any) -> None:
+    (published / ({"statexchange.json", "model.safetensors.index.json"} - {by}).pop()).unlink()
+    change = {
+        "statexchange.json": lambda raw: raw["tensors"]["a"].update(file=name),
+        "model.safetensors.index.json": lambda raw: raw["weight_map"].update(a=name),
+    }[by]
+    rewrite(published / by, change)
+    with pytest.raises(CorruptError):
+        open_source(published)
+    assert open_source(published, strict=False).problems
+
+
+MANIFESTS = [
+    "", "[]", "{}", '{"tensors":[]}', '{"tensors":{"a":1}}',
+    '{"tensors":{},"aliases":[]}', '{"tensors":{},"tensors":{}}',
+    '{"tensors":{"a":{"file":"x.safetensors","dtype":[],"shape":[],"boxes":[]}}}',
+    '{"tensors":{"a":{"file":"x.safetensors","dtype":"F32","shape":[2],"boxes":[[[0],[3],"",0]]}}}',
+    '{"tensors":{"a":{"file":"x.safetensors","dtype":"F32","shape":[2],"boxes":[[[0],[2],"",0.5]]}}}',
+    '{"tensors":{"a":{"file":"x.safetensors","dtype":"F32","shape":[1e999],"boxes":[]}}}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", MANIFESTS)
+def test_a_hostile_manifest_is_corrupt_or_a_problem(published: Path, text: str) -> None:
+    path = published / "statexchange.json"
+    path.write_text(text)
+    with pytest.raises(CorruptError) as caught:
+        open_source(published)
+    assert caught.value.path == str(path)
+    (problem,) = open_source(published, strict=False).problems
+    assert isinstance(problem, CorruptError)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map":[]}', '{"weight_map":{"a":"b.safetensors"}}'])
+def test_a_hostile_index_is_an_error_that_names_it(published: Path, text: str) -> None:
+    (published / "model.safetensors.index.json").write_text(text)
+    with pytest.raises((CorruptError, IncompleteError)) as caught:
+        open_source(published)
+    assert str(published) in str(caught.value.path)
+
+
+def test_a_symbolic_link_to_a_checkpoint_is_followed_as_the_hubs_cache_needs(published: Path, tmp_path: Path) -> None:
+    os.symlink(published, tmp_path / "link")
+    blob = tmp_path / "blob"
+    os.rename(published / "model-00001-of-00002.safetensors", blob)
+    os.symlink(blob, published / "model-00001-of-00002.safetensors")
+    assert len(open_checkpoint(tmp_path / "link")) == 3
+
+
+def test_an_unreadable_directory_is_an_error_of_ours(tmp_path: Path) -> None:
+    program = """
+import os, sys
+import statexchange.formats.workspace, statexchange.formats.registry
+from statexchange.errors import StorageError
+os.chdir(sys.argv[1])
+os.chmod("ws", 0o700)
+os.setuid(65534)
+try:
+    statexchange.formats.registry.open_source("ws")
+except StorageError as error:
+    print(error.errno, error.path)
+"""
+    require_root()
+    fill(tmp_path / "ws")
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)
+    assert done.stdout == f"13 {tmp_path / 'ws'}\n", done.stderr
+
+
+def test_what_is_no_directory_of_a_round_is_ignored(tmp_path: Path) -> None:
+    fill(tmp_path)
+    (tmp_path / "notes.txt").write_text("")
+    (tmp_path / "job" / "0000002").mkdir()
+    (tmp_path / "job" / "000001" / "rank-notes").write_text("")
+    os.symlink(tmp_path / "job", tmp_path / "link")
+    assert open_source(tmp_path).round == 1
+    (tmp_path / "job" / "000002").write_text("a file, not a round")
+    os.symlink(tmp_path / "job" / "000001", tmp_path / "job" / "000003")
+    assert open_source(tmp_path).round == 1

@@ -1,0 +1,283 @@
+"""The tensor file: what safetensors writes, byte for byte, and no file that is anything less."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from stored import header_of
+
+from statexchange.errors import CorruptError, InvalidArgumentError, NotFoundError, StateExchangeError, UnsafeError
+from statexchange.layout.arrays import DTYPE_NAMES
+from statexchange.layout.shards import Box, Shard, full_box
+from statexchange.storage import files
+from statexchange.storage.place import open_place
+from statexchange.storage.tensorfile import Held, digest, encode_header, write_tensor_file
+
+DTYPES = {name: getattr(torch, long_name) for long_name, name in DTYPE_NAMES.items()}
+
+
+def content(tensor: torch.Tensor) -> memoryview:
+    return memoryview(bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist()))
+
+
+def held(name: str, tensor: torch.Tensor, global_shape: tuple[int, ...] | None = None, *boxes: Box) -> Held:
+    dtype = next(name for name, dtype in DTYPES.items() if dtype == tensor.dtype)
+    shape = tuple(tensor.shape) if global_shape is None else global_shape
+    return Held(Shard(name, dtype, shape, boxes or (full_box(shape),)), content(tensor))
+
+
+def write(path: Path, *tensors: Held, facts: dict[str, Any] | None = None) -> Path:
+    with files.directory(str(path.parent)) as dir_fd:
+        assert (
+            write_tensor_file(dir_fd, path.name, str(path), tensors, facts or {}, durable=False) == path.stat().st_size
+        )
+    return path
+
+
+def example_tensors() -> dict[str, torch.Tensor]:
+    some = {
+        f"{name}.größe 模型 🙂 {i}": torch.arange(1 + i).to(dtype) for i, (name, dtype) in enumerate(DTYPES.items())
+    }
+    return {
+        **some,
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(3, 0, 2),
+        "Z": torch.ones(2, 2),
+        "a": torch.ones(2, 2),
+    }
+
+
+def test_the_bytes_are_those_of_save_file(tmp_path: Path) -> None:
+    tensors = {k: v for k, v in example_tensors().items() if v.dtype != torch.complex128}
+    ours = write(tmp_path / "ours", *(held(k, v) for k, v in tensors.items()), facts={"schema": 1})
+    with safe_open(ours, "pt") as opened:
+        metadata = opened.metadata()
+    save_file(tensors, tmp_path / "theirs", metadata)
+    header = header_of(str(ours))
+    assert header.metadata == metadata
+    one, other = ours.read_bytes(), (tmp_path / "theirs").read_bytes()
+    # safetensors writes metadata in no particular order, so it is compared apart.
+    assert json.loads(one[8 : 8 + int.from_bytes(one[:8], "little")]) == json.loads(
+        other[8 : 8 + int.from_bytes(other[:8], "little")]
+    )
+    assert one[-sum(e.nbytes for e in header.entries.values()) :] == other[8 + int.from_bytes(other[:8], "little") :]
+    back = load_file(ours)
+    assert back.keys() == tensors.keys()
+    assert all(back[k].dtype == v.dtype and content(back[k]) == content(v) for k, v in tensors.items())
+
+
+@pytest.mark.parametrize("names", [["w"], ["b", "a"], list(DTYPES), ["größe", "模型", 'quo"te\\']])
+def test_a_header_alone_is_byte_identical(tmp_path: Path, names: list[str]) -> None:
+    tensors = {n: torch.zeros(3, 2, dtype=DTYPES.get(n, torch.float32)) for n in names if n != "C128"}
+    save_file(tensors, tmp_path / "x", {"format": "pt"})
+    header = header_of(str(tmp_path / "x"))
+    text = encode_header([(e.name, e.dtype, e.shape) for e in header.entries.values()], {"format": "pt"})
+    assert (tmp_path / "x").read_bytes()[: len(text)] == text
+
+
+def test_complex128_is_kept_as_pairs(tmp_path: Path) -> None:
+    value = torch.tensor([1 + 2j, -0.5j], dtype=torch.complex128)
+    back = load_file(write(tmp_path / "x", held("c", value)))
+    assert torch.equal(torch.view_as_complex(back["c"]), value)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_torchs_own_reader_puts_our_shards_together(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    value = torch.arange(24.0).reshape(4, 6)
+    for rank, (low, high) in enumerate([(0, 2), (2, 6)]):
+        part = held("w", value[:, low:high], (4, 6), Box((0, low), (4, high - low)))
+        write(tmp_path / f"part{rank}.safetensors", part, held("bias", torch.ones(3)))
+    state = {"w": torch.zeros(4, 6), "bias": torch.zeros(3)}
+    dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)))
+    assert torch.equal(state["w"], value)
+    assert torch.equal(state["bias"], torch.ones(3))
+
+
+def test_digests_are_of_boxes_in_whatever_parts_they_come(tmp_path: Path) -> None:
+    value = torch.arange(6.0)
+    several = held("w", value, (4, 4), Box((0, 0), (2, 2)), Box((3, 0), (1, 2)))
+    boxes = [content(value[:4]), content(value[4:])]
+    given = Held(several.shard, lambda box: (boxes[box][at : at + 3] for at in range(0, len(boxes[box]), 3)))
+    for one in (several, given):
+        path = write(tmp_path / f"{one is given}", one)
+        facts = header_of(str(path)).facts("x")
+        assert facts is not None
+        assert facts["tensors"]["w"]["digests"] == [digest(box) for box in boxes]
+        assert load_file(path)["w"].tolist() == value.tolist()
+    assert digest(b"") == "99aa06d3014798d86001c324468d497f"
+
+
+@pytest.mark.parametrize("name", ["", "x" * 513, "a\0b", "a\nb", "\x1b[31m", "a\x9bb", "\ud800", "__metadata__"])
+def test_a_name_that_could_harm_is_never_written(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UnsafeError, match="tensor name"):
+        write(tmp_path / "x", held(name, torch.ones(1)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="two tensors") as caught:
+        write(tmp_path / "x", held("w", torch.ones(1)), held("w", torch.ones(1)))
+    assert caught.value.name == "w"
+    assert list(tmp_path.iterdir()) == []
+
+
+def entry(begin: int, end: int, dtype: Any = "F32", shape: Any = None, **more: Any) -> dict[str, Any]:
+    return {
+        "dtype": dtype,
+        "shape": [(end - begin) // 4] if shape is None else shape,
+        "data_offsets": [begin, end],
+        **more,
+    }
+
+
+def raw_file(path: Path, header: Any, data: int = 8) -> str:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"\0" * data)
+    return str(path)
+
+
+GOOD = {"a": entry(0, 4), "b": entry(4, 8)}
+BROKEN: dict[str, Any] = {
+    "key twice": b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
+    b'"a":{"dtype":"I32","shape":[2],"data_offsets":[0,8]}}',
+    "key twice inside": b'{"a":{"dtype":"F32","dtype":"I32","shape":[2],"data_offsets":[0,8]}}',
+    "overlap": {"a": entry(0, 8), "b": entry(4, 8)},
+    "gap": {"a": entry(0, 4), "b": entry(8, 8)},
+    "hole at the front": {"a": entry(4, 8)},
+    "bytes too many": {"a": entry(0, 4)},
+    "bytes too few": {"a": entry(0, 12)},
+    "negative offsets": {"a": entry(-4, 4), "b": entry(4, 8)},
+    "backwards": {"a": {**entry(8, 0), "shape": [2]}},
+    "negative shape": {"a": entry(0, 8, shape=[-1, -2])},
+    "huge shape": {"a": entry(0, 8, shape=[2**62, 0])},
+    "overflowing shape": {"a": entry(0, 8, shape=[2**33, 2**33])},
+    "many dims": {"a": entry(0, 8, shape=[1] * 10_000 + [2])},
+    "float shape": {"a": entry(0, 8, shape=[2.0])},
+    "true shape": {"a": entry(0, 4, shape=[True]), "b": entry(4, 8)},
+    "text shape": {"a": entry(0, 8, shape="22")},
+    "NaN": b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,8]}}',
+    "unknown dtype": {"a": entry(0, 8, "F33")},
+    "dtype of ours": {"a": entry(0, 8, "C128", [0])},
+    "dtype a list": {"a": entry(0, 8, [])},
+    "dtype an object": {"a": entry(0, 8, {})},
+    "wrong size": {"a": entry(0, 8, shape=[3])},
+    "three offsets": {"a": {**entry(0, 8), "data_offsets": [0, 4, 8]}},
+    "unknown field": {"a": entry(0, 8, extra=1)},
+    "missing field": {"a": {"dtype": "F32", "shape": [2]}},
+    "entry a list": {"a": []},
+    "metadata a list": {"__metadata__": [], **GOOD},
+    "metadata numbers": {"__metadata__": {"a": 1}, **GOOD},
+    "control character": {"a\x1b[2J": entry(0, 8)},
+    "no name": {"": entry(0, 8)},
+    "lone surrogate": {"\ud800": entry(0, 8)},
+    "long name": {"x" * 600: entry(0, 8)},
+    "a list": [1],
+    "leading space": b" {}",
+    "no JSON": b'{"a"',
+    "deep": b'{"a":' + b"[" * 100_000,
+    "UTF-16": json.dumps(GOOD).encode("utf-16-le"),
+    "byte order mark": b"\xef\xbb\xbf{}",
+    "bad UTF-8": b'{"\xff":1}',
+    "long number": b'{"a":' + b"9" * 10_000 + b"}",
+    "garbage after": json.dumps(GOOD).encode() + b"x",
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_header_is_a_corrupt_error_that_names_the_file(tmp_path: Path, what: str) -> None:
+    path = raw_file(tmp_path / "x", BROKEN[what])
+    with pytest.raises(CorruptError) as caught:
+        header_of(path)
+    assert caught.value.path == path
+    assert str(caught.value).isprintable()
+
+
+def test_the_good_header_is_good(tmp_path: Path) -> None:
+    header = header_of(raw_file(tmp_path / "x", json.dumps(GOOD).encode() + b"   "))
+    assert [e.name for e in header.entries.values()] == ["a", "b"]
+    assert header.facts("x") is None
+
+
+@pytest.mark.parametrize("claim", [2**64 - 1, 100_000_001, 99_999_999, 2**63])
+def test_a_huge_claim_allocates_nothing(tmp_path: Path, claim: int) -> None:
+    (tmp_path / "x").write_bytes(struct.pack("<Q", claim) + b"{}")
+    with pytest.raises(CorruptError, match="truncated"):
+        header_of(str(tmp_path / "x"))
+
+
+def small_file(path: Path) -> bytes:
+    tensors = [held("a", torch.ones(2)), held("b", torch.tensor(3, dtype=torch.int8)), held("c", torch.empty(0, 4))]
+    return write(path, *tensors, facts={"schema": 1}).read_bytes()
+
+
+def test_a_file_cut_off_anywhere_is_corrupt(tmp_path: Path) -> None:
+    whole = small_file(tmp_path / "whole")
+    path = tmp_path / "cut"
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        with pytest.raises(CorruptError):
+            header_of(str(path))
+    path.write_bytes(whole + b"\0")
+    with pytest.raises(CorruptError, match="bytes too many"):
+        header_of(str(path))
+
+
+mutations = st.lists(
+    st.one_of(
+        st.tuples(st.just("flip"), st.integers(0, 10**6), st.integers(1, 255)),
+        st.tuples(
+            st.just("insert"), st.integers(0, 10**6), st.sampled_from([b'"', b"{", b"]", b",", b"0", b"-", b"9" * 30])
+        ),
+        st.tuples(st.just("delete"), st.integers(0, 10**6), st.integers(1, 40)),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(mutations)
+def test_a_mutated_file_is_read_or_refused_and_nothing_else(tmp_path: Path, changes: list[Any]) -> None:
+    path = tmp_path / "whole"
+    if not path.exists():
+        small_file(path)
+    data = bytearray(path.read_bytes())
+    for kind, place, what in changes:
+        at = place % len(data) if kind == "flip" else place % 400
+        if kind == "flip":
+            data[at] ^= what
+        elif kind == "insert":
+            data[at:at] = what
+        else:
+            del data[at : at + what]
+    fix = bytearray(data)
+    fix[:8] = struct.pack("<Q", max(0, len(data) - 17))  # so that the mutation reaches the JSON
+    for version in (data, fix):
+        (tmp_path / "mutant").write_bytes(version)
+        try:
+            header_of(str(tmp_path / "mutant")).facts("x")
+        except StateExchangeError:
+            continue
+        load_file(tmp_path / "mutant")  # whatever we accept, safetensors accepts
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    import os
+
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", Path("/dev/null")):
+        with pytest.raises(UnsafeError, match="not a regular file"):
+            header_of(str(path))
+    with open_place(str(tmp_path)) as place, pytest.raises(UnsafeError, match="not a regular file"):
+        place.store.open("fifo")
+    with pytest.raises(NotFoundError):
+        header_of(str(tmp_path / "gone"))

@@ -1,0 +1,59 @@
+"""Checkpoints and workspaces that version 0.1 wrote (tests/data/version-0.1, as it left them) are read."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import statexchange as sx
+from statexchange.report.verify import verify
+
+WRITTEN = Path(__file__).parents[1] / "data" / "version-0.1"
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """A copy, since git keeps neither the modes of directories nor that others may not write in them."""
+    copy = tmp_path / "version-0.1"
+    shutil.copytree(WRITTEN, copy)
+    for path in [copy, *copy.rglob("*")]:
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    return copy
+
+
+@pytest.mark.parametrize("name", ["published", "split"])
+def test_a_published_checkpoint(name: str, written: Path, tmp_path: Path) -> None:
+    assert verify(written / name).findings == ()
+    with sx.open_checkpoint(written / name) as checkpoint:
+        assert checkpoint["a"].read().tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert checkpoint["b"].read().tolist() == [1, 1]
+    sx.merge_checkpoint(written / name, tmp_path / "merged")
+    sx.export_checkpoint({"c": np.ones(2)}, written / name, overwrite=True)
+    assert list(sx.open_checkpoint(written / name)) == ["c"]
+
+
+def test_a_save_and_the_next_one_beside_it(written: Path) -> None:
+    state = {"model": {"a": np.zeros(6, np.float32)}, "step": -1}
+    sx.load_checkpoint(state, written / "saved")
+    assert (state["model"]["a"].tolist(), state["step"]) == ([0, 1, 2, 3, 4, 5], 7)
+    sx.save_checkpoint({**state, "step": 8}, written / "saved")
+    sx.load_checkpoint(state, written / "saved")
+    assert state["step"] == 8
+
+
+def test_a_ranks_file(written: Path) -> None:
+    workspace = sx.NFSWorkspace(written / "ws", run="r")
+    config, weights = workspace.read_configs_and_weights_from_rank(0)
+    assert (config, weights["w"].tolist()) == ({"k": 1}, [0, 1, 2])
+    workspace.write_configs_and_weights({"k": 2}, {"w": np.ones(1)})
+    assert workspace.read_configs_and_weights_from_rank(0)[0] == {"k": 2}
+
+
+def test_a_replacement_that_version_0_1_left_unfinished_is_refused_by_name(written: Path) -> None:
+    (written / "published").rename(written / ".out.replacement")
+    with pytest.raises(sx.UnsafeError, match=r"0\.1"):
+        sx.export_checkpoint({"c": np.ones(2)}, written / "out", overwrite=True)
+    assert (written / ".out.replacement").is_dir()

@@ -1,0 +1,646 @@
+"""The workspace on a real disk: what was committed stays readable, whatever fails and whoever is killed."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from programs import require, require_mounts
+from sweeps import EVERY, some
+
+from statexchange.errors import (
+    CorruptError,
+    InvalidArgumentError,
+    NotFoundError,
+    StorageError,
+    TargetExistsError,
+    UnsafeError,
+)
+from statexchange.formats.registry import open_source
+from statexchange.layout.shards import Box, Shard, full_box
+from statexchange.storage import atomic, files
+from statexchange.storage.local import local_path
+from statexchange.storage.tensorfile import Held
+from statexchange.storage.workspace import MANIFEST, Manifest, RankName, Receipt, Workspace, WorkspaceView
+
+WRITE_CALLS = ("mkdir", "mkdirat", "fallocate", "pwrite64", "ftruncate", "fsync", "rename", "renameat", "renameat2")
+WRITE_CALLS += ("link", "linkat", "unlink", "unlinkat", "rmdir")
+
+
+def manifests_of(workspace: Workspace) -> list[Manifest]:
+    """The manifests of all committed rounds, oldest first."""
+    with workspace.view() as view:
+        return view.manifests(view.places())
+
+
+def strace(trace: str, program: str, *arguments: object, output: str = "/dev/null") -> subprocess.CompletedProcess[str]:
+    """Run a Python program under strace, with `trace` as its -e options."""
+    require("strace")
+    options = [word for part in trace.split() for word in ("-e", part)]
+    command = ["strace", "-f", "-qq", "-o", output, *options, sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def system_calls(program: str, *arguments: object, log: Path, inject: str = "") -> list[str]:
+    """Names of the write-side system calls that a program makes, in order; it must succeed."""
+    done = strace(f"trace={','.join(WRITE_CALLS)} {inject}", program, *arguments, output=str(log))
+    assert done.returncode == 0, done.stderr
+    return re.findall(r"^\d+ +(\w+)\(", log.read_text(), re.MULTILINE)
+
+
+def each_call(calls: Sequence[str]) -> list[tuple[str, int]]:
+    """(name, n-th) of every call."""
+    return [(name, n + 1) for name, count in Counter(calls).items() for n in range(count)]
+
+
+def in_pairs(check: Callable[[Any], None], cases: Sequence[Any]) -> None:
+    """Check all cases, two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(check, cases))
+
+
+WRITER = """
+import json, sys
+from statexchange.errors import StateExchangeError
+from statexchange.layout.shards import Box, Shard
+from statexchange.storage.tensorfile import Held
+from statexchange.storage.workspace import Workspace
+path, value = sys.argv[1], int(sys.argv[2])
+workspace = Workspace(path)
+try:
+    held = [Held(Shard(n, "U8", (9000,), (Box((0,), (9000,)),)), memoryview(bytes([value]) * 9000)) for n in "ab"]
+    number = workspace.next_round("job")
+    receipt = workspace.write(held, run="job", round=number, rank=0, world_size=1, config=str(value))
+    workspace.commit([receipt], keep=2)
+except StateExchangeError as error:
+    print(json.dumps([type(error).__name__, getattr(error, "errno", None), error.path]))
+"""
+
+
+def write_value(path: Path, value: int) -> None:
+    done = subprocess.run([sys.executable, "-c", WRITER, str(path), str(value)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def value_of(path: Path) -> int:
+    """The value that the newest committed round holds, after reading and checking all of it."""
+    source = open_source(path)
+    workspace = Workspace(path)
+    with workspace.open(RankName.parse(os.path.relpath(source.holders[0].path, workspace.path))) as file:
+        found = {bytes(file.read(name)) for name in ("a", "b")} | {bytes([int(file.config)]) * 9000}
+    (data,) = found
+    return data[0]
+
+
+def leftovers(path: Path) -> list[str]:
+    return [p.name for p in path.rglob("*") if p.name.startswith(".")]
+
+
+@pytest.fixture(scope="module")
+def two_rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("template") / "ws"
+    for value in (1, 2):
+        write_value(path, value)
+    return path
+
+
+@EVERY
+def test_killed_at_any_write_the_old_round_or_the_new_one_is_there(
+    every: int, two_rounds: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(two_rounds, tmp_path / "trace")
+    calls = system_calls(WRITER, tmp_path / "trace", 3, log=tmp_path / "log")
+    assert {"fsync", "linkat", "renameat2", "pwrite64", "fallocate", "unlinkat", "mkdirat"} <= set(calls)
+
+    def check(point: tuple[str, int]) -> None:
+        path = tmp_path / f"{point[0]}-{point[1]}"
+        shutil.copytree(two_rounds, path)
+        done = strace(f"inject={point[0]}:signal=SIGKILL:when={point[1]}", WRITER, path, 3)
+        assert done.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL), point
+        assert value_of(path) in (2, 3), point
+        write_value(path, 4)  # no clean-up by hand
+        assert value_of(path) == 4, point
+        write_value(path, 5)
+        write_value(path, 6)
+        assert [m.generation for m in manifests_of(Workspace(path))] == sorted(
+            m.generation for m in manifests_of(Workspace(path))
+        )
+        assert len(manifests_of(Workspace(path))) == 2, point
+
+    in_pairs(check, some(each_call(calls), every))
+
+
+FAULTS = [
+    ("fsync", "EIO"),
+    ("pwrite64", "ENOSPC"),
+    ("linkat", "EIO"),
+    ("fallocate", "ENOSPC"),
+    ("mkdirat", "EACCES"),
+]
+TOLERATED = [("fallocate", "EOPNOTSUPP"), ("linkat", "EPERM"), ("renameat2", "EINVAL"), ("unlinkat", "EIO")]
+
+
+@EVERY
+def test_a_failing_write_is_an_error_with_path_and_errno_and_leaves_nothing(
+    every: int, two_rounds: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(two_rounds, tmp_path / "trace")
+    calls = Counter(system_calls(WRITER, tmp_path / "trace", 3, log=tmp_path / "log"))
+
+    def check(case: tuple[str, str, int]) -> None:
+        call, code, when = case
+        path = tmp_path / f"{call}-{code}-{when}"
+        shutil.copytree(two_rounds, path)
+        done = strace(f"inject={call}:error={code}:when={when}", WRITER, path, 3)
+        assert done.returncode == 0, (case, done.stderr)
+        dropping = call == "fsync" and when == calls["fsync"]  # the new round is durable by then
+        if (call, code) in TOLERATED or dropping:
+            assert (done.stdout, value_of(path)) == ("", 3), case
+        else:
+            kind, number, where = json.loads(done.stdout)
+            assert (kind, number) == ("StorageError", getattr(errno, code)), case
+            assert where.startswith(str(path / "job")), case
+            assert value_of(path) == 2, case
+        assert call == "unlinkat" or leftovers(path) == [], case
+        write_value(path, 4)
+        assert value_of(path) == 4, case
+
+    cases = [(call, code, n + 1) for call, code in [*FAULTS, *TOLERATED] for n in range(calls[call])]
+    in_pairs(check, some(cases, every))
+
+
+def test_a_round_that_cannot_be_dropped_stays_with_a_warning(two_rounds: Path, tmp_path: Path) -> None:
+    shutil.copytree(two_rounds, tmp_path / "ws")
+    done = strace("inject=unlinkat:error=EIO", WRITER, tmp_path / "ws", 3)
+    assert "an old round stays" in done.stderr
+    assert [m.round for m in manifests_of(Workspace(tmp_path / "ws"))] == [2, 3]  # un-committed, its files are there
+    assert len(list((tmp_path / "ws" / "job" / "000001").iterdir())) > 1
+    write_value(tmp_path / "ws", 4)
+    assert [m.round for m in manifests_of(Workspace(tmp_path / "ws"))] == [3, 4]
+    assert not (tmp_path / "ws" / "job" / "000001").exists()
+
+
+def test_a_full_disk_and_a_size_limit_are_named(tmp_path: Path) -> None:
+    limited = ["prlimit", "--fsize=4000", sys.executable, "-c", WRITER, str(tmp_path / "limited"), "1"]
+    done = subprocess.run(limited, capture_output=True, text=True)
+    assert json.loads(done.stdout)[:2] == ["StorageError", 27], done.stderr
+    require_mounts()
+    mount = tmp_path / "small"
+    mount.mkdir()
+    script = f'mount -t tmpfs -o size=8k tmpfs {mount} && "$@" && ls -A {mount}/job/000001'
+    full = ["unshare", "-m", "sh", "-c", script, "sh", sys.executable, "-c", WRITER, str(mount), "1"]
+    done = subprocess.run(full, capture_output=True, text=True)
+    kind, number, where = json.loads(done.stdout)  # and ls printed nothing
+    assert (kind, number) == ("StorageError", 28), done.stderr
+    assert where.startswith(f"{mount}/job/000001/rank-00000-of-00001.")
+
+
+def held(name: str = "w", data: bytes = b"12345678", **shard: Any) -> Held:
+    shape = (len(data),)
+    facts = {"dtype": "U8", "global_shape": shape, "boxes": (full_box(shape),)} | shard
+    return Held(Shard(name, **facts), memoryview(data))
+
+
+def write(
+    workspace: Workspace, rank: int = 0, world_size: int = 1, run: str = "job", number: int = 1, **more: Any
+) -> Receipt:
+    return workspace.write(more.pop("held", [held()]), run=run, round=number, rank=rank, world_size=world_size, **more)
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace(tmp_path / "deep" / "er" / "ws")
+
+
+def test_what_was_written_comes_back(workspace: Workspace) -> None:
+    boxes = (Box((0, 0), (1, 3)), Box((3, 1), (1, 1)))
+    parts = [
+        held("w", b"abcd", global_shape=(4, 3), boxes=boxes),
+        held("empty", b""),
+        held("scalar", b"x", global_shape=(), boxes=(full_box(()),)),
+    ]
+    receipt = write(workspace, 2, 3, config='{"a":1}', extra={"aliases": {"v": "w"}, "rank": 99}, held=parts)
+    with workspace.open(receipt) as file:
+        assert {name: bytes(file.read(name)) for name in file.shards} == {"w": b"abcd", "empty": b"", "scalar": b"x"}
+        assert (file.config, file.facts["rank"], file.facts["aliases"]) == ('{"a":1}', 2, {"v": "w"})
+        assert file.shards["w"].boxes == boxes
+        (first, second) = file.extents("w")
+        assert (first[1], second) == (3, (first[0] + 3, 1))
+    assert receipt.nbytes == os.stat(os.path.join(workspace.path, receipt.relative)).st_size
+
+
+def test_only_the_owner_may_look(workspace: Workspace) -> None:
+    receipt = write(workspace)
+    parts = Path(receipt.relative).parts
+    modes = [os.stat(os.path.join(workspace.path, *parts[:n])).st_mode & 0o777 for n in range(4)]
+    assert modes == [0o700, 0o700, 0o700, 0o600]
+
+
+def test_names_are_never_used_twice(workspace: Workspace) -> None:
+    assert len({write(workspace).relative for _ in range(20)}) == 20
+
+
+BAD_NAMES = [
+    "", "x", "a/b/c", "../ws/000001/rank-00000-of-00001.0123456789abcdef.safetensors",
+    "job/000001/../000002/rank-00000-of-00001.0123456789abcdef.safetensors",
+    "/etc/000001/rank-00000-of-00001.0123456789abcdef.safetensors",
+    ".job/000001/rank-00000-of-00001.0123456789abcdef.safetensors",
+    "job/1/rank-00000-of-00001.0123456789abcdef.safetensors",
+    "job/0000001/rank-00000-of-00001.0123456789abcdef.safetensors",
+    "job/000001/rank-00001-of-00001.0123456789abcdef.safetensors",
+    "job/000001/rank-000000-of-00001.0123456789abcdef.safetensors",
+    "job/000001/rank-0٠000-of-00001.0123456789abcdef.safetensors",
+    "job/000001/rank-00000-of-00001.0123456789ABCDEF.safetensors",
+    "job/000001/rank-00000-of-00001.0123456789abcdef.safetensors\n",
+    "jo\nb/000001/rank-00000-of-00001.0123456789abcdef.safetensors",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_a_name_that_leads_elsewhere_is_refused(workspace: Workspace, name: str) -> None:
+    write(workspace)
+    for use in (RankName.parse, lambda n: workspace.open(Receipt(n, 1)), lambda n: workspace.remove([n])):
+        with pytest.raises(UnsafeError, match="not the name of a rank's file"):
+            use(name)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"run": "../x"}, {"run": ""}, {"run": "a/b"}, {"number": -1}, {"rank": 5}, {"rank": -1}]
+)
+def test_a_writer_cannot_get_out_of_its_place(workspace: Workspace, bad: dict[str, Any]) -> None:
+    with pytest.raises(UnsafeError):
+        write(workspace, **bad)
+    assert not os.path.exists(workspace.path)
+
+
+def test_high_ranks_come_in_rank_order(workspace: Workspace) -> None:
+    for rank in (100_000, 20_000, 3):
+        write(workspace, rank, 200_000)
+    assert [name.rank for name in workspace.rank_names("job", 1)] == [3, 20_000, 100_000]
+
+
+def test_a_missing_file_is_waited_for_and_then_named(workspace: Workspace) -> None:
+    receipt = write(workspace, 3, 4)
+    path = os.path.join(workspace.path, receipt.relative)
+    os.rename(path, path + ".away")
+    with pytest.raises(NotFoundError, match="missing") as caught:
+        workspace.open(receipt, timeout_s=0.1)
+    assert (caught.value.rank, caught.value.path) == (3, path)
+    timer = threading.Timer(0.2, os.rename, (path + ".away", path))
+    timer.start()
+    workspace.open(receipt, timeout_s=20).close()
+    timer.join()
+
+
+def damage(path: str, change: Callable[[bytearray], object]) -> None:
+    data = bytearray(Path(path).read_bytes())
+    change(data)
+    Path(path).write_bytes(data)
+
+
+def test_altered_bytes_name_rank_tensor_and_file(workspace: Workspace) -> None:
+    receipt = write(workspace, 1, 2, held=[held("v"), held("w")])
+    path = os.path.join(workspace.path, receipt.relative)
+    damage(path, lambda data: data.__setitem__(-1, data[-1] ^ 1))
+    with workspace.open(receipt) as file:
+        assert bytes(file.read("v")) == b"12345678"
+        with pytest.raises(CorruptError, match="digest") as caught:
+            file.read("w")
+    assert (caught.value.rank, caught.value.name, caught.value.path) == (1, "w", path)
+    damage(path, lambda data: data.append(0))
+    with pytest.raises(CorruptError):
+        workspace.open(receipt)
+
+
+def test_a_file_of_another_rank_round_or_run_is_refused(workspace: Workspace) -> None:
+    receipts = [
+        write(workspace, 0, 2),
+        write(workspace, 1, 2),
+        write(workspace, 0, 2, number=2),
+        write(workspace, 0, 2, run="other"),
+    ]
+    first = os.path.join(workspace.path, receipts[0].relative)
+    for other, word in zip(receipts[1:], ("rank", "round", "run"), strict=True):
+        shutil.copy(os.path.join(workspace.path, other.relative), first)
+        with pytest.raises(CorruptError, match=f"another {word}"):
+            workspace.open(RankName.parse(receipts[0].relative))
+
+
+def test_another_size_than_the_receipts_is_refused(workspace: Workspace) -> None:
+    receipt = write(workspace)
+    with pytest.raises(CorruptError, match="receipt"):
+        workspace.open(Receipt(receipt.relative, receipt.nbytes + 1))
+
+
+@pytest.mark.parametrize("plant", ["symlink", "fifo", "directory", "socket"])
+def test_what_was_planted_in_place_of_a_file_is_refused_and_never_blocks(workspace: Workspace, plant: str) -> None:
+    receipt = write(workspace)
+    path = os.path.join(workspace.path, receipt.relative)
+    os.rename(path, path + ".away")
+    if plant == "symlink":
+        os.symlink(path + ".away", path)
+    elif plant == "fifo":
+        os.mkfifo(path)
+    elif plant == "directory":
+        os.mkdir(path)
+    else:
+        program = "import os, socket, sys; os.chdir(sys.argv[1]); socket.socket(1).bind(sys.argv[2])"
+        subprocess.run([sys.executable, "-c", program, *os.path.split(path)], check=True)
+    with pytest.raises(UnsafeError, match="not a regular file") as caught:
+        workspace.open(receipt)
+    assert caught.value.path == path
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_directory_that_is_a_link_is_refused(workspace: Workspace, tmp_path: Path, level: int) -> None:
+    receipt = write(workspace)
+    place = os.path.join(workspace.path, *Path(receipt.relative).parts[:level])
+    os.rename(place, tmp_path / "elsewhere")
+    os.symlink(tmp_path / "elsewhere", place)
+    for use in (
+        lambda: workspace.open(receipt),
+        lambda: write(workspace),
+        lambda: workspace.rank_names("job", 1),
+        lambda: workspace.commit([receipt], keep=2),
+        lambda: workspace.remove([receipt.relative]),
+    ):
+        with pytest.raises(UnsafeError, match="not a directory"):
+            use()
+    assert len(list((tmp_path / "elsewhere").rglob("rank-*"))) == 1
+
+
+def test_a_run_that_others_may_write_in_is_refused(workspace: Workspace) -> None:
+    receipt = write(workspace)
+    os.chmod(os.path.join(workspace.path, "job"), 0o770)
+    for use in (lambda: write(workspace), lambda: workspace.open(receipt)):
+        with pytest.raises(UnsafeError, match="others may write"):
+            use()
+
+
+def commit(
+    workspace: Workspace, value: bytes = b"x", run: str = "job", ranks: int = 2, **options: Any
+) -> list[Receipt]:
+    number = workspace.next_round(run)
+    receipts = [write(workspace, r, ranks, run, number, held=[held("w", value)]) for r in range(ranks)]
+    workspace.commit(receipts, **{"keep": 2} | options)
+    return receipts
+
+
+def test_the_newest_rounds_of_each_run_stay(workspace: Workspace) -> None:
+    for run in ("a", "a", "a", "b"):
+        commit(workspace, run=run)
+    assert [(m.run, m.round, m.generation) for m in manifests_of(workspace)] == [("a", 2, 2), ("a", 3, 3), ("b", 1, 4)]
+    assert sorted(os.listdir(os.path.join(workspace.path, "a"))) == ["000002", "000003"]
+    for _ in range(3):
+        commit(workspace, run="b")
+    assert [(m.run, m.round) for m in manifests_of(workspace)] == [("a", 2), ("a", 3), ("b", 3), ("b", 4)]
+
+
+def test_files_of_killed_writers_go_with_their_round(workspace: Workspace) -> None:
+    commit(workspace)
+    stale = Path(workspace.path, "job", "000001", ".tmp-0123456789abcdef")
+    stale.write_text("half")
+    assert [n.rank for n in workspace.rank_names("job", 1)] == [0, 1]
+    commit(workspace)
+    commit(workspace)
+    assert not stale.parent.exists()
+
+
+def test_files_of_a_committed_round_cannot_be_removed_one_by_one(workspace: Workspace) -> None:
+    receipts = commit(workspace)
+    workspace.remove([receipt.relative for receipt in receipts])
+    assert len(open_source(workspace.path).holders) == 2
+    loose = write(workspace, number=7)
+    workspace.remove([loose.relative, loose.relative])
+    assert workspace.rounds("job") == [1]
+
+
+def test_a_commit_wants_every_rank_once(workspace: Workspace) -> None:
+    one, two = write(workspace, 0, 2), write(workspace, 1, 2)
+    later = write(workspace, 1, 2, number=2)
+    for receipts, keep in [([], 2), ([one], 2), ([one, one], 2), ([two, one], 2), ([one, later], 2), ([one, two], 0)]:
+        with pytest.raises(InvalidArgumentError, match="commit needs exactly one receipt per rank"):
+            workspace.commit(receipts, keep=keep)
+    workspace.commit([one, two], keep=1)
+    with pytest.raises(TargetExistsError):
+        workspace.commit([one, two], keep=1)
+
+
+def test_a_broken_manifest_is_seen_by_readers_and_does_not_stop_writers(workspace: Workspace) -> None:
+    commit(workspace, b"1")
+    path = os.path.join(workspace.path, "job", "000001", MANIFEST)
+    for change in (
+        lambda data: data.__setitem__(slice(None), data.replace(b'"generation": 1', b'"generation": 9')),
+        lambda data: data.__setitem__(0, 0),
+        lambda data: data.clear(),
+        lambda data: data.__setitem__(slice(None), b'"text"'),
+        lambda data: data.__setitem__(slice(None), b'{"digest": 1e999}'),
+    ):
+        damage(path, change)
+        with pytest.raises(CorruptError) as caught:
+            manifests_of(workspace)
+        assert caught.value.path == path
+    commit(workspace, b"2")
+    assert workspace.manifest("job", 2).round == 2
+
+
+def test_two_who_commit_at_once_agree_on_the_order(workspace: Workspace) -> None:
+    for run in ("b", "a"):
+        commit(workspace, run=run, keep=9)
+    text = Path(workspace.path, "b", "000001", MANIFEST)
+    damage(str(text), lambda data: None)
+    Path(workspace.path, "a", "000001", MANIFEST).unlink()
+    receipts = [
+        Receipt(n.relative, os.stat(os.path.join(workspace.path, n.relative)).st_size)
+        for n in workspace.rank_names("a", 1)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WorkspaceView, "readable_manifests", lambda _: [])  # it looked before the other's commit
+        Workspace(workspace.path).commit(receipts, keep=9)
+    assert [(m.run, m.generation) for m in manifests_of(workspace)] == [("a", 1), ("b", 1)]
+
+
+def test_rounds_are_counted_by_rank_and_by_run(workspace: Workspace) -> None:
+    assert workspace.next_round("job") == workspace.next_round("job", 3) == 1
+    write(workspace, 0, 2, number=4)
+    write(workspace, 1, 2, number=2)
+    os.mkdir(os.path.join(workspace.path, "job", "0000099"))
+    Path(workspace.path, "job", "notes").write_text("")
+    assert (workspace.next_round("job"), workspace.next_round("job", 0), workspace.next_round("job", 1)) == (5, 5, 3)
+
+
+def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert local_path("ws") == str(tmp_path / "ws")
+    assert local_path("file:///a/b") == "/a/b"
+    assert local_path("shm://a") == f"/dev/shm/statexchange-{os.getuid()}/a"
+    for url in ("shm://", "shm://../x", "shm://a/b"):
+        with pytest.raises(InvalidArgumentError):
+            Workspace(url)
+    Path("file").write_text("")
+    with pytest.raises(NotFoundError, match="not a directory"):
+        write(Workspace("file"))
+    with pytest.raises(NotFoundError, match="not a directory"):
+        write(Workspace("file/ws"))
+
+
+IN_MEMORY = """
+import os
+from pathlib import Path
+from statexchange.errors import UnsafeError
+from statexchange.storage.workspace import Workspace
+from test_workspace import write
+
+workspace = Workspace("shm://test")
+base = Path(workspace.path).parent
+receipt = write(workspace)
+print(workspace.durable, oct(base.stat().st_mode & 0o777))
+base.chmod(0o777)
+for use in (lambda: workspace.open(receipt), lambda: write(workspace)):
+    try:
+        use()
+    except UnsafeError as error:
+        print("others may write" in error.message)
+base.chmod(0o700)
+workspace.remove([receipt.relative])
+print(os.path.exists(workspace.path))
+"""
+
+
+def test_a_workspace_on_tmpfs_does_not_sync_and_lies_where_only_we_may_write() -> None:
+    """In a /dev/shm of its own: the directory of this user's workspaces is used by other tests."""
+    require_mounts()
+    script = 'mount -t tmpfs t /dev/shm && exec "$0" -c "$1"'
+    command = ["unshare", "-m", "sh", "-c", script, sys.executable, IN_MEMORY]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environ)
+    assert done.stdout == "False 0o700\nTrue\nTrue\nFalse\n", done.stderr
+
+
+@pytest.mark.parametrize("url", ["shm://race-{}", "{}/ws"])
+def test_ranks_that_write_and_remove_at_once_do_not_disturb_each_other(tmp_path: Path, url: str) -> None:
+    workspace = Workspace(url.format(os.getpid() if "shm" in url else tmp_path))
+
+    def rank(number: int) -> None:
+        for _ in range(100):
+            receipt = write(workspace, number, 4)
+            with workspace.open(receipt) as file:
+                assert bytes(file.read("w")) == b"12345678"
+            workspace.remove([receipt.relative])
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(rank, range(4)))
+    assert not os.path.exists(workspace.path) or os.listdir(workspace.path) == []
+
+
+def test_the_mount_that_is_seen_decides_about_syncing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_mounts()
+    program = """
+import sys
+from statexchange.storage.mounts import mount_of
+print(*(mount_of(path).is_memory for path in sys.argv[1:]))
+"""
+    mounts = 'mount -t tmpfs t "$1" && mkdir "$1/in" && mount -t tmpfs t "$1/in" && mount --bind / "$1/in"'
+    script = mounts + ' && "$2" -c "$3" "$1" "$1/in" "$1/gone"'
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script, "sh", str(tmp_path), sys.executable, program],
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "True False True\n", done.stderr
+
+
+def test_a_name_appears_after_its_bytes_are_durable_and_is_then_made_durable(tmp_path: Path, two_rounds: Path) -> None:
+    shutil.copytree(two_rounds, tmp_path / "ws")
+    calls = system_calls(WRITER, tmp_path / "ws", 3, log=tmp_path / "log")
+    calls = [call for call, before in zip(calls, ["", *calls], strict=False) if call != "pwrite64" or before != call]
+    new_file = ["fallocate", "pwrite64", "fsync", "linkat", "unlinkat", "fsync"]
+    assert calls == ["mkdirat", "mkdirat", "fsync", *new_file, *new_file, "renameat2", "fsync", *["unlinkat"] * 4]
+    made = re.findall(r"^\d+ +mkdirat\(.*(?:= 0|EEXIST.*)$", (tmp_path / "log").read_text(), re.MULTILINE)
+    assert len(made) == 2
+
+
+def test_a_write_fails_without_a_trace_if_the_directory_cannot_be_synced(tmp_path: Path) -> None:
+    program = """
+import os, sys
+from statexchange.errors import StorageError
+from statexchange.storage import atomic, files
+with files.directory(sys.argv[1]) as fd:
+    try:
+        atomic.write_new(fd, "x", [b"data"], nbytes=4, path="p")
+    except StorageError as error:
+        print(error.errno, error.path, os.listdir(fd))
+"""
+    assert strace("inject=fsync:error=EIO:when=2", program, tmp_path).stdout == "5 p []\n"
+    assert strace("inject=pwrite64:retval=0", program, tmp_path).stdout == "5 p []\n"
+    assert strace("inject=pwrite64:error=EINTR:when=1", program, tmp_path).stdout == ""
+
+
+def test_a_rename_that_was_done_but_reported_failed_is_a_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.link
+
+    def lost_answer(*arguments: Any, **options: Any) -> None:
+        real(*arguments, **options)
+        raise FileExistsError(17, "File exists")  # as an NFS server answers a retransmission
+
+    monkeypatch.setattr(os, "link", lost_answer)
+    with files.directory(str(tmp_path)) as fd:
+        atomic.write_new(fd, "x", [b"data"], nbytes=4, path="p")
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def no_links(*_: Any, **__: Any) -> None:
+    raise PermissionError(1, "Operation not permitted")
+
+
+def test_a_name_that_exists_is_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x").write_text("old")
+    with files.directory(str(tmp_path)) as fd:
+        with pytest.raises(TargetExistsError):
+            atomic.write_new(fd, "x", [b"new"], nbytes=3, path="p")
+        monkeypatch.setattr(os, "link", no_links)  # as on exFAT
+        with pytest.raises(TargetExistsError):
+            atomic.write_new(fd, "x", [b"new"], nbytes=3, path="p")
+        monkeypatch.setattr(atomic, "_renameat2", lambda *_: 22)  # where the system has no such call either
+        with pytest.raises(TargetExistsError):
+            atomic.write_new(fd, "x", [b"new"], nbytes=3, path="p")
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"x": "old"}
+
+
+def test_a_read_only_directory_is_a_storage_error(tmp_path: Path) -> None:
+    require_mounts()
+    script = 'mount --bind "$1" "$1" && mount -o remount,ro,bind "$1" && shift && "$@"'
+    done = subprocess.run(
+        [
+            "unshare",
+            "-m",
+            "sh",
+            "-c",
+            script,
+            "sh",
+            str(tmp_path),
+            sys.executable,
+            "-c",
+            WRITER,
+            str(tmp_path / "ws"),
+            "1",
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert json.loads(done.stdout) == ["StorageError", 30, str(tmp_path / "ws")], done.stderr
+    with pytest.raises(StorageError):
+        Workspace("/proc/ws").write([], run="a", round=1, rank=0, world_size=1)

@@ -1,0 +1,73 @@
+"""Agents: processes that run actions for the driver, one at a time. ``python -m nfs_lab.guest.agent NAME``.
+
+The process itself imports everything once, which takes seconds, and then forks an agent whenever the driver asks for
+one. All of them have a connection to the driver of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import sys
+from typing import Any, TextIO
+
+import statexchange as sx
+from nfs_lab.guest import actions
+
+
+def _connect(name: str) -> TextIO:
+    host, _, port = os.environ["LAB_DRIVER"].partition(":")
+    connection = socket.create_connection((host, int(port)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    lines = connection.makefile("rw", buffering=1, encoding="utf-8")
+    connection.close()  # when `lines` is closed, too
+    _send(lines, [name, os.getpid()])
+    return lines
+
+
+def _send(lines: TextIO, value: Any) -> None:
+    lines.write(json.dumps(value) + "\n")
+    lines.flush()
+
+
+def _answer(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"value": getattr(actions, name)(**arguments)}
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (the driver judges it)
+        number = getattr(error, "errno", None)
+        named = isinstance(error, sx.StateExchangeError)
+        return {"error": type(error).__name__, "text": str(error)[:600], "errno": number, "named": named}
+
+
+def _serve(name: str, uid: int | None) -> None:
+    random.seed()
+    if uid is not None:
+        os.setgroups([])
+        os.setgid(uid)
+        os.setuid(uid)
+    lines = _connect(name)
+    for line in lines:
+        action, arguments = json.loads(line)
+        _send(lines, _answer(action, arguments))
+
+
+def main() -> None:
+    """Import what actions use, then fork agents until the connection ends."""
+    actions.limit_memory()
+    actions.import_all()
+    lines = _connect(sys.argv[1])
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for agents
+    for line in lines:
+        name, uid = json.loads(line)
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            lines.close()
+            _serve(name, uid)
+            os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

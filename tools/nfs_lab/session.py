@@ -1,0 +1,108 @@
+"""What a check works with: agents on both client hosts, names that nobody has used, and results that checks share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from nfs_lab.agents import Agent, Agents, Reply
+from nfs_lab.lab import CLIENTS, Lab, LabError
+
+__all__ = ["CheckFailedError", "Session"]
+
+
+class CheckFailedError(Exception):
+    """A check found something; the message says what."""
+
+
+class Session:
+    """A lab that is up, with two agents on each client host.
+
+    `a`, `a2` run on the first host, `b`, `b2` on the second. `long` asks for the counts of the proof rather than those
+    of the short form.
+    """
+
+    def __init__(self, lab: Lab, python: str, source: str, *, long: bool) -> None:
+        self.lab = lab
+        self.long = long
+        self.a, self.a2 = (Agent(CLIENTS[0], name) for name in ("a", "a2"))
+        self.b, self.b2 = (Agent(CLIENTS[1], name) for name in ("b", "b2"))
+        self.ranks = (self.a, self.a2, self.b, self.b2)
+        self._agents = Agents(lab, python, source)
+        self._others: list[Agent] = []
+        self._number = 0
+        self._token = f"{int(time.time()):x}"
+        self._measured: dict[tuple[str, str], Any] = {}
+
+    def start(self) -> None:
+        """Start the agents."""
+        self._agents.start_parents(*CLIENTS)
+        self._agents.start(*self.ranks)
+
+    def restore(self) -> None:
+        """Replace agents that died or hang, so that one check's failure does not become the next one's."""
+        self._agents.replace_dead(*self.ranks)
+        while self._others:
+            self._others.pop().close()
+
+    def close(self) -> None:
+        """Let the agents end."""
+        for agent in (*self.ranks, *self._others):
+            agent.close()
+        self._agents.close()
+
+    def new_agent(self, host: str, uid: int | None = None) -> Agent:
+        """One more agent, which has used no mount yet, perhaps of another user, until the check ends."""
+        agent = Agent(host, f"uid{uid}-{self.unique()}", uid)
+        self._agents.start(agent)
+        self._others.append(agent)
+        return agent
+
+    def unique(self) -> str:
+        """Part of a name that nobody has used."""
+        self._number += 1
+        return f"{self._token}-{self._number}"
+
+    def path(self, mount: str, name: str) -> str:
+        """A new name below a mount. Mounts show one directory, so the mount is part of the name."""
+        below = "" if mount.startswith("small") or mount.endswith("squash") else "ws/"
+        return f"/run/m/{mount}/{below}{name}-{mount}-{self.unique()}"
+
+    def stop_file(self) -> str:
+        """A name that nobody has used, in a directory that each host has for itself."""
+        return f"/run/tmp/stop-{self.unique()}"
+
+    def times(self, short: int) -> int:
+        """How often to run a race: `short` times, or 100 times in the long form."""
+        return 100 if self.long else short
+
+    def measured(self, name: str, mount: str, measure: Callable[[], Any]) -> Any:
+        """The result of a measurement that several checks look at; it is made once."""
+        if (name, mount) not in self._measured:
+            try:
+                self._measured[name, mount] = measure()
+            except (CheckFailedError, LabError) as error:
+                self._measured[name, mount] = error
+        result = self._measured[name, mount]
+        if isinstance(result, Exception):
+            raise CheckFailedError(f"the measurement failed: {result}")
+        return result
+
+    def value(self, reply: Reply) -> Any:
+        """What a call returned; it must have returned."""
+        if not reply.ok:
+            raise CheckFailedError(str(reply))
+        return reply.value
+
+    def expect(self, good: bool, *details: object) -> None:
+        """Fail the check unless `good`."""
+        if not good:
+            raise CheckFailedError("; ".join(str(detail) for detail in details))
+
+    def expect_none(self, flaws: Iterable[object], of: int | str = "") -> None:
+        """Fail the check if there are flaws, showing how many and the first."""
+        found = list(flaws)
+        if found:
+            count = f"{len(found)} of {of}" if of else str(len(found))
+            raise CheckFailedError(f"{count}: {found[0]}")
