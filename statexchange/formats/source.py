@@ -165,8 +165,9 @@ class StoredTensor:
         from statexchange.layout.arrays import array_over
         from statexchange.storage import regions
 
-        target = full_box(self.shape) if box is None else box
-        if intersect(target, full_box(self.shape)) != target and target.numel:
+        whole = full_box(self.shape)
+        target = whole if box is None else box
+        if target != whole and target.numel and intersect(target, whole) != target:
             text = f"box {target} is outside of the tensor, whose shape is {self.shape}"
             raise InvalidArgumentError(text, name=self.name)
         if self.name in self._conflicts:
@@ -174,7 +175,7 @@ class StoredTensor:
         self._check_cover()
         data = bytearray(target.numel * ITEMSIZE[self.dtype])
         for stored_box, (stored, _) in self._boxes.items():
-            part = intersect(stored_box, target)
+            part = target if stored_box == target and target.numel else intersect(stored_box, target)
             if part is None:
                 continue
             digest = regions.BoxDigest(stored, stored_box, self.dtype, region=part)

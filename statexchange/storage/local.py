@@ -151,8 +151,7 @@ class _Descriptors:
 
     def _keep(self, number: int, fd: int) -> None:
         self._pinned[number] = fd
-        limit = _budget.limit
-        while len(self._pinned) > _LEAST_HELD and _budget.held > limit:
+        while len(self._pinned) > _LEAST_HELD and _budget.held > _budget.limit:
             idle = next((other for other in self._pinned if other != number and not self._used.get(other)), None)
             if idle is None:
                 return

@@ -77,9 +77,9 @@ def reading_again(path: str, read: Callable[[Place], T]) -> T:
     The place stays open after success (the caller closes it) and is closed after an error. Raises NotFoundError;
     ReplacedError after 40 attempts; what `read` raises while the path still leads to the same directory.
 
-    Between two looks another host may have removed
-    what the first one found, and on NFS a directory that is gone is still seen for a while: only what is missing or
-    broken in a directory that the path still leads to is an error, on shared storage if that stays so for a second.
+    Between two looks another host may have removed what the first one found, and on NFS a directory that is gone is
+    still seen for a while: only what is missing or broken in a directory that the path still leads to is an error, on
+    shared storage if that stays so for a second.
     """
     last: StateExchangeError | None = None
     doubt_ends: float | None = None

@@ -12,7 +12,7 @@ import xxhash
 
 from statexchange.errors import CorruptError, StorageError
 from statexchange.layout.arrays import elements
-from statexchange.layout.shards import ITEMSIZE, Box, c_contiguous, c_strides, intersect, linear_offset
+from statexchange.layout.shards import ITEMSIZE, Box, c_contiguous, c_strides, full_box, intersect, linear_offset
 from statexchange.storage.files import WINDOW_BYTES, pwrite_all, reserve
 
 if TYPE_CHECKING:
@@ -42,8 +42,10 @@ AHEAD_BYTES, _LEAST_AHEAD_BYTES = 16 << 20, 64 << 10
 
 def windows(shape: Sequence[int], itemsize: int, budget: int = WINDOW_BYTES) -> Iterator[Box]:
     """Boxes of at most `budget` bytes that cut a tensor into contiguous runs of its C order, in order."""
-    if not shape:
-        yield Box((), ())
+    nbytes = math.prod(shape) * itemsize
+    if nbytes <= budget:
+        if nbytes:
+            yield full_box(shape)
         return
     dim = 0
     while dim < len(shape) - 1 and math.prod(shape[dim + 1 :]) * itemsize > budget:
@@ -208,6 +210,14 @@ def read_part(
     Both boxes are of one tensor, and both hold `part`; `digest` is given its bytes in C order, and `progress` is
     called for each window.
     """
+    if part == box == target and stored.strides is None and len(memory) <= WINDOW_BYTES:
+        # Most tensors: one run in the file and in memory.
+        stored.file.read_into(memory, stored.begin)
+        if digest:
+            digest.update(part, memory)
+        if progress is not None:
+            progress()
+        return
     itemsize = ITEMSIZE[dtype]
     source_strides = c_strides(box.shape) if stored.strides is None else stored.strides
     source_box = relative(part, box)

@@ -79,6 +79,11 @@ def strike(how: str, after_s: float = 0.0) -> None:
     time.sleep(0.1)  # for Python to notice
 
 
+def close_fails(out: str, how: str) -> None:
+    """Let closing the file that this process is writing for an export fail."""
+    under_strace("close", how, 1, str(next(Path(out).parent.glob(".*.partial/model.safetensors"))))
+
+
 def state_of(rank: int, value: float, world_size: int = RANKS) -> dict[str, Any]:
     rows = torch.full((30, 100), value).tensor_split(world_size)[rank]
     return {"rows": rows, f"own{rank}": torch.full((50,), value), "same": torch.full((7,), value)}
@@ -114,6 +119,8 @@ def meets(verb: str, out: str, rank: int, at: str, how: str, when: int) -> Any:
             under_strace("renameat2", "delay_enter=800000", 1)
         later = threading.Timer(0.4, strike, [how])
         options = {"on_progress": lambda done, total: later.start() if mine and done == total else None}
+    elif at == "close" and mine:
+        options = {"on_progress": lambda done, total: close_fails(out, how) if done == total else None}
     elif at == "size" and mine:
         resource.setrlimit(resource.RLIMIT_FSIZE, (600, resource.RLIM_INFINITY))
     elif at == "rights":
@@ -327,6 +334,7 @@ REFUSED = [
     ("export", 0, "fallocate", "error=ENOSPC", 1, "No space left on device"),
     ("export", 2, "fsync", "error=EIO", 1, "Input/output error"),
     ("export", 2, "fsync", "error=ENOSPC", 1, "No space left on device"),
+    ("export", 1, "close", "error=ENOSPC", 1, "No space left on device"),
     ("export", 0, "linkat", "error=EIO", 2, "Input/output error"),
     ("export", 0, "size", "", 0, "File too large"),
     ("async", 0, "fallocate", "error=ENOSPC", 1, "No space left on device"),
@@ -339,7 +347,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("verb", "rank", "at", "how", "when", "said"), by_default(REFUSED, 0, 3, 5, 8, 11))
+@pytest.mark.parametrize(("verb", "rank", "at", "how", "when", "said"), by_default(REFUSED, 0, 3, 4, 6, 9, 12))
 def test_what_the_system_refuses_to_one_rank(
     verb: str, rank: int, at: str, how: str, when: int, said: str, prepared: Path, tmp_path: Path
 ) -> None:
