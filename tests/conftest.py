@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
-from collections.abc import Generator
+import sys
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import fsspec
 import pytest
 from filelock import FileLock
 from programs import require_mounts, require_mpi
@@ -57,3 +60,33 @@ def demo(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> tuple[Path
     code, text, errors = json.loads(printed.read_text())
     assert code == 0, errors
     return kept, text
+
+
+@pytest.fixture(scope="module")
+def s3_server() -> Iterator[None]:
+    """A server on this host, and the environment that leads to it."""
+    server = pytest.importorskip("moto.server", reason="moto is not installed")
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "test")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        patch.setenv("AWS_MAX_ATTEMPTS", "2")
+        fsspec.get_filesystem_class("s3").clear_instance_cache()  # made before with another environment
+        yield
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
+    running.stop()
+
+
+@pytest.fixture
+def s3(s3_server: None) -> str:
+    """The URL of an empty bucket."""
+    bucket = f"bucket-{os.urandom(6).hex()}"
+    code = "import sys, fsspec; fsspec.filesystem('s3').mkdir(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, bucket], check=True, capture_output=True)
+    return f"s3://{bucket}"

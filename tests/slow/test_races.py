@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -152,32 +152,9 @@ def test_two_jobs_that_save_into_one_workspace(actors: list[Actor], tmp_path: Pa
     assert not verify(path).findings
 
 
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
-    """Makes URLs of an S3 server on the loopback interface that hold nothing yet."""
-    server = pytest.importorskip("moto.server", reason="moto is not installed")
-    s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
-    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    running.start()
-    _, port = running.get_host_and_port()
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_ACCESS_KEY_ID": "a",
-        "AWS_SECRET_ACCESS_KEY": "b",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    s3fs.S3FileSystem(endpoint_url=f"http://127.0.0.1:{port}").mkdir("races")
-    numbers = iter(range(10**6))
-    yield lambda: f"s3://races/{next(numbers)}"
-    running.stop()
-
-
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_two_publishers_to_one_place_in_an_object_store(
-    overwrite: bool, bucket: Callable[[], str], tmp_path: Path
-) -> None:
+def test_two_publishers_to_one_place_in_an_object_store(overwrite: bool, s3: str, tmp_path: Path) -> None:
     actors = [Actor(), Actor()]
     try:
         for value in (1, 2):
@@ -185,8 +162,8 @@ def test_two_publishers_to_one_place_in_an_object_store(
                 {f"t{i}": np.full((64, 40), value, np.float32) for i in range(4)}, tmp_path / str(value)
             )
         said: Counter[str] = Counter()
-        for _ in range(STORE_RUNS):
-            out = bucket()
+        for number in range(STORE_RUNS):
+            out = f"{s3}/{number}"
             if overwrite:
                 sx.merge_checkpoint(tmp_path / "1", out)
             calls = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -57,36 +56,6 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A claim is taken over soon."""
     monkeypatch.setattr(ObjectBuild, "take_over_s", 0.5)
     monkeypatch.setattr(ObjectBuild, "renew_s", 0.1)
-
-
-@pytest.fixture(scope="module")
-def s3_server() -> Iterator[None]:
-    """A server on this host, and the environment that leads to it."""
-    server = pytest.importorskip("moto.server", reason="moto is not installed")
-    pytest.importorskip("s3fs", reason="s3fs is not installed")
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    running.start()
-    host, port = running.get_host_and_port()
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            patch.setenv(name, "test")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        patch.setenv("AWS_MAX_ATTEMPTS", "2")
-        fsspec.get_filesystem_class("s3").clear_instance_cache()  # made before with another environment
-        yield
-        fsspec.get_filesystem_class("s3").clear_instance_cache()
-    running.stop()
-
-
-@pytest.fixture
-def s3(s3_server: None) -> str:
-    """The URL of an empty bucket."""
-    bucket = f"bucket-{os.urandom(6).hex()}"
-    code = "import sys, fsspec; fsspec.filesystem('s3').mkdir(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", code, bucket], check=True, capture_output=True)
-    return f"s3://{bucket}"
 
 
 def objects(store: Any, name: str) -> dict[str, bytes]:
