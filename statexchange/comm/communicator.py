@@ -17,6 +17,8 @@ from statexchange.shared_memory import Arena, ArenaPool, Attached, Kind
 if TYPE_CHECKING:
     import torch
 
+    from statexchange.comm.backend import Between
+
 __all__ = ["AbandonedError", "Communicator"]
 
 Buffer = Any  # a torch tensor or a numpy array
@@ -288,6 +290,16 @@ class Communicator:
         """
         return _tensors().reduce(self._session, tensor, op, root, out, async_op)
 
+    def through_leaders(self, tensor: Buffer, between: Between, *, doing: str = "through_leaders") -> None:
+        """Sum `tensor` within each host, let the hosts' leaders exchange the sums, and give each host its leader's.
+
+        Collective. A leader is the first rank of its host; `between(leaders, sums)` is called there only, with a
+        `Leaders` and the host's sum as one dimension on the backend's device, which it changes in place. Without a
+        hierarchy, as on one host or over `flat`, each rank leads itself alone. `tensor` is floating, and its sum must
+        not overflow. `doing` names the call in errors.
+        """
+        _tensors().through_leaders(self._session, tensor, between, doing)
+
     def broadcast(self, tensor: Buffer, *, root: int = 0, out: Buffer = None, async_op: bool = False) -> Any:
         """Root's `tensor` on every rank: in place, or in `out`, on root too; which is returned. Collective."""
         return _tensors().broadcast(self._session, tensor, root, out, async_op)
@@ -400,7 +412,7 @@ class Communicator:
         """
         if self._flat is None:
             self._flat = self
-            if self._session.backend.name == "hierarchical":
+            if self._session.hierarchy is not None:
                 self._flat = copy.copy(self)
                 self._flat.__dict__.update(_session=FlatSession(self._session), _flat=self._flat)
         return self._flat

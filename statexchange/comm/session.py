@@ -178,6 +178,11 @@ class Session:
             return self.devices
         return self.backend
 
+    @property
+    def hierarchy(self) -> Backend | None:
+        """What works within each host first and then between hosts, if there is such a backend."""
+        return self.backend if self.backend.name == "hierarchical" else None
+
     # Meetings
 
     def exchange(
@@ -447,6 +452,11 @@ class FlatSession(Session):
         """What moves tensors of this device between any two ranks."""
         backend = super().backend_for(device_type)
         return self.carrier if backend is self.backend else backend
+
+    @property
+    def hierarchy(self) -> Backend | None:
+        """None: all ranks are alike."""
+        return None
 
     def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work:
         """As a session's; it is another call than that of `whole`."""
