@@ -340,6 +340,8 @@ class Backend(ABC):
 
 def check_ranks(ranks: Sequence[int], rank: int, world_size: int) -> None:
     """InvalidArgumentError unless `ranks` are distinct ranks of a world of `world_size`, `rank` among them."""
+    if not isinstance(ranks, Sequence) or not all(hasattr(r, "__index__") for r in ranks):
+        raise InvalidArgumentError(f"ranks are a sequence of integers, not {ranks!r}")
     if not ranks or len(set(ranks)) != len(ranks) or any(not 0 <= r < world_size for r in ranks):
         raise InvalidArgumentError(f"ranks must be distinct and within 0..{world_size - 1}, not {list(ranks)}")
     if rank not in ranks:

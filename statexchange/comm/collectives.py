@@ -449,9 +449,9 @@ def recv(session: Session, tensor: Any, src: int, async_op: bool) -> Any:
 
 def _pass(session: Session, tensor: Any, peer: int, verb: str, async_op: bool) -> Any:
     session.raise_if_dead()
-    if not 0 <= peer < session.world_size or peer == session.rank:
+    if not hasattr(peer, "__index__") or not 0 <= peer < session.world_size or peer == session.rank:
         raise InvalidArgumentError(
-            f"cannot {verb}: rank {peer} is no other rank of {session.world_size}", rank=session.rank
+            f"cannot {verb}: rank {peer!r} is no other rank of {session.world_size}", rank=session.rank
         )
     refusal: Exception | None = None
     flat: Flat | None = None

@@ -199,6 +199,20 @@ class Communicator:
             raise
         self.agree(phase=name, timeout_s=timeout_s)
 
+    @contextlib.contextmanager
+    def checking(self, call: str) -> Iterator[None]:
+        """A block that looks at what a caller has given to `call`: what it raises on any rank, all raise.
+
+        Collective only where it raises: who finds nothing goes on. A TypeError, ValueError or AttributeError, which is
+        what a wrong argument comes to, is an InvalidArgumentError.
+        """
+        try:
+            yield
+        except Exception as refusal:
+            if refusal is self._session.dead or refusal is self._session.settled:
+                raise  # all know
+            self._session.refuse(call, refusal)
+
     def progress(self) -> None:
         """Say that bytes move; raises AbandonedError once another rank has failed. Not collective."""
         look = self._session.look

@@ -36,6 +36,7 @@ _NAMING_S, _NAP_S = 2.0, 0.02
 _CLOSE_S = 1.0
 _PACKAGE = os.path.dirname(_ROOM) + os.sep
 _CALLERS = os.path.join(_PACKAGE, "testing") + os.sep  # a part of the package that calls as others do
+_OF_ARGUMENTS = (TypeError, ValueError, AttributeError)
 _MET = (MismatchError, NumericOverflowError, InvalidArgumentError, UnsupportedError)  # raised where all ranks have met
 
 
@@ -249,7 +250,13 @@ class Session:
         return self.guarded(call, job)
 
     def refuse(self, verb: str, refusal: Exception) -> NoReturn:
-        """Raise what is wrong with this rank's arguments, on all ranks: others may have called in earnest."""
+        """Raise what is wrong with this rank's arguments, on all ranks: others may have called in earnest.
+
+        What Python raises where an argument has another type or value than it should is an InvalidArgumentError.
+        """
+        if isinstance(refusal, _OF_ARGUMENTS) and not isinstance(refusal, StateExchangeError):
+            cause, refusal = refusal, InvalidArgumentError(f"{verb}: {refusal}", rank=self.rank)
+            refusal.__cause__ = cause
         if self.world_size > 1:
             text = f"{verb}, refused: {refusal}"
             self.exchange(Call(text, failure=self.record(refusal, text)), b"")

@@ -276,6 +276,8 @@ class Decentralized(Algorithm):
     averages_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.interval, int):
+            raise InvalidArgumentError(f"interval is a number of steps, not {self.interval!r}")
         if self.peers not in _PEERS:
             raise InvalidArgumentError(f"unknown peers {self.peers!r}; known: {', '.join(_PEERS)}")
         if self.interval < 1:
@@ -333,6 +335,6 @@ def as_algorithm(algorithm: Algorithm | str) -> Algorithm:
     """`algorithm`, or the one of that name with its defaults. Not collective."""
     if isinstance(algorithm, Algorithm):
         return algorithm
-    if algorithm not in _KNOWN:
+    if not isinstance(algorithm, str) or algorithm not in _KNOWN:
         raise InvalidArgumentError(f"unknown algorithm {algorithm!r}; known: {', '.join(_KNOWN)}")
     return _KNOWN[algorithm]()
