@@ -42,8 +42,8 @@ def on_ranks(*sizes: int, backends: tuple[str, ...] = ("shm", "gloo", "mpi", "hi
     def make(row: Row) -> Any:
         ROWS[row.__name__] = row
         cases = [("threads", size) for size in sizes]
-        largest = max(sizes)
-        cases += [slow(backend, 3 if backend == "hierarchical" and largest < 4 else largest) for backend in backends]
+        size = 2 if 2 in sizes else max(sizes)
+        cases += [slow(backend, max(3, size) if backend == "hierarchical" else size) for backend in backends]
 
         @pytest.mark.parametrize(("backend", "world_size"), cases)
         def test(backend: str, world_size: int, tmp_path: Path) -> None:
