@@ -1021,3 +1021,68 @@ def test_the_ranks_of_one_host_average_among_themselves_if_they_are_told_to() ->
         return module[0].max().item()
 
     assert run_ranks(work, 4) == [3.75] * 4
+
+
+# Several optimizers
+
+
+def test_several_optimizers_step_as_often_as_they_like() -> None:
+    """As a generator and a discriminator do: each steps with averages, also of several backwards."""
+
+    def work() -> list[Any]:
+        rank = sx.get_rank()
+        module = net(rank)
+        first = torch.optim.SGD(module[:3].parameters(), lr=0.1)
+        second = torch.optim.Adam(module[3:].parameters(), lr=0.1)
+        wrapped, (one, two) = data_parallel(module, [first, second], bucket_bytes=512)
+        for step in range(4):
+            loss_of(wrapped, rank, step).backward()
+            one.step()
+            one.zero_grad()
+            if step % 2:
+                two.step()
+                two.zero_grad()
+        steps = second.state[module[4].weight]["step"].item()
+        return [steps, weights(module)]
+
+    results = run_ranks(work, 3)
+    assert results[0] == results[1] == results[2]
+    assert results[0][0] == 2
+
+
+@pytest.mark.parametrize("algorithm", ["allreduce", "decentralize"])
+def test_several_optimizers_are_one_with_the_groups_of_all(algorithm: str) -> None:
+    def work() -> list[Any]:
+        rank = sx.get_rank()
+        found = []
+        for several in (False, True):
+            module = net()
+            parts = [module[:3], module[3:]]
+            optimizer: Any = [sgd(part) for part in parts] if several else sgd(module)
+            wrapped, trained = data_parallel(module, optimizer, algorithm)
+            for step in range(3):
+                loss_of(wrapped, rank, step).backward()
+                for one in trained if several else [trained]:
+                    one.step()
+                    one.zero_grad()
+            wrapped.switch_to("sg-allreduce")
+            found.append(weights(module))
+        return found
+
+    for several, one in run_ranks(work, 2):
+        assert several == one
+
+
+def test_what_several_optimizers_cannot_do_is_refused() -> None:
+    def work() -> None:
+        module = net()
+        both = [sgd(module[:3]), sgd(module[3:])]
+        with pytest.raises(InvalidArgumentError, match="autotune is for one optimizer"):
+            data_parallel(module, both, autotune=True)
+        with pytest.raises(InvalidArgumentError, match="another reducer has this parameter"):
+            data_parallel(module, [sgd(module), sgd(module[3:])])
+        _, (one, _) = data_parallel(module, both)
+        with pytest.raises(InvalidArgumentError, match="for one optimizer"), one.join():
+            pass
+
+    run_ranks(work, 2)
