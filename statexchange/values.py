@@ -15,6 +15,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
+from statexchange.errors import InvalidArgumentError, UnsupportedError
+
 __all__ = ["decode", "encode", "register_config", "types_of"]
 
 _TAG = "$"
@@ -43,19 +45,19 @@ def encode(value: object, leaf: Leaf | None = None) -> str:
     """`value` as JSON text. Not collective.
 
     `leaf(object, path)` may take an object over by returning the name under which the caller keeps it, or
-    return None. An unknown type is a TypeError, a cycle a ValueError; both name the path.
+    return None. An unknown type is an UnsupportedError, a cycle an InvalidArgumentError; both name the path.
     """
     return json.dumps(_encode(value, "", _once(leaf), 0), allow_nan=False, separators=(",", ":"))
 
 
 def _once(leaf: Leaf | None) -> Leaf:
-    """`leaf`, with a ValueError where it keeps two objects under one name: one of them would be lost."""
+    """`leaf`, with an InvalidArgumentError where it keeps two objects under one name: one of them would be lost."""
     kept: dict[str, object] = {}
 
     def keep(value: object, path: str) -> str | None:
         name = leaf(value, path) if leaf is not None else None
         if name is not None and kept.setdefault(name, value) is not value:
-            raise ValueError(f"two values are called {name!r}; the second lies at {path}")
+            raise InvalidArgumentError(f"two values are called {name!r}; the second lies at {path}")
         return name
 
     return keep
@@ -63,7 +65,7 @@ def _once(leaf: Leaf | None) -> Leaf:
 
 def _encode(value: Any, path: str, leaf: Leaf, depth: int) -> Any:
     if depth > _MAX_DEPTH:
-        raise ValueError(f"value at {path[:80]}... is nested deeper than {_MAX_DEPTH}, or contains itself")
+        raise InvalidArgumentError(f"value at {path[:80]}... is nested deeper than {_MAX_DEPTH}, or contains itself")
     kept = leaf(value, path)
     if kept is not None:
         return {_TAG: "leaf", "name": kept}
@@ -97,14 +99,14 @@ def _encode(value: Any, path: str, leaf: Leaf, depth: int) -> Any:
         return {_TAG: "dict", "value": pairs}
     if kind.__module__ == "torch" and kind.__name__ == "dtype":
         return {_TAG: "dtype", "value": str(value).removeprefix("torch.")}
-    raise TypeError(f"cannot write a {kind.__module__}.{kind.__qualname__} as JSON, at {path or 'the top'}")
+    raise UnsupportedError(f"cannot write a {kind.__module__}.{kind.__qualname__} as JSON, at {path or 'the top'}")
 
 
 def _fields(value: Any, path: str) -> dict[str, Any]:
     names = [f.name for f in dataclasses.fields(value)]
     for name in names:
         if not hasattr(value, name):
-            raise TypeError(
+            raise UnsupportedError(
                 f"cannot write a {_type_name(type(value))} with field {name!r} unset, at {path or 'the top'}"
             )
     return {name: getattr(value, name) for name in names}

@@ -11,14 +11,17 @@ LAUNCHED_AS = {"threads": "threads", "shm": "processes", "gloo": "gloo", "mpi": 
 HOSTS = {3: "aba", 4: "abbb"}  # on which the ranks of a hierarchical world seem to be: unequal, and not in order
 
 
-def start(backend: str, directory: str) -> sx.Communicator:
-    """This rank's communicator; the ranks were launched as LAUNCHED_AS says, a hierarchical world has 3 or 4."""
+def start(backend: str, directory: str, hosts: str | None = None) -> sx.Communicator:
+    """This rank's communicator; the ranks were launched as LAUNCHED_AS says.
+
+    The ranks of a hierarchical world, 3 or 4 unless `hosts` says otherwise, seem to be on the hosts of these letters.
+    """
     if backend == "threads":
         return sx.get_communicator()
     if backend == "shm":
         return sx.init("shm", rendezvous=f"file://{directory}")
     if backend == "hierarchical":
-        host = HOSTS[int(os.environ["WORLD_SIZE"])][int(os.environ["RANK"])]
+        host = (hosts or HOSTS[int(os.environ["WORLD_SIZE"])])[int(os.environ["RANK"])]
         world.host_identity = control_page.host_identity = lambda: host
         return sx.init("auto", rendezvous=f"file://{directory}")
     return sx.init(backend)

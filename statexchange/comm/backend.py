@@ -14,14 +14,24 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from statexchange.errors import InvalidArgumentError, StallError, StateExchangeError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AbandonedError", "Backend", "Finish", "Look", "Wait", "check_ranks", "yield_core"]
+__all__ = [
+    "AbandonedError",
+    "Backend",
+    "Between",
+    "Finish",
+    "Leaders",
+    "Look",
+    "Wait",
+    "check_ranks",
+    "yield_core",
+]
 
 _SPINS = 100
 _FIRST_NAP_S, _LAST_NAP_S = 2e-5, 2e-3
@@ -148,6 +158,42 @@ class Finish:
             tensor.mul_(self.scale)
 
 
+class Leaders:
+    """The first ranks of all hosts, as one of them sees them while a tensor goes `through_leaders`.
+
+    `rank` is this one among them, `counts` the number of ranks that each of them leads.
+    """
+
+    def __init__(self, backend: Backend, wait: Wait, counts: Sequence[int]) -> None:
+        self.rank = backend.rank
+        self.counts = list(counts)
+        self._backend = backend
+        self._wait = wait
+
+    def all_to_all(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Send each leader its tensor, which may be empty; return those received, of the sizes sent. Collective.
+
+        All tensors of this leader have one dtype and one dimension; what two send each other has one size.
+        """
+        import torch
+
+        data = torch.cat(list(tensors))
+        into = torch.empty_like(data)
+        sizes = [tensor.nbytes for tensor in tensors]
+        self._backend.all_to_all(data.view(torch.uint8), sizes, into.view(torch.uint8), sizes, self._wait)
+        return list(torch.split(into, [tensor.numel() for tensor in tensors]))
+
+    def all_gather(self, data: torch.Tensor) -> list[torch.Tensor]:
+        """Return the bytes, equally many, of all leaders. Collective."""
+        into = data.new_empty(len(self.counts) * data.numel())
+        self._backend.all_gather(data, into, self._wait)
+        return list(into.view(len(self.counts), -1))
+
+
+Between: TypeAlias = Callable[[Leaders, "torch.Tensor"], None]
+"""What leaders do with the sums of their hosts' tensors, in place. Collective over them."""
+
+
 class Backend(ABC):
     """How ranks exchange messages and tensors. An implementation never blocks without polling its `wait`.
 
@@ -227,6 +273,13 @@ class Backend(ABC):
         self.all_reduce(result, op, finish, wait)
         into.copy_(result.view(self.world_size, -1)[self.rank])
 
+    def through_leaders(self, tensor: torch.Tensor, between: Between, wait: Wait) -> None:
+        """Sum `tensor` on the first rank of each host, let `between` change it there, give it to the host. Collective.
+
+        Without a hierarchy each rank leads itself alone.
+        """
+        between(Leaders(self, wait, [1] * self.world_size), tensor)
+
     def broadcast(self, data: torch.Tensor, root: int, wait: Wait) -> None:
         """`data` becomes root's. Collective."""
         from statexchange.comm import reduction
@@ -287,6 +340,8 @@ class Backend(ABC):
 
 def check_ranks(ranks: Sequence[int], rank: int, world_size: int) -> None:
     """InvalidArgumentError unless `ranks` are distinct ranks of a world of `world_size`, `rank` among them."""
+    if not isinstance(ranks, Sequence) or not all(hasattr(r, "__index__") for r in ranks):
+        raise InvalidArgumentError(f"ranks are a sequence of integers, not {ranks!r}")
     if not ranks or len(set(ranks)) != len(ranks) or any(not 0 <= r < world_size for r in ranks):
         raise InvalidArgumentError(f"ranks must be distinct and within 0..{world_size - 1}, not {list(ranks)}")
     if rank not in ranks:

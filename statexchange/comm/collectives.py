@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from statexchange.comm.backend import Backend, Wait
+from statexchange.comm.backend import Backend, Between, Wait
 from statexchange.comm.reduction import Reduction
 from statexchange.comm.session import Call, Session, call_site, mark_of
 from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError
@@ -32,6 +32,7 @@ __all__ = [
     "reduce_scatter",
     "scatter",
     "send",
+    "through_leaders",
 ]
 
 T = TypeVar("T")
@@ -261,6 +262,19 @@ def reduce(session: Session, tensor: Any, op: str, root: int, out: Any, async_op
     return session.collective(Call(f"reduce {reduction.text} {given.text} to {root}"), backend, body, async_op)
 
 
+def through_leaders(session: Session, tensor: Any, between: Between, doing: str) -> None:
+    """See `Communicator.through_leaders`. Collective."""
+    backend = session.hierarchy or session.backend_for(tensor.device.type)
+    given = _refusing(session, doing, lambda: Flat(tensor, backend.device_type, written=True))
+
+    def body(wait: Wait) -> None:
+        if given.data.numel():
+            backend.through_leaders(given.data, between, wait)
+        given.write_back()
+
+    session.collective(Call(f"{doing} of {given.text}"), backend, body, async_op=False)
+
+
 def broadcast(session: Session, tensor: Any, root: int, out: Any, async_op: bool) -> Any:
     """See `Communicator.broadcast`. Collective."""
     ours = session.rank == root
@@ -435,9 +449,9 @@ def recv(session: Session, tensor: Any, src: int, async_op: bool) -> Any:
 
 def _pass(session: Session, tensor: Any, peer: int, verb: str, async_op: bool) -> Any:
     session.raise_if_dead()
-    if not 0 <= peer < session.world_size or peer == session.rank:
+    if not hasattr(peer, "__index__") or not 0 <= peer < session.world_size or peer == session.rank:
         raise InvalidArgumentError(
-            f"cannot {verb}: rank {peer} is no other rank of {session.world_size}", rank=session.rank
+            f"cannot {verb}: rank {peer!r} is no other rank of {session.world_size}", rank=session.rank
         )
     refusal: Exception | None = None
     flat: Flat | None = None

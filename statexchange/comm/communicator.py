@@ -17,6 +17,8 @@ from statexchange.shared_memory import Arena, ArenaPool, Attached, Kind
 if TYPE_CHECKING:
     import torch
 
+    from statexchange.comm.backend import Between
+
 __all__ = ["AbandonedError", "Communicator"]
 
 Buffer = Any  # a torch tensor or a numpy array
@@ -197,6 +199,20 @@ class Communicator:
             raise
         self.agree(phase=name, timeout_s=timeout_s)
 
+    @contextlib.contextmanager
+    def checking(self, call: str) -> Iterator[None]:
+        """A block that looks at what a caller has given to `call`: what it raises on any rank, all raise.
+
+        Collective only where it raises: who finds nothing goes on. A TypeError, ValueError or AttributeError, which is
+        what a wrong argument comes to, is an InvalidArgumentError.
+        """
+        try:
+            yield
+        except Exception as refusal:
+            if refusal is self._session.dead or refusal is self._session.settled:
+                raise  # all know
+            self._session.refuse(call, refusal)
+
     def progress(self) -> None:
         """Say that bytes move; raises AbandonedError once another rank has failed. Not collective."""
         look = self._session.look
@@ -287,6 +303,16 @@ class Communicator:
         Collective.
         """
         return _tensors().reduce(self._session, tensor, op, root, out, async_op)
+
+    def through_leaders(self, tensor: Buffer, between: Between, *, doing: str = "through_leaders") -> None:
+        """Sum `tensor` within each host, let the hosts' leaders exchange the sums, and give each host its leader's.
+
+        Collective. A leader is the first rank of its host; `between(leaders, sums)` is called there only, with a
+        `Leaders` and the host's sum as one dimension on the backend's device, which it changes in place. Without a
+        hierarchy, as on one host or over `flat`, each rank leads itself alone. `tensor` is floating, and its sum must
+        not overflow. `doing` names the call in errors.
+        """
+        _tensors().through_leaders(self._session, tensor, between, doing)
 
     def broadcast(self, tensor: Buffer, *, root: int = 0, out: Buffer = None, async_op: bool = False) -> Any:
         """Root's `tensor` on every rank: in place, or in `out`, on root too; which is returned. Collective."""
@@ -400,7 +426,7 @@ class Communicator:
         """
         if self._flat is None:
             self._flat = self
-            if self._session.backend.name == "hierarchical":
+            if self._session.hierarchy is not None:
                 self._flat = copy.copy(self)
                 self._flat.__dict__.update(_session=FlatSession(self._session), _flat=self._flat)
         return self._flat

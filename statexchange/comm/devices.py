@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from statexchange.errors import InvalidArgumentError
 
-__all__ = ["Devices", "choose"]
+__all__ = ["Devices", "check_devices", "choose"]
 
 Devices = Sequence[Any] | Literal[False] | None
 
@@ -28,6 +28,13 @@ def choose(devices: Devices, local_rank: int) -> str:
     return _use(_name(devices[local_rank], devices))
 
 
+def check_devices(devices: Any) -> None:
+    """InvalidArgumentError unless `devices` is of a type that `init` takes. Not collective."""
+    several = isinstance(devices, Sequence) and not isinstance(devices, (str, bytes))
+    if not (devices is None or devices is False or several):
+        raise InvalidArgumentError(f"devices is None, False or a list with a device for each rank, not {devices!r}")
+
+
 def _gpus() -> int:
     import torch
 
@@ -38,8 +45,10 @@ def _name(entry: Any, devices: Sequence[Any]) -> str:
     import torch
 
     try:
+        if isinstance(entry, bool):
+            raise TypeError("neither a number nor a name")
         device = torch.device("cuda", entry) if isinstance(entry, int) else torch.device(entry)
-    except (RuntimeError, TypeError) as error:
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise InvalidArgumentError(f"devices={list(devices)}: {entry!r} is no device") from error
     if device.type == "cuda" and (device.index or 0) >= _gpus():
         raise InvalidArgumentError(f"devices={list(devices)}: there is no {device}, this host has {_gpus()} GPUs")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from statexchange.comm.backend import Backend, Finish, Wait
+from statexchange.comm.backend import Backend, Between, Finish, Leaders, Wait
 from statexchange.errors import PeerError, StallError, StateExchangeError
 
 if TYPE_CHECKING:
@@ -208,6 +208,13 @@ class HierarchicalBackend(Backend):
             self._share(result.view(torch.uint8), steps)
         if self.rank == root:
             finish(result)
+
+    def through_leaders(self, tensor: torch.Tensor, between: Between, wait: Wait) -> None:
+        """To the leader, between the leaders as `between` says, and back."""
+        steps = _Steps(self, wait)
+        steps.on_node(lambda node, inner: node.reduce(tensor, "sum", 0, Finish(), inner))
+        steps.between(lambda leaders, inner: between(Leaders(leaders, inner, self._counts), tensor))
+        self._share(tensor.view(torch.uint8), steps)
 
     # Moves
 

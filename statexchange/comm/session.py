@@ -36,6 +36,7 @@ _NAMING_S, _NAP_S = 2.0, 0.02
 _CLOSE_S = 1.0
 _PACKAGE = os.path.dirname(_ROOM) + os.sep
 _CALLERS = os.path.join(_PACKAGE, "testing") + os.sep  # a part of the package that calls as others do
+_OF_ARGUMENTS = (TypeError, ValueError, AttributeError)
 _MET = (MismatchError, NumericOverflowError, InvalidArgumentError, UnsupportedError)  # raised where all ranks have met
 
 
@@ -178,6 +179,11 @@ class Session:
             return self.devices
         return self.backend
 
+    @property
+    def hierarchy(self) -> Backend | None:
+        """What works within each host first and then between hosts, if there is such a backend."""
+        return self.backend if self.backend.name == "hierarchical" else None
+
     # Meetings
 
     def exchange(
@@ -244,7 +250,13 @@ class Session:
         return self.guarded(call, job)
 
     def refuse(self, verb: str, refusal: Exception) -> NoReturn:
-        """Raise what is wrong with this rank's arguments, on all ranks: others may have called in earnest."""
+        """Raise what is wrong with this rank's arguments, on all ranks: others may have called in earnest.
+
+        What Python raises where an argument has another type or value than it should is an InvalidArgumentError.
+        """
+        if isinstance(refusal, _OF_ARGUMENTS) and not isinstance(refusal, StateExchangeError):
+            cause, refusal = refusal, InvalidArgumentError(f"{verb}: {refusal}", rank=self.rank)
+            refusal.__cause__ = cause
         if self.world_size > 1:
             text = f"{verb}, refused: {refusal}"
             self.exchange(Call(text, failure=self.record(refusal, text)), b"")
@@ -447,6 +459,11 @@ class FlatSession(Session):
         """What moves tensors of this device between any two ranks."""
         backend = super().backend_for(device_type)
         return self.carrier if backend is self.backend else backend
+
+    @property
+    def hierarchy(self) -> Backend | None:
+        """None: all ranks are alike."""
+        return None
 
     def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work:
         """As a session's; it is another call than that of `whole`."""

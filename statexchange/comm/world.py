@@ -21,7 +21,7 @@ from statexchange.comm.backend import Backend, Wait
 from statexchange.comm.board import open_board
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.control_page import ControlPage, meet
-from statexchange.comm.devices import Devices, choose
+from statexchange.comm.devices import Devices, check_devices, choose
 from statexchange.comm.session import Place, Session
 from statexchange.comm.single import SingleBackend
 from statexchange.errors import InvalidArgumentError, NotInitializedError, UnsupportedError
@@ -241,6 +241,12 @@ def _check_wish(wish: _Wish) -> None:
         raise InvalidArgumentError(f"unknown backend {wish.backend!r}; this version has {', '.join(BACKENDS)}")
     if wish.check not in ("auto", "off"):
         raise InvalidArgumentError(f"check must be 'auto' or 'off', not {wish.check!r}")
+    check_devices(wish.devices)
+    for name, given in (("rank", wish.rank), ("world_size", wish.world_size)):
+        if given is not None and not hasattr(given, "__index__"):
+            raise InvalidArgumentError(f"{name} is a number, not {given!r}")
+    if not isinstance(wish.rendezvous, (str, type(None))):
+        raise InvalidArgumentError(f"rendezvous is 'file:///directory' or 'tcp://host:port', not {wish.rendezvous!r}")
     if wish.rendezvous is None and (wish.rank is not None or wish.world_size is not None):
         raise InvalidArgumentError("rank and world_size come with a rendezvous, or from a launcher's environment")
     if wish.rendezvous is not None and wish.backend in ("mpi", "single"):

@@ -25,7 +25,7 @@ from statexchange.exchange.writing import Order, write_boxes, writing_nodes
 from statexchange.layout.plan import Holding, Plan, PlanOptions, Rename, TensorPlan, plan_merge
 from statexchange.layout.rules import Layout
 from statexchange.layout.shards import DTYPE_NAMES, ITEMSIZE, Box
-from statexchange.storage.store import is_url
+from statexchange.storage.store import is_url, text_of
 from statexchange.storage.tensorfile import digest
 
 __all__ = ["ExportReport", "export_checkpoint"]
@@ -110,6 +110,7 @@ def export_checkpoint(
     communicator = as_communicator(comm)
     clock = _Clock()
     with communicator.phase("describing its state"):
+        path = text_of(out, "out")
         options = PlanOptions.of(
             include=include,
             exclude=exclude,
@@ -121,7 +122,7 @@ def export_checkpoint(
         rules = Layout.parse(layout or {})
         known = state if isinstance(state, Description) else describe(state, rules, communicator.rank)
         described = _cast(known, dtype)
-    trip = _Export(communicator, described, os.fspath(out), options, rules, stall_timeout_s, clock)
+    trip = _Export(communicator, described, path, options, rules, stall_timeout_s, clock)
     return trip.run(overwrite=overwrite, files_from=files_from, on_progress=on_progress)
 
 

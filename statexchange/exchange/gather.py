@@ -418,10 +418,10 @@ def gather_state(
     exception on any rank reaches all. Costs one copy of what is gathered.
     """
     communicator = as_communicator(comm)
-    communicator.check_root(root)
     tensors: dict[str, Any] = {}
     shards: list[Shard] = []
     with communicator.phase("describing its state"):
+        communicator.check_root(root)
         for held in describe(state).held.values():
             for index, part in enumerate(held.tensors):
                 name = held.shard.name if len(held.tensors) == 1 else f"{held.shard.name}#{index}"

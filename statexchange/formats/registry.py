@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from statexchange.errors import InvalidArgumentError, NotFoundError, ReplacedError, StateExchangeError
 from statexchange.formats.source import OpenCheckpoint, Source
 from statexchange.storage.place import Place, reading_again
-from statexchange.storage.store import plain
+from statexchange.storage.store import plain, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,9 +39,9 @@ _UNKNOWN = "neither a workspace nor a checkpoint (safetensors, torch DCP, or tor
 
 def path_text(path: str | os.PathLike[str]) -> str:
     """Return a path or URL as text; InvalidArgumentError for anything else."""
-    name = os.fspath(path)
-    if not isinstance(name, str) or not name or "\0" in name:
-        raise InvalidArgumentError(f"a source is a path or a URL, not {name!r}")
+    name = text_of(path, "a source")
+    if not name:
+        raise InvalidArgumentError("a source is a path or a URL, not ''")
     return plain(name)
 
 

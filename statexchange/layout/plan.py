@@ -70,7 +70,7 @@ class PlanOptions:
     def __post_init__(self) -> None:
         if self.max_shard_bytes <= 0:
             raise InvalidArgumentError(f"max_shard_size must be positive, not {self.max_shard_bytes}")
-        if not _FILENAME_PATTERN.fullmatch(self.filename_pattern):
+        if not isinstance(self.filename_pattern, str) or not _FILENAME_PATTERN.fullmatch(self.filename_pattern):
             raise InvalidArgumentError(
                 f"filename_pattern must be like 'model{{suffix}}.safetensors', not {self.filename_pattern!r}"
             )

@@ -9,15 +9,17 @@ it was is a `ReplacedError`, and whoever holds the place opens it again.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Literal
 from urllib.parse import unquote
 
+from statexchange.errors import InvalidArgumentError
 from statexchange.storage.files import check_size
 
-__all__ = ["Kind", "Store", "StoredFile", "is_url", "plain"]
+__all__ = ["Kind", "Store", "StoredFile", "is_url", "plain", "text_of"]
 
 Kind = Literal["file", "directory", "other"]
 
@@ -30,6 +32,14 @@ def is_url(path: str) -> bool:
 def plain(path: str) -> str:
     """Return `path` itself; of ``file:///a/path`` the path that it means."""
     return unquote(path.removeprefix("file://")) if path.startswith("file:///") else path
+
+
+def text_of(path: object, what: str) -> str:
+    """Return a path or URL as it was given, as text; InvalidArgumentError, which says `what`, for anything else."""
+    name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(name, str) or "\0" in name:
+        raise InvalidArgumentError(f"{what} is a path or a URL, not {path!r}")
+    return name
 
 
 class StoredFile(ABC):

@@ -35,7 +35,7 @@ from statexchange.storage.json_text import parse_json
 from statexchange.storage.local import local_path
 from statexchange.storage.mounts import mount_of
 from statexchange.storage.place import Place, open_place
-from statexchange.storage.store import Store, StoredFile, is_url
+from statexchange.storage.store import Store, StoredFile, is_url, text_of
 from statexchange.storage.tensorfile import Header, Held, digest, read_header, stored, write_tensor_file
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ class Workspace:
     """
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
-        self.url = os.fspath(url)
+        self.url = text_of(url, "a workspace")
         self.path = self.url.rstrip("/") if is_url(self.url) else local_path(self.url)
         self._in_memory = self.url.startswith("shm://")
         self._durable: bool | None = None

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from statexchange.comm.backend import Leaders
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, NumericOverflowError
 from statexchange.train.buckets import BucketReducer
@@ -27,7 +28,7 @@ __all__ = [
 Peers = Literal["all", "shift_one", "ring"]
 
 _PEERS = ("all", "shift_one", "ring")
-_HALVES = (torch.float16, torch.bfloat16)
+_WIDE = (torch.float32, torch.float64)  # in which weights are averaged
 _LEVELS = 255
 _HEAD_BYTES = 8  # of a quantised chunk: its least value and its step, in float32
 _LARGEST = 2.0**126  # what is larger has no range that float32 can hold
@@ -54,7 +55,12 @@ class Algorithm(abc.ABC):
 
     All ranks use equal ones. `hierarchical`: whether a communicator of several hosts works within each host first and
     then between hosts, as it does by itself; with False all ranks are treated alike. None, the default of every
-    algorithm, begins with True, and the tuner may choose. On one host all are the same.
+    algorithm, is True where the communicator has a hierarchy, and the tuner may choose. On one host, or with one rank
+    on each, there is none. A communicator of several hosts that works over one transport alone (`init("gloo")`) has
+    none either: True is an InvalidArgumentError there.
+
+    Each algorithm says how many bytes a communication sends between hosts in sum, with the hierarchy: of H hosts, for
+    buckets of B bytes. Messages in which ranks agree come to that, a few hundred bytes for each bucket and host.
     """
 
     hierarchical: bool | None = field(default=None, kw_only=True)
@@ -65,7 +71,12 @@ class Algorithm(abc.ABC):
     """Whether parameters are averaged before the step, and gradients stay this rank's own."""
 
     def over(self, comm: Communicator) -> Communicator:
-        """`comm` as this begins to work over it: with its hierarchy, or flat. Not collective."""
+        """Return `comm` with its hierarchy or flat; InvalidArgumentError if it lacks the hierarchy. Not collective."""
+        if self.hierarchical and comm.flat is comm and 1 < comm.num_nodes < comm.world_size:
+            raise InvalidArgumentError(
+                f"hierarchical=True, but the {comm.backend} backend treats the ranks of {comm.num_nodes} hosts alike:"
+                " init('auto') makes a communicator with a hierarchy"
+            )
         return comm.flat if self.hierarchical is False else comm
 
     def is_due(self, step: int) -> bool:  # noqa: ARG002 (an algorithm may look at it)
@@ -79,7 +90,10 @@ class Algorithm(abc.ABC):
 
 @dataclass(frozen=True)
 class GradientAllReduce(Algorithm):
-    """The average of gradients by one all-reduce for each bucket, overlapping backward."""
+    """The average of gradients by one all-reduce for each bucket, overlapping backward.
+
+    Between hosts: 2 (H - 1) B bytes, by a ring of the leaders.
+    """
 
     name: ClassVar[str] = "allreduce"
 
@@ -93,6 +107,8 @@ class ScatterGatherAllReduce(Algorithm):
     """The average of gradients: each rank reduces its part of each bucket, then all gather the parts.
 
     Buckets are filled up so that they divide by the number of ranks. Sparse gradients are gathered whole.
+
+    Between hosts: 3 (H - 1) B bytes: 2 (H - 1) B to reduce, (H - 1) B to gather.
     """
 
     name: ClassVar[str] = "sg-allreduce"
@@ -123,6 +139,10 @@ class QuantizedAllReduce(Algorithm):
     get equal bits. Each of the two stages is off by at most half a step of its chunk, which is 1/255 of its range.
     With `error_feedback` a rank adds to a gradient what it lost of the one before.
 
+    With the hierarchy the leaders of hosts do this with the averages of their hosts, which are made in float32, and
+    each counts for as many ranks as it leads. Between hosts: 2 H (H - 1) (8 + ceil(N / H)) bytes for a bucket of N
+    elements.
+
     NaN, inf, or a value beyond 2**126, on any rank, is a NumericOverflowError on all that names rank and parameter;
     it does not spread. So a GradScaler, which counts on inf, does not go with this. Sparse gradients are
     gathered as they are.
@@ -145,22 +165,48 @@ def _average_quantized(run: Run, flat: torch.Tensor, *, error_feedback: bool) ->
     if run.comm.world_size == 1 or not numel:
         return
     real = (torch.view_as_real(flat).view(-1) if parts == 2 else flat)[:numel]
-    ours = real.to(torch.float32, copy=True)
-    if error_feedback and flat in run.kept:
-        ours += run.kept[flat]
-    sent = quantize(_chunks(ours, run.comm.world_size))
-    received = run.comm.all_to_all(list(sent))
-    mean = dequantize(received[0]).div_(run.comm.world_size)
-    for chunk in received[1:]:
-        mean.add_(dequantize(chunk), alpha=1 / run.comm.world_size)
-    mean.clamp_(-_LARGEST, _LARGEST)  # rounding may have brought it beyond; NaN stays
-    gathered = run.comm.all_gather(quantize(mean[None])[0])
-    if not torch.cat([chunk[:_HEAD_BYTES] for chunk in gathered]).view(torch.float32).isfinite().all():
-        run.comm.agree(_not_finite(ours, spans, parts), phase="quantising gradients")
+    mean = real.to(torch.float32, copy=True)
+    low, high = mean.aminmax()
+    if not (low >= -_LARGEST and high <= _LARGEST):
+        mean.fill_(torch.nan)  # in a host's average it might not be seen any more
+    mean.div_(_ranks_led(run.comm))  # so that their sum, which is the host's average, does not overflow
+    lost: list[torch.Tensor] = []
+
+    def between(leaders: Leaders, mean: torch.Tensor) -> None:
+        if error_feedback and flat in run.kept:
+            mean += run.kept[flat]
+        lost.append(_exchange_quantized(leaders, mean))
+
+    run.comm.through_leaders(mean, between, doing="quantising gradients")
+    if not mean.isfinite().all():
+        run.comm.agree(_not_finite(real.to(torch.float32), spans, parts), phase="quantising gradients")
         raise AssertionError("some rank has sent what is not finite")
-    if error_feedback:
-        run.kept[flat] = ours - torch.cat([dequantize(chunk) for chunk in sent])[:numel]
-    real.copy_(torch.cat([dequantize(chunk) for chunk in gathered])[:numel])
+    if error_feedback and lost:
+        run.kept[flat] = lost[0]
+    real.copy_(mean)
+
+
+def _ranks_led(comm: Communicator) -> int:
+    """How many ranks' tensors are one to the leaders of `comm`. Not collective."""
+    return 1 if comm.flat is comm else comm.local_world_size
+
+
+def _exchange_quantized(leaders: Leaders, mean: torch.Tensor) -> torch.Tensor:
+    """Average what leaders have, each by the ranks that it leads; return what quantising `mean` has lost. Collective.
+
+    NaN in a chunk of any leader is NaN in all of that chunk on all.
+    """
+    mean.clamp_(-_LARGEST, _LARGEST)  # rounding may have brought it beyond; NaN stays
+    sent = quantize(_chunks(mean, len(leaders.counts)))
+    received = leaders.all_to_all(list(sent))
+    ranks = sum(leaders.counts)
+    part = torch.zeros(sent.shape[1] - _HEAD_BYTES, dtype=torch.float32, device=mean.device)
+    for chunk, count in zip(received, leaders.counts, strict=True):
+        part.add_(dequantize(chunk), alpha=count / ranks)
+    gathered = leaders.all_gather(quantize(part.clamp_(-_LARGEST, _LARGEST)[None])[0])
+    lost = mean - torch.cat([dequantize(chunk) for chunk in sent])[: mean.numel()]
+    mean.copy_(torch.cat([dequantize(chunk) for chunk in gathered])[: mean.numel()])
+    return lost
 
 
 def _chunks(values: torch.Tensor, count: int) -> torch.Tensor:
@@ -215,6 +261,12 @@ class Decentralized(Algorithm):
       n + 1 ranks, and the one whose peer would be the last, which does not exist, keeps its weights this time.
     * "ring": the average of left neighbour, own and right neighbour; of two ranks, their average.
 
+    With the hierarchy, "shift_one" and "ring" are of hosts instead of ranks, as Bagua has it: weights are averaged
+    within each host, then the leaders of hosts exchange the averages with their peers, each counting for as many ranks
+    as it leads, and all ranks of a host get the result. So with `hierarchical=True` all ranks of a single host get
+    their average. Between hosts: 2 (H - 1) B bytes for "all"; H B for "shift_one", or (H - 1) B for an odd H; 2 H B
+    for "ring", or 2 B for two hosts.
+
     With a closure weights are averaged before it is first called, and the loss is this rank's own.
     """
 
@@ -224,6 +276,8 @@ class Decentralized(Algorithm):
     averages_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.interval, int):
+            raise InvalidArgumentError(f"interval is a number of steps, not {self.interval!r}")
         if self.peers not in _PEERS:
             raise InvalidArgumentError(f"unknown peers {self.peers!r}; known: {', '.join(_PEERS)}")
         if self.interval < 1:
@@ -235,7 +289,8 @@ class Decentralized(Algorithm):
 
     def settings(self, run: Run) -> dict[str, Any]:
         """Buckets of weights."""
-        communicate = None if self.peers == "all" else functools.partial(self._average, run)
+        within_one_host = self.hierarchical and run.comm.num_nodes == 1
+        communicate = None if self.peers == "all" or within_one_host else functools.partial(self._average, run)
         return {"bucket_type": "weight", "chunking": False, "communicate": communicate}
 
     def peers_of(self, rank: int, world_size: int, communication: int) -> list[int]:
@@ -250,18 +305,25 @@ class Decentralized(Algorithm):
         return [peer] if peer < world_size else []
 
     def _average(self, run: Run, flat: torch.Tensor) -> None:
-        """The average over this rank and its peers, in `flat`; collective over them."""
-        comm = run.comm
+        """The average over this rank's peers and itself, in `flat`. Collective."""
         communication = run.calls // len(run.reducer.buckets)
         run.calls += 1
-        told = {peer: torch.empty_like(flat) for peer in self.peers_of(comm.rank, comm.world_size, communication)}
-        works = [comm.recv(theirs, peer, async_op=True) for peer, theirs in told.items()]
-        works += [comm.send(flat, peer, async_op=True) for peer in told]
-        for work in works:
-            work.wait()
-        told[comm.rank] = flat
-        wide = torch.float32 if flat.dtype in _HALVES else flat.dtype
-        flat.copy_(sum(told[rank].to(wide) for rank in sorted(told)) / len(told))  # type: ignore[arg-type]
+        real = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+        wide = real if real.dtype in _WIDE else real.to(torch.float32)
+        between = functools.partial(self._average_sums, communication=communication)
+        run.comm.through_leaders(wide, between, doing="averaging weights with peers")
+        if wide is not real:
+            real.copy_(wide)
+
+    def _average_sums(self, leaders: Leaders, total: torch.Tensor, *, communication: int) -> None:
+        """Turn the sums of this leader's ranks and of its peers' into the mean over these ranks. Collective."""
+        count = len(leaders.counts)
+        peers = self.peers_of(leaders.rank, count, communication)
+        told = leaders.all_to_all([total if peer in peers else total[:0] for peer in range(count)])
+        told[leaders.rank] = total
+        group = sorted([leaders.rank, *peers])
+        ranks = sum(leaders.counts[member] for member in group)
+        total.copy_(sum(told[member] for member in group) / ranks)  # type: ignore[arg-type]
 
 
 _KNOWN: dict[str, type[Algorithm]] = {
@@ -273,6 +335,6 @@ def as_algorithm(algorithm: Algorithm | str) -> Algorithm:
     """`algorithm`, or the one of that name with its defaults. Not collective."""
     if isinstance(algorithm, Algorithm):
         return algorithm
-    if algorithm not in _KNOWN:
+    if not isinstance(algorithm, str) or algorithm not in _KNOWN:
         raise InvalidArgumentError(f"unknown algorithm {algorithm!r}; known: {', '.join(_KNOWN)}")
     return _KNOWN[algorithm]()

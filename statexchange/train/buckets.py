@@ -72,12 +72,13 @@ class _Settings:
 
     def check(self) -> None:
         """InvalidArgumentError unless every setting is possible."""
-        if self.bucket_bytes < 1:
-            raise InvalidArgumentError("bucket_bytes must be positive", found=self.bucket_bytes)
-        if self.align_bytes < 8 or self.align_bytes & (self.align_bytes - 1):
+        if not _is_integer(self.bucket_bytes) or self.bucket_bytes < 1:
+            raise InvalidArgumentError("bucket_bytes must be a positive number of bytes", found=self.bucket_bytes)
+        if not _is_integer(self.align_bytes) or self.align_bytes < 8 or self.align_bytes & (self.align_bytes - 1):
             raise InvalidArgumentError("align_bytes must be a power of two, 8 or more", found=self.align_bytes)
         if self.bucket_type not in ("gradient", "weight", "parameter"):
             raise InvalidArgumentError(f"unknown bucket_type {self.bucket_type!r}; known: gradient, weight, parameter")
+        operation(self.scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,15 +176,20 @@ class BucketReducer(Reducer):
 
     # Set-up
 
+    @staticmethod
+    def settings() -> set[str]:
+        """Names of the arguments that say how to reduce. Not collective."""
+        return {*_Settings.__slots__, "communicate", "overlap"}
+
     def reset(self, module_or_params: Source = None, **changes: Any) -> None:
         """Begin anew with other parameters or settings; gradients stay as they are. Collective.
 
         `changes` are arguments of the constructor. Nothing may be on its way: `finalize` first.
         """
-        with self._telling():
+        with self._comm.checking("reset"):
             if any(bucket.gone for bucket in self._plan):
                 raise InvalidArgumentError("gradients are on their way: finalize() before reset()")
-            known = {*_Settings.__slots__, "comm", "communicate", "overlap"}
+            known = {*self.settings(), "comm"}
             if unknown := sorted(changes.keys() - known):
                 raise InvalidArgumentError(f"unknown setting {unknown[0]!r}; known: {', '.join(sorted(known))}")
             given = {key: value for key, value in changes.items() if key in _Settings.__slots__ and key != "buckets"}
@@ -199,8 +205,10 @@ class BucketReducer(Reducer):
         self._build()
 
     def _build(self) -> None:
-        with self._telling():
+        with self._comm.checking("BucketReducer"):
             self._settings.check()
+            if self._communicate is not None and not callable(self._communicate):
+                raise InvalidArgumentError(f"communicate is a function or None, not {self._communicate!r}")
             named = named_parameters(self._source)
             self._declared = declare(named)
             self._slots = [Slot(i, name, param) for i, (name, param) in enumerate(named.items())]
@@ -244,7 +252,7 @@ class BucketReducer(Reducer):
             return self._declared[self._index[id(item)]].name
         if isinstance(item, str) and item in declared:
             return item
-        what = f"named {item!r}" if isinstance(item, str) else f"of shape {list(item.shape)}"
+        what = f"of shape {list(item.shape)}" if isinstance(item, torch.Tensor) else f"named {item!r}"
         raise InvalidArgumentError(f"buckets name a parameter {what}, which this reducer does not have")
 
     def _check_owners(self) -> None:
@@ -505,7 +513,7 @@ class BucketReducer(Reducer):
             bucket.begin_round()
 
     def _weight(self, weight: float | None) -> float:
-        with self._telling():
+        with self._comm.checking("finalize"):
             if weight is not None and not 0 <= weight < math.inf:
                 raise InvalidArgumentError("a weight is a finite number, 0 or more", found=weight)
             if weight is not None and (self._settings.scale is not None or self._settings.bucket_type != "gradient"):
@@ -687,6 +695,10 @@ def _hook(reducer: weakref.ref[BucketReducer], index: int) -> Callable[[torch.Te
             alive._hooked(index)  # noqa: SLF001 (its own)
 
     return hook
+
+
+def _is_integer(value: object) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
 def _rounded(number: int, unit: int) -> int:

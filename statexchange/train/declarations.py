@@ -58,6 +58,8 @@ def named_parameters(source: Source) -> dict[str, torch.Tensor]:
         pairs: Iterable[tuple[str, Any]] = source.named_parameters()
     elif isinstance(source, Mapping):
         pairs = source.items()
+    elif not isinstance(source, Iterable) or isinstance(source, torch.Tensor):
+        raise InvalidArgumentError(f"a module, or parameters of it, are wanted, not {type(source).__name__}")
     else:
         pairs = itertools.chain.from_iterable(_named(i, item) for i, item in enumerate(source))
     named: dict[str, torch.Tensor] = {}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from statexchange.comm.communicator import Communicator
 from statexchange.comm.world import as_communicator
 from statexchange.errors import InvalidArgumentError, MismatchError
 from statexchange.train.algorithms import Algorithm, GradientAllReduce, Run, as_algorithm
-from statexchange.train.optimizer import DistributedOptimizer
+from statexchange.train.optimizer import DistributedOptimizer, check_settings
 from statexchange.train.synchronize import allreduce_parameters, broadcast_parameters
 from statexchange.train.tuner import Setting, Trial, Tuner
 
@@ -40,11 +41,11 @@ class DistributedModule(nn.Module):
 
     def __init__(self, module: nn.Module, comm: Any = None) -> None:
         super().__init__()
+        self._comm = as_communicator(comm)
         _check_ignored(module)
         self.module = module
         self.training = module.training
-        self._comm = as_communicator(comm)
-        self._trained: AlgorithmOptimizer | None = None
+        self._trained: list[AlgorithmOptimizer] = []
         self._tuner: Tuner | None = None
         self._tune_every: int | None = None
         self._due = False
@@ -106,17 +107,18 @@ class DistributedModule(nn.Module):
     @property
     def algorithm(self) -> Algorithm:
         """The present algorithm."""
-        return self._optimizer().algorithm
+        return self._optimizers()[0].algorithm
 
-    def _optimizer(self) -> AlgorithmOptimizer:
-        if self._trained is None:
+    def _optimizers(self) -> list[AlgorithmOptimizer]:
+        """Those that train this module, all by one algorithm and with one setting."""
+        if not self._trained:
             raise InvalidArgumentError("this module has no optimizer: data_parallel(module, optimizer) gives it one")
         return self._trained
 
-    def _train_with(self, optimizer: AlgorithmOptimizer, tune_every: int | None) -> None:
-        self._trained = optimizer
+    def _train_with(self, optimizers: list[AlgorithmOptimizer], tune_every: int | None) -> None:
+        self._trained = optimizers
         self._tune_every = tune_every
-        self._tuner = optimizer.new_tuner()
+        self._tuner = optimizers[0].new_tuner()
 
     def switch_to(self, algorithm: Algorithm | str) -> DistributedModule:
         """Synchronise by another algorithm from the next step on; returns this module.
@@ -125,14 +127,15 @@ class DistributedModule(nn.Module):
         raise MismatchError. Parameters and floating buffers are averaged, integer ones come from rank 0. The
         optimizer keeps its state; what ranks have let drift apart with Decentralized is averaged too.
         """
-        optimizer = self._optimizer()
+        optimizers = self._optimizers()
         with self._comm.phase(_PHASE):
-            chosen = optimizer.accept(algorithm)
+            chosen = optimizers[0].accept(algorithm)
             allreduce_parameters(self, comm=self._comm)
-            if optimizer.algorithm.averages_weights:
-                optimizer.average_state()
-            optimizer.switch_to(chosen)
-        self._tuner = optimizer.new_tuner()
+            for optimizer in optimizers:
+                if optimizer.algorithm.averages_weights:
+                    optimizer.average_state()
+                optimizer.switch_to(chosen)
+        self._tuner = optimizers[0].new_tuner()
         self._times.clear()
         return self
 
@@ -151,21 +154,23 @@ class DistributedModule(nn.Module):
         present size, one at each call; when all are tried the fastest stays. False as long as nothing was measured, and
         with an algorithm that averages weights.
         """
-        optimizer = self._optimizer()
+        optimizers = self._optimizers()
+        optimizer = optimizers[0]
         median = statistics.median(self._times) if self._times else None
         self._times.clear()
         self._due = False
         medians = [value for value in self._comm.all_gather_object(median) if value is not None]
         if not medians or optimizer.algorithm.averages_weights:
             return False
-        present, buckets = optimizer.setting, len(optimizer.reducer.buckets)
+        present, buckets = optimizer.setting, sum(len(one.reducer.buckets) for one in optimizers)
         self.tuning_history.append(Trial(present.bucket_bytes, buckets, max(medians), present.hierarchical))
         assert self._tuner is not None
         proposed = self._tuner.propose(present, max(medians)) if self._comm.rank == 0 else present
         chosen = Setting(*self._comm.broadcast_object([proposed.bucket_bytes, proposed.hierarchical]))
         if chosen == present:
             return False
-        optimizer.use(chosen)
+        for one in optimizers:
+            one.use(chosen)
         self._last = None  # the first step with new buckets has to make them
         return True
 
@@ -257,6 +262,17 @@ class AlgorithmOptimizer(DistributedOptimizer):
         self._wrapped._stepped()  # noqa: SLF001 (ours)
         return result
 
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """As DistributedOptimizer's; InvalidArgumentError if several optimizers train the module. Collective."""
+        with self._comm.checking("join"):
+            if len(self._wrapped._optimizers()) > 1:  # noqa: SLF001 (ours)
+                raise InvalidArgumentError(
+                    "join() is for one optimizer: of several, ranks would wait for different ones"
+                )
+        with super().join():
+            yield
+
     # Switching
 
     def accept(self, algorithm: Algorithm | str) -> Algorithm:
@@ -314,18 +330,47 @@ def _check_weight(algorithm: Algorithm, *, weighted: bool) -> None:
         raise InvalidArgumentError(f"weight= is for averages of gradients, and {algorithm.name!r} makes none")
 
 
+@overload
 def data_parallel(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
+    algorithm: Algorithm | str = ...,
+    comm: Any = ...,
+    *,
+    root: int = ...,
+    broadcast_buffers: bool = ...,
+    bucket_bytes: int = ...,
+    autotune: bool = ...,
+    tune_every: int = ...,
+    **settings: Any,
+) -> tuple[DistributedModule, AlgorithmOptimizer]: ...
+@overload
+def data_parallel(
+    module: nn.Module,
+    optimizer: Sequence[torch.optim.Optimizer],
+    algorithm: Algorithm | str = ...,
+    comm: Any = ...,
+    *,
+    root: int = ...,
+    broadcast_buffers: bool = ...,
+    bucket_bytes: int = ...,
+    autotune: bool = ...,
+    tune_every: int = ...,
+    **settings: Any,
+) -> tuple[DistributedModule, list[AlgorithmOptimizer]]: ...
+def data_parallel(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     algorithm: Algorithm | str = GradientAllReduce(),  # noqa: B008 (a value)
     comm: Any = None,
     *,
     root: int = 0,
+    broadcast_buffers: bool = True,
     bucket_bytes: int = 10 << 20,
     autotune: bool = False,
     tune_every: int = 100,
     **settings: Any,
-) -> tuple[DistributedModule, AlgorithmOptimizer]:
+) -> tuple[DistributedModule, AlgorithmOptimizer | list[AlgorithmOptimizer]]:
     """`module` and `optimizer`, ready to be trained on all ranks: use what is returned in their place.
 
     Collective: all ranks call it, with modules of the same parameters. Parameters and buffers become root's; a resumed
@@ -333,26 +378,50 @@ def data_parallel(
 
     Parameters
     ----------
+    optimizer : one, or a list of optimizers that share no parameter; of a list a list comes back. Each averages and
+        steps its own parameters, so that they may step unequally often; all ranks step them in the same order.
     algorithm : an Algorithm, or "allreduce", "sg-allreduce", "quantize" or "decentralize"; `switch_to` of the module
         takes another one later.
     comm : what `comm=` means everywhere.
     root : whose parameters and buffers all begin with.
+    broadcast_buffers : with False only parameters become root's, and buffers stay this rank's own until `switch_to`
+        averages them.
     bucket_bytes : as for BucketReducer.
     autotune : ask the tuner of bucket size and hierarchy after each `tune_every`-th training forward, at the end of its
-        step. All ranks must make equally many forwards then; not for use with `join`.
+        step. All ranks must make equally many forwards then; not for use with `join`, nor with several optimizers.
     settings : of DistributedOptimizer: `accumulate`, `weight`, and those of BucketReducer.
     """
     communicator = as_communicator(comm)
     with communicator.phase("data_parallel"):
-        chosen = as_algorithm(algorithm)
+        several = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        with communicator.checking("data_parallel"):
+            chosen = as_algorithm(algorithm)
+            _check_arguments(module, several, settings, autotune, tune_every)
+            _check_weight(chosen, weighted=settings.get("weight") is not None)
         _compare(communicator, chosen)
-        _check_weight(chosen, weighted=settings.get("weight") is not None)
-        if taken := [name for name in _ALGORITHMS_OWN if name in settings]:
-            raise InvalidArgumentError(f"{taken[0]} is the algorithm's, and cannot be given")
-        if tune_every < 1:
-            raise InvalidArgumentError("tune_every must be positive", found=tune_every)
         wrapped = DistributedModule(module, communicator)
-        broadcast_parameters(wrapped, root=root, comm=communicator)
-        trained = AlgorithmOptimizer(optimizer, wrapped, chosen, communicator, bucket_bytes=bucket_bytes, **settings)
+        broadcast_parameters(wrapped, broadcast_buffers=broadcast_buffers, root=root, comm=communicator)
+        trained = [
+            AlgorithmOptimizer(one, wrapped, chosen, communicator, bucket_bytes=bucket_bytes, **settings)
+            for one in several
+        ]
         wrapped._train_with(trained, tune_every if autotune else None)  # noqa: SLF001 (ours)
-    return wrapped, trained
+    return wrapped, trained[0] if several[0] is optimizer else trained
+
+
+def _check_arguments(
+    module: Any, optimizers: Any, settings: Mapping[str, Any], autotune: bool, tune_every: Any
+) -> None:
+    if not isinstance(module, nn.Module):
+        raise InvalidArgumentError(f"a module is wanted, not {type(module).__name__}")
+    if not isinstance(optimizers, (list, tuple)) or not optimizers:
+        raise InvalidArgumentError(f"an optimizer or a list of them is wanted, not {optimizers!r}")
+    if others := [one for one in optimizers if not isinstance(one, torch.optim.Optimizer)]:
+        raise InvalidArgumentError(f"a torch optimizer is wanted, not {type(others[0]).__name__}")
+    if taken := [name for name in _ALGORITHMS_OWN if name in settings]:
+        raise InvalidArgumentError(f"{taken[0]} is the algorithm's, and cannot be given")
+    check_settings(settings, "accumulate", "weight")
+    if not isinstance(tune_every, int) or tune_every < 1:
+        raise InvalidArgumentError("tune_every must be a positive number of forwards", found=tune_every)
+    if autotune and len(optimizers) > 1:
+        raise InvalidArgumentError("autotune is for one optimizer: between steps of several, gradients would be lost")

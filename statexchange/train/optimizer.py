@@ -18,7 +18,7 @@ from statexchange.train.declarations import compare_declarations, declare, local
 from statexchange.train.reducers import CoalescingReducer, Reducer, average_sparse, densified, same_kind
 from statexchange.train.synchronize import synchronize
 
-__all__ = ["DistributedOptimizer", "as_comm_hook", "average_gradients"]
+__all__ = ["DistributedOptimizer", "as_comm_hook", "average_gradients", "check_settings"]
 
 _PHASE = "averaging gradients"
 
@@ -66,9 +66,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         # Not Optimizer.__init__, which would make state of its own: what is not found here is asked of the inner one.
         self._optimizer = optimizer
-        if reducer is not None and not isinstance(reducer, BucketReducer):
-            raise InvalidArgumentError(f"reducer must be a BucketReducer, not {type(reducer).__name__}")
-        self._comm = as_communicator(comm) if reducer is None else reducer.comm
+        self._comm = reducer.comm if isinstance(reducer, BucketReducer) else as_communicator(comm)
         self._module = module
         self._weight = weight
         self._accumulate = accumulate
@@ -77,7 +75,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._steps = 0
         self._averaged = False
         self._behind: int | None = None
-        with _telling(self._comm):
+        with self._comm.checking("DistributedOptimizer"):
             self._check(reducer, settings)
             named = self._named()
         self._automatic = not settings.get("delay_reduce", False)
@@ -97,10 +95,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return getattr(self._optimizer, name)
 
     def _check(self, reducer: BucketReducer | None, settings: Mapping[str, Any]) -> None:
-        if self._accumulate < 1:
-            raise InvalidArgumentError("accumulate must be positive", found=self._accumulate)
+        if not isinstance(self._optimizer, torch.optim.Optimizer):
+            raise InvalidArgumentError(f"a torch optimizer is wanted, not {type(self._optimizer).__name__}")
+        if not isinstance(self._accumulate, int) or self._accumulate < 1:
+            raise InvalidArgumentError("accumulate must be a positive number of backwards", found=self._accumulate)
+        if self._weight is not None and not callable(self._weight):
+            raise InvalidArgumentError(f"weight is a function that returns this rank's weight, not {self._weight!r}")
         if reducer is None:
+            check_settings(settings)
             return
+        if not isinstance(reducer, BucketReducer):
+            raise InvalidArgumentError(f"reducer must be a BucketReducer, not {type(reducer).__name__}")
         if settings or self._weight is not None:
             given = next(iter(settings), "weight")
             raise InvalidArgumentError(f"{given} belongs to the reducer, which has been made already")
@@ -138,8 +143,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, which are averaged from now on. Collective; nothing may be on its way."""
-        self._optimizer.add_param_group(param_group)
-        with _telling(self._comm):
+        with self._comm.checking("add_param_group"):
+            self._optimizer.add_param_group(param_group)
             named = self._named()
         known = self._reducer.parameters
         ids = {id(parameter) for parameter in known.values()}
@@ -270,13 +275,11 @@ def _check_known(optimizer: torch.optim.Optimizer, known: Mapping[str, torch.Ten
             raise InvalidArgumentError(f"the optimizer has a parameter {shape} that {whose} does not have", name=name)
 
 
-@contextlib.contextmanager
-def _telling(comm: Communicator) -> Iterator[None]:
-    """What goes wrong on this rank alone is raised on all."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 (it is raised there)
-        comm.agree(error, phase=_PHASE)
+def check_settings(settings: Mapping[str, Any], *others: str) -> None:
+    """InvalidArgumentError for what neither a BucketReducer takes nor `others` names. Not collective."""
+    known = BucketReducer.settings().union(others)
+    if unknown := sorted(settings.keys() - known):
+        raise InvalidArgumentError(f"unknown setting {unknown[0]!r}; known: {', '.join(sorted(known))}")
 
 
 def average_gradients(module: Any, comm: Any = None) -> None:
@@ -286,11 +289,11 @@ def average_gradients(module: Any, comm: Any = None) -> None:
     ones come back coalesced. `module` is a module, or parameters, as for BucketReducer, which overlaps backward.
     """
     communicator = as_communicator(comm)
-    with _telling(communicator):
+    with communicator.checking("average_gradients"):
         named = named_parameters(module)
         declared = declare(named)
     compare_declarations(communicator, declared, "average_gradients")
-    with _telling(communicator):
+    with communicator.checking("average_gradients"):
         facts = [_fact(name, parameter.grad) for name, parameter in named.items()]
     answers = [json.loads(answer) for answer in communicator.exchange(json.dumps(facts).encode(), doing=_PHASE)]
     with torch.no_grad(), CoalescingReducer(communicator) as reducer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
@@ -10,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.session import call_site
 from statexchange.comm.work import Work
 from statexchange.comm.world import as_communicator
 from statexchange.errors import InvalidArgumentError
@@ -26,6 +29,7 @@ __all__ = [
 
 R = TypeVar("R", bound="Reducer")
 _HALVES = (torch.float16, torch.bfloat16)
+_log = logging.getLogger("statexchange")
 
 
 class Reducer(ABC):
@@ -60,6 +64,8 @@ class Reducer(ABC):
 
 def operation(scale: float | None) -> tuple[str, float]:
     """The op and scale of an `all_reduce`: the average for None, else the sum times `scale`. Not collective."""
+    if scale is not None and not hasattr(scale, "__float__"):
+        raise InvalidArgumentError(f"scale is a number or None, not {scale!r}")
     return ("avg", 1.0) if scale is None else ("sum", scale)
 
 
@@ -81,13 +87,32 @@ class InlineReducer(Reducer):
         """Nothing is left to do. Not collective."""
 
 
+class _Unfinished:
+    """How many tensors were added to a reducer since it was finalized, and where it was made; outlives it."""
+
+    def __init__(self, made_at: str) -> None:
+        self.made_at = made_at
+        self.added = 0
+
+    def warn(self) -> None:
+        """Log a warning if there are any: nothing may be sent here, since other ranks drop theirs at other moments."""
+        if self.added:
+            _log.warning(
+                "a CoalescingReducer, made at %s, was dropped without finalize(): %d tensors that were added to it are "
+                "not reduced. Call finalize(), or discard() if they are not wanted, or use it in a with block",
+                self.made_at,
+                self.added,
+            )
+
+
 class CoalescingReducer(Reducer):
     """Small tensors are kept until there are `cache_bytes` of them, then reduced together.
 
     Collective in all its methods. A tensor that would make the cache exceed `cache_bytes` sends what is in it first
     (exactly `cache_bytes` fit); one that exceeds it by itself is sent at once, alone. With `contiguous`, those of one
     dtype and device travel as one. With `async_op`, what is sent is reduced while the caller goes on. The rule is that
-    of Flashlight's CoalescingReducer.
+    of Flashlight's CoalescingReducer. One that is dropped before `finalize` leaves tensors as they are and logs a
+    warning: it sends nothing, as ranks drop theirs at different moments.
 
     `comm` is what `comm=` means everywhere. `scale` multiplies the sum over ranks; None makes it the average.
     """
@@ -101,9 +126,9 @@ class CoalescingReducer(Reducer):
         contiguous: bool = True,
         cache_bytes: int = 20 << 20,
     ) -> None:
-        if cache_bytes < 0:
-            raise InvalidArgumentError("cache_bytes is a number of bytes", expected=">= 0", found=cache_bytes)
         self._comm = as_communicator(comm)
+        if not isinstance(cache_bytes, int) or cache_bytes < 0:
+            raise InvalidArgumentError("cache_bytes is a number of bytes", expected=">= 0", found=cache_bytes)
         self._op, self._scale = operation(scale)
         self._async_op = async_op
         self._contiguous = contiguous
@@ -111,9 +136,15 @@ class CoalescingReducer(Reducer):
         self._cached: list[torch.Tensor] = []
         self._cached_bytes = 0
         self._works: list[Work] = []
+        self._unfinished = _Unfinished(call_site())
+        weakref.finalize(self, self._unfinished.warn)
 
     def add(self, tensor: torch.Tensor) -> None:
         """`tensor` holds its reduction after the next `finalize`, of which it must be given once. Collective."""
+        with self._comm.checking("CoalescingReducer.add"):
+            if not isinstance(tensor, torch.Tensor):
+                raise InvalidArgumentError(f"a tensor is wanted, not {type(tensor).__name__}")
+        self._unfinished.added += 1
         if self._cached_bytes + tensor.nbytes > self._cache_bytes:
             self._flush()
         if tensor.nbytes > self._cache_bytes:
@@ -129,11 +160,13 @@ class CoalescingReducer(Reducer):
         self._comm.wait_all()
         for work in works:
             work.wait()
+        self._unfinished.added = 0
 
     def discard(self) -> None:
         """Forget what is in the cache; what was sent goes on, and nobody waits for it. Not collective."""
         self._cached, self._cached_bytes = [], 0
         self._works = []
+        self._unfinished.added = 0
 
     def _flush(self) -> None:
         cached, self._cached, self._cached_bytes = self._cached, [], 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from sweeps import slow
 from torch import nn
 
 import statexchange as sx
+from statexchange.comm import control_page, world
 from statexchange.errors import InvalidArgumentError, MismatchError, NumericOverflowError
 from statexchange.testing import run_ranks
 from statexchange.testing.worlds import mpi_missing
@@ -893,3 +895,194 @@ def test_hierarchy_is_the_callers_choice_or_the_tuners(tmp_path: Path) -> None:
     found, backend = results[0]
     assert backend == "hierarchical"
     assert [result[1] for result in found] == ["gloo", "hierarchical", "gloo"]
+
+
+# With the hierarchy
+
+WEIGHTS = [1.0, 2.0, 4.0, 8.0, 16.0]
+
+
+def averages_of_hosts(directory: str, hosts: str, cases: list[Any]) -> list[list[float]]:
+    """What a weight becomes by each of `cases`, in three steps that begin with WEIGHTS."""
+    comm = start("hierarchical", directory, hosts)
+    found = []
+    for peers, dtype, hierarchical in cases:
+        parameter = nn.Parameter(torch.zeros(7, dtype=getattr(torch, dtype)))
+        module = nn.ParameterList([parameter])
+        algorithm = Decentralized(peers, hierarchical=hierarchical)
+        _, optimizer = data_parallel(module, sgd(module), algorithm, comm)
+        values = []
+        for _ in range(3):
+            parameter.data.fill_(WEIGHTS[comm.rank])
+            optimizer.step()
+            assert parameter.eq(parameter[0]).all()
+            values.append(parameter[0].abs().item())
+        found.append(values)
+    comm.barrier()
+    return found
+
+
+def expected_of_hosts(peers: Any, hosts: str) -> list[list[float]]:
+    """By rank: in each step the mean over all ranks of its host and of the hosts that are its peers."""
+    names = sorted(set(hosts))
+    found: list[list[float]] = [[] for _ in hosts]
+    for step in range(3):
+        for rank, host in enumerate(hosts):
+            its_peers = Decentralized(peers).peers_of(names.index(host), len(names), step)
+            group = {host, *(names[peer] for peer in its_peers)}
+            values = [WEIGHTS[r] for r, name in enumerate(hosts) if name in group]
+            found[rank].append(sum(values) / len(values))
+    return found
+
+
+CASES = [("shift_one", "float32", True), ("shift_one", "bfloat16", None), ("ring", "float64", True)]
+
+
+@pytest.mark.parametrize("hosts", ["aabb", slow("abbb"), slow("aabbc")])
+def test_peers_are_hosts_where_there_is_a_hierarchy(hosts: str, tmp_path: Path) -> None:
+    args = (str(tmp_path), hosts, [*CASES, ("shift_one", "float32", False), ("ring", "complex64", True)])
+    results = run_ranks(averages_of_hosts, len(hosts), backend="processes", args=args, timeout_s=60.0)
+    if hosts == "aabb":
+        assert [result[0] for result in results] == [[3.75] * 3] * 4
+        assert [result[3] for result in results] == [[2.5, 4.5, 2.5], [5.0, 3.0, 5.0], [2.5, 3.0, 2.5], [5.0, 4.5, 5.0]]
+    for at, peers in ((0, "shift_one"), (1, "shift_one"), (2, "ring"), (4, "ring")):
+        found, expected = torch.tensor([r[at] for r in results]), torch.tensor(expected_of_hosts(peers, hosts))
+        torch.testing.assert_close(found, expected, rtol=1e-2 if at == 1 else 1e-6, atol=0)
+
+
+def quantised_by_hosts(directory: str) -> list[Any]:
+    """Averages of gradients of ones and a spread on each rank, and the names in the errors of what has none."""
+    comm = start("hierarchical", directory)
+    found: list[Any] = []
+    for error_feedback in (False, True):
+        run = Run(comm)
+        parameter = nn.Parameter(torch.zeros(1001))
+        settings = QuantizedAllReduce(error_feedback=error_feedback, hierarchical=True).settings(run)
+        run.reducer = BucketReducer({"p": parameter}, comm, **settings)
+        rounds = []
+        for bad in (None, None, 3e38, float("nan"), None):
+            parameter.grad = spread_of(comm.rank)
+            if bad is not None and comm.rank == 1:
+                parameter.grad[17] = bad
+            run.reducer.add(parameter)
+            try:
+                run.reducer.finalize()
+                rounds.append(parameter.grad.tolist())
+            except NumericOverflowError as error:
+                rounds.append([error.name, error.rank])
+                run.reducer.discard()
+        found.append(rounds)
+    comm.barrier()
+    return found
+
+
+def spread_of(rank: int) -> torch.Tensor:
+    return torch.linspace(-1 - rank, 1 + rank, 1001) ** 3
+
+
+@pytest.mark.slow
+def test_quantised_averages_of_uneven_hosts_are_of_ranks(tmp_path: Path) -> None:
+    results = run_ranks(quantised_by_hosts, 4, backend="processes", args=(str(tmp_path),), timeout_s=60.0)
+    assert results[1:] == results[:1] * 3
+    mean = sum(spread_of(rank) for rank in range(4)) / 4
+    for rounds in results[0]:
+        assert rounds[2:4] == [["p", 1]] * 2
+        for at in (0, 1, 4):
+            assert (torch.tensor(rounds[at]) - mean).abs().max() < 2 * 64 / 255 / 2
+
+
+def refused_without_hierarchy(directory: str) -> list[str]:
+    """Two hosts of two ranks over Gloo alone."""
+    world.host_identity = control_page.host_identity = lambda: "aabb"[int(os.environ["RANK"])]
+    comm = sx.init("gloo", rendezvous=f"file://{directory}")
+    errors = []
+    for name in ("allreduce", "sg-allreduce", "quantize", "decentralize"):
+        module = net()
+        with pytest.raises(InvalidArgumentError, match="hierarchical=True, but the gloo backend") as caught:
+            data_parallel(module, sgd(module), type(as_algorithm(name))(hierarchical=True), comm)
+        errors.append(str(caught.value))
+        data_parallel(module, sgd(module), name, comm)[1].step()
+    return errors
+
+
+@pytest.mark.slow
+def test_a_hierarchy_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    results = run_ranks(refused_without_hierarchy, 4, backend="processes", args=(str(tmp_path),), timeout_s=60.0)
+    assert all("init('auto')" in error for errors in results for error in errors)
+
+
+def test_the_ranks_of_one_host_average_among_themselves_if_they_are_told_to() -> None:
+    def work() -> float:
+        rank = sx.get_rank()
+        module = nn.ParameterList([nn.Parameter(torch.zeros(3))])
+        _, optimizer = data_parallel(module, sgd(module), Decentralized("shift_one", hierarchical=True))
+        module[0].data.fill_(WEIGHTS[rank])
+        optimizer.step()
+        return module[0].max().item()
+
+    assert run_ranks(work, 4) == [3.75] * 4
+
+
+# Several optimizers
+
+
+def test_several_optimizers_step_as_often_as_they_like() -> None:
+    """As a generator and a discriminator do: each steps with averages, also of several backwards."""
+
+    def work() -> list[Any]:
+        rank = sx.get_rank()
+        module = net(rank)
+        first = torch.optim.SGD(module[:3].parameters(), lr=0.1)
+        second = torch.optim.Adam(module[3:].parameters(), lr=0.1)
+        wrapped, (one, two) = data_parallel(module, [first, second], bucket_bytes=512)
+        for step in range(4):
+            loss_of(wrapped, rank, step).backward()
+            one.step()
+            one.zero_grad()
+            if step % 2:
+                two.step()
+                two.zero_grad()
+        steps = second.state[module[4].weight]["step"].item()
+        return [steps, weights(module)]
+
+    results = run_ranks(work, 3)
+    assert results[0] == results[1] == results[2]
+    assert results[0][0] == 2
+
+
+@pytest.mark.parametrize("algorithm", ["allreduce", "decentralize"])
+def test_several_optimizers_are_one_with_the_groups_of_all(algorithm: str) -> None:
+    def work() -> list[Any]:
+        rank = sx.get_rank()
+        found = []
+        for several in (False, True):
+            module = net()
+            parts = [module[:3], module[3:]]
+            optimizer: Any = [sgd(part) for part in parts] if several else sgd(module)
+            wrapped, trained = data_parallel(module, optimizer, algorithm)
+            for step in range(3):
+                loss_of(wrapped, rank, step).backward()
+                for one in trained if several else [trained]:
+                    one.step()
+                    one.zero_grad()
+            wrapped.switch_to("sg-allreduce")
+            found.append(weights(module))
+        return found
+
+    for several, one in run_ranks(work, 2):
+        assert several == one
+
+
+def test_what_several_optimizers_cannot_do_is_refused() -> None:
+    def work() -> None:
+        module = net()
+        both = [sgd(module[:3]), sgd(module[3:])]
+        with pytest.raises(InvalidArgumentError, match="autotune is for one optimizer"):
+            data_parallel(module, both, autotune=True)
+        with pytest.raises(InvalidArgumentError, match="another reducer has this parameter"):
+            data_parallel(module, [sgd(module), sgd(module[3:])])
+        _, (one, _) = data_parallel(module, both)
+        with pytest.raises(InvalidArgumentError, match="for one optimizer"), one.join():
+            pass
+
+    run_ranks(work, 2)

@@ -1,0 +1,69 @@
+"""How many bytes each algorithm sends between two hosts of two ranks, by the counters of their network cards."""
+
+import pytest
+import torch
+from test_two_hosts import start
+from two_hosts import CABLE, missing, two_hosts
+
+import statexchange as sx
+from statexchange.train.algorithms import (
+    Algorithm,
+    Decentralized,
+    GradientAllReduce,
+    QuantizedAllReduce,
+    ScatterGatherAllReduce,
+)
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+NUMEL = 1 << 20
+BUCKET = 4 * NUMEL
+HOSTS = 2
+
+# What the docstrings say, for HOSTS hosts and a bucket of float32; without the hierarchy as a control
+FORMULAS: list[tuple[Algorithm, int]] = [
+    (GradientAllReduce(hierarchical=True), 2 * (HOSTS - 1) * BUCKET),
+    (ScatterGatherAllReduce(hierarchical=True), 3 * (HOSTS - 1) * BUCKET),
+    (QuantizedAllReduce(hierarchical=True), 2 * HOSTS * (HOSTS - 1) * (8 + NUMEL // HOSTS)),
+    (Decentralized("all", hierarchical=True), 2 * (HOSTS - 1) * BUCKET),
+    (Decentralized("shift_one", hierarchical=True), HOSTS * BUCKET),
+    (Decentralized("ring", hierarchical=True), 2 * BUCKET),
+    (Decentralized("shift_one", hierarchical=False), 2 * HOSTS * BUCKET),
+]
+
+
+def sent_bytes() -> int:
+    """What this host has put on the cable so far."""
+    with open("/proc/self/net/dev") as file:
+        line = next(line for line in file if line.strip().startswith(f"{CABLE}:"))
+    return int(line.partition(":")[2].split()[8])
+
+
+def bytes_of_a_step() -> list[int]:
+    """What this host sends in one step of each algorithm."""
+    comm = start()
+    found = []
+    for algorithm, _ in FORMULAS:
+        parameter = torch.nn.Parameter(torch.full((NUMEL,), 1.0 + comm.rank))
+        module = torch.nn.ParameterList([parameter])
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        _, optimizer = sx.data_parallel(module, optimizer, algorithm, comm, bucket_bytes=BUCKET)
+        for _ in range(2):  # the first step makes the buckets
+            comm.barrier()
+            before = sent_bytes()
+            (parameter * torch.linspace(0, 1 + comm.rank, NUMEL)).sum().backward()
+            optimizer.step()
+            comm.barrier()
+            sent = sent_bytes() - before
+            optimizer.zero_grad()
+        found.append(sent)
+    sx.shutdown()
+    return found
+
+
+def test_bytes_between_hosts_are_those_of_the_docstrings() -> None:
+    with two_hosts(2, 2) as hosts:
+        by_rank = hosts.run(bytes_of_a_step, timeout_s=120)
+    for at, (algorithm, expected) in enumerate(FORMULAS):
+        sent = by_rank[0][at] + by_rank[2][at]  # the first rank of each host
+        assert expected <= sent < 1.05 * expected + 20_000, (algorithm, sent, expected)

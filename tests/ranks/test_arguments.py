@@ -1,0 +1,181 @@
+"""A caller's mistake is an InvalidArgumentError or UnsupportedError on all ranks, be it on one of them only."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import statexchange as sx
+from statexchange.comm import world
+from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError
+from statexchange.testing import run_ranks
+
+Call = Callable[[bool], Any]
+
+
+def ones() -> torch.Tensor:
+    return torch.ones(4)
+
+
+def comm() -> sx.Communicator:
+    return sx.get_communicator()
+
+
+def net() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def parallel(wrong: bool, **settings: Any) -> Any:
+    module = net()
+    return sx.data_parallel(module, sgd(module), **(settings if wrong else {}))
+
+
+def optimizers(wrong: bool, given: Any) -> Any:
+    return sx.data_parallel(net(), given) if wrong else parallel(False)
+
+
+def optimizer(wrong: bool, **settings: Any) -> Any:
+    return sx.DistributedOptimizer(sgd(net()), **(settings if wrong else {}))
+
+
+def buckets(wrong: bool, **settings: Any) -> Any:
+    return sx.BucketReducer(net(), **(settings if wrong else {}))
+
+
+def added(reducer: Any, tensor: Any) -> None:
+    reducer.add(tensor)
+    reducer.finalize()
+
+
+def entered(block: contextlib.AbstractContextManager[Any]) -> None:
+    with block:
+        pass
+
+
+# Each call, with wrong arguments where it is told to
+CALLS: dict[str, Call] = {
+    "op": lambda w: comm().all_reduce(ones(), op=[] if w else "sum"),
+    "scale": lambda w: comm().all_reduce(ones(), scale="x" if w else 1.0),
+    "no scale": lambda w: comm().all_reduce(ones(), scale=None if w else 1.0),
+    "tensors": lambda w: comm().all_reduce_multiple(5 if w else [ones()]),
+    "scatter": lambda w: comm().scatter(5 if w else [ones(), ones()], root=1),
+    "all_to_all": lambda w: comm().all_to_all(None if w else [ones(), ones()]),
+    "gather_object": lambda w: comm().gather_object(object() if w else 1),
+    "all_gather_object": lambda w: comm().all_gather_object({1, 2} if w else 1),
+    "broadcast_object": lambda w: comm().broadcast_object(object() if w else 1, root=1),
+    "average_gradients of a number": lambda w: sx.average_gradients(5 if w else net()),
+    "average_gradients of triples": lambda w: sx.average_gradients([(1, 2, 3)] if w else net()),
+    "average_gradients of nothing": lambda w: sx.average_gradients(None if w else net()),
+    "allreduce_parameters": lambda w: sx.allreduce_parameters(None if w else net()),
+    "synchronize": lambda w: sx.synchronize(ones(), root="x" if w else 0),
+    "an optimizer that is none": lambda w: sx.DistributedOptimizer(5 if w else sgd(net())),
+    "module": lambda w: optimizer(w, module=5),
+    "accumulate": lambda w: optimizer(w, accumulate="2"),
+    "weight of an optimizer": lambda w: optimizer(w, weight=5),
+    "an unknown setting": lambda w: optimizer(w, message_size=5),
+    "reducer": lambda w: optimizer(w, reducer=5),
+    "weight of a step": lambda w: sx.DistributedOptimizer(sgd(net()), delay_reduce=True).step(weight="x" if w else 1),
+    "add_param_group": lambda w: optimizer(False).add_param_group(5 if w else {"params": [nn.Parameter(ones())]}),
+    "parameters": lambda w: sx.BucketReducer(5 if w else net()),
+    "no parameters": lambda w: sx.BucketReducer(None if w else net()),
+    "bucket_bytes": lambda w: buckets(w, bucket_bytes="x"),
+    "half a byte": lambda w: buckets(w, bucket_bytes=1.5),
+    "align_bytes": lambda w: buckets(w, align_bytes="8"),
+    "buckets": lambda w: buckets(w, buckets=5),
+    "a bucket": lambda w: buckets(w, buckets=[5]),
+    "what is in a bucket": lambda w: buckets(w, buckets=[[5]]),
+    "an empty bucket": lambda w: buckets(w, buckets=[[]]),
+    "scale of buckets": lambda w: buckets(w, scale="x"),
+    "communicate": lambda w: buckets(w, communicate=5),
+    "reset": lambda w: buckets(False).reset(5 if w else None),
+    "a module that is none": lambda w: sx.data_parallel(5, sgd(net())) if w else parallel(False),
+    "a number for an optimizer": lambda w: optimizers(w, 5),
+    "no optimizers": lambda w: optimizers(w, []),
+    "numbers for optimizers": lambda w: optimizers(w, [5]),
+    "algorithm": lambda w: parallel(w, algorithm=[]),
+    "an algorithm's class": lambda w: parallel(w, algorithm=sx.algorithms.GradientAllReduce),
+    "root": lambda w: parallel(w, root=9),
+    "bucket_bytes of data_parallel": lambda w: parallel(w, bucket_bytes="x"),
+    "tune_every": lambda w: parallel(w, tune_every="x"),
+    "an unknown setting of data_parallel": lambda w: parallel(w, message_size=1),
+    "weight of data_parallel": lambda w: parallel(w, weight=5),
+    "add": lambda w: added(sx.CoalescingReducer(), 5 if w else ones()),
+    "add at once": lambda w: added(sx.InlineReducer(), 5 if w else ones()),
+    "root of gather_state": lambda w: entered(sx.gather_state(net(), root="x" if w else 0)),
+    "workspace": lambda w: entered(sx.gather_state(net(), workspace=5 if w else None)),
+    "workspace_path": lambda w: entered(sx.get_tensors_parallel(ones(), [0, 1], None, 5 if w else None)),
+    "tensor": lambda w: entered(sx.get_tensors_parallel(None if w else ones(), [0, 1])),
+    "config": lambda w: entered(sx.get_configs_parallel({"a": object()} if w else 1, [0, 1])),
+}
+
+
+@pytest.mark.parametrize("wrong_on", ["all", "one"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_callers_mistake_is_no_failure_of_a_peer(name: str, wrong_on: str) -> None:
+    def work() -> str:
+        wrong = wrong_on == "all" or sx.get_rank() == 1
+        with pytest.raises((InvalidArgumentError, UnsupportedError)) as caught:
+            CALLS[name](wrong)
+        comm().barrier()  # and they go on together
+        return str(caught.value)
+
+    one, other = run_ranks(work, 2)
+    assert one == other
+
+
+@pytest.mark.parametrize("name", ["out", "filename_pattern", "url", "source"])
+def test_a_callers_mistake_about_files_is_none_either(name: str, tmp_path: Path) -> None:
+    def work() -> None:
+        with pytest.raises((InvalidArgumentError, UnsupportedError)):
+            if name == "out":
+                sx.export_checkpoint(net(), 5)  # type: ignore[arg-type]
+            elif name == "filename_pattern":
+                sx.export_checkpoint(net(), tmp_path / "out", filename_pattern=5)  # type: ignore[arg-type]
+            elif name == "url":
+                sx.save_checkpoint({"a": ones()}, 5)  # type: ignore[arg-type]
+            else:
+                sx.load_checkpoint(net(), 5)  # type: ignore[arg-type]
+
+    run_ranks(work, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"devices": 5}, "devices is None, False or a list"),
+        ({"devices": "cuda"}, "devices is None, False or a list"),
+        ({"devices": True}, "devices is None, False or a list"),
+        ({"devices": {0: "cpu"}}, "devices is None, False or a list"),
+        ({"devices": [True]}, "True is no device"),
+        ({"devices": [1.5]}, "1.5 is no device"),
+        ({"devices": [None]}, "None is no device"),
+        ({"rendezvous": 5, "rank": 0, "world_size": 1}, "rendezvous is"),
+        ({"rendezvous": "tcp://127.0.0.1:1", "rank": "0", "world_size": 1}, "rank is a number"),
+    ],
+)
+def test_arguments_of_init_are_checked_before_anything_begins(arguments: dict[str, Any], words: str) -> None:
+    backend = "auto" if "rendezvous" in arguments else "single"
+    with world.use(None), pytest.raises(InvalidArgumentError, match=words):
+        sx.init(backend, **arguments)
+
+
+def test_ranks_that_are_none_are_refused() -> None:
+    for ranks in (5, None, [0, "1"], [0, 0.5]):
+        with pytest.raises(InvalidArgumentError, match="ranks are a sequence of integers"):
+            entered(sx.get_tensors_parallel(ones(), ranks))  # type: ignore[arg-type]
+
+
+def test_what_python_says_of_an_argument_is_kept_as_the_cause() -> None:
+    with pytest.raises(StateExchangeError, match="all_reduce: could not convert string to float: 'x'") as caught:
+        comm().all_reduce(ones(), scale="x")  # type: ignore[arg-type]
+    assert isinstance(caught.value.__cause__, ValueError)
