@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -129,6 +130,15 @@ class Communicator:
     def is_closed(self) -> bool:
         """Whether every later call raises: it has been closed, or has failed."""
         return self._session.dead is not None
+
+    def raise_if_closed(self) -> None:
+        """Raise what every later call raises, if this has been closed or has failed. Not collective."""
+        self._session.raise_if_dead()
+
+    @property
+    def dependents(self) -> weakref.WeakSet[Any]:
+        """What has to be closed when this communicator is: reducers, whose hooks would go on to use it."""
+        return self._session.dependents
 
     # Messages
 
@@ -406,7 +416,12 @@ class Communicator:
         return self._flat
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave: peers that still wait for this rank raise PeerError, with `error` as its cause. Not collective."""
+        """Leave: peers that still wait for this rank raise PeerError, with `error` as its cause. Not collective.
+
+        Reducers of this communicator let go of their parameters.
+        """
+        for dependent in list(self.dependents):
+            dependent.close()
         for subset in self._subsets.values():
             if subset is not self:
                 subset.close(error)

@@ -8,9 +8,13 @@ import hashlib
 import operator
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from statexchange import values
@@ -28,7 +32,7 @@ from statexchange.errors import (
     to_record,
 )
 
-__all__ = ["Call", "FlatSession", "Place", "Session", "call_site", "encoded", "mark_of"]
+__all__ = ["Call", "FlatSession", "Place", "Session", "about", "call_site", "encoded", "mark_of"]
 
 T = TypeVar("T")
 _ROOM = os.path.dirname(__file__)
@@ -85,17 +89,39 @@ def mark_of(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
+_about: ContextVar[Callable[[], str] | None] = ContextVar("statexchange_about", default=None)
+
+
+@contextlib.contextmanager
+def about(what: Callable[[], str]) -> Iterator[None]:
+    """A block whose calls work on what `what` names; it is asked only for an error. Not collective."""
+    token = _about.set(what)
+    try:
+        yield
+    finally:
+        _about.reset(token)
+
+
 def call_site() -> str:
-    """File and line of the innermost frame outside this package."""
-    frame = sys._getframe(1)  # noqa: SLF001 (the documented way to it)
-    while frame.f_back is not None and _is_ours(frame.f_code.co_filename):
+    """File and line of the user's call, and what it is about: the innermost frame outside this package and torch.
+
+    In a thread of autograd's own no frame is the user's; then it is that thread.
+    """
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 (the documented way to it)
+    while frame is not None and _is_internal(frame.f_code.co_filename):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    thread = threading.current_thread().name
+    site = f"thread {thread!r}" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    what = _about.get()
+    return site if what is None else f"{site} ({what()})"
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_ours(file: str) -> bool:
-    return file == contextlib.__file__ or (file.startswith(_PACKAGE) and not file.startswith(_CALLERS))
+def _is_internal(file: str) -> bool:
+    if file == contextlib.__file__ or (file.startswith(_PACKAGE) and not file.startswith(_CALLERS)):
+        return True
+    torch = sys.modules.get("torch")  # its frames lie between the user's backward() and our hooks
+    return torch is not None and file.startswith(os.path.dirname(str(torch.__file__)) + os.sep)
 
 
 class _LookAt:
@@ -171,6 +197,7 @@ class Session:
         self._cut = False  # a message between two ranks was broken off, and may lie around half
         self._queue = WorkQueue(f"statexchange rank {place.rank}")
         self._lines: dict[tuple[str, int], WorkQueue] = {}
+        self.dependents: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def backend_for(self, device_type: str) -> Backend:
         """What moves tensors of this device."""
