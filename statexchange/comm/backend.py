@@ -41,8 +41,8 @@ class AbandonedError(Exception):
 class Look(Protocol):
     """What a wait asks while it waits."""
 
-    def failed(self) -> None:
-        """Raise PeerError if a rank is known to have failed."""
+    def failed(self, doing: str) -> None:
+        """Raise PeerError if a rank is known to have failed; `doing` is what this rank waits for."""
 
     def missing(self) -> tuple[int, ...]:
         """The ranks that are known not to have come this far; () if nothing is known."""
@@ -105,7 +105,7 @@ class Wait:
         if now - self._looked >= _LOOK_PERIOD_S:
             self._looked = now
             if self.look is not None:
-                self.look.failed()
+                self.look.failed(self.doing)
             moves = self.look.moves() if self.look is not None else self._moves
             if moves != self._moves:
                 self._moves, self._deadline = moves, now + self.timeout_s

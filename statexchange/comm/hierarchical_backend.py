@@ -32,10 +32,10 @@ class _Above:
         self._look = look
         self.raised: StateExchangeError | None = None
 
-    def failed(self) -> None:
+    def failed(self, doing: str) -> None:
         try:
             if self._look is not None:
-                self._look.failed()
+                self._look.failed(doing)
         except StateExchangeError as error:
             self.raised = error
             raise

@@ -131,9 +131,9 @@ class _LookAt:
         self._look = look
         self._peer = peer
 
-    def failed(self) -> None:
+    def failed(self, doing: str) -> None:
         if self._look is not None:
-            self._look.failed()
+            self._look.failed(doing)
             if self._look.is_called():
                 raise AbandonedError
 
@@ -407,7 +407,7 @@ class Session:
         deadline = time.monotonic() + _NAMING_S
         while error.rank < 0 and self.look is not None and known is error and time.monotonic() < deadline:
             try:
-                self.look.failed()
+                self.look.failed(error.phase)
                 time.sleep(_NAP_S)
             except StateExchangeError as named:
                 known = named

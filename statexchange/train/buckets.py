@@ -463,7 +463,7 @@ class BucketReducer(Reducer):
             self._reduce_flat(bucket, async_op=async_op)
 
     def _reduce_flat(self, bucket: Bucket, *, async_op: bool = False) -> None:
-        with about(lambda: self._name_of(bucket)):
+        with about(lambda: self._label_of(bucket)):
             if self._communicate is not None:
                 bucket.work = self._communicate(bucket.flat)
                 return
@@ -471,7 +471,7 @@ class BucketReducer(Reducer):
             sent = self._comm.all_reduce(bucket.flat, op, scale=scale, async_op=async_op)
             bucket.work = sent if async_op else None
 
-    def _name_of(self, bucket: Bucket) -> str:
+    def _label_of(self, bucket: Bucket) -> str:
         return f"bucket {self._plan.index(bucket)}: {shortened([slot.name for slot in bucket.slots])}"
 
     # The end of a step

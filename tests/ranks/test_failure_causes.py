@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from starting import start
+from starting import LAUNCHED_AS, start
+from sweeps import by_default
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -67,9 +68,15 @@ def dies_or_raises(how: str, kind: str) -> list[Any]:
     return [caught.value.rank, caught.value.cause]
 
 
-@pytest.mark.parametrize("kind", ["communicator", "reducer"])
-@pytest.mark.parametrize(("how", "cause"), [("kill", "died"), ("raise", "ZeroDivisionError: oops")])
-def test_under_ddp_a_failed_rank_is_a_peer_error_in_backward(how: str, cause: str, kind: str) -> None:
+STRIKES = [
+    (kind, how, cause)
+    for kind in ("communicator", "reducer")
+    for how, cause in (("kill", "died"), ("raise", "ZeroDivisionError: oops"))
+]
+
+
+@pytest.mark.parametrize(("kind", "how", "cause"), by_default(STRIKES, 0, 1))
+def test_under_ddp_a_failed_rank_is_a_peer_error_in_backward(kind: str, how: str, cause: str) -> None:
     outcomes = run_ranks(dies_or_raises, 2, backend="gloo", args=(how, kind), timeout_s=60, allow_failure=True)
     assert outcomes[0].state == "ok", outcomes
     rank, said = outcomes[0].value
@@ -194,3 +201,49 @@ def shuts_down_between_backward_and_step(directory: str) -> None:
 
 def test_no_step_is_silently_local_after_shutdown(tmp_path: Path) -> None:
     run_ranks(shuts_down_between_backward_and_step, 2, backend="processes", args=(str(tmp_path),), timeout_s=60)
+
+
+# From rank to rank
+
+
+def waits_for_one_that_fails(backend: str, directory: str, verb: str, how: str) -> list[Any]:
+    comm = start(backend, directory)
+    comm.barrier()
+    if comm.rank == 1:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        comm.close(RuntimeError("boom") if how == "raise" else None)
+        return []
+    wait = {
+        "send": lambda: comm.send(torch.ones(3), 1),
+        "recv": lambda: comm.recv(torch.ones(3), 1),
+        "all_reduce": lambda: comm.all_reduce(torch.ones(3)),
+    }
+    with pytest.raises(PeerError) as caught:
+        wait[verb]()
+    return [caught.value.rank, caught.value.phase, caught.value.cause]
+
+
+CAUSES = {"raise": "RuntimeError: boom", "close": "it closed its communicator", "kill": r"its process \d+ died"}
+
+
+ENDS = [
+    (backend, verb, how) for backend in ("shm", "gloo") for verb in ("recv", "send", "all_reduce") for how in CAUSES
+]
+
+
+@pytest.mark.parametrize(("backend", "verb", "how"), by_default(ENDS, 0, 2, 3))
+def test_one_that_waits_for_a_failed_rank_is_told_the_cause_and_the_operation(
+    backend: str, verb: str, how: str, tmp_path: Path
+) -> None:
+    args = (backend, str(tmp_path), verb, how)
+    launched = LAUNCHED_AS[backend]
+    outcomes = run_ranks(waits_for_one_that_fails, 2, backend=launched, args=args, allow_failure=True, timeout_s=60)
+    assert outcomes[0].state == "ok", outcomes
+    rank, phase, cause = outcomes[0].value
+    assert rank == 1
+    assert re.fullmatch(CAUSES[how], cause)
+    if how == "raise":
+        assert phase == "its own code"
+    else:
+        assert phase.startswith(f"{verb} "), phase
