@@ -44,6 +44,9 @@ class Look(Protocol):
     def failed(self, doing: str) -> None:
         """Raise PeerError if a rank is known to have failed; `doing` is what this rank waits for."""
 
+    def departure_of(self, rank: int, doing: str) -> StateExchangeError | None:
+        """Why `rank` will not come to `doing`; None if it may come. What it sent before it left may yet arrive."""
+
     def missing(self) -> tuple[int, ...]:
         """The ranks that are known not to have come this far; () if nothing is known."""
 

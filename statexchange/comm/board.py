@@ -208,6 +208,11 @@ class Board:
             if sequence < self._sequence and rank != self._place.rank:
                 raise self._peer_error(rank, doing, cause)
 
+    def departure_of(self, rank: int, doing: str) -> StateExchangeError | None:
+        """Why `rank` will not come to `doing`, if it has taken leave. Not collective."""
+        left = self._view.left.get(rank)
+        return None if left is None else self._peer_error(rank, doing, left[1])
+
     def missing(self) -> tuple[int, ...]:
         """The ranks that are in an earlier collective than this one, or silent; () if unknown. Not collective."""
         view = self._view

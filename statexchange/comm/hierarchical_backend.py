@@ -40,6 +40,10 @@ class _Above:
             self.raised = error
             raise
 
+    def departure_of(self, rank: int, doing: str) -> StateExchangeError | None:  # noqa: ARG002
+        """None: a step waits for all ranks of a host."""
+        return None
+
     def missing(self) -> tuple[int, ...]:
         """Nobody: `_Steps` asks the world when all it knows is that time is up."""
         return ()

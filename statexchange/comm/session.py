@@ -38,6 +38,7 @@ T = TypeVar("T")
 _ROOM = os.path.dirname(__file__)
 _NAMING_S, _NAP_S = 2.0, 0.02
 _CLOSE_S = 1.0
+_ARRIVAL_S = 2.0
 _PACKAGE = os.path.dirname(_ROOM) + os.sep
 _CALLERS = os.path.join(_PACKAGE, "testing") + os.sep  # a part of the package that calls as others do
 _MET = (MismatchError, NumericOverflowError, InvalidArgumentError, UnsupportedError)  # raised where all ranks have met
@@ -125,17 +126,32 @@ def _is_internal(file: str) -> bool:
 
 
 class _LookAt:
-    """What the wait for one peer asks: AbandonedError, too, once some rank waits for all to hear of its failure."""
+    """What the wait for one peer asks: AbandonedError, too, once some rank waits for all to hear of its failure.
+
+    A peer that has closed its communicator sends nothing more; what it sent before has a moment to arrive.
+    """
 
     def __init__(self, look: Look | None, peer: int) -> None:
         self._look = look
         self._peer = peer
+        self._left: float | None = None  # when the peer was first seen to have left
 
     def failed(self, doing: str) -> None:
-        if self._look is not None:
-            self._look.failed(doing)
-            if self._look.is_called():
-                raise AbandonedError
+        if self._look is None:
+            return
+        self._look.failed(doing)
+        if self._look.is_called():
+            raise AbandonedError
+        reason = self._look.departure_of(self._peer, doing)
+        if reason is None:
+            return
+        now = time.monotonic()
+        self._left = now if self._left is None else self._left
+        if now - self._left > _ARRIVAL_S:
+            raise reason
+
+    def departure_of(self, rank: int, doing: str) -> StateExchangeError | None:
+        return None if self._look is None else self._look.departure_of(rank, doing)
 
     def missing(self) -> tuple[int, ...]:
         return (self._peer,)

@@ -354,6 +354,8 @@ class _Told:
     def failed(self, doing: str) -> None:
         raise sx.PeerError(7, "its own work", "no more fuel")
 
+    def departure_of(self, rank: int, doing: str) -> None: ...
+
     def missing(self) -> tuple[int, ...]:
         return ()
 
