@@ -361,9 +361,10 @@ class Communicator:
         if key not in self._subsets or self._subsets[key].is_closed:
             from statexchange.comm.world import communicator
 
-            carrier = self._session.group_of(key)
-            ours = carrier is self._session.carrier  # all ranks, in their own order
-            self._subsets[key] = self if ours else communicator(carrier, self._session.timeout_s)
+            with self._session.making():
+                carrier = self._session.group_of(key)
+                ours = carrier is self._session.carrier  # all ranks, in their own order
+                self._subsets[key] = self if ours else communicator(carrier, self._session.timeout_s)
         return self._subsets[key]
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
@@ -387,9 +388,15 @@ class Communicator:
         """
         from statexchange.comm.world import communicator
 
-        everybody = list(range(self.world_size))
-        self._session.exchange(Call("duplicate"), b"")
-        return communicator(self._session.carrier.subset(everybody, self.timeout_s), self.timeout_s)
+        session, call = self._session, Call("duplicate")
+
+        def make() -> Communicator:
+            with session.making():
+                carrier = session.carrier.subset(range(self.world_size), self.timeout_s)
+                return communicator(carrier, self.timeout_s)
+
+        session.exchange(call, b"")
+        return session.guarded(call, make)
 
     @property
     def node(self) -> Communicator:

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from statexchange import values
-from statexchange.comm.backend import AbandonedError, Backend, Look, Wait
+from statexchange.comm.backend import AbandonedError, Backend, Look, Wait, Watch, watched
 from statexchange.comm.control_page import ControlPage, DifferentCallsError
 from statexchange.comm.work import Work, WorkQueue
 from statexchange.errors import (
@@ -125,24 +125,22 @@ def _is_internal(file: str) -> bool:
     return torch is not None and file.startswith(os.path.dirname(str(torch.__file__)) + os.sep)
 
 
-class _LookAt:
+class _LookAt(Watch):
     """What the wait for one peer asks: AbandonedError, too, once some rank waits for all to hear of its failure.
 
     A peer that has closed its communicator sends nothing more; what it sent before has a moment to arrive.
     """
 
     def __init__(self, look: Look | None, peer: int) -> None:
-        self._look = look
+        super().__init__(look)
         self._peer = peer
         self._left: float | None = None  # when the peer was first seen to have left
 
     def failed(self, doing: str) -> None:
-        if self._look is None:
-            return
-        self._look.failed(doing)
-        if self._look.is_called():
+        super().failed(doing)
+        if self._look is not None and self._look.is_called():
             raise AbandonedError
-        reason = self._look.departure_of(self._peer, doing)
+        reason = self.departure_of(self._peer, doing)
         if reason is None:
             return
         now = time.monotonic()
@@ -150,27 +148,8 @@ class _LookAt:
         if now - self._left > _ARRIVAL_S:
             raise reason
 
-    def departure_of(self, rank: int, doing: str) -> StateExchangeError | None:
-        return None if self._look is None else self._look.departure_of(rank, doing)
-
     def missing(self) -> tuple[int, ...]:
         return (self._peer,)
-
-    def entered(self, doing: str) -> None: ...
-
-    def tell(self, error: StateExchangeError) -> None: ...
-
-    def call_all(self) -> None: ...
-
-    def is_called(self) -> bool:
-        return False
-
-    def progress(self) -> None: ...
-
-    def moves(self) -> int:
-        return self._look.moves() if self._look is not None else 0
-
-    def close(self) -> None: ...
 
 
 class Session:
@@ -430,6 +409,18 @@ class Session:
         if isinstance(known, PeerError) and known.rank >= 0 and known.host is None:
             return PeerError(known.rank, known.phase, known.cause, self.place.hosts[known.rank])
         return known
+
+    @contextlib.contextmanager
+    def making(self) -> Iterator[None]:
+        """A block that makes a group of ranks of this one: it ends when one of this group's ranks fails."""
+        try:
+            with watched(self.look):
+                yield
+        except PeerError as error:
+            named = self._named(error)
+            if named is error:
+                raise
+            raise named from error
 
     def group_of(self, ranks: Sequence[int]) -> Backend:
         """A carrier for `ranks`, in that order; MismatchError on all if they give several. Collective over them."""

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from starting import LAUNCHED_AS, start
 from sweeps import by_default
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import statexchange as sx
+from statexchange.comm import torch_backend
 from statexchange.errors import InvalidArgumentError, MismatchError, PeerError
 from statexchange.testing import run_ranks
 from statexchange.train.algorithms import Decentralized
@@ -247,3 +249,36 @@ def test_one_that_waits_for_a_failed_rank_is_told_the_cause_and_the_operation(
         assert phase == "its own code"
     else:
         assert phase.startswith(f"{verb} "), phase
+
+
+# Groups in the making
+
+
+def dies_in_the_making(backend: str, directory: str, where: str) -> list[Any]:
+    comm = start(backend, directory)
+    if comm.rank == 1:
+        place = torch_backend if where == "_come" else dist
+
+        def die(*_: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(place, where, die)
+    with pytest.raises(PeerError) as caught:
+        sx.export_checkpoint_async({"w": torch.ones(3)}, f"{directory}/out")
+    with pytest.raises(PeerError):
+        comm.barrier()
+    return [caught.value.rank, caught.value.cause]
+
+
+@pytest.mark.parametrize("where", ["_come", "ProcessGroupGloo"])
+def test_a_rank_that_dies_while_the_first_async_call_makes_its_communicator_is_named(
+    where: str, tmp_path: Path
+) -> None:
+    """Long before the deadline, which is that of the default: 300 s."""
+    args = ("gloo", str(tmp_path), where)
+    outcomes = run_ranks(dies_in_the_making, 3, backend="gloo", args=args, timeout_s=60, allow_failure=True)
+    for rank in (0, 2):
+        assert outcomes[rank].state == "ok", outcomes
+        assert outcomes[rank].exit_code == 0  # though torch's constructor may still wait in a thread
+        assert outcomes[rank].value[0] == 1
+        assert re.fullmatch(r"its process \d+ died", outcomes[rank].value[1])
