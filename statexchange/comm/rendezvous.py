@@ -66,7 +66,7 @@ from statexchange.errors import (
     StorageError,
 )
 from statexchange.processes import Owner, network_identity
-from statexchange.settings import Launch, gloo_interface
+from statexchange.settings import Launch, gloo_interface, has_agent_store
 
 __all__ = ["SharedStore", "store_at", "store_of"]
 
@@ -114,7 +114,7 @@ def store_of(launch: Launch, timeout_s: float) -> SharedStore:
     whose port the system picks on rank 0; under Slurm, and where a script sets RANK and WORLD_SIZE itself, at
     MASTER_ADDR and MASTER_PORT. Raises StallError naming the ranks that did not come.
     """
-    if launch.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if launch.launcher == "torchrun" and has_agent_store():
         return _torchruns_store(timeout_s)
     if launch.launcher in ("openmpi", "mpich"):
         from statexchange.comm import mpi_backend

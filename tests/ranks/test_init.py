@@ -242,11 +242,11 @@ def twice() -> list[Any]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("statexchange").addHandler(handler)
     before = [sx.get_rank(), sx.get_world_size(), sx.get_backend(), sx.is_initialized()]
-    first = sx.init(devices=False, timeout_s=7)
+    first = sx.init(devices=False, timeout_s=70)
     assert sx.init() is first
-    assert sx.init(timeout_s=7, devices=False) is first
+    assert sx.init(timeout_s=70, devices=False) is first
     assert said == []
-    assert sx.init("single", timeout_s=8) is first
+    assert sx.init("single", timeout_s=80) is first
     sx.shutdown()
     assert (sx.get_rank(), sx.get_world_size(), sx.is_initialized()) == (0, 1, False)
     return [before, said]
@@ -256,7 +256,7 @@ def test_init_is_idempotent_and_a_different_one_warns() -> None:
     for before, said in run_ranks(twice, 2, backend="mpi", reuse=True):
         assert before == [0, 1, "single", False]
         (line,) = said
-        assert "backend='single', timeout_s=8 is not used" in line
+        assert "backend='single', timeout_s=80 is not used" in line
 
 
 STARTS = """
