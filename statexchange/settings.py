@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from statexchange.errors import InvalidArgumentError
 
-__all__ = ["Launch", "default_timeout_s", "detect_launch", "gloo_interface", "no_color"]
+__all__ = ["Launch", "default_timeout_s", "detect_launch", "gloo_interface", "has_agent_store", "no_color"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,11 @@ def default_timeout_s() -> float:
     if not seconds > 0:
         raise InvalidArgumentError(f"STATEXCHANGE_TIMEOUT_S must be a number of seconds above 0, not {text!r}")
     return seconds
+
+
+def has_agent_store() -> bool:
+    """Whether torchrun serves a store for its ranks; not so where a script sets RANK and WORLD_SIZE itself."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def gloo_interface() -> str | None:

@@ -12,7 +12,8 @@ import functools
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -29,7 +30,9 @@ __all__ = [
     "Leaders",
     "Look",
     "Wait",
+    "Watch",
     "check_ranks",
+    "watched",
     "yield_core",
 ]
 
@@ -51,8 +54,11 @@ class AbandonedError(Exception):
 class Look(Protocol):
     """What a wait asks while it waits."""
 
-    def failed(self) -> None:
-        """Raise PeerError if a rank is known to have failed."""
+    def failed(self, doing: str) -> None:
+        """Raise PeerError if a rank is known to have failed; `doing` is what this rank waits for."""
+
+    def departure_of(self, rank: int, doing: str) -> StateExchangeError | None:
+        """Why `rank` will not come to `doing`; None if it may come. What it sent before it left may yet arrive."""
 
     def missing(self) -> tuple[int, ...]:
         """The ranks that are known not to have come this far; () if nothing is known."""
@@ -79,6 +85,65 @@ class Look(Protocol):
         """A number that grows while any rank says that it moves bytes."""
 
 
+class Watch:
+    """A look that tells of another look's failures, and does nothing else for it."""
+
+    def __init__(self, look: Look | None) -> None:
+        self._look = look
+
+    def failed(self, doing: str) -> None:
+        """Raise what the other look knows."""
+        if self._look is not None:
+            self._look.failed(doing)
+
+    def departure_of(self, rank: int, doing: str) -> StateExchangeError | None:
+        """What the other look knows."""
+        return None if self._look is None else self._look.departure_of(rank, doing)
+
+    def missing(self) -> tuple[int, ...]:
+        """Nobody: the other look counts other calls."""
+        return ()
+
+    def entered(self, doing: str) -> None:
+        """Nothing: this is no call of the other look's ranks."""
+
+    def tell(self, error: StateExchangeError) -> None:
+        """Nothing: whoever runs the call tells the others."""
+
+    def call_all(self) -> None:
+        """Nothing."""
+
+    def is_called(self) -> bool:
+        """No."""
+        return False
+
+    def progress(self) -> None:
+        """Nothing."""
+
+    def moves(self) -> int:
+        """As often as the other look says."""
+        return 0 if self._look is None else self._look.moves()
+
+    def close(self) -> None:
+        """Nothing: it is somebody else's."""
+
+
+_watched: ContextVar[Look | None] = ContextVar("statexchange_watched", default=None)
+
+
+@contextlib.contextmanager
+def watched(look: Look | None) -> Iterator[None]:
+    """A block in which waits that have no look of their own end when `look` knows of a failure. Not collective.
+
+    For the making of groups: their ranks cannot see each other yet, but those of the group that they come from can.
+    """
+    token = _watched.set(None if look is None else Watch(look))
+    try:
+        yield
+    finally:
+        _watched.reset(token)
+
+
 class Wait:
     """A wait for peers: `doing` names what for, `timeout_s` how long, `look` tells whether it is still worth it. Its
     deadline is put off while ranks say that they move bytes.
@@ -99,7 +164,7 @@ class Wait:
     ) -> None:
         self.timeout_s = timeout_s
         self.doing = doing
-        self.look = look
+        self.look = _watched.get() if look is None else look
         self._enter = enter
         self._deadline = time.monotonic() + timeout_s
         self._looked = 0.0
@@ -115,7 +180,7 @@ class Wait:
         if now - self._looked >= _LOOK_PERIOD_S:
             self._looked = now
             if self.look is not None:
-                self.look.failed()
+                self.look.failed(self.doing)
             moves = self.look.moves() if self.look is not None else self._moves
             if moves != self._moves:
                 self._moves, self._deadline = moves, now + self.timeout_s

@@ -197,15 +197,21 @@ class Board:
         self._sequence += 1
         self._doing = doing
 
-    def failed(self) -> None:
-        """Raise the failure that is known; PeerError if a rank took leave that this one needs. Not collective."""
+    def failed(self, doing: str) -> None:
+        """Raise the failure that is known; PeerError if a rank took leave that this one, which waits for `doing`,
+        needs. Not collective."""
         failure = self._failure
         if failure is not None:
             # A death has no phase of its own: what matters is what waits for the dead.
-            raise from_record(failure if failure.get("phase") != "" else {**failure, "phase": self._doing})
+            raise from_record(failure if failure.get("phase") != "" else {**failure, "phase": doing})
         for rank, (sequence, cause) in tuple(self._view.left.items()):
             if sequence < self._sequence and rank != self._place.rank:
-                raise self._peer_error(rank, self._doing, cause)
+                raise self._peer_error(rank, doing, cause)
+
+    def departure_of(self, rank: int, doing: str) -> StateExchangeError | None:
+        """Why `rank` will not come to `doing`, if it has taken leave. Not collective."""
+        left = self._view.left.get(rank)
+        return None if left is None else self._peer_error(rank, doing, left[1])
 
     def missing(self) -> tuple[int, ...]:
         """The ranks that are in an earlier collective than this one, or silent; () if unknown. Not collective."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -131,6 +132,15 @@ class Communicator:
     def is_closed(self) -> bool:
         """Whether every later call raises: it has been closed, or has failed."""
         return self._session.dead is not None
+
+    def raise_if_closed(self) -> None:
+        """Raise what every later call raises, if this has been closed or has failed. Not collective."""
+        self._session.raise_if_dead()
+
+    @property
+    def dependents(self) -> weakref.WeakSet[Any]:
+        """What has to be closed when this communicator is: reducers, whose hooks would go on to use it."""
+        return self._session.dependents
 
     # Messages
 
@@ -377,9 +387,10 @@ class Communicator:
         if key not in self._subsets or self._subsets[key].is_closed:
             from statexchange.comm.world import communicator
 
-            carrier = self._session.group_of(key)
-            ours = carrier is self._session.carrier  # all ranks, in their own order
-            self._subsets[key] = self if ours else communicator(carrier, self._session.timeout_s)
+            with self._session.making():
+                carrier = self._session.group_of(key)
+                ours = carrier is self._session.carrier  # all ranks, in their own order
+                self._subsets[key] = self if ours else communicator(carrier, self._session.timeout_s)
         return self._subsets[key]
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
@@ -403,9 +414,15 @@ class Communicator:
         """
         from statexchange.comm.world import communicator
 
-        everybody = list(range(self.world_size))
-        self._session.exchange(Call("duplicate"), b"")
-        return communicator(self._session.carrier.subset(everybody, self.timeout_s), self.timeout_s)
+        session, call = self._session, Call("duplicate")
+
+        def make() -> Communicator:
+            with session.making():
+                carrier = session.carrier.subset(range(self.world_size), self.timeout_s)
+                return communicator(carrier, self.timeout_s)
+
+        session.exchange(call, b"")
+        return session.guarded(call, make)
 
     @property
     def node(self) -> Communicator:
@@ -432,7 +449,12 @@ class Communicator:
         return self._flat
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave: peers that still wait for this rank raise PeerError, with `error` as its cause. Not collective."""
+        """Leave: peers that still wait for this rank raise PeerError, with `error` as its cause. Not collective.
+
+        Reducers of this communicator let go of their parameters.
+        """
+        for dependent in list(self.dependents):
+            dependent.close()
         for subset in self._subsets.values():
             if subset is not self:
                 subset.close(error)

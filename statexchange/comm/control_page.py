@@ -188,7 +188,7 @@ class ControlPage:
                 checked = now
                 self._raise_for_gone(missing, wait.doing)
                 if wait.look is not None:
-                    wait.look.failed()
+                    wait.look.failed(wait.doing)
                 latest = self.moves()
                 if latest != progress:
                     progress, moved = latest, now
@@ -204,14 +204,22 @@ class ControlPage:
     def _behind(self, count: int) -> list[int]:
         return [r for r in range(self.world_size) if self._get(r, _ARRIVED) < count]
 
-    def failed(self) -> None:
-        """Raise PeerError if a rank has died, or has left with an error."""
+    def failed(self, doing: str) -> None:
+        """Raise PeerError if a rank has died, or what a rank has left with, while this one waits for `doing`."""
         for rank in range(self.world_size):
-            left = self._get(rank, _LEFT)
-            if left == _GONE_WITH_ERROR:
-                raise self._last_words(rank)
-            if not left and not self._alive(rank):
-                raise PeerError(rank, "a collective", f"its process {self._get(rank, _PID)} died")
+            reason = self.departure_of(rank, doing)
+            if reason is not None and self._get(rank, _LEFT) != _GONE_QUIETLY:
+                raise reason
+
+    def departure_of(self, rank: int, doing: str) -> StateExchangeError | None:
+        """Why `rank` will not come to `doing`: the error with which it left, that it closed, or that it died."""
+        alive = self._alive(rank)
+        left = self._get(rank, _LEFT)  # looked at last: a rank may say why and die between two looks
+        if left == _GONE_WITH_ERROR:
+            return self._last_words(rank)
+        if left == _GONE_QUIETLY:
+            return PeerError(rank, doing, "it closed its communicator")
+        return None if alive else PeerError(rank, doing, f"its process {self._get(rank, _PID)} died")
 
     def close(self) -> None:
         """Nothing more than `leave`."""
@@ -229,16 +237,11 @@ class ControlPage:
 
     def _raise_for_gone(self, ranks: list[int], doing: str) -> None:
         for rank in ranks:
-            left = self._get(rank, _LEFT)
-            alive = self._alive(rank)
+            reason = self.departure_of(rank, doing)
             if self._get(rank, _ARRIVED) >= self._count:
                 continue  # looked at last: a rank may arrive, read and leave between two looks
-            if left == _GONE_WITH_ERROR:
-                raise self._last_words(rank)
-            if left == _GONE_QUIETLY:
-                raise PeerError(rank, doing, "it closed its communicator")
-            if not alive:
-                raise PeerError(rank, doing, f"its process {self._get(rank, _PID)} died")
+            if reason is not None:
+                raise reason
 
     def _last_words(self, rank: int) -> StateExchangeError:
         return from_record(json.loads(_read_slot(self._slot(rank, 2))[0]))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from statexchange.comm.backend import Backend, Between, Finish, Leaders, Wait
+from statexchange.comm.backend import Backend, Between, Finish, Leaders, Wait, Watch
 from statexchange.errors import PeerError, StallError, StateExchangeError
 
 if TYPE_CHECKING:
@@ -24,48 +24,24 @@ _HALVES = (torch.float16, torch.bfloat16)
 MeetOnNode: TypeAlias = Callable[[int, Wait], Sequence[int]]
 
 
-class _Above:
+class _Above(Watch):
     """The world's look, for waits among some of its ranks: it remembers what it raised, which already says which rank
-    of the world has failed."""
+    of the world has failed. It names nobody as missing: `_Steps` asks the world when all it knows is that time is up.
+    """
 
     def __init__(self, look: Look | None) -> None:
-        self._look = look
+        super().__init__(look)
         self.raised: StateExchangeError | None = None
 
-    def failed(self) -> None:
+    def failed(self, doing: str) -> None:
         try:
-            if self._look is not None:
-                self._look.failed()
+            super().failed(doing)
         except StateExchangeError as error:
             self.raised = error
             raise
 
-    def missing(self) -> tuple[int, ...]:
-        """Nobody: `_Steps` asks the world when all it knows is that time is up."""
-        return ()
-
-    def entered(self, doing: str) -> None:
-        """Nothing: a step is no collective of the world."""
-
-    def close(self) -> None:
-        """Nothing: it is somebody else's."""
-
-    def tell(self, error: StateExchangeError) -> None:
-        """Nothing: whoever runs the collective tells the world."""
-
-    def call_all(self) -> None:
-        """Nothing: a step does not fail by itself."""
-
-    def is_called(self) -> bool:
-        """No: a collective is not broken off."""
-        return False
-
-    def progress(self) -> None:
-        """Nothing: a step says nothing of its own."""
-
-    def moves(self) -> int:
-        """The world's."""
-        return self._look.moves() if self._look is not None else 0
+    def departure_of(self, rank: int, doing: str) -> StateExchangeError | None:  # noqa: ARG002 (a step's rank)
+        return None
 
 
 class _Steps:

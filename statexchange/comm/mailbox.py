@@ -12,7 +12,6 @@ from typing import Any
 
 from statexchange.comm.backend import Wait
 from statexchange.comm.control_page import ControlPage
-from statexchange.errors import PeerError
 from statexchange.shared_memory import Arena, Attached, attach
 
 __all__ = ["Mailbox"]
@@ -89,11 +88,11 @@ class Mailbox:
 
     def _until(self, done: Any, wait: Wait) -> None:
         def settled() -> bool:
-            left = self._page.has_left(self._peer)
+            reason = self._page.departure_of(self._peer, wait.doing) if self._page.has_left(self._peer) else None
             if done():  # looked at last: a peer may post and leave between two looks
                 return True
-            if left:
-                raise PeerError(self._peer, wait.doing, "it closed its communicator")
+            if reason is not None:
+                raise reason
             return False
 
         wait.until(settled)

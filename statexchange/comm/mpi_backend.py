@@ -95,6 +95,8 @@ class MPIBackend(Backend):
         self._comm.Set_errhandler(self._mpi.ERRORS_RETURN)
 
     def _duplicate(self, comm: Any, timeout_s: float) -> Any:
+        wait = Wait(timeout_s, "the meeting of all ranks")
+        self._meet(comm, range(self.world_size), _FIRST_FREE_TAG, wait)
         made: list[Any] = []
 
         def post() -> Any:
@@ -102,7 +104,7 @@ class MPIBackend(Backend):
             made.append(duplicate)
             return request
 
-        self._run(post, 0, Wait(timeout_s, "the meeting of all ranks"))
+        self._run(post, 0, wait)
         return made[0]
 
     def exchange(self, payload: bytes, wait: Wait) -> list[bytes]:
@@ -165,13 +167,17 @@ class MPIBackend(Backend):
     def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:
         """A communicator of `ranks`; only they take part in making it. StallError names who does not come."""
         tag = _FIRST_FREE_TAG + zlib.crc32(repr(list(ranks)).encode()) % _MANY_TAGS
-        self._meet(ranks, tag, Wait(timeout_s, f"the making of a group of ranks {list(ranks)}"))
+        self._meet(self._comm, ranks, tag, Wait(timeout_s, f"the making of a group of ranks {list(ranks)}"))
         with self._guard:  # does not wait: all are there
             group = self._comm.Get_group().Incl(list(ranks))
             return MPIBackend(self._comm.Create_group(group, tag), own=True)
 
-    def _meet(self, ranks: Sequence[int], tag: int, wait: Wait) -> None:
-        """Empty messages between all pairs: making a communicator has no request that could be polled."""
+    def _meet(self, comm: Any, ranks: Sequence[int], tag: int, wait: Wait) -> None:
+        """Return when all `ranks` of `comm` have called; StallError names who has not.
+
+        Empty messages go between all pairs: making a communicator either has no request that could be polled, or one
+        that does not tell for whom it waits.
+        """
         missing = [rank for rank in ranks if rank != self.rank]
         nothing = [bytearray(1), 0, self._mpi.BYTE]
         sent: list[Any] = []
@@ -183,8 +189,8 @@ class MPIBackend(Backend):
 
         with self._keeping([sent, came], wait):
             with self._guard:
-                came.update({rank: self._comm.Irecv(nothing, rank, tag) for rank in missing})
-                sent.extend(self._comm.Isend(nothing, rank, tag) for rank in missing)
+                came.update({rank: comm.Irecv(nothing, rank, tag) for rank in missing})
+                sent.extend(comm.Isend(nothing, rank, tag) for rank in missing)
             try:
                 wait.until(done)
             except StallError:

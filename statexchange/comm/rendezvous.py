@@ -66,7 +66,7 @@ from statexchange.errors import (
     StorageError,
 )
 from statexchange.processes import Owner, network_identity
-from statexchange.settings import Launch, gloo_interface
+from statexchange.settings import Launch, gloo_interface, has_agent_store
 
 __all__ = ["SharedStore", "store_at", "store_of"]
 
@@ -111,9 +111,10 @@ def store_of(launch: Launch, timeout_s: float) -> SharedStore:
     """Return a store of all ranks of a launcher. Collective.
 
     torchrun's own, where each use has keys of its own, so that ranks may meet again after a shutdown; under MPI one
-    whose port the system picks on rank 0; under Slurm at MASTER_ADDR and MASTER_PORT, which job scripts set.
+    whose port the system picks on rank 0; under Slurm, and where a script sets RANK and WORLD_SIZE itself, at
+    MASTER_ADDR and MASTER_PORT. Raises StallError naming the ranks that did not come.
     """
-    if launch.launcher == "torchrun":
+    if launch.launcher == "torchrun" and has_agent_store():
         return _torchruns_store(timeout_s)
     if launch.launcher in ("openmpi", "mpich"):
         from statexchange.comm import mpi_backend
@@ -130,6 +131,7 @@ def store_of(launch: Launch, timeout_s: float) -> SharedStore:
 
 
 def _torchruns_store(timeout_s: float) -> SharedStore:
+    deadline = time.monotonic() + timeout_s
     try:
         with torch_errors(Wait(timeout_s, "the meeting at torchrun's store")):
             store, rank, size = next(iter(_stores.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
@@ -137,28 +139,45 @@ def _torchruns_store(timeout_s: float) -> SharedStore:
         if isinstance(error, StateExchangeError):
             raise
         raise NotInitializedError(f"the environment speaks of ranks, but not of where they meet: {error}") from error
-    return SharedStore(_stores.PrefixStore(unused("meeting"), store), rank, size)
+    store = _stores.PrefixStore(unused("meeting"), store)
+    where = "torchrun's store"
+    try:
+        tcp_store.enroll(store, rank, secrets.token_hex(16), where)
+        if rank == 0:
+            _lead_at_store(store, size, deadline, timeout_s, where)
+        else:
+            tcp_store.wait_until_complete(store, size, deadline, timeout_s, where)
+    except LostServerError as error:
+        raise NotInitializedError(f"{where} has ended: {error}") from error
+    return SharedStore(store, rank, size)
+
+
+def _lead_at_store(store: Any, world_size: int, deadline: float, timeout_s: float, where: str) -> None:
+    """Let all ranks go on when all have joined `store`. Rank 0 only."""
+    with tcp_store.failure_announced(store, world_size):
+        tcp_store.wait_for_all(store, world_size, deadline, timeout_s, where, lambda: None)
+    tcp_store.complete(store)
 
 
 def _store_by_mpi(backend: Backend, timeout_s: float) -> SharedStore:
     host = socket.gethostname()
     wait = Wait(timeout_s, "the choice of a port")
     server: Server | None = None
-    offer: list[Any] = [host, 0, None]
+    offer: list[Any] = [host, 0, "", None]
     if backend.rank == 0:
         try:
             server = Server.at(host, 0, timeout_s)
-            offer[1] = server.port
+            offer[1:3] = server.port, server.nonce
         except NotInitializedError as error:
-            offer[2] = error.message
-    host, port, refusal = json.loads(backend.exchange(json.dumps(offer).encode(), wait)[0])
+            offer[3] = error.message
+    host, port, nonce, refusal = json.loads(backend.exchange(json.dumps(offer).encode(), wait)[0])
     if refusal is not None:
         raise NotInitializedError(f"rank 0 on {host}: {refusal}", rank=0)
     try:
         store = tcp_store.connect(host, port, timeout_s, min(timeout_s, _CONNECT_S))
     except OSError as error:
         raise NotInitializedError(_unreachable(backend.rank, host, host, port, error), rank=backend.rank) from error
-    return SharedStore(store, backend.rank, backend.world_size, server)
+    return SharedStore(tcp_store.within(store, nonce), backend.rank, backend.world_size, server)
 
 
 def store_at(url: str, rank: int, world_size: int, timeout_s: float) -> SharedStore:
@@ -191,11 +210,9 @@ def _store_at_address(host: str, port: int, rank: int, world_size: int, timeout_
         return SharedStore(_joined_store(host, port, rank, world_size, deadline, timeout_s), rank, world_size)
     server = Server.at(host, port, timeout_s)
     try:
-        store = tcp_store.connect(host, server.port, timeout_s, timeout_s)
+        store = tcp_store.within(tcp_store.connect(host, server.port, timeout_s, timeout_s), server.nonce)
         tcp_store.enroll(store, 0, server.nonce, where)
-        with tcp_store.failure_announced(store, world_size):
-            tcp_store.wait_for_all(store, world_size, deadline, timeout_s, where, lambda: None)
-        tcp_store.complete(store)
+        _lead_at_store(store, world_size, deadline, timeout_s, where)
     except BaseException:
         server.close()  # an error that somebody keeps must not keep the port
         raise
@@ -214,6 +231,7 @@ def _joined_store(host: str, port: int, rank: int, world_size: int, deadline: fl
         try:
             server = tcp_store.server_nonce(store)
             if server is not None and server not in _completed:
+                store = tcp_store.within(store, server)
                 tcp_store.enroll(store, rank, nonce, where)
                 tcp_store.wait_until_complete(store, world_size, deadline, timeout_s, where)
                 _completed.add(server)
@@ -416,7 +434,7 @@ class _Member:
         answer = {
             "nonces": nonces,
             "host": platform.node(),
-            "address": "" if server is None else str(server.store.host),
+            "address": "" if server is None else server.address,
             "port": 0 if server is None else server.port,
             "server": "" if server is None else server.nonce,
             "refusal": refusal,
@@ -427,7 +445,7 @@ class _Member:
     def _gather_all(self, server: Server, nonces: list[str]) -> SharedStore:
         """Return when all ranks have joined, and nothing is left in the directory."""
         where = str(self._path)
-        store = self._connect(server.nonce, str(server.store.host), server.port)
+        store = self._connect(server.nonce, server.address, server.port)
         tcp_store.enroll(store, 0, self._nonce, where)
         refusals = {f"refusal-{nonce}.json" for nonce in nonces}
 
@@ -451,7 +469,7 @@ class _Member:
         store = tcp_store.connect(address, port, self._timeout_s, min(_CONNECT_S, remaining / 2))
         if tcp_store.server_nonce(store) != nonce:
             raise OSError(errno.ECONNREFUSED, "another program answers there")
-        return store
+        return tcp_store.within(store, nonce)
 
     # The other ranks
 

@@ -8,13 +8,17 @@ import hashlib
 import operator
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from statexchange import values
-from statexchange.comm.backend import AbandonedError, Backend, Look, Wait
+from statexchange.comm.backend import AbandonedError, Backend, Look, Wait, Watch, watched
 from statexchange.comm.control_page import ControlPage, DifferentCallsError
 from statexchange.comm.work import Work, WorkQueue
 from statexchange.errors import (
@@ -28,12 +32,13 @@ from statexchange.errors import (
     to_record,
 )
 
-__all__ = ["Call", "FlatSession", "Place", "Session", "call_site", "encoded", "mark_of"]
+__all__ = ["Call", "FlatSession", "Place", "Session", "about", "call_site", "encoded", "mark_of"]
 
 T = TypeVar("T")
 _ROOM = os.path.dirname(__file__)
 _NAMING_S, _NAP_S = 2.0, 0.02
 _CLOSE_S = 1.0
+_ARRIVAL_S = 2.0
 _PACKAGE = os.path.dirname(_ROOM) + os.sep
 _CALLERS = os.path.join(_PACKAGE, "testing") + os.sep  # a part of the package that calls as others do
 _OF_ARGUMENTS = (TypeError, ValueError, AttributeError)
@@ -86,50 +91,66 @@ def mark_of(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
+_about: ContextVar[Callable[[], str] | None] = ContextVar("statexchange_about", default=None)
+
+
+@contextlib.contextmanager
+def about(what: Callable[[], str]) -> Iterator[None]:
+    """A block whose calls work on what `what` names; it is asked only for an error. Not collective."""
+    token = _about.set(what)
+    try:
+        yield
+    finally:
+        _about.reset(token)
+
+
 def call_site() -> str:
-    """File and line of the innermost frame outside this package."""
-    frame = sys._getframe(1)  # noqa: SLF001 (the documented way to it)
-    while frame.f_back is not None and _is_ours(frame.f_code.co_filename):
+    """File and line of the user's call, and what it is about: the innermost frame outside this package and torch.
+
+    In a thread of autograd's own no frame is the user's; then it is that thread.
+    """
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 (the documented way to it)
+    while frame is not None and _is_internal(frame.f_code.co_filename):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    thread = threading.current_thread().name
+    site = f"thread {thread!r}" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    what = _about.get()
+    return site if what is None else f"{site} ({what()})"
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_ours(file: str) -> bool:
-    return file == contextlib.__file__ or (file.startswith(_PACKAGE) and not file.startswith(_CALLERS))
+def _is_internal(file: str) -> bool:
+    if file == contextlib.__file__ or (file.startswith(_PACKAGE) and not file.startswith(_CALLERS)):
+        return True
+    torch = sys.modules.get("torch")  # its frames lie between the user's backward() and our hooks
+    return torch is not None and file.startswith(os.path.dirname(str(torch.__file__)) + os.sep)
 
 
-class _LookAt:
-    """What the wait for one peer asks: AbandonedError, too, once some rank waits for all to hear of its failure."""
+class _LookAt(Watch):
+    """What the wait for one peer asks: AbandonedError, too, once some rank waits for all to hear of its failure.
+
+    A peer that has closed its communicator sends nothing more; what it sent before has a moment to arrive.
+    """
 
     def __init__(self, look: Look | None, peer: int) -> None:
-        self._look = look
+        super().__init__(look)
         self._peer = peer
+        self._left: float | None = None  # when the peer was first seen to have left
 
-    def failed(self) -> None:
-        if self._look is not None:
-            self._look.failed()
-            if self._look.is_called():
-                raise AbandonedError
+    def failed(self, doing: str) -> None:
+        super().failed(doing)
+        if self._look is not None and self._look.is_called():
+            raise AbandonedError
+        reason = self.departure_of(self._peer, doing)
+        if reason is None:
+            return
+        now = time.monotonic()
+        self._left = now if self._left is None else self._left
+        if now - self._left > _ARRIVAL_S:
+            raise reason
 
     def missing(self) -> tuple[int, ...]:
         return (self._peer,)
-
-    def entered(self, doing: str) -> None: ...
-
-    def tell(self, error: StateExchangeError) -> None: ...
-
-    def call_all(self) -> None: ...
-
-    def is_called(self) -> bool:
-        return False
-
-    def progress(self) -> None: ...
-
-    def moves(self) -> int:
-        return self._look.moves() if self._look is not None else 0
-
-    def close(self) -> None: ...
 
 
 class Session:
@@ -172,6 +193,7 @@ class Session:
         self._cut = False  # a message between two ranks was broken off, and may lie around half
         self._queue = WorkQueue(f"statexchange rank {place.rank}")
         self._lines: dict[tuple[str, int], WorkQueue] = {}
+        self.dependents: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def backend_for(self, device_type: str) -> Backend:
         """What moves tensors of this device."""
@@ -392,13 +414,25 @@ class Session:
         deadline = time.monotonic() + _NAMING_S
         while error.rank < 0 and self.look is not None and known is error and time.monotonic() < deadline:
             try:
-                self.look.failed()
+                self.look.failed(error.phase)
                 time.sleep(_NAP_S)
             except StateExchangeError as named:
                 known = named
         if isinstance(known, PeerError) and known.rank >= 0 and known.host is None:
             return PeerError(known.rank, known.phase, known.cause, self.place.hosts[known.rank])
         return known
+
+    @contextlib.contextmanager
+    def making(self) -> Iterator[None]:
+        """A block that makes a group of ranks of this one: it ends when one of this group's ranks fails."""
+        try:
+            with watched(self.look):
+                yield
+        except PeerError as error:
+            named = self._named(error)
+            if named is error:
+                raise
+            raise named from error
 
     def group_of(self, ranks: Sequence[int]) -> Backend:
         """A carrier for `ranks`, in that order; MismatchError on all if they give several. Collective over them."""

@@ -5,7 +5,8 @@ closing the server frees its port, whoever still holds a client.
 
 Keys and who writes them:
 
-    server           rank 0, before it joins: a nonce of this server
+    server           rank 0, before it joins: a nonce of this server; all other keys lie below this nonce, as torch may
+                     serve a store of its own at the same port of this process
     joined/<rank>    each rank, once: a nonce of its process. A second process of that rank finds another nonce there.
     complete         rank 0, when all have joined
     failed           rank 0, instead of `complete`: the error that it raises, which the others then raise, too
@@ -49,6 +50,7 @@ __all__ = [
     "stall",
     "wait_for_all",
     "wait_until_complete",
+    "within",
 ]
 
 _stores: Any = dist  # torch exports its stores there, but not for type checkers
@@ -73,10 +75,13 @@ class Server:
 
     @classmethod
     def at(cls, host: str, port: int, timeout_s: float) -> Server:
-        """Serve on all interfaces, at `port`; `host` must be a name of this host. NotInitializedError if it cannot."""
-        limit = timedelta(seconds=timeout_s)
+        """Serve on all interfaces, at `port`; `host` must be a name of this host. NotInitializedError if it cannot.
+
+        torch.distributed may serve its store at the same port later: scripts give both one MASTER_PORT.
+        """
+        options = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
         try:
-            return cls(_stores.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=limit))
+            return cls(_stores.TCPStore(host, port, timeout=timedelta(seconds=timeout_s), **options))
         except RuntimeError as error:
             raise NotInitializedError(f"cannot listen at tcp://{host}:{port}: {_first_line(error)}") from error
 
@@ -99,9 +104,14 @@ class Server:
             raise OSError(_first_line(error)) from error
 
     @property
+    def address(self) -> str:
+        """The address of the interface that was asked for."""
+        return str(self._store.host)
+
+    @property
     def store(self) -> Any:
-        """The torch Store whose life is the server's."""
-        return self._store
+        """A torch Store that keeps the server alive."""
+        return within(self._store, self.nonce)
 
     def close(self) -> None:
         """Free the port; clients lose their connections. May be called again."""
@@ -134,6 +144,11 @@ def server_nonce(store: Any) -> str | None:
     """Return the nonce of the server of this client; None if it has not set one yet."""
     with _lost_server():
         return store.get("server").decode() if store.check(["server"]) else None
+
+
+def within(store: Any, nonce: str) -> Any:
+    """Return what the ranks that meet at the server that has `nonce` use of its `store`. Not collective."""
+    return _stores.PrefixStore(nonce, store)
 
 
 def enroll(store: Any, rank: int, nonce: str, where: str) -> None:

@@ -167,11 +167,19 @@ def _await_keys(store: Any, keys: Sequence[str], ranks: Sequence[int], wait: Wai
 
 
 def _make_gloo(store: Any, rank: int, names: Sequence[int], timeout_s: float) -> Any:
-    """A Gloo group of ranks that errors call by `names`, on a store that has not been used for this. Collective."""
+    """A Gloo group of ranks that errors call by `names`, on a store that has not been used for this. Collective.
+
+    Torch's constructor cannot be interrupted, and waits in vain for a rank that dies in it: another thread calls it.
+    """
     wait = Wait(timeout_s, f"the making of a group of ranks {list(names)}")
     _come(store, names[rank], names, wait)
+    keys, limit = _stores.PrefixStore("group", store), _limit(wait)
+    made = Work(wait.doing)
+    make = functools.partial(made.run, lambda: _stores.ProcessGroupGloo(keys, rank, len(names), limit))
+    threading.Thread(target=make, name=wait.doing, daemon=True).start()
     with torch_errors(wait):
-        return _stores.ProcessGroupGloo(_stores.PrefixStore("group", store), rank, len(names), _limit(wait))
+        wait.until(made.is_completed)
+        return made.wait()
 
 
 @contextlib.contextmanager

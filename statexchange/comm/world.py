@@ -313,7 +313,7 @@ def _carrier(wish: _Wish, timeout_s: float) -> Backend:
     if wish.backend == "mpi" or (wish.rendezvous is None and launch.launcher in ("openmpi", "mpich")):
         from statexchange.comm import mpi_backend
 
-        return mpi_backend.MPIBackend(mpi_backend.world(launch))
+        return mpi_backend.MPIBackend(mpi_backend.world(launch), timeout_s=timeout_s)
     if wish.rendezvous is None and launch.world_size == 1:
         return SingleBackend()
     from statexchange.comm import torch_backend
@@ -369,7 +369,7 @@ def from_mpi(mpi_comm: Any, *, timeout_s: float | None = None) -> Communicator:
     """The communicator of an mpi4py communicator. Collective over it, the first time."""
     from statexchange.comm.mpi_backend import MPIBackend
 
-    return _adopt(mpi_comm, lambda wait_s: communicator(MPIBackend(mpi_comm), wait_s), timeout_s)
+    return _adopt(mpi_comm, lambda wait_s: communicator(MPIBackend(mpi_comm, timeout_s=wait_s), wait_s), timeout_s)
 
 
 def _adopt(group: object, make: Callable[[float], Communicator], timeout_s: float | None) -> Communicator:

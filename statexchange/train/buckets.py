@@ -24,6 +24,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.session import about
 from statexchange.comm.work import Work
 from statexchange.comm.world import as_communicator
 from statexchange.errors import InvalidArgumentError, MismatchError, StateExchangeError
@@ -35,6 +36,7 @@ from statexchange.train.declarations import (
     declare,
     local_part,
     named_parameters,
+    shortened,
     split_buckets,
 )
 from statexchange.train.freed_memory import give_back_freed_memory, keep_freed_memory
@@ -169,6 +171,7 @@ class BucketReducer(Reducer):
         self._warm: list[Slot] = []  # whose gradients have just arrived
         self._warm_bytes = 0
         self._hooks: list[Any] = []
+        self._closed = False
         self._source = module_or_params
         self._explicit = buckets
         self._settings = _Settings(bucket_bytes, align_bytes, chunking, fusion, delay_reduce, bucket_type, None, scale)
@@ -195,13 +198,14 @@ class BucketReducer(Reducer):
             given = {key: value for key, value in changes.items() if key in _Settings.__slots__ and key != "buckets"}
             settings = replace(self._settings, **given)
             settings.check()
-        self._comm = as_communicator(changes.get("comm", self._comm))
+        comm = as_communicator(changes.get("comm", self._comm))
+        self.close()
+        self._comm = comm
         self._communicate = changes.get("communicate", self._communicate)
         self._overlap = changes.get("overlap", self._overlap)
         self._explicit = changes.get("buckets", self._explicit)
         self._settings = settings
         self._source = self._source if module_or_params is None else module_or_params
-        self.close()
         self._build()
 
     def _build(self) -> None:
@@ -227,6 +231,8 @@ class BucketReducer(Reducer):
         if self._settings.buckets is not None:
             by_name = {slot.name: slot for slot in self._slots}
             self._extend_plan([[by_name[name] for name in names] for names in self._settings.buckets])
+        self._closed = False
+        self._comm.dependents.add(self)
         if self._settings.bucket_type == "gradient":
             self._add_hooks()
         else:
@@ -272,13 +278,24 @@ class BucketReducer(Reducer):
             slot.param.requires_grad_(not frozen)
 
     def close(self) -> None:
-        """Let go of the parameters: backward is as before. Not collective."""
+        """Let go of the parameters: backward is as before. Not collective.
+
+        The end of the communicator does it, too. May be called again.
+        """
+        self._closed = True
+        self._comm.dependents.discard(self)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         for slot in self._slots:
             if _owners.get(slot.param) == weakref.ref(self):  # type: ignore[no-untyped-call]
                 del _owners[slot.param]
+
+    def raise_if_closed(self) -> None:
+        """Raise if this reducer or its communicator has been closed. Not collective."""
+        if self._closed:
+            self._comm.raise_if_closed()
+            raise InvalidArgumentError("this reducer has been closed, and gradients are no averages any more")
 
     @property
     def comm(self) -> Communicator:
@@ -454,12 +471,16 @@ class BucketReducer(Reducer):
             self._reduce_flat(bucket, async_op=async_op)
 
     def _reduce_flat(self, bucket: Bucket, *, async_op: bool = False) -> None:
-        if self._communicate is not None:
-            bucket.work = self._communicate(bucket.flat)
-            return
-        op, scale = operation(self._settings.scale)
-        sent = self._comm.all_reduce(bucket.flat, op, scale=scale, async_op=async_op)
-        bucket.work = sent if async_op else None
+        with about(lambda: self._label_of(bucket)):
+            if self._communicate is not None:
+                bucket.work = self._communicate(bucket.flat)
+                return
+            op, scale = operation(self._settings.scale)
+            sent = self._comm.all_reduce(bucket.flat, op, scale=scale, async_op=async_op)
+            bucket.work = sent if async_op else None
+
+    def _label_of(self, bucket: Bucket) -> str:
+        return f"bucket {self._plan.index(bucket)}: {shortened([slot.name for slot in bucket.slots])}"
 
     # The end of a step
 

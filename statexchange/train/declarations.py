@@ -23,11 +23,13 @@ __all__ = [
     "is_dtensor",
     "local_part",
     "named_parameters",
+    "shortened",
     "split_buckets",
 ]
 
 Source = Any  # a module, a mapping from names to parameters, or parameters with or without names
 _NAMELESS = "parameters[{}]"
+_SHOWN_NAMES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,12 @@ def _difference(rank: int, root: list[Any], theirs: list[Any]) -> MismatchError:
                 "parameters differ between rank 0 and others", rank=rank, name=name, expected=sides[0], found=sides[1]
             )
     return MismatchError("reducers differ between rank 0 and others", rank=rank, expected=root[0], found=theirs[0])
+
+
+def shortened(names: Sequence[str]) -> str:
+    """The first few of `names`, and how many more there are. Not collective."""
+    shown = ", ".join(names[:_SHOWN_NAMES])
+    return shown if len(names) <= _SHOWN_NAMES else f"{shown} and {len(names) - _SHOWN_NAMES} more"
 
 
 def split_buckets(tensors: Sequence[Declaration], bucket_bytes: int) -> list[list[Declaration]]:

@@ -246,6 +246,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
 
         Collective.
         """
+        self._reducer.raise_if_closed()
         _check_weight(self._algorithm, weighted=weight is not None)
         if self._local or self._algorithm.is_due(self._steps):
             super().finalize(weight=weight)

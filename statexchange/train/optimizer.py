@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future as ConcurrentFuture
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.session import about
 from statexchange.comm.world import as_communicator
 from statexchange.errors import InvalidArgumentError
 from statexchange.train.buckets import BucketReducer
-from statexchange.train.declarations import compare_declarations, declare, local_part, named_parameters
+from statexchange.train.declarations import compare_declarations, declare, local_part, named_parameters, shortened
 from statexchange.train.reducers import CoalescingReducer, Reducer, average_sparse, densified, same_kind
 from statexchange.train.synchronize import synchronize
 
@@ -159,6 +161,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._optimizer.zero_grad(set_to_none)
         self._begin()
 
+    def close(self) -> None:
+        """Let go of the parameters: backward is as before, and the inner optimizer steps alone. Not collective.
+
+        The end of the communicator does it, too. Later calls of `finalize` and `step` raise. May be called again.
+        """
+        self._reducer.close()
+
     # Averaging
 
     def finalize(self, *, weight: float | None = None) -> None:
@@ -166,6 +175,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Collective on ranks where it is not so yet. `weight` is this rank's, see the class.
         """
+        self._reducer.raise_if_closed()
         if self._local:
             raise InvalidArgumentError("gradients are not averaged inside no_sync(): leave the block first")
         if self._averaged:
@@ -337,7 +347,8 @@ def as_comm_hook(reducer: Any = None) -> Hook:
     """A communication hook for torch DDP: ``ddp.register_comm_hook(None, sx.as_comm_hook(reducer))``.
 
     Collective where the communicator has to be made. `reducer` is a Reducer, whose `add` and `finalize` every bucket of
-    DDP goes through, or what `comm=` means everywhere: then buckets are averaged while backward goes on.
+    DDP goes through, or what `comm=` means everywhere: then buckets are averaged while backward goes on. What goes
+    wrong is raised by backward: PeerError if a rank has failed, MismatchError if ranks meet in different calls.
     """
     if isinstance(reducer, BucketReducer):
         raise InvalidArgumentError("DDP makes buckets of its own: give a communicator, or another reducer")
@@ -362,19 +373,41 @@ def _overlapping_hook(comm: Communicator) -> Hook:
     waiting = ThreadPoolExecutor(1, "statexchange comm hook")
 
     def hook(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        work = comm.all_reduce(bucket.buffer(), "avg", async_op=True)
+        flat: torch.Tensor = bucket.buffer()
+        with about(lambda: _name_of(bucket)):
+            work = comm.all_reduce(flat, "avg", async_op=True)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
 
         def settle() -> None:
             try:
-                future.set_result(work.wait())
-            except Exception as error:  # noqa: BLE001 (DDP raises it where it waits)
-                future.set_exception(error)  # type: ignore[arg-type]
+                work.wait()
+            finally:
+                future.set_result(flat)
 
-        waiting.submit(settle)
+        _raise_after_backward(waiting.submit(settle))
         return future
 
     return _bare(hook)
+
+
+def _name_of(bucket: Any) -> str:
+    """A bucket of DDP, which knows parameters but not their names."""
+    shapes = shortened([str(list(parameter.shape)) for parameter in bucket.parameters()])
+    return f"bucket {bucket.index()} of DDP: parameters of shapes {shapes}"
+
+
+def _raise_after_backward(settled: ConcurrentFuture[None]) -> None:
+    """Have the running backward raise what `settled` holds, when DDP has finished its own work.
+
+    An exception in the future of a bucket would lose its type: DDP casts it to a tensor. One that is raised before DDP
+    has finished would leave it unusable, although all ranks may go on after a mismatch. Callbacks run in their order,
+    and DDP queues its own after those of its hooks: so this one queues another.
+    """
+    if torch._C._current_graph_task_id() < 0:  # noqa: SLF001 (torch's `join` runs hooks outside backward)
+        settled.result()
+        return
+    queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001 (torch has no other way)
+    queue(lambda: queue(settled.result))
 
 
 def _bare(hook: Hook) -> Hook:

@@ -351,8 +351,10 @@ def test_a_peer_that_does_not_come_is_named_at_the_deadline(kind: str, tmp_path:
 class _Told:
     """Somebody else knows that rank 7 has failed."""
 
-    def failed(self) -> None:
+    def failed(self, doing: str) -> None:
         raise sx.PeerError(7, "its own work", "no more fuel")
+
+    def departure_of(self, rank: int, doing: str) -> None: ...
 
     def missing(self) -> tuple[int, ...]:
         return ()

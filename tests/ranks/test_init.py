@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from programs import require_mpi
 from shared_names import no_names_left
 from sweeps import slow
@@ -241,11 +242,11 @@ def twice() -> list[Any]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("statexchange").addHandler(handler)
     before = [sx.get_rank(), sx.get_world_size(), sx.get_backend(), sx.is_initialized()]
-    first = sx.init(devices=False, timeout_s=7)
+    first = sx.init(devices=False, timeout_s=70)
     assert sx.init() is first
-    assert sx.init(timeout_s=7, devices=False) is first
+    assert sx.init(timeout_s=70, devices=False) is first
     assert said == []
-    assert sx.init("single", timeout_s=8) is first
+    assert sx.init("single", timeout_s=80) is first
     sx.shutdown()
     assert (sx.get_rank(), sx.get_world_size(), sx.is_initialized()) == (0, 1, False)
     return [before, said]
@@ -255,12 +256,13 @@ def test_init_is_idempotent_and_a_different_one_warns() -> None:
     for before, said in run_ranks(twice, 2, backend="mpi", reuse=True):
         assert before == [0, 1, "single", False]
         (line,) = said
-        assert "backend='single', timeout_s=8 is not used" in line
+        assert "backend='single', timeout_s=80 is not used" in line
 
 
 STARTS = """
 import os, sys
 import torch
+import torch.distributed as dist
 import statexchange as sx
 for i in range(20):
     comm = sx.init(sys.argv[1])
@@ -545,6 +547,7 @@ def facts_of_shm(url: str) -> list[Any]:
 APART = """
 import sys
 import torch
+import torch.distributed as dist
 import statexchange as sx
 comm = sx.init(rendezvous=sys.argv[1], rank=int(sys.argv[2]), world_size=2, timeout_s=30)
 print(comm.backend, comm.all_reduce(torch.ones(100_000))[-1].item(), flush=True)
@@ -566,3 +569,61 @@ def test_ranks_of_different_pid_namespaces_meet_and_fall_back(tmp_path: Path) ->
     said = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert said == ["gloo 2.0\n", "gloo 2.0\n"]
     assert [rank.returncode for rank in ranks] == [0, 0]
+
+
+# Ranks that never come
+
+
+def init_as(kind: str, place: str, timeout_s: float) -> sx.Communicator:
+    """Meet the other ranks in this way, at `place`."""
+    if kind in ("tcp", "file"):
+        return by_hand(place, timeout_s=timeout_s)
+    if kind == "mpi":
+        return sx.init("mpi", timeout_s=timeout_s)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=place, TORCHELASTIC_USE_AGENT_STORE=str(kind == "agent"))
+    return sx.init("shm", timeout_s=timeout_s)
+
+
+def waits_for_rank_1(kind: str, place: str, timeouts_s: list[float]) -> list[Any]:
+    if kind == "mpi":
+        from mpi4py import MPI
+
+        rank = MPI.COMM_WORLD.Get_rank()
+    else:
+        rank = me()[0]
+    if rank == 1:
+        return []
+    with pytest.raises(sx.StallError) as caught:
+        init_as(kind, place, timeouts_s[rank])
+    return [str(caught.value), list(caught.value.missing)]
+
+
+@pytest.mark.parametrize("timeouts_s", [[2.0, 0.0, 4.0], slow([4.0, 0.0, 2.0])], ids=["rank 0 first", "rank 2 first"])
+@pytest.mark.parametrize("kind", ["env", "agent", "tcp", slow("file"), "mpi"])
+def test_every_kind_of_init_names_the_rank_that_never_came(kind: str, timeouts_s: list[float], tmp_path: Path) -> None:
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if kind == "agent" else None
+    port = free_port() if agent is None else agent.port
+    place = {"tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{tmp_path}"}.get(kind, str(port))
+    launched = "mpi" if kind == "mpi" else "processes"
+    found = run_ranks(waits_for_rank_1, 3, backend=launched, args=(kind, place, timeouts_s), timeout_s=60)
+    for said, missing in (found[0], found[2]):
+        assert missing == [1]
+        assert said.startswith("ranks [1] did not ")
+
+
+def uses_one_port_twice(port: int) -> list[Any]:
+    found = []
+    for _ in range(2):
+        comm = init_as("env", str(port), 20.0)
+        dist.init_process_group("gloo")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        found.append([comm.backend, float(total), float(comm.all_reduce(torch.ones(1)))])
+        dist.destroy_process_group()
+        sx.shutdown()
+    return found
+
+
+def test_torch_may_meet_at_the_same_master_port() -> None:
+    found = run_ranks(uses_one_port_twice, 2, backend="processes", args=(free_port(),), timeout_s=60)
+    assert found == [[["shm", 2.0, 2.0]] * 2] * 2

@@ -78,11 +78,11 @@ def boards(nodes: tuple[int, ...] = NODES) -> Iterator[list[Board]]:
         on_all(len(nodes), lambda r: made[r] is not None and made[r].close())
 
 
-def failure_of(board: Board, within_s: float) -> Exception | None:
+def failure_of(board: Board, within_s: float, doing: str = "a barrier") -> Exception | None:
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         try:
-            board.failed()
+            board.failed(doing)
         except Exception as error:  # noqa: BLE001
             return error
         time.sleep(0.005)
@@ -100,7 +100,7 @@ def until(condition: Callable[[], object], within_s: float) -> None:
 def test_what_one_tells_all_know_at_once(teller: int) -> None:
     with boards() as made:
         for board in made:
-            board.failed()
+            board.failed("a barrier")
         made[teller].tell(StallError("ranks [2] did not come", missing=(2,), rank=2))
         errors = [failure_of(board, 0.5) for board in made]
         assert [type(error) for error in errors] == [StallError] * RANKS
@@ -151,7 +151,7 @@ def test_who_takes_leave_is_needed_no_more_unless_a_later_call_waits() -> None:
         time.sleep(0.7)
         assert [failure_of(board, 0.01) for board in made] == [None] * RANKS
         made[1].entered("a call too many")
-        error = failure_of(made[1], 0.5)
+        error = failure_of(made[1], 0.5, "a call too many")
         assert isinstance(error, PeerError)
         assert (error.rank, error.host, error.phase) == (2, "bert", "a call too many")
         assert failure_of(made[0], 0.01) is None

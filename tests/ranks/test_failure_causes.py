@@ -1,0 +1,284 @@
+"""What the ranks that go on are told of a failure: the right type, the cause, the operation and the user's line."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from starting import LAUNCHED_AS, start
+from sweeps import by_default
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import statexchange as sx
+from statexchange.comm import torch_backend
+from statexchange.errors import InvalidArgumentError, MismatchError, PeerError
+from statexchange.testing import run_ranks
+from statexchange.train.algorithms import Decentralized
+from statexchange.train.module import data_parallel
+from statexchange.train.optimizer import DistributedOptimizer, as_comm_hook
+from statexchange.train.reducers import InlineReducer
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def loss_of(module: nn.Module) -> torch.Tensor:
+    return (module(torch.ones(5, 4)) ** 2).mean()
+
+
+def marked_line(function: Any) -> str:
+    """The place of the line of `function` that ends with "# here", as messages have it."""
+    code = function.__code__
+    lines = Path(code.co_filename).read_text().splitlines()
+    found = [n for n in range(code.co_firstlineno, len(lines)) if lines[n - 1].endswith("# here")]
+    return f"{code.co_filename}:{found[0]}"
+
+
+# The communication hook of DDP
+
+
+def dies_or_raises(how: str, kind: str) -> list[Any]:
+    comm = sx.get_communicator()
+    module = net()
+    ddp = DistributedDataParallel(module, bucket_cap_mb=1e-4)
+    ddp.register_comm_hook(None, as_comm_hook(InlineReducer(comm) if kind == "reducer" else comm))
+    loss_of(ddp).backward()
+    if comm.rank == 1:
+
+        def strike(_: torch.Tensor) -> None:
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ZeroDivisionError("oops")
+
+        module[2].weight.register_hook(strike)
+        try:
+            loss_of(ddp).backward()
+        except ZeroDivisionError as error:
+            comm.close(error)  # as the end of a process does it with an uncaught one
+            return []
+    with pytest.raises(PeerError) as caught:
+        loss_of(ddp).backward()
+    return [caught.value.rank, caught.value.cause]
+
+
+STRIKES = [
+    (kind, how, cause)
+    for kind in ("communicator", "reducer")
+    for how, cause in (("kill", "died"), ("raise", "ZeroDivisionError: oops"))
+]
+
+
+@pytest.mark.parametrize(("kind", "how", "cause"), by_default(STRIKES, 0, 1))
+def test_under_ddp_a_failed_rank_is_a_peer_error_in_backward(kind: str, how: str, cause: str) -> None:
+    outcomes = run_ranks(dies_or_raises, 2, backend="gloo", args=(how, kind), timeout_s=60, allow_failure=True)
+    assert outcomes[0].state == "ok", outcomes
+    rank, said = outcomes[0].value
+    assert rank == 1
+    assert re.search(cause, said)
+
+
+def meets_differently_under_ddp() -> list[Any]:
+    comm = sx.get_communicator()
+    module = net()
+    ddp = DistributedDataParallel(module)
+    ddp.register_comm_hook(None, as_comm_hook(comm))
+    for _ in range(2):  # in the second DDP makes its buckets anew
+        loss_of(ddp).backward()
+    with pytest.raises(MismatchError) as caught:
+        if comm.rank == 0:
+            loss_of(ddp).backward()  # here
+        else:
+            comm.all_reduce(torch.ones(3))
+    # All have met, so the communicator goes on, and so does DDP.
+    module.zero_grad()
+    loss_of(ddp).backward()
+    reference = net()
+    loss_of(reference).backward()
+    same = [torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), reference.parameters(), strict=True)]
+    return [str(caught.value), same]
+
+
+def test_ddp_goes_on_after_a_mismatch_that_its_backward_has_raised() -> None:
+    for said, same in run_ranks(meets_differently_under_ddp, 2, backend="gloo", timeout_s=60):
+        where = marked_line(meets_differently_under_ddp)
+        assert f"at {where} (bucket 0 of DDP: parameters of shapes [3], [3, 8], [8], [8, 4])" in said
+        assert same == [True] * 4
+
+
+# Hooks of ours
+
+
+def sgd(module: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def meets_differently_in_backward(directory: str) -> str:
+    comm = start("shm", directory)
+    module = net()
+    kept = DistributedOptimizer(sgd(module), comm, module=module)
+    loss_of(module).backward()
+    with pytest.raises(MismatchError) as caught:
+        if comm.rank == 0:
+            loss_of(module).backward()  # here
+        else:
+            comm.barrier()
+    kept.close()
+    return str(caught.value)
+
+
+def test_a_mismatch_in_backward_names_the_line_and_the_parameters(tmp_path: Path) -> None:
+    where = marked_line(meets_differently_in_backward)
+    for said in run_ranks(meets_differently_in_backward, 2, backend="processes", args=(str(tmp_path),), timeout_s=60):
+        found = re.search(r"rank 0 called all_reduce avg float32\[68\] at (\S+) \((.*)\); rank 1 called", said)
+        assert found is not None, said
+        assert found[1] == where
+        assert found[2] == "bucket 0: 2.bias, 2.weight, 0.bias, 0.weight"
+
+
+def trains_alone_after_a_failure(directory: str) -> list[Any]:
+    comm = start("shm", directory)
+    module = net()
+    optimizer = DistributedOptimizer(sgd(module), module=module)
+    loss_of(module).backward()
+    if comm.rank == 1:
+        comm.close(RuntimeError("boom"))
+        return []
+    with pytest.raises(PeerError, match="boom"):
+        loss_of(module).backward()
+    with pytest.raises(PeerError, match="boom"):
+        loss_of(module).backward()  # it says so for as long as nobody has closed it
+    sx.shutdown()
+    module.zero_grad()
+    loss_of(module).backward()
+    reference = net()
+    loss_of(reference).backward()
+    same = [torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), reference.parameters(), strict=True)]
+    with pytest.raises(PeerError, match="boom"):
+        optimizer.step()  # not with the gradients of this rank alone
+    again = DistributedOptimizer(sgd(module), sx.init("single"), module=module)
+    loss_of(module).backward()
+    again.step()
+    return same
+
+
+def test_after_a_failure_and_shutdown_parameters_are_free(tmp_path: Path) -> None:
+    found = run_ranks(trains_alone_after_a_failure, 2, backend="processes", args=(str(tmp_path),), timeout_s=60)
+    assert found[0] == [True] * 4
+
+
+@pytest.mark.parametrize("delay", [False, True])
+def test_a_closed_optimizer_lets_go_of_the_parameters_and_does_not_step(delay: bool) -> None:
+    module = net()
+    optimizer = DistributedOptimizer(sgd(module), module=module, delay_reduce=delay)
+    loss_of(module).backward()
+    optimizer.close()
+    optimizer.close()
+    with pytest.raises(InvalidArgumentError, match="closed"):
+        optimizer.step()
+    with pytest.raises(InvalidArgumentError, match="closed"):
+        optimizer.finalize()
+    DistributedOptimizer(sgd(module), module=module).step()
+
+
+def shuts_down_between_backward_and_step(directory: str) -> None:
+    module = net()
+    start("shm", directory)
+    trained, optimizer = data_parallel(module, sgd(module), Decentralized(interval=3))
+    loss_of(trained).backward()
+    optimizer.step()
+    sx.shutdown()
+    loss_of(trained).backward()
+    with pytest.raises(PeerError, match="closed"):
+        optimizer.step()  # neither is it due nor could it be
+
+
+def test_no_step_is_silently_local_after_shutdown(tmp_path: Path) -> None:
+    run_ranks(shuts_down_between_backward_and_step, 2, backend="processes", args=(str(tmp_path),), timeout_s=60)
+
+
+# From rank to rank
+
+
+def waits_for_one_that_fails(backend: str, directory: str, verb: str, how: str) -> list[Any]:
+    comm = start(backend, directory)
+    comm.barrier()
+    if comm.rank == 1:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        comm.close(RuntimeError("boom") if how == "raise" else None)
+        return []
+    wait = {
+        "send": lambda: comm.send(torch.ones(3), 1),
+        "recv": lambda: comm.recv(torch.ones(3), 1),
+        "all_reduce": lambda: comm.all_reduce(torch.ones(3)),
+    }
+    with pytest.raises(PeerError) as caught:
+        wait[verb]()
+    return [caught.value.rank, caught.value.phase, caught.value.cause]
+
+
+CAUSES = {"raise": "RuntimeError: boom", "close": "it closed its communicator", "kill": r"its process \d+ died"}
+
+
+ENDS = [
+    (backend, verb, how) for backend in ("shm", "gloo") for verb in ("recv", "send", "all_reduce") for how in CAUSES
+]
+
+
+@pytest.mark.parametrize(("backend", "verb", "how"), by_default(ENDS, 0, 2, 3))
+def test_one_that_waits_for_a_failed_rank_is_told_the_cause_and_the_operation(
+    backend: str, verb: str, how: str, tmp_path: Path
+) -> None:
+    args = (backend, str(tmp_path), verb, how)
+    launched = LAUNCHED_AS[backend]
+    outcomes = run_ranks(waits_for_one_that_fails, 2, backend=launched, args=args, allow_failure=True, timeout_s=60)
+    assert outcomes[0].state == "ok", outcomes
+    rank, phase, cause = outcomes[0].value
+    assert rank == 1
+    assert re.fullmatch(CAUSES[how], cause)
+    if how == "raise":
+        assert phase == "its own code"
+    else:
+        assert phase.startswith(f"{verb} "), phase
+
+
+# Groups in the making
+
+
+def dies_in_the_making(backend: str, directory: str, where: str) -> list[Any]:
+    comm = start(backend, directory)
+    if comm.rank == 1:
+        place = torch_backend if where == "_come" else dist
+
+        def die(*_: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(place, where, die)
+    with pytest.raises(PeerError) as caught:
+        sx.export_checkpoint_async({"w": torch.ones(3)}, f"{directory}/out")
+    with pytest.raises(PeerError):
+        comm.barrier()
+    return [caught.value.rank, caught.value.cause]
+
+
+@pytest.mark.parametrize("where", ["_come", "ProcessGroupGloo"])
+def test_a_rank_that_dies_while_the_first_async_call_makes_its_communicator_is_named(
+    where: str, tmp_path: Path
+) -> None:
+    """Long before the deadline, which is that of the default: 300 s."""
+    args = ("gloo", str(tmp_path), where)
+    outcomes = run_ranks(dies_in_the_making, 3, backend="gloo", args=args, timeout_s=60, allow_failure=True)
+    for rank in (0, 2):
+        assert outcomes[rank].state == "ok", outcomes
+        assert outcomes[rank].exit_code == 0  # though torch's constructor may still wait in a thread
+        assert outcomes[rank].value[0] == 1
+        assert re.fullmatch(r"its process \d+ died", outcomes[rank].value[1])
