@@ -12,6 +12,7 @@ from statexchange import values
 from statexchange.comm.backend import AbandonedError, check_ranks
 from statexchange.comm.session import Call, FlatSession, Session, encoded
 from statexchange.errors import InvalidArgumentError
+from statexchange.settings import check_timeout
 from statexchange.shared_memory import Arena, ArenaPool, Attached, Kind
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class Communicator:
     @property
     def local_rank(self) -> int:
         """This rank among the ranks of its host."""
-        return self._session.place.mates.index(self.rank)
+        return self._session.place.local_rank
 
     @property
     def local_world_size(self) -> int:
@@ -144,6 +145,9 @@ class Communicator:
 
         Collective. Blocks until all ranks have called; `timeout_s` None means this communicator's, inf no deadline.
         """
+        refusal = _refusal_of(timeout_s)
+        if refusal is not None:
+            self._session.refuse(doing, refusal)
         return self._session.exchange(Call(doing if root is None else f"{doing} on {root}"), payload, root, timeout_s)
 
     # Failure
@@ -162,6 +166,9 @@ class Communicator:
         `PeerError(rank, phase, cause)`. Ranks that sit in another call meanwhile raise it too. The communicator stays
         usable, since all ranks have met. Returns every rank's `note`, a JSON value.
         """
+        refusal = _refusal_of(timeout_s)
+        if refusal is not None:
+            error, timeout_s = error or refusal, None
         if self.world_size == 1:
             self._session.drain()
             if error is not None:
@@ -384,12 +391,12 @@ class Communicator:
     @property
     def node(self) -> Communicator:
         """The communicator of the ranks on this host. Collective over them, the first time."""
-        return self.subset(self._session.place.mates)
+        return self.subset(self._session.place.mates_in_order)
 
     @property
     def leaders(self) -> Communicator | None:
         """The communicator of each host's first rank; None on other ranks. Collective over those, the first time."""
-        return self.subset(self._session.place.leaders) if self.local_rank == 0 else None
+        return self.subset(self._session.place.firsts) if self.local_rank == 0 else None
 
     @property
     def flat(self) -> Communicator:
@@ -431,6 +438,9 @@ class Communicator:
 
 def _refusal_of(timeout_s: Any) -> InvalidArgumentError | None:
     """What is wrong with a deadline, if anything."""
-    if timeout_s is None or isinstance(timeout_s, (int, float)):
-        return None
-    return InvalidArgumentError(f"timeout_s is a number of seconds, not {timeout_s!r}")
+    try:
+        if timeout_s is not None:
+            check_timeout(timeout_s)
+    except InvalidArgumentError as refusal:
+        return refusal
+    return None

@@ -47,7 +47,6 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 from urllib.parse import urlsplit
@@ -111,7 +110,8 @@ def store_of(launch: Launch, timeout_s: float) -> SharedStore:
     """Return a store of all ranks of a launcher. Collective.
 
     torchrun's own, where each use has keys of its own, so that ranks may meet again after a shutdown; under MPI one
-    whose port the system picks on rank 0; under Slurm at MASTER_ADDR and MASTER_PORT, which job scripts set.
+    whose port the system picks on rank 0; under Slurm at MASTER_ADDR and MASTER_PORT, where job scripts set them, else
+    on the step's first host, at a port that follows from the ids of job and step.
     """
     if launch.launcher == "torchrun":
         return _torchruns_store(timeout_s)
@@ -132,7 +132,7 @@ def store_of(launch: Launch, timeout_s: float) -> SharedStore:
 def _torchruns_store(timeout_s: float) -> SharedStore:
     try:
         with torch_errors(Wait(timeout_s, "the meeting at torchrun's store")):
-            store, rank, size = next(iter(_stores.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
+            store, rank, size = next(iter(_stores.rendezvous("env://", timeout=tcp_store.as_timedelta(timeout_s))))
     except ValueError as error:
         if isinstance(error, StateExchangeError):
             raise

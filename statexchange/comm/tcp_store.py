@@ -40,6 +40,7 @@ from statexchange.errors import (
 __all__ = [
     "LostServerError",
     "Server",
+    "as_timedelta",
     "complete",
     "connect",
     "enroll",
@@ -55,7 +56,13 @@ _stores: Any = dist  # torch exports its stores there, but not for type checkers
 _POLL_S = 0.02
 _ATTEMPT_S = 5.0
 _NOTICE_S = 1.0
+_LONGEST_S = 1e8  # three years
 _PHASE = "the rendezvous"
+
+
+def as_timedelta(timeout_s: float) -> timedelta:
+    """Return a deadline, which may be inf, as torch takes it."""
+    return timedelta(seconds=min(timeout_s, _LONGEST_S))
 
 
 class LostServerError(Exception):
@@ -74,7 +81,7 @@ class Server:
     @classmethod
     def at(cls, host: str, port: int, timeout_s: float) -> Server:
         """Serve on all interfaces, at `port`; `host` must be a name of this host. NotInitializedError if it cannot."""
-        limit = timedelta(seconds=timeout_s)
+        limit = as_timedelta(timeout_s)
         try:
             return cls(_stores.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=limit))
         except RuntimeError as error:
@@ -91,7 +98,7 @@ class Server:
         except OSError:
             listener.close()
             raise
-        options = {"is_master": True, "wait_for_workers": False, "timeout": timedelta(seconds=timeout_s)}
+        options = {"is_master": True, "wait_for_workers": False, "timeout": as_timedelta(timeout_s)}
         try:
             # The store closes the descriptor.
             return cls(_stores.TCPStore(address, port, master_listen_fd=listener.detach(), **options))
@@ -123,7 +130,7 @@ def connect(address: str, port: int, timeout_s: float, attempt_s: float) -> Any:
             if time.monotonic() + _POLL_S > deadline:
                 raise
         time.sleep(_POLL_S)
-    limit = timedelta(seconds=timeout_s)
+    limit = as_timedelta(timeout_s)
     try:
         return _stores.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
     except RuntimeError as error:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -566,3 +567,99 @@ def test_ranks_of_different_pid_namespaces_meet_and_fall_back(tmp_path: Path) ->
     said = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert said == ["gloo 2.0\n", "gloo 2.0\n"]
     assert [rank.returncode for rank in ranks] == [0, 0]
+
+
+# Local ranks
+
+
+def counts_as_open_mpi_does(directory: str) -> list[Any]:
+    rank, size = me()
+    os.environ["LOCAL_RANK"] = str([0, 2, 1][rank])  # Open MPI 5 counts like this where cores are shared
+    before = sx.get_local_rank()
+    comm = sx.init(rendezvous=f"file://{directory}")
+    assert comm.node.world_size == size
+    found = [before, sx.get_local_rank(), comm.local_rank, comm.node.rank, comm.leaders is not None]
+    comm.barrier()
+    pair = comm.split(0 if rank else None)
+    return [*found, None if pair is None else pair.local_rank]
+
+
+def test_the_local_rank_is_one_before_and_after_init(tmp_path: Path) -> None:
+    found = run_ranks(counts_as_open_mpi_does, 3, backend="processes", args=(str(tmp_path),))
+    assert found == [[0, 0, 0, 0, True, None], [2, 2, 2, 2, False, 0], [1, 1, 1, 1, False, 1]]
+
+
+def says_nonsense_of_hosts(directory: str) -> list[int]:
+    os.environ["LOCAL_RANK"] = "0"  # as if each rank had a host of its own
+    before = sx.get_local_rank()
+    comm = sx.init(rendezvous=f"file://{directory}")
+    return [before, sx.get_local_rank(), comm.local_rank]
+
+
+def test_local_ranks_that_do_not_fit_the_host_still_give_one_answer(tmp_path: Path) -> None:
+    found = run_ranks(says_nonsense_of_hosts, 2, backend="processes", args=(str(tmp_path),))
+    assert found == [[0, 0, 0], [0, 0, 1]]
+
+
+# Deadlines
+
+
+@pytest.mark.parametrize("wrong", [0, -1, float("nan"), "5", True])
+def test_no_public_call_takes_a_deadline_that_is_none(wrong: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    sx.save_checkpoint({"w": torch.ones(2)}, folder)
+    comm = sx.get_communicator()
+    calls: dict[str, Callable[[], Any]] = {
+        "init": lambda: sx.init("single", timeout_s=wrong),
+        "from_process_group": lambda: sx.from_process_group(None, timeout_s=wrong),
+        "from_mpi": lambda: sx.from_mpi(None, timeout_s=wrong),
+        "barrier": lambda: comm.barrier(timeout_s=wrong),
+        "agree": lambda: comm.agree(timeout_s=wrong),
+        "exchange": lambda: comm.exchange(b"", timeout_s=wrong),
+        "save": lambda: sx.save_checkpoint({"w": torch.ones(2)}, folder, stall_timeout_s=wrong),
+        "load": lambda: sx.load_checkpoint({"w": torch.ones(2)}, folder, stall_timeout_s=wrong),
+        "export": lambda: sx.export_checkpoint({"w": torch.ones(2)}, tmp_path / "out", stall_timeout_s=wrong),
+        "run_ranks": lambda: run_ranks(me, 1, timeout_s=wrong),
+    }
+    if wrong != 0:
+        work = comm.all_reduce(torch.ones(1), async_op=True)
+        calls["Work.wait"] = lambda: work.wait(timeout_s=wrong)
+        workspace = sx.NFSWorkspace(folder)
+        calls["NFSWorkspace"] = lambda: workspace.read_configs_and_weights_from_rank(0, timeout_s=wrong)
+    for name, call in calls.items():
+        with pytest.raises(sx.InvalidArgumentError, match=r"timeout_s must be a number of seconds"):
+            pytest.fail(f"{name} returned {call()!r}")
+    assert not sx.is_initialized()
+    assert not (tmp_path / "out").exists()
+
+
+def refuses_deadlines() -> str:
+    comm = sx.get_communicator()
+    for wrong in (0, -1, float("nan"), "5"):
+        given: Any = wrong if comm.rank else None
+        with pytest.raises(sx.InvalidArgumentError, match="timeout_s must be a number of seconds above 0"):
+            comm.barrier(timeout_s=given)
+        with pytest.raises(sx.InvalidArgumentError, match="timeout_s must be a number of seconds above 0"):
+            comm.agree(timeout_s=given)
+        with pytest.raises(sx.InvalidArgumentError, match="timeout_s must be a number of seconds above 0"):
+            comm.exchange(b"", timeout_s=given)
+    comm.barrier(timeout_s=float("inf"))
+    return "ok"
+
+
+def test_a_wrong_deadline_of_one_rank_is_refused_on_all_and_they_go_on() -> None:
+    assert run_ranks(refuses_deadlines, 2) == ["ok", "ok"]
+
+
+def waits_for_ever(url: str, backend: str) -> list[Any]:
+    comm = by_hand(url, backend, timeout_s=float("inf"))
+    found = facts(comm)
+    comm.all_reduce(torch.ones(2), async_op=True).wait(timeout_s=float("inf"))
+    sx.shutdown()
+    return found[:3]
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_there_may_be_no_deadline_at_all(backend: str, tmp_path: Path) -> None:
+    found = run_ranks(waits_for_ever, 2, backend="processes", args=(f"file://{tmp_path}/meeting", backend))
+    assert found == [[backend, rank, 2] for rank in range(2)]
