@@ -663,3 +663,18 @@ def waits_for_ever(url: str, backend: str) -> list[Any]:
 def test_there_may_be_no_deadline_at_all(backend: str, tmp_path: Path) -> None:
     found = run_ranks(waits_for_ever, 2, backend="processes", args=(f"file://{tmp_path}/meeting", backend))
     assert found == [[backend, rank, 2] for rank in range(2)]
+
+
+def counts_by_the_launcher() -> list[int]:
+    before = sx.get_local_rank()
+    comm = sx.init("mpi")
+    found = [before, sx.get_local_rank(), comm.local_rank, comm.node.rank]
+    assert sorted(comm.all_gather_object(before)) == [*range(comm.world_size)]
+    return found
+
+
+def test_the_local_rank_is_the_one_that_the_launcher_counts() -> None:
+    """tools/test_on_open_mpi.sh runs this, too: Open MPI 5 counts otherwise than in rank order."""
+    require_mpi()
+    for before, *after in run_ranks(counts_by_the_launcher, 4, backend="mpi", reuse=True):
+        assert after == [before] * 3

@@ -40,7 +40,12 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Start the cluster, run the command, take the cluster down; return the exit status."""
     options = _parser().parse_args(arguments)
-    command = options.command or ["bash", os.path.join(HOME, "ranks.sh"), sys.executable, os.path.join(HOME, "ranks.py")]
+    command = options.command or [
+        "bash",
+        os.path.join(HOME, "ranks.sh"),
+        sys.executable,
+        os.path.join(HOME, "ranks.py"),
+    ]
     with tempfile.TemporaryDirectory(prefix="slurm-lab-", dir="/tmp") as workdir:  # its path ends up in a sun_path
         try:
             check_requirements()

@@ -36,7 +36,7 @@ def gathers(comm: sx.Communicator, folder: str) -> None:
             assert [float(state["up.weight"][0, 0]) for state in states] == [*map(float, range(comm.world_size))]
     with sx.get_configs_parallel({"rank": comm.rank}, range(comm.world_size), workspace_path=workspace) as configs:
         if comm.rank == 0:
-            assert [config["rank"] for config in configs] == [*range(comm.world_size)]
+            assert [config and config["rank"] for config in configs] == [*range(comm.world_size)]
 
 
 def exports_and_loads(comm: sx.Communicator, folder: str) -> None:
