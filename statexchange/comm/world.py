@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import importlib.util
 import json
 import logging
 import platform
@@ -24,7 +25,7 @@ from statexchange.comm.control_page import ControlPage, meet
 from statexchange.comm.devices import Devices, choose
 from statexchange.comm.session import Place, Session
 from statexchange.comm.single import SingleBackend
-from statexchange.errors import InvalidArgumentError, NotInitializedError, UnsupportedError
+from statexchange.errors import InvalidArgumentError, NotInitializedError, UnsupportedError, needs_torch
 from statexchange.processes import host_identity
 from statexchange.settings import check_timeout, default_timeout_s, detect_launch
 from statexchange.shared_memory import sweep
@@ -96,11 +97,14 @@ def _meet(carrier: Backend, timeout_s: float, prefer: str, check: bool, devices:
     def exchange(payload: bytes) -> list[bytes]:
         return carrier.exchange(payload, Wait(timeout_s, "the meeting of all ranks"))
 
-    ours = [host_identity(), platform.node(), secrets.token_hex(8), _launchers_local_rank(carrier)]
+    has_torch = importlib.util.find_spec("torch") is not None
+    ours = [host_identity(), platform.node(), secrets.token_hex(8), _launchers_local_rank(carrier), has_torch]
     facts = [json.loads(answer) for answer in exchange(json.dumps(ours).encode())]
     place = _place(facts, carrier.rank)
     page = meet(carrier.rank, carrier.world_size, exchange)
     run = _run_identity(facts[0][2])
+    if not all(fact[4] for fact in facts):
+        prefer = _without_torch(prefer)
     if page is not None:
         backend = carrier if prefer == "carrier" else _shared_memory_backend(page, carrier, timeout_s)
         if backend is not None:
@@ -112,6 +116,13 @@ def _meet(carrier: Backend, timeout_s: float, prefer: str, check: bool, devices:
     backend = _hierarchical_backend(transport, place, timeout_s) if several else transport
     session = Session(backend, transport, None, board, place, timeout_s, check=check, devices=devices)
     return session, run
+
+
+def _without_torch(prefer: str) -> str:
+    """Return what to prefer where a rank has no torch, without which nothing moves through shared memory."""
+    if prefer == "shm":
+        raise needs_torch('init("shm")')
+    return "carrier"
 
 
 def _shared_memory_backend(page: ControlPage, carrier: Backend, timeout_s: float) -> Backend | None:
@@ -223,7 +234,8 @@ def init(
     `backend`: "auto" adopts torch.distributed if it runs, else follows torchrun, Open MPI, MPICH or Slurm, in this
     order, else makes a world of one; CPU tensors then go through shared memory where ranks share a host. "shm"
     insists on that, "gloo", "nccl" and "mpi" take that transport alone, "single" a world of one. "gloo" and "nccl"
-    initialise torch.distributed's default group if need be, the others never do.
+    initialise torch.distributed's default group if need be, the others never do. Under MPI this takes no torch: then
+    values, barriers and groups go as ever, and collectives on tensors and arrays are a MissingExtraError.
     `devices`: where this rank computes. None deals the GPUs to the ranks of a host in turn, a list names the device of
     each `local_rank`, False leaves it at the CPU. `timeout_s` bounds waits for peers (seconds). `check="off"` trusts
     that ranks make the same calls: on several hosts this saves a small message per call.
@@ -236,7 +248,12 @@ def init(
         _warn_if_different(existing, wish)
         return existing
     _check_wish(wish)
-    made = _make(wish, default_timeout_s() if seconds is None else seconds)
+    try:
+        made = _make(wish, default_timeout_s() if seconds is None else seconds)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise needs_torch("init without MPI") from error
     try:
         with made.phase("choosing a device"):
             made.compute_on(choose(devices, _local_rank_of(made)))

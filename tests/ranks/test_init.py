@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from programs import require_mpi
@@ -676,5 +677,74 @@ def counts_by_the_launcher() -> list[int]:
 def test_the_local_rank_is_the_one_that_the_launcher_counts() -> None:
     """tools/test_on_open_mpi.sh runs this, too: Open MPI 5 counts otherwise than in rank order."""
     require_mpi()
-    for before, *after in run_ranks(counts_by_the_launcher, 4, backend="mpi", reuse=True):
+    for before, *after in run_ranks(counts_by_the_launcher, 4, backend="mpi", timeout_s=60):
         assert after == [before] * 3
+
+
+# Without torch
+
+WITHOUT_TORCH = """
+import importlib.util
+import sys
+
+import numpy as np
+
+import statexchange as sx
+
+assert importlib.util.find_spec("torch") is None
+comm = sx.init(sys.argv[1])
+n = comm.world_size
+assert (comm.backend, n, sx.get_local_rank()) == ("mpi", 3, comm.local_rank), comm
+assert comm.all_gather_object({"rank": comm.rank}) == [{"rank": rank} for rank in range(n)]
+assert comm.broadcast_object("root's" if comm.rank == 0 else None) == "root's"
+long = ["x" * 100_000 * rank for rank in range(n)]
+assert comm.gather_object(long[comm.rank]) == (long if comm.rank == 0 else [])
+pair = comm.split(comm.rank % 2)
+assert pair.all_gather_object(comm.rank) == [rank for rank in range(n) if rank % 2 == comm.rank % 2]
+assert comm.node.world_size == n
+comm.barrier()
+for refused in (lambda: comm.all_reduce(np.ones(3)), lambda: comm.device):
+    try:
+        refused()
+    except sx.MissingExtraError as error:
+        assert "needs torch: pip install" in str(error)
+    else:
+        raise AssertionError("no MissingExtraError")
+comm.barrier()
+sx.shutdown()
+meeting = {"rendezvous": f"file://{sys.argv[2]}", "rank": 0, "world_size": 2}
+for wish in ({"backend": "shm"}, {"backend": "gloo", **meeting}):
+    try:
+        sx.init(**wish)
+    except sx.MissingExtraError as error:
+        assert "needs torch: pip install" in str(error)
+    else:
+        raise AssertionError("no MissingExtraError")
+assert "torch" not in sys.modules
+print("reached the end")
+"""
+
+
+@pytest.mark.parametrize("backend", ["mpi", "auto"])
+def test_mpi_alone_takes_no_torch(backend: str, tmp_path: Path) -> None:
+    """In an environment that has all but torch: the installed packages, linked one by one."""
+    require_mpi()
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for entry in Path(np.__file__).parents[1].iterdir():
+        if not entry.name.startswith(("torch", "functorch")) and entry.suffix != ".pth":
+            (packages / entry.name).symlink_to(entry)
+    environment = {**os.environ, "PYTHONPATH": f"{Path(sx.__file__).parents[1]}:{packages}"}
+    environment["LD_LIBRARY_PATH"] = f"{sys.prefix}/lib"  # MPI's, which mpi4py looks for beside site-packages
+    (tmp_path / "script.py").write_text(WITHOUT_TORCH)
+    words = ["-n", "3", sys.executable, "-S", str(tmp_path / "script.py"), backend, str(tmp_path / "meeting")]
+    done = subprocess.run(
+        [Path(sys.executable).parent / "mpiexec", *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("reached the end") == 3, done.stdout
