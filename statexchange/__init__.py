@@ -81,9 +81,9 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        from statexchange.errors import MissingExtraError
+        from statexchange.errors import needs_torch
 
-        raise MissingExtraError(f'{name} needs torch: pip install "statexchange[torch]"') from error
+        raise needs_torch(name) from error
     globals()[name] = value
     return value
 

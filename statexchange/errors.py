@@ -27,6 +27,7 @@ __all__ = [
     "UnsafeError",
     "UnsupportedError",
     "from_record",
+    "needs_torch",
     "to_record",
 ]
 
@@ -215,6 +216,11 @@ class PeerError(StateExchangeError, RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.rank, self.phase, self.cause, self.host)
+
+
+def needs_torch(what: str) -> MissingExtraError:
+    """Return the error for `what`, which cannot be done where torch is not installed."""
+    return MissingExtraError(f'{what} needs torch: pip install "statexchange[torch]"')
 
 
 def _rebuild(cls: type[StateExchangeError], message: str, about: dict[str, Any]) -> StateExchangeError:

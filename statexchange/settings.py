@@ -1,15 +1,27 @@
-"""The only reader of the process environment: what launcher started us, and the few knobs we have."""
+"""The only reader of the process environment: what launcher started us, and the few knobs we have; checks deadlines."""
 
 from __future__ import annotations
 
 import hashlib
+import math
+import numbers
 import os
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from statexchange.errors import InvalidArgumentError
 
-__all__ = ["Launch", "default_timeout_s", "detect_launch", "gloo_interface", "has_agent_store", "no_color"]
+__all__ = [
+    "Launch",
+    "check_timeout",
+    "default_timeout_s",
+    "detect_launch",
+    "expand_hosts",
+    "gloo_interface",
+    "has_agent_store",
+    "no_color",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,19 +30,27 @@ class Launch:
 
     `launcher` is "torchrun", "openmpi", "mpich", "slurm" or "none"; `variable` is the environment variable
     that gave `world_size`. `job` identifies the job and its restart across all its ranks, and is fit to be a
-    file name; it is None where the launcher gives no trustworthy identity. `master` is the host and port of
-    MASTER_ADDR and MASTER_PORT, where they are set.
+    file name; it is None where the launcher gives no trustworthy identity. `local_rank` is None where a launcher of
+    several ranks does not give it. `master` is the host and port at which rank 0 may listen: of MASTER_ADDR and
+    MASTER_PORT where they are set, else, under Slurm, the step's first host and a port of the step's own.
     """
 
     launcher: str
     rank: int
     world_size: int
-    local_rank: int
+    local_rank: int | None
     local_world_size: int
     variable: str
     job: str | None = None
     master: tuple[str, int] | None = None
 
+
+_FIRST_PORT, _PORTS = 16_384, 16_384
+_MANY_HOSTS = 1_000_000
+_RANGES = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
+_HOST = re.compile(rf"(?:[^\[\],\s]|{_RANGES})+")
+_HOST_LIST = re.compile(rf"{_HOST.pattern}(?:,{_HOST.pattern})*")
+_HOST_PIECE = re.compile(r"([^\[\]]+)|\[([^\]]*)\]")
 
 _SINGLE = Launch("none", 0, 1, 0, 1, "")
 
@@ -66,9 +86,65 @@ def _job(launcher: str) -> str | None:
     return None
 
 
-def _master() -> tuple[str, int] | None:
+def _master(launcher: str) -> tuple[str, int] | None:
     host, port = os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT", 0)
+    if launcher == "slurm":
+        host, port = host or _first_host_of_step(), port or _port_of_step()
     return (host, port) if host and port else None
+
+
+def _first_host_of_step() -> str:
+    """Return the name of the host on which Slurm has started task 0 of this step; "" if it does not say."""
+    if _number("SLURM_STEP_NUM_NODES", 0) == 1:
+        return "localhost"  # which needs no name service
+    try:
+        return next(iter(expand_hosts(os.environ.get("SLURM_STEP_NODELIST", ""))), "")
+    except ValueError:
+        return ""
+
+
+def _port_of_step() -> int:
+    """Return a port that all tasks of a Slurm step agree on without a message, and other steps hardly have.
+
+    It is the first of those that Slurm has reserved for the step (`srun --resv-ports`), else follows from the ids of
+    job and step, below the range from which Linux picks ports of its own.
+    """
+    reserved = re.match(r"\d+", os.environ.get("SLURM_STEP_RESV_PORTS", ""))
+    if reserved:
+        return int(reserved[0])
+    job, step = _number("SLURM_JOB_ID", 0), _number("SLURM_STEP_ID", 0)
+    digest = hashlib.blake2b(f"{job}.{step}".encode(), digest_size=8).digest()
+    return _FIRST_PORT + int.from_bytes(digest, "little") % _PORTS
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Return the hosts of a Slurm host list: "n[08-10,3]-ib,login" is n08-ib, n09-ib, n10-ib, n3-ib, login.
+
+    A text that is no such list is a ValueError, and so is one of more than a million hosts.
+    """
+    if not _HOST_LIST.fullmatch(text):
+        raise ValueError(f"not a host list: {text[:80]!r}")
+    hosts: list[str] = []
+    for part in _HOST.finditer(text):
+        names = [""]
+        for plain, ranges in _HOST_PIECE.findall(part[0]):
+            spans = [_span(span) for span in ranges.split(",")] if ranges else []
+            count = sum(len(numbers) for numbers, _ in spans) if ranges else 1
+            if len(hosts) + len(names) * count > _MANY_HOSTS:
+                raise ValueError(f"a host list of more than {_MANY_HOSTS} hosts")
+            endings = [str(n).zfill(width) for numbers, width in spans for n in numbers] if ranges else [plain]
+            names = [name + ending for name in names for ending in endings]
+        hosts += names
+    return hosts
+
+
+def _span(text: str) -> tuple[range, int]:
+    """Return the numbers of "8", "08" or "08-10", and how many digits they have at least."""
+    first, _, last = text.partition("-")
+    numbers = range(int(first), int(last or first) + 1)
+    if not numbers:
+        raise ValueError(f"not a host list: [{text[:80]}]")
+    return numbers, len(first)
 
 
 def _file_name(text: str) -> str:
@@ -89,11 +165,11 @@ def detect_launch() -> Launch:
                 launcher,
                 _number(rank, 0),
                 world_size,
-                _number(local_rank, 0),
+                _number(local_rank, 0) if world_size == 1 or os.environ.get(local_rank, "").isdecimal() else None,
                 _number(local_size, world_size),
                 size,
                 _job(launcher),
-                _master(),
+                _master(launcher),
             )
     return _SINGLE
 
@@ -102,12 +178,30 @@ def default_timeout_s() -> float:
     """Seconds that a wait for peers may take: STATEXCHANGE_TIMEOUT_S, else 300."""
     text = os.environ.get("STATEXCHANGE_TIMEOUT_S", "300")
     try:
-        seconds = float(text)
+        seconds: Any = float(text)
     except ValueError:
-        seconds = -1.0
-    if not seconds > 0:
-        raise InvalidArgumentError(f"STATEXCHANGE_TIMEOUT_S must be a number of seconds above 0, not {text!r}")
-    return seconds
+        seconds = text
+    return check_timeout(seconds, "STATEXCHANGE_TIMEOUT_S")
+
+
+def _as_float(number: Any) -> float:
+    try:
+        return float(number)
+    except OverflowError:  # an integer beyond the largest float
+        return math.inf if number > 0 else -math.inf
+
+
+def check_timeout(seconds: Any, name: str = "timeout_s", *, zero: bool = False) -> float:
+    """Return a deadline in seconds: a number above 0, inf for none; with `zero`, 0 too, for a look without a wait.
+
+    Not collective. Anything else, NaN among it, is an InvalidArgumentError that calls it `name`.
+    """
+    if isinstance(seconds, numbers.Real) and not isinstance(seconds, bool):
+        value = _as_float(seconds)
+        if value > 0 or (zero and value == 0):
+            return value
+    least = "of at least 0" if zero else "above 0"
+    raise InvalidArgumentError(f"{name} must be a number of seconds {least}, not {seconds!r}")
 
 
 def has_agent_store() -> bool:

@@ -26,6 +26,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from statexchange.cgroups import memory_room
 from statexchange.errors import StorageError
 from statexchange.processes import Owner
 
@@ -97,15 +98,19 @@ class Arena:
 
 
 def _check_room(nbytes: int) -> None:
-    """A memfd has no limit but the machine's: asking for more would not fail, it would bring the OOM killer."""
+    """A memfd has no limit but the machine's and the cgroups': more would not fail, it would bring the OOM killer."""
+    where = "on this host"
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             kibibytes = {line.split()[0]: int(line.split()[1]) for line in lines}
         room = 1024 * (kibibytes["MemAvailable:"] + kibibytes["SwapFree:"])
     except OSError:  # a sandbox without /proc
         room = os.sysconf("SC_PHYS_PAGES") * _PAGE
+    limited = memory_room()
+    if limited is not None and limited.nbytes < room:
+        room, where = limited.nbytes, f"in the cgroup {limited.cgroup}"
     if nbytes > room:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        raise OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)}, {room} bytes are left {where}")
 
 
 def _open_memfd() -> tuple[int, None]:

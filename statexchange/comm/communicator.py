@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 from statexchange import values
 from statexchange.comm.backend import AbandonedError, check_ranks
 from statexchange.comm.session import Call, FlatSession, Session, encoded
-from statexchange.errors import InvalidArgumentError
+from statexchange.errors import InvalidArgumentError, needs_torch
+from statexchange.settings import check_timeout
 from statexchange.shared_memory import Arena, ArenaPool, Attached, Kind
 
 if TYPE_CHECKING:
@@ -28,8 +29,12 @@ Buffer = Any  # a torch tensor or a numpy array
 @functools.cache
 def _tensors() -> Any:
     """What needs torch, and is slow to import again and again."""
-    from statexchange.comm import collectives
-
+    try:
+        from statexchange.comm import collectives
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise needs_torch("a collective on tensors or arrays") from error
     return collectives
 
 
@@ -82,14 +87,16 @@ class Communicator:
     @property
     def device(self) -> torch.device:
         """The device on which this rank computes."""
-        import torch
-
+        try:
+            import torch
+        except ModuleNotFoundError as error:
+            raise needs_torch("a device") from error
         return torch.device(self._session.device)
 
     @property
     def local_rank(self) -> int:
         """This rank among the ranks of its host."""
-        return self._session.place.mates.index(self.rank)
+        return self._session.place.local_rank
 
     @property
     def local_world_size(self) -> int:
@@ -156,6 +163,9 @@ class Communicator:
 
         Collective. Blocks until all ranks have called; `timeout_s` None means this communicator's, inf no deadline.
         """
+        refusal = _refusal_of(timeout_s)
+        if refusal is not None:
+            self._session.refuse(doing, refusal)
         return self._session.exchange(Call(doing if root is None else f"{doing} on {root}"), payload, root, timeout_s)
 
     # Failure
@@ -174,6 +184,9 @@ class Communicator:
         `PeerError(rank, phase, cause)`. Ranks that sit in another call meanwhile raise it too. The communicator stays
         usable, since all ranks have met. Returns every rank's `note`, a JSON value.
         """
+        refusal = _refusal_of(timeout_s)
+        if refusal is not None:
+            error, timeout_s = error or refusal, None
         if self.world_size == 1:
             self._session.drain()
             if error is not None:
@@ -427,12 +440,12 @@ class Communicator:
     @property
     def node(self) -> Communicator:
         """The communicator of the ranks on this host. Collective over them, the first time."""
-        return self.subset(self._session.place.mates)
+        return self.subset(self._session.place.mates_in_order)
 
     @property
     def leaders(self) -> Communicator | None:
         """The communicator of each host's first rank; None on other ranks. Collective over those, the first time."""
-        return self.subset(self._session.place.leaders) if self.local_rank == 0 else None
+        return self.subset(self._session.place.firsts) if self.local_rank == 0 else None
 
     @property
     def flat(self) -> Communicator:
@@ -479,6 +492,9 @@ class Communicator:
 
 def _refusal_of(timeout_s: Any) -> InvalidArgumentError | None:
     """What is wrong with a deadline, if anything."""
-    if timeout_s is None or isinstance(timeout_s, (int, float)):
-        return None
-    return InvalidArgumentError(f"timeout_s is a number of seconds, not {timeout_s!r}")
+    try:
+        if timeout_s is not None:
+            check_timeout(timeout_s)
+    except InvalidArgumentError as refusal:
+        return refusal
+    return None

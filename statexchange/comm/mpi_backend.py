@@ -40,7 +40,7 @@ _one_at_a_time = threading.Lock()
 def _mpi() -> Any:
     try:
         from mpi4py import MPI
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:  # RuntimeError: there is no MPI library
         raise MissingExtraError(f'MPI needs mpi4py: pip install "statexchange[mpi]" ({error})') from error
     return MPI
 

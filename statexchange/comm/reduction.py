@@ -13,6 +13,7 @@ from statexchange.errors import InvalidArgumentError, NumericOverflowError, Unsu
 __all__ = ["OPS", "Reduction", "of_bytes", "op_name", "reduce_parts", "reduces_locally", "to_bytes"]
 
 NOTHING = Finish()
+_INT64_MAX = 2**63 - 1
 OPS = ("sum", "avg", "min", "max", "prod")
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _HALVES = (torch.float16, torch.bfloat16)
@@ -64,6 +65,15 @@ def reduce_parts(into: torch.Tensor, parts: Sequence[torch.Tensor], op: str, fin
         combine(result, part, out=result)
     finish(result)
     into.copy_(result)
+
+
+def _range_of_results(limits: torch.iinfo, factor: int) -> tuple[int, int]:
+    """Return the least and the greatest integer of int64 that times `factor` lies within `limits`."""
+    if factor == 0:
+        return -_INT64_MAX - 1, _INT64_MAX
+    low, high = (limits.min, limits.max) if factor > 0 else (-limits.max, -limits.min)
+    size = abs(factor)
+    return max(-(-low // size), -_INT64_MAX - 1), min(high // size, _INT64_MAX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,16 +177,13 @@ class Reduction:
         """In int64, and in float64 beside it where int64 could wrap; what does not fit is an error on every rank."""
         factor = int(self.finish.scale)
         result = self._run(backend, tensor.to(torch.int64, copy=True), self.op, wait)
-        near = result.double()
+        least, most = _range_of_results(torch.iinfo(self.dtype), factor)
+        outside = (result < least) | (result > most)
         if self.op == "prod" or (self.op == "sum" and self.dtype == torch.int64):
+            # A result that has wrapped is off by a multiple of 2**64, far more than float64 is.
             near = self._run(backend, tensor.double(), self.op, wait)
-        limits = torch.iinfo(self.dtype)
-        # float64 is off by 2**-53 of its value for each rank: so near to int64's limits it cannot tell the sides apart
-        slack = (backend.world_size + 2) * 2**11 if self.dtype == torch.int64 else 0
-        near *= float(factor)
-        may_wrap = self.op in ("sum", "prod") or factor != 1
-        outside = (near < limits.min + slack) | (near > limits.max - slack)
-        if may_wrap and (bool(outside.any()) or abs(factor) > limits.max):
+            outside |= near.sub_(result).abs_() > 2.0**63
+        if bool(outside.any()) or abs(factor) > _INT64_MAX:
             raise NumericOverflowError(f"the {self.op} over ranks does not fit into {self.dtype}: convert it first")
         return result * factor
 

@@ -47,7 +47,6 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 from urllib.parse import urlsplit
@@ -112,7 +111,8 @@ def store_of(launch: Launch, timeout_s: float) -> SharedStore:
 
     torchrun's own, where each use has keys of its own, so that ranks may meet again after a shutdown; under MPI one
     whose port the system picks on rank 0; under Slurm, and where a script sets RANK and WORLD_SIZE itself, at
-    MASTER_ADDR and MASTER_PORT. Raises StallError naming the ranks that did not come.
+    MASTER_ADDR and MASTER_PORT; where Slurm sets none, on the step's first host, at a port that follows from the ids of
+    job and step. Raises StallError naming the ranks that did not come.
     """
     if launch.launcher == "torchrun" and has_agent_store():
         return _torchruns_store(timeout_s)
@@ -134,7 +134,7 @@ def _torchruns_store(timeout_s: float) -> SharedStore:
     deadline = time.monotonic() + timeout_s
     try:
         with torch_errors(Wait(timeout_s, "the meeting at torchrun's store")):
-            store, rank, size = next(iter(_stores.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
+            store, rank, size = next(iter(_stores.rendezvous("env://", timeout=tcp_store.as_timedelta(timeout_s))))
     except ValueError as error:
         if isinstance(error, StateExchangeError):
             raise

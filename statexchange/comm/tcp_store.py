@@ -41,6 +41,7 @@ from statexchange.errors import (
 __all__ = [
     "LostServerError",
     "Server",
+    "as_timedelta",
     "complete",
     "connect",
     "enroll",
@@ -57,7 +58,13 @@ _stores: Any = dist  # torch exports its stores there, but not for type checkers
 _POLL_S = 0.02
 _ATTEMPT_S = 5.0
 _NOTICE_S = 1.0
+_LONGEST_S = 1e8  # three years
 _PHASE = "the rendezvous"
+
+
+def as_timedelta(timeout_s: float) -> timedelta:
+    """Return a deadline, which may be inf, as torch takes it."""
+    return timedelta(seconds=min(timeout_s, _LONGEST_S))
 
 
 class LostServerError(Exception):
@@ -81,7 +88,7 @@ class Server:
         """
         options = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
         try:
-            return cls(_stores.TCPStore(host, port, timeout=timedelta(seconds=timeout_s), **options))
+            return cls(_stores.TCPStore(host, port, timeout=as_timedelta(timeout_s), **options))
         except RuntimeError as error:
             raise NotInitializedError(f"cannot listen at tcp://{host}:{port}: {_first_line(error)}") from error
 
@@ -96,7 +103,7 @@ class Server:
         except OSError:
             listener.close()
             raise
-        options = {"is_master": True, "wait_for_workers": False, "timeout": timedelta(seconds=timeout_s)}
+        options = {"is_master": True, "wait_for_workers": False, "timeout": as_timedelta(timeout_s)}
         try:
             # The store closes the descriptor.
             return cls(_stores.TCPStore(address, port, master_listen_fd=listener.detach(), **options))
@@ -133,7 +140,7 @@ def connect(address: str, port: int, timeout_s: float, attempt_s: float) -> Any:
             if time.monotonic() + _POLL_S > deadline:
                 raise
         time.sleep(_POLL_S)
-    limit = timedelta(seconds=timeout_s)
+    limit = as_timedelta(timeout_s)
     try:
         return _stores.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
     except RuntimeError as error:

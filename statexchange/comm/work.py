@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from statexchange.comm.backend import AbandonedError
 from statexchange.errors import StallError
+from statexchange.settings import check_timeout
 
 __all__ = ["Work", "WorkQueue"]
 
@@ -32,8 +33,11 @@ class Work:
     def wait(self, timeout_s: float | None = None) -> Any:
         """The result, which a call without `async_op` would have returned; its error is raised here.
 
-        Not collective. Blocks until the work is done; after `timeout_s` seconds a StallError, and the work goes on.
+        Not collective. Blocks until the work is done; after `timeout_s` seconds, which may be 0, a StallError, and the
+        work goes on.
         """
+        if timeout_s is not None:
+            timeout_s = min(check_timeout(timeout_s, zero=True), threading.TIMEOUT_MAX)
         if not self._ended.wait(timeout_s):
             raise StallError(f"{self.doing} is not done after {timeout_s:g} s")
         self._told = True

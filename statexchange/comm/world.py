@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import importlib.util
 import json
 import logging
 import platform
@@ -24,9 +25,9 @@ from statexchange.comm.control_page import ControlPage, meet
 from statexchange.comm.devices import Devices, check_devices, choose
 from statexchange.comm.session import Place, Session
 from statexchange.comm.single import SingleBackend
-from statexchange.errors import InvalidArgumentError, NotInitializedError, UnsupportedError
+from statexchange.errors import InvalidArgumentError, NotInitializedError, UnsupportedError, needs_torch
 from statexchange.processes import host_identity
-from statexchange.settings import default_timeout_s, detect_launch
+from statexchange.settings import check_timeout, default_timeout_s, detect_launch
 from statexchange.shared_memory import sweep
 
 if TYPE_CHECKING:
@@ -96,11 +97,14 @@ def _meet(carrier: Backend, timeout_s: float, prefer: str, check: bool, devices:
     def exchange(payload: bytes) -> list[bytes]:
         return carrier.exchange(payload, Wait(timeout_s, "the meeting of all ranks"))
 
-    ours = [host_identity(), platform.node(), secrets.token_hex(8)]
+    has_torch = importlib.util.find_spec("torch") is not None
+    ours = [host_identity(), platform.node(), secrets.token_hex(8), _launchers_local_rank(carrier), has_torch]
     facts = [json.loads(answer) for answer in exchange(json.dumps(ours).encode())]
     place = _place(facts, carrier.rank)
     page = meet(carrier.rank, carrier.world_size, exchange)
     run = _run_identity(facts[0][2])
+    if not all(fact[4] for fact in facts):
+        prefer = _without_torch(prefer)
     if page is not None:
         backend = carrier if prefer == "carrier" else _shared_memory_backend(page, carrier, timeout_s)
         if backend is not None:
@@ -112,6 +116,13 @@ def _meet(carrier: Backend, timeout_s: float, prefer: str, check: bool, devices:
     backend = _hierarchical_backend(transport, place, timeout_s) if several else transport
     session = Session(backend, transport, None, board, place, timeout_s, check=check, devices=devices)
     return session, run
+
+
+def _without_torch(prefer: str) -> str:
+    """Return what to prefer where a rank has no torch, without which nothing moves through shared memory."""
+    if prefer == "shm":
+        raise needs_torch('init("shm")')
+    return "carrier"
 
 
 def _shared_memory_backend(page: ControlPage, carrier: Backend, timeout_s: float) -> Backend | None:
@@ -162,10 +173,21 @@ def _say_why_not_shared(place: Place, prefer: str) -> None:
         )
 
 
-def _place(facts: list[list[str]], rank: int) -> Place:
+def _launchers_local_rank(carrier: Backend | Communicator) -> int | None:
+    """Return this process's local rank as its launcher counts; None if these are not the ranks that it has started."""
+    launch = detect_launch()
+    return launch.local_rank if (launch.rank, launch.world_size) == (carrier.rank, carrier.world_size) else None
+
+
+def _place(facts: list[list[Any]], rank: int) -> Place:
     identities = [fact[0] for fact in facts]
     distinct = list(dict.fromkeys(identities))
-    return Place(rank, tuple(distinct.index(identity) for identity in identities), tuple(fact[1] for fact in facts))
+    nodes = tuple(distinct.index(identity) for identity in identities)
+    local_ranks = [fact[3] for fact in facts]
+    # Open MPI 5 does not count a host's ranks in rank order. What scripts see before `init` must be true after it.
+    expected = [(node, local_rank) for node in range(len(distinct)) for local_rank in range(nodes.count(node))]
+    trusted = None not in local_ranks and sorted(zip(nodes, local_ranks, strict=True)) == expected
+    return Place(rank, nodes, tuple(fact[1] for fact in facts), tuple(local_ranks) if trusted else ())
 
 
 def _run_identity(nonce: str) -> str:
@@ -212,22 +234,29 @@ def init(
     `backend`: "auto" adopts torch.distributed if it runs, else follows torchrun, Open MPI, MPICH or Slurm, in this
     order, else makes a world of one; CPU tensors then go through shared memory where ranks share a host. "shm"
     insists on that, "gloo", "nccl" and "mpi" take that transport alone, "single" a world of one. "gloo" and "nccl"
-    initialise torch.distributed's default group if need be, the others never do.
+    initialise torch.distributed's default group if need be, the others never do. Under MPI this takes no torch: then
+    values, barriers and groups go as ever, and collectives on tensors and arrays are a MissingExtraError.
     `devices`: where this rank computes. None deals the GPUs to the ranks of a host in turn, a list names the device of
     each `local_rank`, False leaves it at the CPU. `timeout_s` bounds waits for peers (seconds). `check="off"` trusts
     that ranks make the same calls: on several hosts this saves a small message per call.
     Raises InvalidArgumentError, NotInitializedError, MissingExtraError, UnsupportedError or StallError.
     """
+    seconds = None if timeout_s is None else check_timeout(timeout_s)
     wish = _Wish(backend, rank, world_size, rendezvous, devices, timeout_s, check)
     existing = _made()
     if existing is not None:
         _warn_if_different(existing, wish)
         return existing
     _check_wish(wish)
-    made = _make(wish, default_timeout_s() if timeout_s is None else timeout_s)
+    try:
+        made = _make(wish, default_timeout_s() if seconds is None else seconds)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise needs_torch("init without MPI") from error
     try:
         with made.phase("choosing a device"):
-            made.compute_on(choose(devices, made.local_rank))
+            made.compute_on(choose(devices, _local_rank_of(made)))
     except BaseException:
         made.close()
         raise
@@ -373,8 +402,8 @@ def from_mpi(mpi_comm: Any, *, timeout_s: float | None = None) -> Communicator:
 
 
 def _adopt(group: object, make: Callable[[float], Communicator], timeout_s: float | None) -> Communicator:
+    wait = default_timeout_s() if timeout_s is None else check_timeout(timeout_s)
     if id(group) not in _adopted:
-        wait = default_timeout_s() if timeout_s is None else timeout_s
         _adopted[id(group)] = (group, make(wait))
     return _adopted[id(group)][1]
 
@@ -501,9 +530,27 @@ def get_world_size() -> int:
 
 
 def get_local_rank() -> int:
-    """This rank within its host, as the launcher says where no communicator knows; 0 without either. Not collective."""
-    made = current()
-    return made.local_rank if made is not None else detect_launch().local_rank
+    """Return this rank's number within its host: 0 before any `init`, unless a launcher has started it.
+
+    Not collective. Under a launcher it is what the launcher says, before and after `init`. A launcher of several ranks
+    that does not say it is a NotInitializedError before `init`.
+    """
+    made, launch = current(), detect_launch()
+    if made is not None:
+        return _local_rank_of(made)
+    if launch.local_rank is None:
+        raise NotInitializedError(
+            f"{launch.variable}={launch.world_size} says that this is one of several ranks, but not which of its host: "
+            "call statexchange.init() first",
+            rank=launch.rank,
+        )
+    return launch.local_rank
+
+
+def _local_rank_of(made: Communicator) -> int:
+    """Return the launcher's local rank of this process, if `made` is of the ranks that it has started."""
+    launchers = _launchers_local_rank(made)
+    return made.local_rank if launchers is None else launchers
 
 
 @functools.cache

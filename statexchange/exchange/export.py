@@ -25,6 +25,7 @@ from statexchange.exchange.writing import Order, write_boxes, writing_nodes
 from statexchange.layout.plan import Holding, Plan, PlanOptions, Rename, TensorPlan, plan_merge
 from statexchange.layout.rules import Layout
 from statexchange.layout.shards import DTYPE_NAMES, ITEMSIZE, Box
+from statexchange.settings import check_timeout
 from statexchange.storage.store import is_url, text_of
 from statexchange.storage.tensorfile import digest
 
@@ -111,6 +112,7 @@ def export_checkpoint(
     clock = _Clock()
     with communicator.phase("describing its state"):
         path = text_of(out, "out")
+        check_timeout(stall_timeout_s, "stall_timeout_s")
         options = PlanOptions.of(
             include=include,
             exclude=exclude,

@@ -15,7 +15,7 @@ from statexchange.errors import InvalidArgumentError, NotFoundError, ReplacedErr
 from statexchange.exchange.buffers import from_bytes
 from statexchange.exchange.describe import describe
 from statexchange.exchange.staging import Staging
-from statexchange.settings import detect_launch
+from statexchange.settings import check_timeout, detect_launch
 from statexchange.storage.workspace import RankFile, RankName, Workspace, WorkspaceView
 
 __all__ = ["NFSWorkspace"]
@@ -100,6 +100,7 @@ class NFSWorkspace:
         Not collective. A rank whose file does not appear within `timeout_s` seconds is a NotFoundError naming rank and
         path; it is never taken for None.
         """
+        check_timeout(timeout_s, zero=True)
         workspace = self._initialized()
         began = time.monotonic()
         last_observed: object = None

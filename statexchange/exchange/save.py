@@ -13,6 +13,7 @@ from statexchange.errors import NotFoundError
 from statexchange.exchange.describe import describe
 from statexchange.exchange.nested import tree_of
 from statexchange.exchange.staging import Staging
+from statexchange.settings import check_timeout
 from statexchange.storage.workspace import Manifest, RankName, Receipt, Workspace
 
 __all__ = ["save_checkpoint"]
@@ -35,6 +36,7 @@ def save_checkpoint(
     number: Any = None
     try:
         with communicator.phase("describing its state"):
+            check_timeout(stall_timeout_s, "stall_timeout_s")
             workspace = Workspace(url)
             config, tensors = tree_of(state)
             held = describe(tensors)

@@ -30,6 +30,7 @@ from statexchange.errors import (
 )
 from statexchange.layout.shards import ITEMSIZE, Box, Shard, sizes_from_json
 from statexchange.processes import Owner
+from statexchange.settings import check_timeout
 from statexchange.storage import atomic, files
 from statexchange.storage.json_text import parse_json
 from statexchange.storage.local import local_path
@@ -402,7 +403,7 @@ class Workspace:
         A file that is not there yet is looked for until `timeout_s` has passed, each time through freshly opened
         directories, then it is a NotFoundError naming rank and path.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + check_timeout(timeout_s, zero=True)
         while True:
             place = None
             try:

@@ -5,7 +5,8 @@ may ask for `tmp_path`, the same directory on all ranks, and for parameters that
 world size may be a `pytest.param` with marks of its own. With ``reuse=True`` the ranks may serve several tests, see
 `run_ranks`.
 
-With ``--no-skips`` a skip fails the session, unless its reason begins with "no GPU".
+With ``--no-skips`` a skip fails the session, unless its reason begins with what only some machines have: "no GPU",
+"no cgroup" or "no Slurm".
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 _MARKER = "ranks(*world_sizes, backend='threads', timeout_s=20, reuse=False): run the test on every rank of each world"
-_ALLOWED_SKIP = "no GPU"
+_ALLOWED_SKIPS = ("no GPU", "no cgroup", "no Slurm")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds ``--no-skips``."""
-    parser.addoption("--no-skips", action="store_true", help=f"a skip fails the session, unless for {_ALLOWED_SKIP!r}")
+    parser.addoption("--no-skips", action="store_true", help=f"a skip fails the session, unless for {_ALLOWED_SKIPS}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -135,7 +136,7 @@ def _forbidden_skips(config: pytest.Config) -> list[str]:
     if reporter is None or not config.getoption("--no-skips"):
         return []
     reasons = [(skip.nodeid, skip.longrepr[2].removeprefix("Skipped: ")) for skip in reporter.stats.get("skipped", [])]
-    return [f"{nodeid}: {reason}" for nodeid, reason in reasons if not reason.startswith(_ALLOWED_SKIP)]
+    return [f"{nodeid}: {reason}" for nodeid, reason in reasons if not reason.startswith(_ALLOWED_SKIPS)]
 
 
 @pytest.hookimpl(tryfirst=True)

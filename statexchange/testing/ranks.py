@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, overload
 
 from statexchange.errors import InvalidArgumentError, StateExchangeError
+from statexchange.settings import check_timeout
 from statexchange.testing.child import report
 from statexchange.testing.worlds import BACKENDS, World, open_world
 
@@ -157,6 +158,7 @@ def run_ranks(
         raise InvalidArgumentError(f"no backend {backend!r}: use one of {', '.join(BACKENDS)}")
     if world_size < 1:
         raise InvalidArgumentError("a world has at least one rank", expected="world_size >= 1", found=world_size)
+    check_timeout(timeout_s)
     world = open_world(backend, fn, args, world_size, reuse=reuse)
     try:
         world.start()

@@ -249,7 +249,7 @@ def test_a_launched_rank_without_a_communicator_is_no_world_of_one() -> None:
             },
             ("openmpi", 1, 2, 1, 2),
         ),
-        ({"PMI_RANK": "0", "PMI_SIZE": "4"}, ("mpich", 0, 4, 0, 4)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "4"}, ("mpich", 0, 4, None, 4)),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, ("none", 0, 1, 0, 1)),
         ({"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0"}, ("slurm", 2, 4, 0, 4)),
     ],

@@ -11,10 +11,11 @@ import pytest
 import statexchange
 
 PACKAGE = Path(statexchange.__file__).parent
-BOTTOM = {"errors", "processes", "settings", "values"}
+BOTTOM = {"cgroups", "errors", "processes", "settings", "values"}
 
 # A room, and the rooms that it may import (itself always).
 LAWS = {
+    "cgroups": BOTTOM,
     "errors": BOTTOM,
     "processes": BOTTOM,
     "settings": BOTTOM,
@@ -59,6 +60,7 @@ LAWS = {
 LAWS["demo"] |= {"demo_model"}
 LAWS["demo_model"] = LAWS["demo"]
 TORCH_FREE = {
+    "cgroups",
     "errors",
     "processes",
     "settings",

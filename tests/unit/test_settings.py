@@ -5,8 +5,10 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 
+import statexchange as sx
 from statexchange import settings
 from statexchange.errors import InvalidArgumentError
 from statexchange.settings import Launch, detect_launch
@@ -19,6 +21,7 @@ LAUNCHERS = (
     "PMI_",
     "MPI_",
     "SLURM_",
+    "MASTER_",
     "TORCHELASTIC_",
     "STATEXCHANGE_",
     "NO_COLOR",
@@ -60,6 +63,87 @@ def test_a_batch_script_is_one_process_and_a_step_is_many(monkeypatch: pytest.Mo
     assert launch(monkeypatch, **batch).world_size == 1
     step = {**batch, "SLURM_STEP_NUM_TASKS": 8, "SLURM_STEP_ID": 2, "SLURM_PROCID": 6, "SLURM_NTASKS_PER_NODE": 4}
     assert launch(monkeypatch, **step) == Launch("slurm", 6, 8, 0, 4, "SLURM_STEP_NUM_TASKS", "slurm-77-2-0")
+
+
+STEP = {"SLURM_JOB_ID": 77, "SLURM_STEP_ID": 2, "SLURM_PROCID": 6, "SLURM_STEP_NUM_TASKS": 8, "SLURM_LOCALID": 2}
+
+
+def test_the_tasks_of_a_slurm_step_meet_on_its_first_host_at_a_port_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = launch(monkeypatch, **STEP, SLURM_STEP_NODELIST="node[009-010,3],x", SLURM_STEP_NUM_NODES=4)
+    assert found.master is not None
+    host, port = found.master
+    assert host == "node009"
+    assert 16_384 <= port < 32_768
+    other_step = launch(monkeypatch, **{**STEP, "SLURM_STEP_ID": 3}, SLURM_STEP_NODELIST="node[009-010]")
+    assert other_step.master is not None
+    assert other_step.master[1] != port
+    assert launch(monkeypatch, **STEP, SLURM_STEP_NODELIST="node9", SLURM_STEP_NUM_NODES=1).master == (
+        "localhost",
+        port,
+    )
+    reserved = launch(monkeypatch, **STEP, SLURM_STEP_NODELIST="a,b", SLURM_STEP_RESV_PORTS="12003-12004,12007")
+    assert reserved.master == ("a", 12003)
+
+
+def test_what_a_job_script_sets_is_believed_before_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = {**STEP, "SLURM_STEP_NODELIST": "a,b"}
+    assert launch(monkeypatch, **step, MASTER_ADDR="10.0.0.9", MASTER_PORT=4711).master == ("10.0.0.9", 4711)
+    assert launch(monkeypatch, **step, MASTER_PORT=4711).master == ("a", 4711)
+    assert launch(monkeypatch, **STEP).master is None
+    assert launch(monkeypatch, **STEP, SLURM_STEP_NODELIST="a[1-").master is None
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("node[001-003,7],other", ["node001", "node002", "node003", "node7", "other"]),
+        ("n[08-10,3]-ib,login.cluster", ["n08-ib", "n09-ib", "n10-ib", "n3-ib", "login.cluster"]),
+        ("rack[0-1]-[00-01]", ["rack0-00", "rack0-01", "rack1-00", "rack1-01"]),
+        ("a", ["a"]),
+    ],
+)
+def test_host_lists_of_slurm(text: str, hosts: list[str]) -> None:
+    assert settings.expand_hosts(text) == hosts
+
+
+@pytest.mark.parametrize("text", ["", ",", "a,", "a[", "a]", "a[]", "a[1-]", "a[3-1]", "a[1,]", "a b", "a[0-9999999]"])
+def test_what_is_no_host_list_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="host list"):
+        settings.expand_hosts(text)
+
+
+def test_a_launcher_that_gives_no_local_rank_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch(monkeypatch, PMI_RANK=1, PMI_SIZE=2).local_rank is None
+    assert launch(monkeypatch, PMI_RANK=0, PMI_SIZE=1).local_rank == 0
+    launch(monkeypatch, PMI_RANK=1, PMI_SIZE=2)
+    with pytest.raises(sx.NotInitializedError, match=r"PMI_SIZE=2.*init"):
+        sx.get_local_rank()
+
+
+NO_DEADLINES = (0, -1, 0.0, float("nan"), "5", True, [1], float("-inf"))
+
+
+@pytest.mark.parametrize("wrong", NO_DEADLINES)
+def test_a_deadline_is_a_number_of_seconds_above_0(wrong: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="x_s must be a number of seconds above 0"):
+        settings.check_timeout(wrong, "x_s")
+    if wrong == 0 and wrong is not True:
+        assert settings.check_timeout(wrong, zero=True) == 0
+    else:
+        with pytest.raises(InvalidArgumentError, match="timeout_s must be a number of seconds of at least 0"):
+            settings.check_timeout(wrong, zero=True)
+
+
+INF = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"), [(1, 1), (0.5, 0.5), (np.float32(2), 2), (np.int64(3), 3), (INF, INF), (10**400, INF)]
+)
+def test_every_number_above_0_is_a_deadline(given: Any, seconds: float) -> None:
+    assert settings.check_timeout(given) == seconds
 
 
 def job(monkeypatch: pytest.MonkeyPatch, name: str, restart: int = 0) -> str | None:

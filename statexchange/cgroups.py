@@ -1,0 +1,112 @@
+"""How much memory the cgroups of this process leave it: a limit beyond which the kernel kills instead of refusing."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+__all__ = ["Room", "memory_room"]
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How many bytes may still be used, and the directory of the cgroup that sets this limit."""
+
+    nbytes: int
+    cgroup: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """What a version of cgroups calls its files, and the words of `memory.stat` that count a whole subtree."""
+
+    limit: str
+    usage: str
+    file_pages: str
+    shmem: str
+
+
+_FILES = {
+    "cgroup": _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache", "total_shmem"),
+    "cgroup2": _Files("memory.max", "memory.current", "file", "shmem"),
+}
+_UNLIMITED = 1 << 62  # version 1 says so with the greatest number of whole pages
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+
+
+def memory_room(proc: str = "/proc/self") -> Room | None:
+    """Return the least room of all memory cgroups, of version 1 and 2, above the process of `proc`; None without limit.
+
+    Room is the limit less what is in use, where file pages do not count: the kernel drops them when it needs memory.
+    Those of tmpfs and shared memory, which it cannot drop, count.
+    """
+    rooms = []
+    for version, mount, directory in _memory_cgroups(proc):
+        for ancestor in _up_to(mount, directory):
+            room = _room_of(ancestor, _FILES[version])
+            if room is not None:
+                rooms.append(Room(room, ancestor))
+    return min(rooms, key=lambda room: room.nbytes, default=None)
+
+
+def _memory_cgroups(proc: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the version, the mount point and the directory of each cgroup that counts this process's memory."""
+    paths = _paths_of(proc)
+    for line in _lines(f"{proc}/mountinfo"):
+        fields, _, rest = line.partition(" - ")
+        version, _, options = rest.partition(" ")
+        words = fields.split()
+        controls = version == "cgroup2" or (version == "cgroup" and "memory" in options.split()[-1].split(","))
+        if not controls or version not in paths:
+            continue
+        root, mount = (_ESCAPED.sub(lambda code: chr(int(code[1], 8)), word) for word in words[3:5])
+        path = os.path.relpath(paths[version], root)
+        # In a container the mount may show only the container's cgroup, and /proc a path from outside of it.
+        inside = path if not path.startswith("..") else "."
+        yield version, mount, os.path.normpath(os.path.join(mount, inside))
+
+
+def _up_to(mount: str, directory: str) -> Iterator[str]:
+    """Yield `directory` and its parents, `mount` last."""
+    while directory != mount:
+        yield directory
+        directory = os.path.dirname(directory)
+    yield mount
+
+
+def _paths_of(proc: str) -> dict[str, str]:
+    """Return the path of the process's cgroup below the root of its hierarchy, by version."""
+    paths = {}
+    for line in _lines(f"{proc}/cgroup"):
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            paths["cgroup2"] = path
+        elif "memory" in controllers.split(","):
+            paths["cgroup"] = path
+    return paths
+
+
+def _room_of(directory: str, files: _Files) -> int | None:
+    """Return what the limit of one cgroup leaves; None if it has none, or has gone."""
+    try:
+        with open(f"{directory}/{files.limit}", encoding="ascii") as file:
+            limit = file.read().strip()
+        if limit == "max" or int(limit) >= _UNLIMITED:
+            return None
+        with open(f"{directory}/{files.usage}", encoding="ascii") as file:
+            usage = int(file.read())
+        pages = dict(line.split() for line in _lines(f"{directory}/memory.stat"))
+        droppable = int(pages.get(files.file_pages, 0)) - int(pages.get(files.shmem, 0))
+        return max(0, int(limit) - (usage - max(0, droppable)))
+    except (OSError, ValueError):
+        return None
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            return file.read().splitlines()
+    except OSError:  # a sandbox without /proc, or a cgroup that has gone
+        return []

@@ -1,0 +1,37 @@
+"""Ranks that Slurm has started: tools/slurm_lab, a cluster of two hosts from Debian's packages, is really run."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HOME = Path(__file__).parents[2]
+CANNOT_RUN = 77
+
+
+def lab(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "tools/slurm_lab", *arguments]
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **environment}
+    return subprocess.run(command, cwd=HOME, env=env, capture_output=True, text=True, timeout=800, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(850)
+def test_ranks_of_slurm_gather_export_load_reduce_and_fit_and_init_again() -> None:
+    """On two hosts and on one, tasks dealt in blocks and cyclically, with MASTER_ADDR and without."""
+    done = lab()
+    if done.returncode == CANNOT_RUN:
+        pytest.skip(f"no Slurm on this machine: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    passed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("PASS ")]
+    assert passed == ["two_hosts", "one_host", "cyclic", "gloo", "with_master_addr"]
+
+
+def test_a_machine_that_cannot_run_it_is_told_what_is_missing(tmp_path: Path) -> None:
+    done = lab("true", PATH=str(tmp_path))
+    assert done.returncode == CANNOT_RUN, done.stderr
+    assert "cannot run here" in done.stderr
+    for program in ("apt-get", "dpkg"):
+        assert f"the program {program}" in done.stderr
