@@ -75,7 +75,7 @@ def address_without_a_hint(directory: str) -> str:
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     shared = rendezvous.store_at(f"file://{directory}", rank, size, 30.0)
-    address = str(shared.store.host)
+    address = str(shared.store.underlying_store.host)
     if rank == 0:
         shared.store.get("done")  # it serves until the other has looked
     else:
