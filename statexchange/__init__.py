@@ -26,6 +26,7 @@ _ROOMS = {
     ),
     "statexchange.errors": (
         "CorruptError",
+        "ForkedError",
         "IncompleteError",
         "InvalidArgumentError",
         "MismatchError",

@@ -13,6 +13,7 @@ from statexchange.comm.world import init as init
 from statexchange.comm.world import is_initialized as is_initialized
 from statexchange.comm.world import shutdown as shutdown
 from statexchange.errors import CorruptError as CorruptError
+from statexchange.errors import ForkedError as ForkedError
 from statexchange.errors import IncompleteError as IncompleteError
 from statexchange.errors import InvalidArgumentError as InvalidArgumentError
 from statexchange.errors import MismatchError as MismatchError

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CorruptError",
+    "ForkedError",
     "IncompleteError",
     "InvalidArgumentError",
     "MismatchError",
@@ -98,6 +99,12 @@ class InvalidArgumentError(StateExchangeError, ValueError):
 
 class NotInitializedError(StateExchangeError, RuntimeError):
     """A launcher speaks of several ranks, but no communicator has been set up."""
+
+    code = "USAGE"
+
+
+class ForkedError(StateExchangeError, RuntimeError):
+    """This process was forked from a rank, whose communicator it cannot use."""
 
     code = "USAGE"
 

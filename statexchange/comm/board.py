@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import hmac
 import json
 import logging
@@ -22,11 +21,11 @@ import selectors
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from statexchange.comm import forks
 from statexchange.comm.backend import Backend, Wait
 from statexchange.comm.network import own_addresses
 from statexchange.errors import PeerError, StateExchangeError, from_record, to_record
@@ -50,18 +49,6 @@ _JOIN_S = 2.0
 _LINE_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
-_boards: weakref.WeakSet[Board] = weakref.WeakSet()
-
-
-@functools.cache
-def _mind_forks() -> None:
-    """A forked child must not keep its parent's connections open: their end tells of the parent's."""
-
-    def drop() -> None:
-        for board in list(_boards):
-            board.drop()
-
-    os.register_at_fork(after_in_child=drop)
 
 
 class _EndedError(Exception):
@@ -178,7 +165,7 @@ class Board:
         self._bell.setblocking(False)
         self._string.setblocking(False)
         self._selector.register(self._bell, selectors.EVENT_READ)
-        self._process = os.getpid()
+        self._is_inherited = False
         self._thread = threading.Thread(target=self._run, name=f"statexchange board {place.rank}", daemon=True)
 
     @property
@@ -187,8 +174,7 @@ class Board:
 
     def start(self) -> None:
         """Begin to take part."""
-        _mind_forks()
-        _boards.add(self)
+        forks.cut_off_in_children(self)
         atexit.register(self.close, "its process ended")
         self._thread.start()
 
@@ -238,7 +224,7 @@ class Board:
         return self._view.moves
 
     def _have_said(self, note: Callable[[], None]) -> None:
-        if self._thread.is_alive() and os.getpid() == self._process:
+        if self._thread.is_alive():
             posted = threading.Event()
             self._notes.put((note, posted))
             self._ring()
@@ -246,7 +232,7 @@ class Board:
 
     def close(self, farewell: str = "it closed its communicator") -> None:
         """Take leave: ranks that wait for this one in a later collective raise PeerError. Not collective."""
-        if os.getpid() != self._process or self._farewell is not None:
+        if self._is_inherited or self._farewell is not None:
             return
         atexit.unregister(self.close)
         self._farewell = farewell
@@ -318,9 +304,14 @@ class Board:
     def _post_death(self, rank: int) -> None:
         self._post(to_record(self._peer_error(rank, "", self._cause_of(rank)), rank, ""))
 
+    def disown(self) -> None:
+        """Drop the copy of the parent's connections: while they are open, nobody sees that the parent has ended."""
+        self._is_inherited = True
+        self.drop()
+
     def drop(self) -> None:
         """Close this process's end of everything, saying nothing. Not collective."""
-        _boards.discard(self)
+        forks.forget(self)
         for key in list(self._selector.get_map().values()):
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()

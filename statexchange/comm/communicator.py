@@ -42,6 +42,9 @@ class Communicator:
     Collective calls must be made by all ranks, with matching arguments, in the same order: ranks that meet in different
     calls all raise MismatchError. A rank that dies, leaves or does not come makes the others raise PeerError or
     StallError, and every later call raises the same.
+
+    It belongs to the process that made it: in a child that is forked from a rank every call raises ForkedError, and
+    nothing reaches the other ranks; its attributes may be read there.
     """
 
     def __init__(self, session: Session, run: str) -> None:
@@ -126,6 +129,15 @@ class Communicator:
         return self._session.page.kind if self._session.page is not None else None
 
     @property
+    def is_inherited(self) -> bool:
+        """Whether it belongs to the process from which this one was forked: every call raises ForkedError."""
+        return self._session.is_inherited
+
+    def raise_if_inherited(self) -> None:
+        """ForkedError in a child that was forked from the rank. Not collective."""
+        self._session.raise_if_inherited()
+
+    @property
     def is_closed(self) -> bool:
         """Whether every later call raises: it has been closed, or has failed."""
         return self._session.dead is not None
@@ -163,6 +175,7 @@ class Communicator:
         usable, since all ranks have met. Returns every rank's `note`, a JSON value.
         """
         if self.world_size == 1:
+            self._session.raise_if_inherited()
             self._session.drain()
             if error is not None:
                 raise error
@@ -180,6 +193,7 @@ class Communicator:
 
         An interrupt (KeyboardInterrupt, SystemExit) leaves the communicator at once, and the others raise PeerError.
         """
+        self._session.raise_if_inherited()
         try:
             refusal = _refusal_of(timeout_s)
             if refusal is not None:
@@ -199,6 +213,7 @@ class Communicator:
 
     def progress(self) -> None:
         """Say that bytes move; raises AbandonedError once another rank has failed. Not collective."""
+        self._session.raise_if_inherited()
         look = self._session.look
         if look is not None:
             look.progress()
@@ -406,7 +421,12 @@ class Communicator:
         return self._flat
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave: peers that still wait for this rank raise PeerError, with `error` as its cause. Not collective."""
+        """Leave: peers that still wait for this rank raise PeerError, with `error` as its cause. Not collective.
+
+        Nothing happens in a child that was forked from the rank: it is no rank that could leave.
+        """
+        if self.is_inherited:
+            return
         for subset in self._subsets.values():
             if subset is not self:
                 subset.close(error)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from statexchange.comm import forks
 from statexchange.comm.backend import Wait, yield_core
 from statexchange.errors import PeerError, StallError, StateExchangeError, from_record, to_record
 from statexchange.processes import (
@@ -72,6 +73,15 @@ class ControlPage:
         self._spins = _SPINS if world_size <= usable_cores() and not threads else 0
         self._set(_START, process_start(os.getpid()) or 0)
         self._set(_PID, os.getpid())
+        forks.cut_off_in_children(self)
+
+    def disown(self) -> None:
+        """Put a private page, which this rank has left, in the place of the parent's."""
+        nbytes = self._words.nbytes
+        private = memoryview(bytearray(nbytes + len(self._slots)))
+        self._words, self._slots = private[:nbytes].cast("Q"), private[nbytes:]
+        self._set(_LEFT, _GONE_QUIETLY)
+        self._spill.clear()
 
     @staticmethod
     def nbytes(world_size: int) -> int:
@@ -273,8 +283,8 @@ class ControlPage:
 
     def leave(self, error: BaseException | None = None) -> None:
         """Say that this rank will not arrive any more, and why."""
-        if self._get(self.rank, _LEFT) or self._get(self.rank, _PID) != os.getpid():
-            return  # a forked child is no rank
+        if self._get(self.rank, _LEFT):
+            return
         if error is not None:
             record = json.dumps(to_record(error, self.rank, "its own code")).encode()
             if len(record) > _SLOT_BYTES - _LENGTH_BYTES:

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from statexchange import values
+from statexchange.comm import forks
 from statexchange.comm.backend import AbandonedError, Backend, Look, Wait
 from statexchange.comm.control_page import ControlPage, DifferentCallsError
 from statexchange.comm.work import Work, WorkQueue
 from statexchange.errors import (
+    ForkedError,
     InvalidArgumentError,
     MismatchError,
     NumericOverflowError,
@@ -171,6 +173,19 @@ class Session:
         self._cut = False  # a message between two ranks was broken off, and may lie around half
         self._queue = WorkQueue(f"statexchange rank {place.rank}")
         self._lines: dict[tuple[str, int], WorkQueue] = {}
+        self.is_inherited = False
+        forks.cut_off_in_children(self)
+
+    def disown(self) -> None:
+        """Have every call raise ForkedError: this is the copy of a forked child."""
+        self.is_inherited = True
+        self.dead = ForkedError(
+            "this process was forked from a rank, and a communicator belongs to the process that made it: "
+            "communicate in that process, or start this one as a rank of its own (not by fork)",
+            rank=self.rank,
+        )
+        for line in [self._queue, *self._lines.values()]:
+            line.disown(self.dead)
 
     def backend_for(self, device_type: str) -> Backend:
         """What moves tensors of this device."""
@@ -302,6 +317,7 @@ class Session:
 
     def wait_all(self) -> None:
         """As `drain`, and raise the first error that nobody has waited for. Not collective."""
+        self.raise_if_inherited()
         self.drain()
         for line in [self._queue, *self._lines.values()]:
             line.raise_lost()
@@ -313,6 +329,11 @@ class Session:
             raise InvalidArgumentError(what, rank=self.rank)
 
     # Failure
+
+    def raise_if_inherited(self) -> None:
+        """ForkedError in a child that was forked from the rank."""
+        if self.is_inherited:
+            self.raise_if_dead()
 
     def raise_if_dead(self) -> None:
         """Raise what this group has failed of."""

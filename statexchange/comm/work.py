@@ -48,6 +48,13 @@ class Work:
         """Whether it has failed, and nobody has been told."""
         return self._ended.is_set() and self._error is not None and not self._told
 
+    def disown(self, error: BaseException) -> None:
+        """End this copy of a parent's work, which nobody does here, with `error`."""
+        if not self.is_completed():
+            self._error = error
+            self._ended = threading.Event()  # the lock of the old one may be held by a thread that is not here
+            self._ended.set()
+
     def run(self, body: Callable[[], Any]) -> None:
         """Do the work, here and now."""
         try:
@@ -94,6 +101,12 @@ class WorkQueue:
             self._jobs.put(None)
             if self._thread is not threading.current_thread():
                 self._thread.join(wait_s)
+
+    def disown(self, error: BaseException) -> None:
+        """End all work of this copy of a parent's queue, whose thread is not here, with `error`."""
+        for work in self._works:
+            work.disown(error)
+        self._thread = None
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -18,7 +18,7 @@ from statexchange.errors import (
 
 BUILTINS = {
     "CorruptError": ValueError, "IncompleteError": ValueError, "InvalidArgumentError": ValueError,
-    "MismatchError": ValueError, "NumericOverflowError": OverflowError,
+    "ForkedError": RuntimeError, "MismatchError": ValueError, "NumericOverflowError": OverflowError,
     "MissingExtraError": ImportError, "NotFoundError": FileNotFoundError, "NotInitializedError": RuntimeError,
     "OverlapError": CorruptError, "PeerError": RuntimeError, "ReplacedError": StorageError,
     "ReplicaError": CorruptError, "StallError": TimeoutError,
