@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -40,7 +41,8 @@ class Communicator:
     still looks at) and `attached` (mappings of other ranks' arenas, by identity).
 
     Collective calls must be made by all ranks, with matching arguments, in the same order: ranks that meet in different
-    calls all raise MismatchError. A rank that dies, leaves or does not come makes the others raise PeerError or
+    calls all raise MismatchError. So do threads that use it at once, unless they take turns in the same order on all
+    ranks: give each thread its own, from `duplicate`. A rank that dies, leaves or does not come makes the others raise PeerError or
     StallError, and every later call raises the same.
 
     It belongs to the process that made it: in a child that is forked from a rank every call raises ForkedError, and
@@ -50,6 +52,7 @@ class Communicator:
     def __init__(self, session: Session, run: str) -> None:
         self._session = session
         self._subsets: dict[tuple[int, ...], Communicator] = {}
+        self._making: dict[tuple[int, ...], threading.Lock] = {}  # so that two threads do not make one at once
         self.arenas = ArenaPool(self.shared_memory or "memfd")
         self.lent: list[Arena] = []
         self.attached: dict[str, Attached] = {}
@@ -157,6 +160,20 @@ class Communicator:
         Collective. Blocks until all ranks have called; `timeout_s` None means this communicator's, inf no deadline.
         """
         return self._session.exchange(Call(doing if root is None else f"{doing} on {root}"), payload, root, timeout_s)
+
+    # Callers
+
+    @property
+    def caller(self) -> int:
+        """The number by which this thread's calls are matched with those of other ranks: the order of first use."""
+        return self._session.caller()
+
+    def called_by(self, caller: int) -> contextlib.AbstractContextManager[None]:
+        """A block in which a thread of autograd's engine calls as `caller`; others call as themselves.
+
+        Not collective. For hooks: which thread runs them differs from rank to rank.
+        """
+        return self._session.called_by(caller)
 
     # Failure
 
@@ -363,13 +380,14 @@ class Communicator:
         self._session.raise_if_dead()
         check_ranks(ranks, self.rank, self.world_size)
         key = tuple(ranks)
-        if key not in self._subsets or self._subsets[key].is_closed:
-            from statexchange.comm.world import communicator
+        with self._making.setdefault(key, threading.Lock()):
+            if key not in self._subsets or self._subsets[key].is_closed:
+                from statexchange.comm.world import communicator
 
-            carrier = self._session.group_of(key)
-            ours = carrier is self._session.carrier  # all ranks, in their own order
-            self._subsets[key] = self if ours else communicator(carrier, self._session.timeout_s)
-        return self._subsets[key]
+                carrier = self._session.group_of(key)
+                ours = carrier is self._session.carrier  # all ranks, in their own order
+                self._subsets[key] = self if ours else communicator(carrier, self._session.timeout_s)
+            return self._subsets[key]
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """The communicator of all ranks that give the same `color`, ordered by `key`, then rank; None for None.
@@ -392,9 +410,10 @@ class Communicator:
         """
         from statexchange.comm.world import communicator
 
-        everybody = list(range(self.world_size))
-        self._session.exchange(Call("duplicate"), b"")
-        return communicator(self._session.carrier.subset(everybody, self.timeout_s), self.timeout_s)
+        everybody = tuple(range(self.world_size))
+        with self._making.setdefault(everybody, threading.Lock()):
+            self._session.exchange(Call("duplicate"), b"")
+            return communicator(self._session.carrier.subset(everybody, self.timeout_s), self.timeout_s)
 
     @property
     def node(self) -> Communicator:

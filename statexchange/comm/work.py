@@ -72,6 +72,8 @@ class WorkQueue:
         self._jobs: queue.SimpleQueue[tuple[Work, Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._works: list[Work] = []
+        self.turn = threading.Lock()
+        """For whoever does something of this queue's kind."""
 
     def submit(self, doing: str, body: Callable[[], Any], broken_off: Callable[[], NoReturn] | None = None) -> Work:
         """Have `body` run after all that was submitted before."""
@@ -85,6 +87,8 @@ class WorkQueue:
 
     def drain(self) -> None:
         """Return when all that was submitted is done; its errors are its own."""
+        if self._thread is None:
+            return
         if threading.current_thread() is not self._thread:
             for work in self._works:
                 work._ended.wait()  # noqa: SLF001 (our own Work)

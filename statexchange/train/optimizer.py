@@ -357,9 +357,11 @@ def _inline_hook(reducer: Reducer) -> Hook:
 
 def _overlapping_hook(comm: Communicator) -> Hook:
     waiting = ThreadPoolExecutor(1, "statexchange comm hook")
+    caller = comm.caller
 
     def hook(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        work = comm.all_reduce(bucket.buffer(), "avg", async_op=True)
+        with comm.called_by(caller):
+            work = comm.all_reduce(bucket.buffer(), "avg", async_op=True)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
 
         def settle() -> None:
