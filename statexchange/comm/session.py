@@ -7,6 +7,8 @@ Several threads of a rank may call, but which of them comes first may differ fro
 * A call carries the number of its caller: threads are counted in the order in which they first call. The number is part
   of the fingerprint that ranks compare at the entry of every collective. So the calls of a thread meet those of the
   same thread on other ranks, or all ranks raise MismatchError, even if the calls are of one shape.
+* At its first call a thread is compared with that of the other ranks by name (`_introduce`): two that begin at once may
+  have been counted in different orders.
 * Threads of autograd's engine are one caller. A reducer, which knows whose backward its hooks run in, lets them call as
   that thread (`called_by`): on some ranks a bucket goes during backward, on others in `finalize`.
 * `send`, `recv` and the making of a subset do not count: not all ranks take part, so the counts would come apart.
@@ -19,6 +21,7 @@ import functools
 import hashlib
 import operator
 import os
+import secrets
 import sys
 import threading
 import time
@@ -83,13 +86,14 @@ class Call:
     `caller` counts the threads of a rank, see `Session.caller`. That of the thread that came first is 0.
     """
 
-    __slots__ = ("caller", "failure", "site", "text")
+    __slots__ = ("caller", "failure", "site", "text", "thread")
 
     def __init__(self, text: str, failure: dict[str, Any] | None = None, site: str | None = None) -> None:
         self.text = text
         self.failure = failure
         self.site = site
         self.caller = 0
+        self.thread: str | None = None  # its name, if that is what differs
 
     @property
     def fingerprint(self) -> int:
@@ -198,6 +202,7 @@ class Session:
         self._holder = 0  # the thread that has it
         self._local = threading.local()  # not by thread id: ids are used again, by other threads on each rank
         self._callers = 0
+        self._newcomers: dict[int, list[Any]] = {}  # by their number, until their first call
         self.is_inherited = False
         forks.cut_off_in_children(self)
 
@@ -237,9 +242,28 @@ class Session:
         if _is_autograd_thread():
             return _AUTOGRAD if self._callers > 1 else 0
         with _counting:
+            number = self._local.caller = self._callers
             self._callers += 1
-            self._local.caller = self._callers - 1
-        return self._callers - 1
+            self._newcomers[number] = [_process(), threading.current_thread().name, _names_of_threads()]
+        return number
+
+    def _introduce(self, call: Call, wait: Wait) -> None:
+        """Compare who this caller is, at its first call; DifferentCallsError, on all ranks, if it is somebody else.
+
+        Two threads that begin at once may be counted in different orders, and would then be taken for each other. They
+        have names, which Python gives in the order in which they are made, with what they run. A name may differ, as
+        ranks may have other threads besides; but then no rank has a second thread of another's name.
+        """
+        first = Call(f"{call.text}, the first of its thread")
+        first.caller = call.caller
+        answers = self.messages(first, encoded(self._newcomers[call.caller]), None, wait)
+        known = [values.decode(answer) for answer in answers]
+        for process, name, threads in known:
+            others = [other for elsewhere, other, _ in known if elsewhere != process and other != name]
+            if threads.count(name) > 1 or any(other in threads for other in others):
+                call.thread = self._newcomers[call.caller][1]
+                raise DifferentCallsError
+        del self._newcomers[call.caller]
 
     @contextlib.contextmanager
     def called_by(self, caller: int) -> Iterator[None]:
@@ -280,7 +304,10 @@ class Session:
 
         def job() -> list[bytes]:
             self.raise_if_dead()
-            return self.messages(call, payload, root, self.wait_for(call, timeout_s))
+            wait = self.wait_for(call, timeout_s)
+            if self._newcomers and call.caller in self._newcomers:
+                self._introduce(call, wait)
+            return self.messages(call, payload, root, wait)
 
         try:
             return self._in_turn(call, job)
@@ -334,6 +361,8 @@ class Session:
         def job() -> T:
             self.raise_if_dead()
             wait = self.wait_for(call)
+            if self._newcomers and call.caller in self._newcomers and self.world_size > 1:
+                self._introduce(call, wait)
             if not backend.meets and self.world_size > 1:
                 wait.enter()
             return body(wait)
@@ -469,11 +498,12 @@ class Session:
     def _explanation(self, call: Call) -> StateExchangeError:
         """Tell each other what all were about to do; the error that all are to raise."""
         failing = call.failure or self._failing
-        told = {"text": call.text, "site": call.site or call_site(), "failure": failing, "caller": call.caller}
+        told = {"text": call.text, "site": call.site or call_site(), "failure": failing}
+        told |= {"caller": call.caller, "thread": call.thread}
         answers = self.messages(Call("an explanation"), encoded(told), None, self.wait_for(Call("an explanation")))
         accounts = [values.decode(answer) for answer in answers]
         failure = next((account["failure"] for account in accounts if account["failure"] is not None), None)
-        several = len({account["caller"] for account in accounts}) > 1
+        several = len({account["caller"] for account in accounts}) > 1 or any(a["thread"] for a in accounts)
         lines = [_line(rank, account, several) for rank, account in enumerate(accounts)]
         hint = ". Several threads use this communicator: give each its own, from duplicate()" if several else ""
         different = MismatchError("ranks met in different calls: " + "; ".join(lines) + hint)
@@ -573,7 +603,19 @@ class FlatSession(Session):
 def _line(rank: int, account: Mapping[str, Any], by_caller: bool) -> str:
     """What a rank was about to do, for a message; with the thread that did it, if that matters."""
     thread = "autograd's threads" if account["caller"] == _AUTOGRAD else f"its thread {account['caller']}"
+    if account["thread"]:
+        thread += f" ({account['thread']})"
     return f"rank {rank} called {account['text']} at {account['site']}" + (f" in {thread}" if by_caller else "")
+
+
+@functools.cache
+def _process() -> str:
+    """A name of this process: ranks that are threads of one have all their names there."""
+    return secrets.token_hex(8)
+
+
+def _names_of_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate()]
 
 
 def _is_autograd_thread() -> bool:

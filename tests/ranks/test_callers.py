@@ -203,15 +203,15 @@ class Deep(torch.autograd.Function):
     """Calls backward within backward, so deep that autograd goes on in a thread of its own."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, depth: int, leaf: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, depth: int, leaf: list[torch.Tensor]) -> torch.Tensor:
         ctx.depth, ctx.leaf = depth, leaf
         return x * 1
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         with torch.enable_grad():
-            inner = ctx.leaf.detach().requires_grad_() if ctx.depth else ctx.leaf
-            result = Deep.apply(inner, ctx.depth - 1, ctx.leaf) if ctx.depth else inner * 1
+            inner = torch.ones(4, requires_grad=True)
+            result = Deep.apply(inner, ctx.depth - 1, ctx.leaf) if ctx.depth else ctx.leaf[0] * 1
             result.sum().backward()
         return grads[0], None, None
 
@@ -228,7 +228,7 @@ def test_hooks_in_autograds_threads_call_as_the_thread_that_trains() -> None:
         comm.all_reduce(param.grad)
 
     leaf.register_post_accumulate_grad_hook(hook)
-    (Deep.apply(torch.ones(4, requires_grad=True), 70, leaf) if comm.rank == 0 else leaf * 1).sum().backward()
+    (Deep.apply(torch.ones(4, requires_grad=True), 70, [leaf]) if comm.rank == 0 else leaf * 1).sum().backward()
     assert in_hook == [(comm.rank == 1, 0)]
     assert leaf.grad is not None
     assert leaf.grad.tolist() == [2.0] * 4
@@ -236,6 +236,6 @@ def test_hooks_in_autograds_threads_call_as_the_thread_that_trains() -> None:
     leaf.grad = None
     expected = pytest.raises(sx.MismatchError, match=r"rank 0 called .* in autograd's threads; rank 1 .* its thread 0")
     with expected:
-        (Deep.apply(torch.ones(4, requires_grad=True), 70, leaf) if comm.rank == 0 else leaf * 1).sum().backward()
+        (Deep.apply(torch.ones(4, requires_grad=True), 70, [leaf]) if comm.rank == 0 else leaf * 1).sum().backward()
     with comm.called_by(7):
         assert comm.caller == 0  # this is a thread of Python's
