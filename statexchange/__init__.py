@@ -34,6 +34,7 @@ _ROOMS = {
         "NotFoundError",
         "NotInitializedError",
         "NumericOverflowError",
+        "OutcomeUnknownError",
         "OverlapError",
         "PeerError",
         "ReplacedError",

@@ -21,6 +21,7 @@ from statexchange.errors import MissingExtraError as MissingExtraError
 from statexchange.errors import NotFoundError as NotFoundError
 from statexchange.errors import NotInitializedError as NotInitializedError
 from statexchange.errors import NumericOverflowError as NumericOverflowError
+from statexchange.errors import OutcomeUnknownError as OutcomeUnknownError
 from statexchange.errors import OverlapError as OverlapError
 from statexchange.errors import PeerError as PeerError
 from statexchange.errors import ReplacedError as ReplacedError

@@ -17,6 +17,7 @@ __all__ = [
     "NotFoundError",
     "NotInitializedError",
     "NumericOverflowError",
+    "OutcomeUnknownError",
     "OverlapError",
     "PeerError",
     "ReplacedError",
@@ -200,6 +201,11 @@ class StallError(StateExchangeError, TimeoutError):
     def __init__(self, message: str, *, missing: tuple[int, ...] = (), **about: Any) -> None:
         super().__init__(message, **about)
         self.missing = tuple(missing)
+
+
+class OutcomeUnknownError(StallError):
+    """A wait ran out, and it cannot be learned whether other ranks have completed the call; ``missing`` lists those that
+    did not answer."""
 
 
 class PeerError(StateExchangeError, RuntimeError):

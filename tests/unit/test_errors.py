@@ -22,6 +22,7 @@ BUILTINS = {
     "MissingExtraError": ImportError, "NotFoundError": FileNotFoundError, "NotInitializedError": RuntimeError,
     "OverlapError": CorruptError, "PeerError": RuntimeError, "ReplacedError": StorageError,
     "ReplicaError": CorruptError, "StallError": TimeoutError,
+    "OutcomeUnknownError": errors.StallError,
     "StateExchangeError": Exception, "StorageError": OSError, "TargetExistsError": FileExistsError,
     "UnsafeError": ValueError, "UnsupportedError": TypeError,
 }  # fmt: skip
