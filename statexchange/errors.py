@@ -204,7 +204,7 @@ class StallError(StateExchangeError, TimeoutError):
 
 
 class OutcomeUnknownError(StallError):
-    """A wait ran out, and it cannot be learned whether other ranks have completed the call; ``missing`` lists those that
+    """A wait ran out, and whether other ranks have completed the call cannot be learned; ``missing`` lists those that
     did not answer."""
 
 

@@ -5,6 +5,16 @@ in which of its collectives it is, and hears the same of all. A failure that a r
 connection that ends without a farewell means that a process has ended, which the kernel reports the moment it happens,
 even when it was killed; ranks of one host also look at each other's processes. A host that is cut off ends nothing:
 it falls silent, and whoever waits for its ranks when the deadline comes finds them missing.
+
+A rank that does not want to wait any longer in its n-th call must not simply raise, as another one may just be
+completing that call. So it has rank 0 close call n, and what becomes of the call is rank 0's decision, by the rule of
+`outcome`. Rank 0 tells all ranks that the call is closed. Each answers whether it has passed, which is when all that it
+waited for has come. A rank writes that it has passed before it looks whether the call is closed; its thread here notes
+that the call is closed before it looks whether the rank has passed. So a rank that answers no will see, before it goes
+on, that the call is closed, and waits for the decision. One that has died or left without having passed counts as a
+no. If a rank has passed, the others wait a little longer for what is on its way to them. If none has, all raise. If one
+does not answer, because it is stopped or its host is cut off, nobody can know, and a wait that ran out is an
+OutcomeUnknownError. Calls that are not given up cost nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +38,15 @@ from typing import TYPE_CHECKING, Any
 from statexchange.comm import forks
 from statexchange.comm.backend import Backend, Wait
 from statexchange.comm.network import own_addresses
-from statexchange.errors import PeerError, StateExchangeError, from_record, to_record
+from statexchange.comm.outcome import CLOSING, FAILED, HERE, PASSED, SEEN, UNKNOWN, next_phase
+from statexchange.errors import (
+    OutcomeUnknownError,
+    PeerError,
+    StallError,
+    StateExchangeError,
+    from_record,
+    to_record,
+)
 from statexchange.processes import process_is_alive, process_start
 
 if TYPE_CHECKING:
@@ -46,6 +64,7 @@ _PART_S = 0.5
 _ENOUGH_REFUSALS = 2
 _TELL_S = 1.0
 _JOIN_S = 2.0
+_DECISION_NAP_S = 1e-3
 _LINE_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
@@ -133,6 +152,15 @@ class _View:
     heard: float = field(default_factory=time.monotonic)
 
 
+@dataclass
+class _Round:
+    """What rank 0 knows of a call that is closed and not decided."""
+
+    record: dict[str, Any]
+    deadline: float
+    answered: set[int] = field(default_factory=set)
+
+
 @dataclass(frozen=True)
 class _Offer:
     """Where the board is, and how the ranks of this world know it from others."""
@@ -153,6 +181,8 @@ class Board:
         self._sequence = 0
         self._doing = "its own code"
         self._moves = 0
+        self._passed = 0  # the last call of which this rank has all that it needs
+        self._closed: dict[int, int] = {}  # calls that a rank has given up; CLOSING, or the decision
         self._failure: dict[str, Any] | None = None
         self._view = _View([0] * self._world_size)
         self._gone: dict[int, float] = {}  # when a process was first seen to have ended
@@ -180,8 +210,55 @@ class Board:
 
     def entered(self, doing: str) -> None:
         """This rank has come to its next collective, which all ranks count. Not collective; costs nothing."""
+        self._passed = self._sequence  # also of a call in which all ranks have met with an error
         self._sequence += 1
         self._doing = doing
+
+    def passed(self) -> None:
+        """This rank has all that it needs of its call; raises if the ranks have given it up. Not collective.
+
+        Blocks only if the call is closed, and then for the decision.
+        """
+        number = self._sequence
+        self._passed = number
+        if next_phase(SEEN, HERE, CLOSING if number in self._closed else HERE, False) != PASSED:
+            self._await_decision(number, None)
+
+    def give_up(self, error: StateExchangeError) -> None:
+        """Close this rank's call: return if another rank has passed; else raise `error`, or OutcomeUnknownError.
+
+        Not collective. Blocks until rank 0 has decided. If rank 0 itself is what has failed, `error` says so.
+        """
+        number = self._sequence
+        if isinstance(error, PeerError) and error.rank == 0:
+            raise error
+        record = to_record(error, self._place.rank, self._doing)
+        self._have_said(lambda: self._close_call(number, record))
+        self._await_decision(number, error)
+
+    def _await_decision(self, number: int, error: StateExchangeError | None) -> None:
+        deadline = time.monotonic() + 3 * self._silent_s
+        phase = CLOSING
+        while phase == CLOSING:
+            decision = self._closed.get(number, CLOSING)
+            is_known = decision in (PASSED, FAILED)
+            gives_up = decision == UNKNOWN or time.monotonic() > deadline
+            phase = next_phase(CLOSING, HERE, decision if is_known else HERE, gives_up)
+            if phase == CLOSING:
+                time.sleep(_DECISION_NAP_S)
+        if phase == PASSED:
+            return
+        known = error or (from_record(self._failure) if self._failure is not None else None)
+        if known is not None and (phase == FAILED or not isinstance(known, StallError)):
+            raise known
+        missing = (known.missing if isinstance(known, StallError) else ()) or self.missing()
+        what = known.message if known is not None else f"{self._doing} was given up"
+        who = f"ranks {list(missing)}" if missing else "some"
+        raise OutcomeUnknownError(
+            f"{what}; whether other ranks have completed it is not known, as {who} do not answer",
+            missing=missing,
+            rank=missing[0] if missing else None,
+        ) from error
 
     def failed(self) -> None:
         """Raise the failure that is known; PeerError if a rank took leave that this one needs. Not collective."""
@@ -203,8 +280,13 @@ class Board:
 
     def tell(self, error: StateExchangeError) -> None:
         """Post what this communicator has failed of; the first post counts. Not collective; blocks a second at most."""
-        record = to_record(error, self._place.rank, self._doing)
-        self._have_said(lambda: self._post(record))
+        number, record = self._sequence, to_record(error, self._place.rank, self._doing)
+
+        def note() -> None:
+            self._post(record)
+            self._close_call(number, record)
+
+        self._have_said(note)
 
     def call_all(self) -> None:
         """Have ranks that wait for single ones come to this rank's next collective. Not collective; as `tell`."""
@@ -332,6 +414,9 @@ class Board:
     def _call_to(self, sequence: int) -> None:
         raise NotImplementedError
 
+    def _close_call(self, number: int, record: dict[str, Any]) -> None:
+        raise NotImplementedError
+
     def _cause_of(self, rank: int) -> str:
         return f"its process {self._processes[rank][0]} died"
 
@@ -351,6 +436,9 @@ class _Keeper(Board):
         self._lines: dict[int, _Line] = {}
         self._heard = [time.monotonic()] * self._world_size
         self._moves_of = [0] * self._world_size
+        self._passed_of = [0] * self._world_size
+        self._dead: set[int] = set()
+        self._rounds: dict[int, _Round] = {}
         self._listener = listener
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
@@ -378,13 +466,62 @@ class _Keeper(Board):
         self._heard[line.rank] = time.monotonic()
         if kind == "at":
             self._view.sequence[line.rank], self._moves_of[line.rank] = int(rest[0]), int(rest[1])
+            self._passed_of[line.rank] = int(rest[2])
         elif kind == "failure":
             self._post(rest[0])
         elif kind == "called":
             self._call_to(int(rest[0]))
+        elif kind == "closing":
+            self._close_call(int(rest[0]), rest[1])
+        elif kind == "answer":
+            self._take_answer(line.rank, int(rest[0]), int(rest[1]))
         else:
             self._view.left[line.rank] = (rest[0], rest[1])
+            self._passed_of[line.rank] = int(rest[2])
             self._tell_all()
+
+    def _close_call(self, number: int, record: dict[str, Any]) -> None:
+        if number in self._closed:
+            return
+        self._closed[number] = CLOSING
+        self._rounds[number] = _Round(record, time.monotonic() + self._silent_s)
+        self._passed_of[0] = self._passed  # after the call is noted as closed
+        self._rounds[number].answered.add(0)
+        self._tell_all()
+        self._decide()
+
+    def _take_answer(self, rank: int, number: int, passed: int) -> None:
+        self._passed_of[rank] = max(self._passed_of[rank], passed)
+        if number in self._rounds:
+            self._rounds[number].answered.add(rank)
+            self._decide()
+
+    def _judge(self) -> None:
+        super()._judge()
+        self._decide()
+
+    def _decide(self) -> None:
+        """Decide closed calls of which enough is known."""
+        for number, round_ in list(self._rounds.items()):
+            phases = [self._phase_of(rank, number, round_) for rank in range(self._world_size)]
+            late = time.monotonic() > round_.deadline
+            phase = next_phase(CLOSING, min(phases), max(phases), late)
+            if phase != CLOSING:
+                del self._rounds[number]
+                self._closed[number] = phase
+                if phase == FAILED and self._failure is None:
+                    self._failure = round_.record
+                self._tell_all()
+
+    def _phase_of(self, rank: int, number: int, round_: _Round) -> int:
+        if self._passed_of[rank] >= number:
+            return PASSED
+        has_ended = rank in self._dead or rank in self._view.left
+        return CLOSING if has_ended or rank in round_.answered else HERE
+
+    def _post_death(self, rank: int) -> None:
+        self._dead.add(rank)
+        super()._post_death(rank)
 
     def _introduce(self, line: _Line, message: Any) -> None:
         nonce, rank = message
@@ -426,6 +563,7 @@ class _Keeper(Board):
             "called": view.called,
             "moves": view.moves,
             "failure": self._failure,
+            "closed": list(self._closed.items()),
         }
 
     def _tell_all(self) -> None:
@@ -488,12 +626,16 @@ class _Visitor(Board):
         self._gone.pop(0, None)
         if self._failure is None:
             self._failure = news["failure"]
+        for number, decision in news["closed"]:
+            self._closed[number] = decision  # before the look at what has passed
+            if decision == CLOSING and self._line is not None:
+                self._line.say(["answer", number, self._passed])
 
     def _speak(self) -> None:
         if self._line is not None:
             self._line.flush()
             if not self._line.busy:
-                self._line.say(["at", self._sequence, self._moves])
+                self._line.say(["at", self._sequence, self._moves, self._passed])
         silent = time.monotonic() - self._view.heard > self._silent_s and not self._host_answers
         if (self._line is None or silent) and time.monotonic() - self._called > _CALL_S:
             self._call()
@@ -533,6 +675,10 @@ class _Visitor(Board):
         if self._line is not None:
             self._line.say(["called", sequence])
 
+    def _close_call(self, number: int, record: dict[str, Any]) -> None:
+        if self._line is not None:
+            self._line.say(["closing", number, record])
+
     def _cause_of(self, rank: int) -> str:
         known = rank != 0 or rank in self._mates
         return super()._cause_of(rank) if known else "its process or host is gone: the failure board does not answer"
@@ -545,7 +691,7 @@ class _Visitor(Board):
 
     def _say_farewell(self) -> None:
         if self._line is not None:
-            self._line.say(["left", self._sequence, self._farewell])
+            self._line.say(["left", self._sequence, self._farewell, self._passed])
             self._line.hang_up(time.monotonic() + _PART_S)
 
 

@@ -42,8 +42,9 @@ class Communicator:
 
     Collective calls must be made by all ranks, with matching arguments, in the same order: ranks that meet in different
     calls all raise MismatchError. So do threads that use it at once, unless they take turns in the same order on all
-    ranks: give each thread its own, from `duplicate`. A rank that dies, leaves or does not come makes the others raise PeerError or
-    StallError, and every later call raises the same.
+    ranks: give each thread its own, from `duplicate`. A rank that dies, leaves or does not come makes the others raise
+    PeerError or StallError, and every later call raises the same. StallError says that no rank has completed the call;
+    where that cannot be learned, it is an OutcomeUnknownError.
 
     It belongs to the process that made it: in a child that is forked from a rank every call raises ForkedError, and
     nothing reaches the other ranks; its attributes may be read there.

@@ -200,7 +200,7 @@ class ControlPage:
                         self._await(here, wait)
                         break
                 else:
-                    phase = next_phase(phase, HERE, HERE, False)  # noqa: FBT003
+                    phase = next_phase(phase, HERE, HERE, False)
                     continue
                 break
             words[self._mine] = here + PASSED
@@ -219,7 +219,7 @@ class ControlPage:
                 lowest = seen
             if seen > highest:
                 highest = seen
-        return next_phase(own, lowest, highest, False)  # noqa: FBT003
+        return next_phase(own, lowest, highest, False)
 
     def _await(self, here: int, wait: Wait) -> None:
         """Return when the meeting has succeeded; raise when it has failed."""
@@ -331,6 +331,13 @@ class ControlPage:
 
     def entered(self, doing: str) -> None:
         """Nothing more than what `meet` says."""
+
+    def passed(self) -> None:
+        """Nothing more than what `sync` has written."""
+
+    def give_up(self, error: StateExchangeError) -> None:
+        """Raise `error`: all have met on the page, where `sync` follows the rule, before they wait elsewhere."""
+        raise error
 
     def tell(self, error: StateExchangeError) -> None:
         """Nothing more than `leave` has said."""

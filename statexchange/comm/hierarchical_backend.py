@@ -47,6 +47,20 @@ class _Above:
     def entered(self, doing: str) -> None:
         """Nothing: a step is no collective of the world."""
 
+    def passed(self) -> None:
+        """Nothing: a step is no collective of the world."""
+
+    def give_up(self, error: StateExchangeError) -> None:
+        """As the world's, in whose collective this step is."""
+        if self._look is None:
+            raise error
+        try:
+            self._look.give_up(error)
+        except StateExchangeError as raised:
+            if raised is not error:
+                self.raised = raised
+            raise
+
     def close(self) -> None:
         """Nothing: it is somebody else's."""
 

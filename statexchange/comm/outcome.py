@@ -13,16 +13,17 @@ rank; each rank writes only its own, and never an earlier one:
 `next_phase` is the whole rule; it is what runs, on every path. Why it is right:
 
 * A rank passes by its own look only after it has seen all ranks HERE in a look that began when all had arrived. That
-  takes two looks (SEEN is what a rank knows between them), as a look reads one rank after another; with two ranks one is
-  enough, since a rank arrives itself before it looks. A rank that was CLOSING before the last one arrived is seen there.
+  takes two looks (SEEN is what a rank knows between them), as a look reads one rank after another. With two ranks one
+  is enough, since a rank arrives itself before it looks. Who was CLOSING before the last one arrived is seen there.
 * So if a rank that is CLOSING still finds one ABSENT, nobody has passed and nobody will: FAILED.
 * If all others are CLOSING too, nobody has passed, since PASSED stays visible: FAILED.
 * If another one is HERE, it may be about to pass: wait. It will write PASSED, or see this rank and write CLOSING. Only
   if it does not run, because it is stopped or cut off, can a rank not learn what became of the meeting: UNKNOWN.
 
-On one host the phases lie in the control page. Between hosts the coordinator asks the ranks, and each answers PASSED or,
-from then on, CLOSING; who has not answered counts as HERE. A rank that has died counts as CLOSING if it has not passed.
-Its decision is the phase that the rule gives, and the ranks that are CLOSING take it as what they see.
+On one host the phases lie in the control page. Between hosts the coordinator asks the ranks, and each answers PASSED
+or, from then on, CLOSING; who has not answered counts as HERE. A rank that has died counts as CLOSING if it has not
+passed. The coordinator's decision is the phase that the rule gives, and ranks that are CLOSING take it as what they
+see.
 """
 
 from __future__ import annotations

@@ -143,6 +143,11 @@ class _LookAt:
 
     def entered(self, doing: str) -> None: ...
 
+    def passed(self) -> None: ...
+
+    def give_up(self, error: StateExchangeError) -> None:
+        raise error
+
     def tell(self, error: StateExchangeError) -> None: ...
 
     def call_all(self) -> None: ...
@@ -307,7 +312,9 @@ class Session:
             wait = self.wait_for(call, timeout_s)
             if self._newcomers and call.caller in self._newcomers:
                 self._introduce(call, wait)
-            return self.messages(call, payload, root, wait)
+            answers = self.messages(call, payload, root, wait)
+            self._pass()
+            return answers
 
         try:
             return self._in_turn(call, job)
@@ -316,7 +323,7 @@ class Session:
 
     def _in_turn(self, call: Call, job: Callable[[], T], *, settles: bool = True) -> T:
         """`guarded`, while no other thread is inside a call."""
-        if not self._turn.acquire(False):  # noqa: FBT003 (threading has no other way)
+        if not self._turn.acquire(False):
             self._take_turn(call)
         self._holder = threading.get_ident()
         try:
@@ -350,6 +357,11 @@ class Session:
         wait = Wait(seconds, call.text, self.look, lambda location: self._meet(call, location, wait))
         return wait
 
+    def _pass(self) -> None:
+        """The end of a call: an error if the ranks have given it up. On one host the page has seen to that."""
+        if self.page is None and self.look is not None:
+            self.look.passed()
+
     # Order
 
     def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work:
@@ -365,7 +377,9 @@ class Session:
                 self._introduce(call, wait)
             if not backend.meets and self.world_size > 1:
                 wait.enter()
-            return body(wait)
+            result = body(wait)
+            self._pass()
+            return result
 
         call.caller = self.caller()
         if async_op:
@@ -498,7 +512,7 @@ class Session:
     def _explanation(self, call: Call) -> StateExchangeError:
         """Tell each other what all were about to do; the error that all are to raise."""
         failing = call.failure or self._failing
-        told = {"text": call.text, "site": call.site or call_site(), "failure": failing}
+        told: dict[str, Any] = {"text": call.text, "site": call.site or call_site(), "failure": failing}
         told |= {"caller": call.caller, "thread": call.thread}
         answers = self.messages(Call("an explanation"), encoded(told), None, self.wait_for(Call("an explanation")))
         accounts = [values.decode(answer) for answer in answers]

@@ -30,7 +30,7 @@ def in_child(body: Callable[[], Any]) -> Any:
     if not child:
         signal.alarm(CHILD_S)
         os.write(writes, json.dumps(body()).encode())
-        atexit._run_exitfuncs()  # noqa: SLF001 (a rank's process must not be unwound by its child)
+        atexit._run_exitfuncs()
         os._exit(0)
     os.close(writes)
     with os.fdopen(reads) as answer:

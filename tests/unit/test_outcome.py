@@ -14,12 +14,14 @@ State = tuple[object, ...]
 ENDED = (FAILED, PASSED, UNKNOWN)
 
 
-def reachable(start: State, moves: Callable[[State], Iterator[State]]) -> tuple[set[State], list[State]]:
+def reachable(
+    start: State, moves: Callable[[State], Iterator[State]], alike: Callable[[State], State] = lambda state: state
+) -> tuple[set[State], list[State]]:
     """All states that can be reached, and those that cannot be left."""
     seen, todo, last = {start}, [start], []
     while todo:
         state = todo.pop()
-        following = list(moves(state))
+        following = [alike(after) for after in moves(state)]
         if not following:
             last.append(state)
         for after in following:
@@ -132,16 +134,16 @@ def own_moves(meeting: Meeting, me: int) -> Iterator[Member]:
         if arrived and not member.passed:
             yield member._replace(passed=True)  # written first, then it looks whether the meeting is closed
         if member.passed:
-            after = next_phase(SEEN, HERE, CLOSING if member.asked else HERE, False)  # noqa: FBT003
+            after = next_phase(SEEN, HERE, CLOSING if member.asked else HERE, False)
             yield member._replace(own=after)
         elif member.gives_up:
-            yield member._replace(own=next_phase(HERE, ABSENT, HERE, True))  # noqa: FBT003
+            yield member._replace(own=next_phase(HERE, ABSENT, HERE, True))
         return
     seen = meeting.decision if member.reachable and member.asked else HERE
     if seen == UNKNOWN or not member.reachable:
-        yield member._replace(own=next_phase(CLOSING, HERE, HERE, True))  # noqa: FBT003
+        yield member._replace(own=next_phase(CLOSING, HERE, HERE, True))
     elif seen != HERE:
-        yield member._replace(own=next_phase(CLOSING, HERE, seen, False))  # noqa: FBT003
+        yield member._replace(own=next_phase(CLOSING, HERE, seen, False))
 
 
 def moves_of_a_meeting(state: State) -> Iterator[State]:
@@ -163,7 +165,7 @@ def moves_of_a_meeting(state: State) -> Iterator[State]:
             votes = list(meeting.votes)
             votes[me] = member.answer
             yield meeting._replace(votes=tuple(votes))
-        if me and member.reachable and all(other.reachable for other in meeting.members):
+        if me == 1 and member.reachable:  # one, as they are alike
             yield with_member(me, member._replace(reachable=False))
     if meeting.closed and meeting.decision == CLOSING:
         if not meeting.late and not all(member.reachable for member in meeting.members):
@@ -173,10 +175,17 @@ def moves_of_a_meeting(state: State) -> Iterator[State]:
             yield meeting._replace(decision=after)
 
 
+def alike(state: State) -> State:
+    """One of two meetings that differ only in which of the ranks 0 and 2 is which."""
+    meeting: Meeting = state  # type: ignore[assignment]
+    other = meeting._replace(members=meeting.members[::-1], votes=meeting.votes[::-1])
+    return min(meeting, other, key=hash)
+
+
 def test_through_a_coordinator_nobody_fails_where_another_has_passed() -> None:
     member = Member(ABSENT, passed=False, asked=False, answer=None, gives_up=False, reachable=True)
     start = Meeting((member,) * RANKS, closed=False, votes=(HERE,) * RANKS, decision=CLOSING, late=False)
-    seen, last = reachable(start, moves_of_a_meeting)
+    seen, last = reachable(start, moves_of_a_meeting, alike)
     assert len(seen) > 1000
     for state in seen:
         meeting: Meeting = state  # type: ignore[assignment]
