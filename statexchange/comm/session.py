@@ -520,6 +520,8 @@ class Session:
         several = len({account["caller"] for account in accounts}) > 1 or any(a["thread"] for a in accounts)
         lines = [_line(rank, account, several) for rank, account in enumerate(accounts)]
         hint = ". Several threads use this communicator: give each its own, from duplicate()" if several else ""
+        if any(account["thread"] for account in accounts):
+            hint += "; threads that begin at once must have names of their own, the same on all ranks"
         different = MismatchError("ranks met in different calls: " + "; ".join(lines) + hint)
         return from_record(failure) if failure is not None else different
 

@@ -248,7 +248,7 @@ def test_a_rank_that_goes_is_named(how: str, code: int) -> None:
 
 
 def expect_missing(outcomes: Sequence[Outcome], gone: dict[int, tuple[int, ...]], since: float) -> None:
-    """Ranks in `gone` raise StallError or OutcomeUnknownError, or PeerError for its first, about the ranks given there."""
+    """Ranks in `gone` raise StallError or its kind, or PeerError for its first, about the ranks given there."""
     for outcome in outcomes:
         when, kind, about, _, named, text = outcome.value
         absent = gone[outcome.rank]
