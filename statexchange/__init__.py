@@ -26,6 +26,7 @@ _ROOMS = {
     ),
     "statexchange.errors": (
         "CorruptError",
+        "ForkedError",
         "IncompleteError",
         "InvalidArgumentError",
         "MismatchError",
@@ -33,6 +34,7 @@ _ROOMS = {
         "NotFoundError",
         "NotInitializedError",
         "NumericOverflowError",
+        "OutcomeUnknownError",
         "OverlapError",
         "PeerError",
         "ReplacedError",

@@ -13,6 +13,7 @@ from statexchange.comm.world import init as init
 from statexchange.comm.world import is_initialized as is_initialized
 from statexchange.comm.world import shutdown as shutdown
 from statexchange.errors import CorruptError as CorruptError
+from statexchange.errors import ForkedError as ForkedError
 from statexchange.errors import IncompleteError as IncompleteError
 from statexchange.errors import InvalidArgumentError as InvalidArgumentError
 from statexchange.errors import MismatchError as MismatchError
@@ -20,6 +21,7 @@ from statexchange.errors import MissingExtraError as MissingExtraError
 from statexchange.errors import NotFoundError as NotFoundError
 from statexchange.errors import NotInitializedError as NotInitializedError
 from statexchange.errors import NumericOverflowError as NumericOverflowError
+from statexchange.errors import OutcomeUnknownError as OutcomeUnknownError
 from statexchange.errors import OverlapError as OverlapError
 from statexchange.errors import PeerError as PeerError
 from statexchange.errors import ReplacedError as ReplacedError

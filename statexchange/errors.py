@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CorruptError",
+    "ForkedError",
     "IncompleteError",
     "InvalidArgumentError",
     "MismatchError",
@@ -16,6 +17,7 @@ __all__ = [
     "NotFoundError",
     "NotInitializedError",
     "NumericOverflowError",
+    "OutcomeUnknownError",
     "OverlapError",
     "PeerError",
     "ReplacedError",
@@ -99,6 +101,12 @@ class InvalidArgumentError(StateExchangeError, ValueError):
 
 class NotInitializedError(StateExchangeError, RuntimeError):
     """A launcher speaks of several ranks, but no communicator has been set up."""
+
+    code = "USAGE"
+
+
+class ForkedError(StateExchangeError, RuntimeError):
+    """This process was forked from a rank, whose communicator it cannot use."""
 
     code = "USAGE"
 
@@ -194,6 +202,11 @@ class StallError(StateExchangeError, TimeoutError):
     def __init__(self, message: str, *, missing: tuple[int, ...] = (), **about: Any) -> None:
         super().__init__(message, **about)
         self.missing = tuple(missing)
+
+
+class OutcomeUnknownError(StallError):
+    """A wait ran out, and whether other ranks have completed the call cannot be learned; ``missing`` lists those that
+    did not answer."""
 
 
 class PeerError(StateExchangeError, RuntimeError):

@@ -39,6 +39,7 @@ __all__ = [
 _SPINS = 100
 _FIRST_NAP_S, _LAST_NAP_S = 2e-5, 2e-3
 _LOOK_PERIOD_S = 0.05
+_ON_ITS_WAY_S = 5.0  # what has been sent takes to arrive
 
 
 # Through ctypes, since os.sched_yield keeps the interpreter locked, in which another thread may want to go on.
@@ -68,6 +69,12 @@ class Look(Protocol):
 
     def entered(self, doing: str) -> None:
         """This rank begins its next call."""
+
+    def passed(self) -> None:
+        """This rank has all that it needs of its call; an error if the ranks have given it up meanwhile."""
+
+    def give_up(self, error: StateExchangeError) -> None:
+        """Raise `error`, which ends this rank's wait, unless another rank has completed the call: see `outcome`."""
 
     def tell(self, error: StateExchangeError) -> None:
         """Let the others know that this communicator has failed."""
@@ -106,6 +113,13 @@ class Watch:
 
     def entered(self, doing: str) -> None:
         """Nothing: this is no call of the other look's ranks."""
+
+    def passed(self) -> None:
+        """Nothing."""
+
+    def give_up(self, error: StateExchangeError) -> None:
+        """Raise `error`: no other rank's end of the call is known."""
+        raise error
 
     def tell(self, error: StateExchangeError) -> None:
         """Nothing: whoever runs the call tells the others."""
@@ -153,7 +167,7 @@ class Wait:
     wants the others to know; those of all ranks come back.
     """
 
-    __slots__ = ("_deadline", "_enter", "_looked", "_moves", "doing", "look", "timeout_s")
+    __slots__ = ("_completed", "_deadline", "_enter", "_looked", "_moves", "doing", "look", "timeout_s")
 
     def __init__(
         self,
@@ -169,6 +183,7 @@ class Wait:
         self._deadline = time.monotonic() + timeout_s
         self._looked = 0.0
         self._moves = -1
+        self._completed = False  # on another rank, so that what this one waits for is on its way
 
     def enter(self, location: int = 0) -> Sequence[int]:
         """Meet the other ranks; an error if they are about to do something else."""
@@ -179,8 +194,11 @@ class Wait:
         now = time.monotonic()
         if now - self._looked >= _LOOK_PERIOD_S:
             self._looked = now
-            if self.look is not None:
-                self.look.failed(self.doing)
+            if self.look is not None and not self._completed:
+                try:
+                    self.look.failed(self.doing)
+                except StateExchangeError as error:
+                    self._give_up(error)
             moves = self.look.moves() if self.look is not None else self._moves
             if moves != self._moves:
                 self._moves, self._deadline = moves, now + self.timeout_s
@@ -189,7 +207,15 @@ class Wait:
             who = f"ranks {list(missing)}" if missing else "not all ranks"
             verb = "did not reach" if missing else "reached"
             message = f"{who} {verb} {self.doing} in {self.timeout_s:g} s"
-            raise StallError(message, missing=missing, rank=missing[0] if missing else None)
+            self._give_up(StallError(message, missing=missing, rank=missing[0] if missing else None))
+
+    def _give_up(self, error: StateExchangeError) -> None:
+        """Raise `error`, unless another rank has completed the call: then wait for what is on its way."""
+        if self.look is None or self._completed:
+            raise error
+        self.look.give_up(error)
+        self._completed = True
+        self._deadline = time.monotonic() + _ON_ITS_WAY_S
 
     def until(self, done: Callable[[], object]) -> None:
         """Return once `done()` is true: look often at first, then yield, then nap ever longer."""

@@ -5,13 +5,22 @@ in which of its collectives it is, and hears the same of all. A failure that a r
 connection that ends without a farewell means that a process has ended, which the kernel reports the moment it happens,
 even when it was killed; ranks of one host also look at each other's processes. A host that is cut off ends nothing:
 it falls silent, and whoever waits for its ranks when the deadline comes finds them missing.
+
+A rank that does not want to wait any longer in its n-th call must not simply raise, as another one may just be
+completing that call. So it has rank 0 close call n, and what becomes of the call is rank 0's decision, by the rule of
+`outcome`. Rank 0 tells all ranks that the call is closed. Each answers whether it has passed, which is when all that it
+waited for has come. A rank writes that it has passed before it looks whether the call is closed; its thread here notes
+that the call is closed before it looks whether the rank has passed. So a rank that answers no will see, before it goes
+on, that the call is closed, and waits for the decision. One that has died or left without having passed counts as a
+no. If a rank has passed, the others wait a little longer for what is on its way to them. If none has, all raise. If one
+does not answer, because it is stopped or its host is cut off, nobody can know, and a wait that ran out is an
+OutcomeUnknownError. Calls that are not given up cost nothing.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import hmac
 import json
 import logging
@@ -22,14 +31,22 @@ import selectors
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from statexchange.comm import forks
 from statexchange.comm.backend import Backend, Wait
 from statexchange.comm.network import own_addresses
-from statexchange.errors import PeerError, StateExchangeError, from_record, to_record
+from statexchange.comm.outcome import CLOSING, FAILED, HERE, PASSED, SEEN, UNKNOWN, next_phase
+from statexchange.errors import (
+    OutcomeUnknownError,
+    PeerError,
+    StallError,
+    StateExchangeError,
+    from_record,
+    to_record,
+)
 from statexchange.processes import process_is_alive, process_start
 
 if TYPE_CHECKING:
@@ -47,21 +64,10 @@ _PART_S = 0.5
 _ENOUGH_REFUSALS = 2
 _TELL_S = 1.0
 _JOIN_S = 2.0
+_DECISION_NAP_S = 1e-3
 _LINE_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
-_boards: weakref.WeakSet[Board] = weakref.WeakSet()
-
-
-@functools.cache
-def _mind_forks() -> None:
-    """A forked child must not keep its parent's connections open: their end tells of the parent's."""
-
-    def drop() -> None:
-        for board in list(_boards):
-            board.drop()
-
-    os.register_at_fork(after_in_child=drop)
 
 
 class _EndedError(Exception):
@@ -146,6 +152,15 @@ class _View:
     heard: float = field(default_factory=time.monotonic)
 
 
+@dataclass
+class _Round:
+    """What rank 0 knows of a call that is closed and not decided."""
+
+    record: dict[str, Any]
+    deadline: float
+    answered: set[int] = field(default_factory=set)
+
+
 @dataclass(frozen=True)
 class _Offer:
     """Where the board is, and how the ranks of this world know it from others."""
@@ -166,6 +181,8 @@ class Board:
         self._sequence = 0
         self._doing = "its own code"
         self._moves = 0
+        self._passed = 0  # the last call of which this rank has all that it needs
+        self._closed: dict[int, int] = {}  # calls that a rank has given up; CLOSING, or the decision
         self._failure: dict[str, Any] | None = None
         self._view = _View([0] * self._world_size)
         self._gone: dict[int, float] = {}  # when a process was first seen to have ended
@@ -178,7 +195,7 @@ class Board:
         self._bell.setblocking(False)
         self._string.setblocking(False)
         self._selector.register(self._bell, selectors.EVENT_READ)
-        self._process = os.getpid()
+        self._is_inherited = False
         self._thread = threading.Thread(target=self._run, name=f"statexchange board {place.rank}", daemon=True)
 
     @property
@@ -187,15 +204,61 @@ class Board:
 
     def start(self) -> None:
         """Begin to take part."""
-        _mind_forks()
-        _boards.add(self)
+        forks.cut_off_in_children(self)
         atexit.register(self.close, "its process ended")
         self._thread.start()
 
     def entered(self, doing: str) -> None:
         """This rank has come to its next collective, which all ranks count. Not collective; costs nothing."""
+        self._passed = self._sequence  # also of a call in which all ranks have met with an error
         self._sequence += 1
         self._doing = doing
+
+    def passed(self) -> None:
+        """This rank has all that it needs of its call; raises if the ranks have given it up. Not collective.
+
+        Blocks only if the call is closed, and then for the decision.
+        """
+        number = self._sequence
+        self._passed = number
+        if next_phase(SEEN, HERE, CLOSING if number in self._closed else HERE, False) != PASSED:
+            self._await_decision(number, None)
+
+    def give_up(self, error: StateExchangeError) -> None:
+        """Close this rank's call: return if another rank has passed; else raise `error`, or OutcomeUnknownError.
+
+        Not collective. Blocks until rank 0 has decided. If rank 0 itself is what has failed, `error` says so.
+        """
+        number = self._sequence
+        if isinstance(error, PeerError) and error.rank == 0:
+            raise error
+        record = to_record(error, self._place.rank, self._doing)
+        self._have_said(lambda: self._close_call(number, record))
+        self._await_decision(number, error)
+
+    def _await_decision(self, number: int, error: StateExchangeError | None) -> None:
+        deadline = time.monotonic() + 3 * self._silent_s
+        phase = CLOSING
+        while phase == CLOSING:
+            decision = self._closed.get(number, CLOSING)
+            is_known = decision in (PASSED, FAILED)
+            gives_up = decision == UNKNOWN or time.monotonic() > deadline
+            phase = next_phase(CLOSING, HERE, decision if is_known else HERE, gives_up)
+            if phase == CLOSING:
+                time.sleep(_DECISION_NAP_S)
+        if phase == PASSED:
+            return
+        known = error or (from_record(self._failure) if self._failure is not None else None)
+        if known is not None and (phase == FAILED or not isinstance(known, StallError)):
+            raise known
+        missing = (known.missing if isinstance(known, StallError) else ()) or self.missing()
+        what = known.message if known is not None else f"{self._doing} was given up"
+        who = f"ranks {list(missing)}" if missing else "some"
+        raise OutcomeUnknownError(
+            f"{what}; whether other ranks have completed it is not known, as {who} do not answer",
+            missing=missing,
+            rank=missing[0] if missing else None,
+        ) from error
 
     def failed(self, doing: str) -> None:
         """Raise the failure that is known; PeerError if a rank took leave that this one, which waits for `doing`,
@@ -223,8 +286,13 @@ class Board:
 
     def tell(self, error: StateExchangeError) -> None:
         """Post what this communicator has failed of; the first post counts. Not collective; blocks a second at most."""
-        record = to_record(error, self._place.rank, self._doing)
-        self._have_said(lambda: self._post(record))
+        number, record = self._sequence, to_record(error, self._place.rank, self._doing)
+
+        def note() -> None:
+            self._post(record)
+            self._close_call(number, record)
+
+        self._have_said(note)
 
     def call_all(self) -> None:
         """Have ranks that wait for single ones come to this rank's next collective. Not collective; as `tell`."""
@@ -244,7 +312,7 @@ class Board:
         return self._view.moves
 
     def _have_said(self, note: Callable[[], None]) -> None:
-        if self._thread.is_alive() and os.getpid() == self._process:
+        if self._thread.is_alive():
             posted = threading.Event()
             self._notes.put((note, posted))
             self._ring()
@@ -252,7 +320,7 @@ class Board:
 
     def close(self, farewell: str = "it closed its communicator") -> None:
         """Take leave: ranks that wait for this one in a later collective raise PeerError. Not collective."""
-        if os.getpid() != self._process or self._farewell is not None:
+        if self._is_inherited or self._farewell is not None:
             return
         atexit.unregister(self.close)
         self._farewell = farewell
@@ -324,9 +392,14 @@ class Board:
     def _post_death(self, rank: int) -> None:
         self._post(to_record(self._peer_error(rank, "", self._cause_of(rank)), rank, ""))
 
+    def disown(self) -> None:
+        """Drop the copy of the parent's connections: while they are open, nobody sees that the parent has ended."""
+        self._is_inherited = True
+        self.drop()
+
     def drop(self) -> None:
         """Close this process's end of everything, saying nothing. Not collective."""
-        _boards.discard(self)
+        forks.forget(self)
         for key in list(self._selector.get_map().values()):
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
@@ -345,6 +418,9 @@ class Board:
         raise NotImplementedError
 
     def _call_to(self, sequence: int) -> None:
+        raise NotImplementedError
+
+    def _close_call(self, number: int, record: dict[str, Any]) -> None:
         raise NotImplementedError
 
     def _cause_of(self, rank: int) -> str:
@@ -366,6 +442,9 @@ class _Keeper(Board):
         self._lines: dict[int, _Line] = {}
         self._heard = [time.monotonic()] * self._world_size
         self._moves_of = [0] * self._world_size
+        self._passed_of = [0] * self._world_size
+        self._dead: set[int] = set()
+        self._rounds: dict[int, _Round] = {}
         self._listener = listener
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
@@ -393,13 +472,62 @@ class _Keeper(Board):
         self._heard[line.rank] = time.monotonic()
         if kind == "at":
             self._view.sequence[line.rank], self._moves_of[line.rank] = int(rest[0]), int(rest[1])
+            self._passed_of[line.rank] = int(rest[2])
         elif kind == "failure":
             self._post(rest[0])
         elif kind == "called":
             self._call_to(int(rest[0]))
+        elif kind == "closing":
+            self._close_call(int(rest[0]), rest[1])
+        elif kind == "answer":
+            self._take_answer(line.rank, int(rest[0]), int(rest[1]))
         else:
             self._view.left[line.rank] = (rest[0], rest[1])
+            self._passed_of[line.rank] = int(rest[2])
             self._tell_all()
+
+    def _close_call(self, number: int, record: dict[str, Any]) -> None:
+        if number in self._closed:
+            return
+        self._closed[number] = CLOSING
+        self._rounds[number] = _Round(record, time.monotonic() + self._silent_s)
+        self._passed_of[0] = self._passed  # after the call is noted as closed
+        self._rounds[number].answered.add(0)
+        self._tell_all()
+        self._decide()
+
+    def _take_answer(self, rank: int, number: int, passed: int) -> None:
+        self._passed_of[rank] = max(self._passed_of[rank], passed)
+        if number in self._rounds:
+            self._rounds[number].answered.add(rank)
+            self._decide()
+
+    def _judge(self) -> None:
+        super()._judge()
+        self._decide()
+
+    def _decide(self) -> None:
+        """Decide closed calls of which enough is known."""
+        for number, round_ in list(self._rounds.items()):
+            phases = [self._phase_of(rank, number, round_) for rank in range(self._world_size)]
+            late = time.monotonic() > round_.deadline
+            phase = next_phase(CLOSING, min(phases), max(phases), late)
+            if phase != CLOSING:
+                del self._rounds[number]
+                self._closed[number] = phase
+                if phase == FAILED and self._failure is None:
+                    self._failure = round_.record
+                self._tell_all()
+
+    def _phase_of(self, rank: int, number: int, round_: _Round) -> int:
+        if self._passed_of[rank] >= number:
+            return PASSED
+        has_ended = rank in self._dead or rank in self._view.left
+        return CLOSING if has_ended or rank in round_.answered else HERE
+
+    def _post_death(self, rank: int) -> None:
+        self._dead.add(rank)
+        super()._post_death(rank)
 
     def _introduce(self, line: _Line, message: Any) -> None:
         nonce, rank = message
@@ -441,6 +569,7 @@ class _Keeper(Board):
             "called": view.called,
             "moves": view.moves,
             "failure": self._failure,
+            "closed": list(self._closed.items()),
         }
 
     def _tell_all(self) -> None:
@@ -503,12 +632,16 @@ class _Visitor(Board):
         self._gone.pop(0, None)
         if self._failure is None:
             self._failure = news["failure"]
+        for number, decision in news["closed"]:
+            self._closed[number] = decision  # before the look at what has passed
+            if decision == CLOSING and self._line is not None:
+                self._line.say(["answer", number, self._passed])
 
     def _speak(self) -> None:
         if self._line is not None:
             self._line.flush()
             if not self._line.busy:
-                self._line.say(["at", self._sequence, self._moves])
+                self._line.say(["at", self._sequence, self._moves, self._passed])
         silent = time.monotonic() - self._view.heard > self._silent_s and not self._host_answers
         if (self._line is None or silent) and time.monotonic() - self._called > _CALL_S:
             self._call()
@@ -548,6 +681,10 @@ class _Visitor(Board):
         if self._line is not None:
             self._line.say(["called", sequence])
 
+    def _close_call(self, number: int, record: dict[str, Any]) -> None:
+        if self._line is not None:
+            self._line.say(["closing", number, record])
+
     def _cause_of(self, rank: int) -> str:
         known = rank != 0 or rank in self._mates
         return super()._cause_of(rank) if known else "its process or host is gone: the failure board does not answer"
@@ -560,7 +697,7 @@ class _Visitor(Board):
 
     def _say_farewell(self) -> None:
         if self._line is not None:
-            self._line.say(["left", self._sequence, self._farewell])
+            self._line.say(["left", self._sequence, self._farewell, self._passed])
             self._line.hang_up(time.monotonic() + _PART_S)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -48,13 +49,19 @@ class Communicator:
     still looks at) and `attached` (mappings of other ranks' arenas, by identity).
 
     Collective calls must be made by all ranks, with matching arguments, in the same order: ranks that meet in different
-    calls all raise MismatchError. A rank that dies, leaves or does not come makes the others raise PeerError or
-    StallError, and every later call raises the same.
+    calls all raise MismatchError. So do threads that use it at once, unless they take turns in the same order on all
+    ranks: give each thread its own, from `duplicate`. A rank that dies, leaves or does not come makes the others raise
+    PeerError or StallError, and every later call raises the same. StallError says that no rank has completed the call;
+    where that cannot be learned, it is an OutcomeUnknownError.
+
+    It belongs to the process that made it: in a child that is forked from a rank every call raises ForkedError, and
+    nothing reaches the other ranks; its attributes may be read there.
     """
 
     def __init__(self, session: Session, run: str) -> None:
         self._session = session
         self._subsets: dict[tuple[int, ...], Communicator] = {}
+        self._making: dict[tuple[int, ...], threading.Lock] = {}  # so that two threads do not make one at once
         self.arenas = ArenaPool(self.shared_memory or "memfd")
         self.lent: list[Arena] = []
         self.attached: dict[str, Attached] = {}
@@ -136,6 +143,15 @@ class Communicator:
         return self._session.page.kind if self._session.page is not None else None
 
     @property
+    def is_inherited(self) -> bool:
+        """Whether it belongs to the process from which this one was forked: every call raises ForkedError."""
+        return self._session.is_inherited
+
+    def raise_if_inherited(self) -> None:
+        """ForkedError in a child that was forked from the rank. Not collective."""
+        self._session.raise_if_inherited()
+
+    @property
     def is_closed(self) -> bool:
         """Whether every later call raises: it has been closed, or has failed."""
         return self._session.dead is not None
@@ -168,6 +184,20 @@ class Communicator:
             self._session.refuse(doing, refusal)
         return self._session.exchange(Call(doing if root is None else f"{doing} on {root}"), payload, root, timeout_s)
 
+    # Callers
+
+    @property
+    def caller(self) -> int:
+        """The number by which this thread's calls are matched with those of other ranks: the order of first use."""
+        return self._session.caller()
+
+    def called_by(self, caller: int) -> contextlib.AbstractContextManager[None]:
+        """A block in which a thread of autograd's engine calls as `caller`; others call as themselves.
+
+        Not collective. For hooks: which thread runs them differs from rank to rank.
+        """
+        return self._session.called_by(caller)
+
     # Failure
 
     def agree(
@@ -188,6 +218,7 @@ class Communicator:
         if refusal is not None:
             error, timeout_s = error or refusal, None
         if self.world_size == 1:
+            self._session.raise_if_inherited()
             self._session.drain()
             if error is not None:
                 raise error
@@ -205,6 +236,7 @@ class Communicator:
 
         An interrupt (KeyboardInterrupt, SystemExit) leaves the communicator at once, and the others raise PeerError.
         """
+        self._session.raise_if_inherited()
         try:
             refusal = _refusal_of(timeout_s)
             if refusal is not None:
@@ -238,6 +270,7 @@ class Communicator:
 
     def progress(self) -> None:
         """Say that bytes move; raises AbandonedError once another rank has failed. Not collective."""
+        self._session.raise_if_inherited()
         look = self._session.look
         if look is not None:
             look.progress()
@@ -397,14 +430,15 @@ class Communicator:
         self._session.raise_if_dead()
         check_ranks(ranks, self.rank, self.world_size)
         key = tuple(ranks)
-        if key not in self._subsets or self._subsets[key].is_closed:
-            from statexchange.comm.world import communicator
+        with self._making.setdefault(key, threading.Lock()):
+            if key not in self._subsets or self._subsets[key].is_closed:
+                from statexchange.comm.world import communicator
 
-            with self._session.making():
-                carrier = self._session.group_of(key)
-                ours = carrier is self._session.carrier  # all ranks, in their own order
-                self._subsets[key] = self if ours else communicator(carrier, self._session.timeout_s)
-        return self._subsets[key]
+                with self._session.making():
+                    carrier = self._session.group_of(key)
+                    ours = carrier is self._session.carrier  # all ranks, in their own order
+                    self._subsets[key] = self if ours else communicator(carrier, self._session.timeout_s)
+            return self._subsets[key]
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """The communicator of all ranks that give the same `color`, ordered by `key`, then rank; None for None.
@@ -428,14 +462,16 @@ class Communicator:
         from statexchange.comm.world import communicator
 
         session, call = self._session, Call("duplicate")
+        everybody = tuple(range(self.world_size))
 
         def make() -> Communicator:
             with session.making():
-                carrier = session.carrier.subset(range(self.world_size), self.timeout_s)
+                carrier = session.carrier.subset(everybody, self.timeout_s)
                 return communicator(carrier, self.timeout_s)
 
-        session.exchange(call, b"")
-        return session.guarded(call, make)
+        with self._making.setdefault(everybody, threading.Lock()):
+            session.exchange(call, b"")
+            return session.guarded(call, make)
 
     @property
     def node(self) -> Communicator:
@@ -464,8 +500,11 @@ class Communicator:
     def close(self, error: BaseException | None = None) -> None:
         """Leave: peers that still wait for this rank raise PeerError, with `error` as its cause. Not collective.
 
-        Reducers of this communicator let go of their parameters.
+        Reducers of this communicator let go of their parameters. Nothing happens in a child that was forked from the
+        rank: it is no rank that could leave.
         """
+        if self.is_inherited:
+            return
         for dependent in list(self.dependents):
             dependent.close()
         for subset in self._subsets.values():

@@ -4,6 +4,11 @@ Each rank has a row of words and two message slots. An exchange is a full barrie
 slot of the exchange's parity, then its arrival number; it reads when everybody has arrived. Nobody can arrive at the
 next exchange but one before all have read, so two slots suffice. Words are aligned and stored whole, and x86-64 keeps
 stores in order; elsewhere the page is not used.
+
+A rank's arrival number and its phase in that meeting are one word, number * 4 + phase, that only this rank writes. What
+becomes of a meeting when a rank gives up waiting is the rule of `outcome`: all ranks fail, or all succeed. Whatever
+makes a rank give up, its deadline, a rank that has died or an interrupt, it writes CLOSING before it looks again. It
+sleeps in between: a processor shows its own stores to others late, though not by a millisecond.
 """
 
 from __future__ import annotations
@@ -15,8 +20,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from statexchange.comm import forks
 from statexchange.comm.backend import Wait, yield_core
-from statexchange.errors import PeerError, StallError, StateExchangeError, from_record, to_record
+from statexchange.comm.outcome import ABSENT, CLOSING, FAILED, HERE, PASSED, SEEN, UNKNOWN, next_phase
+from statexchange.errors import (
+    OutcomeUnknownError,
+    PeerError,
+    StallError,
+    StateExchangeError,
+    from_record,
+    to_record,
+)
 from statexchange.processes import (
     host_identity,
     pid_namespace,
@@ -37,6 +51,10 @@ _BOX_BYTES = 1024
 _KEPT_BYTES = 1 << 20  # longer messages are rare, and their memory is given back
 _GONE_QUIETLY, _GONE_WITH_ERROR = 1, 2
 _LIVENESS_PERIOD_S = 0.05
+_PHASE_BITS = 2
+_SETTLE_S = 1e-3
+_UNKNOWN_S = 5.0  # for a rank that has arrived to run again, after another one has given up
+_REASON_S = 1.0  # for a rank that has given up to say why
 _SPINS = 100
 _YIELDS = 1000
 _LENGTH_BYTES = 8
@@ -68,10 +86,21 @@ class ControlPage:
         self._spill: dict[int, Arena] = {}
         self._attached: dict[int, tuple[str, Attached]] = {}
         self._arrivals = [r * _ROW_WORDS + _ARRIVED for r in range(world_size) if r != rank]
+        self._mine = rank * _ROW_WORDS + _ARRIVED
+        self._first = SEEN if world_size == 2 else HERE
         # Who waits on a core that a missing rank needs only delays it.
         self._spins = _SPINS if world_size <= usable_cores() and not threads else 0
         self._set(_START, process_start(os.getpid()) or 0)
         self._set(_PID, os.getpid())
+        forks.cut_off_in_children(self)
+
+    def disown(self) -> None:
+        """Put a private page, which this rank has left, in the place of the parent's."""
+        nbytes = self._words.nbytes
+        private = memoryview(bytearray(nbytes + len(self._slots)))
+        self._words, self._slots = private[:nbytes].cast("Q"), private[nbytes:]
+        self._set(_LEFT, _GONE_QUIETLY)
+        self._spill.clear()
 
     @staticmethod
     def nbytes(world_size: int) -> int:
@@ -159,30 +188,113 @@ class ControlPage:
 
     def sync(self, wait: Wait) -> None:
         """Return when all ranks are here: a barrier without a check, for the inside of a collective."""
-        self._count = count = self._count + 1
+        self._count += 1
+        here = self._count << _PHASE_BITS
         words = self._words
-        words[self.rank * _ROW_WORDS + _ARRIVED] = count
+        words[self._mine] = here
+        phase = self._first
+        try:
+            while phase != PASSED:
+                for arrived in self._arrivals:
+                    if words[arrived] != here:
+                        self._await(here, wait)
+                        break
+                else:
+                    phase = next_phase(phase, HERE, HERE, False)
+                    continue
+                break
+            words[self._mine] = here + PASSED
+        except BaseException:
+            if words[self._mine] == here:  # interrupted: the others must not wait for a rank that is leaving
+                words[self._mine] = here + CLOSING
+            raise
+
+    def _look(self, own: int, here: int) -> int:
+        """The next phase, after a look at the others."""
+        lowest, highest = PASSED, ABSENT
+        words = self._words
         for arrived in self._arrivals:
-            if words[arrived] < count:
-                self._await(count, wait)
-                return
+            seen = words[arrived] - here
+            if seen < lowest:
+                lowest = seen
+            if seen > highest:
+                highest = seen
+        return next_phase(own, lowest, highest, False)
 
-    def _await(self, count: int, wait: Wait) -> None:
-        words, arrivals = self._words, self._arrivals
+    def _await(self, here: int, wait: Wait) -> None:
+        """Return when the meeting has succeeded; raise when it has failed."""
+        reason: StateExchangeError | None = None
+        try:
+            phase = self._wait_here(here, wait)
+        except StateExchangeError as error:
+            phase, reason = CLOSING, error
+        if phase == CLOSING:
+            phase = self._close_meeting(here)
+        if phase == UNKNOWN:
+            stuck = tuple(r for r in range(self.world_size) if self._get(r, _ARRIVED) == here)
+            raise OutcomeUnknownError(
+                f"{wait.doing} is given up, but ranks {list(stuck)}, which have arrived, do not run: whether they "
+                "complete it is not known",
+                missing=stuck,
+                rank=stuck[0] if stuck else None,
+            ) from reason
+        if phase == FAILED:
+            raise reason or self._reason_of_others(here, wait.doing)
+
+    def _wait_here(self, here: int, wait: Wait) -> int:
+        """PASSED, or CLOSING if another rank has given up; raises what makes this one give up."""
+        phase = self._first
         for _ in range(self._spins):
-            if all(words[arrived] >= count for arrived in arrivals):
-                return
+            phase = self._look(phase, here)
+            if phase in (PASSED, CLOSING):
+                return phase
         for _ in range(_YIELDS):
-            if all(words[arrived] >= count for arrived in arrivals):
-                return
+            phase = self._look(phase, here)
+            if phase in (PASSED, CLOSING):
+                return phase
             yield_core()
-        self._nap(count, wait)
+        return self._nap(phase, here, wait)
 
-    def _nap(self, count: int, wait: Wait) -> None:
+    def _close_meeting(self, here: int) -> int:
+        """FAILED, PASSED or UNKNOWN: what has become of a meeting that this rank, or another one, has given up."""
+        words = self._words
+        words[self._mine] = here + CLOSING
+        deadline = time.monotonic() + _UNKNOWN_S
+        phase = CLOSING
+        while phase == CLOSING:
+            time.sleep(_SETTLE_S)
+            seen = [self._phase_of(rank, here) for rank in range(self.world_size) if rank != self.rank]
+            phase = next_phase(CLOSING, min(seen), max(seen), time.monotonic() > deadline)
+        if phase != UNKNOWN:
+            words[self._mine] = here + phase
+        return phase
+
+    def _phase_of(self, rank: int, here: int) -> int:
+        """The phase of another rank; one that has died without having passed is CLOSING."""
+        ended = self._get(rank, _ARRIVED) == here and not self._alive(rank)
+        phase = self._get(rank, _ARRIVED) - here  # looked at last: it may have passed before it died
+        return CLOSING if ended and phase == HERE else phase
+
+    def _reason_of_others(self, here: int, doing: str) -> StateExchangeError:
+        """Why this meeting has failed, as a rank says that has given it up."""
+        closing = [r for r in range(self.world_size) if self._get(r, _ARRIVED) - here in (CLOSING, FAILED)]
+        deadline = time.monotonic() + _REASON_S
+        while time.monotonic() < deadline:
+            for rank in closing:
+                if rank != self.rank and self._get(rank, _LEFT) == _GONE_WITH_ERROR:
+                    return self._last_words(rank)
+            time.sleep(_SETTLE_S)
+        others = [rank for rank in closing if rank != self.rank]
+        return PeerError(others[0] if others else -1, doing, "it gave up waiting")
+
+    def _nap(self, phase: int, here: int, wait: Wait) -> int:
         started = moved = time.monotonic()
         checked = 0.0
         progress, nap = -1, 2e-5
-        while missing := self._behind(count):
+        while (phase := self._look(phase, here)) not in (PASSED, CLOSING):
+            missing = self._behind(here)
+            if not missing:
+                continue
             now = time.monotonic()
             if now - checked >= _LIVENESS_PERIOD_S or now - started < 2 * nap:
                 checked = now
@@ -200,9 +312,10 @@ class ControlPage:
                     )
             time.sleep(nap)
             nap = min(nap * 1.5, 2e-3)
+        return phase
 
-    def _behind(self, count: int) -> list[int]:
-        return [r for r in range(self.world_size) if self._get(r, _ARRIVED) < count]
+    def _behind(self, here: int) -> list[int]:
+        return [r for r in range(self.world_size) if self._get(r, _ARRIVED) < here]
 
     def failed(self, doing: str) -> None:
         """Raise PeerError if a rank has died, or what a rank has left with, while this one waits for `doing`."""
@@ -227,18 +340,25 @@ class ControlPage:
     def entered(self, doing: str) -> None:
         """Nothing more than what `meet` says."""
 
+    def passed(self) -> None:
+        """Nothing more than what `sync` has written."""
+
+    def give_up(self, error: StateExchangeError) -> None:
+        """Raise `error`: all have met on the page, where `sync` follows the rule, before they wait elsewhere."""
+        raise error
+
     def tell(self, error: StateExchangeError) -> None:
         """Nothing more than `leave` has said."""
 
     def missing(self) -> tuple[int, ...]:
         """Ranks that have not arrived where this one is, and ranks whose process is stopped."""
         stopped = [r for r in range(self.world_size) if process_is_stopped(self._get(r, _PID))]
-        return tuple(self._behind(self._count) or stopped)
+        return tuple(self._behind(self._count << _PHASE_BITS) or stopped)
 
     def _raise_for_gone(self, ranks: list[int], doing: str) -> None:
         for rank in ranks:
             reason = self.departure_of(rank, doing)
-            if self._get(rank, _ARRIVED) >= self._count:
+            if self._get(rank, _ARRIVED) >= self._count << _PHASE_BITS:
                 continue  # looked at last: a rank may arrive, read and leave between two looks
             if reason is not None:
                 raise reason
@@ -276,8 +396,8 @@ class ControlPage:
 
     def leave(self, error: BaseException | None = None) -> None:
         """Say that this rank will not arrive any more, and why."""
-        if self._get(self.rank, _LEFT) or self._get(self.rank, _PID) != os.getpid():
-            return  # a forked child is no rank
+        if self._get(self.rank, _LEFT):
+            return
         if error is not None:
             record = json.dumps(to_record(error, self.rank, "its own code")).encode()
             if len(record) > _SLOT_BYTES - _LENGTH_BYTES:

@@ -43,6 +43,17 @@ class _Above(Watch):
     def departure_of(self, rank: int, doing: str) -> StateExchangeError | None:  # noqa: ARG002 (a step's rank)
         return None
 
+    def give_up(self, error: StateExchangeError) -> None:
+        """As the world's, in whose collective this step is."""
+        if self._look is None:
+            raise error
+        try:
+            self._look.give_up(error)
+        except StateExchangeError as raised:
+            if raised is not error:
+                self.raised = raised
+            raise
+
 
 class _Steps:
     """The waits of one collective's steps, whose errors it puts into ranks of the world."""

@@ -1,4 +1,18 @@
-"""A session of ranks: they meet, compare what they are about to do, keep it in order, and learn of failure."""
+"""A session of ranks: they meet, compare what they are about to do, keep it in order, and learn of failure.
+
+Several threads of a rank may call, but which of them comes first may differ from rank to rank. So:
+
+* One call runs at a time: a thread takes the session's turn, and waits while another one has it. Work that was begun
+  with `async_op` takes it in the queue's thread. What goes from rank to rank has a turn for each peer and direction.
+* A call carries the number of its caller: threads are counted in the order in which they first call. The number is part
+  of the fingerprint that ranks compare at the entry of every collective. So the calls of a thread meet those of the
+  same thread on other ranks, or all ranks raise MismatchError, even if the calls are of one shape.
+* At its first call a thread is compared with that of the other ranks by name (`_introduce`): two that begin at once may
+  have been counted in different orders.
+* Threads of autograd's engine are one caller. A reducer, which knows whose backward its hooks run in, lets them call as
+  that thread (`called_by`): on some ranks a bucket goes during backward, on others in `finalize`.
+* `send`, `recv` and the making of a subset do not count: not all ranks take part, so the counts would come apart.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +21,24 @@ import functools
 import hashlib
 import operator
 import os
+import secrets
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from statexchange import values
+from statexchange.comm import forks
 from statexchange.comm.backend import AbandonedError, Backend, Look, Wait, Watch, watched
 from statexchange.comm.control_page import ControlPage, DifferentCallsError
 from statexchange.comm.work import Work, WorkQueue
 from statexchange.errors import (
+    ForkedError,
     InvalidArgumentError,
     MismatchError,
     NumericOverflowError,
@@ -42,6 +59,8 @@ _ARRIVAL_S = 2.0
 _PACKAGE = os.path.dirname(_ROOM) + os.sep
 _CALLERS = os.path.join(_PACKAGE, "testing") + os.sep  # a part of the package that calls as others do
 _OF_ARGUMENTS = (TypeError, ValueError, AttributeError)
+_AUTOGRAD = -1  # the caller that all threads of autograd's engine are
+_counting = threading.Lock()
 _MET = (MismatchError, NumericOverflowError, InvalidArgumentError, UnsupportedError)  # raised where all ranks have met
 
 
@@ -87,22 +106,29 @@ class Place:
 
 
 class Call:
-    """What a rank is about to do, in words; ranks that are about to do different things compare them."""
+    """What a rank is about to do, in words, and the number of the caller that does it; ranks compare both.
+
+    `caller` counts the threads of a rank, see `Session.caller`. That of the thread that came first is 0.
+    """
+
+    __slots__ = ("caller", "failure", "site", "text", "thread")
 
     def __init__(self, text: str, failure: dict[str, Any] | None = None, site: str | None = None) -> None:
         self.text = text
         self.failure = failure
         self.site = site
+        self.caller = 0
+        self.thread: str | None = None  # its name, if that is what differs
 
     @property
     def fingerprint(self) -> int:
-        """A number that other words do not share."""
+        """A number that other words, and the same words of another caller, do not share."""
         return int.from_bytes(self.mark, "little")
 
     @property
     def mark(self) -> bytes:
         """The fingerprint as 8 bytes."""
-        return mark_of(self.text)
+        return mark_of(self.text if not self.caller else f"{self.text} by caller {self.caller}")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -214,6 +240,24 @@ class Session:
         self._queue = WorkQueue(f"statexchange rank {place.rank}")
         self._lines: dict[tuple[str, int], WorkQueue] = {}
         self.dependents: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._turn = threading.Lock()  # held during a call, as two at once would take each other's messages
+        self._holder = 0  # the thread that has it
+        self._local = threading.local()  # not by thread id: ids are used again, by other threads on each rank
+        self._callers = 0
+        self._newcomers: dict[int, list[Any]] = {}  # by their number, until their first call
+        self.is_inherited = False
+        forks.cut_off_in_children(self)
+
+    def disown(self) -> None:
+        """Have every call raise ForkedError: this is the copy of a forked child."""
+        self.is_inherited = True
+        self.dead = ForkedError(
+            "this process was forked from a rank, and a communicator belongs to the process that made it: "
+            "communicate in that process, or start this one as a rank of its own (not by fork)",
+            rank=self.rank,
+        )
+        for line in [self._queue, *self._lines.values()]:
+            line.disown(self.dead)
 
     def backend_for(self, device_type: str) -> Backend:
         """What moves tensors of this device."""
@@ -226,6 +270,69 @@ class Session:
         """What works within each host first and then between hosts, if there is such a backend."""
         return self.backend if self.backend.name == "hierarchical" else None
 
+    # Callers
+
+    def caller(self) -> int:
+        """Return the number by which this thread's calls are matched: how many threads called here before it did.
+
+        All threads of autograd's engine, which run hooks, are one caller. They are the caller that there is, if only
+        one thread has ever called: which of them runs a hook, and whether the last callback runs in the thread that
+        called `backward`, differs from rank to rank.
+        """
+        try:
+            number: int = self._local.caller
+        except AttributeError:
+            number = self._new_caller()
+        return number
+
+    def _new_caller(self) -> int:
+        if _is_autograd_thread():
+            return _AUTOGRAD if self._callers > 1 else 0
+        with _counting:
+            number = self._local.caller = self._callers
+            self._callers += 1
+            self._newcomers[number] = [_process(), threading.current_thread().name, _names_of_threads()]
+        return number
+
+    def _introduce(self, call: Call, wait: Wait) -> None:
+        """Compare who this caller is, at its first call; DifferentCallsError, on all ranks, if it is somebody else.
+
+        Two threads that begin at once may be counted in different orders, and would then be taken for each other. They
+        have names, which Python gives in the order in which they are made, with what they run. A name may differ, as
+        ranks may have other threads besides; but then no rank has a second thread of another's name.
+        """
+        first = Call(f"{call.text}, the first of its thread")
+        first.caller = call.caller
+        answers = self.messages(first, encoded(self._newcomers[call.caller]), None, wait)
+        known = [values.decode(answer) for answer in answers]
+        for process, name, threads in known:
+            others = [other for elsewhere, other, _ in known if elsewhere != process and other != name]
+            if threads.count(name) > 1 or any(other in threads for other in others):
+                call.thread = self._newcomers[call.caller][1]
+                raise DifferentCallsError
+        del self._newcomers[call.caller]
+
+    @contextlib.contextmanager
+    def called_by(self, caller: int) -> Iterator[None]:
+        """Have a thread of autograd's engine call as `caller` inside the block; other threads call as themselves."""
+        if not _is_autograd_thread():
+            yield
+            return
+        self._local.caller = caller
+        try:
+            yield
+        finally:
+            del self._local.caller
+
+    def _take_turn(self, call: Call) -> None:
+        """Wait for another thread's call to end. InvalidArgumentError if this thread itself is inside a call."""
+        if self._holder == threading.get_ident():
+            raise InvalidArgumentError(
+                f"{call.text} was called inside another call of this communicator, by a signal handler perhaps: "
+                "use one of its own, from duplicate()"
+            )
+        self._turn.acquire()
+
     # Meetings
 
     def exchange(
@@ -237,13 +344,35 @@ class Session:
             self._failing = call.failure  # work under way may be the first to meet the others
             if self.look is not None:
                 self.look.call_all()
+        call.caller = self.caller()
         self._queue.drain()
         if self.world_size == 1:
             return [payload]
+
+        def job() -> list[bytes]:
+            self.raise_if_dead()
+            wait = self.wait_for(call, timeout_s)
+            if self._newcomers and call.caller in self._newcomers:
+                self._introduce(call, wait)
+            answers = self.messages(call, payload, root, wait)
+            self._pass()
+            return answers
+
         try:
-            return self.guarded(call, lambda: self.messages(call, payload, root, self.wait_for(call, timeout_s)))
+            return self._in_turn(call, job)
         finally:
             self._failing = None
+
+    def _in_turn(self, call: Call, job: Callable[[], T], *, settles: bool = True) -> T:
+        """`guarded`, while no other thread is inside a call."""
+        if not self._turn.acquire(False):
+            self._take_turn(call)
+        self._holder = threading.get_ident()
+        try:
+            return self.guarded(call, job, settles=settles)
+        finally:
+            self._holder = 0
+            self._turn.release()
 
     def messages(self, call: Call, payload: bytes, root: int | None, wait: Wait) -> list[bytes]:
         """As `exchange`, inside a collective; DifferentCallsError, on all ranks, where they do not call the same."""
@@ -270,6 +399,11 @@ class Session:
         wait = Wait(seconds, call.text, self.look, lambda location: self._meet(call, location, wait))
         return wait
 
+    def _pass(self) -> None:
+        """The end of a call: an error if the ranks have given it up. On one host the page has seen to that."""
+        if self.page is None and self.look is not None:
+            self.look.passed()
+
     # Order
 
     def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work:
@@ -281,15 +415,22 @@ class Session:
         def job() -> T:
             self.raise_if_dead()
             wait = self.wait_for(call)
+            if self._newcomers and call.caller in self._newcomers and self.world_size > 1:
+                self._introduce(call, wait)
             if not backend.meets and self.world_size > 1:
                 wait.enter()
-            return body(wait)
+            result = body(wait)
+            self._pass()
+            return result
 
+        call.caller = self.caller()
         if async_op:
             call.site = call_site()
-            return self._queue.submit(call.text, self._for_caller(backend, call, job))
+            return self._queue.submit(
+                call.text, self._for_caller(backend, lambda: self._in_turn(call, job, settles=False))
+            )
         self._queue.drain()
-        return self.guarded(call, job)
+        return self._in_turn(call, job)
 
     def refuse(self, verb: str, refusal: Exception) -> NoReturn:
         """Raise what is wrong with this rank's arguments, on all ranks: others may have called in earnest.
@@ -308,12 +449,12 @@ class Session:
         """What carries an error of this rank to the others."""
         return to_record(error, self.rank, phase, self.place.hosts[self.rank])
 
-    def _for_caller(self, backend: Backend, call: Call, job: Callable[[], T]) -> Callable[[], T]:
+    def _for_caller(self, backend: Backend, job: Callable[[], T]) -> Callable[[], T]:
         caller = backend.as_caller()
 
         def run() -> T:
             with caller:
-                return self.guarded(call, job, settles=False)
+                return job()
 
         return run
 
@@ -335,11 +476,15 @@ class Session:
                     self.fail(call, self._met)  # another thread has met the others already
                 raise
 
+        def guarded() -> T:
+            with line.turn:
+                return self.guarded(call, job, settles=False)
+
         if async_op:
-            return line.submit(call.text, self._for_caller(backend, call, job), lambda: self._follow_the_call(call))
+            return line.submit(call.text, self._for_caller(backend, guarded), lambda: self._follow_the_call(call))
         line.drain()
         try:
-            return self.guarded(call, job, settles=False)
+            return guarded()
         except AbandonedError:
             self._follow_the_call(call)
 
@@ -356,6 +501,7 @@ class Session:
 
     def wait_all(self) -> None:
         """As `drain`, and raise the first error that nobody has waited for. Not collective."""
+        self.raise_if_inherited()
         self.drain()
         for line in [self._queue, *self._lines.values()]:
             line.raise_lost()
@@ -367,6 +513,11 @@ class Session:
             raise InvalidArgumentError(what, rank=self.rank)
 
     # Failure
+
+    def raise_if_inherited(self) -> None:
+        """ForkedError in a child that was forked from the rank."""
+        if self.is_inherited:
+            self.raise_if_dead()
 
     def raise_if_dead(self) -> None:
         """Raise what this group has failed of."""
@@ -409,12 +560,17 @@ class Session:
     def _explanation(self, call: Call) -> StateExchangeError:
         """Tell each other what all were about to do; the error that all are to raise."""
         failing = call.failure or self._failing
-        told = {"text": call.text, "site": call.site or call_site(), "failure": failing}
+        told: dict[str, Any] = {"text": call.text, "site": call.site or call_site(), "failure": failing}
+        told |= {"caller": call.caller, "thread": call.thread}
         answers = self.messages(Call("an explanation"), encoded(told), None, self.wait_for(Call("an explanation")))
         accounts = [values.decode(answer) for answer in answers]
         failure = next((account["failure"] for account in accounts if account["failure"] is not None), None)
-        lines = [f"rank {rank} called {a['text']} at {a['site']}" for rank, a in enumerate(accounts)]
-        different = MismatchError("ranks met in different calls: " + "; ".join(lines))
+        several = len({account["caller"] for account in accounts}) > 1 or any(a["thread"] for a in accounts)
+        lines = [_line(rank, account, several) for rank, account in enumerate(accounts)]
+        hint = ". Several threads use this communicator: give each its own, from duplicate()" if several else ""
+        if any(account["thread"] for account in accounts):
+            hint += "; threads that begin at once must have names of their own, the same on all ranks"
+        different = MismatchError("ranks met in different calls: " + "; ".join(lines) + hint)
         return from_record(failure) if failure is not None else different
 
     def fail(self, call: Call, error: BaseException) -> None:
@@ -523,6 +679,32 @@ class FlatSession(Session):
         """As a session's; it is another call than that of `whole`."""
         call.text += ", flat"
         return super().collective(call, backend, body, async_op)
+
+
+def _line(rank: int, account: Mapping[str, Any], by_caller: bool) -> str:
+    """What a rank was about to do, for a message; with the thread that did it, if that matters."""
+    thread = "autograd's threads" if account["caller"] == _AUTOGRAD else f"its thread {account['caller']}"
+    if account["thread"]:
+        thread += f" ({account['thread']})"
+    return f"rank {rank} called {account['text']} at {account['site']}" + (f" in {thread}" if by_caller else "")
+
+
+@functools.cache
+def _process() -> str:
+    """A name of this process: ranks that are threads of one have all their names there."""
+    return secrets.token_hex(8)
+
+
+def _names_of_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate()]
+
+
+def _is_autograd_thread() -> bool:
+    """Whether this is a thread of autograd's engine, and not one of Python's in which `backward` was called."""
+    torch = sys.modules.get("torch")
+    if torch is None or torch._C._current_graph_task_id() == -1:  # noqa: SLF001 (torch has no other way)
+        return False
+    return isinstance(threading.current_thread(), threading._DummyThread)  # noqa: SLF001 (nor has threading)
 
 
 def encoded(obj: Any) -> bytes:

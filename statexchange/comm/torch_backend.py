@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from statexchange.comm import forks
 from statexchange.comm.backend import AbandonedError, Backend, Finish, Wait, check_ranks
 from statexchange.comm.reduction import reduce_parts
 from statexchange.comm.work import Work
@@ -62,6 +63,11 @@ _uses: Counter[str] = Counter()  # of what a store is used for again and again, 
 def default_group() -> dist.ProcessGroup | None:
     """torch.distributed's default group, if it is initialised."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def known_groups() -> list[object]:
+    """All groups that torch.distributed knows in this process. Not collective."""
+    return list(dist.distributed_c10d._world.pg_map) if dist.is_available() else []  # noqa: SLF001 (torch has no other way)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +305,11 @@ class _GlooBackend(Backend):
         self._leaves_work = False
         self.world_size = int(group.size())
         self.rank = int(group.rank())
+        forks.cut_off_in_children(self)
+
+    def disown(self) -> None:
+        """Never break anything off: the connections are those of the parent."""
+        self._is_broken_off = True
 
     def _run(self, wait: Wait, *posts: Callable[[], Any]) -> None:
         """Start all, then wait for all. While a work is under way it holds its tensors."""

@@ -52,6 +52,13 @@ class Work:
         """Whether it has failed, and nobody has been told."""
         return self._ended.is_set() and self._error is not None and not self._told
 
+    def disown(self, error: BaseException) -> None:
+        """End this copy of a parent's work, which nobody does here, with `error`."""
+        if not self.is_completed():
+            self._error = error
+            self._ended = threading.Event()  # the lock of the old one may be held by a thread that is not here
+            self._ended.set()
+
     def run(self, body: Callable[[], Any]) -> None:
         """Do the work, here and now."""
         try:
@@ -69,6 +76,8 @@ class WorkQueue:
         self._jobs: queue.SimpleQueue[tuple[Work, Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._works: list[Work] = []
+        self.turn = threading.Lock()
+        """For whoever does something of this queue's kind."""
 
     def submit(self, doing: str, body: Callable[[], Any], broken_off: Callable[[], NoReturn] | None = None) -> Work:
         """Have `body` run after all that was submitted before."""
@@ -82,6 +91,8 @@ class WorkQueue:
 
     def drain(self) -> None:
         """Return when all that was submitted is done; its errors are its own."""
+        if self._thread is None:
+            return
         if threading.current_thread() is not self._thread:
             for work in self._works:
                 work._ended.wait()  # noqa: SLF001 (our own Work)
@@ -98,6 +109,12 @@ class WorkQueue:
             self._jobs.put(None)
             if self._thread is not threading.current_thread():
                 self._thread.join(wait_s)
+
+    def disown(self, error: BaseException) -> None:
+        """End all work of this copy of a parent's queue, whose thread is not here, with `error`."""
+        for work in self._works:
+            work.disown(error)
+        self._thread = None
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:

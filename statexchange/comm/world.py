@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from statexchange.comm import forks
 from statexchange.comm.backend import Backend, Wait
 from statexchange.comm.board import open_board
 from statexchange.comm.communicator import Communicator
@@ -25,7 +26,13 @@ from statexchange.comm.control_page import ControlPage, meet
 from statexchange.comm.devices import Devices, check_devices, choose
 from statexchange.comm.session import Place, Session
 from statexchange.comm.single import SingleBackend
-from statexchange.errors import InvalidArgumentError, NotInitializedError, UnsupportedError, needs_torch
+from statexchange.errors import (
+    ForkedError,
+    InvalidArgumentError,
+    NotInitializedError,
+    UnsupportedError,
+    needs_torch,
+)
 from statexchange.processes import host_identity
 from statexchange.settings import check_timeout, default_timeout_s, detect_launch
 from statexchange.shared_memory import sweep
@@ -61,6 +68,33 @@ _alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
 _ALONE = object()  # stands for a world of one, which is kept so that its run has one identity
 _ON_NODE = 1  # the fingerprint of meetings within a collective that all hosts have entered alike
 _log = logging.getLogger("statexchange")
+
+
+class _Inheritance:
+    """What this process has from the rank from which it was forked, if it was."""
+
+    def __init__(self) -> None:
+        self.is_from_rank = False
+        self.groups: list[object] = []
+
+    def disown(self) -> None:
+        """Note what groups the parent had: talking over one of them would be talking as the parent."""
+        self.is_from_rank = self.is_from_rank or bool(_alive)
+        if "torch.distributed" in sys.modules:
+            from statexchange.comm.torch_backend import known_groups
+
+            self.groups = known_groups()
+        _adopted.pop(id(_ALONE), None)
+
+    def refuse(self, group: object) -> None:
+        """ForkedError if `group` is the parent's."""
+        if any(group is known for known in self.groups) or (
+            self.is_from_rank and type(group).__module__.startswith("mpi4py")
+        ):
+            raise ForkedError("this process was forked from a rank, to which this group belongs")
+
+
+_inheritance = _Inheritance()
 BACKENDS = ("auto", "single", "shm", "gloo", "nccl", "mpi")
 
 
@@ -79,6 +113,7 @@ def communicator(
     """
     sweep()
     if carrier.world_size == 1:
+        forks.cut_off_in_children(_inheritance)
         alone = Session(SingleBackend(), carrier, None, None, Place(0, (0,), (platform.node(),)), timeout_s)
         return Communicator(alone, _run_identity(secrets.token_hex(8)))
     try:
@@ -87,6 +122,7 @@ def communicator(
         carrier.close()  # an error that somebody keeps must not keep rank 0's port
         raise
     _alive.add(made)
+    forks.cut_off_in_children(_inheritance)
     _close_at_exit()
     return made
 
@@ -239,15 +275,22 @@ def init(
     `devices`: where this rank computes. None deals the GPUs to the ranks of a host in turn, a list names the device of
     each `local_rank`, False leaves it at the CPU. `timeout_s` bounds waits for peers (seconds). `check="off"` trusts
     that ranks make the same calls: on several hosts this saves a small message per call.
-    Raises InvalidArgumentError, NotInitializedError, MissingExtraError, UnsupportedError or StallError.
+    In a process that was forked from a rank the launcher's words are meant for that rank: `init` raises ForkedError
+    there, unless it is asked for backend "single", or for a world of its own by `rendezvous`.
+    Raises InvalidArgumentError, NotInitializedError, MissingExtraError, UnsupportedError, ForkedError or StallError.
     """
     seconds = None if timeout_s is None else check_timeout(timeout_s)
     wish = _Wish(backend, rank, world_size, rendezvous, devices, timeout_s, check)
     existing = _made()
-    if existing is not None:
+    if existing is not None and not existing.is_inherited:
         _warn_if_different(existing, wish)
         return existing
     _check_wish(wish)
+    if _inheritance.is_from_rank and wish.backend != "single" and wish.rendezvous is None:
+        raise ForkedError(
+            "this process was forked from a rank, and is none itself: init() in the processes that the launcher "
+            "started, or give a rendezvous for a world of its own"
+        )
     try:
         made = _make(wish, default_timeout_s() if seconds is None else seconds)
     except ModuleNotFoundError as error:
@@ -283,11 +326,12 @@ def _check_wish(wish: _Wish) -> None:
 
 
 def _made() -> Communicator | None:
-    """What `use` says in this thread, else what `init` has made for the process."""
+    """What `use` says in this thread, else what `init` has made for the process; not a parent's world of one."""
     try:
-        return _default.get()
+        made = _default.get()
     except LookupError:
-        return _of_process
+        made = _of_process
+    return None if made is not None and made.is_inherited and made.world_size == 1 else made
 
 
 def _keep(comm: Communicator | None) -> None:
@@ -327,6 +371,7 @@ def _make_by_torch(wish: _Wish, timeout_s: float) -> Communicator:
 
     start = torch_backend.start_nccl if wish.backend == "nccl" else torch_backend.start_gloo
     group = _torch_default_group()
+    _inheritance.refuse(group)
     if group is None:
         shared = _store(wish, timeout_s)
         group = start(shared.lasting, shared.rank, shared.world_size, timeout_s)
@@ -404,6 +449,7 @@ def from_mpi(mpi_comm: Any, *, timeout_s: float | None = None) -> Communicator:
 def _adopt(group: object, make: Callable[[float], Communicator], timeout_s: float | None) -> Communicator:
     wait = default_timeout_s() if timeout_s is None else check_timeout(timeout_s)
     if id(group) not in _adopted:
+        _inheritance.refuse(group)
         _adopted[id(group)] = (group, make(wait))
     return _adopted[id(group)][1]
 
@@ -414,6 +460,12 @@ def as_communicator(comm: Any = None) -> Communicator:
     The default is `init`'s; else torch.distributed's default group if it is initialised; else, if a launcher speaks
     of several ranks, a NotInitializedError naming the variable; else a world of one.
     """
+    made = _meant_by(comm)
+    made.raise_if_inherited()
+    return made
+
+
+def _meant_by(comm: Any) -> Communicator:
     if comm is None:
         return _default_communicator()
     if isinstance(comm, Communicator):
@@ -436,6 +488,7 @@ def _of_mesh(mesh: Any) -> Communicator:
     torchs = _torch_default_group()
     key = (id(torchs), "mesh", *sorted(mesh.mesh.flatten().tolist()))
     if key not in _members:
+        _inheritance.refuse(torchs)
         wait = default_timeout_s()
         group = mesh_group(mesh, wait)
         made = from_process_group(group) if group is torchs else communicator(TorchBackend(group, wait), wait)
@@ -477,6 +530,7 @@ def members(ranks: Sequence[int], group: Any = None) -> Communicator:
     # The default group has no communicator yet, and making one would need ranks that do not take part.
     key = (id(torchs), *ranks)
     if key not in _members:
+        _inheritance.refuse(torchs)
         wait = default_timeout_s()
         _members[key] = (torchs, communicator(torch_backend.of_ranks(ranks, wait), wait))
     return _members[key][1]
@@ -502,8 +556,9 @@ def current() -> Communicator | None:
 
 
 def is_initialized() -> bool:
-    """Whether `init` has made a communicator. Not collective."""
-    return _made() is not None
+    """Whether `init` has made a communicator in this process. Not collective."""
+    made = _made()
+    return made is not None and not made.is_inherited
 
 
 def get_communicator() -> Communicator:
@@ -518,7 +573,10 @@ def get_backend() -> str:
 
 
 def get_rank() -> int:
-    """This rank, also by a torch.distributed that nobody has adopted yet; 0 before any `init`. Not collective."""
+    """This rank, also by a torch.distributed that nobody has adopted yet; 0 before any `init`. Not collective.
+
+    In a process that was forked from a rank, as a data loader's workers are, that rank.
+    """
     made, group = current(), _torch_default_group()
     return made.rank if made is not None else int(group.rank()) if group is not None else 0
 

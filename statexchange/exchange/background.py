@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterable
@@ -22,6 +23,7 @@ from statexchange.layout.rules import Layout
 __all__ = ["export_checkpoint_async"]
 
 _ALIGN_BYTES = 64
+_numbers = itertools.count()
 
 
 def export_checkpoint_async(
@@ -64,7 +66,8 @@ class _Background:
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
-        self._pool = ThreadPoolExecutor(1, f"statexchange export {comm.rank}")
+        # A name of its own: by their names ranks tell threads apart that call for the first time
+        self._pool = ThreadPoolExecutor(1, f"statexchange export {next(_numbers)} of rank {comm.rank}")
         self._last: Future[ExportReport] | None = None
         self._memory: Any = None
 

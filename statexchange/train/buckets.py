@@ -163,6 +163,7 @@ class BucketReducer(Reducer):
     ) -> None:
         self._comm = as_communicator(comm)
         self._overlap = overlap
+        self._caller = self._comm.caller  # as which hooks call that autograd's threads run
         self._number = next(_numbers.setdefault(self._comm.flat, itertools.count()))
         self._communicate = communicate
         self._lock = threading.RLock()  # hooks of several devices run in several threads
@@ -426,7 +427,8 @@ class BucketReducer(Reducer):
         self._in_backward = False
         ended = self._watch() if self._watch is not None else None
         if ended is not None:
-            ended()
+            with self._comm.called_by(self._caller):
+                ended()
 
     def _arrive(self, slot: Slot) -> None:
         index, bucket = slot.index, slot.bucket
@@ -442,7 +444,8 @@ class BucketReducer(Reducer):
                 if self._warm_bytes >= _WARM_BYTES:
                     self._copy_warm()
             if not bucket.waiting and self._sends_early:
-                self._send_full()
+                with self._comm.called_by(self._caller):
+                    self._send_full()
 
     def _copy_warm(self) -> None:
         """Copy gradients before they leave the cache, and free their memory for the next ones."""
@@ -515,6 +518,7 @@ class BucketReducer(Reducer):
         ranks that are not `done`; one that is `done` has nothing of its own any more, and weight 0.
         """
         self._in_backward = False
+        self._caller = self._comm.caller
         try:
             with torch.no_grad():
                 share = 0.0 if done else self._weight(weight)

@@ -371,10 +371,11 @@ def _inline_hook(reducer: Reducer) -> Hook:
 
 def _overlapping_hook(comm: Communicator) -> Hook:
     waiting = ThreadPoolExecutor(1, "statexchange comm hook")
+    caller = comm.caller
 
     def hook(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         flat: torch.Tensor = bucket.buffer()
-        with about(lambda: _name_of(bucket)):
+        with comm.called_by(caller), about(lambda: _name_of(bucket)):
             work = comm.all_reduce(flat, "avg", async_op=True)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
 

@@ -363,6 +363,11 @@ class _Told:
 
     def entered(self, doing: str) -> None: ...
 
+    def passed(self) -> None: ...
+
+    def give_up(self, error: sx.StateExchangeError) -> None:
+        raise error
+
     def tell(self, error: sx.StateExchangeError) -> None: ...
 
 

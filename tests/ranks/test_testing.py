@@ -298,7 +298,7 @@ def test_a_killed_mpi_rank_ends_the_job() -> None:
         run_ranks(kill_rank_1, 2, backend="mpi")
 
 
-@pytest.mark.parametrize(("backend", "timeout_s"), [("processes", 1.0), ("mpi", 2.0)])
+@pytest.mark.parametrize(("backend", "timeout_s"), [("processes", 2.0), ("mpi", 6.0)])
 def test_a_hang_is_named_with_its_stack(backend: str, timeout_s: float) -> None:
     text = f"rank 1: running: did not finish within {timeout_s:g} s, still running in hang_on_rank_1"
     with pytest.raises(RankFailure, match=re.escape(text)) as caught:

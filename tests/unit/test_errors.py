@@ -18,10 +18,11 @@ from statexchange.errors import (
 
 BUILTINS = {
     "CorruptError": ValueError, "IncompleteError": ValueError, "InvalidArgumentError": ValueError,
-    "MismatchError": ValueError, "NumericOverflowError": OverflowError,
+    "ForkedError": RuntimeError, "MismatchError": ValueError, "NumericOverflowError": OverflowError,
     "MissingExtraError": ImportError, "NotFoundError": FileNotFoundError, "NotInitializedError": RuntimeError,
     "OverlapError": CorruptError, "PeerError": RuntimeError, "ReplacedError": StorageError,
     "ReplicaError": CorruptError, "StallError": TimeoutError,
+    "OutcomeUnknownError": errors.StallError,
     "StateExchangeError": Exception, "StorageError": OSError, "TargetExistsError": FileExistsError,
     "UnsafeError": ValueError, "UnsupportedError": TypeError,
 }  # fmt: skip

@@ -1,0 +1,184 @@
+"""A communicator belongs to one process: a forked child of a rank takes no part, whatever it calls."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from sweeps import slow
+
+import statexchange as sx
+from statexchange.comm import world
+from statexchange.testing import run_ranks
+
+BACKENDS = ("gloo", "mpi")
+CHILD_S = 20
+pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 on: fork beside threads
+
+
+def in_child(body: Callable[[], Any]) -> Any:
+    """What `body` returns in a forked child, which then runs its exit handlers."""
+    reads, writes = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.alarm(CHILD_S)
+        os.write(writes, json.dumps(body()).encode())
+        atexit._run_exitfuncs()
+        os._exit(0)
+    os.close(writes)
+    with os.fdopen(reads) as answer:
+        told = answer.read()
+    status = os.waitpid(child, 0)[1]
+    assert status == 0, (status, told)
+    return json.loads(told)
+
+
+def raised_by(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except BaseException as error:  # noqa: BLE001
+        return type(error).__name__
+    return "nothing"
+
+
+def start(backend: str) -> Any:
+    return sx.init() if backend == "auto" else sx.init(backend)
+
+
+def entries(comm: Any, made: dict[str, Any]) -> dict[str, Callable[[], Any]]:
+    """Every way into a communicator."""
+    one = torch.ones(4)
+    each = [torch.ones(2)] * comm.world_size
+    other = (comm.rank + 1) % comm.world_size
+
+    def phase() -> None:
+        with comm.phase("a phase"):
+            pass
+
+    return {
+        "all_reduce": lambda: comm.all_reduce(one),
+        "async": lambda: comm.all_reduce(one, async_op=True),
+        "multiple": lambda: comm.all_reduce_multiple([one]),
+        "reduce": lambda: comm.reduce(one),
+        "broadcast": lambda: comm.broadcast(one),
+        "all_gather": lambda: comm.all_gather(one),
+        "gather": lambda: comm.gather(one),
+        "scatter": lambda: comm.scatter(each),
+        "reduce_scatter": lambda: comm.reduce_scatter(torch.ones(4 * comm.world_size)),
+        "all_to_all": lambda: comm.all_to_all(each),
+        "send": lambda: comm.send(one, other),
+        "recv": lambda: comm.recv(one, other, async_op=True),
+        "wait_all": comm.wait_all,
+        "work": lambda: made["work"].wait(),
+        "empty": lambda: comm.empty((4,), torch.float32),
+        "exchange": lambda: comm.exchange(b""),
+        "agree": comm.agree,
+        "phase": phase,
+        "progress": comm.progress,
+        "barrier": comm.barrier,
+        "a bad root": lambda: comm.gather_object(1, root=99),
+        "gather_object": lambda: comm.gather_object(1),
+        "all_gather_object": lambda: comm.all_gather_object(1),
+        "broadcast_object": lambda: comm.broadcast_object(1),
+        "subset": lambda: comm.subset([comm.rank]),
+        "a known subset": lambda: comm.subset(list(reversed(range(comm.world_size)))),
+        "in a subset": lambda: made["subset"].barrier(),
+        "split": lambda: comm.split(0),
+        "duplicate": comm.duplicate,
+        "node": lambda: comm.node,
+        "flat": lambda: comm.flat.barrier(),
+        "reducer": lambda: made["reducer"].finalize(),
+        "inline reducer": lambda: made["inline"].add(one),
+        "a new reducer": sx.CoalescingReducer,
+        "gather_state": lambda: sx.gather_state({"a": one}).__enter__(),
+        "save": lambda: sx.save_checkpoint({"a": one}, "/nowhere"),
+        "export": lambda: sx.export_checkpoint({"a": one}, "/nowhere", comm=comm),
+        "in the background": lambda: sx.export_checkpoint_async({"a": one}, "/nowhere"),
+        "init": sx.init,
+        "get_communicator": lambda: sx.get_communicator().barrier(),
+    }
+
+
+def tries(backend: str) -> list[Any]:
+    """While the ranks beside it wait in the first call that its child tries, rank 1 forks."""
+    comm = start(backend)
+    module = torch.nn.Linear(2, 2)
+    made = {
+        "subset": comm.subset(list(reversed(range(comm.world_size)))),
+        "reducer": sx.BucketReducer(module, comm),
+        "inline": sx.InlineReducer(comm),
+    }
+    value = torch.full((4,), float(comm.rank + 1))
+    if comm.rank == 1:
+        made["work"] = comm.all_reduce(value, async_op=True)
+        found = in_child(lambda: {name: raised_by(call) for name, call in entries(comm, made).items()})
+        known = in_child(lambda: [sx.get_rank(), sx.get_world_size(), sx.is_initialized(), comm.rank])
+        found["shutdown"] = in_child(lambda: [raised_by(comm.close), raised_by(sx.shutdown), raised_by(sx.init)])
+        comm.barrier(tag="the child has ended")
+        made["work"].wait()
+    else:
+        comm.all_reduce(value)
+        found, known = {}, []
+        comm.barrier(tag="the child has ended")
+    again = comm.all_reduce(torch.full((4,), float(comm.rank + 1)))
+    return [found, known, value.tolist(), again.tolist()]
+
+
+def check(outcomes: Any, size: int) -> None:
+    total = [size * (size + 1) / 2] * 4
+    assert [outcome[2:] for outcome in outcomes] == [[total, total]] * size
+    found, known = outcomes[1][:2]
+    assert found.pop("shutdown") == ["nothing", "nothing", "ForkedError"]
+    assert {name: what for name, what in found.items() if what != "ForkedError"} == {}
+    assert known == [1, size, False, 1]
+
+
+@pytest.mark.parametrize(
+    ("ranks_backend", "backend"), [("gloo", "auto"), slow("gloo", "gloo"), ("mpi", "mpi"), slow("mpi", "auto")]
+)
+def test_a_forked_child_takes_no_part(ranks_backend: str, backend: str) -> None:
+    check(run_ranks(tries, 3, backend=ranks_backend, args=(backend,), timeout_s=60), 3)
+
+
+def alone() -> list[str]:
+    """A child of a process that runs alone has a world of its own."""
+    held = sx.get_communicator()
+
+    def body() -> list[str]:
+        mine = sx.get_communicator()
+        return [raised_by(held.barrier), str(mine.all_gather_object(7)), raised_by(lambda: sx.average_gradients([]))]
+
+    return list(in_child(body))
+
+
+def test_a_child_of_a_world_of_one_is_another_world_of_one() -> None:
+    assert run_ranks(alone, 1, backend="processes")[0] == ["ForkedError", "[7]", "nothing"]
+
+
+def own_worlds() -> list[Any]:
+    """Children that are given a rendezvous make a world of their own."""
+    comm = sx.get_communicator()
+    directory = comm.broadcast_object(tempfile.mkdtemp())
+
+    def body() -> list[Any]:
+        mine = sx.init(rendezvous=f"file://{directory}", rank=comm.rank, world_size=2)
+        answer = mine.all_gather_object(10 + comm.rank)
+        sx.shutdown()
+        with world.use(None):
+            single = sx.init("single").all_gather_object(5)
+        return [answer, single]
+
+    found = in_child(body)
+    comm.barrier()
+    return list(found)
+
+
+def test_children_may_make_a_world_of_their_own() -> None:
+    assert run_ranks(own_worlds, 2, backend="gloo", timeout_s=60) == [[[10, 11], [5]]] * 2

@@ -1,0 +1,158 @@
+"""No call returns as if all were well when another rank has given it up."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sweeps import slow
+
+import statexchange as sx
+from statexchange.comm.board import open_board
+from statexchange.comm.communicator import Communicator
+from statexchange.comm.session import Place, Session
+from statexchange.comm.torch_backend import TorchBackend
+from statexchange.testing import run_ranks
+
+RANKS = 3
+PATIENCE_S = 0.5
+
+
+def start(where: str, timeout_s: float = 20.0) -> Communicator:
+    """A communicator of ranks on one host, or of ranks that have nothing but Gloo and a failure board between them."""
+    if where == "one host":
+        return sx.init(timeout_s=timeout_s)
+    carrier = TorchBackend(dist.new_group(backend="gloo"), timeout_s)  # the default one is for the tests themselves
+    place = Place(carrier.rank, tuple(range(RANKS)), ("anna", "bert", "carl"))
+    board = open_board(carrier, place, timeout_s)
+    assert board is not None
+    return Communicator(Session(carrier, carrier, None, board, place, timeout_s), "several hosts")
+
+
+def end_of(comm: Communicator, verb: str, patience_s: float | None) -> list[Any]:
+    try:
+        if verb == "barrier":
+            comm.barrier(patience_s)
+        elif verb == "agree":
+            comm.agree(timeout_s=patience_s)
+        else:
+            comm.all_reduce(torch.ones(4))
+    except sx.StateExchangeError as error:
+        return [type(error).__name__, str(error), sorted(getattr(error, "missing", ()))]
+    return ["passed"]
+
+
+def comes_late(where: str, verb: str) -> list[Any]:
+    """Rank 2 comes when the others have given up, which they let it know."""
+    comm = start(where, PATIENCE_S if verb == "all_reduce" else 20.0)
+    comm.barrier()
+    if comm.rank == 2:
+        for rank in (0, 1):
+            dist.recv(torch.zeros(1), rank)
+    end = end_of(comm, verb, PATIENCE_S)
+    if comm.rank != 2:
+        dist.send(torch.zeros(1), 2)
+    later = end_of(comm, "barrier", None)
+    dist.barrier()
+    return [end, later]
+
+
+@pytest.mark.parametrize("verb", ["barrier", "agree", "all_reduce"])
+@pytest.mark.parametrize("where", ["one host", "several hosts"])
+def test_who_comes_when_the_others_have_given_up_raises_what_they_raise(where: str, verb: str) -> None:
+    for end, later in run_ranks(comes_late, RANKS, backend="gloo", args=(where, verb), timeout_s=60):
+        assert end[0] == "StallError", end
+        assert "ranks [2] did not reach" in end[1], end
+        assert end[2] == [2]
+        assert later == end
+
+
+def races(where: str, trials: int, seed: int) -> list[list[str]]:
+    """Again and again the last one comes at about the moment when the others' deadline runs out."""
+    own = random.Random(seed)
+    ends = []
+    for _ in range(trials):
+        comm = start(where)
+        comm.barrier()
+        began = time.monotonic()
+        late = own.randrange(RANKS)
+        if comm.rank == late:
+            time.sleep(max(0.0, 0.05 + own.uniform(-0.002, 0.06) - (time.monotonic() - began)))
+        else:
+            own.random()
+        ends.append(end_of(comm, "barrier", 0.05)[0])
+        dist.barrier()
+        comm.close()
+        if where == "one host":
+            sx.shutdown()
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("where", "trials"), [("one host", 8), ("several hosts", 8), slow("one host", 150), slow("several hosts", 150)]
+)
+def test_all_fail_or_all_succeed_when_the_last_one_comes_at_the_deadline(where: str, trials: int) -> None:
+    outcomes = run_ranks(races, RANKS, backend="gloo", args=(where, trials, 7), timeout_s=200)
+    for ends in zip(*outcomes, strict=True):
+        assert set(ends) in ({"passed"}, {"StallError"}), outcomes
+
+
+def interrupted(where: str) -> list[Any]:
+    """Rank 0 is interrupted in its wait; rank 2 comes later."""
+    comm = start(where)
+    comm.barrier()
+    if comm.rank == 0:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        try:
+            comm.barrier()
+        except KeyboardInterrupt:
+            end = ["KeyboardInterrupt"]
+    else:
+        time.sleep(0.8 if comm.rank == 2 else 0)
+        end = end_of(comm, "barrier", None)
+    dist.barrier()
+    return end
+
+
+@pytest.mark.parametrize("where", ["one host", "several hosts"])
+def test_a_rank_that_was_interrupted_has_not_met_the_others(where: str) -> None:
+    first, *others = run_ranks(interrupted, RANKS, backend="gloo", args=(where,), timeout_s=60)
+    assert first == ["KeyboardInterrupt"]
+    for end in others:
+        assert end[0] == "PeerError", end
+        assert "KeyboardInterrupt" in end[1], end
+
+
+def cut_off() -> list[Any]:
+    """Rank 2 is stopped before the call: it cannot answer whether it has completed it."""
+    comm = start("several hosts")
+    comm.barrier()
+    pids = comm.all_gather_object(os.getpid())
+    if comm.rank == 2:
+        time.sleep(20)
+        return []
+    if comm.rank == 0:
+        os.kill(pids[2], signal.SIGSTOP)
+    try:
+        end = end_of(comm, "barrier", PATIENCE_S)
+        return [end, end_of(comm, "barrier", None)]
+    finally:
+        if comm.rank == 0:
+            time.sleep(1)
+            os.kill(pids[2], signal.SIGKILL)
+
+
+def test_where_a_rank_cannot_answer_the_outcome_is_unknown() -> None:
+    outcomes = run_ranks(cut_off, RANKS, backend="gloo", timeout_s=60, allow_failure=True)
+    for rank in (0, 1):
+        end, later = outcomes[rank].value
+        assert end[0] == "OutcomeUnknownError", end
+        assert end[2] == [2]
+        assert later[0] == "OutcomeUnknownError"

@@ -1,0 +1,199 @@
+"""Every interleaving of three ranks that end a meeting: all succeed or all fail, whoever gives up, whenever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import pytest
+
+from statexchange.comm.outcome import ABSENT, CLOSING, FAILED, HERE, PASSED, SEEN, UNKNOWN, next_phase
+
+RANKS = 3
+State = tuple[object, ...]
+ENDED = (FAILED, PASSED, UNKNOWN)
+
+
+def reachable(
+    start: State, moves: Callable[[State], Iterator[State]], alike: Callable[[State], State] = lambda state: state
+) -> tuple[set[State], list[State]]:
+    """All states that can be reached, and those that cannot be left."""
+    seen, todo, last = {start}, [start], []
+    while todo:
+        state = todo.pop()
+        following = [alike(after) for after in moves(state)]
+        if not following:
+            last.append(state)
+        for after in following:
+            if after not in seen:
+                seen.add(after)
+                todo.append(after)
+    return seen, last
+
+
+# On one host: each rank reads one word after another, and writes its own
+
+
+class Rank(NamedTuple):
+    shown: int  # what the others read
+    own: int  # what it knows; ABSENT until it arrives
+    reads: tuple[int, ...]  # of this look, so far
+    gives_up: bool
+    alive: bool
+
+
+def show(own: int) -> int:
+    return {SEEN: HERE, UNKNOWN: CLOSING}.get(own, own)
+
+
+def steps(ranks: tuple[Rank, ...], me: int, *, closes: bool, first: int) -> Iterator[Rank]:
+    rank = ranks[me]
+    if not rank.alive or rank.own in ENDED:
+        return
+    if rank.own == ABSENT:
+        yield rank._replace(own=first, shown=HERE)
+        return
+    if closes and not rank.gives_up and not rank.reads and rank.own != CLOSING:
+        yield rank._replace(gives_up=True)  # its deadline has run out
+    others = [other for number, other in enumerate(ranks) if number != me]
+    if len(rank.reads) < len(others):
+        other = others[len(rank.reads)]
+        seen = other.shown
+        if not other.alive and seen == HERE and rank.own == CLOSING:
+            seen = CLOSING
+        yield rank._replace(reads=(*rank.reads, seen))
+        return
+    after = next_phase(rank.own, min(rank.reads), max(rank.reads), rank.gives_up and rank.own != CLOSING)
+    yield rank._replace(own=after, shown=show(after), reads=())
+
+
+def moves_on_a_host(dying: bool, first: int) -> Callable[[State], Iterator[State]]:
+    def moves(state: State) -> Iterator[State]:
+        ranks: tuple[Rank, ...] = state  # type: ignore[assignment]
+        for me in range(len(ranks)):
+            for after in steps(ranks, me, closes=True, first=first):
+                yield (*ranks[:me], after, *ranks[me + 1 :])
+            if dying and ranks[me].alive and all(rank.alive for rank in ranks):
+                yield (*ranks[:me], ranks[me]._replace(alive=False), *ranks[me + 1 :])
+
+    return moves
+
+
+@pytest.mark.parametrize("size", [2, RANKS])
+@pytest.mark.parametrize("dying", [False, True])
+def test_on_one_host_all_fail_or_all_succeed(size: int, dying: bool) -> None:
+    first = SEEN if size == 2 else HERE
+    start = (Rank(ABSENT, ABSENT, (), gives_up=False, alive=True),) * size
+    seen, last = reachable(start, moves_on_a_host(dying, first))
+    for state in seen:
+        ends = {rank.own for rank in state if rank.alive}  # type: ignore[attr-defined]
+        assert not {PASSED, FAILED} <= ends, state
+    outcomes = {frozenset(r.own for r in state if r.alive) for state in last}  # type: ignore[attr-defined]
+    # A rank that waits for ever waits for one that died before it came, and has a deadline; else each has an end.
+    assert outcomes - {frozenset()} == {frozenset({PASSED}), frozenset({FAILED})}, outcomes
+
+
+def test_one_look_would_not_do() -> None:
+    """The proof that this test sees what it is there for: three ranks that pass after a single look."""
+    start = (Rank(ABSENT, ABSENT, (), gives_up=False, alive=True),) * RANKS
+    seen, _ = reachable(start, moves_on_a_host(dying=False, first=SEEN))
+    assert any({PASSED, FAILED} <= {rank.own for rank in state} for state in seen)  # type: ignore[attr-defined]
+
+
+# Through a coordinator: it asks each rank, whose answer, like its decision, comes when it comes, or never
+
+
+class Member(NamedTuple):
+    own: int
+    passed: bool  # it has written that all it needs has come
+    asked: bool  # it has heard that the meeting is closed, and has answered
+    answer: int | None  # on its way, then at the coordinator
+    gives_up: bool
+    reachable: bool
+
+
+class Meeting(NamedTuple):
+    members: tuple[Member, ...]
+    closed: bool
+    votes: tuple[int, ...]
+    decision: int
+    late: bool  # the coordinator does not wait any longer
+
+
+def own_moves(meeting: Meeting, me: int) -> Iterator[Member]:
+    member = meeting.members[me]
+    if member.own in ENDED:
+        return
+    if member.own == ABSENT:
+        yield member._replace(own=HERE)
+        return
+    arrived = all(other.own != ABSENT for other in meeting.members)
+    if member.own == HERE:
+        if not member.gives_up:
+            yield member._replace(gives_up=True)
+        if arrived and not member.passed:
+            yield member._replace(passed=True)  # written first, then it looks whether the meeting is closed
+        if member.passed:
+            after = next_phase(SEEN, HERE, CLOSING if member.asked else HERE, False)
+            yield member._replace(own=after)
+        elif member.gives_up:
+            yield member._replace(own=next_phase(HERE, ABSENT, HERE, True))
+        return
+    seen = meeting.decision if member.reachable and member.asked else HERE
+    if seen == UNKNOWN or not member.reachable:
+        yield member._replace(own=next_phase(CLOSING, HERE, HERE, True))
+    elif seen != HERE:
+        yield member._replace(own=next_phase(CLOSING, HERE, seen, False))
+
+
+def moves_of_a_meeting(state: State) -> Iterator[State]:
+    meeting: Meeting = state  # type: ignore[assignment]
+
+    def with_member(me: int, member: Member) -> Meeting:
+        return meeting._replace(members=(*meeting.members[:me], member, *meeting.members[me + 1 :]))
+
+    for me, member in enumerate(meeting.members):
+        for after in own_moves(meeting, me):
+            yield with_member(me, after)
+        if member.own == CLOSING and member.reachable and not meeting.closed:
+            yield meeting._replace(closed=True)
+        if meeting.closed and member.reachable and not member.asked:
+            yield with_member(me, member._replace(asked=True))
+        if member.asked and member.answer is None:  # after it has heard: the other order would be a race
+            yield with_member(me, member._replace(answer=PASSED if member.passed else CLOSING))
+        if member.answer is not None and member.reachable and meeting.votes[me] == HERE:
+            votes = list(meeting.votes)
+            votes[me] = member.answer
+            yield meeting._replace(votes=tuple(votes))
+        if me == 1 and member.reachable:  # one, as they are alike
+            yield with_member(me, member._replace(reachable=False))
+    if meeting.closed and meeting.decision == CLOSING:
+        if not meeting.late and not all(member.reachable for member in meeting.members):
+            yield meeting._replace(late=True)
+        after = next_phase(CLOSING, min(meeting.votes), max(meeting.votes), meeting.late)
+        if after != CLOSING:
+            yield meeting._replace(decision=after)
+
+
+def alike(state: State) -> State:
+    """One of two meetings that differ only in which of the ranks 0 and 2 is which."""
+    meeting: Meeting = state  # type: ignore[assignment]
+    other = meeting._replace(members=meeting.members[::-1], votes=meeting.votes[::-1])
+    return min(meeting, other, key=hash)
+
+
+def test_through_a_coordinator_nobody_fails_where_another_has_passed() -> None:
+    member = Member(ABSENT, passed=False, asked=False, answer=None, gives_up=False, reachable=True)
+    start = Meeting((member,) * RANKS, closed=False, votes=(HERE,) * RANKS, decision=CLOSING, late=False)
+    seen, last = reachable(start, moves_of_a_meeting, alike)
+    assert len(seen) > 1000
+    for state in seen:
+        meeting: Meeting = state  # type: ignore[assignment]
+        ends = {member.own for member in meeting.members}
+        assert not {PASSED, FAILED} <= ends, meeting
+    for state in last:
+        meeting = state  # type: ignore[assignment]
+        ends = {member.own for member in meeting.members}
+        assert ends <= set(ENDED), meeting
+        if all(member.reachable for member in meeting.members):
+            assert ends in ({PASSED}, {FAILED}), meeting
