@@ -29,6 +29,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from threading import get_ident
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
@@ -326,7 +327,7 @@ class Session:
 
     def _take_turn(self, call: Call) -> None:
         """Wait for another thread's call to end. InvalidArgumentError if this thread itself is inside a call."""
-        if self._holder == threading.get_ident():
+        if self._holder == get_ident():
             raise InvalidArgumentError(
                 f"{call.text} was called inside another call of this communicator, by a signal handler perhaps: "
                 "use one of its own, from duplicate()"
@@ -355,7 +356,8 @@ class Session:
             if self._newcomers and call.caller in self._newcomers:
                 self._introduce(call, wait)
             answers = self.messages(call, payload, root, wait)
-            self._pass()
+            if self.page is None:
+                self._pass()
             return answers
 
         try:
@@ -367,7 +369,7 @@ class Session:
         """`guarded`, while no other thread is inside a call."""
         if not self._turn.acquire(False):
             self._take_turn(call)
-        self._holder = threading.get_ident()
+        self._holder = get_ident()
         try:
             return self.guarded(call, job, settles=settles)
         finally:
@@ -400,15 +402,14 @@ class Session:
         return wait
 
     def _pass(self) -> None:
-        """The end of a call: an error if the ranks have given it up. On one host the page has seen to that."""
-        if self.page is None and self.look is not None:
+        """The end of a call where there is no page: an error if the ranks have given it up."""
+        if self.look is not None:
             self.look.passed()
 
     # Order
 
     def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work:
-        """Run `body` after the meeting of all ranks, in the order of calls."""
-        self.raise_if_dead()
+        """Run `body` after the meeting of all ranks, in the order of calls. Its caller has found the group alive."""
         if self.devices is not None:
             call.text += f" on {backend.device_type}"
 
@@ -420,16 +421,21 @@ class Session:
             if not backend.meets and self.world_size > 1:
                 wait.enter()
             result = body(wait)
-            self._pass()
+            if self.page is None:
+                self._pass()
             return result
 
-        call.caller = self.caller()
+        try:
+            call.caller = self._local.caller  # as `caller()`, which costs a small call too much
+        except AttributeError:
+            call.caller = self._new_caller()
         if async_op:
             call.site = call_site()
             return self._queue.submit(
                 call.text, self._for_caller(backend, lambda: self._in_turn(call, job, settles=False))
             )
-        self._queue.drain()
+        if self._queue.has_begun:
+            self._queue.drain()
         return self._in_turn(call, job)
 
     def refuse(self, verb: str, refusal: Exception) -> NoReturn:

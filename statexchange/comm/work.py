@@ -76,6 +76,8 @@ class WorkQueue:
         self._jobs: queue.SimpleQueue[tuple[Work, Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._works: list[Work] = []
+        self.has_begun = False
+        """Whether anything has ever been submitted."""
         self.turn = threading.Lock()
         """For whoever does something of this queue's kind."""
 
@@ -84,6 +86,7 @@ class WorkQueue:
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()
+            self.has_begun = True
         work = Work(doing, broken_off)
         self._works = [*(w for w in self._works if not w.is_completed() or w.is_lost), work]
         self._jobs.put((work, body))
@@ -91,8 +94,6 @@ class WorkQueue:
 
     def drain(self) -> None:
         """Return when all that was submitted is done; its errors are its own."""
-        if self._thread is None:
-            return
         if threading.current_thread() is not self._thread:
             for work in self._works:
                 work._ended.wait()  # noqa: SLF001 (our own Work)
