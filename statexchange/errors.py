@@ -194,7 +194,7 @@ class ReplacedError(StorageError):
 
 
 class StallError(StateExchangeError, TimeoutError):
-    """A wait ran out; ``missing`` lists all ranks that did not arrive."""
+    """A wait ran out, and no rank has completed the call; ``missing`` lists all ranks that did not arrive."""
 
     code = "TIMEOUT"
     attributes = (*_ABOUT, "missing")
@@ -205,8 +205,10 @@ class StallError(StateExchangeError, TimeoutError):
 
 
 class OutcomeUnknownError(StallError):
-    """A wait ran out, and whether other ranks have completed the call cannot be learned; ``missing`` lists those that
-    did not answer."""
+    """A wait ran out, and other ranks may have completed the call; ``missing`` lists those that did not answer.
+
+    A StallError all the same, as what to do is the same: this communicator is dead, and its job starts again.
+    """
 
 
 class PeerError(StateExchangeError, RuntimeError):

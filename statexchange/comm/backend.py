@@ -17,7 +17,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from statexchange.errors import InvalidArgumentError, StallError, StateExchangeError, UnsupportedError
+from statexchange.errors import (
+    InvalidArgumentError,
+    OutcomeUnknownError,
+    StallError,
+    StateExchangeError,
+    UnsupportedError,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -207,6 +213,9 @@ class Wait:
             who = f"ranks {list(missing)}" if missing else "not all ranks"
             verb = "did not reach" if missing else "reached"
             message = f"{who} {verb} {self.doing} in {self.timeout_s:g} s"
+            if self._completed:
+                message = f"another rank has completed {self.doing}, but not all that it sent has arrived"
+                raise OutcomeUnknownError(message)
             self._give_up(StallError(message, missing=missing, rank=missing[0] if missing else None))
 
     def _give_up(self, error: StateExchangeError) -> None:

@@ -514,9 +514,9 @@ class _Keeper(Board):
             phase = next_phase(CLOSING, min(phases), max(phases), late)
             if phase != CLOSING:
                 del self._rounds[number]
-                self._closed[number] = phase
                 if phase == FAILED and self._failure is None:
                     self._failure = round_.record
+                self._closed[number] = phase  # last: whoever sees FAILED in another thread looks for the failure
                 self._tell_all()
 
     def _phase_of(self, rank: int, number: int, round_: _Round) -> int:

@@ -264,12 +264,20 @@ def reduce(session: Session, tensor: Any, op: str, root: int, out: Any, async_op
 
 def through_leaders(session: Session, tensor: Any, between: Between, doing: str) -> None:
     """See `Communicator.through_leaders`. Collective."""
-    backend = session.hierarchy or session.backend_for(tensor.device.type)
-    given = _refusing(session, doing, lambda: Flat(tensor, backend.device_type, written=True))
+
+    def prepare() -> tuple[Flat, Backend]:
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+            raise InvalidArgumentError(f"a tensor of a floating dtype is wanted, not {type(tensor).__name__}")
+        backend = session.hierarchy or session.backend_for(tensor.device.type)
+        return Flat(tensor, backend.device_type, written=True), backend
+
+    given, backend = _refusing(session, doing, prepare)
 
     def body(wait: Wait) -> None:
         if given.data.numel():
             backend.through_leaders(given.data, between, wait)
+        elif backend.meets:
+            wait.enter()
         given.write_back()
 
     session.collective(Call(f"{doing} of {given.text}"), backend, body, async_op=False)

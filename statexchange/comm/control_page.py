@@ -8,7 +8,7 @@ stores in order; elsewhere the page is not used.
 A rank's arrival number and its phase in that meeting are one word, number * 4 + phase, that only this rank writes. What
 becomes of a meeting when a rank gives up waiting is the rule of `outcome`: all ranks fail, or all succeed. Whatever
 makes a rank give up, its deadline, a rank that has died or an interrupt, it writes CLOSING before it looks again. It
-sleeps in between: a processor shows its own stores to others late, though not by a millisecond.
+sleeps a millisecond in between, since x86-64 may delay a store past a later load, until its store buffer is empty.
 """
 
 from __future__ import annotations

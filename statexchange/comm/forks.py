@@ -8,6 +8,7 @@ off. Nothing asks for the process id during a call.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import weakref
@@ -43,5 +44,6 @@ def _register() -> None:
 
 
 def _disown_all() -> None:
-    for thing in list(_owned):
-        thing.disown()
+    with contextlib.ExitStack() as all_of_them:  # one that raises does not keep the others
+        for thing in list(_owned):
+            all_of_them.callback(thing.disown)

@@ -24,7 +24,8 @@ _RECORD, _INLINE = 256, 248  # bytes of a message that goes in one step, and how
 _FIRST_FREE_TAG = 3
 _LONG_BYTES = 1 << 16
 _SPIN_S = 0.005
-_MANY_TAGS = 30_000  # MPI promises 32767
+_MANY_TAGS = 30_000
+_MEETING_TAG = 32_767  # the highest that MPI promises
 # By name, and so without torch. Never by what mpi4py finds out: it takes bfloat16 for bytes, and sums those.
 _FLOATS = {"torch.float64": "DOUBLE", "torch.float32": "FLOAT"}
 _INTS = {
@@ -96,7 +97,8 @@ class MPIBackend(Backend):
 
     def _duplicate(self, comm: Any, timeout_s: float) -> Any:
         wait = Wait(timeout_s, "the meeting of all ranks")
-        self._meet(comm, range(self.world_size), _FIRST_FREE_TAG, wait)
+        # First from rank to rank, as a collective cannot say who never came; the caller's own messages have lower tags.
+        self._meet(comm, range(self.world_size), _MEETING_TAG, wait)
         made: list[Any] = []
 
         def post() -> Any:

@@ -7,8 +7,8 @@ Several threads of a rank may call, but which of them comes first may differ fro
 * A call carries the number of its caller: threads are counted in the order in which they first call. The number is part
   of the fingerprint that ranks compare at the entry of every collective. So the calls of a thread meet those of the
   same thread on other ranks, or all ranks raise MismatchError, even if the calls are of one shape.
-* At its first call a thread is compared with that of the other ranks by name (`_introduce`): two that begin at once may
-  have been counted in different orders.
+* Two threads that begin at once may be counted in different orders, and be taken for each other. So at its first call a
+  thread's name is compared with those of the other ranks' callers (`_check_caller`).
 * Threads of autograd's engine are one caller. A reducer, which knows whose backward its hooks run in, lets them call as
   that thread (`called_by`): on some ranks a bucket goes during backward, on others in `finalize`.
 * `send`, `recv` and the making of a subset do not count: not all ranks take part, so the counts would come apart.
@@ -61,7 +61,7 @@ _PACKAGE = os.path.dirname(_ROOM) + os.sep
 _CALLERS = os.path.join(_PACKAGE, "testing") + os.sep  # a part of the package that calls as others do
 _OF_ARGUMENTS = (TypeError, ValueError, AttributeError)
 _AUTOGRAD = -1  # the caller that all threads of autograd's engine are
-_counting = threading.Lock()
+_SECOND_CALLER_S = 0.05  # within which a thread that begins at the same time as another one has begun
 _MET = (MismatchError, NumericOverflowError, InvalidArgumentError, UnsupportedError)  # raised where all ranks have met
 
 
@@ -244,8 +244,10 @@ class Session:
         self._turn = threading.Lock()  # held during a call, as two at once would take each other's messages
         self._holder = 0  # the thread that has it
         self._local = threading.local()  # not by thread id: ids are used again, by other threads on each rank
+        self._counting = threading.Lock()
         self._callers = 0
-        self._newcomers: dict[int, list[Any]] = {}  # by their number, until their first call
+        self._threads: dict[int, threading.Thread] = {}  # by their number, those that have not ended
+        self._newcomers: set[int] = set()  # numbers of threads that have not made their first call
         self.is_inherited = False
         forks.cut_off_in_children(self)
 
@@ -276,9 +278,9 @@ class Session:
     def caller(self) -> int:
         """Return the number by which this thread's calls are matched: how many threads called here before it did.
 
-        All threads of autograd's engine, which run hooks, are one caller. They are the caller that there is, if only
-        one thread has ever called: which of them runs a hook, and whether the last callback runs in the thread that
-        called `backward`, differs from rank to rank.
+        All threads of autograd's engine, which run hooks, are one caller. While only one other thread has called, they
+        share its number: which thread runs a hook, and whether the last callback runs in the thread that called
+        `backward`, differs from rank to rank.
         """
         try:
             number: int = self._local.caller
@@ -289,29 +291,50 @@ class Session:
     def _new_caller(self) -> int:
         if _is_autograd_thread():
             return _AUTOGRAD if self._callers > 1 else 0
-        with _counting:
+        with self._counting:
             number = self._local.caller = self._callers
             self._callers += 1
-            self._newcomers[number] = [_process(), threading.current_thread().name, _names_of_threads()]
+            if self.world_size > 1:
+                self._newcomers.add(number)
+                self._threads = {known: thread for known, thread in self._threads.items() if thread.is_alive()}
+                self._threads[number] = threading.current_thread()
         return number
 
-    def _introduce(self, call: Call, wait: Wait) -> None:
-        """Compare who this caller is, at its first call; DifferentCallsError, on all ranks, if it is somebody else.
+    def _check_caller(self, call: Call, wait: Wait) -> None:
+        """Raise DifferentCallsError, on all ranks, if a new caller is another thread on one rank than on another.
 
-        Two threads that begin at once may be counted in different orders, and would then be taken for each other. They
-        have names, which Python gives in the order in which they are made, with what they run. A name may differ, as
-        ranks may have other threads besides; but then no rank has a second thread of another's name.
+        Threads have names, which Python gives in the order in which they are made, with what they run. The name of
+        caller n may differ, as ranks may have other threads besides; but if it is that of another caller elsewhere,
+        two were counted in different orders. Of the first caller's rivals nothing may be known yet: where a thread of
+        its name elsewhere might become one, it waits a moment for that thread to call.
         """
-        first = Call(f"{call.text}, the first of its thread")
-        first.caller = call.caller
-        answers = self.messages(first, encoded(self._newcomers[call.caller]), None, wait)
-        known = [values.decode(answer) for answer in answers]
-        for process, name, threads in known:
-            others = [other for elsewhere, other, _ in known if elsewhere != process and other != name]
-            if threads.count(name) > 1 or any(other in threads for other in others):
-                call.thread = self._newcomers[call.caller][1]
+        number = call.caller
+        callers = {known: thread.name for known, thread in self._threads.items()}
+        account = [_process_token(os.getpid()), callers, [thread.name for thread in threading.enumerate()]]
+        accounts = self._compare_callers(call, account, wait)
+        is_ambiguous = False
+        for process, callers, threads in accounts:
+            own = callers[number]
+            elsewhere = [others for other_process, others, _ in accounts if other_process != process]
+            names_of_others = {name for others in elsewhere for known, name in others.items() if known != number}
+            if own in names_of_others or list(callers.values()).count(own) > 1:
                 raise DifferentCallsError
-        del self._newcomers[call.caller]
+            rivals = {others[number] for others in elsewhere} - {own}
+            is_ambiguous = is_ambiguous or threads.count(own) > 1 or not rivals.isdisjoint(threads)
+        if is_ambiguous and number == 0:
+            time.sleep(_SECOND_CALLER_S)
+            if any(self._compare_callers(call, self._callers > 1, wait)):
+                raise DifferentCallsError
+        self._newcomers.discard(number)
+        call.thread = None
+
+    def _compare_callers(self, call: Call, account: Any, wait: Wait) -> list[Any]:
+        """What each rank says of its caller."""
+        thread = self._threads.get(call.caller)
+        call.thread = thread.name if thread is not None else None
+        comparison = Call(f"{call.text}, the first of its thread")
+        comparison.caller = call.caller
+        return [values.decode(answer) for answer in self.messages(comparison, encoded(account), None, wait)]
 
     @contextlib.contextmanager
     def called_by(self, caller: int) -> Iterator[None]:
@@ -319,11 +342,15 @@ class Session:
         if not _is_autograd_thread():
             yield
             return
+        outer = getattr(self._local, "caller", None)
         self._local.caller = caller
         try:
             yield
         finally:
-            del self._local.caller
+            if outer is None:
+                del self._local.caller
+            else:
+                self._local.caller = outer
 
     def _take_turn(self, call: Call) -> None:
         """Wait for another thread's call to end. InvalidArgumentError if this thread itself is inside a call."""
@@ -354,7 +381,7 @@ class Session:
             self.raise_if_dead()
             wait = self.wait_for(call, timeout_s)
             if self._newcomers and call.caller in self._newcomers:
-                self._introduce(call, wait)
+                self._check_caller(call, wait)
             answers = self.messages(call, payload, root, wait)
             if self.page is None:
                 self._pass()
@@ -363,7 +390,8 @@ class Session:
         try:
             return self._in_turn(call, job)
         finally:
-            self._failing = None
+            if call.failure is not None:
+                self._failing = None
 
     def _in_turn(self, call: Call, job: Callable[[], T], *, settles: bool = True) -> T:
         """`guarded`, while no other thread is inside a call."""
@@ -416,8 +444,8 @@ class Session:
         def job() -> T:
             self.raise_if_dead()
             wait = self.wait_for(call)
-            if self._newcomers and call.caller in self._newcomers and self.world_size > 1:
-                self._introduce(call, wait)
+            if self._newcomers and call.caller in self._newcomers:
+                self._check_caller(call, wait)
             if not backend.meets and self.world_size > 1:
                 wait.enter()
             result = body(wait)
@@ -696,13 +724,9 @@ def _line(rank: int, account: Mapping[str, Any], by_caller: bool) -> str:
 
 
 @functools.cache
-def _process() -> str:
-    """A name of this process: ranks that are threads of one have all their names there."""
+def _process_token(pid: int) -> str:  # noqa: ARG001 (a forked child has another)
+    """Return a token of this process: ranks that are threads of one process have all their names there."""
     return secrets.token_hex(8)
-
-
-def _names_of_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate()]
 
 
 def _is_autograd_thread() -> bool:

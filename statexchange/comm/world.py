@@ -78,8 +78,8 @@ class _Inheritance:
         self.groups: list[object] = []
 
     def disown(self) -> None:
-        """Note what groups the parent had: talking over one of them would be talking as the parent."""
-        self.is_from_rank = self.is_from_rank or bool(_alive)
+        """Note which groups the parent had, since a call over one would be the parent's; drop its world of one."""
+        self.is_from_rank = self.is_from_rank or any(not communicator.is_closed for communicator in _alive)
         if "torch.distributed" in sys.modules:
             from statexchange.comm.torch_backend import known_groups
 

@@ -489,6 +489,7 @@ class BucketReducer(Reducer):
 
     def finalize(self) -> None:
         """Gradients are the averages over ranks, and what arrives from now on belongs to the next step. Collective."""
+        self.raise_if_closed()
         self.reduce()
         self.end_step()
 

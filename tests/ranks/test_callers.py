@@ -68,6 +68,32 @@ def test_two_threads_never_get_each_others_results(ranks_backend: str, backend: 
         assert all(end == "ok" or end.startswith(("MismatchError", "PeerError", "StallError")) for end in ends), ends
 
 
+def from_one_thread(backend: str) -> list[Any]:
+    """One thread calls: rank 0's first thread, rank 1's second of one name, rank 2's own."""
+    comm = start(backend)
+    stop = threading.Event()
+    idle = threading.Thread(target=stop.wait, name="worker")
+    idle.start()
+    found: list[Any] = []
+
+    def reduce() -> None:
+        found.extend(float(comm.all_reduce(torch.ones(2))[0]) for _ in range(3))
+
+    if comm.rank == 2:
+        reduce()
+    else:
+        worker = threading.Thread(target=reduce, name="worker" if comm.rank else "MainThread")
+        worker.start()
+        worker.join(30)
+    stop.set()
+    return found
+
+
+@pytest.mark.parametrize(("ranks_backend", "backend"), TRANSPORTS)
+def test_one_caller_may_be_any_thread_of_each_rank(ranks_backend: str, backend: str) -> None:
+    assert run_ranks(from_one_thread, 3, backend=ranks_backend, args=(backend,), timeout_s=60) == [[3.0] * 3] * 3
+
+
 def out_of_order(backend: str) -> list[str]:
     """Two callers whose order differs on the ranks, of one shape and from one line."""
     comm = start(backend)

@@ -35,11 +35,12 @@ def in_another_process(program: str, *arguments: object) -> str:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Any:
+    gc.collect()  # what other tests have left
     fds = len(os.listdir("/proc/self/fd"))
     with no_names_left():
         yield
         gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == fds
+    assert len(os.listdir("/proc/self/fd")) <= fds
 
 
 @pytest.mark.parametrize("kind", KINDS)
