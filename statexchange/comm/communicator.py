@@ -191,6 +191,10 @@ class Communicator:
         """The number by which this thread's calls are matched with those of other ranks: the order of first use."""
         return self._session.caller()
 
+    def forget_callers(self) -> None:
+        """Count callers from here on: who has made this communicator need not be one of them. Not collective."""
+        self._session.forget_callers()
+
     def called_by(self, caller: int) -> contextlib.AbstractContextManager[None]:
         """A block in which a thread of autograd's engine calls as `caller`; others call as themselves.
 

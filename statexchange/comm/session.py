@@ -243,11 +243,8 @@ class Session:
         self.dependents: weakref.WeakSet[Any] = weakref.WeakSet()
         self._turn = threading.Lock()  # held during a call, as two at once would take each other's messages
         self._holder = 0  # the thread that has it
-        self._local = threading.local()  # not by thread id: ids are used again, by other threads on each rank
         self._counting = threading.Lock()
-        self._callers = 0
-        self._threads: dict[int, threading.Thread] = {}  # by their number, those that have not ended
-        self._newcomers: set[int] = set()  # numbers of threads that have not made their first call
+        self.forget_callers()
         self.is_inherited = False
         forks.cut_off_in_children(self)
 
@@ -275,6 +272,14 @@ class Session:
 
     # Callers
 
+    def forget_callers(self) -> None:
+        """Count callers from here on: the thread that has made this session need not be one. Not collective."""
+        self._local = threading.local()  # not by thread id: ids are used again, by other threads on each rank
+        self._callers = 0
+        self._threads: dict[int, threading.Thread] = {}  # by their number, those that have not ended
+        # Numbers of threads that have not made their first call. The first may be autograd's, which are not counted.
+        self._newcomers: set[int] = {0} if self.world_size > 1 else set()
+
     def caller(self) -> int:
         """Return the number by which this thread's calls are matched: how many threads called here before it did.
 
@@ -295,7 +300,8 @@ class Session:
             number = self._local.caller = self._callers
             self._callers += 1
             if self.world_size > 1:
-                self._newcomers.add(number)
+                if number > 0:
+                    self._newcomers.add(number)
                 self._threads = {known: thread for known, thread in self._threads.items() if thread.is_alive()}
                 self._threads[number] = threading.current_thread()
         return number
@@ -314,12 +320,14 @@ class Session:
         accounts = self._compare_callers(call, account, wait)
         is_ambiguous = False
         for process, callers, threads in accounts:
-            own = callers[number]
+            own = callers.get(number)
+            if own is None:
+                continue
             elsewhere = [others for other_process, others, _ in accounts if other_process != process]
             names_of_others = {name for others in elsewhere for known, name in others.items() if known != number}
             if own in names_of_others or list(callers.values()).count(own) > 1:
                 raise DifferentCallsError
-            rivals = {others[number] for others in elsewhere} - {own}
+            rivals = {others.get(number) for others in elsewhere} - {own, None}
             is_ambiguous = is_ambiguous or threads.count(own) > 1 or not rivals.isdisjoint(threads)
         if is_ambiguous and number == 0:
             time.sleep(_SECOND_CALLER_S)

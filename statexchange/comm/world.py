@@ -300,6 +300,7 @@ def init(
     try:
         with made.phase("choosing a device"):
             made.compute_on(choose(devices, _local_rank_of(made)))
+        made.forget_callers()
     except BaseException:
         made.close()
         raise
