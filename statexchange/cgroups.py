@@ -32,7 +32,7 @@ _FILES = {
     "cgroup": _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache", "total_shmem"),
     "cgroup2": _Files("memory.max", "memory.current", "file", "shmem"),
 }
-_UNLIMITED = 1 << 62  # version 1 says so with the greatest number of whole pages
+_UNLIMITED = 1 << 62  # cgroup v1 reports no limit as 2**63 rounded down to a page
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 

@@ -104,7 +104,7 @@ def _first_host_of_step() -> str:
 
 
 def _port_of_step() -> int:
-    """Return a port that all tasks of a Slurm step agree on without a message, and other steps hardly have.
+    """Return a port that all tasks of a Slurm step agree on without a message, and other steps are unlikely to share.
 
     It is the first of those that Slurm has reserved for the step (`srun --resv-ports`), else follows from the ids of
     job and step, below the range from which Linux picks ports of its own.

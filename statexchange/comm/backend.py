@@ -45,7 +45,7 @@ __all__ = [
 _SPINS = 100
 _FIRST_NAP_S, _LAST_NAP_S = 2e-5, 2e-3
 _LOOK_PERIOD_S = 0.05
-_ON_ITS_WAY_S = 5.0  # what has been sent takes to arrive
+_ON_ITS_WAY_S = 5.0  # time for data that was sent already to arrive
 
 
 # Through ctypes, since os.sched_yield keeps the interpreter locked, in which another thread may want to go on.

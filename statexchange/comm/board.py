@@ -6,15 +6,19 @@ connection that ends without a farewell means that a process has ended, which th
 even when it was killed; ranks of one host also look at each other's processes. A host that is cut off ends nothing:
 it falls silent, and whoever waits for its ranks when the deadline comes finds them missing.
 
-A rank that does not want to wait any longer in its n-th call must not simply raise, as another one may just be
-completing that call. So it has rank 0 close call n, and what becomes of the call is rank 0's decision, by the rule of
-`outcome`. Rank 0 tells all ranks that the call is closed. Each answers whether it has passed, which is when all that it
-waited for has come. A rank writes that it has passed before it looks whether the call is closed; its thread here notes
-that the call is closed before it looks whether the rank has passed. So a rank that answers no will see, before it goes
-on, that the call is closed, and waits for the decision. One that has died or left without having passed counts as a
-no. If a rank has passed, the others wait a little longer for what is on its way to them. If none has, all raise. If one
-does not answer, because it is stopped or its host is cut off, nobody can know, and a wait that ran out is an
-OutcomeUnknownError. Calls that are not given up cost nothing.
+A rank that gives up waiting in its n-th call must not simply raise, as another one may just be completing that call:
+
+1. It asks rank 0 to close call n.
+2. Rank 0 notes that the call is closed, and sends that to all ranks.
+3. Each rank replies whether it has passed the call, that is whether all that it waited for has come. A rank that has
+   died or left without having passed counts as one that has not.
+4. Rank 0 decides by the rule of `outcome`, and sends the decision. If a rank has passed, the others wait a little
+   longer for what is on its way to them; if none has, all raise. If one does not reply, because it is stopped or its
+   host is cut off, the decision is UNKNOWN, and a wait that ran out is an OutcomeUnknownError.
+
+The order that this rests on: a rank writes that it has passed before it reads whether the call is closed, and its
+thread here writes that the call is closed before it reads whether the rank has passed. So a rank that replies no finds
+the call closed before it goes on, and waits for the decision. A call that nobody gives up sends no message for this.
 """
 
 from __future__ import annotations
@@ -153,8 +157,8 @@ class _View:
 
 
 @dataclass
-class _Round:
-    """What rank 0 knows of a call that is closed and not decided."""
+class _PendingDecision:
+    """State of a closed call that awaits rank 0's decision."""
 
     record: dict[str, Any]
     deadline: float
@@ -253,7 +257,7 @@ class Board:
             raise known
         missing = (known.missing if isinstance(known, StallError) else ()) or self.missing()
         what = known.message if known is not None else f"{self._doing} was given up"
-        who = f"ranks {list(missing)}" if missing else "some"
+        who = f"ranks {list(missing)}" if missing else "some ranks"
         raise OutcomeUnknownError(
             f"{what}; whether other ranks have completed it is not known, as {who} do not answer",
             missing=missing,
@@ -444,7 +448,7 @@ class _Keeper(Board):
         self._moves_of = [0] * self._world_size
         self._passed_of = [0] * self._world_size
         self._dead: set[int] = set()
-        self._rounds: dict[int, _Round] = {}
+        self._rounds: dict[int, _PendingDecision] = {}
         self._listener = listener
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
@@ -490,7 +494,7 @@ class _Keeper(Board):
         if number in self._closed:
             return
         self._closed[number] = CLOSING
-        self._rounds[number] = _Round(record, time.monotonic() + self._silent_s)
+        self._rounds[number] = _PendingDecision(record, time.monotonic() + self._silent_s)
         self._passed_of[0] = self._passed  # after the call is noted as closed
         self._rounds[number].answered.add(0)
         self._tell_all()
@@ -519,7 +523,7 @@ class _Keeper(Board):
                 self._closed[number] = phase  # last: whoever sees FAILED in another thread looks for the failure
                 self._tell_all()
 
-    def _phase_of(self, rank: int, number: int, round_: _Round) -> int:
+    def _phase_of(self, rank: int, number: int, round_: _PendingDecision) -> int:
         if self._passed_of[rank] >= number:
             return PASSED
         has_ended = rank in self._dead or rank in self._view.left

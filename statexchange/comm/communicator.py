@@ -260,10 +260,10 @@ class Communicator:
 
     @contextlib.contextmanager
     def checking(self, call: str) -> Iterator[None]:
-        """A block that looks at what a caller has given to `call`: what it raises on any rank, all raise.
+        """Validate the arguments of `call` in a block: what it raises on one rank is raised on all, in their next call.
 
-        Collective only where it raises: who finds nothing goes on. A TypeError, ValueError or AttributeError, which is
-        what a wrong argument comes to, is an InvalidArgumentError.
+        Collective only where it raises: a rank without an error does not communicate. A TypeError, ValueError or
+        AttributeError becomes an InvalidArgumentError.
         """
         try:
             yield

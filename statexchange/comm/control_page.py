@@ -95,7 +95,7 @@ class ControlPage:
         forks.cut_off_in_children(self)
 
     def disown(self) -> None:
-        """Put a private page, which this rank has left, in the place of the parent's."""
+        """Replace the shared page by a private one, so that this forked child cannot write to its parent's."""
         nbytes = self._words.nbytes
         private = memoryview(bytearray(nbytes + len(self._slots)))
         self._words, self._slots = private[:nbytes].cast("Q"), private[nbytes:]

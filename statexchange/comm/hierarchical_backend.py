@@ -44,7 +44,7 @@ class _Above(Watch):
         return None
 
     def give_up(self, error: StateExchangeError) -> None:
-        """As the world's, in whose collective this step is."""
+        """Give up the collective of the world that this step belongs to."""
         if self._look is None:
             raise error
         try:

@@ -177,7 +177,7 @@ def _store_by_mpi(backend: Backend, timeout_s: float) -> SharedStore:
         store = tcp_store.connect(host, port, timeout_s, min(timeout_s, _CONNECT_S))
     except OSError as error:
         raise NotInitializedError(_unreachable(backend.rank, host, host, port, error), rank=backend.rank) from error
-    return SharedStore(tcp_store.within(store, nonce), backend.rank, backend.world_size, server)
+    return SharedStore(tcp_store.namespaced(store, nonce), backend.rank, backend.world_size, server)
 
 
 def store_at(url: str, rank: int, world_size: int, timeout_s: float) -> SharedStore:
@@ -210,7 +210,7 @@ def _store_at_address(host: str, port: int, rank: int, world_size: int, timeout_
         return SharedStore(_joined_store(host, port, rank, world_size, deadline, timeout_s), rank, world_size)
     server = Server.at(host, port, timeout_s)
     try:
-        store = tcp_store.within(tcp_store.connect(host, server.port, timeout_s, timeout_s), server.nonce)
+        store = tcp_store.namespaced(tcp_store.connect(host, server.port, timeout_s, timeout_s), server.nonce)
         tcp_store.enroll(store, 0, server.nonce, where)
         _lead_at_store(store, world_size, deadline, timeout_s, where)
     except BaseException:
@@ -231,7 +231,7 @@ def _joined_store(host: str, port: int, rank: int, world_size: int, deadline: fl
         try:
             server = tcp_store.server_nonce(store)
             if server is not None and server not in _completed:
-                store = tcp_store.within(store, server)
+                store = tcp_store.namespaced(store, server)
                 tcp_store.enroll(store, rank, nonce, where)
                 tcp_store.wait_until_complete(store, world_size, deadline, timeout_s, where)
                 _completed.add(server)
@@ -469,7 +469,7 @@ class _Member:
         store = tcp_store.connect(address, port, self._timeout_s, min(_CONNECT_S, remaining / 2))
         if tcp_store.server_nonce(store) != nonce:
             raise OSError(errno.ECONNREFUSED, "another program answers there")
-        return tcp_store.within(store, nonce)
+        return tcp_store.namespaced(store, nonce)
 
     # The other ranks
 

@@ -47,11 +47,11 @@ __all__ = [
     "enroll",
     "failure_announced",
     "lost_rank_0",
+    "namespaced",
     "server_nonce",
     "stall",
     "wait_for_all",
     "wait_until_complete",
-    "within",
 ]
 
 _stores: Any = dist  # torch exports its stores there, but not for type checkers
@@ -118,7 +118,7 @@ class Server:
     @property
     def store(self) -> Any:
         """A torch Store that keeps the server alive."""
-        return within(self._store, self.nonce)
+        return namespaced(self._store, self.nonce)
 
     def close(self) -> None:
         """Free the port; clients lose their connections. May be called again."""
@@ -153,8 +153,8 @@ def server_nonce(store: Any) -> str | None:
         return store.get("server").decode() if store.check(["server"]) else None
 
 
-def within(store: Any, nonce: str) -> Any:
-    """Return what the ranks that meet at the server that has `nonce` use of its `store`. Not collective."""
+def namespaced(store: Any, nonce: str) -> Any:
+    """Return `store` with all keys prefixed by its server's nonce. Not collective."""
     return _stores.PrefixStore(nonce, store)
 
 

@@ -53,7 +53,7 @@ class Work:
         return self._ended.is_set() and self._error is not None and not self._told
 
     def disown(self, error: BaseException) -> None:
-        """End this copy of a parent's work, which nobody does here, with `error`."""
+        """In a forked child: end unfinished work with `error`, as its thread does not exist here."""
         if not self.is_completed():
             self._error = error
             self._ended = threading.Event()  # the lock of the old one may be held by a thread that is not here
@@ -79,7 +79,7 @@ class WorkQueue:
         self.has_begun = False
         """Whether anything has ever been submitted."""
         self.turn = threading.Lock()
-        """For whoever does something of this queue's kind."""
+        """Serialises synchronous calls with this queue's work."""
 
     def submit(self, doing: str, body: Callable[[], Any], broken_off: Callable[[], NoReturn] | None = None) -> Work:
         """Have `body` run after all that was submitted before."""
@@ -112,7 +112,7 @@ class WorkQueue:
                 self._thread.join(wait_s)
 
     def disown(self, error: BaseException) -> None:
-        """End all work of this copy of a parent's queue, whose thread is not here, with `error`."""
+        """In a forked child: end all unfinished work with `error`."""
         for work in self._works:
             work.disown(error)
         self._thread = None

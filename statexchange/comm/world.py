@@ -275,7 +275,7 @@ def init(
     `devices`: where this rank computes. None deals the GPUs to the ranks of a host in turn, a list names the device of
     each `local_rank`, False leaves it at the CPU. `timeout_s` bounds waits for peers (seconds). `check="off"` trusts
     that ranks make the same calls: on several hosts this saves a small message per call.
-    In a process that was forked from a rank the launcher's words are meant for that rank: `init` raises ForkedError
+    In a process that was forked from a rank the launcher's environment describes the parent: `init` raises ForkedError
     there, unless it is asked for backend "single", or for a world of its own by `rendezvous`.
     Raises InvalidArgumentError, NotInitializedError, MissingExtraError, UnsupportedError, ForkedError or StallError.
     """
@@ -327,7 +327,10 @@ def _check_wish(wish: _Wish) -> None:
 
 
 def _made() -> Communicator | None:
-    """What `use` says in this thread, else what `init` has made for the process; not a parent's world of one."""
+    """What `use` says in this thread, else what `init` has made for the process.
+
+    A world of one from before a fork counts as none.
+    """
     try:
         made = _default.get()
     except LookupError:

@@ -168,7 +168,7 @@ def _average_quantized(run: Run, flat: torch.Tensor, *, error_feedback: bool) ->
     mean = real.to(torch.float32, copy=True)
     low, high = mean.aminmax()
     if not (low >= -_LARGEST and high <= _LARGEST):
-        mean.fill_(torch.nan)  # in a host's average it might not be seen any more
+        mean.fill_(torch.nan)  # averaging over the host could hide it
     mean.div_(_ranks_led(run.comm))  # so that their sum, which is the host's average, does not overflow
     lost: list[torch.Tensor] = []
 
