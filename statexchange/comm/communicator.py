@@ -49,13 +49,17 @@ class Communicator:
     still looks at) and `attached` (mappings of other ranks' arenas, by identity).
 
     Collective calls must be made by all ranks, with matching arguments, in the same order: ranks that meet in different
-    calls all raise MismatchError. So do threads that use it at once, unless they take turns in the same order on all
-    ranks: give each thread its own, from `duplicate`. A rank that dies, leaves or does not come makes the others raise
-    PeerError or StallError, and every later call raises the same. StallError says that no rank has completed the call;
-    where that cannot be learned, it is an OutcomeUnknownError.
+    calls all raise MismatchError. So do threads that use it at once: give each thread its own, from `duplicate`. Calls
+    of one thread meet those of the same thread on other ranks, counted by first use; so a pool of several threads, as
+    that of `asyncio.to_thread`, can use no communicator, even one call at a time: give it one worker.
+
+    A rank that dies, leaves or does not come makes the others raise PeerError or StallError, and every later call
+    raises the same. StallError says that no rank has completed the call; where that cannot be learned, it is an
+    OutcomeUnknownError.
 
     It belongs to the process that made it: in a child that is forked from a rank every call raises ForkedError, and
-    nothing reaches the other ranks; its attributes may be read there.
+    nothing reaches the other ranks; its attributes may be read there. Tensors from `empty`, and gradients that a
+    reducer keeps in shared memory, are shared with such a child: its parent sees what it writes there.
     """
 
     def __init__(self, session: Session, run: str) -> None:

@@ -49,6 +49,7 @@ from statexchange.errors import (
     from_record,
     to_record,
 )
+from statexchange.settings import check_timeout
 
 __all__ = ["Call", "FlatSession", "Place", "Session", "about", "call_site", "encoded", "mark_of"]
 
@@ -433,7 +434,7 @@ class Session:
         """The wait of a call: it asks who has failed, and how to meet."""
         if self.look is not None:
             self.look.entered(call.text)
-        seconds = self.timeout_s if timeout_s is None else timeout_s
+        seconds = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
         wait = Wait(seconds, call.text, self.look, lambda location: self._meet(call, location, wait))
         return wait
 
@@ -459,6 +460,8 @@ class Session:
             result = body(wait)
             if self.page is None:
                 self._pass()
+            elif not backend.meets:
+                self.page.sync(wait)  # the page has seen all ranks enter, but not that each has its result
             return result
 
         try:

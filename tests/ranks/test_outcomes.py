@@ -121,6 +121,34 @@ def interrupted(where: str) -> list[Any]:
     return end
 
 
+def is_late_after_the_entry() -> list[Any]:
+    """Rank 2 has met the others, and moves its data when they have given up, which they let it know."""
+    comm = sx.init("gloo", timeout_s=2.0)
+    comm.barrier()
+    backend = comm._session.backend
+    moves = backend.all_reduce
+
+    def late(*arguments: Any) -> None:
+        for rank in (0, 1):
+            dist.recv(torch.zeros(1), rank)
+        moves(*arguments)
+
+    if comm.rank == 2:
+        backend.all_reduce = late  # type: ignore[method-assign]
+    end = end_of(comm, "all_reduce", None)
+    if comm.rank != 2:
+        dist.send(torch.zeros(1), 2)
+    later = end_of(comm, "barrier", None)
+    dist.barrier()
+    return [end, later]
+
+
+def test_over_gloo_on_one_host_a_late_rank_raises_too() -> None:
+    for end, later in run_ranks(is_late_after_the_entry, RANKS, backend="gloo", timeout_s=60):
+        assert end[0] in ("StallError", "PeerError"), end
+        assert later[0] == end[0]
+
+
 @pytest.mark.parametrize("where", ["one host", "several hosts"])
 def test_a_rank_that_was_interrupted_has_not_met_the_others(where: str) -> None:
     first, *others = run_ranks(interrupted, RANKS, backend="gloo", args=(where,), timeout_s=60)
