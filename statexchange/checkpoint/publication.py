@@ -18,7 +18,6 @@ from statexchange.storage.tensorfile import encode_header
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from types import TracebackType
 
     from typing_extensions import Self
 
@@ -191,9 +190,7 @@ class Publication:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.abandon()
 
 

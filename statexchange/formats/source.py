@@ -14,8 +14,6 @@ from statexchange.storage.place import Place
 from statexchange.storage.store import StoredFile
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from typing_extensions import Self
 
 __all__ = ["Holder", "Kind", "ListedTensor", "OpenCheckpoint", "Source", "SourceTensor", "StoredTensor"]
@@ -130,9 +128,7 @@ class Source:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 
@@ -236,7 +232,5 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()

@@ -27,8 +27,6 @@ from statexchange.storage.files import Buffer
 from statexchange.storage.store import Store, is_url
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from typing_extensions import Self
 
 __all__ = [
@@ -159,9 +157,7 @@ class Build(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.abandon()
 
 

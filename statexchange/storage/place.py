@@ -12,8 +12,6 @@ from statexchange.storage import local
 from statexchange.storage.store import Store, is_url
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from typing_extensions import Self
 
 __all__ = ["Place", "open_place", "reading_again"]
@@ -52,9 +50,7 @@ class Place:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

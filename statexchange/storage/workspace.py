@@ -41,8 +41,6 @@ from statexchange.storage.tensorfile import Header, Held, digest, read_header, s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from types import TracebackType
-
 __all__ = [
     "Manifest",
     "RankFile",
@@ -733,9 +731,7 @@ class RankFile:
     def __enter__(self) -> RankFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 
