@@ -257,6 +257,8 @@ class Session:
             "communicate in that process, or start this one as a rank of its own (not by fork)",
             rank=self.rank,
         )
+        # A thread that is not here may have held a lock at the moment of the fork.
+        self._turn, self._counting = threading.Lock(), threading.Lock()
         for line in [self._queue, *self._lines.values()]:
             line.disown(self.dead)
 
@@ -690,6 +692,7 @@ class Session:
 
     def close(self, error: BaseException | None) -> None:
         """Leave: peers that still wait for this rank raise PeerError, with `error` as its cause. Not collective."""
+        forks.forget(self)
         if self.page is not None:
             self.page.leave(error)
         self.backend.leave(error)

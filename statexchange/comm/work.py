@@ -116,6 +116,7 @@ class WorkQueue:
         for work in self._works:
             work.disown(error)
         self._thread = None
+        self.turn = threading.Lock()  # a thread that is not here may hold the old one
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -79,7 +79,9 @@ class _Inheritance:
 
     def disown(self) -> None:
         """Note which groups the parent had, since a call over one would be the parent's; drop its world of one."""
-        self.is_from_rank = self.is_from_rank or any(not communicator.is_closed for communicator in _alive)
+        # One that was open is either still so here, or has been cut off already.
+        was_open = any(made.is_inherited or not made.is_closed for made in _alive)
+        self.is_from_rank = self.is_from_rank or was_open
         if "torch.distributed" in sys.modules:
             from statexchange.comm.torch_backend import known_groups
 

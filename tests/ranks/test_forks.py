@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import json
 import os
 import signal
@@ -29,6 +30,7 @@ def in_child(body: Callable[[], Any]) -> Any:
     child = os.fork()
     if not child:
         signal.alarm(CHILD_S)
+        faulthandler.dump_traceback_later(CHILD_S / 2)
         os.write(writes, json.dumps(body()).encode())
         atexit._run_exitfuncs()
         os._exit(0)

@@ -794,9 +794,10 @@ def test_mpi_alone_takes_no_torch(backend: str, tmp_path: Path) -> None:
     packages = tmp_path / "packages"
     packages.mkdir()
     for entry in Path(np.__file__).parents[1].iterdir():
-        if not entry.name.startswith(("torch", "functorch")) and entry.suffix != ".pth":
+        if not entry.name.startswith(("torch", "functorch", "statexchange")) and entry.suffix != ".pth":
             (packages / entry.name).symlink_to(entry)
-    environment = {**os.environ, "PYTHONPATH": f"{Path(sx.__file__).parents[1]}:{packages}"}
+    (packages / "statexchange").symlink_to(Path(sx.__file__).parent)
+    environment = {**os.environ, "PYTHONPATH": str(packages)}
     environment["LD_LIBRARY_PATH"] = f"{sys.prefix}/lib"  # MPI's, which mpi4py looks for beside site-packages
     (tmp_path / "script.py").write_text(WITHOUT_TORCH)
     words = ["-n", "3", sys.executable, "-S", str(tmp_path / "script.py"), backend, str(tmp_path / "meeting")]
