@@ -389,7 +389,7 @@ ENDS = """
 import threading, time
 import torch, torch.distributed as dist
 from statexchange.comm.backend import Wait
-from statexchange.comm.torch_backend import StoreBackend
+from statexchange.comm.torch_backend import StoreBackend, _following
 
 def serve(rank):
     backends.append(StoreBackend(store, rank, 2, 10.0))
@@ -399,7 +399,7 @@ threading.excepthook = lambda args: None
 store, backends = dist.HashStore(), []
 for rank in range(2):
     threading.Thread(target=serve, args=(rank,), daemon=True).start()
-while len(backends) < 2:
+while len(_following) < 2:  # threads that are inside Gloo, or about to be
     time.sleep(0.01)
 time.sleep(0.1)
 """

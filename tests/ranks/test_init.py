@@ -528,18 +528,20 @@ HOLDS = """
 import os, signal
 from statexchange.shared_memory import Arena
 arenas = [Arena.create(1 << 20, "file") for _ in range(2)]
+print(*(arena.ident for arena in arenas), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_init_sweeps_what_killed_ranks_have_left_in_dev_shm() -> None:
-    before = set(os.listdir("/dev/shm"))
+    left: list[str] = []
     for _ in range(3):
-        assert subprocess.run([sys.executable, "-c", HOLDS], timeout=60).returncode == -signal.SIGKILL
-    left = set(os.listdir("/dev/shm")) - before
+        done = subprocess.run([sys.executable, "-c", HOLDS], capture_output=True, text=True, timeout=60)
+        assert done.returncode == -signal.SIGKILL
+        left += done.stdout.split()
     assert len(left) == 6
     run_ranks(facts_of_shm, 2, backend="processes", args=(f"tcp://127.0.0.1:{free_port()}",))
-    assert not left & set(os.listdir("/dev/shm"))
+    assert not [name for name in os.listdir("/dev/shm") if any(ident in name for ident in left)]
 
 
 def facts_of_shm(url: str) -> list[Any]:
