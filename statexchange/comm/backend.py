@@ -43,7 +43,9 @@ __all__ = [
 ]
 
 _SPINS = 100
-_FIRST_NAP_S, _LAST_NAP_S = 2e-5, 2e-3
+_LAST_NAP_S = 2e-3
+_YIELDING_S = 1e-3
+_LOOKS = 16  # a wait is at most this part of it too long
 _LOOK_PERIOD_S = 0.05
 _ON_ITS_WAY_S = 5.0  # time for data that was sent already to arrive
 
@@ -180,7 +182,7 @@ class Wait:
         timeout_s: float,
         doing: str,
         look: Look | None = None,
-        enter: Callable[[int], Sequence[int]] | None = None,
+        enter: Callable[[int, Wait], Sequence[int]] | None = None,
     ) -> None:
         self.timeout_s = timeout_s
         self.doing = doing
@@ -193,7 +195,7 @@ class Wait:
 
     def enter(self, location: int = 0) -> Sequence[int]:
         """Meet the other ranks; an error if they are about to do something else."""
-        return () if self._enter is None else self._enter(location)
+        return () if self._enter is None else self._enter(location, self)
 
     def poll(self) -> None:
         """To be called between two looks at what is waited for: PeerError or, past the deadline, StallError."""
@@ -227,16 +229,22 @@ class Wait:
         self._deadline = time.monotonic() + _ON_ITS_WAY_S
 
     def until(self, done: Callable[[], object]) -> None:
-        """Return once `done()` is true: look often at first, then yield, then nap ever longer."""
+        """Return once `done()` is true: look often at first, then yield, then nap in proportion to the time waited.
+
+        The yields last a millisecond, as a core that has gone to sleep takes about a tenth of that to wake up.
+        """
         for _ in range(_SPINS):
             if done():
                 return
+        began = now = time.monotonic()
+        while now - began < _YIELDING_S:
+            if done():
+                return
             yield_core()
-        nap = _FIRST_NAP_S
+            now = time.monotonic()
         while not done():
             self.poll()
-            time.sleep(nap)
-            nap = min(nap * 1.5, _LAST_NAP_S)
+            time.sleep(min((time.monotonic() - began) / _LOOKS, _LAST_NAP_S))
 
 
 @dataclass(frozen=True, slots=True)

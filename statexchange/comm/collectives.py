@@ -52,8 +52,8 @@ class Flat:
     def __init__(self, given: Any, device: str, *, written: bool) -> None:
         self.given = given
         self.tensor = tensor = _tensor_of(given, written=written)
-        at_home = tensor.device.type == device
-        self._lent = at_home and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        at_home = tensor.is_cpu if device == "cpu" else tensor.device.type == device
+        self._lent = at_home and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
         if self._lent:
             # torch calls no or one element contiguous whatever its stride is, but then refuses to see it as bytes
             plain = tensor.dim() == 1 and tensor.stride(0) == 1
@@ -110,9 +110,9 @@ def _tensor_of(given: Any, *, written: bool) -> torch.Tensor:
         if isinstance(given, np.ndarray):
             return _tensor_of_array(given, written=written)
         raise UnsupportedError(f"a torch tensor or numpy array is wanted, not {type(given).__name__}")
-    if type(given).__name__ == "DTensor":
+    if type(given) is not torch.Tensor and type(given).__name__ == "DTensor":
         raise UnsupportedError("a DTensor has parts on other ranks: give its to_local()")
-    if given.layout != torch.strided or given.is_quantized or given.is_meta:
+    if given.layout is not torch.strided or given.is_quantized or given.is_meta:
         kind = "quantized" if given.is_quantized else "meta" if given.is_meta else str(given.layout)[6:]
         raise UnsupportedError(f"only dense tensors can be exchanged, not a {kind} one")
     if written and given.is_inference() and not torch.is_inference_mode_enabled():
@@ -162,7 +162,7 @@ def _refusing(session: Session, verb: str, prepare: Callable[[], T]) -> T:
 
 def _flat(session: Session, given: Any, *, written: bool) -> tuple[Flat, Backend]:
     """What a caller gave, on the device of the backend that will move it."""
-    backend = session.backend_for(given.device.type if isinstance(given, torch.Tensor) else "cpu")
+    backend = session.backend_of(given)
     return Flat(given, backend.device_type, written=written), backend
 
 

@@ -62,11 +62,8 @@ class _Steps:
         self._backend = backend
         self._wait = wait
         self._above = _Above(wait.look)
-        self._on_node = Wait(wait.timeout_s, wait.doing, self._above, self._meet)
+        self._on_node = Wait(wait.timeout_s, wait.doing, self._above, backend.meet_on_node)
         self._between = Wait(wait.timeout_s, wait.doing, self._above)
-
-    def _meet(self, location: int) -> Sequence[int]:
-        return self._backend.meet_on_node(location, self._on_node)
 
     def on_node(self, step: Callable[[Backend, Wait], None]) -> None:
         """`step` among the ranks of this host, if they are several."""

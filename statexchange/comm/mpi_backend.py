@@ -23,7 +23,7 @@ __all__ = ["MPIBackend", "world"]
 _RECORD, _INLINE = 256, 248  # bytes of a message that goes in one step, and how much of it is payload
 _FIRST_FREE_TAG = 3
 _LONG_BYTES = 1 << 16
-_SPIN_S = 0.005
+_SPIN_S, _TESTS = 0.005, 16
 _MANY_TAGS = 30_000
 _MEETING_TAG = 32_767  # the highest that MPI promises
 # By name, and so without torch. Never by what mpi4py finds out: it takes bfloat16 for bytes, and sums those.
@@ -87,9 +87,12 @@ class MPIBackend(Backend):
     def __init__(self, comm: Any, *, own: bool = False, timeout_s: float | None = None) -> None:
         """Collective over `comm`, of which it makes a duplicate unless it is given its `own`."""
         self._mpi = _mpi()
-        several = self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE
-        self._guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext() if several else _one_at_a_time
+        self._is_safe = self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE
+        self._guard: contextlib.AbstractContextManager[Any] = (
+            contextlib.nullcontext() if self._is_safe else _one_at_a_time
+        )
         self._abandoned: list[Any] = []
+        self._datatypes: dict[Any, Any] = {}  # of MPI, by those of torch
         self.rank = int(comm.Get_rank())
         self.world_size = int(comm.Get_size())
         self._comm = comm if own else self._duplicate(comm, default_timeout_s() if timeout_s is None else timeout_s)
@@ -152,17 +155,20 @@ class MPIBackend(Backend):
     def _test(self, request: Any, nbytes: int) -> Callable[[], bool]:
         """Whether `request` is done. Some MPIs move long messages in pieces, and only while they are asked."""
 
-        def test() -> bool:
+        def guarded() -> bool:
             with self._guard:
                 return bool(request.Test())
 
+        test = request.Test if self._is_safe else guarded
+
         def test_long() -> bool:
             end = time.perf_counter() + _SPIN_S
-            while not test():
-                if time.perf_counter() > end:
-                    return False
+            while time.perf_counter() < end:
+                for _ in range(_TESTS):
+                    if test():
+                        return True
                 yield_core()
-            return True
+            return False
 
         return test if nbytes < _LONG_BYTES else test_long
 
@@ -207,10 +213,16 @@ class MPIBackend(Backend):
 
     def _typed(self, tensor: torch.Tensor, count: int | None = None) -> list[Any] | None:
         """`tensor` as MPI takes it; None if MPI has no type for it."""
-        name = _FLOATS.get(str(tensor.dtype)) or _INTS.get(str(tensor.dtype))
-        if name is None:
+        datatype = self._datatype_of(tensor.dtype)
+        if datatype is None:
             return None
-        return [tensor.numpy(), tensor.numel() if count is None else count, getattr(self._mpi, name)]
+        return [tensor.numpy(), tensor.numel() if count is None else count, datatype]
+
+    def _datatype_of(self, dtype: torch.dtype) -> Any:
+        if dtype not in self._datatypes:
+            name = _FLOATS.get(str(dtype)) or _INTS.get(str(dtype))
+            self._datatypes[dtype] = None if name is None else getattr(self._mpi, name)
+        return self._datatypes[dtype]
 
     def _op(self, op: str) -> Any:
         return getattr(self._mpi, op.upper())

@@ -84,6 +84,8 @@ class Reduction:
     dtype: torch.dtype
     finish: Finish
     native: bool
+    text: str
+    """The operation in words."""
 
     @classmethod
     def of(cls, op: object, dtype: torch.dtype, scale: float, backend: Backend) -> Reduction:
@@ -113,14 +115,9 @@ class Reduction:
             native = False
         if exact:  # sums and products must be looked at for overflow
             native = native and dtype != torch.bool and plain in ("min", "max") and scale == 1
-        return cls(plain, dtype, Finish(backend.world_size if op == "avg" else 1, scale), native)
-
-    @property
-    def text(self) -> str:
-        """The operation in words."""
-        finish = self.finish
-        scale = f" times {finish.scale!r}" if finish.scale != 1 else ""
-        return ("avg" if finish.divisor != 1 else self.op) + scale
+        finish = Finish(backend.world_size if op == "avg" else 1, scale)
+        text = ("avg" if finish.divisor != 1 else plain) + (f" times {scale!r}" if scale != 1 else "")
+        return cls(plain, dtype, finish, native, text)
 
     def all_reduce(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> None:
         """`tensor` becomes the reduction. Collective."""

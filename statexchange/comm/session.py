@@ -125,18 +125,27 @@ class Call:
     @property
     def fingerprint(self) -> int:
         """A number that other words, and the same words of another caller, do not share."""
-        return int.from_bytes(self.mark, "little")
+        return _fingerprint_of(self._compared)
 
     @property
     def mark(self) -> bytes:
         """The fingerprint as 8 bytes."""
-        return mark_of(self.text if not self.caller else f"{self.text} by caller {self.caller}")
+        return mark_of(self._compared)
+
+    @property
+    def _compared(self) -> str:
+        return self.text if not self.caller else f"{self.text} by caller {self.caller}"
 
 
 @functools.lru_cache(maxsize=4096)
 def mark_of(text: str) -> bytes:
     """8 bytes that other words do not share."""
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+
+@functools.lru_cache(maxsize=4096)
+def _fingerprint_of(text: str) -> int:
+    return int.from_bytes(mark_of(text), "little")
 
 
 _about: ContextVar[Callable[[], str] | None] = ContextVar("statexchange_about", default=None)
@@ -267,6 +276,12 @@ class Session:
         if self.devices is not None and device_type == self.devices.device_type:
             return self.devices
         return self.backend
+
+    def backend_of(self, tensor: Any) -> Backend:
+        """What moves `tensor`, or what the caller gave in its place."""
+        if self.devices is None:
+            return self.backend_for("cpu")
+        return self.backend_for(tensor.device.type if hasattr(tensor, "is_cpu") else "cpu")
 
     @property
     def hierarchy(self) -> Backend | None:
@@ -437,8 +452,7 @@ class Session:
         if self.look is not None:
             self.look.entered(call.text)
         seconds = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
-        wait = Wait(seconds, call.text, self.look, lambda location: self._meet(call, location, wait))
-        return wait
+        return Wait(seconds, call.text, self.look, functools.partial(self._meet, call))
 
     def _pass(self) -> None:
         """The end of a call where there is no page: an error if the ranks have given it up."""

@@ -71,7 +71,7 @@ class SharedMemoryBackend(Backend):
         self._turn = 0
         self._windows: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self._typed: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        self._cut: dict[tuple[torch.dtype, int, int], list[torch.Tensor]] = {}
+        self._cut: dict[tuple[torch.dtype, int], tuple[list[torch.Tensor], ...]] = {}
         self._regions: dict[int, _Region] = {}
         self._idents: dict[int, list[str]] = {}  # of every rank's arena, by the number of the `empty` call
         self._opened = 0
@@ -117,6 +117,12 @@ class SharedMemoryBackend(Backend):
 
     def _window(self, dtype: torch.dtype, wait: Wait) -> list[torch.Tensor]:
         """Every rank's window of the next turn, as `dtype`. Collective, the first time."""
+        typed = self._typed_windows(dtype, wait)
+        self._turn ^= 1
+        return typed[self._turn]
+
+    def _typed_windows(self, dtype: torch.dtype, wait: Wait) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Every rank's two windows, as `dtype`. Collective, the first time."""
         typed = self._typed.get(dtype)
         if typed is None:
             if not self._windows[0]:
@@ -124,8 +130,7 @@ class SharedMemoryBackend(Backend):
             with torch.inference_mode(False):  # see _tensor_over
                 first, second = ([window.view(dtype) for window in half] for half in self._windows)
             typed = self._typed[dtype] = (first, second)
-        self._turn ^= 1
-        return typed[self._turn]
+        return typed
 
     def reserve(self, wait: Wait) -> bool:
         """Take the memory that collectives need now; False, on all ranks, if there is too little room. Collective.
@@ -268,15 +273,16 @@ class SharedMemoryBackend(Backend):
     def _small_parts(self, dtype: torch.dtype, n: int, wait: Wait) -> list[torch.Tensor]:
         """The first `n` elements of every rank's window of this turn; kept, as cutting them takes longer than adding
         them up."""
-        windows = self._window(dtype, wait)
-        key = (dtype, n, self._turn)
-        parts = self._cut.get(key)
-        if parts is None:
+        cut = self._cut.get((dtype, n))
+        if cut is None:
+            typed = self._typed_windows(dtype, wait)
             if len(self._cut) >= _KEPT_CUTS:
                 self._cut.clear()
             with torch.inference_mode(False):  # see _tensor_over
-                parts = self._cut[key] = [window[:n] for window in windows]
-        return parts
+                cut = tuple([window[:n] for window in half] for half in typed)
+            self._cut[dtype, n] = cut
+        self._turn ^= 1
+        return cut[self._turn]
 
     def _reduce_in_place(self, parts: Sequence[torch.Tensor], op: str, finish: Finish) -> None:
         """Our slice of all ranks' tensors, chunk by chunk, with the result in each of them."""
