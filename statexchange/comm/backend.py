@@ -44,7 +44,7 @@ __all__ = [
 
 _SPINS = 100
 _LAST_NAP_S = 2e-3
-_YIELDING_S = 1e-3
+_YIELDING_S = 2e-4
 _LOOKS = 16  # a wait is at most this part of it too long
 _LOOK_PERIOD_S = 0.05
 _ON_ITS_WAY_S = 5.0  # time for data that was sent already to arrive
@@ -231,7 +231,7 @@ class Wait:
     def until(self, done: Callable[[], object]) -> None:
         """Return once `done()` is true: look often at first, then yield, then nap in proportion to the time waited.
 
-        The yields last a millisecond, as a core that has gone to sleep takes about a tenth of that to wake up.
+        Yields come first, as a core that sleeps may take a tenth of a millisecond to wake up; few, as somebody may compute.
         """
         for _ in range(_SPINS):
             if done():
