@@ -11,7 +11,6 @@ is read once and written once, at the speed at which all ranks together copy as 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from curves import curves_svg, size_text
+from machine import machine_text
 
 from statexchange.testing import run_ranks
 
@@ -131,10 +131,10 @@ def main() -> None:
 
     sizes = [s for s in (1 << k for k in range(10, 29, 2)) if s <= options.largest << 20]
     for number, ranks in enumerate(options.ranks):
-        load = os.getloadavg()[0]
+        machine = machine_text()
         found = run_ranks(ranks_work, ranks, backend="mpi", args=(sizes, options.rounds), timeout_s=1200)[0]
         rounds = f"median of up to {options.rounds} rounds"
-        print(f"{ranks} ranks, {os.cpu_count()} cores, load {load:.1f}, float32, {rounds}\n")
+        print(f"{ranks} ranks, {machine}, float32, {rounds}\n")
         print("\n".join(table(sizes, found)), end="\n\n")
         if options.svg is not None and number == 0:
             shown = {way: list(zip(sizes, found[way], strict=True)) for way in WAYS if "check" not in way}

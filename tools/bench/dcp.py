@@ -18,6 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from machine import machine_text
+
 from statexchange.testing import run_ranks
 
 LAYERS = 16
@@ -72,8 +74,7 @@ def main() -> None:
                 if number:
                     found[way].append(measured)
     seconds = {way: statistics.median(s for s, _ in measured) for way, measured in found.items()}
-    cores, load = os.cpu_count(), os.getloadavg()[0]
-    print(f"{options.megabytes} MiB, 2 ranks, {options.rounds} rounds, {cores} cores, load {load:.1f}\n")
+    print(f"{options.megabytes} MiB, 2 ranks, {options.rounds} rounds, {machine_text()}\n")
     print("| command | seconds | beside accelerate | peak |\n|---|---|---|---|")
     for way, taken in seconds.items():
         peak = max(peak for _, peak in found[way]) >> 20

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from machine import machine_text
 from ranks import measure, peaks, reset_peak, slowest, status
 
 FULL, CAT, CP = "full state dict + save_file", "cat", "cp, all ranks"
@@ -133,10 +134,7 @@ def main() -> None:
             )
         stall = seconds[BACKGROUND] / seconds[MEMCPY]
         print(f"{place}: an export in the background holds training up for {stall:.2f}x of one memcpy of the shard")
-    print(
-        f"{options.megabytes} MiB, {options.ranks} ranks, {options.rounds} rounds, {os.cpu_count()} cores, "
-        f"load {os.getloadavg()[0]:.1f}"
-    )
+    print(f"{options.megabytes} MiB, {options.ranks} ranks, {options.rounds} rounds, {machine_text()}")
     print("| where | way | seconds | GB/s | beside the full state dict | beside cat | beside cp | peaks add, MiB |")
     print("|---|---|---|---|---|---|---|---|")
     for row in rows:

@@ -14,6 +14,8 @@ import statistics
 import time
 from collections.abc import Callable
 
+from machine import machine_text
+
 from statexchange.testing import run_ranks
 
 WAYS = ("get_tensors_parallel", "get_tensors_parallel, workspace on tmpfs", "torch.save + SharedMemory", "memcpy")
@@ -83,9 +85,7 @@ def main() -> None:
     args = (options.megabytes, options.rounds, f"bench-{os.getpid()}")
     found = run_ranks(rank_main, options.ranks, backend="gloo", args=args, timeout_s=1200)[0]
     size = options.megabytes * 2**20 * (options.ranks - 1)
-    print(
-        f"{options.megabytes} MiB a rank, {options.ranks} ranks, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
-    )
+    print(f"{options.megabytes} MiB a rank, {options.ranks} ranks, {machine_text()}")
     print("| way | seconds | GB/s | beside memcpy | beside torch.save + SharedMemory |")
     print("|---|---|---|---|---|")
     medians = {way: statistics.median(seconds) for way, seconds in found.items()}

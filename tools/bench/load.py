@@ -11,12 +11,12 @@ resident set of each rank (VmHWM, reset before each run).
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
 
+from machine import machine_text
 from ranks import measure, peaks, reset_peak, slowest, status
 
 CAT, DCP, BROADCAST = "cat to /dev/null, all ranks", "dcp.load", "from_pretrained + broadcast"
@@ -115,10 +115,7 @@ def main() -> None:
                     peaks(rank[way] for rank in ranks),
                 ]
             )
-    print(
-        f"{options.megabytes} MiB, {options.ranks} ranks, {options.rounds} rounds, {os.cpu_count()} cores, "
-        f"load {os.getloadavg()[0]:.1f}"
-    )
+    print(f"{options.megabytes} MiB, {options.ranks} ranks, {options.rounds} rounds, {machine_text()}")
     print("| where | way | seconds | GB/s | beside cat | beside dcp.load | beside from_pretrained | peaks add, MiB |")
     print("|---|---|---|---|---|---|---|---|")
     for row in rows:

@@ -22,6 +22,8 @@ import tempfile
 import time
 from collections.abc import Callable
 
+from machine import machine_text
+
 LAYERS = 16
 
 
@@ -171,10 +173,7 @@ def main() -> None:
         way, source, out = options.way
         print(json.dumps([WAYS[way](source, out), peak()]))
         return
-    print(
-        f"{options.megabytes} MiB of float32 on {options.ranks} ranks, {options.rounds} rounds, "
-        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
-    )
+    print(f"{options.megabytes} MiB of float32 on {options.ranks} ranks, {options.rounds} rounds, {machine_text()}")
     print("| where | cut | way | seconds | GB/s | beside cat | beside torch's | peak |")
     print("|---|---|---|---|---|---|---|---|")
     for directory in options.dirs:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+
+from machine import machine_text
 
 from statexchange.layout.placements import Cut
 from statexchange.layout.plan import Holding, plan_merge
@@ -92,7 +93,7 @@ def main() -> None:
     if options.case:
         measure(options.case)
         return
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    print(machine_text())
     print("| what | tensors | boxes | seconds | processor seconds | peak |")
     print("|---|---|---|---|---|---|")
     for case in CASES:

@@ -17,7 +17,6 @@ synchronisation: PSS, where shared memory counts by parts, and USS, where it doe
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from curves import bars_svg
+from machine import machine_text
 
 from statexchange.testing import run_ranks
 
@@ -168,13 +168,6 @@ def _held_bytes() -> list[float]:
     return [float(found["Pss"]), float(found["Private_Clean"] + found["Private_Dirty"])]
 
 
-def _cores() -> str:
-    """Number and kind of the cores."""
-    facts = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    kinds = {line.split(":")[1].strip() for line in facts if line.startswith("model name")}
-    return " ".join([f"{len(os.sched_getaffinity(0))} cores", *(f"({kind})" for kind in sorted(kinds))])
-
-
 def show(medians_of: Mapping[str, Mapping[str, float]]) -> None:
     """The table of one number of ranks."""
     print("| model | way | step | communication | beside DDP |\n|---|---|---|---|---|")
@@ -188,7 +181,7 @@ def show(medians_of: Mapping[str, Mapping[str, float]]) -> None:
 
 def show_scaling(by_ranks: Mapping[int, Mapping[str, Mapping[str, float]]]) -> None:
     """Step times by number of ranks."""
-    print(f"{_cores()}, step times by number of ranks\n")
+    print(f"{machine_text()}, step times by number of ranks\n")
     print("| model | way |" + "".join(f" {ranks} |" for ranks in by_ranks) + "\n|---|---|" + "---|" * len(by_ranks))
     for model in MODELS:
         for way in WAYS:
@@ -233,10 +226,10 @@ def main() -> None:
 
     by_ranks = {}
     for ranks in options.ranks:
-        load = os.getloadavg()[0]
+        machine = machine_text()
         found = run_ranks(ranks_work, ranks, backend="mpi", args=(options.rounds,), timeout_s=1200)[0]
         by_ranks[ranks] = found
-        print(f"{ranks} ranks, {os.cpu_count()} cores, load {load:.1f}, median of {options.rounds} rounds\n")
+        print(f"{ranks} ranks, {machine}, median of {options.rounds} rounds\n")
         show(found)
     if len(by_ranks) > 1:
         show_scaling(by_ranks)
