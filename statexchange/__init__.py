@@ -78,14 +78,10 @@ __all__ = sorted([*_HOME, *_MODULES])  # noqa: PLE0605 (a list of str, put toget
 def __getattr__(name: str) -> Any:
     if name not in _HOME and name not in _MODULES:
         raise AttributeError(f"module 'statexchange' has no attribute {name!r}")
-    try:
-        value = import_module(_MODULES[name]) if name in _MODULES else getattr(import_module(_HOME[name]), name)
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        from statexchange.errors import needs_torch
+    from statexchange.errors import needing_torch
 
-        raise needs_torch(name) from error
+    with needing_torch(name):
+        value = import_module(_MODULES[name]) if name in _MODULES else getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import (
-    MissingExtraError,
     StateExchangeError,
     StorageError,
     TargetExistsError,
     from_record,
+    needing_torch,
     to_record,
 )
 
@@ -118,12 +118,8 @@ def run_demo(
 
 
 def _require_torch() -> None:
-    try:
+    with needing_torch("the demo"):
         import torch  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise MissingExtraError('the demo trains a torch model: pip install "statexchange[torch]"') from error
 
 
 def _target(directory: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ __all__ = [
     "UnsafeError",
     "UnsupportedError",
     "from_record",
+    "needing_torch",
     "needs_torch",
     "to_record",
 ]
@@ -236,6 +239,17 @@ class PeerError(StateExchangeError, RuntimeError):
 def needs_torch(what: str) -> MissingExtraError:
     """Return the error for `what`, which cannot be done where torch is not installed."""
     return MissingExtraError(f'{what} needs torch: pip install "statexchange[torch]"')
+
+
+@contextlib.contextmanager
+def needing_torch(what: str) -> Iterator[None]:
+    """A block that does `what`, which imports torch: MissingExtraError where torch is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise needs_torch(what) from error
 
 
 def _rebuild(cls: type[StateExchangeError], message: str, about: dict[str, Any]) -> StateExchangeError:

@@ -231,7 +231,8 @@ class Wait:
     def until(self, done: Callable[[], object]) -> None:
         """Return once `done()` is true: look often at first, then yield, then nap in proportion to the time waited.
 
-        Yields come first, as a core that sleeps may take a tenth of a millisecond to wake up; few, as somebody may compute.
+        Yields come first, as a core that sleeps may take a tenth of a millisecond to wake up; few of them, since
+        another thread or rank may want to compute on this core.
         """
         for _ in range(_SPINS):
             if done():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from statexchange import values
 from statexchange.comm.backend import AbandonedError, check_ranks
 from statexchange.comm.session import Call, FlatSession, Session, encoded
-from statexchange.errors import InvalidArgumentError, needs_torch
+from statexchange.errors import InvalidArgumentError, needing_torch
 from statexchange.settings import check_timeout
 from statexchange.shared_memory import Arena, ArenaPool, Attached, Kind
 
@@ -30,12 +30,8 @@ Buffer = Any  # a torch tensor or a numpy array
 @functools.cache
 def _tensors() -> Any:
     """What needs torch, and is slow to import again and again."""
-    try:
+    with needing_torch("a collective on tensors or arrays"):
         from statexchange.comm import collectives
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise needs_torch("a collective on tensors or arrays") from error
     return collectives
 
 
@@ -98,10 +94,8 @@ class Communicator:
     @property
     def device(self) -> torch.device:
         """The device on which this rank computes."""
-        try:
+        with needing_torch("a device"):
             import torch
-        except ModuleNotFoundError as error:
-            raise needs_torch("a device") from error
         return torch.device(self._session.device)
 
     @property

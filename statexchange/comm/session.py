@@ -404,10 +404,7 @@ class Session:
             return [payload]
 
         def job() -> list[bytes]:
-            self.raise_if_dead()
-            wait = self.wait_for(call, timeout_s)
-            if self._newcomers and call.caller in self._newcomers:
-                self._check_caller(call, wait)
+            wait = self._begin(call, timeout_s)
             answers = self.messages(call, payload, root, wait)
             if self.page is None:
                 self._pass()
@@ -454,6 +451,14 @@ class Session:
         seconds = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
         return Wait(seconds, call.text, self.look, functools.partial(self._meet, call))
 
+    def _begin(self, call: Call, timeout_s: float | None = None) -> Wait:
+        """The wait of a call whose turn has come, once a new caller is known to all."""
+        self.raise_if_dead()
+        wait = self.wait_for(call, timeout_s)
+        if self._newcomers and call.caller in self._newcomers:
+            self._check_caller(call, wait)
+        return wait
+
     def _pass(self) -> None:
         """The end of a call where there is no page: an error if the ranks have given it up."""
         if self.look is not None:
@@ -467,10 +472,7 @@ class Session:
             call.text += f" on {backend.device_type}"
 
         def job() -> T:
-            self.raise_if_dead()
-            wait = self.wait_for(call)
-            if self._newcomers and call.caller in self._newcomers:
-                self._check_caller(call, wait)
+            wait = self._begin(call)
             if not backend.meets and self.world_size > 1:
                 wait.enter()
             result = body(wait)

@@ -31,6 +31,7 @@ from statexchange.errors import (
     InvalidArgumentError,
     NotInitializedError,
     UnsupportedError,
+    needing_torch,
     needs_torch,
 )
 from statexchange.processes import host_identity
@@ -293,12 +294,8 @@ def init(
             "this process was forked from a rank, and is none itself: init() in the processes that the launcher "
             "started, or give a rendezvous for a world of its own"
         )
-    try:
+    with needing_torch("init without MPI"):
         made = _make(wish, default_timeout_s() if seconds is None else seconds)
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise needs_torch("init without MPI") from error
     try:
         with made.phase("choosing a device"):
             made.compute_on(choose(devices, _local_rank_of(made)))

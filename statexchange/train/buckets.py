@@ -181,9 +181,11 @@ class BucketReducer(Reducer):
     # Set-up
 
     @staticmethod
-    def settings() -> set[str]:
-        """Names of the arguments that say how to reduce. Not collective."""
-        return {*_Settings.__slots__, "communicate", "overlap"}
+    def check_settings(settings: Mapping[str, Any], *others: str) -> None:
+        """InvalidArgumentError for what neither says how to reduce nor is among `others`. Not collective."""
+        known = {*_Settings.__slots__, "communicate", "overlap", *others}
+        if unknown := sorted(settings.keys() - known):
+            raise InvalidArgumentError(f"unknown setting {unknown[0]!r}; known: {', '.join(sorted(known))}")
 
     def reset(self, module_or_params: Source = None, **changes: Any) -> None:
         """Begin anew with other parameters or settings; gradients stay as they are. Collective.
@@ -193,9 +195,7 @@ class BucketReducer(Reducer):
         with self._comm.checking("reset"):
             if any(bucket.gone for bucket in self._plan):
                 raise InvalidArgumentError("gradients are on their way: finalize() before reset()")
-            known = {*self.settings(), "comm"}
-            if unknown := sorted(changes.keys() - known):
-                raise InvalidArgumentError(f"unknown setting {unknown[0]!r}; known: {', '.join(sorted(known))}")
+            self.check_settings(changes, "comm")
             given = {key: value for key, value in changes.items() if key in _Settings.__slots__ and key != "buckets"}
             settings = replace(self._settings, **given)
             settings.check()

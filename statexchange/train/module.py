@@ -17,7 +17,8 @@ from statexchange.comm.communicator import Communicator
 from statexchange.comm.world import as_communicator
 from statexchange.errors import InvalidArgumentError, MismatchError
 from statexchange.train.algorithms import Algorithm, GradientAllReduce, Run, as_algorithm
-from statexchange.train.optimizer import DistributedOptimizer, check_settings
+from statexchange.train.buckets import BucketReducer
+from statexchange.train.optimizer import DistributedOptimizer
 from statexchange.train.synchronize import allreduce_parameters, broadcast_parameters
 from statexchange.train.tuner import Setting, Trial, Tuner
 
@@ -421,7 +422,7 @@ def _check_arguments(
         raise InvalidArgumentError(f"a torch optimizer is wanted, not {type(others[0]).__name__}")
     if taken := [name for name in _ALGORITHMS_OWN if name in settings]:
         raise InvalidArgumentError(f"{taken[0]} is the algorithm's, and cannot be given")
-    check_settings(settings, "accumulate", "weight")
+    BucketReducer.check_settings(settings, "accumulate", "weight")
     if not isinstance(tune_every, int) or tune_every < 1:
         raise InvalidArgumentError("tune_every must be a positive number of forwards", found=tune_every)
     if autotune and len(optimizers) > 1:

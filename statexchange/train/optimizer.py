@@ -20,7 +20,7 @@ from statexchange.train.declarations import compare_declarations, declare, local
 from statexchange.train.reducers import CoalescingReducer, Reducer, average_sparse, densified, same_kind
 from statexchange.train.synchronize import synchronize
 
-__all__ = ["DistributedOptimizer", "as_comm_hook", "average_gradients", "check_settings"]
+__all__ = ["DistributedOptimizer", "as_comm_hook", "average_gradients"]
 
 _PHASE = "averaging gradients"
 
@@ -104,7 +104,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._weight is not None and not callable(self._weight):
             raise InvalidArgumentError(f"weight is a function that returns this rank's weight, not {self._weight!r}")
         if reducer is None:
-            check_settings(settings)
+            BucketReducer.check_settings(settings)
             return
         if not isinstance(reducer, BucketReducer):
             raise InvalidArgumentError(f"reducer must be a BucketReducer, not {type(reducer).__name__}")
@@ -283,13 +283,6 @@ def _check_known(optimizer: torch.optim.Optimizer, known: Mapping[str, torch.Ten
         if id(parameter) not in ids and (parameter.is_floating_point() or parameter.is_complex()):
             shape = f"{str(parameter.dtype)[6:]}{list(parameter.shape)}"
             raise InvalidArgumentError(f"the optimizer has a parameter {shape} that {whose} does not have", name=name)
-
-
-def check_settings(settings: Mapping[str, Any], *others: str) -> None:
-    """InvalidArgumentError for what neither a BucketReducer takes nor `others` names. Not collective."""
-    known = BucketReducer.settings().union(others)
-    if unknown := sorted(settings.keys() - known):
-        raise InvalidArgumentError(f"unknown setting {unknown[0]!r}; known: {', '.join(sorted(known))}")
 
 
 def average_gradients(module: Any, comm: Any = None) -> None:
