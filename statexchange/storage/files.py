@@ -216,10 +216,10 @@ def _owner_of_new(dir_fd: int, path: str) -> int | None:
     except StorageError:
         return None
     try:
+        remove_file(name, path, dir_fd)  # first, so that it vanishes with this process
         return fstat_of(fd, path).st_uid
     finally:
         os.close(fd)
-        remove_file(name, path, dir_fd)
 
 
 # Files
