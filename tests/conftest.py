@@ -17,6 +17,7 @@ from programs import require_mounts, require_mpi
 from scripts import BIN
 
 from statexchange.errors import MissingExtraError
+from statexchange.processes import usable_cores
 from statexchange.testing.worlds import mpi_missing
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several test processes share the cores
@@ -24,9 +25,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # several test processes share th
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """Run the tests of one file in this process, which starts sooner than a worker."""
+    """Run the tests of one file in this process, which starts sooner than a worker; others by two workers a core.
+
+    Tests wait for about half of their time: for ranks that start, and for deadlines.
+    """
     paths = {argument.partition("::")[0] for argument in config.args}
-    return 0 if len(paths) == 1 and all(path.endswith(".py") for path in paths) else None
+    if len(paths) == 1 and all(path.endswith(".py") for path in paths):
+        return 0
+    return 2 * usable_cores()
 
 
 @pytest.hookimpl(wrapper=True)
