@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -66,6 +67,17 @@ def demo(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> tuple[Path
     code, text, errors = json.loads(printed.read_text())
     assert code == 0, errors
     return kept, text
+
+
+@pytest.fixture
+def store() -> Iterator[Any]:
+    """An empty object store, which lives in this process."""
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    memory.pseudo_dirs[:] = [""]
+    yield memory
+    memory.store.clear()
+    memory.pseudo_dirs[:] = [""]
 
 
 @pytest.fixture(scope="module")

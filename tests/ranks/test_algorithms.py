@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from bagua import bagua_net
 from starting import LAUNCHED_AS, start
 from sweeps import slow
 from torch import nn
@@ -41,19 +42,8 @@ Weights = list[list[Any]]
 
 
 def net(seed: int = 0) -> nn.Sequential:
-    """Bagua's; made from its own seed also where ranks are threads, which share torch's generator."""
-    made = nn.Sequential(
-        nn.Linear(2, 10, bias=False),
-        nn.ReLU(),
-        nn.Linear(10, 50),
-        nn.ReLU(),
-        nn.Linear(50, 4, bias=False),
-        nn.Softmax(1),
-    )
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in made.parameters():
-        nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
-    return made.double()
+    """In float64, where algorithms that should be equal are so to the last bit."""
+    return bagua_net(seed).double()
 
 
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from bagua import bagua_net
 from starting import LAUNCHED_AS, start
 from sweeps import slow
 from torch import nn
@@ -430,22 +431,6 @@ def test_flux_differences(comm: Communicator, directory: Path) -> None:
 # Bagua
 
 
-def net(seed: int = 0) -> nn.Sequential:
-    """Bagua's: 2 to 10 without bias, 10 to 50, 50 to 4 without bias, softmax."""
-    made = nn.Sequential(
-        nn.Linear(2, 10, bias=False),
-        nn.ReLU(),
-        nn.Linear(10, 50),
-        nn.ReLU(),
-        nn.Linear(50, 4, bias=False),
-        nn.Softmax(1),
-    )
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in made.parameters():
-        nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
-    return made
-
-
 def sgd(module: nn.Module, lr: float = 0.01) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=lr)
 
@@ -491,7 +476,7 @@ def test_bagua_allreduce_broadcast_and_their_coalesced(comm: Communicator, direc
 
 @on_ranks(1, 2)
 def test_bagua_distributed_module(comm: Communicator, directory: Path) -> None:
-    inner = net(comm.rank)
+    inner = bagua_net(comm.rank)
     inner.statexchange_ignore = ["0.weight"]
     wrapped = sx.DistributedModule(inner)
     data = torch.randn(3, 2)
@@ -509,9 +494,9 @@ def test_bagua_distributed_module(comm: Communicator, directory: Path) -> None:
 def test_bagua_reducer_arguments_and_bucket_types(comm: Communicator, directory: Path) -> None:
     for align_bytes in (7, 12, 4):
         with pytest.raises(ValueError, match="power of two, 8 or more"):
-            sx.BucketReducer(net(), align_bytes=align_bytes)
+            sx.BucketReducer(bagua_net(), align_bytes=align_bytes)
     with pytest.raises(ValueError, match="bucket_type"):
-        sx.BucketReducer(net(), bucket_type="momentum")  # type: ignore[arg-type]
+        sx.BucketReducer(bagua_net(), bucket_type="momentum")  # type: ignore[arg-type]
     for bucket_type in ("gradient", "weight", "parameter"):
         module = nn.ParameterList([nn.Parameter(torch.full((3,), comm.rank + 1.0)) for _ in range(2)])
         reducer = sx.BucketReducer(module, bucket_type=bucket_type, align_bytes=64)
@@ -548,7 +533,7 @@ def test_bagua_bucket_split(order: str, halves: str, expected: list[str]) -> Non
 @on_ranks(2, 3)
 def test_bagua_unused_parameters_and_two_backwards(comm: Communicator, directory: Path) -> None:
     """mark_tensor_ready: a parameter without a gradient never makes its bucket ready there, and the step hangs."""
-    module = net()
+    module = bagua_net()
     reducer = sx.BucketReducer(module, bucket_bytes=256)
     for step in range(3):
         for parameter in module.parameters():
@@ -565,9 +550,9 @@ def test_bagua_unused_parameters_and_two_backwards(comm: Communicator, directory
 
 @on_ranks(2, 3)
 def test_bagua_switch_to(comm: Communicator, directory: Path) -> None:
-    module = net(comm.rank)
+    module = bagua_net(comm.rank)
     wrapped, optimizer = sx.data_parallel(module, torch.optim.Adam(module.parameters(), lr=0.01))
-    assert torch.equal(flat(module), flat(net(0)))  # at first root's
+    assert torch.equal(flat(module), flat(bagua_net(0)))  # at first root's
     for name in ("sg-allreduce", "decentralize", "quantize", "allreduce"):
         with torch.no_grad():
             module[0].weight.fill_(comm.rank + 1)
@@ -581,7 +566,7 @@ def test_bagua_switch_to(comm: Communicator, directory: Path) -> None:
 
 @on_ranks(1, 2)
 def test_bagua_state_dict_and_forward(comm: Communicator, directory: Path) -> None:
-    module = net()
+    module = bagua_net()
     wrapped, optimizer = sx.data_parallel(module, sgd(module), autotune=True, tune_every=3)
     assert list(wrapped.state_dict()) == list(module.state_dict())  # without a prefix
     wrapped.load_state_dict({name: value * 0 for name, value in module.state_dict().items()})
@@ -599,7 +584,7 @@ def test_bagua_state_dict_and_forward(comm: Communicator, directory: Path) -> No
 
 @on_ranks(1, 2)
 def test_bagua_report_metrics_and_ask_and_update_hyperparameters(comm: Communicator, directory: Path) -> None:
-    module = net()
+    module = bagua_net()
     wrapped, optimizer = sx.data_parallel(module, sgd(module), bucket_bytes=1024)
     assert wrapped.ask_and_update_hyperparameters() is False  # of an empty list Bagua makes NaN
     train(wrapped, optimizer, comm.rank, 2)
@@ -637,7 +622,7 @@ def test_bagua_broadcast_parameters_and_allreduce_parameters(comm: Communicator,
 
 @on_ranks(1, 2)
 def test_bagua_init(comm: Communicator, directory: Path) -> None:
-    made = nn.Sequential(net(comm.rank), nn.BatchNorm1d(4))
+    made = nn.Sequential(bagua_net(comm.rank), nn.BatchNorm1d(4))
     made[1].running_mean.fill_(comm.rank)
     first = torch.optim.SGD(made[0].parameters(), lr=0.01)
     second = torch.optim.Adam(made[1].parameters(), lr=0.01)
@@ -696,7 +681,7 @@ def test_bagua_hierarchical_reduce_on_two_hosts(tmp_path: Path) -> None:
 
 @on_ranks(2, 3)
 def test_bagua_gradient_allreduce(comm: Communicator, directory: Path) -> None:
-    module = net(comm.rank)
+    module = bagua_net(comm.rank)
     train(module, sgd(module), comm.rank, 3)  # apart
     wrapped, optimizer = sx.data_parallel(module, sgd(module), "allreduce")
     train(wrapped, optimizer, comm.rank, 10)
@@ -706,7 +691,7 @@ def test_bagua_gradient_allreduce(comm: Communicator, directory: Path) -> None:
 @on_ranks(2, 4)
 def test_bagua_decentralized(comm: Communicator, directory: Path) -> None:
     for peers in ("all", "shift_one"):
-        module = net(comm.rank)
+        module = bagua_net(comm.rank)
         algorithm = Decentralized(peers, hierarchical=False)
         wrapped, optimizer = sx.data_parallel(module, sgd(module), algorithm)
         train(wrapped, optimizer, comm.rank, 10)
@@ -724,7 +709,7 @@ def test_bagua_quantize(comm: Communicator, directory: Path) -> None:
     chunk = torch.randn(1, 1000, generator=torch.Generator().manual_seed(3))
     step = (chunk.max() - chunk.min()) / 255
     assert (dequantize(quantize(chunk)[0]) - chunk[0]).abs().max() <= step * 0.5001
-    module = net(comm.rank)
+    module = bagua_net(comm.rank)
     wrapped, optimizer = sx.data_parallel(module, sgd(module), "quantize")
     train(wrapped, optimizer, comm.rank, 10)
     assert same_everywhere(comm, flat(module))
@@ -737,7 +722,7 @@ def test_bagua_broadcast_state(comm: Communicator, directory: Path) -> None:
         (torch.optim.Adam, {"lr": 0.2, "weight_decay": 0.1}),
         (torch.optim.Rprop, {"lr": 0.2}),
     ):
-        module = net(comm.rank)
+        module = bagua_net(comm.rank)
         optimizer = kind(module.parameters(), **settings)
         if comm.rank == 0:  # the others have no state at all, on which Bagua hangs
             train(module, optimizer, comm.rank, 50)
@@ -751,7 +736,7 @@ def test_bagua_broadcast_state(comm: Communicator, directory: Path) -> None:
 @on_ranks(2)
 def test_bagua_multi_models(comm: Communicator, directory: Path) -> None:
     algorithm = sx.algorithms.GradientAllReduce()
-    nets = [net(1), net(2)]
+    nets = [bagua_net(1), bagua_net(2)]
     pairs = [sx.data_parallel(module, sgd(module), algorithm) for module in nets]
     for step in range(5):
         for wrapped, optimizer in pairs:
@@ -759,7 +744,7 @@ def test_bagua_multi_models(comm: Communicator, directory: Path) -> None:
             loss_of(wrapped, comm.rank, step).backward()
             optimizer.step()
     for seed, module in zip((1, 2), nets, strict=True):
-        alone = net(seed)
+        alone = bagua_net(seed)
         optimizer = sgd(alone)
         for step in range(5):
             optimizer.zero_grad()

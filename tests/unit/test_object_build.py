@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +37,6 @@ WHOLE = [
     "model.safetensors.index.json",
     "statexchange.json",
 ]
-
-
-@pytest.fixture
-def store() -> Iterator[Any]:
-    """An empty store, which lives in this process."""
-    memory = fsspec.filesystem("memory")
-    memory.store.clear()
-    memory.pseudo_dirs[:] = [""]
-    yield memory
-    memory.store.clear()
-    memory.pseudo_dirs[:] = [""]
 
 
 @pytest.fixture

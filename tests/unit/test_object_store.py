@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,17 +21,6 @@ TENSORS = {
     "b.c": torch.arange(9).to(torch.int16),
     "z": torch.tensor(2.5),
 }
-
-
-@pytest.fixture
-def store() -> Iterator[Any]:
-    """An empty store, which lives in this process."""
-    memory = fsspec.filesystem("memory")
-    memory.store.clear()
-    memory.pseudo_dirs[:] = [""]
-    yield memory
-    memory.store.clear()
-    memory.pseudo_dirs[:] = [""]
 
 
 def put(store: Any, directory: Path, name: str) -> str:
