@@ -36,6 +36,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     return 2 * usable_cores()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the tests that may take long, so that no worker is left alone with one at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call() -> Generator[None, object, object]:
     """Skip a test that starts ranks under MPI where that cannot be."""

@@ -225,8 +225,14 @@ class WorkspaceView:
         return [*temporary, *(name.file for name in written if dead)]
 
     def all_abandoned(self, places: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Return those of `places` (run, round) in which there is something that was abandoned."""
-        return [(run, number) for run, number in places if self.abandoned(run, number)]
+        """Return those of `places` (run, round) in which there is something that was abandoned, or nothing at all."""
+        return [place for place in places if self.abandoned(*place) or self._is_empty(*place)]
+
+    def _is_empty(self, run: str, number: int) -> bool:
+        try:
+            return not self._round(run, number).listing
+        except StateExchangeError:  # removed meanwhile, or not to be looked into
+            return False
 
     def readable_manifests(self) -> list[Manifest]:
         """Return the committed rounds, oldest first, without those whose manifest is broken: a reader must see that."""
@@ -456,8 +462,9 @@ class Workspace:
         return manifest
 
     def sweep(self, only: str | None = None) -> None:
-        """Remove what processes that have provably ended left here, or in the run `only`: temporary files, and files
-        that they had written for a round that was never committed. Not collective."""
+        """Remove what processes that have provably ended left here, or in the run `only`: temporary files, files that
+        they had written for a round that was never committed, and directories of rounds that are empty. Not
+        collective."""
         try:
             with self.view() as view:
                 abandoned = view.all_abandoned(view.places(only))
@@ -468,7 +475,8 @@ class Workspace:
     def _sweep(self, rounds: Iterable[tuple[str, int]]) -> None:
         """Remove what was abandoned in these rounds, unless another look shows that a round was committed meanwhile.
 
-        Its writers had ended by the first look, so nobody can commit it after the second.
+        Its writers had ended by the first look, so nobody can commit it after the second. Of a directory that was
+        empty nothing is known: a writer that has just made it makes it again (`_retried`).
         """
         for run, number in rounds:
             try:
@@ -478,6 +486,8 @@ class Workspace:
                 return
             if names:
                 self._remove(run, number, names)
+            else:
+                self._remove_empty(run, number)
 
     def rounds(self, run: str) -> list[int]:
         """Return the rounds of `run` that have a directory, oldest first."""

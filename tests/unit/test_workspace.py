@@ -137,6 +137,7 @@ def test_killed_at_any_write_the_old_round_or_the_new_one_is_there(
             m.generation for m in manifests_of(Workspace(path))
         )
         assert len(manifests_of(Workspace(path))) == 2, point
+        assert [p for p in path.rglob("*") if p.is_dir() and not os.listdir(p)] == [], point
 
     in_pairs(check, some(each_call(calls), every))
 
@@ -415,6 +416,19 @@ def test_files_of_killed_writers_go_with_their_round(workspace: Workspace) -> No
     commit(workspace)
     commit(workspace)
     assert not stale.parent.exists()
+
+
+def test_an_empty_round_of_a_killed_writer_goes_with_the_next_commit_of_any_run(workspace: Workspace) -> None:
+    commit(workspace)
+    killed = Path(workspace.path, "other", "000001")
+    killed.mkdir(0o700, parents=True)
+    killed.parent.chmod(0o700)
+    not_ours = [Path(workspace.path, "notes"), Path(workspace.path, "job", "notes")]
+    for path in not_ours:
+        path.mkdir(0o700)
+    commit(workspace)
+    assert not killed.parent.exists()
+    assert all(path.exists() for path in not_ours)
 
 
 def test_files_of_a_committed_round_cannot_be_removed_one_by_one(workspace: Workspace) -> None:
