@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError, NotFoundError
 from statexchange.formats.huggingface import MANIFEST
-from statexchange.storage.json_text import MAX_MANIFEST_BYTES, parse_json
+from statexchange.storage.json_text import MAX_MANIFEST_BYTES, read_json
 
 if TYPE_CHECKING:
     from statexchange.layout.plan import FilePlan, Plan, TensorPlan
@@ -77,7 +77,7 @@ def listed_files(store: Store) -> list[str]:
     manifest itself, indexes, all others. Without a manifest none; a broken one is a CorruptError."""
     path = store.path_of(MANIFEST)
     try:
-        raw: Any = parse_json(store.read_small(MANIFEST, MAX_MANIFEST_BYTES), path)
+        raw: Any = read_json(store.open(MANIFEST))
     except NotFoundError:
         return []
     names = raw.get("files") if isinstance(raw, dict) else None

@@ -29,7 +29,7 @@ from statexchange.layout.shards import (
 )
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.claim import CLAIM_NAME, claim_of
-from statexchange.storage.json_text import MAX_MANIFEST_BYTES, parse_json
+from statexchange.storage.json_text import parse_json, read_json
 from statexchange.storage.place import Place
 from statexchange.storage.store import Store, StoredFile
 from statexchange.storage.tensorfile import TORCH_SHARDING_KEY, Header, read_header
@@ -232,7 +232,7 @@ def _manifest(store: Store) -> dict[str, Any] | None:
     if MANIFEST not in store.listing:
         return None
     path = store.path_of(MANIFEST)
-    manifest = parse_json(store.read_small(MANIFEST, MAX_MANIFEST_BYTES), path)
+    manifest = read_json(store.open(MANIFEST))
     try:
         if not isinstance(manifest, dict):
             raise TypeError("not an object")
@@ -284,7 +284,7 @@ def _check_names(weight_map: Mapping[str, str], suffix: str, path: str) -> None:
 def read_index(store: Store, index: str, suffix: str = _SUFFIX) -> dict[str, str]:
     """Return the file of each tensor by an index; a name that is not plain and ends otherwise is a CorruptError."""
     path = store.path_of(index)
-    raw = parse_json(store.read_small(index, MAX_MANIFEST_BYTES), path)
+    raw = read_json(store.open(index))
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(weight_map, dict):
         raise CorruptError("the index has no weight_map", path=path)

@@ -56,7 +56,7 @@ from statexchange.storage.build import (
 from statexchange.storage.claim import CLAIM_NAME, Claim
 from statexchange.storage.files import audit
 from statexchange.storage.fsspec_store import FsspecStore, file_system, shown, storage_errors, version_in
-from statexchange.storage.json_text import MAX_MANIFEST_BYTES, parse_json
+from statexchange.storage.json_text import read_json
 from statexchange.storage.store import Store
 
 if TYPE_CHECKING:
@@ -485,7 +485,7 @@ class ObjectBuild(Build):
         """
         store = self._objects.store()
         try:
-            manifest: Any = parse_json(store.read_small(self._manifest, MAX_MANIFEST_BYTES), self.path)
+            manifest: Any = read_json(store.open(self._manifest))
             listed = manifest["files"]
         except (NotFoundError, CorruptError, TypeError, KeyError):
             return
