@@ -85,10 +85,11 @@ class Output:
     A reader that goes away (``| head``) does not change what a command found: the rest is dropped quietly.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, lost: OSError | None = None) -> None:
+        """`lost` is why nothing can be written to stdout."""
         self.format = "auto"
         self._warnings: list[str] = []
-        self._lost: OSError | None = None
+        self._lost = lost
 
     @property
     def human(self) -> bool:

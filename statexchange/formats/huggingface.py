@@ -25,6 +25,7 @@ from statexchange.layout.shards import (
     full_box,
     itemsize_of,
     linear_offset,
+    shape_from_json,
     sizes_from_json,
 )
 from statexchange.storage.byte_range import ByteRange
@@ -152,10 +153,14 @@ def _holder(number: int, file: StoredFile, published: Mapping[str, Any]) -> Hold
     tensors = {}
     for name, entry in header.entries.items():
         box = Box(parts.get(name, (0,) * len(entry.shape)), entry.shape)
-        shard = Shard(name, entry.dtype, box.ends, (box,))
+        try:
+            shard = Shard(name, entry.dtype, box.ends, (box,))
+        except ValueError as error:
+            raise CorruptError(str(error), name=name, path=file.path) from None
         stored = ByteRange(file, entry.begin, entry.nbytes)
         fact = published.get(name)
-        if fact is None or (fact["dtype"], tuple(fact["shape"])) != (entry.dtype, entry.shape):
+        is_whole = box.shape == shard.global_shape
+        if fact is None or not is_whole or (fact["dtype"], tuple(fact["shape"])) != (entry.dtype, entry.shape):
             tensors[name] = SourceTensor(shard, (stored,))
         else:
             tensors[name] = _published(shard, stored, fact["boxes"])
@@ -251,7 +256,7 @@ def _check_fact(fact: Any) -> None:
     """Raise ValueError, KeyError or TypeError unless this is one tensor's record: file, dtype, shape, and boxes as
     (offsets, shape, digest, rank)."""
     itemsize_of(fact["dtype"])
-    shape = sizes_from_json(fact["shape"])
+    shape = shape_from_json(fact["shape"])
     for offsets, sizes, known, rank in fact["boxes"]:
         Shard("", fact["dtype"], shape, (Box.from_json([offsets, sizes]),))
         if not isinstance(known, str) or type(rank) is not int:

@@ -132,7 +132,7 @@ class _File:
             raise error.located(rank=self._rank, name=name, path=self._path) from None
         except StateExchangeError:
             raise
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise CorruptError(
                 f"not what torch writes for a tensor: {error!r:.200}", name=name, path=self._path
             ) from None

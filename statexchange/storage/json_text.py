@@ -11,7 +11,7 @@ from statexchange.storage.files import check_size
 if TYPE_CHECKING:
     from statexchange.storage.store import StoredFile
 
-__all__ = ["MAX_MANIFEST_BYTES", "parse_json", "read_json"]
+__all__ = ["MAX_MANIFEST_BYTES", "is_readable", "parse_json", "read_json"]
 
 MAX_MANIFEST_BYTES = 256 << 20  # limit of manifests, indexes and records: some four million boxes
 _WINDOW_BYTES = 8 << 20
@@ -22,7 +22,7 @@ _FREE_BYTES, _MAX_GROWTH, _MAX_PARSED_BYTES = 32 << 20, 12, 1 << 30
 
 
 def read_json(file: StoredFile, limit: int = MAX_MANIFEST_BYTES) -> object:
-    """Return the JSON object in a file; a file of more than `limit` bytes, or that is no JSON object, is a CorruptError.
+    """Return the JSON object in a file; anything else, or a file of more than `limit` bytes, is a CorruptError.
 
     It is read window by window and refused at the first one that cannot be JSON, as in a sparse file.
     """
@@ -43,9 +43,8 @@ def parse_json(data: bytes | bytearray | memoryview | str, path: str) -> object:
     """
     try:
         text = data if isinstance(data, str) else str(data, "utf-8")  # given bytes, json would accept UTF-16 too
-        nbytes = _parsed_bytes(text)
-        if nbytes > min(_FREE_BYTES + _MAX_GROWTH * len(text), _MAX_PARSED_BYTES):
-            problem = f"refused: {len(text)} characters of JSON would take some {nbytes} bytes of memory"
+        if not is_readable(text):
+            problem = f"refused: parsed, these {len(text)} characters of JSON would take more memory than any real ones"
             raise CorruptError(problem, path=path)
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except CorruptError:
@@ -54,14 +53,16 @@ def parse_json(data: bytes | bytearray | memoryview | str, path: str) -> object:
         raise CorruptError(f"broken JSON: {error}", path=path) from None
 
 
-def _parsed_bytes(text: str) -> int:
-    """Estimate the memory that parsed JSON takes, from above; brackets in strings are counted too."""
-    if len(text) <= _FREE_BYTES // _KEY_BYTES:
-        return 0
-    containers = text.count("[") + text.count("{")
+def is_readable(text: str) -> bool:
+    """Return whether `parse_json` accepts the density of a text. Its memory is estimated, from above, by counting."""
+    limit = min(_FREE_BYTES + _MAX_GROWTH * len(text), _MAX_PARSED_BYTES)
+    if len(text) * _KEY_BYTES <= limit:
+        return True
+    nbytes = _CONTAINER_BYTES * (text.count("[") + text.count("{")) + _VALUE_BYTES * text.count(",")
+    if nbytes > limit:
+        return False
     repeated = sum(text.count(f'"{key}"') for key in _REPEATED_KEYS)
-    keys = _KEY_BYTES * text.count(":") - (_KEY_BYTES - _REPEATED_KEY_BYTES) * repeated
-    return _CONTAINER_BYTES * containers + keys + _VALUE_BYTES * text.count(",")
+    return nbytes + _KEY_BYTES * text.count(":") - (_KEY_BYTES - _REPEATED_KEY_BYTES) * repeated <= limit
 
 
 def _no_constant(name: str) -> object:

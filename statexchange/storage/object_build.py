@@ -41,6 +41,7 @@ from statexchange.errors import (
     StorageError,
     TargetExistsError,
     UnsupportedError,
+    without_secrets,
 )
 from statexchange.processes import Owner
 from statexchange.storage.atomic import new_nonce
@@ -55,7 +56,7 @@ from statexchange.storage.build import (
 )
 from statexchange.storage.claim import CLAIM_NAME, Claim
 from statexchange.storage.files import audit
-from statexchange.storage.fsspec_store import FsspecStore, file_system, shown, storage_errors, version_in
+from statexchange.storage.fsspec_store import FsspecStore, file_system, storage_errors, version_in
 from statexchange.storage.json_text import read_json
 from statexchange.storage.store import Store
 
@@ -90,7 +91,7 @@ class _Objects:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self.path = shown(self.url)
+        self.path = without_secrets(self.url)
         scheme = url.partition("://")[0].rpartition("::")[2]
         if url.partition("://")[0].partition("::")[0] in _READ_ONLY:
             raise UnsupportedError(
