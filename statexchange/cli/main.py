@@ -62,7 +62,7 @@ def cli(context: click.Context) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with the code that says how it went."""
-    output = Output(lost=_open_closed_streams())
+    output = Output(closed=_open_closed_streams())
     code = _run(output, sys.argv[1:] if arguments is None else arguments)
     sys.exit(code if output.close() else EXIT_CODES["IO"])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from statexchange.errors import (
@@ -35,6 +35,7 @@ _INDEX_SUFFIX = ".bin.index.json"
 _RANK = re.compile(r"(?<![A-Za-z])rank[_-]?([0-9]{1,9})(?![0-9])", re.IGNORECASE)
 _ZIP, _LEGACY = b"PK\3\4", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _MAX_DEPTH = 100
+_FREE_PIECES = 1 << 20  # of all tensors of a file, beside some for each byte of its pickle
 
 
 def matches(place: Place) -> bool:
@@ -107,6 +108,7 @@ class _File:
         seen: dict[Any, str] = {}
         self._archive = _archive(file)
         data = self._archive.pickle()
+        self._pieces_left = _FREE_PIECES + 8 * len(data)
         root = read_pickle(data, path)
         for name, value in _leaves(root, path, 4 * len(data)):
             if name in tensors or name in self.others:
@@ -149,10 +151,12 @@ class _File:
         if "_coordinate_on_dim" not in mesh:
             raise UnsupportedError("its mesh does not say which coordinate the saving rank had")
         boxes = []
+        self._spend(sum(min(cut.split_factor, max(shape, default=0)) for cut in cuts if cut is not None))
         if mesh["_coordinate_on_dim"] is not None:
             boxes = local_boxes(
                 shape, self._mesh_shape(spec["mesh"], cuts), sizes_from_json(mesh["_coordinate_on_dim"]), cuts
             )
+        self._spend(len(boxes))
         shard = Shard(name, local.dtype, shape, tuple(box for box, _ in boxes))
         ends = [tuple(map(operator.add, place, box.shape)) for box, place in boxes]
         expected = tuple(map(max, *ends)) if len(ends) > 1 else (ends or [local.shape])[0]
@@ -173,8 +177,16 @@ class _File:
         """A mesh is checked once for all tensors that are cut along the same axes of it."""
         key = id(mesh), tuple(cut is not None for cut in cuts)  # the pickle's root keeps them all alive
         if key not in self._meshes:
-            self._meshes[key] = _checked_mesh(mesh.state, cuts)
+            axes, ranks = _axes_of(mesh.state)
+            self._spend(len(ranks) * (1 + len(cuts)))
+            self._meshes[key] = _checked_mesh(axes, ranks, cuts)
         return self._meshes[key]
+
+    def _spend(self, pieces: int) -> None:
+        """Raise CorruptError once the placements of this file ask for more work than its size could account for."""
+        self._pieces_left -= pieces
+        if self._pieces_left < 0:
+            raise CorruptError("its placements cut tensors into more pieces than any real ones", path=self._path)
 
 
 def _archive(file: StoredFile) -> Archive:
@@ -225,17 +237,21 @@ def _cut(placement: Made) -> Cut | None:
         return None
     if placement.name in ("Shard", "_StridedShard"):
         (dim,) = sizes_from_json((placement.state["dim"],))
-        return Cut(dim, placement.state["split_factor"] if placement.name == "_StridedShard" else 1)
+        (factor,) = sizes_from_json((placement.state["split_factor"] if placement.name == "_StridedShard" else 1,))
+        return Cut(dim, factor)
     raise UnsupportedError(f"placement {placement.name} holds an unfinished sum; redistribute it before it is saved")
 
 
-def _checked_mesh(mesh: dict[str, Any], cuts: list[Cut | None]) -> list[int]:
-    """The mesh's shape. Ranks must ascend along an axis that cuts, as in live tensors (exchange.describe)."""
+def _axes_of(mesh: dict[str, Any]) -> tuple[list[list[tuple[int, int]]], Sequence[int]]:
+    """The (size, stride) parts of each axis of a mesh, and its ranks."""
     if "_layout" in mesh:
-        ranks, axes = mesh["_flatten_rank_map"], _axes(mesh["_layout"].state)
-    else:  # torch before 2.9
-        shape = sizes_from_json(mesh["mesh"].args[2])
-        ranks, axes = mesh["_flatten_mesh_list"], [[pair] for pair in zip(shape, c_strides(shape), strict=True)]
+        return _axes(mesh["_layout"].state), mesh["_flatten_rank_map"]
+    shape = sizes_from_json(mesh["mesh"].args[2])  # torch before 2.9
+    return [[pair] for pair in zip(shape, c_strides(shape), strict=True)], mesh["_flatten_mesh_list"]
+
+
+def _checked_mesh(axes: list[list[tuple[int, int]]], ranks: Sequence[int], cuts: list[Cut | None]) -> list[int]:
+    """The mesh's shape. Ranks must ascend along an axis that cuts, as in live tensors (exchange.describe)."""
     sizes = []
     for axis, cut in zip(axes, cuts, strict=True):
         steps = [0]
