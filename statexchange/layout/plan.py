@@ -420,8 +420,9 @@ def _flaw(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> tuple[int,
         raise UnsupportedError(f"cut along {len(cut)} dims; {_MAX_CUT_DIMS} are supported", name=name)
     if not full_box(shape).numel:
         return None
+    found = list(boxes)
     try:
-        return _Tiling(len(list(boxes))).first_flaw(full_box(shape), list(boxes), cut)
+        return _Tiling(len(found)).first_flaw(full_box(shape), found, cut)
     except UnsupportedError as error:
         raise error.located(name=name) from None
 
@@ -476,7 +477,8 @@ class _Tiling:
         raise self._too_many(cut)
 
     def _too_many(self, cut: Sequence[int]) -> UnsupportedError:
-        return UnsupportedError(f"{self._count} boxes that are cut along {len(cut)} dims at once are not supported")
+        text = f"{self._count} boxes that are cut along {len(cut)} dims at once are more than can be proved"
+        return UnsupportedError(f"{text}: cut it along fewer dims")
 
 
 def _slabs(region: Box, boxes: Sequence[Box], dim: int) -> list[tuple[Box, list[Box]]]:

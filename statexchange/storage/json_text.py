@@ -27,12 +27,13 @@ def read_json(file: StoredFile, limit: int = MAX_MANIFEST_BYTES) -> object:
     It is read window by window and refused at the first one that cannot be JSON, as in a sparse file.
     """
     check_size(file.size, limit, file.path)
-    data = bytearray(file.size)
-    for begin in range(0, file.size, _WINDOW_BYTES):
-        end = min(begin + _WINDOW_BYTES, file.size)
-        file.read_into(memoryview(data)[begin:end], begin)
-        if data.find(0, begin, end) >= 0 or (begin == 0 and not data[:64].lstrip().startswith(b"{")):
+    data = bytearray()  # it grows with what is read: making it of its full size would touch all of its memory
+    while len(data) < file.size or not data:
+        window = bytearray(min(_WINDOW_BYTES, file.size - len(data)))
+        file.read_into(memoryview(window), len(data))
+        if 0 in window or (not data and not window[:64].lstrip().startswith(b"{")):
             raise CorruptError("not a JSON object", path=file.path)
+        data += window
     return parse_json(data, file.path)
 
 

@@ -268,7 +268,7 @@ CASES = [
     Case(empty_dim, "merge IN OUT", 0, "merged 1 tensors, 0 B"),
     Case(empty_boxes, "info IN", 0, "tensors     1"),
     Case(empty_boxes, "verify IN", 0, "3 boxes, 0 B"),
-    Case(twelve_dims, "verify IN", 7, "9000 boxes that are cut along 12 dims at once"),
+    Case(twelve_dims, "verify IN", 7, "9000 boxes that are cut along 12 dims at once are more than can be proved"),
     Case(dense_header, "merge IN OUT", 4, "would take more memory"),
     Case(dense_keys, "info IN/model.safetensors", 4, "would take more memory"),
     Case(dense_manifest, "verify IN", 4, "would take more memory"),
@@ -294,6 +294,15 @@ CASES = [
     Case(whole, "info zip://hf::/x.zip", 3, "no such path [zip://hf::/x.zip]"),
 ]
 
+URL_COMMANDS = [
+    "info http://joe:PW@127.0.0.1:9/x.safetensors?X-Amz-Signature=SIG",
+    "verify zip://a::http://joe:PW@127.0.0.1:9/x.zip?X-Amz-Signature=SIG",
+    "ls nosuch://joe:PW@127.0.0.1/x?SIG",
+    "info one http://joe:PW@127.0.0.1:9/x?SIG",
+    "info memory://joe:PW@host/x?SIG",
+    "merge memory://joe:PW@host/x?SIG https://joe:PW@127.0.0.1:9/x?SIG --json",
+]
+
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
@@ -312,14 +321,15 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]
         words = [places.get(word.partition("/")[0], word.partition("/")[0]) for word in case.command.split()]
         rests = [word.partition("/")[1:] for word in case.command.split()]
         lines.append(json.dumps([word + "".join(rest) for word, rest in zip(words, rests, strict=True)]))
-    environment = {**os.environ, "PYTHONPATH": HOME}
+    lines += [json.dumps(command.split()) for command in URL_COMMANDS]
+    environment = {**os.environ, "PYTHONPATH": HOME, "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, "-c", CHILD]
     done = subprocess.run(
         command, input="\n".join(lines), capture_output=True, text=True, timeout=60, env=environment, check=False
     )
     found = [tuple(json.loads(line)) for line in done.stdout.splitlines()]
-    missing = [(None, f"the process ended with {done.returncode}: {done.stderr}")] * (len(CASES) - len(found))
-    return dict(zip(map(_name, CASES), [*found, *missing], strict=True))
+    missing = [(None, f"the process ended with {done.returncode}: {done.stderr}")] * (len(lines) - len(found))
+    return dict(zip([*map(_name, CASES), *URL_COMMANDS], [*found, *missing], strict=True))
 
 
 def _name(case: Case) -> str:
@@ -338,7 +348,7 @@ def test_a_small_file_costs_little_and_is_named(case: Case, ended: dict[str, tup
 
 def run_closed(redirections: str, *arguments: object) -> tuple[int, str]:
     shell = ["sh", "-c", f'exec "$@" {redirections}', "sh", sys.executable, "-m", "statexchange"]
-    environment = {**os.environ, "PYTHONPATH": HOME}
+    environment = {**os.environ, "PYTHONPATH": HOME, "OPENBLAS_NUM_THREADS": "1"}
     command = [*shell, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
     return done.returncode, done.stdout + done.stderr
@@ -386,19 +396,9 @@ def test_errors_and_reprs_show_no_secrets() -> None:
         assert not any(secret in text for secret in ("KEY", "PW", "SIG"))
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["info", "http://joe:PW@127.0.0.1:9/x.safetensors?X-Amz-Signature=SIG"],
-        ["verify", "zip://a::http://joe:PW@127.0.0.1:9/x.zip?X-Amz-Signature=SIG"],
-        ["ls", "nosuch://joe:PW@127.0.0.1/x?SIG"],
-        ["info", "one", "http://joe:PW@127.0.0.1:9/x?SIG"],
-        ["info", "memory://joe:PW@host/x?SIG"],
-        ["merge", "memory://joe:PW@host/x?SIG", "https://joe:PW@127.0.0.1:9/x?SIG", "--json"],
-    ],
-)
-def test_the_command_line_shows_no_secrets(arguments: list[str]) -> None:
-    code, said = run_closed("", *arguments)
-    assert code in (2, 3, 7, 8)
+@pytest.mark.parametrize("command", URL_COMMANDS)
+def test_the_command_line_shows_no_secrets(command: str, ended: dict[str, tuple[int, str]]) -> None:
+    code, said = ended[command]
+    assert code in (2, 3, 7, 8), said
     assert "Traceback" not in said
     assert not any(secret in said for secret in ("joe", "PW", "SIG"))
