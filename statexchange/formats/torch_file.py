@@ -23,7 +23,7 @@ from statexchange.formats.pickles import Made, Symbol, read_pickle
 from statexchange.formats.source import Holder, ListedTensor, Source, SourceTensor
 from statexchange.formats.torch_archive import Archive, described, is_tensor, plain, strides_of, view_of
 from statexchange.layout.placements import Cut, local_boxes
-from statexchange.layout.shards import ITEMSIZE, Shard, c_strides, full_box, sizes_from_json
+from statexchange.layout.shards import ITEMSIZE, MAX_DIMS, Shard, c_strides, full_box, sizes_from_json
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.place import Place
 from statexchange.storage.store import StoredFile
@@ -147,7 +147,7 @@ class _File:
         local = view_of(plain(slots["_local_tensor"]))
         whole = self._archive.extent(local)
         mesh = spec["mesh"].state
-        cuts = [_cut(placement) for placement in spec["placements"]]
+        cuts = [_cut(placement) for placement in _few(spec["placements"])]
         if "_coordinate_on_dim" not in mesh:
             raise UnsupportedError("its mesh does not say which coordinate the saving rank had")
         boxes = []
@@ -177,9 +177,8 @@ class _File:
         """A mesh is checked once for all tensors that are cut along the same axes of it."""
         key = id(mesh), tuple(cut is not None for cut in cuts)  # the pickle's root keeps them all alive
         if key not in self._meshes:
-            axes, ranks = _axes_of(mesh.state)
-            self._spend(len(ranks) * (1 + len(cuts)))
-            self._meshes[key] = _checked_mesh(axes, ranks, cuts)
+            self._spend(len(_ranks_of(mesh.state)) * (1 + len(cuts)))
+            self._meshes[key] = _checked_mesh(mesh.state, cuts)
         return self._meshes[key]
 
     def _spend(self, pieces: int) -> None:
@@ -242,16 +241,19 @@ def _cut(placement: Made) -> Cut | None:
     raise UnsupportedError(f"placement {placement.name} holds an unfinished sum; redistribute it before it is saved")
 
 
-def _axes_of(mesh: dict[str, Any]) -> tuple[list[list[tuple[int, int]]], Sequence[int]]:
-    """The (size, stride) parts of each axis of a mesh, and its ranks."""
-    if "_layout" in mesh:
-        return _axes(mesh["_layout"].state), mesh["_flatten_rank_map"]
-    shape = sizes_from_json(mesh["mesh"].args[2])  # torch before 2.9
-    return [[pair] for pair in zip(shape, c_strides(shape), strict=True)], mesh["_flatten_mesh_list"]
+def _ranks_of(mesh: dict[str, Any]) -> Sequence[int]:
+    ranks: Sequence[int] = mesh["_flatten_rank_map" if "_layout" in mesh else "_flatten_mesh_list"]
+    return ranks
 
 
-def _checked_mesh(axes: list[list[tuple[int, int]]], ranks: Sequence[int], cuts: list[Cut | None]) -> list[int]:
+def _checked_mesh(mesh: dict[str, Any], cuts: list[Cut | None]) -> list[int]:
     """The mesh's shape. Ranks must ascend along an axis that cuts, as in live tensors (exchange.describe)."""
+    ranks = _ranks_of(mesh)
+    if "_layout" in mesh:
+        axes = _axes(mesh["_layout"].state)
+    else:  # torch before 2.9
+        shape = sizes_from_json(mesh["mesh"].args[2])
+        axes = [[pair] for pair in zip(shape, c_strides(shape), strict=True)]
     sizes = []
     for axis, cut in zip(axes, cuts, strict=True):
         steps = [0]
@@ -260,9 +262,13 @@ def _checked_mesh(axes: list[list[tuple[int, int]]], ranks: Sequence[int], cuts:
                 raise ValueError(f"a mesh of {len(ranks)} ranks has an axis that is larger")
             steps = [step + index * stride for step in steps for index in range(size)]
         sizes.append(len(steps))
+        looked = 0
         for first in range(len(ranks) - max(steps)) if cut is not None else ():
             if any((first // stride) % size for size, stride in axis):
                 continue  # not where a line of this axis begins
+            looked += len(steps)
+            if looked > len(ranks):
+                raise ValueError("lines along an axis of its mesh cross")
             line = [ranks[first + step] for step in steps]
             if line != sorted(line):
                 raise UnsupportedError(
@@ -274,10 +280,17 @@ def _checked_mesh(axes: list[list[tuple[int, int]]], ranks: Sequence[int], cuts:
 def _axes(layout: dict[str, Any]) -> list[list[tuple[int, int]]]:
     """For each axis of a mesh its (size, stride) parts, in numbers of entries of the rank map."""
     if "axes" in layout:
-        axes = [(axis.state["shape"], axis.state["stride"]) for axis in layout["axes"]]
+        axes = [(axis.state["shape"], axis.state["stride"]) for axis in _few(layout["axes"])]
     else:
-        axes = list(zip(_many(layout["shape"]), _many(layout["stride"]), strict=True))
+        axes = list(zip(_few(_many(layout["shape"])), _few(_many(layout["stride"])), strict=True))
     return [list(zip(_numbers(shape), _numbers(stride), strict=True)) for shape, stride in axes]
+
+
+def _few(axes: Sequence[Any]) -> Sequence[Any]:
+    """What a mesh has for each of its axes; a pickle may use one long list for many tensors."""
+    if len(axes) > MAX_DIMS:
+        raise ValueError(f"a mesh of {len(axes)} axes")
+    return axes
 
 
 def _many(value: Any) -> tuple[Any, ...]:
