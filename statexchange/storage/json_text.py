@@ -31,8 +31,11 @@ def read_json(file: StoredFile, limit: int = MAX_MANIFEST_BYTES) -> object:
     while len(data) < file.size or not data:
         window = bytearray(min(_WINDOW_BYTES, file.size - len(data)))
         file.read_into(memoryview(window), len(data))
-        if 0 in window or (not data and not window[:64].lstrip().startswith(b"{")):
-            raise CorruptError("not a JSON object", path=file.path)
+        if not data and not window[:64].lstrip().startswith(b"{"):
+            raise CorruptError("broken JSON: it is no object", path=file.path)
+        if 0 in window:
+            problem = f"broken JSON: byte {len(data) + window.index(0)} is zero, as if it had not been written"
+            raise CorruptError(problem, path=file.path)
         data += window
     return parse_json(data, file.path)
 
