@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 import statexchange
 from statexchange.errors import NotFoundError, PeerError, StorageError, without_secrets
@@ -76,6 +77,14 @@ def twelve_dims(path: Path) -> None:
         offsets = tuple(chance.randrange(2) for _ in range(12))
         boxes.add((offsets, tuple(chance.randrange(1, 3 - offset) for offset in offsets)))
     published(path, [2] * 12, 2**12, [[*box, NO_DIGEST, 0] for box in sorted(boxes)])
+
+
+def many_columns(path: Path) -> None:
+    """Boxes that all reach from the begin of a file to its end; each window has a few of them."""
+    columns, width = 20_000, 1 << 13
+    known = xxhash.xxh3_128_hexdigest(bytes(2 * width))
+    boxes = [[[0, column * width], [2, width], known, 0] for column in range(columns)]
+    published(path, [2, columns * width], 2 * columns * width, boxes)
 
 
 def dense_header(path: Path) -> None:
@@ -269,6 +278,7 @@ CASES = [
     Case(empty_boxes, "info IN", 0, "tensors     1"),
     Case(empty_boxes, "verify IN", 0, "3 boxes, 0 B"),
     Case(twelve_dims, "verify IN", 7, "9000 boxes that are cut along 12 dims at once are more than can be proved"),
+    Case(many_columns, "verify IN", 0, "20,000 boxes, 328 MB"),
     Case(dense_header, "merge IN OUT", 4, "would take more memory"),
     Case(dense_keys, "info IN/model.safetensors", 4, "would take more memory"),
     Case(dense_manifest, "verify IN", 4, "would take more memory"),
