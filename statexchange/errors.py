@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -34,9 +35,34 @@ __all__ = [
     "needing_torch",
     "needs_torch",
     "to_record",
+    "without_secrets",
 ]
 
+_URL = re.compile(r"(?<!\w)(?!(?:file|shm)://)([A-Za-z][A-Za-z0-9+.-]*://)([^\s'\"<>]*)")
+_CHAINED = re.compile(r"::(?=[A-Za-z][A-Za-z0-9+.-]*://)")
+_HOST = re.compile(r"([^:\[\]]*|\[[^\]]*\])(:[0-9]*)?")
 _ABOUT = ("rank", "path", "name", "expected", "found")
+
+
+def without_secrets(text: str) -> str:
+    """Return a text in which no URL has a user, a password or a query: they may grant access.
+
+    Every URL of a message, log or repr is shown so; errors do it themselves. A chain of URLs (``zip://a::http://b``)
+    is a URL in a URL. ``file://`` and ``shm://`` name local paths, which have neither.
+    """
+    return _URL.sub(_shown_url, text)
+
+
+def _shown_url(match: re.Match[str]) -> str:
+    scheme, rest = match.groups()
+    rest, *inner = _CHAINED.split(rest)
+    host = re.split("[/?]", rest, maxsplit=1)[0]
+    user, at, _ = host.rpartition("@")
+    if at:
+        rest = rest[len(user) + 1 :]
+    elif "@" in rest and not _HOST.fullmatch(host):  # a password with slashes or question marks
+        rest = rest.rpartition("@")[2]
+    return "::".join([scheme + rest.partition("?")[0], *map(without_secrets, inner)])
 
 
 class StateExchangeError(Exception):
@@ -59,10 +85,10 @@ class StateExchangeError(Exception):
         expected: object = None,
         found: object = None,
     ) -> None:
-        super().__init__(message)  # first: ImportError's clears name and path
-        self.message = message
+        super().__init__()  # first: ImportError's clears name and path
+        self.message = without_secrets(message)
         self.rank = rank
-        self.path = None if path is None else str(path)
+        self.path = None if path is None else without_secrets(str(path))
         self.name = name
         self.expected = expected
         self.found = found
@@ -76,7 +102,7 @@ class StateExchangeError(Exception):
             setattr(error, key, getattr(self, key))
         error.rank = self.rank if rank is None else rank
         error.name = self.name if name is None else name
-        error.path = self.path if path is None else str(path)
+        error.path = self.path if path is None else without_secrets(str(path))
         error.args = (str(error),)
         return error
 
@@ -222,7 +248,7 @@ class PeerError(StateExchangeError, RuntimeError):
 
     def __init__(self, rank: int, phase: str, cause: str, host: str | None = None) -> None:
         self.phase = phase
-        self.cause = cause
+        self.cause = cause = without_secrets(cause)
         self.host = host
         who = f"rank {rank}" if rank >= 0 else "a rank, whose own log says more,"
         where = f" on {host}" if host else ""

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from statexchange.errors import CorruptError, NotFoundError
+from statexchange.errors import CorruptError, NotFoundError, UnsafeError
 from statexchange.formats.huggingface import MANIFEST
-from statexchange.storage.json_text import MAX_MANIFEST_BYTES, parse_json
+from statexchange.storage.json_text import MAX_MANIFEST_BYTES, is_readable, read_json
 
 if TYPE_CHECKING:
     from statexchange.layout.plan import FilePlan, Plan, TensorPlan
@@ -56,7 +56,11 @@ def manifest_text(plan: Plan, facts: Mapping[str, Sequence[BoxFact]], names: Seq
         "aliases": dict(plan.aliases),
         "tensors": {t.name: _tensor_record(f, t, facts[t.name]) for f in plan.files for t in f.tensors},
     }
-    return json.dumps(record, separators=(",", ":"), ensure_ascii=False).encode()
+    text = json.dumps(record, separators=(",", ":"), ensure_ascii=False)
+    data = text.encode()
+    if len(data) > MAX_MANIFEST_BYTES or not is_readable(text):
+        raise UnsafeError(f"a manifest of {len(data)} bytes would be more than any reader accepts: publish fewer boxes")
+    return data
 
 
 def _tensor_record(file: FilePlan, tensor: TensorPlan, facts: Sequence[BoxFact]) -> dict[str, Any]:
@@ -77,7 +81,7 @@ def listed_files(store: Store) -> list[str]:
     manifest itself, indexes, all others. Without a manifest none; a broken one is a CorruptError."""
     path = store.path_of(MANIFEST)
     try:
-        raw: Any = parse_json(store.read_small(MANIFEST, MAX_MANIFEST_BYTES), path)
+        raw: Any = read_json(store.open(MANIFEST))
     except NotFoundError:
         return []
     names = raw.get("files") if isinstance(raw, dict) else None

@@ -21,7 +21,14 @@ from statexchange.checkpoint.convert import ConvertingReader, cast_holdings, flo
 from statexchange.checkpoint.extra_files import FilesFrom, extra_files
 from statexchange.checkpoint.index import BoxFact
 from statexchange.checkpoint.publication import PlannedFile, Publication, check_target, target_path
-from statexchange.errors import CorruptError, ReplacedError, ReplicaError, UnsafeError, UnsupportedError
+from statexchange.errors import (
+    CorruptError,
+    ReplacedError,
+    ReplicaError,
+    UnsafeError,
+    UnsupportedError,
+    without_secrets,
+)
 from statexchange.formats import rank_files
 from statexchange.formats.registry import open_source, opened, path_text, read_place
 from statexchange.formats.source import Holder, Source, SourceTensor
@@ -39,7 +46,6 @@ from statexchange.layout.rules import Layout
 from statexchange.layout.shards import ITEMSIZE, Box
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.files import WINDOW_BYTES
-from statexchange.storage.fsspec_store import shown
 from statexchange.storage.json_text import parse_json
 from statexchange.storage.place import Place, open_place
 from statexchange.storage.regions import AHEAD_BYTES, BoxReader, windows
@@ -194,7 +200,7 @@ def merge_checkpoint(
 
 def _check_apart(source: Source, path: str) -> None:
     """A store has no second name under which a checkpoint could be built while its old objects are read."""
-    below = f"{shown(path)}/"
+    below = f"{without_secrets(path)}/"
     if is_url(path) and any(extent.path.startswith(below) for _, t in source.shards() for extent in t.extents):
         raise UnsafeError("refused: the source lies in the target, whose objects would be replaced", path=path)
 

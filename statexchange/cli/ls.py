@@ -10,7 +10,7 @@ import click
 from statexchange.cli import command as commands
 from statexchange.cli.output import Output, code_of, fields_of, gravest
 from statexchange.cli.text import ranges
-from statexchange.errors import InvalidArgumentError
+from statexchange.errors import InvalidArgumentError, without_secrets
 from statexchange.report.pictures import format_bytes, shape_text
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def command(output: Output, path: str, include: tuple[str, ...]) -> int:
         output.warning(str(problem))
     worst = gravest(source.problems)
     data = {
-        "path": path,
+        "path": without_secrets(path),
         "kind": source.kind,
         "num_tensors": len(rows),
         "nbytes": sum(row.nbytes for row in rows),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
@@ -12,7 +13,7 @@ import click
 from statexchange import __version__
 from statexchange.cli.command import requested_format
 from statexchange.cli.output import EXIT_CODES, Output
-from statexchange.errors import CorruptError, IncompleteError, StateExchangeError, StorageError
+from statexchange.errors import CorruptError, IncompleteError, StateExchangeError, StorageError, without_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,9 +62,29 @@ def cli(context: click.Context) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with the code that says how it went."""
-    output = Output()
+    output = Output(closed=_open_closed_streams())
     code = _run(output, sys.argv[1:] if arguments is None else arguments)
     sys.exit(code if output.close() else EXIT_CODES["IO"])
+
+
+def _open_closed_streams() -> OSError | None:
+    """Lead standard streams that are closed to nowhere; return an error if that is stdout.
+
+    A file that is opened for writing would else get the number of a closed stream, and with it whatever a library
+    writes there.
+    """
+    closed = []
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one
+            closed.append(fd)
+    if 1 in closed:
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 (it lives as long as the process)
+    if 2 in closed:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    return OSError(errno.EBADF, os.strerror(errno.EBADF)) if 1 in closed else None
 
 
 def _run(output: Output, arguments: Sequence[str]) -> int:
@@ -90,7 +111,7 @@ def _run(output: Output, arguments: Sequence[str]) -> int:
 def _refuse_usage(output: Output, error: click.ClickException) -> int:
     context = error.ctx if isinstance(error, click.UsageError) else None
     path = context.command_path if context is not None else "statexchange"
-    return output.fail(click.ClickException(error.format_message()), "USAGE", f"{path} --help")
+    return output.fail(click.ClickException(without_secrets(error.format_message())), "USAGE", f"{path} --help")
 
 
 def _hint(error: StateExchangeError, arguments: Sequence[str]) -> str | None:
@@ -102,6 +123,7 @@ def _hint(error: StateExchangeError, arguments: Sequence[str]) -> str | None:
 def _apologise(output: Output, error: Exception) -> int:
     import traceback
 
-    for line in "".join(traceback.format_exception(error)).splitlines():
+    for line in without_secrets("".join(traceback.format_exception(error))).splitlines():
         output.message(line)
-    return output.fail(error, "INTERNAL", _REPORT)
+    ours = error if isinstance(error, StateExchangeError) else RuntimeError(without_secrets(str(error)))
+    return output.fail(ours, "INTERNAL", _REPORT)

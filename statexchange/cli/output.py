@@ -85,9 +85,11 @@ class Output:
     A reader that goes away (``| head``) does not change what a command found: the rest is dropped quietly.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, closed: OSError | None = None) -> None:
+        """`closed` is why nothing can be written to stdout."""
         self.format = "auto"
         self._warnings: list[str] = []
+        self._closed = closed
         self._lost: OSError | None = None
 
     @property
@@ -210,6 +212,9 @@ class Output:
         return text if plain else f"{style}{text}{_RESET}"
 
     def _write(self, stream: TextIO, text: str, end: str = "\n") -> None:
+        if stream is sys.stdout and self._closed is not None:
+            self._lost = self._closed
+            return
         encoding = stream.encoding or "ascii"
         try:
             stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + end)

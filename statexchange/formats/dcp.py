@@ -20,7 +20,7 @@ from statexchange.errors import (
 from statexchange.formats.pickles import MAX_PICKLE_BYTES, Made, read_pickle
 from statexchange.formats.source import Holder, ListedTensor, Source, SourceTensor
 from statexchange.formats.torch_archive import Archive, View, described, dtype_of, plain, view_of
-from statexchange.layout.shards import Box, Shard, sizes_from_json
+from statexchange.layout.shards import Box, Shard, shape_from_json, sizes_from_json
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.place import Place
 from statexchange.storage.store import Store, StoredFile
@@ -152,7 +152,7 @@ def _expect(made: Any, name: str) -> None:
 
 def _tensor(name: str, fact: Made) -> _Tensor:
     _expect(fact, "TensorStorageMetadata")
-    shape = sizes_from_json(fact.state["size"])
+    shape = shape_from_json(fact.state["size"])
     chunks: dict[tuple[int, ...], Box] = {}
     for chunk in fact.state["chunks"]:
         box = Box.from_json([chunk.state["offsets"], chunk.state["sizes"]])

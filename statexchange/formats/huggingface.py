@@ -25,11 +25,12 @@ from statexchange.layout.shards import (
     full_box,
     itemsize_of,
     linear_offset,
+    shape_from_json,
     sizes_from_json,
 )
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.claim import CLAIM_NAME, claim_of
-from statexchange.storage.json_text import MAX_MANIFEST_BYTES, parse_json
+from statexchange.storage.json_text import parse_json, read_json
 from statexchange.storage.place import Place
 from statexchange.storage.store import Store, StoredFile
 from statexchange.storage.tensorfile import TORCH_SHARDING_KEY, Header, read_header
@@ -152,10 +153,14 @@ def _holder(number: int, file: StoredFile, published: Mapping[str, Any]) -> Hold
     tensors = {}
     for name, entry in header.entries.items():
         box = Box(parts.get(name, (0,) * len(entry.shape)), entry.shape)
-        shard = Shard(name, entry.dtype, box.ends, (box,))
+        try:
+            shard = Shard(name, entry.dtype, box.ends, (box,))
+        except ValueError as error:
+            raise CorruptError(str(error), name=name, path=file.path) from None
         stored = ByteRange(file, entry.begin, entry.nbytes)
         fact = published.get(name)
-        if fact is None or (fact["dtype"], tuple(fact["shape"])) != (entry.dtype, entry.shape):
+        is_whole = box.shape == shard.global_shape
+        if fact is None or not is_whole or (fact["dtype"], tuple(fact["shape"])) != (entry.dtype, entry.shape):
             tensors[name] = SourceTensor(shard, (stored,))
         else:
             tensors[name] = _published(shard, stored, fact["boxes"])
@@ -232,7 +237,7 @@ def _manifest(store: Store) -> dict[str, Any] | None:
     if MANIFEST not in store.listing:
         return None
     path = store.path_of(MANIFEST)
-    manifest = parse_json(store.read_small(MANIFEST, MAX_MANIFEST_BYTES), path)
+    manifest = read_json(store.open(MANIFEST))
     try:
         if not isinstance(manifest, dict):
             raise TypeError("not an object")
@@ -251,7 +256,7 @@ def _check_fact(fact: Any) -> None:
     """Raise ValueError, KeyError or TypeError unless this is one tensor's record: file, dtype, shape, and boxes as
     (offsets, shape, digest, rank)."""
     itemsize_of(fact["dtype"])
-    shape = sizes_from_json(fact["shape"])
+    shape = shape_from_json(fact["shape"])
     for offsets, sizes, known, rank in fact["boxes"]:
         Shard("", fact["dtype"], shape, (Box.from_json([offsets, sizes]),))
         if not isinstance(known, str) or type(rank) is not int:
@@ -284,7 +289,7 @@ def _check_names(weight_map: Mapping[str, str], suffix: str, path: str) -> None:
 def read_index(store: Store, index: str, suffix: str = _SUFFIX) -> dict[str, str]:
     """Return the file of each tensor by an index; a name that is not plain and ends otherwise is a CorruptError."""
     path = store.path_of(index)
-    raw = parse_json(store.read_small(index, MAX_MANIFEST_BYTES), path)
+    raw = read_json(store.open(index))
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(weight_map, dict):
         raise CorruptError("the index has no weight_map", path=path)

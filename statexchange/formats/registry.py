@@ -9,7 +9,13 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
-from statexchange.errors import InvalidArgumentError, NotFoundError, ReplacedError, StateExchangeError
+from statexchange.errors import (
+    InvalidArgumentError,
+    NotFoundError,
+    ReplacedError,
+    StateExchangeError,
+    UnsupportedError,
+)
 from statexchange.formats.source import OpenCheckpoint, Source
 from statexchange.storage.place import Place, reading_again
 from statexchange.storage.store import plain, text_of
@@ -34,6 +40,7 @@ class Format(Protocol):
 # The first that matches reads. A format is imported when it is asked: the last two read pickles, for which looking at
 # other things does not wait.
 FORMATS = ("huggingface", "workspace", "dcp", "torch_file")
+_FREE_BYTES, _MAX_REPETITION = 64 << 20, 16  # of tensors, in bytes and in multiples of those of their files
 _UNKNOWN = "neither a workspace nor a checkpoint (safetensors, torch DCP, or torch.save's .pt files)"
 
 
@@ -61,11 +68,34 @@ def opened(path: str, read: Callable[..., Source], *, strict: bool) -> Source:
 
     def read_once(place: Place) -> Source:
         source = read(place, strict=strict)
+        try:
+            _check_not_repeated(source)
+        except UnsupportedError:
+            source.close()
+            raise
         if source.problems and not place.is_current():
             raise ReplacedError("replaced while it was read", path=path) from source.problems[0]
         return source
 
     return reading_again(path, read_once)
+
+
+def _check_not_repeated(source: Source) -> None:
+    """Raise UnsupportedError if reading all tensors would read a file's bytes again and again.
+
+    A tensor whose strides are 0, or tensors that share a storage, may have any number of elements in a small file.
+    """
+    files = {(holder.path, holder.nbytes) for holder in source.holders}
+    limit = _FREE_BYTES + _MAX_REPETITION * sum(nbytes for _, nbytes in files)
+    total = 0
+    for holder, tensor in source.shards():
+        total += sum(extent.nbytes for extent in tensor.extents)
+        if total > limit:
+            text = (
+                f"refused: its tensors would be {total} bytes, more than {_MAX_REPETITION} times those of its files, "
+                "which hold expanded or shared ones: save them with .contiguous()"
+            )
+            raise UnsupportedError(text, name=tensor.shard.name, path=holder.path)
 
 
 def read_place(place: Place, *, strict: bool = True) -> Source:

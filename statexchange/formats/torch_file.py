@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from statexchange.errors import (
@@ -23,7 +23,7 @@ from statexchange.formats.pickles import Made, Symbol, read_pickle
 from statexchange.formats.source import Holder, ListedTensor, Source, SourceTensor
 from statexchange.formats.torch_archive import Archive, described, is_tensor, plain, strides_of, view_of
 from statexchange.layout.placements import Cut, local_boxes
-from statexchange.layout.shards import ITEMSIZE, Shard, c_strides, full_box, sizes_from_json
+from statexchange.layout.shards import ITEMSIZE, MAX_DIMS, Shard, c_strides, full_box, sizes_from_json
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.place import Place
 from statexchange.storage.store import StoredFile
@@ -35,6 +35,7 @@ _INDEX_SUFFIX = ".bin.index.json"
 _RANK = re.compile(r"(?<![A-Za-z])rank[_-]?([0-9]{1,9})(?![0-9])", re.IGNORECASE)
 _ZIP, _LEGACY = b"PK\3\4", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _MAX_DEPTH = 100
+_FREE_PIECES = 1 << 20  # of all tensors of a file, beside some for each byte of its pickle
 
 
 def matches(place: Place) -> bool:
@@ -107,6 +108,7 @@ class _File:
         seen: dict[Any, str] = {}
         self._archive = _archive(file)
         data = self._archive.pickle()
+        self._pieces_left = _FREE_PIECES + 8 * len(data)
         root = read_pickle(data, path)
         for name, value in _leaves(root, path, 4 * len(data)):
             if name in tensors or name in self.others:
@@ -132,7 +134,7 @@ class _File:
             raise error.located(rank=self._rank, name=name, path=self._path) from None
         except StateExchangeError:
             raise
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise CorruptError(
                 f"not what torch writes for a tensor: {error!r:.200}", name=name, path=self._path
             ) from None
@@ -145,14 +147,16 @@ class _File:
         local = view_of(plain(slots["_local_tensor"]))
         whole = self._archive.extent(local)
         mesh = spec["mesh"].state
-        cuts = [_cut(placement) for placement in spec["placements"]]
+        cuts = [_cut(placement) for placement in _few(spec["placements"])]
         if "_coordinate_on_dim" not in mesh:
             raise UnsupportedError("its mesh does not say which coordinate the saving rank had")
         boxes = []
+        self._spend(sum(min(cut.split_factor, max(shape, default=0)) for cut in cuts if cut is not None))
         if mesh["_coordinate_on_dim"] is not None:
             boxes = local_boxes(
                 shape, self._mesh_shape(spec["mesh"], cuts), sizes_from_json(mesh["_coordinate_on_dim"]), cuts
             )
+        self._spend(len(boxes))
         shard = Shard(name, local.dtype, shape, tuple(box for box, _ in boxes))
         ends = [tuple(map(operator.add, place, box.shape)) for box, place in boxes]
         expected = tuple(map(max, *ends)) if len(ends) > 1 else (ends or [local.shape])[0]
@@ -173,8 +177,15 @@ class _File:
         """A mesh is checked once for all tensors that are cut along the same axes of it."""
         key = id(mesh), tuple(cut is not None for cut in cuts)  # the pickle's root keeps them all alive
         if key not in self._meshes:
+            self._spend(len(_ranks_of(mesh.state)) * (1 + len(cuts)))
             self._meshes[key] = _checked_mesh(mesh.state, cuts)
         return self._meshes[key]
+
+    def _spend(self, pieces: int) -> None:
+        """Raise CorruptError once the placements of this file ask for more work than its size could account for."""
+        self._pieces_left -= pieces
+        if self._pieces_left < 0:
+            raise CorruptError("its placements cut tensors into more pieces than any real ones", path=self._path)
 
 
 def _archive(file: StoredFile) -> Archive:
@@ -225,17 +236,24 @@ def _cut(placement: Made) -> Cut | None:
         return None
     if placement.name in ("Shard", "_StridedShard"):
         (dim,) = sizes_from_json((placement.state["dim"],))
-        return Cut(dim, placement.state["split_factor"] if placement.name == "_StridedShard" else 1)
+        (factor,) = sizes_from_json((placement.state["split_factor"] if placement.name == "_StridedShard" else 1,))
+        return Cut(dim, factor)
     raise UnsupportedError(f"placement {placement.name} holds an unfinished sum; redistribute it before it is saved")
+
+
+def _ranks_of(mesh: dict[str, Any]) -> Sequence[int]:
+    ranks: Sequence[int] = mesh["_flatten_rank_map" if "_layout" in mesh else "_flatten_mesh_list"]
+    return ranks
 
 
 def _checked_mesh(mesh: dict[str, Any], cuts: list[Cut | None]) -> list[int]:
     """The mesh's shape. Ranks must ascend along an axis that cuts, as in live tensors (exchange.describe)."""
+    ranks = _ranks_of(mesh)
     if "_layout" in mesh:
-        ranks, axes = mesh["_flatten_rank_map"], _axes(mesh["_layout"].state)
+        axes = _axes(mesh["_layout"].state)
     else:  # torch before 2.9
         shape = sizes_from_json(mesh["mesh"].args[2])
-        ranks, axes = mesh["_flatten_mesh_list"], [[pair] for pair in zip(shape, c_strides(shape), strict=True)]
+        axes = [[pair] for pair in zip(shape, c_strides(shape), strict=True)]
     sizes = []
     for axis, cut in zip(axes, cuts, strict=True):
         steps = [0]
@@ -244,9 +262,13 @@ def _checked_mesh(mesh: dict[str, Any], cuts: list[Cut | None]) -> list[int]:
                 raise ValueError(f"a mesh of {len(ranks)} ranks has an axis that is larger")
             steps = [step + index * stride for step in steps for index in range(size)]
         sizes.append(len(steps))
+        looked = 0
         for first in range(len(ranks) - max(steps)) if cut is not None else ():
             if any((first // stride) % size for size, stride in axis):
                 continue  # not where a line of this axis begins
+            looked += len(steps)
+            if looked > len(ranks):
+                raise ValueError("lines along an axis of its mesh cross")
             line = [ranks[first + step] for step in steps]
             if line != sorted(line):
                 raise UnsupportedError(
@@ -258,10 +280,17 @@ def _checked_mesh(mesh: dict[str, Any], cuts: list[Cut | None]) -> list[int]:
 def _axes(layout: dict[str, Any]) -> list[list[tuple[int, int]]]:
     """For each axis of a mesh its (size, stride) parts, in numbers of entries of the rank map."""
     if "axes" in layout:
-        axes = [(axis.state["shape"], axis.state["stride"]) for axis in layout["axes"]]
+        axes = [(axis.state["shape"], axis.state["stride"]) for axis in _few(layout["axes"])]
     else:
-        axes = list(zip(_many(layout["shape"]), _many(layout["stride"]), strict=True))
+        axes = list(zip(_few(_many(layout["shape"])), _few(_many(layout["stride"])), strict=True))
     return [list(zip(_numbers(shape), _numbers(stride), strict=True)) for shape, stride in axes]
+
+
+def _few(axes: Sequence[Any]) -> Sequence[Any]:
+    """What a mesh has for each of its axes; a pickle may use one long list for many tensors."""
+    if len(axes) > MAX_DIMS:
+        raise ValueError(f"a mesh of {len(axes)} axes")
+    return axes
 
 
 def _many(value: Any) -> tuple[Any, ...]:

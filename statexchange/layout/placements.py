@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, product
 from typing import TYPE_CHECKING
 
 from statexchange.layout.shards import Box
@@ -50,6 +50,8 @@ def local_boxes(
             if not -len(shape) <= cut.dim < len(shape) or cut.split_factor < 1:
                 raise ValueError(f"{cut} does not fit shape {tuple(shape)}")
             runs[cut.dim] = _joined(_part(runs[cut.dim], parts, index, cut.split_factor))
+            if len(runs[cut.dim]) > _MAX_PIECES:
+                raise ValueError(f"a rank would hold {len(runs[cut.dim])} pieces of one dim")
     if not all(_length(of_dim) for of_dim in runs):
         return []
     if math.prod(map(len, runs)) > _MAX_PIECES:
@@ -69,7 +71,7 @@ def _length(runs: Sequence[Run]) -> int:
 
 
 def _begins(runs: Sequence[Run]) -> list[int]:
-    return [_length(runs[:number]) for number in range(len(runs))]
+    return list(accumulate((end - begin for begin, end in runs[:-1]), initial=0))
 
 
 def _part(runs: list[Run], parts: int, index: int, split_factor: int) -> list[Run]:
@@ -77,22 +79,29 @@ def _part(runs: list[Run], parts: int, index: int, split_factor: int) -> list[Ru
     step = -(-size // split_factor)
     if split_factor > 1 and step and -(-size // step) > _MAX_PIECES:
         raise ValueError(f"a dim would be cut into {-(-size // step)} pieces")
-    found = []
+    wanted = []
     for begin in range(0, size, step or 1):
-        piece = _between(runs, begin, begin + step)
-        each = -(-_length(piece) // parts)
-        found += _between(piece, index * each, (index + 1) * each)
-    return found
+        length = min(step, size - begin)
+        each = -(-length // parts)
+        wanted.append((begin + min(index * each, length), begin + min((index + 1) * each, length)))
+    return _between(runs, wanted)
 
 
-def _between(runs: Sequence[Run], low: int, high: int) -> list[Run]:
-    """What lies between two positions of the runs, counted as if they were one."""
-    found = []
-    for begin, end in runs:
-        first, last = begin + max(low, 0), min(end, begin + high)
-        if first < last:
-            found.append((first, last))
-        low, high = low - (end - begin), high - (end - begin)
+def _between(runs: Sequence[Run], wanted: Sequence[Run]) -> list[Run]:
+    """What lies at ascending positions of the runs, counted as if they were one. Each run is looked at once."""
+    found: list[Run] = []
+    number = position = 0  # the run, and the position at which it begins
+    for first, last in wanted:
+        low = first
+        while low < last:
+            begin, end = runs[number]
+            next_position = position + end - begin
+            if next_position <= low:
+                number, position = number + 1, next_position
+                continue
+            high = min(last, next_position)
+            found.append((begin + low - position, begin + high - position))
+            low = high
     return found
 
 

@@ -47,7 +47,8 @@ __all__ = [
 Rename = Callable[[str], str] | Sequence[tuple[str, str]]
 _MAX_CUT_DIMS = 12
 _MANY_BOXES = 1000
-_MANY_CORNERS = 1 << 25
+_MAX_CORNERS = 1 << 22  # that are counted at once: a box has two in each dim that is cut, to that power
+_MAX_LOOKS = 64  # at each box and dim, to split many boxes into few
 _FILENAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\{suffix\}[A-Za-z0-9._-]{0,80}\.safetensors")
 
 
@@ -417,7 +418,13 @@ def _flaw(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> tuple[int,
     cut = [d for d, size in enumerate(shape) if any(box.shape[d] != size for box in boxes)]
     if len(cut) > _MAX_CUT_DIMS:
         raise UnsupportedError(f"cut along {len(cut)} dims; {_MAX_CUT_DIMS} are supported", name=name)
-    return _first_flaw(shape, list(boxes), cut) if full_box(shape).numel else None
+    if not full_box(shape).numel:
+        return None
+    found = list(boxes)
+    try:
+        return _Tiling(len(found)).first_flaw(full_box(shape), found, cut)
+    except UnsupportedError as error:
+        raise error.located(name=name) from None
 
 
 def _flaw_error(
@@ -439,23 +446,84 @@ def _flaw_error(
     )
 
 
-def _first_flaw(shape: tuple[int, ...], boxes: Sequence[Box], cut: Sequence[int]) -> tuple[int, ...] | None:
+class _Tiling:
+    """The search for the first flaw among `count` boxes, whose work and memory are bounded by their number."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._looks_left = _MAX_LOOKS * count * _MAX_CUT_DIMS
+        self._corners_left = 4 * _MAX_CORNERS + _MAX_LOOKS * count
+
+    def first_flaw(self, region: Box, boxes: Sequence[Box], dims: Sequence[int]) -> tuple[int, ...] | None:
+        """The first element of `region`, in lexicographic order, that is not covered exactly once by boxes inside it.
+
+        Boxes of too many corners are split into slabs along a dim, between which no box reaches, and each slab is
+        looked at by itself.
+        """
+        cut = [d for d in dims if any(box.shape[d] != region.shape[d] for box in boxes)]
+        if len(boxes) << len(cut) <= _MAX_CORNERS:
+            self._corners_left -= len(boxes) << len(cut)
+            if self._corners_left < 0:
+                raise self._too_many(cut)
+            return _first_flaw(region, boxes, cut)
+        for dim in cut:
+            self._looks_left -= len(boxes)
+            if self._looks_left < 0:
+                break
+            slabs = _slabs(region, boxes, dim)
+            if len(slabs) > 1:
+                flaws = (self.first_flaw(slab, inside, cut) for slab, inside in slabs)
+                return min((flaw for flaw in flaws if flaw is not None), default=None)
+        raise self._too_many(cut)
+
+    def _too_many(self, cut: Sequence[int]) -> UnsupportedError:
+        text = f"{self._count} boxes that are cut along {len(cut)} dims at once are more than can be proved"
+        return UnsupportedError(f"{text}: cut it along fewer dims")
+
+
+def _slabs(region: Box, boxes: Sequence[Box], dim: int) -> list[tuple[Box, list[Box]]]:
+    """The blocks of a region between which no box reaches along `dim`, with the boxes in each; gaps have none."""
+    found: list[tuple[int, int, list[Box]]] = []
+    reached = region.offsets[dim]
+    for box in sorted(boxes, key=lambda box: box.offsets[dim]):
+        begin, end = box.offsets[dim], box.offsets[dim] + box.shape[dim]
+        if begin > reached:
+            found.append((reached, begin, []))
+        if begin >= reached:
+            found.append((begin, end, []))
+        found[-1] = (found[-1][0], max(end, found[-1][1]), found[-1][2])
+        found[-1][2].append(box)
+        reached = found[-1][1]
+    if reached < region.ends[dim]:
+        found.append((reached, region.ends[dim], []))
+
+    def slab(begin: int, end: int) -> Box:
+        offsets, shape = list(region.offsets), list(region.shape)
+        offsets[dim], shape[dim] = begin, end - begin
+        return Box(tuple(offsets), tuple(shape))
+
+    return [(slab(begin, end), inside) for begin, end, inside in found]
+
+
+def _first_flaw(region: Box, boxes: Sequence[Box], cut: Sequence[int]) -> tuple[int, ...] | None:
     """The first element, in lexicographic order, that is not covered exactly once; None if there is none.
 
     Only dims in `cut` matter; all boxes span the others. Prefix sums: let c(x) be the number of boxes at x,
-    less one inside the tensor. c is the sum of what lies at the corners of boxes at or before x in every dim:
+    less one inside the region. c is the sum of what lies at the corners of boxes at or before x in every dim:
     +1 or -1 for an even or odd number of ends. So c is zero everywhere exactly if all corners cancel; else
     the first corner that is left has no other before it, and is the first flaw.
     """
-    if cut and _MANY_BOXES <= len(boxes) <= _MANY_CORNERS >> len(cut):
-        return _first_flaw_of_many(shape, boxes, cut)
-    return _first_flaw_of_few(shape, boxes, cut)
+    if not boxes:
+        return region.offsets
+    if cut and len(boxes) >= _MANY_BOXES:
+        return _first_flaw_of_many(region, boxes, cut)
+    return _first_flaw_of_few(region, boxes, cut)
 
 
-def _first_flaw_of_few(shape: tuple[int, ...], boxes: Sequence[Box], cut: Sequence[int]) -> tuple[int, ...] | None:
+def _first_flaw_of_few(region: Box, boxes: Sequence[Box], cut: Sequence[int]) -> tuple[int, ...] | None:
     """`_first_flaw` with a dictionary of the corners that are left."""
     signs = [(-1) ** sum(bits) for bits in product((0, 1), repeat=len(cut))]
-    corners = product(*((0, shape[dim]) for dim in cut))
+    corners = product(*((region.offsets[dim], region.ends[dim]) for dim in cut))
     left = {corner: -sign for corner, sign in zip(corners, signs, strict=True)}
     for box in boxes:
         corners = product(*((box.offsets[dim], box.offsets[dim] + box.shape[dim]) for dim in cut))
@@ -466,23 +534,23 @@ def _first_flaw_of_few(shape: tuple[int, ...], boxes: Sequence[Box], cut: Sequen
     if not left:
         return None
     first = dict(zip(cut, min(left), strict=True))
-    return tuple(first.get(dim, 0) for dim in range(len(shape)))
+    return tuple(first.get(dim, low) for dim, low in enumerate(region.offsets))
 
 
-def _first_flaw_of_many(shape: tuple[int, ...], boxes: Sequence[Box], cut: Sequence[int]) -> tuple[int, ...] | None:
+def _first_flaw_of_many(region: Box, boxes: Sequence[Box], cut: Sequence[int]) -> tuple[int, ...] | None:
     """`_first_flaw` by sorting the corners, which is faster than a dictionary."""
     import numpy as np
 
-    lows = np.array([[box.offsets[dim] for dim in cut] for box in boxes] + [[0] * len(cut)], dtype=np.int64)
-    highs = np.array([[box.shape[dim] for dim in cut] for box in boxes] + [[shape[d] for d in cut]], dtype=np.int64)
+    lows = np.array([[box.offsets[dim] for dim in cut] for box in [*boxes, region]], dtype=np.int64)
+    highs = np.array([[box.shape[dim] for dim in cut] for box in [*boxes, region]], dtype=np.int64)
     highs += lows
     signs = np.ones(len(lows), np.int8)
-    signs[-1] = -1  # one is taken away inside the tensor
+    signs[-1] = -1  # one is taken away inside the region
     edges = [np.unique(np.concatenate([lows[:, d], highs[:, d]])) for d in range(len(cut))]
     places = [[np.searchsorted(edges[d], side[:, d]) for side in (lows, highs)] for d in range(len(cut))]
     counts = tuple(map(len, edges))
     if math.prod(counts) >= 1 << 62:  # corners cannot be numbered
-        return _first_flaw_of_few(shape, boxes, cut)
+        return _first_flaw_of_few(region, boxes, cut)
     corners = list(product((0, 1), repeat=len(cut)))
     keys = np.concatenate(
         [np.ravel_multi_index([places[d][b] for d, b in enumerate(bits)], counts) for bits in corners]
@@ -496,7 +564,7 @@ def _first_flaw_of_many(shape: tuple[int, ...], boxes: Sequence[Box], cut: Seque
         return None
     at = np.unravel_index(keys[starts[left[0]]], counts)
     first = {dim: int(edges[d][at[d]]) for d, dim in enumerate(cut)}
-    return tuple(first.get(dim, 0) for dim in range(len(shape)))
+    return tuple(first.get(dim, low) for dim, low in enumerate(region.offsets))
 
 
 def _free_region(at: tuple[int, ...], shape: tuple[int, ...], boxes: Iterable[Box]) -> Box:

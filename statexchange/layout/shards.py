@@ -22,6 +22,7 @@ __all__ = [
     "itemsize_of",
     "linear_offset",
     "region_text",
+    "shape_from_json",
     "sizes_from_json",
 ]
 
@@ -130,6 +131,18 @@ def sizes_from_json(raw: Any) -> tuple[int, ...]:
     return tuple(raw)
 
 
+def shape_from_json(raw: Any) -> tuple[int, ...]:
+    """The shape of a whole tensor: sizes of fewer than 2**63 elements, even without its empty dims (ValueError)."""
+    shape = sizes_from_json(raw)
+    _check_numel(shape)
+    return shape
+
+
+def _check_numel(shape: Sequence[int]) -> None:
+    if math.prod(size for size in shape if size) >= 1 << 63:
+        raise ValueError(f"no tensor has a shape of {len(shape)} dims that is so large")
+
+
 def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Elements from one index to the next in each dim, of a tensor of `shape` in C order."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
@@ -182,6 +195,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         itemsize_of(self.dtype)
+        _check_numel(self.global_shape)
         for box in self.boxes:
             fits = len(box.shape) == len(self.global_shape) and min((*box.offsets, *box.shape), default=0) >= 0
             if not fits or any(end > size for end, size in zip(box.ends, self.global_shape, strict=True)):
@@ -209,4 +223,4 @@ class Shard:
         if not isinstance(raw, list) or len(raw) != 4 or not isinstance(raw[3], list):
             raise ValueError(f"not a shard: {raw!r:.100}")
         name, dtype, shape, boxes = raw
-        return cls(str(name), str(dtype), sizes_from_json(shape), tuple(Box.from_json(box) for box in boxes))
+        return cls(str(name), str(dtype), shape_from_json(shape), tuple(Box.from_json(box) for box in boxes))

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from statexchange.errors import without_secrets
 from statexchange.formats.registry import open_source
 from statexchange.formats.source import Source
 from statexchange.layout.shards import ITEMSIZE, full_box
@@ -64,7 +65,7 @@ class TensorRow:
 def summarize(path: str | os.PathLike[str]) -> Summary:
     """The summary of what lies at `path`. Not collective; reads headers only."""
     with open_source(path, strict=False) as source:
-        return _summary(os.fspath(path), source)
+        return _summary(without_secrets(os.fspath(path)), source)
 
 
 def _summary(path: str, source: Source) -> Summary:

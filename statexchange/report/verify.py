@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from statexchange.errors import ReplacedError, ReplicaError, StateExchangeError
+from statexchange.errors import ReplacedError, ReplicaError, StateExchangeError, without_secrets
 from statexchange.formats.registry import open_source
 from statexchange.formats.source import Source, SourceTensor
 from statexchange.layout.plan import Holding, PlanOptions, TensorPlan, plan_merge, prove_cover
@@ -45,7 +45,7 @@ def verify(path: str | os.PathLike[str], *, on_progress: Callable[[int, int], No
                 continue
             names = {tensor.shard.name for _, tensor in source.shards()}
             counts = (len(names), check.num_boxes, check.num_unproven, check.done)
-            return VerifyReport(os.fspath(path), source.kind, *counts, tuple(check.findings))
+            return VerifyReport(without_secrets(os.fspath(path)), source.kind, *counts, tuple(check.findings))
     raise AssertionError("the last attempt returns or raises")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import io
 import os
 import secrets
 import stat
@@ -23,6 +24,7 @@ __all__ = [
     "WINDOW_BYTES",
     "Buffer",
     "audit",
+    "bytes_of",
     "check_private",
     "check_room",
     "check_size",
@@ -341,17 +343,23 @@ def check_size(size: int, limit: int, path: str) -> None:
         raise CorruptError(f"file has {size} bytes, more than the limit of {limit} for this kind of file", path=path)
 
 
+def bytes_of(size: int, read_into: Callable[[memoryview], None]) -> bytes:
+    """Return `size` bytes that `read_into` fills in; they are in memory once, not twice."""
+    data = io.BytesIO(bytes(size))
+    with data.getbuffer() as buffer:
+        read_into(buffer)
+    return data.getvalue()
+
+
 def read_small(name: str, dir_fd: int, path: str, limit: int = 64 << 20) -> bytes:
     """Return all bytes of a file of an open directory; one of more than `limit` bytes is a CorruptError."""
     fd = open_file(name, dir_fd, path)
     try:
         size = fstat_of(fd, path).st_size
         check_size(size, limit, path)
-        data = bytearray(size)
-        pread_into(fd, memoryview(data), 0, path)
+        return bytes_of(size, lambda buffer: pread_into(fd, buffer, 0, path))
     finally:
         os.close(fd)
-    return bytes(data)
 
 
 # Room

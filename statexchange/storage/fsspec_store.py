@@ -21,10 +21,11 @@ from statexchange.errors import (
     StorageError,
     TargetExistsError,
     UnsupportedError,
+    without_secrets,
 )
 from statexchange.storage.store import Kind, Store, StoredFile
 
-__all__ = ["FsspecStore", "file_system", "open_url", "shown", "storage_errors", "version_in"]
+__all__ = ["FsspecStore", "file_system", "open_url", "storage_errors", "version_in"]
 
 _TAGS = ("ETag", "etag", "md5Hash", "generation")
 _TIMES = ("LastModified", "last_modified", "mtime", "updated", "created")
@@ -36,7 +37,6 @@ def storage_errors(doing: str, url: str) -> Iterator[None]:
 
     Credentials and the query are removed from the URL. `doing` completes "cannot ...". KeyboardInterrupt passes.
     """
-    url = shown(url)
     try:
         yield
     except StateExchangeError:
@@ -49,31 +49,51 @@ def storage_errors(doing: str, url: str) -> Iterator[None]:
     except NotImplementedError:
         raise UnsupportedError(f"cannot {doing}: this file system does not support it", path=url) from None
     except OSError as error:
-        raise StorageError.of(error, doing, path=url) from error
-    except Exception as error:
-        raise StorageError(f"cannot {doing}: {type(error).__name__}: {error}", path=url) from error
+        why = _without(f"{error.strerror or error}", url)
+        raise StorageError(f"cannot {doing}: {why}", errno=error.errno, path=url) from _cause(error, url)
+    except Exception as error:  # noqa: BLE001 (it is raised again, in our terms)
+        why = _without(f"{type(error).__name__}: {error}", url)
+        raise StorageError(f"cannot {doing}: {why}", path=url) from _cause(error, url)
 
 
-def shown(url: str) -> str:
-    """Return a URL without its user, password and query, which may grant access."""
-    scheme, _, rest = url.partition("://")
-    host, slash, path = rest.partition("/")
-    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path.partition('?')[0]}"
+def _secrets_of(url: str) -> list[str]:
+    """Return what must not be shown of a URL, the longest first: libraries put parts of it into their messages."""
+    found = []
+    for one in url.split("::"):
+        rest, _, query = one.partition("://")[2].partition("?")
+        user, at, _ = rest.rpartition("@")
+        found += [user] if at and "/" not in user else []
+        found += [query] if query else []
+    return sorted(found, key=len, reverse=True)
+
+
+def _without(text: str, url: str) -> str:
+    for secret in _secrets_of(url):
+        text = text.replace(secret, "...")
+    return text
+
+
+def _cause(error: Exception, url: str) -> Exception | None:
+    """Return the error as the cause to be shown in a traceback; None where it could show secrets of the URL."""
+    return None if _secrets_of(url) else error
 
 
 def file_system(url: str) -> tuple[Any, str]:
     """Return the fsspec file system of a URL, and the path in it."""
     from fsspec.core import url_to_fs
 
-    try:
-        return url_to_fs(url)  # type: ignore[no-any-return]
-    except ImportError as error:
-        scheme = url.partition("://")[0]
-        extra = {"s3": "s3", "gs": "gcs", "gcs": "gcs"}.get(scheme)
-        advice = f'pip install "statexchange[{extra}]"' if extra else str(error)
-        raise MissingExtraError(f"{scheme}:// needs another package: {advice}", path=shown(url)) from error
-    except ValueError as error:
-        raise InvalidArgumentError(f"no file system for this: {error}", path=shown(url)) from error
+    with storage_errors("open", url):  # of a chain of URLs the inner ones may be opened at once
+        try:
+            return url_to_fs(url)  # type: ignore[no-any-return]
+        except ImportError as error:
+            scheme = url.partition("://")[0]
+            extra = {"s3": "s3", "gs": "gcs", "gcs": "gcs"}.get(scheme)
+            advice = f'pip install "statexchange[{extra}]"' if extra else str(error)
+            text = f"{scheme}:// needs another package: {advice}"
+            raise MissingExtraError(text, path=url) from _cause(error, url)
+        except ValueError as error:
+            text = f"no file system for this: {_without(str(error), url)}"
+            raise InvalidArgumentError(text, path=url) from _cause(error, url)
 
 
 def version_in(facts: Mapping[str, Any]) -> str | None:
@@ -89,7 +109,7 @@ class FsspecFile(StoredFile):
     is_remote = True
 
     def __init__(self, system: Any, path: str, url: str, facts: Mapping[str, Any]) -> None:
-        self.path = shown(url)
+        self.path = without_secrets(url)
         self._system = system
         self._path = path
         self._url = url
@@ -144,7 +164,7 @@ class FsspecStore(Store):
     """The objects below one URL."""
 
     def __init__(self, url: str, system: Any, path: str) -> None:
-        self.path = shown(url.rstrip("/"))
+        self.path = without_secrets(url.rstrip("/"))
         self._url = url.rstrip("/")
         self._system = system
         self._path = path.rstrip("/")
@@ -209,7 +229,7 @@ def open_url(url: str) -> tuple[FsspecStore, str | None]:
         facts = system.info(path)
     if facts["type"] == "directory":
         return FsspecStore(url, system, path), None
-    name = shown(url).rstrip("/").rpartition("/")[2]
+    name = without_secrets(url).rstrip("/").rpartition("/")[2]
     store = FsspecStore(url.partition("?")[0].rstrip("/").rpartition("/")[0], system, path.rpartition("/")[0])
     store.add(name, FsspecFile(system, path, url, facts))
     return store, name

@@ -41,6 +41,7 @@ from statexchange.errors import (
     StorageError,
     TargetExistsError,
     UnsupportedError,
+    without_secrets,
 )
 from statexchange.processes import Owner
 from statexchange.storage.atomic import new_nonce
@@ -55,8 +56,8 @@ from statexchange.storage.build import (
 )
 from statexchange.storage.claim import CLAIM_NAME, Claim
 from statexchange.storage.files import audit
-from statexchange.storage.fsspec_store import FsspecStore, file_system, shown, storage_errors, version_in
-from statexchange.storage.json_text import MAX_MANIFEST_BYTES, parse_json
+from statexchange.storage.fsspec_store import FsspecStore, file_system, storage_errors, version_in
+from statexchange.storage.json_text import read_json
 from statexchange.storage.store import Store
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class _Objects:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self.path = shown(self.url)
+        self.path = without_secrets(self.url)
         scheme = url.partition("://")[0].rpartition("::")[2]
         if url.partition("://")[0].partition("::")[0] in _READ_ONLY:
             raise UnsupportedError(
@@ -485,7 +486,7 @@ class ObjectBuild(Build):
         """
         store = self._objects.store()
         try:
-            manifest: Any = parse_json(store.read_small(self._manifest, MAX_MANIFEST_BYTES), self.path)
+            manifest: Any = read_json(store.open(self._manifest))
             listed = manifest["files"]
         except (NotFoundError, CorruptError, TypeError, KeyError):
             return

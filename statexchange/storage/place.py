@@ -7,7 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from statexchange.errors import CorruptError, IncompleteError, NotFoundError, ReplacedError, StateExchangeError
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    NotFoundError,
+    ReplacedError,
+    StateExchangeError,
+    without_secrets,
+)
 from statexchange.storage import local
 from statexchange.storage.store import Store, is_url
 
@@ -63,7 +70,7 @@ def open_place(path: str) -> Place:
     if is_url(path):
         from statexchange.storage import fsspec_store  # and with it fsspec, only for a URL
 
-        return Place(fsspec_store.shown(path), *fsspec_store.open_url(path))
+        return Place(without_secrets(path), *fsspec_store.open_url(path))
     return Place(path, *local.open_path(path))
 
 

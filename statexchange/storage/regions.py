@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import mmap
 import operator
@@ -274,6 +275,9 @@ class BoxDigest:
             for part, known in stored.parts
             if region is None or intersect(part, region) == part
         ]
+        # Parts by the next element that they need, so that a window costs as much as the parts that reach into it.
+        self._waiting = [(part.offsets, number) for number, (part, _, _) in enumerate(self._parts) if part.numel]
+        heapq.heapify(self._waiting)
 
     def __bool__(self) -> bool:
         return self._hasher is not None or bool(self._parts)
@@ -282,17 +286,27 @@ class BoxDigest:
         """Take the bytes of the next window, which is given in the tensor's coordinates."""
         if self._hasher is not None:
             self._hasher.update(data)
-        for part, _, hasher in self._parts:
+        last = tuple(end - 1 for end in window.ends)
+        while self._waiting and self._waiting[0][0] <= last:
+            number = self._waiting[0][1]
+            part, _, hasher = self._parts[number]
             shared = intersect(part, window)
-            if shared is None:
-                continue
-            inside = relative(shared, window)
-            if c_contiguous(inside, window.shape):
-                itemsize = ITEMSIZE[self._dtype]
-                first = linear_offset(inside, window.shape) * itemsize
-                hasher.update(data[first : first + shared.numel * itemsize])
+            if shared is not None:
+                self._update_part(hasher, shared, window, data)
+            following = _element_after(last, part)
+            if following is None:
+                heapq.heappop(self._waiting)
             else:
-                hasher.update(elements(data, self._dtype, window.shape)[within(shared, window)].tobytes())
+                heapq.heapreplace(self._waiting, (following, number))
+
+    def _update_part(self, hasher: xxhash.xxh3_128, shared: Box, window: Box, data: memoryview) -> None:
+        inside = relative(shared, window)
+        if c_contiguous(inside, window.shape):
+            itemsize = ITEMSIZE[self._dtype]
+            first = linear_offset(inside, window.shape) * itemsize
+            hasher.update(data[first : first + shared.numel * itemsize])
+        else:
+            hasher.update(elements(data, self._dtype, window.shape)[within(shared, window)].tobytes())
 
     def hexdigest(self) -> str:
         """Return the digest of all bytes."""
@@ -319,6 +333,20 @@ class BoxDigest:
         """Raise the first of `problems`."""
         for problem in self.problems(name, rank):
             raise problem
+
+
+def _element_after(at: tuple[int, ...], box: Box) -> tuple[int, ...] | None:
+    """The first element of a box that follows `at` in the tensor's C order; None if there is none."""
+    ends = box.ends
+    inside = 0
+    while inside < len(at) and box.offsets[inside] <= at[inside] < ends[inside]:
+        inside += 1
+    if inside < len(at) and at[inside] < box.offsets[inside]:
+        return (*at[:inside], *box.offsets[inside:])
+    for dim in reversed(range(inside)):
+        if at[dim] + 1 < ends[dim]:
+            return (*at[:dim], at[dim] + 1, *box.offsets[dim + 1 :])
+    return None
 
 
 class BoxReader:

@@ -17,7 +17,7 @@ from typing import Literal
 from urllib.parse import unquote
 
 from statexchange.errors import InvalidArgumentError
-from statexchange.storage.files import check_size
+from statexchange.storage.files import bytes_of, check_size
 
 __all__ = ["Kind", "Store", "StoredFile", "is_url", "plain", "text_of"]
 
@@ -80,9 +80,7 @@ class StoredFile(ABC):
     def read_all(self, limit: int = 64 << 20) -> bytes:
         """Return all bytes; a file of more than `limit` bytes is a CorruptError."""
         check_size(self.size, limit, self.path)
-        data = bytearray(self.size)
-        self.read_into(memoryview(data), 0)
-        return bytes(data)
+        return bytes_of(self.size, lambda buffer: self.read_into(buffer, 0))
 
 
 class Store(ABC):

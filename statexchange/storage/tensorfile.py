@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError, InvalidArgumentError, UnsafeError
-from statexchange.layout.shards import ITEMSIZE, Shard, sizes_from_json
+from statexchange.layout.shards import ITEMSIZE, Shard, shape_from_json, sizes_from_json
 from statexchange.storage.atomic import write_new
 from statexchange.storage.files import WINDOW_BYTES, Buffer
 from statexchange.storage.json_text import parse_json
@@ -184,7 +184,7 @@ def _entry(name: str, fields: Any, data_start: int, path: str) -> Entry:
     if not isinstance(dtype, str) or dtype not in ITEMSIZE or dtype == "C128":
         raise CorruptError(f"unknown dtype {dtype!r:.60}", path=path, name=name)
     try:
-        shape, (begin, end) = sizes_from_json(fields["shape"]), sizes_from_json(fields["data_offsets"])
+        shape, (begin, end) = shape_from_json(fields["shape"]), sizes_from_json(fields["data_offsets"])
     except ValueError:
         raise CorruptError("header entry has a bad shape or bad offsets", path=path, name=name) from None
     nbytes = math.prod(shape) * ITEMSIZE[dtype]

@@ -27,6 +27,7 @@ from statexchange.errors import (
     StorageError,
     TargetExistsError,
     UnsafeError,
+    without_secrets,
 )
 from statexchange.layout.shards import ITEMSIZE, Box, Shard, sizes_from_json
 from statexchange.processes import Owner
@@ -294,7 +295,7 @@ class Workspace:
         self._durable: bool | None = None
 
     def __repr__(self) -> str:
-        return f"Workspace({self.url!r})"
+        return f"Workspace({without_secrets(self.url)!r})"
 
     def write(
         self,

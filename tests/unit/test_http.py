@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 import statexchange as sx
+from statexchange.report.summary import summarize
+from statexchange.report.verify import verify
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -54,8 +56,11 @@ def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("served", [Ranged], indirect=True)
 def test_a_file_is_read_in_ranges(served: str) -> None:
-    with sx.open_checkpoint(served.replace("joe:secret@", "")) as checkpoint:
+    url = served.replace("joe:secret@", "")
+    with sx.open_checkpoint(url) as checkpoint:
         assert checkpoint["w"].read().tolist() == [0, 1, 2, 3, 4, 5]
+    for path in (checkpoint.path, summarize(url).path, verify(url).path):
+        assert path == url.removesuffix("?signature=hidden")
 
 
 @pytest.mark.parametrize("served", [Quiet], indirect=True)

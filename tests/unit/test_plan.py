@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -188,6 +189,27 @@ def test_corners_that_cannot_be_numbered_are_counted_all_the_same(monkeypatch: p
     diagonal = {Box((i,) * 4, (1,) * 4): [0] for i in range(n)}
     with pytest.raises(IncompleteError, match=re.escape("[0:1, 0:40000, 0:40000, 1:40000]")):
         prove_cover("w", shape, diagonal)
+
+
+def test_many_boxes_along_many_dims_are_split_before_their_corners_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape, ones = (2,) * 12, (1,) * 12
+    boxes = {Box(at, ones): [0] for at in product(range(2), repeat=12)}  # at once these have 2**24 corners
+    prove_cover("w", shape, boxes)
+    missing, region = (0, 1, *(1,) * 10), "[0:1, 1:2, 1:2, 1:2, 1:2, 1:2, 1:2, 1:2, 1:2, 1:2, 1:2, 1:2]"
+    del boxes[Box(missing, ones)]
+    with pytest.raises(IncompleteError, match=re.escape(f"no rank holds region {region}")):
+        prove_cover("w", shape, boxes)
+    boxes[Box((0, 1, *(1,) * 10), ones)] = [0]
+    boxes[Box((1, 1, *(1,) * 10), ones)] = [1]
+    boxes[Box((1, 0, *(1,) * 10), (1, 2, *(1,) * 10))] = [2]
+    with pytest.raises(OverlapError, match=r"claimed twice: .* by rank 0 and .* by rank 2"):
+        prove_cover("w", shape, boxes)
+    monkeypatch.setattr("statexchange.layout.plan._MAX_CORNERS", 8)
+    pinwheel = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
+    with pytest.raises(UnsupportedError, match="5 boxes that are cut along 2 dims at once"):
+        prove_cover("w", (3, 3), {Box(*box): [0] for box in pinwheel})
 
 
 def test_cuts_along_absurdly_many_dims_are_refused() -> None:
