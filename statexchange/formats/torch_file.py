@@ -17,13 +17,15 @@ from statexchange.errors import (
     NotFoundError,
     StateExchangeError,
     UnsupportedError,
+    excerpt,
 )
+from statexchange.formats.budget import Budget
 from statexchange.formats.huggingface import check_numbers, read_index
 from statexchange.formats.pickles import Made, Symbol, read_pickle
 from statexchange.formats.source import Holder, ListedTensor, Source, SourceTensor
 from statexchange.formats.torch_archive import Archive, described, is_tensor, plain, strides_of, view_of
 from statexchange.layout.placements import Cut, local_boxes
-from statexchange.layout.shards import ITEMSIZE, Shard, c_strides, full_box, sizes_from_json
+from statexchange.layout.shards import ITEMSIZE, MAX_DIMS, Shard, c_strides, full_box, sizes_from_json
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.place import Place
 from statexchange.storage.store import StoredFile
@@ -35,6 +37,7 @@ _INDEX_SUFFIX = ".bin.index.json"
 _RANK = re.compile(r"(?<![A-Za-z])rank[_-]?([0-9]{1,9})(?![0-9])", re.IGNORECASE)
 _ZIP, _LEGACY = b"PK\3\4", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _MAX_DEPTH = 100
+_MAX_KEY_TEXT = 512  # characters by which a key stands in a name, if it is no text
 
 
 def matches(place: Place) -> bool:
@@ -101,14 +104,16 @@ class _File:
         self._path = path = file.path
         self._rank = rank
         self._meshes: dict[Any, list[int]] = {}
+        self._axis_sizes: dict[Any, int] = {}
         self.others: dict[str, str] = {}
         tensors: dict[str, SourceTensor] = {}
         aliases: dict[str, str] = {}
         seen: dict[Any, str] = {}
         self._archive = _archive(file)
         data = self._archive.pickle()
-        root = read_pickle(data, path)
-        for name, value in _leaves(root, path, 4 * len(data)):
+        self._budget = Budget(len(data), path)
+        root = read_pickle(data, path, self._budget)
+        for name, value in _leaves(root, path, self._budget):
             if name in tensors or name in self.others:
                 raise CorruptError("two entries have this name once nesting becomes dots", name=name, path=path)
             if not is_tensor(value):
@@ -134,7 +139,7 @@ class _File:
             raise
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise CorruptError(
-                f"not what torch writes for a tensor: {error!r:.200}", name=name, path=self._path
+                f"not what torch writes for a tensor: {excerpt(error, 200)}", name=name, path=self._path
             ) from None
 
     def _distributed(self, name: str, made: Made) -> SourceTensor:
@@ -145,7 +150,7 @@ class _File:
         local = view_of(plain(slots["_local_tensor"]))
         whole = self._archive.extent(local)
         mesh = spec["mesh"].state
-        cuts = [_cut(placement) for placement in spec["placements"]]
+        cuts = [_cut(placement) for placement in _few(spec["placements"])]
         if "_coordinate_on_dim" not in mesh:
             raise UnsupportedError("its mesh does not say which coordinate the saving rank had")
         boxes = []
@@ -153,6 +158,7 @@ class _File:
             boxes = local_boxes(
                 shape, self._mesh_shape(spec["mesh"], cuts), sizes_from_json(mesh["_coordinate_on_dim"]), cuts
             )
+        self._budget.spend(len(boxes))
         shard = Shard(name, local.dtype, shape, tuple(box for box, _ in boxes))
         ends = [tuple(map(operator.add, place, box.shape)) for box, place in boxes]
         expected = tuple(map(max, *ends)) if len(ends) > 1 else (ends or [local.shape])[0]
@@ -173,7 +179,14 @@ class _File:
         """A mesh is checked once for all tensors that are cut along the same axes of it."""
         key = id(mesh), tuple(cut is not None for cut in cuts)  # the pickle's root keeps them all alive
         if key not in self._meshes:
-            self._meshes[key] = _checked_mesh(mesh.state, cuts)
+            sizes = []
+            ranks, axes = _ranks_and_axes(mesh.state)
+            for axis, cut in zip(axes, cuts, strict=True):
+                place = id(ranks), axis, cut is not None  # meshes may share their list of ranks
+                if place not in self._axis_sizes:
+                    self._axis_sizes[place] = _checked_axis(ranks, axis, self._budget, is_cut=cut is not None)
+                sizes.append(self._axis_sizes[place])
+            self._meshes[key] = sizes
         return self._meshes[key]
 
 
@@ -188,22 +201,27 @@ def _archive(file: StoredFile) -> Archive:
     raise CorruptError("not a file of torch.save", path=path)
 
 
-def _leaves(root: Any, path: str, budget: int) -> Iterator[tuple[str, Any]]:
+def _leaves(root: Any, path: str, budget: Budget) -> Iterator[tuple[str, Any]]:
     """Dotted names and what is no container, in order. A sequence without tensors is one leaf.
 
-    A pickle can name one list many times, so what is visited is counted: it is refused when that is more than a real
-    one could hold.
+    A pickle can name one list many times, so what is visited, and the text of names, is counted.
     """
     waiting = [(("tensor" if is_tensor(root) else ""), root, 0)]
     while waiting:
         name, value, depth = waiting.pop()
-        if depth > _MAX_DEPTH or (budget := budget - 1) < 0:
-            raise CorruptError("its nesting is deeper or wider than anything real", name=name[:80], path=path)
+        if depth > _MAX_DEPTH:
+            raise CorruptError("its nesting is deeper than anything real", name=name[:80], path=path)
+        if type(value) in (dict, list, tuple):
+            budget.spend(len(value))
         children = _children(value)
         if children is None:
             yield name or "value", value
             continue
-        below = [(f"{name}.{key}" if name else str(key), child, depth + 1) for key, child in children]
+        below = []
+        for key, child in children:
+            text = key if type(key) is str else excerpt(key, _MAX_KEY_TEXT)
+            budget.spend(1, len(name) + len(text))
+            below.append((f"{name}.{text}" if name else text, child, depth + 1))
         waiting.extend(reversed(below))
 
 
@@ -229,43 +247,58 @@ def _cut(placement: Made) -> Cut | None:
     raise UnsupportedError(f"placement {placement.name} holds an unfinished sum; redistribute it before it is saved")
 
 
-def _checked_mesh(mesh: dict[str, Any], cuts: list[Cut | None]) -> list[int]:
-    """The mesh's shape. Ranks must ascend along an axis that cuts, as in live tensors (exchange.describe)."""
+_Axis = tuple[tuple[int, int], ...]  # (size, stride) of its parts, in numbers of entries of the rank map
+
+
+def _ranks_and_axes(mesh: dict[str, Any]) -> tuple[Any, list[_Axis]]:
     if "_layout" in mesh:
-        ranks, axes = mesh["_flatten_rank_map"], _axes(mesh["_layout"].state)
-    else:  # torch before 2.9
-        shape = sizes_from_json(mesh["mesh"].args[2])
-        ranks, axes = mesh["_flatten_mesh_list"], [[pair] for pair in zip(shape, c_strides(shape), strict=True)]
-    sizes = []
-    for axis, cut in zip(axes, cuts, strict=True):
-        steps = [0]
-        for size, stride in axis:
-            if size * len(steps) > len(ranks):
-                raise ValueError(f"a mesh of {len(ranks)} ranks has an axis that is larger")
-            steps = [step + index * stride for step in steps for index in range(size)]
-        sizes.append(len(steps))
-        for first in range(len(ranks) - max(steps)) if cut is not None else ():
-            if any((first // stride) % size for size, stride in axis):
-                continue  # not where a line of this axis begins
-            line = [ranks[first + step] for step in steps]
-            if line != sorted(line):
-                raise UnsupportedError(
-                    "its mesh lists ranks out of order, and torch itself is of two minds about who then holds what"
-                )
-    return sizes
+        return mesh["_flatten_rank_map"], _axes(mesh["_layout"].state)
+    shape = sizes_from_json(mesh["mesh"].args[2])  # torch before 2.9
+    return mesh["_flatten_mesh_list"], [(part,) for part in zip(shape, c_strides(shape), strict=True)]
 
 
-def _axes(layout: dict[str, Any]) -> list[list[tuple[int, int]]]:
-    """For each axis of a mesh its (size, stride) parts, in numbers of entries of the rank map."""
+def _checked_axis(ranks: Any, axis: _Axis, budget: Budget, *, is_cut: bool) -> int:
+    """The size of a mesh's axis. Ranks must ascend along one that cuts, as in live tensors (exchange.describe)."""
+    steps = [0]
+    for size, stride in axis:
+        if size * len(steps) > len(ranks):
+            raise ValueError(f"a mesh of {len(ranks)} ranks has an axis that is larger")
+        steps = [step + index * stride for step in steps for index in range(size)]
+    budget.spend(len(steps))
+    if not is_cut:
+        return len(steps)
+    budget.spend(len(ranks))
+    for first in range(len(ranks) - max(steps)):
+        if any((first // stride) % size for size, stride in axis):
+            continue  # not where a line of this axis begins
+        budget.spend(len(steps))
+        line = [ranks[first + step] for step in steps]
+        if any(type(rank) is not int for rank in line):
+            raise ValueError("a rank of a mesh is no number")
+        if line != sorted(line):
+            raise UnsupportedError(
+                "its mesh lists ranks out of order, and torch itself is of two minds about who then holds what"
+            )
+    return len(steps)
+
+
+def _axes(layout: dict[str, Any]) -> list[_Axis]:
     if "axes" in layout:
-        axes = [(axis.state["shape"], axis.state["stride"]) for axis in layout["axes"]]
+        axes = [(axis.state["shape"], axis.state["stride"]) for axis in _few(layout["axes"])]
     else:
-        axes = list(zip(_many(layout["shape"]), _many(layout["stride"]), strict=True))
-    return [list(zip(_numbers(shape), _numbers(stride), strict=True)) for shape, stride in axes]
+        axes = list(zip(_few(_many(layout["shape"])), _few(_many(layout["stride"])), strict=True))
+    return [tuple(zip(_numbers(shape), _numbers(stride), strict=True)) for shape, stride in axes]
 
 
 def _many(value: Any) -> tuple[Any, ...]:
     return value if type(value) is tuple else (value,)
+
+
+def _few(items: Any) -> Any:
+    """Items of which there is one to an axis of a mesh."""
+    if len(items) > MAX_DIMS:
+        raise ValueError(f"a mesh of {len(items)} axes")
+    return items
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
