@@ -103,8 +103,6 @@ class _File:
         self._file = file
         self._path = path = file.path
         self._rank = rank
-        self._meshes: dict[Any, list[int]] = {}
-        self._axis_sizes: dict[Any, int] = {}
         self.others: dict[str, str] = {}
         tensors: dict[str, SourceTensor] = {}
         aliases: dict[str, str] = {}
@@ -112,6 +110,7 @@ class _File:
         self._archive = _archive(file)
         data = self._archive.pickle()
         self._budget = Budget(len(data), path)
+        self._meshes = _Meshes(self._budget)
         root = read_pickle(data, path, self._budget)
         for name, value in _leaves(root, path, self._budget):
             if name in tensors or name in self.others:
@@ -156,7 +155,7 @@ class _File:
         boxes = []
         if mesh["_coordinate_on_dim"] is not None:
             boxes = local_boxes(
-                shape, self._mesh_shape(spec["mesh"], cuts), sizes_from_json(mesh["_coordinate_on_dim"]), cuts
+                shape, self._meshes.shape_of(spec["mesh"], cuts), sizes_from_json(mesh["_coordinate_on_dim"]), cuts
             )
         self._budget.spend(len(boxes))
         shard = Shard(name, local.dtype, shape, tuple(box for box, _ in boxes))
@@ -174,20 +173,6 @@ class _File:
             strides = strides_of(box.shape, local.strides)
             extents.append(ByteRange(self._file, begin, box.numel * itemsize, strides=strides))
         return SourceTensor(shard, tuple(extents))
-
-    def _mesh_shape(self, mesh: Made, cuts: list[Cut | None]) -> list[int]:
-        """A mesh is checked once for all tensors that are cut along the same axes of it."""
-        key = id(mesh), tuple(cut is not None for cut in cuts)  # the pickle's root keeps them all alive
-        if key not in self._meshes:
-            sizes = []
-            ranks, axes = _ranks_and_axes(mesh.state)
-            for axis, cut in zip(axes, cuts, strict=True):
-                place = id(ranks), axis, cut is not None  # meshes may share their list of ranks
-                if place not in self._axis_sizes:
-                    self._axis_sizes[place] = _checked_axis(ranks, axis, self._budget, is_cut=cut is not None)
-                sizes.append(self._axis_sizes[place])
-            self._meshes[key] = sizes
-        return self._meshes[key]
 
 
 def _archive(file: StoredFile) -> Archive:
@@ -248,6 +233,31 @@ def _cut(placement: Made) -> Cut | None:
 
 
 _Axis = tuple[tuple[int, int], ...]  # (size, stride) of its parts, in numbers of entries of the rank map
+
+
+class _Meshes:
+    """The shapes of a pickle's meshes. What is checked is remembered by ids: the pickle's root keeps all alive."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._shapes: dict[Any, list[int]] = {}
+        self._sizes: dict[Any, int] = {}
+
+    def shape_of(self, mesh: Made, cuts: list[Cut | None]) -> list[int]:
+        """A mesh is checked once for all tensors that are cut along the same axes of it, an axis once for all meshes
+        that share their list of ranks."""
+        is_cut = tuple(cut is not None for cut in cuts)
+        key = id(mesh), is_cut
+        if key not in self._shapes:
+            ranks, axes = _ranks_and_axes(mesh.state)
+            self._shapes[key] = [self._size(ranks, axis, cut) for axis, cut in zip(axes, is_cut, strict=True)]
+        return self._shapes[key]
+
+    def _size(self, ranks: Any, axis: _Axis, is_cut: bool) -> int:
+        key = id(ranks), axis, is_cut
+        if key not in self._sizes:
+            self._sizes[key] = _checked_axis(ranks, axis, self._budget, is_cut=is_cut)
+        return self._sizes[key]
 
 
 def _ranks_and_axes(mesh: dict[str, Any]) -> tuple[Any, list[_Axis]]:
