@@ -275,21 +275,27 @@ def _checked_axis(ranks: Any, axis: _Axis, budget: Budget, *, is_cut: bool) -> i
             raise ValueError(f"a mesh of {len(ranks)} ranks has an axis that is larger")
         steps = [step + index * stride for step in steps for index in range(size)]
     budget.spend(len(steps))
-    if not is_cut:
+    if not is_cut or len(steps) == 1:
         return len(steps)
     budget.spend(len(ranks))
     for first in range(len(ranks) - max(steps)):
-        if any((first // stride) % size for size, stride in axis):
-            continue  # not where a line of this axis begins
-        budget.spend(len(steps))
-        line = [ranks[first + step] for step in steps]
-        if any(type(rank) is not int for rank in line):
-            raise ValueError("a rank of a mesh is no number")
-        if line != sorted(line):
-            raise UnsupportedError(
-                "its mesh lists ranks out of order, and torch itself is of two minds about who then holds what"
-            )
+        for size, stride in axis:
+            if (first // stride) % size:
+                break  # not where a line of this axis begins
+        else:
+            budget.spend(len(steps))
+            _check_line([ranks[first + step] for step in steps])
     return len(steps)
+
+
+def _check_line(ranks: list[Any]) -> None:
+    """Refuse ranks along an axis that do not ascend."""
+    if any(type(rank) is not int for rank in ranks):
+        raise ValueError("a rank of a mesh is no number")
+    if ranks != sorted(ranks):
+        raise UnsupportedError(
+            "its mesh lists ranks out of order, and torch itself is of two minds about who then holds what"
+        )
 
 
 def _axes(layout: dict[str, Any]) -> list[_Axis]:

@@ -206,28 +206,29 @@ def shared_list() -> bytes:
 
 
 def distributed(ranks: bytes, count: int = 1) -> bytes:
-    """DTensors on meshes of their own, of one rank each, which share a list of ranks."""
+    """DTensors in two parts, on meshes of their own that share a list of ranks."""
     space = "torch.distributed."
-    wrapper = symbol("torch._utils._rebuild_wrapper_subclass")
-    kind = symbol(space + "tensor.DTensor")
+    wrapper, kind = symbol("torch._utils._rebuild_wrapper_subclass"), symbol(space + "tensor.DTensor")
     cut = made(space + "tensor.placement_types.Shard", dim=integer(0))
+    local = tensor(shape=integer(1) + b"\x85")
+    arguments = several([kind, FLOATS, SIZE])
     found = []
     for number in range(count):
-        layout = made(
-            space + "_mesh_layout._MeshLayout", shape=integer(1) + b"\x85", stride=integer(number + 1) + b"\x85"
+        shared = {9: ranks, 10: cut + b"\x85", 11: local, 12: arguments, 13: wrapper, 14: kind}
+        ranks_of, cuts, local_part, of_wrapper, function, of = (
+            again(key) if number else keep(key, value) for key, value in shared.items()
         )
+        layout = made(space + "_mesh_layout._MeshLayout", shape=SIZE, stride=integer(number + 1) + b"\x85")
         mesh = made(
             space + "device_mesh.DeviceMesh",
             _layout=layout,
-            _flatten_rank_map=again(9) if number else keep(9, ranks),
+            _flatten_rank_map=ranks_of,
             _coordinate_on_dim=ZERO,
         )
-        spec = made(space + "tensor._dtensor_spec.DTensorSpec", mesh=mesh, placements=cut + b"\x85")
-        state = named({"_spec": spec, "_local_tensor": tensor()})
-        arguments = several([kind, FLOATS, SIZE])
-        found.append(
-            call(symbol("torch._tensor._rebuild_from_type_v2"), wrapper, kind, arguments, b"N" + state + b"\x86")
-        )
+        spec = made(space + "tensor._dtensor_spec.DTensorSpec", mesh=mesh, placements=cuts)
+        state = named({"_spec": spec, "_local_tensor": local_part})
+        rebuild = symbol("torch._tensor._rebuild_from_type_v2")
+        found.append(call(rebuild, function, of, of_wrapper, b"N" + state + b"\x86"))
     return listed(found)
 
 
@@ -259,11 +260,11 @@ PROPERTIES = keep(
 )
 
 
-def fact(size: bytes = SIZE, chunks: bytes | None = None) -> bytes:
+def fact(size: bytes = SIZE, chunks: bytes | None = None, properties: bytes = PROPERTIES) -> bytes:
     chunk = made(CHECKPOINT + "metadata.ChunkStorageMetadata", offsets=integer(0) + b"\x85", sizes=SIZE)
     return made(
         CHECKPOINT + "metadata.TensorStorageMetadata",
-        properties=PROPERTIES,
+        properties=properties,
         size=size,
         chunks=listed([chunk]) if chunks is None else chunks,
     )
@@ -314,13 +315,13 @@ def one_place() -> Build:
 
 
 def shared_chunks() -> Build:
-    """2,000 tensors of the same 1,500 parts."""
+    """2,000 tensors of the same 1,000 parts."""
     parts = [
         made(CHECKPOINT + "metadata.ChunkStorageMetadata", offsets=integer(n) + b"\x85", sizes=keep(501, ZERO))
-        for n in range(1500)
+        for n in range(1000)
     ]
     first = fact(chunks=keep(502, listed(parts)))
-    following = fact(chunks=again(502))
+    following = fact(chunks=again(502), properties=again(500))
     return dcp({f"n{n}": following if n else first for n in range(2000)})
 
 
@@ -333,7 +334,7 @@ def long_name_of_parts() -> Build:
     return dcp({"n" * 300_000: fact(integer(5000) + b"\x85", listed(parts))})
 
 
-LISTED_RANKS = several([b"K\x01"] * 20_000)
+LISTED_RANKS = several([b"K\x01"] * 40_000)
 
 # By row of the defects: what it is, how it is made, and the exit codes of info and verify, and of merge.
 CASES: dict[str, dict[str, tuple[Build, int, int]]] = {
@@ -379,7 +380,7 @@ CASES: dict[str, dict[str, tuple[Build, int, int]]] = {
         "a list": (torch_file(shared_list()), CORRUPT, CORRUPT),
         "arguments": (torch_file(shared_arguments()), CORRUPT, CORRUPT),
         "ranks, equal and not the same": (torch_file(equal_ranks()), CORRUPT, CORRUPT),
-        "ranks of meshes": (torch_file(distributed(LISTED_RANKS, 400)), CORRUPT, CORRUPT),
+        "ranks of meshes": (torch_file(distributed(LISTED_RANKS, 300)), CORRUPT, CORRUPT),
         "parts": (shared_chunks(), CORRUPT, CORRUPT),
     },
     "places": {"of entries": (one_place(), CORRUPT, CORRUPT)},
