@@ -61,6 +61,7 @@ from statexchange.layout.shards import Box, full_box, sizes_from_json
 __all__ = ["Cut", "Layout", "Part", "Rule", "place", "renumbered"]
 
 _SHOWN = 8
+_MAX_RUNS = 1 << 20  # along one dim; of heads there are far fewer
 _CUT_KEYS = {"dim", "axis", "blocks", "split", "interleaved"}
 _BOXES_KEYS = {"global_shape", "boxes", "dim"}
 _OWN_BOX_KEYS = {"global_shape", "offsets", "shape"}
@@ -348,6 +349,8 @@ def _runs(length: int, step: _Step) -> Iterator[tuple[int, int, int]]:
             f"a dim of {length} does not divide into blocks {list(step.blocks)}; whole parts of each are needed"
         )
     sizes = [unit * block // total for block in step.blocks]
+    if repeats * len(sizes) > _MAX_RUNS:
+        raise ValueError(f"a dim of {length} would be cut into {repeats * len(sizes)} runs")
     begins = [0, *accumulate(sizes)]
     for repeat in range(repeats):
         for block, size in enumerate(sizes):

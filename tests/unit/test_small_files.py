@@ -143,11 +143,11 @@ def claimed(folder: Path, *, committed: bool) -> Path:
     return folder / "ws"
 
 
-def numbered(folder: Path, layout: object = None) -> Path:
+def numbered(folder: Path, layout: object = None, shape: tuple[int, ...] = (2,)) -> Path:
     files = folder / "files"
     files.mkdir()
     for number in (1, 20261122011500 if layout is None else 2):
-        save_file({"w": np.zeros(2, "f4")}, files / f"rank_{number}.safetensors")
+        save_file({"w": np.zeros(shape, "f4")}, files / f"rank_{number}.safetensors")
     (folder / "layout.json").write_text(json.dumps(layout or {"w": {"dim": 0}}))
     return files
 
@@ -344,6 +344,13 @@ CASES: dict[str, dict[str, tuple[Build, int, int]]] = {
     },
     "numbers": {
         "in names": (numbered, OK, INCOMPLETE),
+        "in a shape": (
+            lambda folder: numbered(
+                folder, {"w": {"dim": 0, "split": {"w": {"q": 1, "k": 1}}, "interleaved": True}}, shape=(1 << 40, 0)
+            ),
+            OK,
+            USAGE,
+        ),
         "in a grid": (
             lambda folder: numbered(folder, {"grid": {"tp": 1 << 40}, "rules": {"w": {"dim": 0, "axis": "tp"}}}),
             OK,
