@@ -360,7 +360,7 @@ CASES: dict[str, dict[str, tuple[Build, int, int]]] = {
     "copies": {"of a list": (torch_file(copies()), CORRUPT, CORRUPT)},
     "names": {
         "below a long one": (torch_file(below_a_long_name()), CORRUPT, CORRUPT),
-        "of wrappers": (torch_file(named({"module." * 200_000 + "w": tensor()})), OK, OK),
+        "of wrappers": (torch_file(named({"module." * 150_000 + "w": tensor()})), OK, OK),
         "of parts that are missing": (long_name_of_parts(), INCOMPLETE, INCOMPLETE),
     },
     "messages": {
