@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ __all__ = [
     "TargetExistsError",
     "UnsafeError",
     "UnsupportedError",
+    "excerpt",
     "from_record",
     "needing_torch",
     "needs_torch",
@@ -42,6 +44,52 @@ _URL = re.compile(r"(?<!\w)(?!(?:file|shm)://)([A-Za-z][A-Za-z0-9+.-]*://)([^\s'
 _CHAINED = re.compile(r"::(?=[A-Za-z][A-Za-z0-9+.-]*://)")
 _HOST = re.compile(r"([^:\[\]]*|\[[^\]]*\])(:[0-9]*)?")
 _ABOUT = ("rank", "path", "name", "expected", "found")
+_MAX_SIDE = 1000
+_MAX_NAME = 600  # characters of a tensor's name in a message; a name that can be written has 512 bytes at most
+_BRACKETS: dict[type, tuple[str, str]] = {
+    list: ("[", "]"),
+    tuple: ("(", ")"),
+    dict: ("{", "}"),
+    set: ("{", "}"),
+    frozenset: ("frozenset({", "})"),
+}
+
+
+def excerpt(value: object, limit: int = 100) -> str:
+    """Return the first `limit` characters of a value's repr, for a message.
+
+    The work is bounded by `limit`, however large or deep the value is and however often it holds the same object: use
+    this for everything that was read from a file.
+    """
+    shown = ""
+    waiting: list[tuple[bool, Any]] = [(False, value)]  # text as it is, or a value
+    while waiting and len(shown) < limit:
+        is_text, item = waiting.pop()
+        kind = type(item)
+        if is_text:
+            shown += item
+        elif kind in _BRACKETS:
+            waiting += reversed(_pieces(item, limit))
+        elif kind in (str, bytes):
+            shown += repr(item[:limit])
+        elif kind is int and item.bit_length() > 4 * limit:  # decimal digits take quadratic time
+            shown += hex(item)
+        else:
+            shown += repr(item)
+    return shown[:limit]
+
+
+def _pieces(container: Any, limit: int) -> list[tuple[bool, Any]]:
+    """What the repr of a container consists of, up to its first `limit` items."""
+    opening, closing = _BRACKETS[type(container)]
+    pieces: list[tuple[bool, Any]] = [(True, opening)]
+    is_dict = type(container) is dict
+    for number, item in enumerate(islice(container.items() if is_dict else container, limit)):
+        pieces += [(True, ", ")] if number else []
+        pieces += [(False, item[0]), (True, ": "), (False, item[1])] if is_dict else [(False, item)]
+    if type(container) is tuple and len(container) == 1:
+        pieces.append((True, ","))
+    return [*pieces, (True, closing)]
 
 
 def without_secrets(text: str) -> str:
@@ -107,11 +155,11 @@ class StateExchangeError(Exception):
         return error
 
     def _text(self) -> str:
-        about = [] if self.name is None else [f"tensor {self.name!r}"]
+        about = [] if self.name is None else [f"tensor {excerpt(self.name, _MAX_NAME)}"]
         about += [] if self.rank is None else [f"rank {self.rank}"]
         about += [] if self.path is None else [self.path]
-        sides = [] if self.expected is None else [f"expected {self.expected}"]
-        sides += [] if self.found is None else [f"found {self.found}"]
+        sides = [] if self.expected is None else [f"expected {_side(self.expected)}"]
+        sides += [] if self.found is None else [f"found {_side(self.found)}"]
         both = ": " + ", ".join(sides) if sides else ""
         return self.message + both + (f" [{', '.join(about)}]" if about else "")
 
@@ -120,6 +168,10 @@ class StateExchangeError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.message, {key: getattr(self, key) for key in self.attributes})
+
+
+def _side(value: object) -> str:
+    return excerpt(value, _MAX_SIDE) if type(value) in _BRACKETS else str(value)
 
 
 class InvalidArgumentError(StateExchangeError, ValueError):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from statexchange.checkpoint.index import index_name, single_file_name
-from statexchange.errors import InvalidArgumentError
+from statexchange.errors import InvalidArgumentError, excerpt
 from statexchange.formats.huggingface import MANIFEST
 from statexchange.storage.place import open_place
 
@@ -49,7 +49,7 @@ def _given_files(given: FilesFrom) -> Iterator[tuple[str, bytes]]:
     if isinstance(given, Mapping):
         for name, text in given.items():
             if not isinstance(name, str):
-                raise InvalidArgumentError(f"files_from: {name!r:.100} is not a plain file name")
+                raise InvalidArgumentError(f"files_from: {excerpt(name)} is not a plain file name")
             if not isinstance(text, str | bytes):
                 raise InvalidArgumentError(f"files_from[{name!r}] must be str or bytes, not {type(text).__name__}")
             yield name, text.encode() if isinstance(text, str) else text
@@ -57,7 +57,7 @@ def _given_files(given: FilesFrom) -> Iterator[tuple[str, bytes]]:
     named = [given] if isinstance(given, str | os.PathLike) else given
     if not isinstance(named, Sequence) or not all(isinstance(one, str | os.PathLike) for one in named):
         raise InvalidArgumentError(
-            f"files_from must be a path, a list of paths or a mapping of names to text, not {given!r:.100}"
+            f"files_from must be a path, a list of paths or a mapping of names to text, not {excerpt(given)}"
         )
     for one in named:
         with open_place(os.fspath(one)) as place:

@@ -27,6 +27,7 @@ from statexchange.errors import (
     ReplicaError,
     UnsafeError,
     UnsupportedError,
+    excerpt,
     without_secrets,
 )
 from statexchange.formats import rank_files
@@ -229,16 +230,16 @@ def _read_plain(place: Place, *, strict: bool) -> Source:
 def _unwrapped(kind: str, holdings: Sequence[Holding], options: PlanOptions) -> tuple[PlanOptions, tuple[str, ...]]:
     """Options that remove wrappers which begin every selected name, and what to say about it."""
     names = {shard.name for holding in holdings for shard in holding.shards if options.wants(shard.name)}
-    wrapper = ""
-    while names and (
-        found := [w for w in _WRAPPERS if all(n.startswith(wrapper + w) and n != wrapper + w for n in names)]
-    ):
-        wrapper += found[0]
-    if wrapper:
+    ends = (min(names, default=""), max(names, default=""))  # what both begin with, all names begin with
+    shortest, end = min(map(len, names), default=0), 0
+    while found := [w for w in _WRAPPERS if end + len(w) < shortest and all(n.startswith(w, end) for n in ends)]:
+        end += len(found[0])
+    if wrapper := ends[0][:end]:
         pattern, rename = f"^{re.escape(wrapper)}", options.rename
         given = rename if callable(rename) else None
         unwrap = (lambda name: given(name.removeprefix(wrapper))) if given else ((pattern, ""), *rename)  # type: ignore[misc]
-        return replace(options, rename=unwrap), (f"names lost the wrapper {wrapper!r} that all of them began with",)
+        text = f"names lost the wrapper {excerpt(wrapper)} that all of them began with"
+        return replace(options, rename=unwrap), (text,)
     inner = [name.removeprefix("model.") for name in names if name.startswith("model.")]
     if inner and len(inner) == len(names) and not options.rename:
         sure = any(name.startswith(_TOPS) for name in inner)

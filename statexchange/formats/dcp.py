@@ -16,7 +16,9 @@ from statexchange.errors import (
     StateExchangeError,
     UnsafeError,
     UnsupportedError,
+    excerpt,
 )
+from statexchange.formats.budget import Budget
 from statexchange.formats.pickles import MAX_PICKLE_BYTES, Made, read_pickle
 from statexchange.formats.source import Holder, ListedTensor, Source, SourceTensor
 from statexchange.formats.torch_archive import Archive, View, described, dtype_of, plain, view_of
@@ -30,6 +32,7 @@ __all__ = ["METADATA", "matches", "read"]
 METADATA = ".metadata"
 _FILE_NAME = re.compile(r"__([0-9]{1,9})_([0-9]{1,9})\.distcp")
 _REFUSALS = (CorruptError, UnsafeError, UnsupportedError)
+_STEPS_PER_BOX = 64  # it takes about 500 bytes; in a pickle, with where it is stored, 130
 _MAX_ENTRY_PICKLE_BYTES = 1 << 20  # of a tensor, about 200 bytes
 
 
@@ -73,11 +76,13 @@ def read(place: Place, *, strict: bool = True) -> Source:
             raise problem
         return Source("dcp", place, (), problems=(problem,))
     try:
-        tensors, by_file = _parsed(read_pickle(store.read_small(METADATA, MAX_PICKLE_BYTES), metadata))
+        data = store.read_small(METADATA, MAX_PICKLE_BYTES)
+        budget = Budget(len(data), metadata)
+        tensors, by_file = _parsed(read_pickle(data, metadata, budget), budget)
     except _REFUSALS as error:
         raise error.located(path=metadata) from None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CorruptError(f"not what torch writes: {error!r:.200}", path=metadata) from None
+        raise CorruptError(f"not what torch writes: {excerpt(error, 200)}", path=metadata) from None
     problems = _unstored(tensors, by_file, metadata)
     holders: list[Holder] = []
     others: dict[str, str] = {}
@@ -118,7 +123,7 @@ def _order(file: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _parsed(metadata: Any) -> tuple[dict[str, _Tensor], dict[str, list[_Stored]]]:
+def _parsed(metadata: Any, budget: Budget) -> tuple[dict[str, _Tensor], dict[str, list[_Stored]]]:
     """Return the tensors by name, and the entries of each file."""
     _expect(metadata, "Metadata")
     tensors = {}
@@ -129,15 +134,15 @@ def _parsed(metadata: Any) -> tuple[dict[str, _Tensor], dict[str, list[_Stored]]
         if fact.name == "BytesStorageMetadata":
             others.add(name)
         else:
-            tensors[name] = _tensor(name, fact)
+            tensors[name] = _tensor(name, fact, budget)
     by_file: dict[str, list[_Stored]] = {}
     for index, place in (metadata.state["storage_data"] or {}).items():
         _expect(index, "MetadataIndex")
         _expect(place, "_StorageInfo")
         name, offsets = index.state["fqn"], index.state.get("offset")
-        if name not in tensors and name not in others:
+        if type(name) is not str or (name not in tensors and name not in others):
             text = f"{METADATA} stores this entry but does not describe it: the save is damaged, save again"
-            raise CorruptError(text, name=str(name)[:512])
+            raise CorruptError(text, name=name if type(name) is str else None)
         stored = _stored(name, offsets if name in tensors else None, place.state)
         if name in tensors and stored.offsets not in tensors[name].chunks:
             raise CorruptError(f"part at {stored.offsets} is stored but not described in {METADATA}", name=name)
@@ -150,8 +155,9 @@ def _expect(made: Any, name: str) -> None:
         raise ValueError(f"no {name}")
 
 
-def _tensor(name: str, fact: Made) -> _Tensor:
+def _tensor(name: str, fact: Made, budget: Budget) -> _Tensor:
     _expect(fact, "TensorStorageMetadata")
+    budget.spend(_STEPS_PER_BOX * len(fact.state["chunks"]))
     shape = shape_from_json(fact.state["size"])
     chunks: dict[tuple[int, ...], Box] = {}
     for chunk in fact.state["chunks"]:
@@ -169,7 +175,7 @@ def _tensor(name: str, fact: Made) -> _Tensor:
 
 def _stored(name: str, offsets: Any, place: dict[str, Any]) -> _Stored:
     if place.get("transform_descriptors"):
-        shown = f"{place['transform_descriptors']!r:.100}"
+        shown = excerpt(place["transform_descriptors"])
         raise UnsupportedError(f"its bytes went through {shown}: save it without extensions", name=name)
     begin, length = sizes_from_json((place["offset"], place["length"]))
     return _Stored(name, None if offsets is None else sizes_from_json(offsets), begin, length)
@@ -178,7 +184,7 @@ def _stored(name: str, offsets: Any, place: dict[str, Any]) -> _Stored:
 def _file_name(place: dict[str, Any], name: str) -> str:
     file = place["relative_path"]
     if type(file) is not str or not _FILE_NAME.fullmatch(file):
-        raise CorruptError(f"{METADATA} names the file {file!r:.100}, which is not a DCP file name", name=name)
+        raise CorruptError(f"{METADATA} names the file {excerpt(file)}, which is not a DCP file name", name=name)
     return file
 
 
@@ -208,7 +214,13 @@ class _File:
         self.others: dict[str, str] = {}
 
     def read(self, file: StoredFile, entries: list[_Stored]) -> Holder:
-        """Return the holder with all tensors of the file."""
+        """Return the holder with all tensors of the file. No bytes are read for two entries."""
+        end = 0
+        for entry in sorted(entries, key=lambda e: e.begin):
+            if entry.begin < end:
+                problem = f"it overlaps another entry of the file by {METADATA}: the save is damaged, save again"
+                raise CorruptError(problem, name=entry.name, rank=self._rank, path=self._path)
+            end = entry.begin + entry.length
         parts: dict[str, list[tuple[Box, ByteRange]]] = {}
         for entry in entries:
             try:
@@ -237,7 +249,7 @@ class _File:
             except _REFUSALS:
                 raise
             except (AttributeError, IndexError, TypeError, ValueError) as error:
-                raise CorruptError(f"not what torch writes for a tensor: {error!r:.200}") from None
+                raise CorruptError(f"not what torch writes for a tensor: {excerpt(error, 200)}") from None
         return self._views[data]
 
     def _other(self, archive: Archive) -> str:

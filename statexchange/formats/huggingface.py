@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from statexchange.errors import CorruptError, IncompleteError, NotFoundError, StateExchangeError
+from statexchange.errors import CorruptError, IncompleteError, NotFoundError, StateExchangeError, excerpt
 from statexchange.formats.source import Holder, ListedTensor, Source, SourceTensor
 from statexchange.layout.shards import (
     ITEMSIZE,
@@ -193,7 +193,7 @@ def _parts(header: Header, path: str) -> dict[str, tuple[int, ...]]:
         parts = {name: sizes_from_json(fact["saved_offsets"]) for name, fact in found.items()}
         for name, entry in header.entries.items():
             if name in parts and len(parts[name]) != len(entry.shape):
-                raise ValueError(f"{name!r:.100} has another number of dims than its offsets")
+                raise ValueError(f"{excerpt(name)} has another number of dims than its offsets")
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptError(f"broken {TORCH_SHARDING_KEY}: {error}", path=path) from None
     return parts
@@ -242,13 +242,13 @@ def _manifest(store: Store) -> dict[str, Any] | None:
         if not isinstance(manifest, dict):
             raise TypeError("not an object")
         if manifest.get("schema", 1) != 1:
-            raise ValueError(f"schema {manifest['schema']!r:.60}, but this version reads 1")
+            raise ValueError(f"schema {excerpt(manifest['schema'], 60)}, but this version reads 1")
         if not isinstance(manifest.get("aliases", {}), dict):
             raise TypeError("its aliases are no object")
         for fact in manifest["tensors"].values():
             _check_fact(fact)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CorruptError(f"broken manifest: {error!r:.200}", path=path) from None
+        raise CorruptError(f"broken manifest: {excerpt(error, 200)}", path=path) from None
     return manifest
 
 
@@ -260,7 +260,7 @@ def _check_fact(fact: Any) -> None:
     for offsets, sizes, known, rank in fact["boxes"]:
         Shard("", fact["dtype"], shape, (Box.from_json([offsets, sizes]),))
         if not isinstance(known, str) or type(rank) is not int:
-            raise ValueError(f"not a box: {[known, rank]!r:.100}")
+            raise ValueError(f"not a box: {excerpt([known, rank])}")
     if not isinstance(fact["file"], str):
         raise TypeError("a tensor lies in no file")
 
@@ -283,7 +283,7 @@ def _weight_map(store: Store, manifest: Mapping[str, Any] | None) -> dict[str, s
 def _check_names(weight_map: Mapping[str, str], suffix: str, path: str) -> None:
     for file in weight_map.values():
         if not isinstance(file, str) or not _PLAIN_NAME.fullmatch(file) or not file.endswith(suffix):
-            raise CorruptError(f"a tensor is said to lie in {file!r:.100}, which is no plain file name", path=path)
+            raise CorruptError(f"a tensor is said to lie in {excerpt(file)}, which is no plain file name", path=path)
 
 
 def read_index(store: Store, index: str, suffix: str = _SUFFIX) -> dict[str, str]:

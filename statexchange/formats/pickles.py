@@ -11,13 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from statexchange.errors import CorruptError, StateExchangeError, UnsafeError
+from statexchange.errors import CorruptError, StateExchangeError, UnsafeError, excerpt
+from statexchange.formats.budget import Budget
 from statexchange.layout.shards import DTYPE_NAMES
 
 __all__ = ["MAX_PICKLE_BYTES", "Made", "Symbol", "read_pickle"]
 
 MAX_PICKLE_BYTES = 512 << 20
 _MAX_LONG_BYTES = 1024
+_MAX_SHORT_TEXT = 64  # characters, up to which it costs nothing to compare a key
+_HASH_PRIME = (1 << 61) - 1  # whole numbers below it differ in their hashes
+_MAX_OF_ONE_HASH = 64
+_STEPS_PER_COPY = 8  # an entry of a dict takes about 100 bytes
 _STOP, _MEMOIZE, _BINGET, _BININT1, _LONG_BINGET = b".\x94hKj"
 
 
@@ -28,13 +33,16 @@ class Symbol:
     name: str
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Made:
     """An object that the pickle would construct: class name, arguments, state. Never constructed."""
 
     name: str
     args: tuple[Any, ...]
     state: Any = None
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
 
 
 # Every name that is understood, by the modules that have had it.
@@ -80,30 +88,32 @@ _KNOWN = {(module, name): Symbol(name) for module, names in _SPELLINGS.items() f
 _SCALARS = {str, int, float, bool, bytes, type(None), Symbol}
 
 
-def read_pickle(data: bytes, path: str) -> Any:
+def read_pickle(data: bytes, path: str, budget: Budget | None = None) -> Any:
     """Parse a pickle into builtins, Made and Symbol without importing or calling anything.
 
-    `path` is for messages.
+    `path` is for messages; `budget` is what the reading of these bytes, and what follows from it, may take.
     torch.Size becomes a tuple and an OrderedDict a dict; a persistent id becomes a `Made` called "persistent". A name
     that is not known, or an opcode that no pickler of today emits, is an UnsafeError; broken bytes are a CorruptError.
-    Memory is proportional to `data`, whatever it claims.
+    Memory and time are proportional to `data`, whatever it claims and repeats.
     """
-    machine = _Machine(data, path)
+    machine = _Machine(data, path, Budget(len(data), path) if budget is None else budget)
     try:
         return machine.run()
     except StateExchangeError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
-        raise CorruptError(f"broken pickle near byte {machine.at}: {error!r:.100}", path=path) from None
+        raise CorruptError(f"broken pickle near byte {machine.at}: {excerpt(error)}", path=path) from None
 
 
 class _Machine:
     """The pickle machine: a stack, the stacks below its marks, and a memo."""
 
-    __slots__ = ("at", "below", "data", "memo", "path", "stack")
+    __slots__ = ("at", "below", "budget", "by_hash", "data", "memo", "path", "stack")
 
-    def __init__(self, data: bytes, path: str) -> None:
+    def __init__(self, data: bytes, path: str, budget: Budget) -> None:
         self.at = 0
+        self.budget = budget
+        self.by_hash: dict[int, list[Any]] = {}  # keys that a pickle can make to share a hash
         self.data = data
         self.path = path
         self.stack: list[Any] = []
@@ -166,15 +176,39 @@ class _Machine:
         """Push the Symbol of a known name."""
         found = _KNOWN.get((module, name)) if type(module) is type(name) is str else None
         if found is None:
-            shown = f"{module}.{name}"[:100]
+            shown = f"{_plain_text(module)}.{_plain_text(name)}"
             raise UnsafeError(f"refused: the pickle wants {shown}, which is not known to be harmless", path=self.path)
         self.stack.append(found)
 
     def check_key(self, key: Any) -> None:
-        """Keys are scalars or flat tuples of them: hashing one must not recurse."""
+        """Keys are scalars or flat tuples of them: hashing one must not recurse.
+
+        The hash of a text or of bytes depends on a secret; that of numbers does not.
+        """
         kind = type(key)
-        if kind not in _KEYS and not (kind is tuple and all(type(item) in _SCALARS for item in key)):
+        if kind is tuple:
+            self.budget.spend(len(key), sum(len(item) for item in key if type(item) in (str, bytes)))
+            if not all(type(item) in _SCALARS for item in key):
+                raise UnsafeError("refused: a tuple of more than scalars as a key", path=self.path)
+        elif kind in (str, bytes):
+            self.budget.spend(0, len(key))
+        elif kind not in _KEYS:
             raise UnsafeError(f"refused: a {kind.__name__} as a key", path=self.path)
+        if kind in (tuple, float) or (kind is int and not -_HASH_PRIME < key < _HASH_PRIME):
+            self.check_hash(key)
+
+    def check_hash(self, key: Any) -> None:
+        """Refuse many different keys with one hash, which would be compared each with each."""
+        known = self.by_hash.setdefault(hash(key), [])
+        self.budget.spend(len(known) * (len(key) if type(key) is tuple else 1))
+        if key not in known:
+            if len(known) == _MAX_OF_ONE_HASH:
+                raise CorruptError("more keys with one hash than anything real has", path=self.path)
+            known.append(key)
+
+
+def _plain_text(value: Any) -> str:
+    return value[:60] if type(value) is str else f"<{type(value).__name__}>"
 
 
 def _push(value: Any) -> _Operation:
@@ -278,7 +312,7 @@ def _set_items(machine: _Machine) -> None:
         raise ValueError("a key without a value")
     keys = items[::2]
     for key in keys:
-        if type(key) is not str:
+        if type(key) is not str or len(key) > _MAX_SHORT_TEXT:
             machine.check_key(key)
     _of(machine, dict).update(zip(keys, items[1::2], strict=True))
 
@@ -326,6 +360,7 @@ def _call(machine: _Machine) -> None:
 
 def _dict(machine: _Machine, args: tuple[Any, ...]) -> dict[Any, Any]:
     content: Any = args[-1] if args and type(args[-1]) in (dict, list) else {}
+    machine.budget.spend(_STEPS_PER_COPY * len(content))
     pairs = content.items() if type(content) is dict else [(key, value) for key, value in content]
     for key, _ in pairs:
         machine.check_key(key)

@@ -56,7 +56,7 @@ def read(place: Place, *, strict: bool = True) -> Source:  # noqa: ARG001 (nothi
 
 def _in_order(name: str) -> list[tuple[int, str]]:
     """A key by which 10 comes after 9."""
-    return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in _NUMBER.split(name)]
+    return [(int(piece), "") if _NUMBER.fullmatch(piece) else (-1, piece) for piece in _NUMBER.split(name)]
 
 
 def _check_whole(names: list[str], path: str) -> None:

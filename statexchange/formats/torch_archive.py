@@ -7,7 +7,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-from statexchange.errors import CorruptError, UnsupportedError
+from statexchange.errors import CorruptError, UnsupportedError, excerpt
 from statexchange.formats.pickles import MAX_PICKLE_BYTES, Made, Symbol
 from statexchange.layout.shards import DTYPE_NAMES, ITEMSIZE, c_strides, sizes_from_json
 from statexchange.storage.byte_range import ByteRange
@@ -29,6 +29,9 @@ _STORAGES = {
 _WRAPPING = {"_rebuild_parameter", "_rebuild_parameter_with_state"}
 _FROM_TYPE = {"_rebuild_from_type", "_rebuild_from_type_v2"}
 _STRIDED = {"_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"}
+_MAX_ARGUMENTS = 8
+_MAX_WRAPPERS = 16
+_MAX_KEY = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +87,11 @@ class Archive:
         """Return the byte range of a tensor; CorruptError if the zip contradicts the pickle."""
         name = f"{self._root}data/{view.key}"
         if name not in self._entries:
-            raise CorruptError(f"the zip has no storage {view.key!r:.60}", path=self._path)
+            raise CorruptError(f"the zip has no storage {excerpt(view.key, 60)}", path=self._path)
         begin, nbytes = self._member(name)
         if nbytes != view.storage_nbytes:
             raise CorruptError(
-                f"storage {view.key!r:.60} has another size than the pickle says",
+                f"storage {excerpt(view.key, 60)} has another size than the pickle says",
                 path=self._path,
                 expected=f"{view.storage_nbytes} bytes",
                 found=f"{nbytes} bytes",
@@ -124,7 +127,7 @@ class Archive:
             for _ in range(count):
                 name, place, at = self._entry(data, at)
                 if name in entries:
-                    raise CorruptError(f"the zip has two members {name!r:.100}", path=self._path)
+                    raise CorruptError(f"the zip has two members {excerpt(name)}", path=self._path)
                 entries[name] = place
         except (struct.error, UnicodeDecodeError):
             raise CorruptError("its zip directory is broken", path=self._path) from None
@@ -151,11 +154,11 @@ class Archive:
         if mark != b"PK\1\2":
             raise CorruptError("its zip directory is broken", path=self._path)
         if method or flags & 1:
-            raise UnsupportedError(f"member {name!r:.100} is compressed or encrypted: {_RESAVE}", path=self._path)
+            raise UnsupportedError(f"member {excerpt(name)} is compressed or encrypted: {_RESAVE}", path=self._path)
         wide = _wide_numbers(extra)
         nbytes, packed, begin = (next(wide) if v == 0xFFFFFFFF else v for v in (nbytes, packed, begin))
         if packed != nbytes:
-            raise CorruptError(f"member {name!r:.100} has two sizes", path=self._path)
+            raise CorruptError(f"member {excerpt(name)} has two sizes", path=self._path)
         return name, (begin, nbytes), name_end + fields[11] + fields[12]
 
     def _member(self, name: str) -> tuple[int, int]:
@@ -165,16 +168,16 @@ class Archive:
         encoded = name.encode()
         begin += _LOCAL.size
         if mark != b"PK\3\4" or self._read(begin, name_length) != encoded:
-            raise CorruptError(f"the zip has no member {name!r:.100} where it says", path=self._path)
+            raise CorruptError(f"the zip has no member {excerpt(name)} where it says", path=self._path)
         begin += name_length + extra_length
         if begin + nbytes > self._length:
-            raise CorruptError(f"member {name!r:.100} ends outside of the file", path=self._path)
+            raise CorruptError(f"member {excerpt(name)} ends outside of the file", path=self._path)
         return self._begin + begin, nbytes
 
     def _content(self, name: str, limit: int) -> bytes:
         begin, nbytes = self._member(name)
         if nbytes > limit:
-            raise CorruptError(f"member {name!r:.100} has {nbytes} bytes, more than any real one", path=self._path)
+            raise CorruptError(f"member {excerpt(name)} has {nbytes} bytes, more than any real one", path=self._path)
         return self._read(begin - self._begin, nbytes)
 
 
@@ -197,8 +200,11 @@ def strides_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, .
 
 
 def plain(made: Made) -> Made:
-    """A tensor without what makes it a parameter or a subclass with attributes of its own."""
-    while True:
+    """A tensor without what makes it a parameter or a subclass with attributes of its own.
+
+    ValueError if it is wrapped more often than torch does.
+    """
+    for _ in range(_MAX_WRAPPERS):
         if made.name in _WRAPPING and made.args and type(made.args[0]) is Made:
             made = made.args[0]
         elif made.name in _FROM_TYPE and len(made.args) == 4 and _is_plain_type(made.args[1]):
@@ -206,6 +212,7 @@ def plain(made: Made) -> Made:
             made = Made(function.name, args) if type(function) is Symbol and type(args) is tuple else Made("", ())
         else:
             return made
+    raise ValueError(f"a tensor in more than {_MAX_WRAPPERS} parameters or subclasses")
 
 
 def _is_plain_type(kind: Any) -> bool:
@@ -225,13 +232,13 @@ def described(value: Any) -> str:
         return value.name
     if type(value) is bytes:
         return f"{len(value)} bytes"
-    shown = f"{value!r:.80}" if type(value) in (str, int, float, bool, type(None)) else f"of {len(value)}"
+    shown = excerpt(value, 80) if type(value) in (str, int, float, bool, type(None)) else f"of {len(value)}"
     return shown if value is None else f"{type(value).__name__} {shown}"
 
 
 def dtype_of(symbol: Any) -> str:
     """The safetensors name of a torch dtype (UnsupportedError where there is none)."""
-    name = symbol.name if type(symbol) is Symbol else str(symbol)[:60]
+    name = symbol.name if type(symbol) is Symbol else excerpt(symbol, 60)
     if name not in DTYPE_NAMES:
         raise UnsupportedError(f"dtype {name} is not supported")
     return DTYPE_NAMES[name]
@@ -245,6 +252,8 @@ def view_of(made: Made) -> View:
     if made.name not in _STRIDED:
         kind = made.name.removeprefix("_rebuild_").partition("_")[0]
         raise UnsupportedError(f"a {kind} tensor is not supported, only strided ones")
+    if len(made.args) > _MAX_ARGUMENTS:
+        raise ValueError(f"a tensor with {len(made.args)} arguments")
     storage, offset, shape, strides = made.args[:4]
     extra = made.args[7:] if made.name == "_rebuild_tensor_v3" else made.args[6:]
     if any(extra):
@@ -268,7 +277,7 @@ def _storage(made: Any) -> tuple[str, str, int]:
     if type(made) is not Made or made.name != "persistent":
         raise ValueError("a tensor without a storage")
     mark, kind, key, _, numel = made.args[0]
-    if mark != "storage" or type(kind) is not Symbol or type(key) is not str:
+    if mark != "storage" or type(kind) is not Symbol or type(key) is not str or len(key) > _MAX_KEY:
         raise ValueError("not a storage")
     (numel,) = sizes_from_json((numel,))
     return kind.name, key, numel

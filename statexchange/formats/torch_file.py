@@ -17,7 +17,9 @@ from statexchange.errors import (
     NotFoundError,
     StateExchangeError,
     UnsupportedError,
+    excerpt,
 )
+from statexchange.formats.budget import Budget
 from statexchange.formats.huggingface import check_numbers, read_index
 from statexchange.formats.pickles import Made, Symbol, read_pickle
 from statexchange.formats.source import Holder, ListedTensor, Source, SourceTensor
@@ -35,7 +37,7 @@ _INDEX_SUFFIX = ".bin.index.json"
 _RANK = re.compile(r"(?<![A-Za-z])rank[_-]?([0-9]{1,9})(?![0-9])", re.IGNORECASE)
 _ZIP, _LEGACY = b"PK\3\4", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _MAX_DEPTH = 100
-_FREE_PIECES = 1 << 20  # of all tensors of a file, beside some for each byte of its pickle
+_MAX_KEY_TEXT = 512  # characters by which a key stands in a name, if it is no text
 
 
 def matches(place: Place) -> bool:
@@ -101,16 +103,16 @@ class _File:
         self._file = file
         self._path = path = file.path
         self._rank = rank
-        self._meshes: dict[Any, list[int]] = {}
         self.others: dict[str, str] = {}
         tensors: dict[str, SourceTensor] = {}
         aliases: dict[str, str] = {}
         seen: dict[Any, str] = {}
         self._archive = _archive(file)
         data = self._archive.pickle()
-        self._pieces_left = _FREE_PIECES + 8 * len(data)
-        root = read_pickle(data, path)
-        for name, value in _leaves(root, path, 4 * len(data)):
+        self._budget = Budget(len(data), path)
+        self._meshes = _Meshes(self._budget)
+        root = read_pickle(data, path, self._budget)
+        for name, value in _leaves(root, path, self._budget):
             if name in tensors or name in self.others:
                 raise CorruptError("two entries have this name once nesting becomes dots", name=name, path=path)
             if not is_tensor(value):
@@ -136,7 +138,7 @@ class _File:
             raise
         except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise CorruptError(
-                f"not what torch writes for a tensor: {error!r:.200}", name=name, path=self._path
+                f"not what torch writes for a tensor: {excerpt(error, 200)}", name=name, path=self._path
             ) from None
 
     def _distributed(self, name: str, made: Made) -> SourceTensor:
@@ -151,12 +153,12 @@ class _File:
         if "_coordinate_on_dim" not in mesh:
             raise UnsupportedError("its mesh does not say which coordinate the saving rank had")
         boxes = []
-        self._spend(sum(min(cut.split_factor, max(shape, default=0)) for cut in cuts if cut is not None))
+        self._budget.spend(sum(min(cut.split_factor, max(shape, default=0)) for cut in cuts if cut is not None))
         if mesh["_coordinate_on_dim"] is not None:
             boxes = local_boxes(
-                shape, self._mesh_shape(spec["mesh"], cuts), sizes_from_json(mesh["_coordinate_on_dim"]), cuts
+                shape, self._meshes.shape_of(spec["mesh"], cuts), sizes_from_json(mesh["_coordinate_on_dim"]), cuts
             )
-        self._spend(len(boxes))
+        self._budget.spend(len(boxes))
         shard = Shard(name, local.dtype, shape, tuple(box for box, _ in boxes))
         ends = [tuple(map(operator.add, place, box.shape)) for box, place in boxes]
         expected = tuple(map(max, *ends)) if len(ends) > 1 else (ends or [local.shape])[0]
@@ -173,20 +175,6 @@ class _File:
             extents.append(ByteRange(self._file, begin, box.numel * itemsize, strides=strides))
         return SourceTensor(shard, tuple(extents))
 
-    def _mesh_shape(self, mesh: Made, cuts: list[Cut | None]) -> list[int]:
-        """A mesh is checked once for all tensors that are cut along the same axes of it."""
-        key = id(mesh), tuple(cut is not None for cut in cuts)  # the pickle's root keeps them all alive
-        if key not in self._meshes:
-            self._spend(len(_ranks_of(mesh.state)) * (1 + len(cuts)))
-            self._meshes[key] = _checked_mesh(mesh.state, cuts)
-        return self._meshes[key]
-
-    def _spend(self, pieces: int) -> None:
-        """Raise CorruptError once the placements of this file ask for more work than its size could account for."""
-        self._pieces_left -= pieces
-        if self._pieces_left < 0:
-            raise CorruptError("its placements cut tensors into more pieces than any real ones", path=self._path)
-
 
 def _archive(file: StoredFile) -> Archive:
     head, path = _start_of(file), file.path
@@ -199,22 +187,27 @@ def _archive(file: StoredFile) -> Archive:
     raise CorruptError("not a file of torch.save", path=path)
 
 
-def _leaves(root: Any, path: str, budget: int) -> Iterator[tuple[str, Any]]:
+def _leaves(root: Any, path: str, budget: Budget) -> Iterator[tuple[str, Any]]:
     """Dotted names and what is no container, in order. A sequence without tensors is one leaf.
 
-    A pickle can name one list many times, so what is visited is counted: it is refused when that is more than a real
-    one could hold.
+    A pickle can name one list many times, so what is visited, and the text of names, is counted.
     """
     waiting = [(("tensor" if is_tensor(root) else ""), root, 0)]
     while waiting:
         name, value, depth = waiting.pop()
-        if depth > _MAX_DEPTH or (budget := budget - 1) < 0:
-            raise CorruptError("its nesting is deeper or wider than anything real", name=name[:80], path=path)
+        if depth > _MAX_DEPTH:
+            raise CorruptError("its nesting is deeper than anything real", name=name[:80], path=path)
+        if type(value) in (dict, list, tuple):
+            budget.spend(len(value))
         children = _children(value)
         if children is None:
             yield name or "value", value
             continue
-        below = [(f"{name}.{key}" if name else str(key), child, depth + 1) for key, child in children]
+        below = []
+        for key, child in children:
+            text = key if type(key) is str else excerpt(key, _MAX_KEY_TEXT)
+            budget.spend(1, len(name) + len(text))
+            below.append((f"{name}.{text}" if name else text, child, depth + 1))
         waiting.extend(reversed(below))
 
 
@@ -241,49 +234,78 @@ def _cut(placement: Made) -> Cut | None:
     raise UnsupportedError(f"placement {placement.name} holds an unfinished sum; redistribute it before it is saved")
 
 
-def _ranks_of(mesh: dict[str, Any]) -> Sequence[int]:
-    ranks: Sequence[int] = mesh["_flatten_rank_map" if "_layout" in mesh else "_flatten_mesh_list"]
-    return ranks
+_Axis = tuple[tuple[int, int], ...]  # (size, stride) of its parts, in numbers of entries of the rank map
 
 
-def _checked_mesh(mesh: dict[str, Any], cuts: list[Cut | None]) -> list[int]:
-    """The mesh's shape. Ranks must ascend along an axis that cuts, as in live tensors (exchange.describe)."""
-    ranks = _ranks_of(mesh)
+class _Meshes:
+    """The shapes of a pickle's meshes. What is checked is remembered by ids: the pickle's root keeps all alive."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._shapes: dict[Any, list[int]] = {}
+        self._sizes: dict[Any, int] = {}
+
+    def shape_of(self, mesh: Made, cuts: list[Cut | None]) -> list[int]:
+        """A mesh is checked once for all tensors that are cut along the same axes of it, an axis once for all meshes
+        that share their list of ranks."""
+        is_cut = tuple(cut is not None for cut in cuts)
+        key = id(mesh), is_cut
+        if key not in self._shapes:
+            ranks, axes = _ranks_and_axes(mesh.state)
+            self._shapes[key] = [self._size(ranks, axis, cut) for axis, cut in zip(axes, is_cut, strict=True)]
+        return self._shapes[key]
+
+    def _size(self, ranks: Any, axis: _Axis, is_cut: bool) -> int:
+        key = id(ranks), axis, is_cut
+        if key not in self._sizes:
+            self._sizes[key] = _checked_axis(ranks, axis, self._budget, is_cut=is_cut)
+        return self._sizes[key]
+
+
+def _ranks_and_axes(mesh: dict[str, Any]) -> tuple[Any, list[_Axis]]:
     if "_layout" in mesh:
-        axes = _axes(mesh["_layout"].state)
-    else:  # torch before 2.9
-        shape = sizes_from_json(mesh["mesh"].args[2])
-        axes = [[pair] for pair in zip(shape, c_strides(shape), strict=True)]
-    sizes = []
-    for axis, cut in zip(axes, cuts, strict=True):
-        steps = [0]
+        return mesh["_flatten_rank_map"], _axes(mesh["_layout"].state)
+    shape = sizes_from_json(mesh["mesh"].args[2])  # torch before 2.9
+    return mesh["_flatten_mesh_list"], [(part,) for part in zip(shape, c_strides(shape), strict=True)]
+
+
+def _checked_axis(ranks: Any, axis: _Axis, budget: Budget, *, is_cut: bool) -> int:
+    """The size of a mesh's axis. Ranks must ascend along one that cuts, as in live tensors (exchange.describe)."""
+    steps = [0]
+    for size, stride in axis:
+        if size * len(steps) > len(ranks):
+            raise ValueError(f"a mesh of {len(ranks)} ranks has an axis that is larger")
+        steps = [step + index * stride for step in steps for index in range(size)]
+    budget.spend(len(steps))
+    if not is_cut or len(steps) == 1:
+        return len(steps)
+    budget.spend(len(ranks))
+    for first in range(len(ranks) - max(steps)):
         for size, stride in axis:
-            if size * len(steps) > len(ranks):
-                raise ValueError(f"a mesh of {len(ranks)} ranks has an axis that is larger")
-            steps = [step + index * stride for step in steps for index in range(size)]
-        sizes.append(len(steps))
-        looked = 0
-        for first in range(len(ranks) - max(steps)) if cut is not None else ():
-            if any((first // stride) % size for size, stride in axis):
-                continue  # not where a line of this axis begins
-            looked += len(steps)
-            if looked > len(ranks):
-                raise ValueError("lines along an axis of its mesh cross")
-            line = [ranks[first + step] for step in steps]
-            if line != sorted(line):
-                raise UnsupportedError(
-                    "its mesh lists ranks out of order, and torch itself is of two minds about who then holds what"
-                )
-    return sizes
+            if (first // stride) % size:
+                break  # not where a line of this axis begins
+        else:
+            budget.spend(len(steps))
+            _check_line([ranks[first + step] for step in steps])
+    return len(steps)
 
 
-def _axes(layout: dict[str, Any]) -> list[list[tuple[int, int]]]:
-    """For each axis of a mesh its (size, stride) parts, in numbers of entries of the rank map."""
+def _check_line(ranks: list[Any]) -> None:
+    """Refuse ranks along an axis that do not ascend."""
+    if any(type(rank) is not int for rank in ranks):
+        raise ValueError("a rank of a mesh is no number")
+    if ranks != sorted(ranks):
+        raise UnsupportedError(
+            "its mesh lists ranks out of order, and torch itself is of two minds about who then holds what"
+        )
+
+
+def _axes(layout: dict[str, Any]) -> list[_Axis]:
     if "axes" in layout:
         axes = [(axis.state["shape"], axis.state["stride"]) for axis in _few(layout["axes"])]
     else:
         axes = list(zip(_few(_many(layout["shape"])), _few(_many(layout["stride"])), strict=True))
-    return [list(zip(_numbers(shape), _numbers(stride), strict=True)) for shape, stride in axes]
+    return [tuple(zip(_numbers(shape), _numbers(stride), strict=True)) for shape, stride in axes]
 
 
 def _few(axes: Sequence[Any]) -> Sequence[Any]:

@@ -55,12 +55,13 @@ from dataclasses import dataclass, field
 from itertools import accumulate, product
 from typing import Any
 
-from statexchange.errors import IncompleteError, InvalidArgumentError
+from statexchange.errors import IncompleteError, InvalidArgumentError, excerpt
 from statexchange.layout.shards import Box, full_box, sizes_from_json
 
 __all__ = ["Cut", "Layout", "Part", "Rule", "place", "renumbered"]
 
 _SHOWN = 8
+_MAX_RUNS = 1 << 20  # along one dim; of heads there are far fewer
 _CUT_KEYS = {"dim", "axis", "blocks", "split", "interleaved"}
 _BOXES_KEYS = {"global_shape", "boxes", "dim"}
 _OWN_BOX_KEYS = {"global_shape", "offsets", "shape"}
@@ -192,7 +193,7 @@ class Layout:
             raise InvalidArgumentError(f"layout has the unknown key {unknown[0]!r} beside 'grid' and 'rules'")
         rules, grid = (raw.get("rules", {}), raw.get("grid", {})) if with_grid else (raw, {})
         if not isinstance(grid, Mapping) or any(type(size) is not int or size < 1 for size in grid.values()):
-            raise InvalidArgumentError(f'layout grid must be like {{"pp": 2, "tp": 4}}, not {grid!r:.100}')
+            raise InvalidArgumentError(f'layout grid must be like {{"pp": 2, "tp": 4}}, not {excerpt(grid)}')
         parsed = {str(pattern): _parse_rule(str(pattern), rule, grid) for pattern, rule in rules.items()}
         return cls(parsed, dict(grid), set(parsed))
 
@@ -210,7 +211,7 @@ class Layout:
     def check_ranks(self, ranks: Sequence[int]) -> None:
         """InvalidArgumentError unless these are all ranks of the grid, if there is one."""
         wanted = math.prod(self.grid.values())
-        if self.grid and sorted(ranks) != list(range(wanted)):
+        if self.grid and (len(ranks) != wanted or sorted(ranks) != list(range(wanted))):
             shape = " x ".join(f"{axis} {size}" for axis, size in self.grid.items())
             raise InvalidArgumentError(f"the layout's grid ({shape}) is of {wanted} ranks; there are {len(ranks)}")
 
@@ -240,7 +241,7 @@ def _parse_rule(pattern: str, raw: Any, grid: Mapping[str, int]) -> Rule:
         else:
             raise _no_rule(pattern, one)
     if len(words) + len(boxes) + bool(steps) > 1 or len({step.dim for step in steps}) < len(steps):
-        raise InvalidArgumentError(f"layout rule for {pattern!r} says twice how a tensor is cut: {raw!r:.200}")
+        raise InvalidArgumentError(f"layout rule for {pattern!r} says twice how a tensor is cut: {excerpt(raw, 200)}")
     word = words[0] if words else None
     axes = _word_axes(pattern, word, grid) if word is not None and word not in _WHOLE else None
     return Rule(pattern, tuple(steps), word, axes, boxes[0] if boxes else None, tuple(renumber), reduce)
@@ -250,11 +251,13 @@ def _no_rule(pattern: str, raw: Any) -> InvalidArgumentError:
     known = {"reduce", "renumber"} | _CUT_KEYS | _BOXES_KEYS | _OWN_BOX_KEYS
     unknown = sorted(str(key) for key in raw if key not in known) if isinstance(raw, Mapping) else []
     if unknown:
-        return InvalidArgumentError(f"layout rule for {pattern!r} has the unknown key {unknown[0]!r}: {raw!r:.200}")
+        return InvalidArgumentError(
+            f"layout rule for {pattern!r} has the unknown key {unknown[0]!r}: {excerpt(raw, 200)}"
+        )
     return InvalidArgumentError(
         f'layout rule for {pattern!r} must be Shard(dim), Replicate(), a mapping with dim ({{"dim": 0}}), "replicate", '
         f'{{"reduce": "max"}}, {{"renumber": "experts"}}, boxes, a word of transformers\' tp_plan, or a list of these, '
-        f"not {raw!r:.200}"
+        f"not {excerpt(raw, 200)}"
     )
 
 
@@ -292,7 +295,7 @@ def _parse_step(pattern: str, raw: Mapping[str, Any], grid: Mapping[str, int]) -
     except (AttributeError, TypeError, ValueError):
         raise InvalidArgumentError(
             f'layout rule for {pattern!r}: a cut is like {{"dim": 0, "blocks": [32, 8, 8]}} or {{"dim": 0, "split": '
-            f'{{"qkv": {{"q": 32, "k": 8, "v": 8}}}}, "interleaved": true}}, not {raw!r:.200}'
+            f'{{"qkv": {{"q": 32, "k": 8, "v": 8}}}}, "interleaved": true}}, not {excerpt(raw, 200)}'
         ) from None
     return _Step(dim, axes, sizes, name, bool(raw.get("interleaved", False)))
 
@@ -346,6 +349,8 @@ def _runs(length: int, step: _Step) -> Iterator[tuple[int, int, int]]:
             f"a dim of {length} does not divide into blocks {list(step.blocks)}; whole parts of each are needed"
         )
     sizes = [unit * block // total for block in step.blocks]
+    if repeats * len(sizes) > _MAX_RUNS:
+        raise ValueError(f"a dim of {length} would be cut into {repeats * len(sizes)} runs")
     begins = [0, *accumulate(sizes)]
     for repeat in range(repeats):
         for block, size in enumerate(sizes):

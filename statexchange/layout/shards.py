@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from statexchange.errors import excerpt
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -81,7 +83,7 @@ DTYPE_NAMES = {
 def itemsize_of(dtype: str) -> int:
     """Bytes per element of a safetensors dtype name; an unknown name is a ValueError."""
     if not isinstance(dtype, str) or dtype not in ITEMSIZE:
-        raise ValueError(f"unknown dtype {dtype!r}")
+        raise ValueError(f"unknown dtype {excerpt(dtype)}")
     return ITEMSIZE[dtype]
 
 
@@ -113,10 +115,10 @@ class Box:
     def from_json(cls, raw: Any) -> Box:
         """The box that `to_json` wrote; anything else is a ValueError."""
         if not isinstance(raw, list | tuple) or len(raw) != 2:
-            raise ValueError(f"not a box: {raw!r}")
+            raise ValueError(f"not a box: {excerpt(raw)}")
         offsets, shape = (sizes_from_json(part) for part in raw)
         if len(offsets) != len(shape):
-            raise ValueError(f"not a box: {raw!r}")
+            raise ValueError(f"not a box: {excerpt(raw)}")
         return cls(offsets, shape)
 
 
@@ -127,7 +129,7 @@ def sizes_from_json(raw: Any) -> tuple[int, ...]:
         or len(raw) > MAX_DIMS
         or any(type(v) is not int or not 0 <= v <= 1 << 48 for v in raw)
     ):
-        raise ValueError(f"not a list of sizes: {raw!r:.100}")
+        raise ValueError(f"not a list of sizes: {excerpt(raw)}")
     return tuple(raw)
 
 
@@ -221,6 +223,6 @@ class Shard:
     def from_json(cls, raw: Any) -> Shard:
         """The shard that `to_json` wrote; anything else is a ValueError."""
         if not isinstance(raw, list) or len(raw) != 4 or not isinstance(raw[3], list):
-            raise ValueError(f"not a shard: {raw!r:.100}")
+            raise ValueError(f"not a shard: {excerpt(raw)}")
         name, dtype, shape, boxes = raw
         return cls(str(name), str(dtype), shape_from_json(shape), tuple(Box.from_json(box) for box in boxes))

@@ -12,7 +12,7 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from statexchange.errors import CorruptError, InvalidArgumentError, UnsafeError
+from statexchange.errors import CorruptError, InvalidArgumentError, UnsafeError, excerpt
 from statexchange.layout.shards import ITEMSIZE, Shard, shape_from_json, sizes_from_json
 from statexchange.storage.atomic import write_new
 from statexchange.storage.files import WINDOW_BYTES, Buffer
@@ -182,7 +182,7 @@ def _entry(name: str, fields: Any, data_start: int, path: str) -> Entry:
         raise CorruptError("header entry has missing or unknown fields", path=path, name=name)
     dtype = fields["dtype"]
     if not isinstance(dtype, str) or dtype not in ITEMSIZE or dtype == "C128":
-        raise CorruptError(f"unknown dtype {dtype!r:.60}", path=path, name=name)
+        raise CorruptError(f"unknown dtype {excerpt(dtype, 60)}", path=path, name=name)
     try:
         shape, (begin, end) = shape_from_json(fields["shape"]), sizes_from_json(fields["data_offsets"])
     except ValueError:

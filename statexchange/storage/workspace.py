@@ -27,6 +27,7 @@ from statexchange.errors import (
     StorageError,
     TargetExistsError,
     UnsafeError,
+    excerpt,
     without_secrets,
 )
 from statexchange.layout.shards import ITEMSIZE, Box, Shard, sizes_from_json
@@ -112,10 +113,10 @@ class RankName:
         parts = relative.split(os.sep)
         match = _RANK_FILE.fullmatch(parts[-1])
         if len(parts) != 3 or match is None or not _RUN.fullmatch(parts[0]) or not is_round_name(parts[1]):
-            raise UnsafeError(f"not the name of a rank's file: {relative!r}")
+            raise UnsafeError(f"not the name of a rank's file: {excerpt(relative, 300)}")
         rank, world_size = int(match[1]), int(match[2])
         if rank >= world_size or not parts[2].startswith(f"rank-{rank:05d}-of-{world_size:05d}."):
-            raise UnsafeError(f"not the name of a rank's file: {relative!r}")
+            raise UnsafeError(f"not the name of a rank's file: {excerpt(relative, 300)}")
         return cls(parts[0], int(parts[1]), rank, world_size, parts[2])
 
 
@@ -617,7 +618,7 @@ def _age(manifest: Manifest) -> tuple[int, str, int]:
 def _is_whole(names: Sequence[RankName]) -> bool:
     first = names[0]
     same = {(name.run, name.round, name.world_size) for name in names} == {(first.run, first.round, first.world_size)}
-    return same and [name.rank for name in names] == list(range(first.world_size))
+    return same and len(names) == first.world_size and all(name.rank == n for n, name in enumerate(names))
 
 
 def _manifest_text(manifest: Manifest) -> bytes:
@@ -641,7 +642,7 @@ def _manifest_in(store: Store, name: str, run: str, number: int) -> Manifest:
     path = store.path_of(name)
     try:
         return _parse_manifest(parse_json(store.read_small(name), path), run, number)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
         if isinstance(error, StateExchangeError):
             raise
         raise CorruptError(f"broken manifest: {error}", path=path) from None
@@ -654,7 +655,7 @@ def _parse_manifest(raw: Any, run: str, number: int) -> Manifest:
     receipts = tuple(Receipt(os.path.join(run, f"{number:06d}", name), size) for name, size in raw["files"])
     names = [receipt.rank_name for receipt in receipts]
     known = [raw["schema"], raw["run"], raw["round"], type(raw["generation"])] == [SCHEMA, run, number, int]
-    if not known or not names or not _is_whole(names):
+    if not known or not names or not _is_whole(names) or raw["world_size"] != names[0].world_size:
         raise ValueError("it is of another schema or round, or does not list all ranks")
     return Manifest(run, number, raw["generation"], raw["world_size"], receipts, raw["extra"])
 

@@ -39,6 +39,7 @@ from statexchange.errors import (
     StallError,
     StateExchangeError,
     UnsupportedError,
+    excerpt,
 )
 
 __all__ = ["CHECKS", "Check", "communicator_of", "run"]
@@ -170,7 +171,7 @@ def _raised(kind: type[BaseException], what: str, act: Callable[..., Any], *args
         found = act(*args, **named)
     except kind as error:
         return error
-    raise AssertionError(f"{what}: no {kind.__name__}, but {found!r:.200}")
+    raise AssertionError(f"{what}: no {kind.__name__}, but {excerpt(found, 200)}")
 
 
 # What is sent

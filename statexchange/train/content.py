@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from statexchange import values
-from statexchange.errors import InvalidArgumentError, UnsupportedError
+from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt
 from statexchange.layout.tree import nodes
 
 __all__ = [
@@ -61,7 +61,7 @@ class Content:
     def places(self) -> list[tuple[str, str, str | None, str]]:
         """Of each line the path, the line, the kind of its value if it is one, and the words to show it in."""
         return [
-            (path, line, kind_of(self.values[path]), f"{line}, {self.values[path]!r:.60}")
+            (path, line, kind_of(self.values[path]), f"{line}, {excerpt(self.values[path], 60)}")
             if line == _VALUE
             else (path, line, None, line)
             for path, line in self.lines

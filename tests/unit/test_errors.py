@@ -12,6 +12,7 @@ from statexchange.errors import (
     StallError,
     StateExchangeError,
     StorageError,
+    excerpt,
     from_record,
     to_record,
 )
@@ -111,3 +112,50 @@ def test_a_class_that_is_not_known_here_is_a_plain_error_of_ours() -> None:
     record = to_record(StorageError("no room", errno=28, path="/x"), 1, "saving")
     error = from_record({**record, "type": "ErrorOfTheFuture"})
     assert (type(error), error.path, error.rank) == (StateExchangeError, "/x", 1)
+
+
+class Large:
+    """Its repr is longer than most excerpts."""
+
+    def __repr__(self) -> str:
+        return "Large" * 100
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        "it's",
+        b"bytes",
+        -17,
+        1 << 300,
+        2.5,
+        [],
+        (),
+        (1,),
+        {},
+        [1, "a", (2, [3])],
+        {"a": {"b": (1, 2)}, 3: [None]},
+        {7},
+        frozenset({7}),
+        Large(),
+        ["x" * 500],
+    ],
+)
+@pytest.mark.parametrize("limit", [4, 100, 1000])
+def test_an_excerpt_is_the_beginning_of_the_repr(value: object, limit: int) -> None:
+    if type(value) is int and value.bit_length() > 4 * limit:
+        assert excerpt(value, limit) == hex(value)[:limit]
+    else:
+        assert excerpt(value, limit) == repr(value)[:limit]
+
+
+def test_an_excerpt_takes_little_of_whatever_value() -> None:
+    shared: object = 1
+    for _ in range(100_000):  # deeper than a repr may go, and of 2**100_000 values
+        shared = [shared, shared]
+    assert excerpt(shared) == "[" * 100
+    assert excerpt([[]] * 10_000_000, 8) == "[[], [],"
+    assert excerpt(1 << 1_000_000, 10) == "0x10000000"
+    error = CorruptError("broken", name="n" * 1_000_000, expected=[[1] * 1_000_000], found=shared)
+    assert len(str(error)) < 4000

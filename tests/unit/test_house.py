@@ -177,6 +177,17 @@ def test_only_settings_reads_the_environment() -> None:
     assert not readers
 
 
+def test_no_repr_is_made_whole_to_be_cut() -> None:
+    """``{value!r:.100}`` takes as long as all of `value`: `errors.excerpt` does not."""
+    found = [
+        (str(path.relative_to(PACKAGE)), node.lineno)
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FormattedValue) and node.conversion != -1 and node.format_spec is not None
+    ]
+    assert not found
+
+
 def test_nothing_pickles() -> None:
     forbidden = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "multiprocessing.shared_memory"}
     assert not [(name, found & forbidden) for name, found in imports().items() if found & forbidden]
