@@ -211,7 +211,12 @@ class _Decoder:
     def _enum(self, raw: dict[str, Any]) -> Any:
         cls = self._type(raw, lambda known: issubclass(known, enum.Enum))
         value = self.value(raw["value"])
-        return cls(value) if cls is not None else {"__name__": _short(raw), "value": value}
+        if cls is None:
+            return {"__name__": _short(raw), "value": value}
+        member = cls(value)
+        if member.value != value:  # some releases of Python drop bits that a Flag does not know
+            raise ValueError(f"{raw['type']} has no member of this value")
+        return member
 
     def _type(self, raw: dict[str, Any], fits: Callable[[type], bool]) -> Any:
         """The type that is known under this name, if it is of the kind that the tag says."""

@@ -80,8 +80,8 @@ _SPELLINGS = {
     "pathlib": "PosixPath WindowsPath PurePosixPath PureWindowsPath",
     "pathlib._local": "PosixPath WindowsPath PurePosixPath PureWindowsPath",
     "collections": "OrderedDict Counter defaultdict",
-    "builtins": "set frozenset bytearray complex dict list tuple int float str bool",
-    "__builtin__": "set frozenset bytearray complex dict list tuple int float str bool",
+    "builtins": "set frozenset bytearray complex dict list tuple int float str bool getattr",
+    "__builtin__": "set frozenset bytearray complex dict list tuple int float str bool getattr",
     "_codecs": "encode",
 }
 _KNOWN = {(module, name): Symbol(name) for module, names in _SPELLINGS.items() for name in names.split()}
@@ -350,6 +350,9 @@ def _call(machine: _Machine) -> None:
     args, symbol = machine.stack.pop(), machine.stack.pop()
     if type(symbol) is not Symbol or type(args) is not tuple:
         raise UnsafeError(f"refused: the pickle calls a {type(symbol).__name__}", path=machine.path)
+    if symbol.name == "getattr" and [type(arg) for arg in args] != [Symbol, str]:
+        # Early releases of Python 3.11 pickle a member of an enum as getattr(class, name).
+        raise UnsafeError("refused: the pickle calls getattr on what is no known class", path=machine.path)
     if symbol.name == "Size" and len(args) == 1 and type(args[0]) is tuple:
         machine.stack.append(args[0])
     elif symbol.name in ("OrderedDict", "defaultdict", "Counter"):

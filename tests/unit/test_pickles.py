@@ -1,6 +1,8 @@
 """The restricted reader of pickles: real ones are read, nothing in any of them runs, claims take no memory."""
 
 import collections
+import enum
+import io
 import pathlib
 import pickle
 import resource
@@ -74,6 +76,21 @@ def test_torchs_classes_are_told_and_not_made(protocol: int) -> None:
     assert found["set"] == {1, 2} or found["set"].name == "set"
 
 
+class _EnumsByName(pickle.Pickler):
+    """As early releases of Python 3.11 write the members of an enum."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, enum.Enum) else NotImplemented
+
+
+def test_a_member_of_an_enum_may_be_written_by_name() -> None:
+    written = io.BytesIO()
+    _EnumsByName(written, 4).dump({"properties": TensorProperties(torch.float32)})
+    found = read_pickle(written.getvalue(), "x")["properties"]
+    assert found.name == "TensorProperties"
+    assert b"getattr" in written.getvalue()
+
+
 def test_attributes_are_kept_apart() -> None:
     found = read_pickle(pickle.dumps(ChunkStorageMetadata(torch.Size((0,)), torch.Size((3,)))), "x")
     assert (type(found), found.name, found.state) == (Made, "ChunkStorageMetadata", {"offsets": (0,), "sizes": (3,)})
@@ -83,7 +100,9 @@ REFUSED = {
     "os.system": b"cos\nsystem\n(S'x'\ntR.",
     "posix.system": b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x01x\x85R.",
     "builtins.eval": b"\x80\x04\x8c\x08builtins\x8c\x04eval\x93\x8c\x011\x85R.",
-    "builtins.getattr": b"\x80\x02c__builtin__\ngetattr\n.",
+    "getattr of a text": b"\x80\x02c__builtin__\ngetattr\nX\x01\x00\x00\x00xX\x05\x00\x00\x00upper\x86R.",
+    "getattr of a module": b"\x80\x02c__builtin__\ngetattr\ncos\npath\nX\x04\x00\x00\x00join\x86R.",
+    "a call of what getattr found": b"\x80\x02c__builtin__\ngetattr\nctorch\nSize\nX\x05\x00\x00\x00index\x86R)R.",
     "builtins.exec": b"\x80\x02cbuiltins\nexec\n.",
     "subprocess.Popen": b"\x80\x02csubprocess\nPopen\n)\x81.",
     "torch.load": b"\x80\x02ctorch\nload\n.",
