@@ -131,6 +131,7 @@ class Publication:
         self._plan = plan
         self._source = source
         self._extra = extra or {}
+        self._sizes: dict[str, int] = {}  # of output files that this process has made
         index = index_name(plan)
         self._names = [*(file.name for file in plan.files), *([index] if index else []), *self._extra]
         self._build = open_build(
@@ -160,7 +161,8 @@ class Publication:
     def create(self, file: FilePlan) -> PlannedFile:
         """Make an output file with all its room reserved; room in memory is only looked for. For several threads."""
         header = _header_of(file)
-        return PlannedFile(file, self._build.create(file.name, len(header) + file.data_nbytes, header))
+        self._sizes[file.name] = len(header) + file.data_nbytes
+        return PlannedFile(file, self._build.create(file.name, self._sizes[file.name], header))
 
     def record(self, name: str, facts: Any) -> None:
         """Record that an output file is finished, with facts (JSON), for whoever resumes after a kill."""
@@ -170,18 +172,26 @@ class Publication:
         """Return a path that exists where the files are seen, and nowhere else, until `commit`."""
         return self._build.make_probe()
 
-    def commit(self, facts: Mapping[str, Sequence[BoxFact]]) -> None:
-        """Write extra files, index and manifest, and give the directory its name.
+    def commit(self, facts: Mapping[str, Sequence[BoxFact]]) -> list[tuple[str, int]]:
+        """Write extra files, index and manifest, and give the directory its name; return all files with their sizes.
+
+        The sizes are those written: the name may lead to another checkpoint a moment later.
 
         `facts` has one BoxFact per piece of each output tensor. When this returns the checkpoint is there, whole and
         durable. Raises TargetExistsError if another publisher was first.
         """
-        for name, data in self._extra.items():
-            self._build.put(name, data)
+        texts = dict(self._extra)
         index = index_name(self._plan)
         if index is not None:
-            self._build.put(index, index_text(self._plan))
-        self._build.commit(MANIFEST, manifest_text(self._plan, facts, self._names, self._source))
+            texts[index] = index_text(self._plan)
+        for name, data in texts.items():
+            self._build.put(name, data)
+        manifest = manifest_text(self._plan, facts, self._names, self._source)
+        self._build.commit(MANIFEST, manifest)
+        sizes = {name: len(data) for name, data in texts.items()} | {MANIFEST: len(manifest)}
+        for file in self._plan.files:
+            sizes[file.name] = self._sizes.get(file.name) or len(_header_of(file)) + file.data_nbytes
+        return sorted(sizes.items())
 
     def abandon(self) -> None:
         """Remove what was built, unless it was committed."""

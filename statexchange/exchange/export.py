@@ -291,12 +291,8 @@ class _Export:
         facts = _box_facts(tensors, [json.loads(receipt) for receipt in receipts])
         for opened, node in zip(self._open, nodes, strict=True):
             opened.finish(writes_header=node == self._comm.node_rank)
-        publication.commit(facts)
+        names = publication.commit(facts)
         self._clock.lap("publish", sum(map(len, receipts)))
-        names = [
-            (name, os.stat(os.path.join(publication.path, name)).st_size)
-            for name in sorted(os.listdir(publication.path))
-        ]
         return ExportReport(
             publication.path,
             tuple(names),

@@ -17,6 +17,7 @@ from sweeps import slow
 from torch import nn
 
 import statexchange as sx
+from statexchange.checkpoint.publication import Publication
 from statexchange.exchange.describe import describe
 from statexchange.testing import run_ranks
 
@@ -580,3 +581,19 @@ def reduces_slowly(out: str) -> None:
 @pytest.mark.slow
 def test_ranks_that_reduce_much_are_waited_for(tmp_path: Path) -> None:
     run_ranks(reduces_slowly, 2, backend="gloo", args=(str(tmp_path / "out"),), timeout_s=60)
+
+
+def test_the_report_is_of_what_was_written_though_the_target_is_moved_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = Publication.commit
+
+    def commit_and_lose(publication: Publication, facts: Any) -> Any:
+        found = commit(publication, facts)
+        os.rename(tmp_path / "out", tmp_path / "aside")  # as another publisher does
+        return found
+
+    monkeypatch.setattr(Publication, "commit", commit_and_lose)
+    report = sx.export_checkpoint({"w": torch.ones(300), "v": torch.ones(7)}, tmp_path / "out", max_shard_size="1KB")
+    assert len(report.files) > 3
+    assert list(report.files) == sorted((path.name, path.stat().st_size) for path in (tmp_path / "aside").iterdir())
