@@ -36,6 +36,7 @@ __all__ = [
     "from_record",
     "needing_torch",
     "needs_torch",
+    "secrets_of",
     "to_record",
     "without_secrets",
 ]
@@ -80,7 +81,7 @@ def excerpt(value: object, limit: int = 100) -> str:
 
 
 def _pieces(container: Any, limit: int) -> list[tuple[bool, Any]]:
-    """What the repr of a container consists of, up to its first `limit` items."""
+    """Return the parts of a container's repr, up to its first `limit` items."""
     opening, closing = _BRACKETS[type(container)]
     pieces: list[tuple[bool, Any]] = [(True, opening)]
     is_dict = type(container) is dict
@@ -101,16 +102,32 @@ def without_secrets(text: str) -> str:
     return _URL.sub(_shown_url, text)
 
 
+def secrets_of(url: str) -> list[str]:
+    """Return the users with passwords and the queries in a URL or a chain of them, the longest first.
+
+    Libraries put these parts into their messages without the URL around them.
+    """
+    found = []
+    for one in _CHAINED.split(url):
+        user, _, query = _parts_of(one.partition("://")[2])
+        found += [part for part in (user, query) if part]
+    return sorted(found, key=len, reverse=True)
+
+
 def _shown_url(match: re.Match[str]) -> str:
     scheme, rest = match.groups()
-    rest, *inner = _CHAINED.split(rest)
+    first, *inner = _CHAINED.split(rest)
+    return "::".join([scheme + _parts_of(first)[1], *map(without_secrets, inner)])
+
+
+def _parts_of(rest: str) -> tuple[str, str, str]:
+    """Split what follows ``://`` into the user with the password, what may be shown, and the query."""
     host = re.split("[/?]", rest, maxsplit=1)[0]
     user, at, _ = host.rpartition("@")
-    if at:
-        rest = rest[len(user) + 1 :]
-    elif "@" in rest and not _HOST.fullmatch(host):  # a password with slashes or question marks
-        rest = rest.rpartition("@")[2]
-    return "::".join([scheme + rest.partition("?")[0], *map(without_secrets, inner)])
+    if not at and "@" in rest and not _HOST.fullmatch(host):  # a password with slashes or question marks
+        user, at, _ = rest.rpartition("@")
+    shown, _, query = rest[len(user) + len(at) :].partition("?")
+    return user, shown, query
 
 
 class StateExchangeError(Exception):

@@ -77,6 +77,11 @@ class PlannedFile:
         return self._output.header
 
     @property
+    def nbytes(self) -> int:
+        """The size of the file."""
+        return len(self.header) + self._plan.data_nbytes
+
+    @property
     def is_reserved(self) -> bool:
         """Whether the room for all its bytes is reserved."""
         return self._output.is_reserved
@@ -131,7 +136,6 @@ class Publication:
         self._plan = plan
         self._source = source
         self._extra = extra or {}
-        self._sizes: dict[str, int] = {}  # of output files that this process has made
         index = index_name(plan)
         self._names = [*(file.name for file in plan.files), *([index] if index else []), *self._extra]
         self._build = open_build(
@@ -161,8 +165,7 @@ class Publication:
     def create(self, file: FilePlan) -> PlannedFile:
         """Make an output file with all its room reserved; room in memory is only looked for. For several threads."""
         header = _header_of(file)
-        self._sizes[file.name] = len(header) + file.data_nbytes
-        return PlannedFile(file, self._build.create(file.name, self._sizes[file.name], header))
+        return PlannedFile(file, self._build.create(file.name, len(header) + file.data_nbytes, header))
 
     def record(self, name: str, facts: Any) -> None:
         """Record that an output file is finished, with facts (JSON), for whoever resumes after a kill."""
@@ -173,7 +176,7 @@ class Publication:
         return self._build.make_probe()
 
     def commit(self, facts: Mapping[str, Sequence[BoxFact]]) -> list[tuple[str, int]]:
-        """Write extra files, index and manifest, and give the directory its name; return all files with their sizes.
+        """Write extra files, index and manifest, and give the directory its name; return these files with their sizes.
 
         The sizes are those written: the name may lead to another checkpoint a moment later.
 
@@ -188,10 +191,7 @@ class Publication:
             self._build.put(name, data)
         manifest = manifest_text(self._plan, facts, self._names, self._source)
         self._build.commit(MANIFEST, manifest)
-        sizes = {name: len(data) for name, data in texts.items()} | {MANIFEST: len(manifest)}
-        for file in self._plan.files:
-            sizes[file.name] = self._sizes.get(file.name) or len(_header_of(file)) + file.data_nbytes
-        return sorted(sizes.items())
+        return [*((name, len(data)) for name, data in texts.items()), (MANIFEST, len(manifest))]
 
     def abandon(self) -> None:
         """Remove what was built, unless it was committed."""

@@ -80,10 +80,9 @@ def _open_closed_streams() -> OSError | None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one
             closed.append(fd)
-    if 1 in closed:
-        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 (it lives as long as the process)
-    if 2 in closed:
-        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        if fd in closed:
+            setattr(sys, name, open(fd, "w", closefd=False))  # noqa: SIM115 (it lives as long as the process)
     return OSError(errno.EBADF, os.strerror(errno.EBADF)) if 1 in closed else None
 
 
@@ -111,7 +110,7 @@ def _run(output: Output, arguments: Sequence[str]) -> int:
 def _refuse_usage(output: Output, error: click.ClickException) -> int:
     context = error.ctx if isinstance(error, click.UsageError) else None
     path = context.command_path if context is not None else "statexchange"
-    return output.fail(click.ClickException(without_secrets(error.format_message())), "USAGE", f"{path} --help")
+    return output.fail(click.ClickException(error.format_message()), "USAGE", f"{path} --help")
 
 
 def _hint(error: StateExchangeError, arguments: Sequence[str]) -> str | None:
@@ -125,5 +124,4 @@ def _apologise(output: Output, error: Exception) -> int:
 
     for line in without_secrets("".join(traceback.format_exception(error))).splitlines():
         output.message(line)
-    ours = error if isinstance(error, StateExchangeError) else RuntimeError(without_secrets(str(error)))
-    return output.fail(ours, "INTERNAL", _REPORT)
+    return output.fail(error, "INTERNAL", _REPORT)

@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
 from statexchange import settings
-from statexchange.errors import ReplicaError, StateExchangeError
+from statexchange.errors import ReplicaError, StateExchangeError, without_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -181,7 +181,7 @@ class Output:
         """Report an error that ended the command; returns the exit code."""
         if not self.human:
             return self.finish(code, None, error=error)
-        self._marked("error:", _RED, str(error))
+        self._marked("error:", _RED, without_secrets(str(error)))
         if hint is not None:
             self.message(f"hint: {hint}")
         return EXIT_CODES[code]
@@ -246,7 +246,7 @@ def _printable_lines(text: str) -> str:
 def error_record(error: BaseException, code: str) -> Row:
     """What JSON says of an error; `expected` and `found` as text unless they are numbers."""
     about = {key: _simple(getattr(error, key, None)) for key in ("rank", "name", "path", "expected", "found")}
-    return {"code": code, "message": getattr(error, "message", None) or str(error), **about}
+    return {"code": code, "message": without_secrets(getattr(error, "message", None) or str(error)), **about}
 
 
 def fields_of(report: DataclassInstance) -> Row:

@@ -45,7 +45,7 @@ __all__ = [
 _SPINS = 100
 _LAST_NAP_S = 2e-3
 _YIELDING_S = 2e-4
-_LOOKS = 16  # a wait is at most this part of it too long
+_LOOKS = 16  # naps are 1/16 of the time waited, by which a wait may last too long
 _LOOK_PERIOD_S = 0.05
 _ON_ITS_WAY_S = 5.0  # time for data that was sent already to arrive
 

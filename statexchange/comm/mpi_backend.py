@@ -23,7 +23,7 @@ __all__ = ["MPIBackend", "world"]
 _RECORD, _INLINE = 256, 248  # bytes of a message that goes in one step, and how much of it is payload
 _FIRST_FREE_TAG = 3
 _LONG_BYTES = 1 << 16
-_SPIN_S, _TESTS = 0.005, 16
+_SPIN_S, _TESTS = 0.005, 16  # how long to ask for a long message at once, and how often between two yields
 _MANY_TAGS = 30_000
 _MEETING_TAG = 32_767  # the highest that MPI promises
 # By name, and so without torch. Never by what mpi4py finds out: it takes bfloat16 for bytes, and sums those.
@@ -87,10 +87,8 @@ class MPIBackend(Backend):
     def __init__(self, comm: Any, *, own: bool = False, timeout_s: float | None = None) -> None:
         """Collective over `comm`, of which it makes a duplicate unless it is given its `own`."""
         self._mpi = _mpi()
-        self._is_safe = self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE
-        self._guard: contextlib.AbstractContextManager[Any] = (
-            contextlib.nullcontext() if self._is_safe else _one_at_a_time
-        )
+        several = self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE
+        self._guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext() if several else _one_at_a_time
         self._abandoned: list[Any] = []
         self._datatypes: dict[Any, Any] = {}  # of MPI, by those of torch
         self.rank = int(comm.Get_rank())
@@ -159,7 +157,7 @@ class MPIBackend(Backend):
             with self._guard:
                 return bool(request.Test())
 
-        test = request.Test if self._is_safe else guarded
+        test = guarded if self._guard is _one_at_a_time else request.Test
 
         def test_long() -> bool:
             end = time.perf_counter() + _SPIN_S

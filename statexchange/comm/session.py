@@ -278,7 +278,7 @@ class Session:
         return self.backend
 
     def backend_of(self, tensor: Any) -> Backend:
-        """What moves `tensor`, or what the caller gave in its place."""
+        """Return the backend that moves `tensor`, which may be an array or a wrong argument."""
         if self.devices is None:
             return self.backend_for("cpu")
         return self.backend_for(tensor.device.type if hasattr(tensor, "is_cpu") else "cpu")

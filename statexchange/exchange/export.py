@@ -291,11 +291,12 @@ class _Export:
         facts = _box_facts(tensors, [json.loads(receipt) for receipt in receipts])
         for opened, node in zip(self._open, nodes, strict=True):
             opened.finish(writes_header=node == self._comm.node_rank)
-        names = publication.commit(facts)
+        small_files = publication.commit(facts)
+        files = [(file.name, opened.nbytes) for file, opened in zip(plan.files, self._open, strict=True)]
         self._clock.lap("publish", sum(map(len, receipts)))
         return ExportReport(
             publication.path,
-            tuple(names),
+            tuple(sorted(files + small_files)),
             plan.nbytes,
             plan.num_tensors,
             plan.aliases,

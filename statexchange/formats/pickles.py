@@ -352,7 +352,7 @@ def _call(machine: _Machine) -> None:
         raise UnsafeError(f"refused: the pickle calls a {type(symbol).__name__}", path=machine.path)
     if symbol.name == "getattr" and [type(arg) for arg in args] != [Symbol, str]:
         # Early releases of Python 3.11 pickle a member of an enum as getattr(class, name).
-        raise UnsafeError("refused: the pickle calls getattr on what is no known class", path=machine.path)
+        raise UnsafeError("refused: the pickle calls getattr on something that is not a known class", path=machine.path)
     if symbol.name == "Size" and len(args) == 1 and type(args[0]) is tuple:
         machine.stack.append(args[0])
     elif symbol.name in ("OrderedDict", "defaultdict", "Counter"):

@@ -228,9 +228,8 @@ def _cut(placement: Made) -> Cut | None:
     if placement.name == "Replicate":
         return None
     if placement.name in ("Shard", "_StridedShard"):
-        (dim,) = sizes_from_json((placement.state["dim"],))
-        (factor,) = sizes_from_json((placement.state["split_factor"] if placement.name == "_StridedShard" else 1,))
-        return Cut(dim, factor)
+        factor = placement.state["split_factor"] if placement.name == "_StridedShard" else 1
+        return Cut(*sizes_from_json((placement.state["dim"], factor)))
     raise UnsupportedError(f"placement {placement.name} holds an unfinished sum; redistribute it before it is saved")
 
 
@@ -309,7 +308,7 @@ def _axes(layout: dict[str, Any]) -> list[_Axis]:
 
 
 def _few(axes: Sequence[Any]) -> Sequence[Any]:
-    """What a mesh has for each of its axes; a pickle may use one long list for many tensors."""
+    """Return `axes`, of which a mesh has few: a pickle may use one long list for many tensors."""
     if len(axes) > MAX_DIMS:
         raise ValueError(f"a mesh of {len(axes)} axes")
     return axes

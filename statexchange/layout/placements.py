@@ -88,7 +88,7 @@ def _part(runs: list[Run], parts: int, index: int, split_factor: int) -> list[Ru
 
 
 def _between(runs: Sequence[Run], wanted: Sequence[Run]) -> list[Run]:
-    """What lies at ascending positions of the runs, counted as if they were one. Each run is looked at once."""
+    """Return the runs at ascending positions, which count `runs` as if they were one. Each run is looked at once."""
     found: list[Run] = []
     number = position = 0  # the run, and the position at which it begins
     for first, last in wanted:

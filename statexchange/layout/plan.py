@@ -483,26 +483,26 @@ class _Tiling:
 
 def _slabs(region: Box, boxes: Sequence[Box], dim: int) -> list[tuple[Box, list[Box]]]:
     """The blocks of a region between which no box reaches along `dim`, with the boxes in each; gaps have none."""
-    found: list[tuple[int, int, list[Box]]] = []
+    found: list[tuple[int, list[Box]]] = []  # where each begins, which is where the one before ends; its boxes
     reached = region.offsets[dim]
     for box in sorted(boxes, key=lambda box: box.offsets[dim]):
-        begin, end = box.offsets[dim], box.offsets[dim] + box.shape[dim]
+        begin = box.offsets[dim]
         if begin > reached:
-            found.append((reached, begin, []))
+            found.append((reached, []))
         if begin >= reached:
-            found.append((begin, end, []))
-        found[-1] = (found[-1][0], max(end, found[-1][1]), found[-1][2])
-        found[-1][2].append(box)
-        reached = found[-1][1]
+            found.append((begin, []))
+        found[-1][1].append(box)
+        reached = max(reached, begin + box.shape[dim])
     if reached < region.ends[dim]:
-        found.append((reached, region.ends[dim], []))
+        found.append((reached, []))
 
     def slab(begin: int, end: int) -> Box:
         offsets, shape = list(region.offsets), list(region.shape)
         offsets[dim], shape[dim] = begin, end - begin
         return Box(tuple(offsets), tuple(shape))
 
-    return [(slab(begin, end), inside) for begin, end, inside in found]
+    ends = [*(begin for begin, _ in found[1:]), region.ends[dim]]
+    return [(slab(begin, end), inside) for (begin, inside), end in zip(found, ends, strict=True)]
 
 
 def _first_flaw(region: Box, boxes: Sequence[Box], cut: Sequence[int]) -> tuple[int, ...] | None:

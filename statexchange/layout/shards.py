@@ -225,4 +225,4 @@ class Shard:
         if not isinstance(raw, list) or len(raw) != 4 or not isinstance(raw[3], list):
             raise ValueError(f"not a shard: {excerpt(raw)}")
         name, dtype, shape, boxes = raw
-        return cls(str(name), str(dtype), shape_from_json(shape), tuple(Box.from_json(box) for box in boxes))
+        return cls(str(name), str(dtype), sizes_from_json(shape), tuple(Box.from_json(box) for box in boxes))

@@ -21,6 +21,7 @@ from statexchange.errors import (
     StorageError,
     TargetExistsError,
     UnsupportedError,
+    secrets_of,
     without_secrets,
 )
 from statexchange.storage.store import Kind, Store, StoredFile
@@ -56,26 +57,15 @@ def storage_errors(doing: str, url: str) -> Iterator[None]:
         raise StorageError(f"cannot {doing}: {why}", path=url) from _cause(error, url)
 
 
-def _secrets_of(url: str) -> list[str]:
-    """Return what must not be shown of a URL, the longest first: libraries put parts of it into their messages."""
-    found = []
-    for one in url.split("::"):
-        rest, _, query = one.partition("://")[2].partition("?")
-        user, at, _ = rest.rpartition("@")
-        found += [user] if at and "/" not in user else []
-        found += [query] if query else []
-    return sorted(found, key=len, reverse=True)
-
-
 def _without(text: str, url: str) -> str:
-    for secret in _secrets_of(url):
+    for secret in secrets_of(url):
         text = text.replace(secret, "...")
     return text
 
 
 def _cause(error: Exception, url: str) -> Exception | None:
     """Return the error as the cause to be shown in a traceback; None where it could show secrets of the URL."""
-    return None if _secrets_of(url) else error
+    return None if secrets_of(url) else error
 
 
 def file_system(url: str) -> tuple[Any, str]:
@@ -84,7 +74,8 @@ def file_system(url: str) -> tuple[Any, str]:
 
     with storage_errors("open", url):  # of a chain of URLs the inner ones may be opened at once
         try:
-            return url_to_fs(url)  # type: ignore[no-any-return]
+            found: tuple[Any, str] = url_to_fs(url)
+            return found
         except ImportError as error:
             scheme = url.partition("://")[0]
             extra = {"s3": "s3", "gs": "gcs", "gcs": "gcs"}.get(scheme)

@@ -47,14 +47,12 @@ def parse_json(data: bytes | bytearray | memoryview | str, path: str) -> object:
     """
     try:
         text = data if isinstance(data, str) else str(data, "utf-8")  # given bytes, json would accept UTF-16 too
-        if not is_readable(text):
-            problem = f"refused: parsed, these {len(text)} characters of JSON would take more memory than any real ones"
-            raise CorruptError(problem, path=path)
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
-    except CorruptError:
-        raise
+        if is_readable(text):
+            return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"broken JSON: {error}", path=path) from None
+    problem = f"refused: parsed, these {len(text)} characters of JSON would take more memory than any real ones"
+    raise CorruptError(problem, path=path)
 
 
 def is_readable(text: str) -> bool:

@@ -496,7 +496,7 @@ def test_bagua_reducer_arguments_and_bucket_types(comm: Communicator, directory:
         with pytest.raises(ValueError, match="power of two, 8 or more"):
             sx.BucketReducer(bagua_net(), align_bytes=align_bytes)
     with pytest.raises(ValueError, match="bucket_type"):
-        sx.BucketReducer(bagua_net(), bucket_type="momentum")  # type: ignore[arg-type]
+        sx.BucketReducer(bagua_net(), bucket_type="momentum")  # type: ignore[arg-type] (refused at run time, too)
     for bucket_type in ("gradient", "weight", "parameter"):
         module = nn.ParameterList([nn.Parameter(torch.full((3,), comm.rank + 1.0)) for _ in range(2)])
         reducer = sx.BucketReducer(module, bucket_type=bucket_type, align_bytes=64)

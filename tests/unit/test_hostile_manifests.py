@@ -264,7 +264,7 @@ def whole(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """What a command makes of files: its exit code, and words of what it says."""
+    """A command on the files that `make` writes, the exit code that it must have, and words that it must print."""
 
     make: Callable[[Path], None]
     command: str

@@ -77,7 +77,7 @@ def test_torchs_classes_are_told_and_not_made(protocol: int) -> None:
 
 
 class _EnumsByName(pickle.Pickler):
-    """As early releases of Python 3.11 write the members of an enum."""
+    """A pickler that writes the members of an enum as early releases of Python 3.11 do."""
 
     def reducer_override(self, obj: Any) -> Any:
         return (getattr, (type(obj), obj.name)) if isinstance(obj, enum.Enum) else NotImplemented
