@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from statexchange.errors import InvalidArgumentError
-from statexchange.layout.arrays import DTYPE_NAMES, LONG_NAMES, array_over
-from statexchange.layout.plan import Holding
-from statexchange.layout.shards import ITEMSIZE, Box, intersect
+from statexchange.sharding.plan import Holding
+from statexchange.sharding.shards import Box, intersect
 from statexchange.storage.regions import BoxReader, within
+from statexchange.tensors import DTYPE_NAMES, ITEMSIZE, LONG_NAMES, array_over
 
 __all__ = ["FLOATS", "ConvertingReader", "cast_holdings", "converted", "float_name", "output_dtype", "reduce_into"]
 

@@ -13,7 +13,7 @@ from statexchange.formats.huggingface import MANIFEST
 from statexchange.storage.place import open_place
 
 if TYPE_CHECKING:
-    from statexchange.layout.plan import Plan
+    from statexchange.sharding.plan import Plan
 
 __all__ = ["FilesFrom", "extra_files"]
 

@@ -12,7 +12,7 @@ from statexchange.formats.huggingface import MANIFEST
 from statexchange.storage.json_text import MAX_MANIFEST_BYTES, is_readable, read_json
 
 if TYPE_CHECKING:
-    from statexchange.layout.plan import FilePlan, Plan, TensorPlan
+    from statexchange.sharding.plan import FilePlan, Plan, TensorPlan
     from statexchange.storage.store import Store
 
 __all__ = ["BoxFact", "index_name", "index_text", "listed_files", "manifest_text", "single_file_name"]

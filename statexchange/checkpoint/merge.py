@@ -33,7 +33,7 @@ from statexchange.errors import (
 from statexchange.formats import rank_files
 from statexchange.formats.registry import open_source, opened, path_text, read_place
 from statexchange.formats.source import Holder, Source, SourceTensor
-from statexchange.layout.plan import (
+from statexchange.sharding.plan import (
     FilePlan,
     Holding,
     Piece,
@@ -43,14 +43,15 @@ from statexchange.layout.plan import (
     TensorPlan,
     plan_merge,
 )
-from statexchange.layout.rules import Layout
-from statexchange.layout.shards import ITEMSIZE, Box
+from statexchange.sharding.rules import Layout
+from statexchange.sharding.shards import Box
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.files import WINDOW_BYTES
 from statexchange.storage.json_text import parse_json
 from statexchange.storage.place import Place, open_place
 from statexchange.storage.regions import AHEAD_BYTES, BoxReader, windows
 from statexchange.storage.store import is_url
+from statexchange.tensors import ITEMSIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -122,7 +123,7 @@ def merge_checkpoint(
     `export_checkpoint`; `threads` deals output files (default: one per core, at most one per file);
     `on_progress(done, total)` counts bytes.
 
-    `layout` says where tensors belong that do not say it themselves, as `statexchange.layout.rules` tells: a mapping or
+    `layout` says where tensors belong that do not say it themselves (`statexchange.sharding.rules`): a mapping or
     the path of a JSON file. Each safetensors file of a directory then is one rank's. Its patterns, `include` and
     `exclude` mean names as the source has them (`include` and `exclude` as the layout makes them, if it renames).
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from statexchange.checkpoint.index import BoxFact
-    from statexchange.layout.plan import FilePlan, Plan, TensorPlan
+    from statexchange.sharding.plan import FilePlan, Plan, TensorPlan
     from statexchange.storage.files import Buffer
 
 __all__ = ["PlannedFile", "Publication", "check_target", "target_path"]

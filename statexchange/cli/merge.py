@@ -98,7 +98,7 @@ def command(output: Output, source: str, out: str, **options: Any) -> int:
          "*.experts.*": {"renumber": "experts", "axis": "ep"},
          "*.scale": {"reduce": "max"}}}
     Without a grid the rules alone do. Words of transformers' tp_plan are rules too.
-    All of it: python -m pydoc statexchange.layout.rules
+    All of it: python -m pydoc statexchange.sharding.rules
     """
     from statexchange.checkpoint.merge import merge_checkpoint
 

@@ -18,6 +18,7 @@ from statexchange.comm.backend import Backend, Between, Wait
 from statexchange.comm.reduction import Reduction
 from statexchange.comm.session import Call, Session, call_site, mark_of
 from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError
+from statexchange.tensors import check_dense, check_writable
 
 __all__ = [
     "all_gather",
@@ -59,8 +60,6 @@ class Flat:
             plain = tensor.dim() == 1 and tensor.stride(0) == 1
             self.data = tensor if plain else tensor.as_strided((tensor.numel(),), (1,))
             return
-        if written:
-            _check_writable(tensor)
         there = (tensor if at_home else tensor.to(device)).resolve_conj().resolve_neg()
         self.data = there.contiguous().view(-1)
 
@@ -112,17 +111,15 @@ def _tensor_of(given: Any, *, written: bool) -> torch.Tensor:
         raise UnsupportedError(f"a torch tensor or numpy array is wanted, not {type(given).__name__}")
     if type(given) is not torch.Tensor and type(given).__name__ == "DTensor":
         raise UnsupportedError("a DTensor has parts on other ranks: give its to_local()")
-    if given.layout is not torch.strided or given.is_quantized or given.is_meta:
-        kind = "quantized" if given.is_quantized else "meta" if given.is_meta else str(given.layout)[6:]
-        raise UnsupportedError(f"only dense tensors can be exchanged, not a {kind} one")
-    if written and given.is_inference() and not torch.is_inference_mode_enabled():
-        raise UnsupportedError("an inference tensor cannot be changed outside torch.inference_mode()")
+    check_dense(given)
+    if written:
+        check_writable(given)
     return given.detach() if given.requires_grad else given
 
 
 def _tensor_of_array(array: np.ndarray[Any, Any], *, written: bool) -> torch.Tensor:
-    if written and not array.flags.writeable:
-        raise InvalidArgumentError("this array is read-only, and the result goes into it")
+    if written:
+        check_writable(array)
     dtype = getattr(torch, array.dtype.name, None)
     if not isinstance(dtype, torch.dtype) or dtype.itemsize != array.itemsize or not array.dtype.isnative:
         raise UnsupportedError(
@@ -144,11 +141,6 @@ def _array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     name = str(tensor.dtype)[6:]
     array: np.ndarray[Any, Any] = tensor.view(_UNSIGNED[tensor.itemsize]).numpy().view(getattr(ml_dtypes, name))
     return array
-
-
-def _check_writable(tensor: torch.Tensor) -> None:
-    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise InvalidArgumentError("several elements of this tensor lie in one place of memory: clone() it first")
 
 
 def _refusing(session: Session, verb: str, prepare: Callable[[], T]) -> T:

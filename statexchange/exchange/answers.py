@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from statexchange.errors import CorruptError, InvalidArgumentError
-from statexchange.exchange.buffers import dtype_name
-from statexchange.exchange.describe import Description
-from statexchange.layout.rules import Layout, Part, place, renumbered
-from statexchange.layout.shards import Box, Shard
-from statexchange.layout.spread import Placement, Spread
+from statexchange.sharding.rules import Layout, Part, place, renumbered
+from statexchange.sharding.shards import Box, Shard
+from statexchange.sharding.spread import Placement, Spread
+from statexchange.state.describe import Description
+from statexchange.tensors import dtype_name
 
 __all__ = ["Answer", "answer_bytes", "operations", "renames", "shards_by_rank"]
 

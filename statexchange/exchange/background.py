@@ -15,10 +15,10 @@ import numpy as np
 
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.world import as_communicator
-from statexchange.exchange.buffers import same_memory
-from statexchange.exchange.describe import Description, describe
 from statexchange.exchange.export import ExportReport, export_checkpoint
-from statexchange.layout.rules import Layout
+from statexchange.sharding.rules import Layout
+from statexchange.state.describe import Description, describe
+from statexchange.tensors import same_memory
 
 __all__ = ["export_checkpoint_async"]
 

@@ -19,15 +19,16 @@ from statexchange.comm.communicator import Communicator
 from statexchange.comm.world import as_communicator
 from statexchange.errors import InvalidArgumentError, ReplicaError
 from statexchange.exchange.answers import Answer, answer_bytes, operations, renames, shards_by_rank
-from statexchange.exchange.describe import Description, describe
 from statexchange.exchange.reducing import Reduction, reduce_copies
 from statexchange.exchange.writing import Order, write_boxes, writing_nodes
-from statexchange.layout.plan import Holding, Plan, PlanOptions, Rename, TensorPlan, plan_merge
-from statexchange.layout.rules import Layout
-from statexchange.layout.shards import DTYPE_NAMES, ITEMSIZE, Box
 from statexchange.settings import check_timeout
+from statexchange.sharding.plan import Holding, Plan, PlanOptions, Rename, TensorPlan, plan_merge
+from statexchange.sharding.rules import Layout
+from statexchange.sharding.shards import Box
+from statexchange.state.describe import Description, describe
 from statexchange.storage.store import is_url, text_of
 from statexchange.storage.tensorfile import digest
+from statexchange.tensors import DTYPE_NAMES, ITEMSIZE
 
 __all__ = ["ExportReport", "export_checkpoint"]
 
@@ -95,7 +96,7 @@ def export_checkpoint(
     `state`: a module, a mapping of names to tensors, or a list of such. DTensors, and Megatron-Core's ShardedTensors in
     its nested state dicts, say where they belong (the latter by their keys, and with the padding of a vocabulary); a
     plain tensor counts as a replica unless `layout` has a rule for its name pattern: torch's ``Shard(dim)`` or
-    ``Replicate()``, ``{"dim": 0}``, transformers' `model.tp_plan`, or what else `statexchange.layout.rules` tells.
+    ``Replicate()``, ``{"dim": 0}``, transformers' `model.tp_plan`, or what else `statexchange.sharding.rules` tells.
     Where copies are reduced (``{"reduce": "max"}``), the rank that writes them holds them once more.
 
     `include` and `exclude` are shell patterns, one or several; `rename` a function or (regex, replacement) pairs;

@@ -20,7 +20,15 @@ from statexchange import values
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.world import as_communicator, members
 from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError
-from statexchange.exchange.buffers import (
+from statexchange.exchange.staging import Staging
+from statexchange.sharding.shards import Shard, full_box
+from statexchange.shared_memory import Arena, attach
+from statexchange.state.describe import describe
+from statexchange.storage.tensorfile import Held
+from statexchange.storage.workspace import RankFile, Receipt, Workspace
+from statexchange.tensors import (
+    ITEMSIZE,
+    array_over,
     dtype_name,
     from_bytes,
     is_tensor,
@@ -28,13 +36,6 @@ from statexchange.exchange.buffers import (
     settled,
     torch_dtype,
 )
-from statexchange.exchange.describe import describe
-from statexchange.exchange.staging import Staging
-from statexchange.layout.arrays import array_over
-from statexchange.layout.shards import ITEMSIZE, Shard, full_box
-from statexchange.shared_memory import Arena, attach
-from statexchange.storage.tensorfile import Held
-from statexchange.storage.workspace import RankFile, Receipt, Workspace
 
 __all__ = ["GatheredState", "gather_state", "get_configs_parallel", "get_tensors_parallel"]
 

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from statexchange import values
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.world import as_communicator
@@ -23,17 +21,17 @@ from statexchange.errors import (
     ReplacedError,
     ReplicaError,
 )
-from statexchange.exchange.buffers import torch_dtype
-from statexchange.exchange.describe import describe
-from statexchange.exchange.nested import Restoration, Saved, merged, names_tree, restoration
 from statexchange.exchange.reading import Job, assign_readers, read_all
 from statexchange.formats.registry import open_source
 from statexchange.formats.source import Source, SourceTensor
-from statexchange.layout.plan import prove_cover
-from statexchange.layout.shards import Box, Shard, full_box
+from statexchange.sharding.plan import prove_cover
+from statexchange.sharding.shards import Box, Shard, full_box
+from statexchange.state.describe import describe
+from statexchange.state.nested import Restoration, Saved, merged, names_tree, restoration
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.store import is_url
 from statexchange.storage.tensorfile import digest
+from statexchange.tensors import check_writable, torch_dtype
 
 __all__ = ["LoadReport", "load_checkpoint"]
 
@@ -343,7 +341,7 @@ def _job(name: str, live: Any, path: str, catalog: _Catalog) -> Job:
     stored = catalog.shard_of(name)
     held = describe({path: live}).held[path]
     for part in held.tensors:
-        _check_writable(part, path)
+        check_writable(part, path)
     for what, ours, theirs in (
         ("shape", held.shard.global_shape, stored.global_shape),
         ("dtype", held.shard.dtype, stored.dtype),
@@ -359,13 +357,3 @@ def _job(name: str, live: Any, path: str, catalog: _Catalog) -> Job:
     except (CorruptError, IncompleteError) as error:
         raise error.located(name=name, path=catalog.source.path) from error
     return Job(name, held, {box: extent for box, (extent, _) in boxes.items()})
-
-
-def _check_writable(part: Any, path: str) -> None:
-    if isinstance(part, np.ndarray):
-        problem = None if part.flags.writeable else "this array is read-only"
-    else:
-        strides = zip(part.shape, part.stride(), strict=True)
-        problem = "several elements lie in one place of memory" if any(n > 1 and not s for n, s in strides) else None
-    if problem is not None:
-        raise InvalidArgumentError(f"{problem}, and is to be filled", name=path)

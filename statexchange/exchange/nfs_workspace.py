@@ -12,11 +12,11 @@ from typing import Any
 from statexchange import values
 from statexchange.comm import world
 from statexchange.errors import InvalidArgumentError, NotFoundError, ReplacedError
-from statexchange.exchange.buffers import from_bytes
-from statexchange.exchange.describe import describe
-from statexchange.exchange.staging import Staging
+from statexchange.exchange.staging import Staging, held_bytes
 from statexchange.settings import check_timeout, detect_launch
+from statexchange.state.describe import describe
 from statexchange.storage.workspace import RankFile, RankName, Workspace, WorkspaceView
+from statexchange.tensors import from_bytes
 
 __all__ = ["NFSWorkspace"]
 
@@ -57,7 +57,7 @@ class NFSWorkspace:
         run = self._writing_run()
         self._round = workspace.next_round(run, rank) if self._round is None else self._round + 1
         staging = Staging()
-        held = [h.whole(staging) for h in describe(weights).held.values()]
+        held = [held_bytes(one, staging) for one in describe(weights).held.values()]
         workspace.write(
             held,
             run=run,

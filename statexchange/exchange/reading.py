@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from statexchange.comm.communicator import Communicator
-from statexchange.exchange.describe import HeldTensor
 from statexchange.exchange.staging import Staging
-from statexchange.layout.shards import ITEMSIZE, Box, intersect
+from statexchange.sharding.shards import Box, intersect
+from statexchange.state.describe import HeldTensor
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.regions import BoxDigest, read_part, shifted
 from statexchange.storage.store import StoredFile
+from statexchange.tensors import ITEMSIZE
 
 __all__ = ["Job", "assign_readers", "read_all"]
 

@@ -10,10 +10,9 @@ import numpy as np
 
 from statexchange.checkpoint.convert import reduce_into
 from statexchange.comm.communicator import Communicator
-from statexchange.exchange.buffers import dtype_name, from_bytes, own_bytes
-from statexchange.exchange.describe import Description, HeldTensor
 from statexchange.exchange.staging import Staging
-from statexchange.layout.arrays import array_over
+from statexchange.state.describe import Description, HeldTensor
+from statexchange.tensors import array_over, dtype_name, from_bytes, own_bytes
 
 __all__ = ["Reduction", "reduce_copies"]
 

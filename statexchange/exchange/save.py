@@ -10,10 +10,10 @@ from typing import Any
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.world import as_communicator
 from statexchange.errors import NotFoundError
-from statexchange.exchange.describe import describe
-from statexchange.exchange.nested import tree_of
-from statexchange.exchange.staging import Staging
+from statexchange.exchange.staging import Staging, held_bytes
 from statexchange.settings import check_timeout
+from statexchange.state.describe import describe
+from statexchange.state.nested import tree_of
 from statexchange.storage.workspace import Manifest, RankName, Receipt, Workspace
 
 __all__ = ["save_checkpoint"]
@@ -47,7 +47,7 @@ def save_checkpoint(
         with communicator.phase("saving", timeout_s=stall_timeout_s):
             staging = Staging()
             receipt = workspace.write(
-                [h.whole(staging, communicator.progress) for h in held.held.values()],
+                [held_bytes(one, staging, communicator.progress) for one in held.held.values()],
                 run=communicator.run,
                 round=number,
                 rank=communicator.rank,

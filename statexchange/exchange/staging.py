@@ -5,18 +5,19 @@ The buffers take turns, so that a GPU copies into or out of one while the host w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from statexchange.exchange.buffers import own_bytes, torch_dtype
-from statexchange.layout.arrays import numpy_dtype
-from statexchange.layout.shards import ITEMSIZE, Box, full_box
+from statexchange.sharding.shards import Box, full_box
+from statexchange.state.describe import HeldTensor
 from statexchange.storage.files import WINDOW_BYTES
 from statexchange.storage.regions import windows, within
+from statexchange.storage.tensorfile import Held
+from statexchange.tensors import ITEMSIZE, numpy_dtype, own_bytes, torch_dtype
 
-__all__ = ["Staging"]
+__all__ = ["Staging", "held_bytes"]
 
 
 class Staging:
@@ -89,6 +90,21 @@ class Staging:
         if key not in self._buffers:
             self._buffers[key] = make(self._window_bytes)
         return self._buffers[key]
+
+
+def held_bytes(held: HeldTensor, staging: Staging, progress: Callable[[], None] | None = None) -> Held:
+    """The shard of a live tensor with the bytes of all its boxes, which are made when they are asked for.
+
+    They go by way of `staging`; `progress` is called for each part of them.
+    """
+
+    def parts(box: int) -> Iterator[memoryview]:
+        for _, part in staging.parts(held.tensors[box], held.shard.dtype):
+            yield part
+            if progress is not None:
+                progress()
+
+    return Held(held.shard, parts)
 
 
 def _is_of(tensor: Any, dtype: str) -> bool:

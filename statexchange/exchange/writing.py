@@ -20,13 +20,14 @@ import numpy as np
 import xxhash
 
 from statexchange.comm.communicator import Communicator
-from statexchange.exchange.describe import Description
 from statexchange.exchange.staging import Staging
-from statexchange.layout.shards import ITEMSIZE, Box
+from statexchange.sharding.shards import Box
+from statexchange.state.describe import Description
 from statexchange.storage import files
 from statexchange.storage.directory_build import open_for_writing
 from statexchange.storage.files import WINDOW_BYTES
 from statexchange.storage.regions import windows, write_box
+from statexchange.tensors import ITEMSIZE
 
 __all__ = ["Order", "write_boxes", "writing_nodes"]
 

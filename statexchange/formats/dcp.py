@@ -22,7 +22,7 @@ from statexchange.formats.budget import Budget
 from statexchange.formats.pickles import MAX_PICKLE_BYTES, Made, read_pickle
 from statexchange.formats.source import Holder, ListedTensor, Source, SourceTensor
 from statexchange.formats.torch_archive import Archive, View, described, dtype_of, plain, view_of
-from statexchange.layout.shards import Box, Shard, shape_from_json, sizes_from_json
+from statexchange.sharding.shards import Box, Shard, shape_from_json, sizes_from_json
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.place import Place
 from statexchange.storage.store import Store, StoredFile

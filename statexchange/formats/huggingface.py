@@ -17,13 +17,11 @@ from typing import Any
 
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, StateExchangeError, excerpt
 from statexchange.formats.source import Holder, ListedTensor, Source, SourceTensor
-from statexchange.layout.shards import (
-    ITEMSIZE,
+from statexchange.sharding.shards import (
     Box,
     Shard,
     c_contiguous,
     full_box,
-    itemsize_of,
     linear_offset,
     shape_from_json,
     sizes_from_json,
@@ -35,6 +33,7 @@ from statexchange.storage.place import Place
 from statexchange.storage.store import Store, StoredFile
 from statexchange.storage.tensorfile import TORCH_SHARDING_KEY, Header, read_header
 from statexchange.storage.workspace import is_rank_file
+from statexchange.tensors import ITEMSIZE, itemsize_of
 
 __all__ = ["INDEX_SUFFIX", "MANIFEST", "check_numbers", "matches", "read", "read_index"]
 

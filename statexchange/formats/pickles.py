@@ -13,7 +13,7 @@ from typing import Any
 
 from statexchange.errors import CorruptError, StateExchangeError, UnsafeError, excerpt
 from statexchange.formats.budget import Budget
-from statexchange.layout.shards import DTYPE_NAMES
+from statexchange.tensors import DTYPE_NAMES
 
 __all__ = ["MAX_PICKLE_BYTES", "Made", "Symbol", "read_pickle"]
 

@@ -9,12 +9,13 @@ from dataclasses import replace
 
 from statexchange.errors import IncompleteError, InvalidArgumentError
 from statexchange.formats.source import Holder, Source, SourceTensor
-from statexchange.layout.rules import Layout, Part, place, renumbered
-from statexchange.layout.shards import ITEMSIZE, Box, Shard, c_strides, full_box
+from statexchange.sharding.rules import Layout, Part, place, renumbered
+from statexchange.sharding.shards import Box, Shard, c_strides, full_box
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.place import Place
 from statexchange.storage.tensorfile import TORCH_SHARDING_KEY, read_header
 from statexchange.storage.workspace import is_rank_file
+from statexchange.tensors import ITEMSIZE
 
 __all__ = ["lay_out", "matches", "read"]
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from statexchange.errors import CorruptError, InvalidArgumentError, ReplicaError, StateExchangeError
-from statexchange.layout.plan import Holding, prove_cover
-from statexchange.layout.shards import ITEMSIZE, Box, Shard, full_box, intersect
+from statexchange.sharding.plan import Holding, prove_cover
+from statexchange.sharding.shards import Box, Shard, full_box, intersect
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.place import Place
 from statexchange.storage.store import StoredFile
+from statexchange.tensors import ITEMSIZE
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -158,8 +159,8 @@ class StoredTensor:
             ReplacedError: a file was changed or removed since the checkpoint was opened: open it again.
             CorruptError, StorageError.
         """
-        from statexchange.layout.arrays import array_over
         from statexchange.storage import regions
+        from statexchange.tensors import array_over
 
         whole = full_box(self.shape)
         target = whole if box is None else box

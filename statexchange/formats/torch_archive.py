@@ -9,9 +9,10 @@ from typing import Any
 
 from statexchange.errors import CorruptError, UnsupportedError, excerpt
 from statexchange.formats.pickles import MAX_PICKLE_BYTES, Made, Symbol
-from statexchange.layout.shards import DTYPE_NAMES, ITEMSIZE, c_strides, sizes_from_json
+from statexchange.sharding.shards import c_strides, sizes_from_json
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.store import StoredFile
+from statexchange.tensors import DTYPE_NAMES, ITEMSIZE
 
 __all__ = ["Archive", "View", "described", "dtype_of", "is_tensor", "plain", "strides_of", "view_of"]
 

@@ -24,11 +24,12 @@ from statexchange.formats.huggingface import check_numbers, read_index
 from statexchange.formats.pickles import Made, Symbol, read_pickle
 from statexchange.formats.source import Holder, ListedTensor, Source, SourceTensor
 from statexchange.formats.torch_archive import Archive, described, is_tensor, plain, strides_of, view_of
-from statexchange.layout.placements import Cut, local_boxes
-from statexchange.layout.shards import ITEMSIZE, MAX_DIMS, Shard, c_strides, full_box, sizes_from_json
+from statexchange.sharding.placements import Cut, local_boxes
+from statexchange.sharding.shards import MAX_DIMS, Shard, c_strides, full_box, sizes_from_json
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.place import Place
 from statexchange.storage.store import StoredFile
+from statexchange.tensors import ITEMSIZE
 
 __all__ = ["matches", "read"]
 

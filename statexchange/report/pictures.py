@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from statexchange.errors import NotFoundError
 from statexchange.formats.registry import open_source
 from statexchange.formats.source import Source
-from statexchange.layout.shards import ITEMSIZE, Box, full_box
+from statexchange.sharding.shards import Box, full_box
+from statexchange.tensors import ITEMSIZE
 
 if TYPE_CHECKING:
     import os

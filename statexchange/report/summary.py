@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from statexchange.errors import without_secrets
 from statexchange.formats.registry import open_source
 from statexchange.formats.source import Source
-from statexchange.layout.shards import ITEMSIZE, full_box
+from statexchange.sharding.shards import full_box
+from statexchange.tensors import ITEMSIZE
 
 if TYPE_CHECKING:
     from statexchange.errors import StateExchangeError

@@ -10,7 +10,7 @@ from typing import Any
 from statexchange.errors import ReplacedError, ReplicaError, StateExchangeError, without_secrets
 from statexchange.formats.registry import open_source
 from statexchange.formats.source import Source, SourceTensor
-from statexchange.layout.plan import Holding, PlanOptions, TensorPlan, plan_merge, prove_cover
+from statexchange.sharding.plan import Holding, PlanOptions, TensorPlan, plan_merge, prove_cover
 from statexchange.storage.regions import BoxDigest, blocks, shifted
 
 __all__ = ["VerifyReport", "verify"]

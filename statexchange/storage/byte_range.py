@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from statexchange.layout.shards import Box
+from statexchange.sharding.shards import Box
 from statexchange.storage.store import StoredFile
 
 __all__ = ["ByteRange"]

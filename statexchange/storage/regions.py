@@ -12,9 +12,9 @@ import numpy as np
 import xxhash
 
 from statexchange.errors import CorruptError, StorageError
-from statexchange.layout.arrays import elements
-from statexchange.layout.shards import ITEMSIZE, Box, c_contiguous, c_strides, full_box, intersect, linear_offset
+from statexchange.sharding.shards import Box, c_contiguous, c_strides, full_box, intersect, linear_offset
 from statexchange.storage.files import WINDOW_BYTES, pwrite_all, reserve
+from statexchange.tensors import ITEMSIZE, elements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError, InvalidArgumentError, UnsafeError, excerpt
-from statexchange.layout.shards import ITEMSIZE, Shard, shape_from_json, sizes_from_json
+from statexchange.sharding.shards import Shard, shape_from_json, sizes_from_json
 from statexchange.storage.atomic import write_new
 from statexchange.storage.files import WINDOW_BYTES, Buffer
 from statexchange.storage.json_text import parse_json
+from statexchange.tensors import ITEMSIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

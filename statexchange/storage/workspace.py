@@ -30,9 +30,9 @@ from statexchange.errors import (
     excerpt,
     without_secrets,
 )
-from statexchange.layout.shards import ITEMSIZE, Box, Shard, sizes_from_json
 from statexchange.processes import Owner
 from statexchange.settings import check_timeout
+from statexchange.sharding.shards import Box, Shard, sizes_from_json
 from statexchange.storage import atomic, files
 from statexchange.storage.json_text import parse_json
 from statexchange.storage.local import local_path
@@ -40,6 +40,7 @@ from statexchange.storage.mounts import mount_of
 from statexchange.storage.place import Place, open_place
 from statexchange.storage.store import Store, StoredFile, is_url, text_of
 from statexchange.storage.tensorfile import Header, Held, digest, read_header, stored, write_tensor_file
+from statexchange.tensors import ITEMSIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -17,9 +17,9 @@ from torch import nn
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.world import as_communicator
 from statexchange.errors import MismatchError, UnsupportedError
-from statexchange.layout.tree import rebuild
-from statexchange.train.content import Content, Memory, device_type_of, is_leaf, module_content
-from statexchange.train.letter import Reader, letter_of, prepared, state_of
+from statexchange.state.content import Content, Memory, device_type_of, is_leaf, module_content
+from statexchange.state.letter import Reader, letter_of, prepared, state_of
+from statexchange.state.tree import rebuild
 
 __all__ = ["allreduce_parameters", "broadcast_parameters", "synchronize"]
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import statexchange as sx
 from statexchange.checkpoint.publication import Publication
-from statexchange.exchange.describe import describe
+from statexchange.state.describe import describe
 from statexchange.testing import run_ranks
 
 BOTH = ("threads", "gloo")

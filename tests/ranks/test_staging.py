@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import statexchange as sx
 from statexchange.exchange.staging import Staging
-from statexchange.layout.shards import DTYPE_NAMES
+from statexchange.tensors import DTYPE_NAMES
 from statexchange.testing import run_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int16, torch.complex64, torch.bool, torch.float64]

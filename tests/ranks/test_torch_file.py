@@ -32,9 +32,9 @@ from statexchange.formats.budget import Budget
 from statexchange.formats.pickles import Made
 from statexchange.formats.registry import open_checkpoint, open_source
 from statexchange.formats.torch_file import _Meshes
-from statexchange.layout.arrays import DTYPE_NAMES
-from statexchange.layout.placements import Cut
 from statexchange.report.verify import verify
+from statexchange.sharding.placements import Cut
+from statexchange.tensors import DTYPE_NAMES
 from statexchange.testing import run_ranks
 
 

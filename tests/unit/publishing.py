@@ -26,8 +26,8 @@ from statexchange.checkpoint.index import BoxFact
 from statexchange.checkpoint.publication import Publication
 from statexchange.errors import StateExchangeError
 from statexchange.formats.registry import open_checkpoint, open_source
-from statexchange.layout.plan import Holding, Plan, PlanOptions, plan_merge
-from statexchange.layout.shards import Shard, full_box
+from statexchange.sharding.plan import Holding, Plan, PlanOptions, plan_merge
+from statexchange.sharding.shards import Shard, full_box
 from statexchange.storage.claim import CLAIM_NAME
 from statexchange.storage.object_build import ObjectBuild
 from statexchange.storage.tensorfile import digest

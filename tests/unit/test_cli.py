@@ -22,7 +22,7 @@ from statexchange.cli.output import EXIT_CODES, Output, gravest, printable
 from statexchange.cli.progress import Progress
 from statexchange.cli.text import format_seconds, ranges
 from statexchange.errors import CorruptError, IncompleteError, ReplicaError, StorageError
-from statexchange.layout.shards import Box, Shard
+from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.tensorfile import Held
 from statexchange.storage.workspace import Workspace
 
@@ -870,7 +870,7 @@ def test_what_a_merge_does_to_names_is_told(call: Call, workspace: Path, tmp_pat
 
 
 def test_the_help_of_merge_shows_a_layout_that_is_one(call: Call) -> None:
-    from statexchange.layout.rules import Layout
+    from statexchange.sharding.rules import Layout
 
     text = call("merge", "--help")[1]
     lines = text[text.index('  {"grid"') : text.index("Without a grid")].replace("the ranks, slowest axis first", "")

@@ -11,7 +11,7 @@ import pytest
 import statexchange
 
 PACKAGE = Path(statexchange.__file__).parent
-BOTTOM = {"cgroups", "errors", "processes", "settings", "values"}
+BOTTOM = {"cgroups", "errors", "processes", "settings", "tensors", "values"}
 
 # A room, and the rooms that it may import (itself always).
 LAWS = {
@@ -19,19 +19,21 @@ LAWS = {
     "errors": BOTTOM,
     "processes": BOTTOM,
     "settings": BOTTOM,
+    "tensors": BOTTOM,
     "values": BOTTOM,
-    "layout": BOTTOM,
+    "sharding": BOTTOM,
+    "state": BOTTOM | {"sharding"},
     "shared_memory": BOTTOM,
-    "storage": BOTTOM | {"layout"},
-    "formats": BOTTOM | {"layout", "storage"},
-    "checkpoint": BOTTOM | {"layout", "storage", "formats"},
-    "report": BOTTOM | {"layout", "storage", "formats"},
+    "storage": BOTTOM | {"sharding"},
+    "formats": BOTTOM | {"sharding", "storage"},
+    "checkpoint": BOTTOM | {"sharding", "storage", "formats"},
+    "report": BOTTOM | {"sharding", "storage", "formats"},
     "comm": BOTTOM | {"shared_memory"},
-    "train": BOTTOM | {"comm", "layout"},
-    "exchange": BOTTOM | {"layout", "storage", "formats", "checkpoint", "comm", "shared_memory", "train"},
+    "train": BOTTOM | {"comm", "sharding", "state"},
+    "exchange": BOTTOM | {"sharding", "storage", "formats", "checkpoint", "comm", "shared_memory", "state", "train"},
     "testing": BOTTOM
     | {
-        "layout",
+        "sharding",
         "storage",
         "formats",
         "checkpoint",
@@ -42,10 +44,10 @@ LAWS = {
         "statexchange",
     },
     "demo": BOTTOM
-    | {"layout", "storage", "formats", "checkpoint", "report", "comm", "exchange", "testing", "statexchange"},
+    | {"sharding", "storage", "formats", "checkpoint", "report", "comm", "exchange", "testing", "statexchange"},
     "cli": BOTTOM
     | {
-        "layout",
+        "sharding",
         "storage",
         "formats",
         "checkpoint",
@@ -65,7 +67,7 @@ TORCH_FREE = {
     "processes",
     "settings",
     "values",
-    "layout",
+    "sharding",
     "shared_memory",
     "storage",
     "formats",
@@ -151,7 +153,7 @@ def test_torch_free_rooms_never_import_torch(room: str) -> None:
 
 
 def test_rooms_that_load_together_without_torch_do_not_load_it() -> None:
-    names = [n for n in imports() if room_of(n) in TORCH_FREE | {"cli"}]
+    names = [n for n in imports() if room_of(n) in TORCH_FREE | {"cli", "tensors"}]
     code = f"import sys\nfor name in {names!r}: __import__(name)\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 

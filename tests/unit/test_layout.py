@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from statexchange.layout.arrays import DTYPE_NAMES, array_over, elements, numpy_dtype
-from statexchange.layout.shards import ITEMSIZE, Box, Shard, full_box, intersect, itemsize_of
+from statexchange.sharding.shards import Box, Shard, full_box, intersect
+from statexchange.tensors import DTYPE_NAMES, ITEMSIZE, array_over, elements, itemsize_of, numpy_dtype
 
 HOSTILE = [None, 5, "ab", [], [[0]], [[0], [1], [2]], [[0], [1, 2]], [[-1], [2]], [[0], [2.0]], [["0"], [2]]]
 HOSTILE += [[[True], [2]], [[2**70], [2]], [[0] * 65, [1] * 65], {"a": 1, "b": 2}, [[[0]], [[1]]]]

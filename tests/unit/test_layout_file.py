@@ -21,7 +21,7 @@ from statexchange.errors import (
     StateExchangeError,
     UnsupportedError,
 )
-from statexchange.layout.rules import Layout
+from statexchange.sharding.rules import Layout
 
 State = dict[str, torch.Tensor]
 
@@ -186,7 +186,7 @@ def test_explicit_boxes(tmp_path: Path) -> None:
 
 
 def test_the_documented_example_is_one() -> None:
-    from statexchange.layout import rules
+    from statexchange.sharding import rules
 
     text = str(rules.__doc__)
     example = text[text.index("    {\n") : text.index("    }\n\n") + 6]
@@ -327,7 +327,7 @@ def test_whatever_rules_say_comes_back(tmp_path_factory: pytest.TempPathFactory,
 def test_layout_is_for_workspaces_too_but_not_for_tensors_that_know_their_place(tmp_path: Path) -> None:
     from test_merge import part, save
 
-    from statexchange.layout.shards import Box, full_box
+    from statexchange.sharding.shards import Box, full_box
 
     w = torch.arange(8.0)
     save(tmp_path / "ws", *[[part("w", half, full_box((4,)))] for half in w.chunk(2)])

@@ -33,11 +33,11 @@ from statexchange.errors import (
     UnsupportedError,
 )
 from statexchange.formats.registry import open_source
-from statexchange.layout.arrays import DTYPE_NAMES
-from statexchange.layout.shards import Box, Shard, full_box
 from statexchange.report.verify import verify
+from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.storage.tensorfile import Held
 from statexchange.storage.workspace import Receipt, Workspace
+from statexchange.tensors import DTYPE_NAMES
 
 SHORT = {getattr(torch, long_name): name for long_name, name in DTYPE_NAMES.items()}
 

@@ -198,7 +198,7 @@ def test_a_memo_index_and_deep_nesting_take_no_memory() -> None:
 ATTACK = """
 import os, sys
 import encodings.cp437, ml_dtypes, xxhash
-import statexchange.checkpoint.merge, statexchange.layout.arrays, statexchange.report.verify
+import statexchange.checkpoint.merge, statexchange.tensors, statexchange.report.verify
 import statexchange.formats.dcp, statexchange.formats.torch_file, statexchange.formats.workspace
 import statexchange.formats.registry
 from statexchange.errors import StateExchangeError

@@ -11,7 +11,6 @@ import pytest
 from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.errors import NotFoundError
 from statexchange.formats.registry import open_source
-from statexchange.layout.shards import Box, Shard
 from statexchange.report.pictures import (
     Supplied,
     curve,
@@ -21,6 +20,7 @@ from statexchange.report.pictures import (
     supply_bars,
     supply_picture,
 )
+from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.tensorfile import Held
 from statexchange.storage.workspace import Workspace
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from statexchange.layout.placements import Cut, local_boxes
+from statexchange.sharding.placements import Cut, local_boxes
 
 
 @st.composite

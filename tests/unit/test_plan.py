@@ -24,8 +24,9 @@ from statexchange.errors import (
     UnsafeError,
     UnsupportedError,
 )
-from statexchange.layout.plan import Holding, Plan, PlanOptions, TensorPlan, parse_size, plan_merge, prove_cover
-from statexchange.layout.shards import ITEMSIZE, Box, Shard, full_box
+from statexchange.sharding.plan import Holding, Plan, PlanOptions, TensorPlan, parse_size, plan_merge, prove_cover
+from statexchange.sharding.shards import Box, Shard, full_box
+from statexchange.tensors import ITEMSIZE
 
 
 def painted(shape: tuple[int, ...], boxes: Any) -> Any:
@@ -119,7 +120,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[None]:
     """Both ways to prove a cover."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "many boxes":
-            patch.setattr("statexchange.layout.plan._MANY_BOXES", 1)
+            patch.setattr("statexchange.sharding.plan._MANY_BOXES", 1)
         yield
 
 
@@ -183,7 +184,7 @@ def test_a_million_boxes_or_very_unequal_ones_do_not_explode() -> None:
 
 
 def test_corners_that_cannot_be_numbered_are_counted_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("statexchange.layout.plan._MANY_BOXES", 1)
+    monkeypatch.setattr("statexchange.sharding.plan._MANY_BOXES", 1)
     n = 40_000
     shape = (n,) * 4
     diagonal = {Box((i,) * 4, (1,) * 4): [0] for i in range(n)}
@@ -206,7 +207,7 @@ def test_many_boxes_along_many_dims_are_split_before_their_corners_are_counted(
     boxes[Box((1, 0, *(1,) * 10), (1, 2, *(1,) * 10))] = [2]
     with pytest.raises(OverlapError, match=r"claimed twice: .* by rank 0 and .* by rank 2"):
         prove_cover("w", shape, boxes)
-    monkeypatch.setattr("statexchange.layout.plan._MAX_CORNERS", 8)
+    monkeypatch.setattr("statexchange.sharding.plan._MAX_CORNERS", 8)
     pinwheel = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
     with pytest.raises(UnsupportedError, match="5 boxes that are cut along 2 dims at once"):
         prove_cover("w", (3, 3), {Box(*box): [0] for box in pinwheel})

@@ -22,9 +22,9 @@ from test_workspace import in_pairs, strace, system_calls
 import statexchange as sx
 from statexchange.checkpoint.index import index_name
 from statexchange.errors import CorruptError, InvalidArgumentError, StorageError, TargetExistsError, UnsafeError
-from statexchange.layout.plan import Holding, PlanOptions, plan_merge
-from statexchange.layout.shards import Shard, full_box
 from statexchange.processes import Owner
+from statexchange.sharding.plan import Holding, PlanOptions, plan_merge
+from statexchange.sharding.shards import Shard, full_box
 from statexchange.storage.build import open_build
 
 NO_EXCHANGE = "inject=renameat2:error=EINVAL"

@@ -24,9 +24,9 @@ from safetensors.torch import save_file
 import statexchange as sx
 from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, NotFoundError, ReplacedError
 from statexchange.formats.registry import open_source
-from statexchange.layout.shards import Box
 from statexchange.report.summary import summarize
 from statexchange.report.verify import verify
+from statexchange.sharding.shards import Box
 from statexchange.storage.claim import CLAIM_NAME, Claim
 from statexchange.storage.place import open_place
 

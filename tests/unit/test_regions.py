@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stored import stored_file
 
 from statexchange.errors import CorruptError, ReplacedError, StorageError
-from statexchange.layout.shards import Box, c_contiguous, linear_offset
+from statexchange.sharding.shards import Box, c_contiguous, linear_offset
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.place import open_place
 from statexchange.storage.regions import BoxReader, blocks, windows, within, write_box

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from statexchange.layout.shards import Box, Shard
+from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.tensorfile import Held
 from statexchange.storage.workspace import MANIFEST, Manifest, Workspace, _manifest_text
 

@@ -22,7 +22,7 @@ from statexchange.errors import (
     NotFoundError,
 )
 from statexchange.formats.registry import open_checkpoint, open_source
-from statexchange.layout.shards import Box, Shard
+from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.tensorfile import Held
 from statexchange.storage.workspace import Receipt, Workspace
 

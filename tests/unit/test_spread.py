@@ -12,10 +12,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from statexchange.errors import CorruptError, IncompleteError
-from statexchange.layout.placements import Cut
-from statexchange.layout.plan import Holding, Plan, PlanOptions, TensorPlan, plan_merge
-from statexchange.layout.shards import Box, Shard, full_box
-from statexchange.layout.spread import Placement, Spread, coordinate_of, tiles
+from statexchange.sharding.placements import Cut
+from statexchange.sharding.plan import Holding, Plan, PlanOptions, TensorPlan, plan_merge
+from statexchange.sharding.shards import Box, Shard, full_box
+from statexchange.sharding.spread import Placement, Spread, coordinate_of, tiles
 
 
 @st.composite
@@ -78,7 +78,7 @@ def test_every_element_comes_once_and_from_ranks_that_have_it(case: tuple[tuple[
 @settings(deadline=None)
 @given(placements())
 def test_a_record_plans_what_its_boxes_plan(case: tuple[tuple[int, ...], Placement]) -> None:
-    from statexchange.layout.placements import local_boxes
+    from statexchange.sharding.placements import local_boxes
 
     shape, placement = case
     assume(math.prod(shape))
@@ -143,7 +143,7 @@ def test_a_record_and_its_json_mean_the_same(case: tuple[tuple[int, ...], Placem
 
 def test_runs_that_leave_a_gap_are_no_cover(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof does not take the arithmetic of placements on trust."""
-    from statexchange.layout import spread
+    from statexchange.sharding import spread
 
     mesh = Placement((3,), (Cut(0),))
     assert tiles((7, 2), mesh)

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from stored import header_of
 
 from statexchange.errors import CorruptError, InvalidArgumentError, NotFoundError, StateExchangeError, UnsafeError
-from statexchange.layout.arrays import DTYPE_NAMES
-from statexchange.layout.shards import Box, Shard, full_box
+from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.storage import files
 from statexchange.storage.place import open_place
 from statexchange.storage.tensorfile import Held, digest, encode_header, write_tensor_file
+from statexchange.tensors import DTYPE_NAMES
 
 DTYPES = {name: getattr(torch, long_name) for long_name, name in DTYPE_NAMES.items()}
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import statexchange as sx
-from statexchange.layout.tree import flatten, nodes, rebuild
+from statexchange.state.tree import flatten, nodes, rebuild
 
 
 class Color(enum.Enum):

@@ -28,7 +28,7 @@ from statexchange.errors import (
     UnsafeError,
 )
 from statexchange.formats.registry import open_source
-from statexchange.layout.shards import Box, Shard, full_box
+from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.storage import atomic, files
 from statexchange.storage.local import local_path
 from statexchange.storage.tensorfile import Held
@@ -73,7 +73,7 @@ def in_pairs(check: Callable[[Any], None], cases: Sequence[Any]) -> None:
 WRITER = """
 import json, sys
 from statexchange.errors import StateExchangeError
-from statexchange.layout.shards import Box, Shard
+from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.tensorfile import Held
 from statexchange.storage.workspace import Workspace
 path, value = sys.argv[1], int(sys.argv[2])

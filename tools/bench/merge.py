@@ -109,7 +109,7 @@ def make(folder: str, megabytes: int, ranks: int, dim: int) -> str:
     """Square matrices, cut along a dim, as a round of a workspace; torch's sharding facts are in the headers too."""
     import numpy as np
 
-    from statexchange.layout.shards import Box, Shard
+    from statexchange.sharding.shards import Box, Shard
     from statexchange.storage.tensorfile import Held
     from statexchange.storage.workspace import Workspace
 

@@ -19,10 +19,10 @@ from collections.abc import Callable
 
 from machine import machine_text
 
-from statexchange.layout.placements import Cut
-from statexchange.layout.plan import Holding, plan_merge
-from statexchange.layout.shards import Box, Shard
-from statexchange.layout.spread import Placement, Spread
+from statexchange.sharding.placements import Cut
+from statexchange.sharding.plan import Holding, plan_merge
+from statexchange.sharding.shards import Box, Shard
+from statexchange.sharding.spread import Placement, Spread
 
 
 def one_tensor(boxes: int) -> list[Holding]:

@@ -1,4 +1,4 @@
-"""Boxes, shards and dtypes: the words in which every room says which part of which tensor it means."""
+"""Boxes and shards: the words in which every package says which part of which tensor it means."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import excerpt
+from statexchange.tensors import ITEMSIZE, itemsize_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
-    "DTYPE_NAMES",
-    "ITEMSIZE",
     "MAX_DIMS",
     "Box",
     "Shard",
@@ -21,7 +20,6 @@ __all__ = [
     "c_strides",
     "full_box",
     "intersect",
-    "itemsize_of",
     "linear_offset",
     "region_text",
     "shape_from_json",
@@ -29,62 +27,6 @@ __all__ = [
 ]
 
 MAX_DIMS = 64
-
-# Bytes per element by safetensors dtype name, in the order in which safetensors ranks them in a file.
-# C128 is ours: safetensors has no name for it, so files store it as pairs of F64.
-ITEMSIZE: dict[str, int] = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E5M2": 1,
-    "F8_E4M3": 1,
-    "F8_E8M0": 1,
-    "F8_E4M3FNUZ": 1,
-    "F8_E5M2FNUZ": 1,
-    "I16": 2,
-    "U16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "I32": 4,
-    "U32": 4,
-    "F32": 4,
-    "C64": 8,
-    "F64": 8,
-    "I64": 8,
-    "U64": 8,
-    "C128": 16,
-}
-
-# The name that torch and numpy (with ml_dtypes) use, to the name that safetensors uses.
-DTYPE_NAMES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e8m0fnu": "F8_E8M0",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "int16": "I16",
-    "uint16": "U16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int32": "I32",
-    "uint32": "U32",
-    "float32": "F32",
-    "complex64": "C64",
-    "float64": "F64",
-    "int64": "I64",
-    "uint64": "U64",
-    "complex128": "C128",
-}
-
-
-def itemsize_of(dtype: str) -> int:
-    """Bytes per element of a safetensors dtype name; an unknown name is a ValueError."""
-    if not isinstance(dtype, str) or dtype not in ITEMSIZE:
-        raise ValueError(f"unknown dtype {excerpt(dtype)}")
-    return ITEMSIZE[dtype]
 
 
 @dataclass(frozen=True, slots=True)

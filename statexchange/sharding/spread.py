@@ -12,8 +12,8 @@ from functools import lru_cache
 from itertools import islice, product
 from typing import Any
 
-from statexchange.layout.placements import Cut, local_boxes
-from statexchange.layout.shards import Box, Shard
+from statexchange.sharding.placements import Cut, local_boxes
+from statexchange.sharding.shards import Box, Shard
 
 __all__ = ["Placement", "Spread", "SpreadBox", "SpreadBoxes", "coordinate_of", "tiles"]
 

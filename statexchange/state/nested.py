@@ -16,10 +16,10 @@ from typing import Any
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError
-from statexchange.exchange.buffers import is_tensor
-from statexchange.exchange.describe import is_module, live_items, load_extra_state, module_items
-from statexchange.exchange.megatron import Kind, MegatronTensor, holds_sharded, kind_of, leaves
-from statexchange.layout.tree import flatten, rebuild
+from statexchange.state.megatron import Kind, MegatronTensor, holds_sharded, kind_of, leaves
+from statexchange.state.modules import is_module, live_items, load_extra_state, module_items
+from statexchange.state.tree import flatten, rebuild
+from statexchange.tensors import is_tensor
 
 __all__ = ["Restoration", "Saved", "merged", "names_tree", "restoration", "tree_of"]
 

@@ -8,10 +8,10 @@ from operator import add
 from typing import Any
 
 from statexchange.errors import UnsupportedError
-from statexchange.exchange.buffers import settled
-from statexchange.layout.placements import Cut, local_boxes
-from statexchange.layout.shards import Box
-from statexchange.layout.spread import Placement, coordinate_of
+from statexchange.sharding.placements import Cut, local_boxes
+from statexchange.sharding.shards import Box
+from statexchange.sharding.spread import Placement, coordinate_of
+from statexchange.tensors import settled
 
 __all__ = ["chunks_of"]
 

@@ -56,7 +56,7 @@ from itertools import accumulate, product
 from typing import Any
 
 from statexchange.errors import IncompleteError, InvalidArgumentError, excerpt
-from statexchange.layout.shards import Box, full_box, sizes_from_json
+from statexchange.sharding.shards import Box, full_box, sizes_from_json
 
 __all__ = ["Cut", "Layout", "Part", "Rule", "place", "renumbered"]
 

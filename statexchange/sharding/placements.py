@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, product
 from typing import TYPE_CHECKING
 
-from statexchange.layout.shards import Box
+from statexchange.sharding.shards import Box
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

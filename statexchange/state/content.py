@@ -13,7 +13,8 @@ from torch import nn
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt
-from statexchange.layout.tree import nodes
+from statexchange.state.tree import nodes
+from statexchange.tensors import check_dense, check_writable, is_array, is_dtensor, same_memory
 
 __all__ = [
     "Content",
@@ -25,7 +26,6 @@ __all__ = [
     "kind_of",
     "memory_of",
     "module_content",
-    "place_of",
 ]
 
 Memory = Any  # a dense torch tensor, detached, or a numpy array
@@ -105,7 +105,7 @@ class Content:
 
     def _add_memory(self, path: str, given: Any) -> None:
         memory = memory_of(given, path, written=self._written)
-        key = place_of(memory)
+        key = same_memory(memory)
         first = path if key is None else self._seen.setdefault(key, path)
         if first == path:
             self.lines.append((path, _text(memory)))
@@ -124,7 +124,7 @@ class Content:
             at = f"{path}.param_groups[{i}].params"
             self.lines.append((at, f"list of {len(group['params'])}"))
             for j, parameter in enumerate(group["params"]):
-                if _is_dtensor(parameter):
+                if is_dtensor(parameter):
                     raise UnsupportedError("the state of a DTensor lies on many ranks", name=f"{at}[{j}]")
                 self.lines.append((f"{at}[{j}]", f"parameter {_text(parameter)}"))
         self.keepers[path] = optimizer
@@ -184,31 +184,21 @@ def _has_text(value: Any) -> bool:
 # Memory
 
 
-def _is_dtensor(tensor: Any) -> bool:
-    return hasattr(tensor, "placements") and hasattr(tensor, "to_local")
-
-
 def memory_of(given: Any, path: str, *, written: bool) -> Memory:
     """The dense memory of a tensor or array; what has none, or cannot be written, is an error naming `path`."""
-    if isinstance(given, np.ndarray):
-        return _array_memory(given, path, written=written)
+    if is_array(given):
+        check_dense(given, path)
+        if written:
+            check_writable(given, path)
+        return np.asarray(given)
     if nn.parameter.is_lazy(given):
         raise InvalidArgumentError("this parameter has no shape yet: run the module once on every rank", name=path)
-    if _is_dtensor(given):
+    if is_dtensor(given):
         given = _replicated(given, path)
-    _check_dense(given, path)
+    check_dense(given, path)
     if written:
-        _check_writable(given, path)
+        check_writable(given, path)
     return given.detach()
-
-
-def _array_memory(array: np.ndarray[Any, Any], path: str, *, written: bool) -> Memory:
-    if array.dtype.hasobject or isinstance(array, np.ma.MaskedArray):
-        kind = "a masked array" if isinstance(array, np.ma.MaskedArray) else "an array of objects"
-        raise UnsupportedError(f"{kind} cannot be synchronized", name=path)
-    if written and not array.flags.writeable:
-        raise InvalidArgumentError("this array is read-only, and is to be filled", name=path)
-    return np.asarray(array)
 
 
 def _replicated(tensor: Any, path: str) -> torch.Tensor:
@@ -221,31 +211,6 @@ def _replicated(tensor: Any, path: str) -> torch.Tensor:
         )
     local: torch.Tensor = tensor.detach().to_local()
     return local
-
-
-def _check_dense(tensor: torch.Tensor, path: str) -> None:
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else str(tensor.layout)[6:]
-        raise UnsupportedError(f"only dense tensors can be synchronized, not a {kind} one", name=path)
-    if tensor.numel() and not tensor.data_ptr():
-        raise UnsupportedError(f"this {type(tensor).__name__} has no storage of its own, or it was freed", name=path)
-
-
-def _check_writable(tensor: torch.Tensor, path: str) -> None:
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        raise UnsupportedError("an inference tensor cannot be changed outside torch.inference_mode()", name=path)
-    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise InvalidArgumentError("several elements lie in one place of memory: clone() it first", name=path)
-
-
-def place_of(memory: Memory) -> tuple[Any, ...] | None:
-    """A key that tied tensors share: the same memory seen in the same way. None where nothing is there to share."""
-    if not memory.nbytes:
-        return None
-    if isinstance(memory, np.ndarray):
-        return (memory.__array_interface__["data"][0], memory.shape, memory.strides, memory.dtype)
-    seen_as = (memory.dtype, memory.is_conj(), memory.is_neg())
-    return (memory.data_ptr(), memory.device, memory.shape, memory.stride(), *seen_as)
 
 
 def device_type_of(memory: Memory) -> str:

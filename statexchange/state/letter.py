@@ -12,8 +12,9 @@ import torch
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError
-from statexchange.layout.tree import flatten, rebuild
-from statexchange.train.content import Content, Memory, is_number, is_optimizer, kind_of, memory_of, place_of
+from statexchange.state.content import Content, Memory, is_number, is_optimizer, kind_of, memory_of
+from statexchange.state.tree import flatten, rebuild
+from statexchange.tensors import same_memory
 
 __all__ = ["Reader", "letter_of", "prepared", "state_of"]
 
@@ -153,7 +154,7 @@ class Reader:
         """Memory for what `spec` describes: `own` if it fits and serves no other place already, else new."""
         near = self._device if like is None else like.device
         place = torch.device("cpu") if spec[3:] == ["cpu"] else near
-        if _fits(own, spec, place) and (key := place_of(own)) not in self._reused:
+        if _fits(own, spec, place) and (key := same_memory(own)) not in self._reused:
             self._reused.add(key)
             return own
         return _new(spec, like, place)

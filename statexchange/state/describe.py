@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError
-from statexchange.exchange.buffers import dtype_name, is_tensor, same_memory, settled
-from statexchange.exchange.chunks import chunks_of
-from statexchange.exchange.megatron import MegatronTensor, holds_sharded, kind_of, leaves
-from statexchange.exchange.staging import Staging
-from statexchange.layout.rules import Layout, Part, Rule
-from statexchange.layout.shards import Shard, full_box
-from statexchange.layout.spread import Placement
-from statexchange.storage.tensorfile import Held
+from statexchange.sharding.rules import Layout, Part, Rule
+from statexchange.sharding.shards import Shard, full_box
+from statexchange.sharding.spread import Placement
+from statexchange.state.dtensors import chunks_of
+from statexchange.state.megatron import MegatronTensor, holds_sharded, kind_of, leaves
+from statexchange.state.modules import is_module, model_items
+from statexchange.tensors import dtype_name, is_tensor, same_memory, settled
 
-__all__ = [
-    "Description",
-    "HeldTensor",
-    "describe",
-    "is_module",
-    "live_items",
-    "load_extra_state",
-    "module_items",
-    "named_tensors",
-]
-
-# What wrappers put into module names: torch.compile, FSDP1, activation checkpointing.
-_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+__all__ = ["Description", "HeldTensor", "describe", "named_tensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +38,6 @@ class HeldTensor:
         """The same under another name."""
         part = None if self.part is None else replace(self.part, name=name)
         return replace(self, shard=replace(self.shard, name=name), part=part)
-
-    def whole(self, staging: Staging, progress: Callable[[], None] | None = None) -> Held:
-        """The shard with the bytes of all its boxes, which are made when they are asked for, by way of `staging`.
-
-        `progress` is called for each part of them.
-        """
-
-        def parts(box: int) -> Iterator[memoryview]:
-            for _, part in staging.parts(self.tensors[box], self.shard.dtype):
-                yield part
-                if progress is not None:
-                    progress()
-
-        return Held(self.shard, parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,78 +124,11 @@ def _items(state: Any) -> Iterator[tuple[Any, Any]]:
     for part in state if isinstance(state, list | tuple) else [state]:
         if is_module(part):
             # A module's extra state may be anything; it is no tensor of the model.
-            yield from ((name, value) for name, value in _model_items(part).items() if is_tensor(value))
+            yield from ((name, value) for name, value in model_items(part).items() if is_tensor(value))
         elif isinstance(part, Mapping):
             yield from part.items()
         else:
             raise InvalidArgumentError(f"state must be a module, a mapping or a list of modules, not {type(part)!r}")
-
-
-def is_module(value: Any) -> bool:
-    """Whether `value` is a torch module, or behaves like one."""
-    return hasattr(value, "state_dict") and hasattr(value, "modules")
-
-
-def module_items(module: Any, *, keep_vars: bool = False) -> dict[str, Any]:
-    """A module's state dict under the names that it has without wrappers; `keep_vars` gives the parameters themselves.
-
-    With it goes an AveragedModel's count: at 0 its next update would put the model in place of the average. Two names
-    that wrappers told apart are an InvalidArgumentError.
-    """
-    items = _model_items(module, keep_vars=keep_vars)
-    for layer in _layers(module):
-        if type(layer).__name__ == "AveragedModel":
-            _add(items, "n_averaged", layer.n_averaged)
-    return items
-
-
-def live_items(module: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`module_items` in two: parameters and buffers themselves, which can be filled in place, and everything else.
-
-    What else there is, extra state and the copies that some modules make of their tensors, goes by `load_extra_state`.
-    """
-    if any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules()):
-        raise UnsupportedError("FSDP1 gives copies of its parts: load before wrapping, or use fully_shard")
-    items = module_items(module, keep_vars=True)
-    own = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
-    live = {name: value for name, value in items.items() if is_tensor(value) and id(value) in own}
-    return live, {name: value for name, value in items.items() if name not in live}
-
-
-def _model_items(module: Any, *, keep_vars: bool = False) -> dict[str, Any]:
-    """`module_items` without what the wrappers have of their own."""
-    clean: dict[str, Any] = {}
-    for name, value in _unwrapped(module).state_dict(keep_vars=keep_vars).items():
-        _add(clean, _clean(name), value)
-    return clean
-
-
-def _add(items: dict[str, Any], name: str, value: Any) -> None:
-    if name in items:
-        raise InvalidArgumentError("two tensors have this name once wrappers are removed", name=name)
-    items[name] = value
-
-
-def load_extra_state(module: Any, extra: Mapping[str, Any]) -> None:
-    """Give a module the entries of `module_items` that are not its parameters and buffers themselves."""
-    module = _unwrapped(module)
-    module.load_state_dict({n: extra[_clean(n)] for n in module.state_dict() if _clean(n) in extra}, strict=False)
-
-
-def _unwrapped(module: Any) -> Any:
-    return _layers(module)[-1]
-
-
-def _layers(module: Any) -> list[Any]:
-    """The wrappers around a model, the outermost first, and the model."""
-    found = [module]
-    while (kind := type(found[-1]).__name__) in ("DistributedDataParallel", "AveragedModel", "OptimizedModule"):
-        found.append(found[-1]._orig_mod if kind == "OptimizedModule" else found[-1].module)  # noqa: SLF001
-    return found
-
-
-def _clean(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _hold(name: str, tensor: Any, rule: Rule | None, rank: int) -> list[HeldTensor]:

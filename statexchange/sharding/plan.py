@@ -28,8 +28,9 @@ from statexchange.errors import (
     UnsafeError,
     UnsupportedError,
 )
-from statexchange.layout.shards import ITEMSIZE, Box, Shard, full_box, intersect, region_text
-from statexchange.layout.spread import Spread, SpreadBox, SpreadBoxes, tiles
+from statexchange.sharding.shards import Box, Shard, full_box, intersect, region_text
+from statexchange.sharding.spread import Spread, SpreadBox, SpreadBoxes, tiles
+from statexchange.tensors import ITEMSIZE
 
 __all__ = [
     "FilePlan",

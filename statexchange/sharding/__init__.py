@@ -1,0 +1,1 @@
+"""Which part of a tensor lies where, and who writes and reads what. No I/O, no torch, no ranks."""

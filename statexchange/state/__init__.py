@@ -1,0 +1,1 @@
+"""Live state: one walk over trees, modules, optimizers, DTensors and Megatron-Core's sharded dicts."""
