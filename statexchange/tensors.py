@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import numpy as np
 
@@ -31,6 +31,7 @@ __all__ = [
     "is_tensor",
     "is_torch",
     "itemsize_of",
+    "mark_changed",
     "numpy_dtype",
     "own_bytes",
     "same_memory",
@@ -186,10 +187,10 @@ def dtype_name(tensor: Any, name: str) -> str:
     if type(tensor).__module__.startswith("torch.distributed._shard"):
         raise UnsupportedError("torch's old ShardedTensor cannot be represented: use DTensor", name=name)
     found = DTYPE_NAMES.get(str(tensor.dtype).removeprefix("torch."))
-    if found is None:
-        raise UnsupportedError(f"dtype {tensor.dtype} cannot be represented", name=name)
     if is_array(tensor) or not hasattr(tensor, "__create_chunk_list__"):
         check_dense(tensor, name)
+    if found is None:
+        raise UnsupportedError(f"dtype {tensor.dtype} cannot be represented", name=name)
     return found
 
 
@@ -200,8 +201,12 @@ def check_dense(tensor: Any, name: str | None = None) -> None:
             kind = "array of objects" if tensor.dtype.hasobject else "masked array"
             raise UnsupportedError(f"only dense tensors can be exchanged, not a {kind}", name=name)
         return
-    if tensor.is_quantized or tensor.is_meta or tensor.layout is not _strided():
-        kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else str(tensor.layout)[6:]
+    if hasattr(tensor, "materialize"):  # UninitializedParameter and UninitializedBuffer
+        text = "this parameter has no shape yet: call the module once, on every rank"
+        raise InvalidArgumentError(text, name=name)
+    if tensor.is_quantized or tensor.is_meta or tensor.is_nested or tensor.layout is not _strided():
+        kinds = {"quantized": tensor.is_quantized, "meta": tensor.is_meta, "nested": tensor.is_nested}
+        kind = next((kind for kind, holds in kinds.items() if holds), str(tensor.layout)[6:])
         raise UnsupportedError(f"only dense tensors can be exchanged, not a {kind} one", name=name)
     if not tensor.numel():
         return
@@ -250,6 +255,13 @@ def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
     marks = np.zeros(span, np.bool_)  # dims that interlock may still share no place: mark each that is used
     np.lib.stride_tricks.as_strided(marks, [size for _, size in dims], [stride for stride, _ in dims])[...] = True
     return int(np.count_nonzero(marks)) < math.prod(size for _, size in dims)
+
+
+def mark_changed(tensors: Iterable[Any]) -> None:
+    """Tell autograd, as `copy_` does, that torch tensors change: backward through their old values then fails."""
+    import torch
+
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if is_torch(tensor)])
 
 
 def own_bytes(tensor: Any) -> memoryview | None:

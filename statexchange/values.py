@@ -1,17 +1,22 @@
 """The one JSON codec: Python values to JSON and back, with nothing imported by name and nothing run.
 
 Plain JSON values stay themselves. Everything else is an object with one key ``"$"`` that says what it is:
-tuple, dict (keys other than str), float (NaN, infinities), dtype, enum, namedtuple, dataclass, or an outside
-leaf such as a tensor.
+tuple, set, deque, dict (keys other than str), float (NaN, infinities), complex, number (a numpy scalar), bytes, path,
+datetime, date, time, timedelta, torch's dtype, size and device, enum, namedtuple, dataclass, or an outside leaf such as
+a tensor.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import datetime as dt
 import enum
 import json
 import math
+import pathlib
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -97,9 +102,49 @@ def _encode(value: Any, path: str, leaf: Leaf, depth: int) -> Any:
             return {k: inner(v, f".{k}") for k, v in value.items()}
         pairs = [[inner(k, f"<key {k!r}>"), inner(v, f"[{k!r}]")] for k, v in value.items()]
         return {_TAG: "dict", "value": pairs}
-    if kind.__module__ == "torch" and kind.__name__ == "dtype":
-        return {_TAG: "dtype", "value": str(value).removeprefix("torch.")}
-    raise UnsupportedError(f"cannot write a {kind.__module__}.{kind.__qualname__} as JSON, at {path or 'the top'}")
+    tagged = _tagged(value, inner)
+    if tagged is not None:
+        return tagged
+    where = path or "the top"
+    raise UnsupportedError(f"cannot write a {kind.__module__}.{kind.__qualname__} as JSON, at {where}{_advice(kind)}")
+
+
+def _tagged(value: Any, inner: Callable[[object, str], Any]) -> Any:
+    """The JSON of a value of the standard library, numpy or torch that JSON has no word for; None of any other."""
+    kind = type(value)
+    if kind is complex:
+        return {_TAG: "complex", "value": [inner(value.real, ".real"), inner(value.imag, ".imag")]}
+    if kind is bytes:
+        return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
+    if kind in (set, frozenset):  # in an order of their own, so that equal sets have equal texts
+        return {_TAG: kind.__name__, "value": sorted((inner(v, f"<item {v!r}>") for v in value), key=json.dumps)}
+    if kind is deque:
+        items = [inner(v, f"[{i}]") for i, v in enumerate(value)]
+        return {_TAG: "deque", "value": items, "maxlen": value.maxlen}
+    if isinstance(value, pathlib.PurePath):
+        return {_TAG: "path", "value": str(value)}
+    if kind in (dt.datetime, dt.date, dt.time):
+        return {_TAG: kind.__name__, "value": value.isoformat()}
+    if kind is dt.timedelta:
+        return {_TAG: "timedelta", "value": [value.days, value.seconds, value.microseconds]}
+    if kind.__module__ == "torch" and kind.__name__ in ("dtype", "Size", "device"):
+        plain = list(value) if kind.__name__ == "Size" else str(value).removeprefix("torch.")
+        return {_TAG: kind.__name__.lower(), "value": plain}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        if value.dtype.kind in "US":
+            return inner(value.item(), "")
+        if value.dtype.kind in "biufc" and not isinstance(value, numpy.longdouble | numpy.clongdouble):
+            return {_TAG: "number", "dtype": value.dtype.name, "value": inner(value.item(), "")}
+    return None
+
+
+def _advice(kind: type) -> str:
+    if kind.__name__ == "Generator" and kind.__module__.startswith("torch"):
+        return ": give its get_state(), a tensor"
+    if hasattr(kind, "state_dict"):
+        return ": give its state_dict()"
+    return ": give plain values, tensors, or a dataclass of them"
 
 
 def _fields(value: Any, path: str) -> dict[str, Any]:
@@ -151,7 +196,8 @@ def decode(
 
     Dataclasses, namedtuples and Enums come back as the type in `types` or one given to `register_config`; of
     an unknown type comes a dict of its fields with ``"__name__"``, or its JSON text where it is a key. A
-    dtype is torch's if torch has been imported, else ``"torch.float32"``. `leaf(name)` supplies what
+    dtype is torch's if torch has been imported, else ``"torch.float32"``; so with a device (``"cuda:0"``) and a size (a
+    tuple). `leaf(name)` supplies what
     `encode`'s leaf kept. Text that `encode` cannot have written is a ValueError.
     """
     try:
@@ -185,6 +231,45 @@ class _Decoder:
 
     def _tuple(self, raw: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(self.value(item) for item in raw["value"])
+
+    def _complex(self, raw: dict[str, Any]) -> complex:
+        real, imag = raw["value"]
+        return complex(self.value(real), self.value(imag))
+
+    def _number(self, raw: dict[str, Any]) -> Any:
+        import numpy as np
+
+        dtype = np.dtype(str(raw["dtype"]))
+        if dtype.kind not in "biufc":
+            raise ValueError(f"{raw['dtype']!r} is not the dtype of a number")
+        return dtype.type(self.value(raw["value"]))
+
+    def _bytes(self, raw: dict[str, Any]) -> bytes:
+        return base64.b64decode(raw["value"], validate=True)
+
+    def _set(self, raw: dict[str, Any]) -> Any:
+        return {"set": set, "frozenset": frozenset}[raw[_TAG]](self.value(item) for item in raw["value"])
+
+    def _deque(self, raw: dict[str, Any]) -> Any:
+        return deque((self.value(item) for item in raw["value"]), raw["maxlen"])
+
+    def _path(self, raw: dict[str, Any]) -> Any:
+        return pathlib.Path(raw["value"])
+
+    def _time(self, raw: dict[str, Any]) -> Any:
+        return getattr(dt, raw[_TAG]).fromisoformat(raw["value"])
+
+    def _timedelta(self, raw: dict[str, Any]) -> Any:
+        days, seconds, microseconds = raw["value"]
+        return dt.timedelta(days, seconds, microseconds)
+
+    def _size(self, raw: dict[str, Any]) -> Any:
+        torch = sys.modules.get("torch")
+        return tuple(raw["value"]) if torch is None else torch.Size(raw["value"])
+
+    def _device(self, raw: dict[str, Any]) -> Any:
+        torch = sys.modules.get("torch")
+        return str(raw["value"]) if torch is None else torch.device(str(raw["value"]))
 
     def _dict(self, raw: dict[str, Any]) -> dict[Any, Any]:
         return {self._key(key): self.value(item) for key, item in raw["value"]}
@@ -249,6 +334,19 @@ class _Decoder:
     _BUILDERS: ClassVar[dict[str, Callable[[_Decoder, dict[str, Any]], Any]]] = {
         "float": _float,
         "tuple": _tuple,
+        "set": _set,
+        "frozenset": _set,
+        "deque": _deque,
+        "complex": _complex,
+        "number": _number,
+        "bytes": _bytes,
+        "path": _path,
+        "datetime": _time,
+        "date": _time,
+        "time": _time,
+        "timedelta": _timedelta,
+        "size": _size,
+        "device": _device,
         "dict": _dict,
         "dtype": _dtype,
         "leaf": _kept,

@@ -27,11 +27,11 @@ from statexchange.formats.source import Source, SourceTensor
 from statexchange.sharding.plan import prove_cover
 from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.state.describe import describe
-from statexchange.state.nested import Restoration, Saved, merged, names_tree, restoration
+from statexchange.state.restore import Restoration, Saved, merged, restoration, tree_of_names
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.store import is_url
 from statexchange.storage.tensorfile import digest
-from statexchange.tensors import check_writable, torch_dtype
+from statexchange.tensors import check_writable, mark_changed, torch_dtype
 
 __all__ = ["LoadReport", "load_checkpoint"]
 
@@ -141,6 +141,8 @@ def _fill(
             _check_names(wanted, catalog)
     readers = assign_readers(jobs, communicator) if is_url(opened.path) else {}
     with communicator.phase("reading", timeout_s=stall_timeout_s):
+        mark_changed(live for _, live, _ in wanted.targets)
+        mark_changed(part for job in jobs for part in job.held.tensors)
         read = read_all(jobs, readers, communicator)
         for deed in wanted.deeds:
             deed()
@@ -222,8 +224,8 @@ class _Catalog:
     def __len__(self) -> int:
         return len(self._parts)
 
-    def __contains__(self, name: str) -> bool:
-        return self.stored(name) in self._parts
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self.stored(name) in self._parts
 
     def stored(self, name: str) -> str:
         """The name under which a tied tensor was written."""
@@ -285,7 +287,7 @@ def _wanted(state: Any, catalog: _Catalog) -> Restoration:
     kept: list[str] = []
     trees = [values.decode(text, types=types, leaf=_noting(kept)) for text in dict.fromkeys(texts)]
     of_names = not kept and (len(catalog) > 0 or not trees)  # a config beside tensors is not what they lie in
-    saved = names_tree(state, catalog.__contains__) if of_names else merged(trees)
+    saved = tree_of_names(state, catalog, catalog.source.texts) if of_names else merged(trees)
     wanted = restoration(state, saved, lambda name, own, like: _memory(catalog.shard_of(name), own, like))
     if of_names:
         taken = {catalog.stored(name) for name, _, _ in wanted.targets}

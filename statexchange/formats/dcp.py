@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from statexchange import values
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
@@ -34,6 +35,8 @@ _FILE_NAME = re.compile(r"__([0-9]{1,9})_([0-9]{1,9})\.distcp")
 _REFUSALS = (CorruptError, UnsafeError, UnsupportedError)
 _STEPS_PER_BOX = 64  # it takes about 500 bytes; in a pickle, with where it is stored, 130
 _MAX_ENTRY_PICKLE_BYTES = 1 << 20  # of a tensor, about 200 bytes
+_PLAIN = {bool, float, int, str, type(None)}
+_MAX_PLAIN_VALUES, _MAX_PLAIN_CHARACTERS = 10_000, 1000  # of param groups and the like
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ def read(place: Place, *, strict: bool = True) -> Source:
     problems = _unstored(tensors, by_file, metadata)
     holders: list[Holder] = []
     others: dict[str, str] = {}
+    texts: dict[str, str] = {}
     listed: list[ListedTensor] = []
     views: dict[bytes, View] = {}
     for file in sorted(by_file, key=_order):
@@ -93,6 +97,7 @@ def read(place: Place, *, strict: bool = True) -> Source:
         try:
             holders.append(reader.read(_opened(store, file, by_file[file]), by_file[file]))
             others |= reader.others
+            texts |= reader.texts
         except StateExchangeError as error:
             problems.append(error)
             listed += [
@@ -101,7 +106,9 @@ def read(place: Place, *, strict: bool = True) -> Source:
             ]
     if problems and strict:
         raise problems[0]
-    return Source("dcp", place, tuple(holders), others=others, problems=tuple(problems), listed=tuple(listed))
+    return Source(
+        "dcp", place, tuple(holders), others=others, texts=texts, problems=tuple(problems), listed=tuple(listed)
+    )
 
 
 def _opened(store: Store, file: str, entries: list[_Stored]) -> StoredFile:
@@ -203,6 +210,22 @@ def _unstored(tensors: dict[str, _Tensor], by_file: dict[str, list[_Stored]], pa
     ]
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether a value consists of few plain ones: a pickle can name one object many times, and text would repeat it."""
+    left = [value]
+    for _ in range(_MAX_PLAIN_VALUES):
+        if not left:
+            return True
+        one = left.pop()
+        if type(one) is dict:
+            left += [*one.keys(), *one.values()]
+        elif type(one) in (list, tuple):
+            left += one
+        elif type(one) not in _PLAIN or (type(one) is str and len(one) > _MAX_PLAIN_CHARACTERS):
+            return False
+    return False
+
+
 class _File:
     """Reads the entries of one .distcp file. `views` remembers what equal pickles of entries mean."""
 
@@ -212,6 +235,7 @@ class _File:
         self._tensors = tensors
         self._views = views
         self.others: dict[str, str] = {}
+        self.texts: dict[str, str] = {}
 
     def read(self, file: StoredFile, entries: list[_Stored]) -> Holder:
         """Return the holder with all tensors of the file. No bytes are read for two entries."""
@@ -232,7 +256,7 @@ class _File:
     def _entry(self, file: StoredFile, entry: _Stored, parts: dict[str, list[tuple[Box, ByteRange]]]) -> None:
         archive = Archive(file, entry.begin, entry.length)
         if entry.offsets is None:
-            self.others[entry.name] = self._other(archive)
+            self._other(entry.name, archive)
             return
         tensor = self._tensors[entry.name]
         box = tensor.chunks[entry.offsets]
@@ -252,12 +276,16 @@ class _File:
                 raise CorruptError(f"not what torch writes for a tensor: {excerpt(error, 200)}") from None
         return self._views[data]
 
-    def _other(self, archive: Archive) -> str:
-        """Describe a non-tensor entry; objects of unknown classes are named, not read."""
+    def _other(self, name: str, archive: Archive) -> None:
+        """Describe a non-tensor entry, and keep a plain value; objects of unknown classes are named, not read."""
         try:
-            return described(read_pickle(archive.pickle(), self._path))
+            value = read_pickle(archive.pickle(), self._path)
         except UnsafeError as error:
-            return error.message
+            self.others[name] = error.message
+            return
+        self.others[name] = described(value)
+        if _is_plain(value):
+            self.texts[name] = values.encode(value)
 
     def _joined(self, name: str, parts: list[tuple[Box, ByteRange]]) -> SourceTensor:
         tensor = self._tensors[name]

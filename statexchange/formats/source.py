@@ -81,7 +81,8 @@ class Source:
     """A checkpoint on disk, pinned as it was opened.
 
     `configs` is JSON text of `values` by rank; `manifest` the content of the statexchange.json of a published
-    directory; `others` describes by name what is no tensor; `problems` are what is missing or broken, and `listed` the
+    directory; `others` describes by name what is no tensor, and `texts` has of these the plain
+    values as JSON text of `values`; `problems` are what is missing or broken, and `listed` the
     tensors that this concerns. `place` is what holds the files open; `close` or a with block releases it.
     """
 
@@ -94,6 +95,7 @@ class Source:
     configs: Mapping[int, str] = field(default_factory=dict)
     manifest: Mapping[str, Any] | None = None
     others: Mapping[str, str] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
     problems: tuple[StateExchangeError, ...] = ()
     listed: tuple[ListedTensor, ...] = ()
 

@@ -13,6 +13,8 @@ from torch import nn
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt
+from statexchange.state.leaves import is_leaf, keeps_state
+from statexchange.state.optimizers import check_optimizer, is_optimizer
 from statexchange.state.tree import nodes
 from statexchange.tensors import check_dense, check_writable, is_array, is_dtensor, same_memory
 
@@ -20,9 +22,7 @@ __all__ = [
     "Content",
     "Memory",
     "device_type_of",
-    "is_leaf",
     "is_number",
-    "is_optimizer",
     "kind_of",
     "memory_of",
     "module_content",
@@ -82,7 +82,7 @@ class Content:
             self.add_module(path, leaf, buffers=True)
         elif is_optimizer(leaf):
             self._add_optimizer(path, leaf)
-        elif _keeps_state(leaf):
+        elif keeps_state(leaf):
             self.lines.append((path, f"the state of a {type(leaf).__name__}"))
             self.keepers[path] = leaf
         elif kind_of(leaf) is not None:
@@ -114,11 +114,9 @@ class Content:
             self.lines.append((path, f"the same as {first}"))
 
     def _add_optimizer(self, path: str, optimizer: Any) -> None:
-        kind = type(optimizer).__name__
-        if kind == "ZeroRedundancyOptimizer":
-            raise UnsupportedError("each rank's ZeroRedundancyOptimizer has a state of its own", name=path)
+        check_optimizer(optimizer, path)
         groups = optimizer.param_groups
-        self.lines.append((path, f"an optimizer {kind}"))
+        self.lines.append((path, f"an optimizer {type(optimizer).__name__}"))
         self.lines.append((f"{path}.param_groups", f"list of {len(groups)}"))
         for i, group in enumerate(groups):
             at = f"{path}.param_groups[{i}].params"
@@ -137,22 +135,6 @@ def module_content(module: Any, *, written: bool, buffers: bool = True) -> Conte
     content = Content(written=written)
     content.add_module("", module, buffers=buffers)
     return content
-
-
-def is_leaf(value: Any) -> bool:
-    """Whether `value` is looked at as a whole, whatever it contains. Not collective."""
-    return isinstance(value, nn.Module | enum.Enum) or is_optimizer(value) or _keeps_state(value)
-
-
-def is_optimizer(value: Any) -> bool:
-    """Whether `value` is an optimizer, or looks like one. Not collective."""
-    return isinstance(value, torch.optim.Optimizer) or (hasattr(value, "param_groups") and hasattr(value, "state"))
-
-
-def _keeps_state(value: Any) -> bool:
-    """Whether `value` is an object whose state can be taken and given, as LR schedulers are."""
-    verbs = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
-    return not isinstance(value, type) and all(callable(verb) for verb in verbs)
 
 
 def is_number(value: Any) -> bool:
@@ -191,8 +173,6 @@ def memory_of(given: Any, path: str, *, written: bool) -> Memory:
         if written:
             check_writable(given, path)
         return np.asarray(given)
-    if nn.parameter.is_lazy(given):
-        raise InvalidArgumentError("this parameter has no shape yet: run the module once on every rank", name=path)
     if is_dtensor(given):
         given = _replicated(given, path)
     check_dense(given, path)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from statexchange.errors import InvalidArgumentError, UnsupportedError
+from statexchange import values
+from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, excerpt
 from statexchange.sharding.rules import Layout, Part, Rule
 from statexchange.sharding.shards import Shard, full_box
 from statexchange.sharding.spread import Placement
@@ -16,6 +18,8 @@ from statexchange.state.modules import is_module, model_items
 from statexchange.tensors import dtype_name, is_tensor, same_memory, settled
 
 __all__ = ["Description", "HeldTensor", "describe", "named_tensors"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +116,33 @@ def named_tensors(state: Any) -> Iterator[tuple[str, Any]]:
     yield from sharded.items()
 
 
+def _tensors_of(module: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors in a module's state dict; what else lies in it is left out only if it holds none.
+
+    Extra state may be anything, and is no tensor of the model.
+    """
+    for name, value in model_items(module).items():
+        if is_tensor(value):
+            yield name, value
+        elif not name.endswith("_extra_state"):
+            if not _is_plain(value):
+                raise UnsupportedError(
+                    f"the module has a {type(value).__name__} in the place of a tensor, which may hold its weights, as "
+                    "quantized modules do: give the model before it was quantized",
+                    name=name,
+                )
+            _log.warning("%s is not a tensor but %s, and is left out", name, excerpt(value))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value certainly holds no tensor."""
+    try:
+        values.encode(value)
+    except StateExchangeError:
+        return False
+    return True
+
+
 def _add_sharded(sharded: dict[str, MegatronTensor], shard: Any) -> None:
     if shard.key in sharded:
         sharded[shard.key].add(shard)
@@ -123,8 +154,7 @@ def _items(state: Any) -> Iterator[tuple[Any, Any]]:
     """The entries of all parts of a state."""
     for part in state if isinstance(state, list | tuple) else [state]:
         if is_module(part):
-            # A module's extra state may be anything; it is no tensor of the model.
-            yield from ((name, value) for name, value in model_items(part).items() if is_tensor(value))
+            yield from _tensors_of(part)
         elif isinstance(part, Mapping):
             yield from part.items()
         else:

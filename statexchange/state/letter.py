@@ -11,9 +11,16 @@ import numpy as np
 import torch
 
 from statexchange import values
-from statexchange.errors import InvalidArgumentError, UnsupportedError
-from statexchange.state.content import Content, Memory, is_number, is_optimizer, kind_of, memory_of
-from statexchange.state.tree import flatten, rebuild
+from statexchange.errors import UnsupportedError
+from statexchange.state.content import Content, Memory, kind_of, memory_of
+from statexchange.state.optimizers import (
+    hyperparameters,
+    is_optimizer,
+    parameters_of,
+    set_optimizer,
+    state_of_optimizer,
+)
+from statexchange.state.tree import alike, flatten, rebuild
 from statexchange.tensors import same_memory
 
 __all__ = ["Reader", "letter_of", "prepared", "state_of"]
@@ -48,15 +55,7 @@ class _Writer:
             if isinstance(memory, np.ndarray):
                 return ["array", memory.dtype.str, list(memory.shape)]
             return ["tensor", str(memory.dtype)[6:], list(memory.shape), memory.device.type]
-        if type(value) is complex or isinstance(value, np.generic):
-            return _number_spec(value) if is_number(value) else ["own"]
         return None if kind_of(value) is not None or _has_parts(value) else ["own"]
-
-
-def _number_spec(value: Any) -> list[Any]:
-    plain = value if type(value) is complex else value.item()
-    dtype = None if type(value) is complex else value.dtype.name
-    return ["number", dtype, *((plain.real, plain.imag) if isinstance(plain, complex) else (plain, None))]
 
 
 def _has_parts(value: Any) -> bool:
@@ -78,27 +77,7 @@ def letter_of(content: Content) -> Any:
 
 def state_of(keeper: Any, path: str) -> Any:
     """The state of an optimizer, by the numbers of its parameters, or of an object that has a `state_dict`."""
-    if not is_optimizer(keeper):
-        return keeper.state_dict()
-    numbers: dict[Any, int] = {parameter: i for i, parameter in enumerate(_parameters(keeper))}
-    state: dict[int, Any] = {}
-    shared: dict[Any, Any] = {}
-    for key, held in keeper.state.items():
-        if not isinstance(key, torch.Tensor):
-            shared[key] = held
-        elif key in numbers:
-            state[numbers[key]] = held
-        else:
-            raise InvalidArgumentError("there is state of a tensor that is in no param group", name=path)
-    return {"param_groups": [_without_params(group) for group in keeper.param_groups], "state": state, "shared": shared}
-
-
-def _parameters(optimizer: Any) -> list[Any]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
+    return state_of_optimizer(keeper, path) if is_optimizer(keeper) else keeper.state_dict()
 
 
 class _Told:
@@ -131,14 +110,14 @@ class Reader:
         return [memory_of(room, self._path, written=True) for room in rooms]
 
     def _leaf(self, name: str) -> Any:
-        kind, *about = self._specs[int(name)]
-        return _number(*about) if kind == "number" else _Told(int(name))
+        return _Told(int(name))
 
     def fill(self, told: Any, own: Any, like: torch.Tensor | None = None) -> Any:
         """`told` with tensors: those of `own` in the same places where they fit, else new ones, `like` a parameter."""
         held = dict(flatten(own))
         gaps = {path: leaf.number for path, leaf in flatten(told) if isinstance(leaf, _Told)}
-        return rebuild(told, {path: self._filling(number, path, held, like) for path, number in gaps.items()})
+        filled = {path: self._filling(number, path, held, like) for path, number in gaps.items()}
+        return alike(own, rebuild(told, filled))
 
     def _filling(self, number: int, path: str, held: Mapping[str, Any], like: torch.Tensor | None) -> Any:
         spec = self._specs[number]
@@ -158,11 +137,6 @@ class Reader:
             self._reused.add(key)
             return own
         return _new(spec, like, place)
-
-
-def _number(dtype: str | None, real: float, imag: float | None) -> Any:
-    plain = real if imag is None else complex(real, imag)
-    return plain if dtype is None else np.dtype(dtype).type(plain)
 
 
 def _fits(own: Any, spec: Sequence[Any], place: torch.device) -> bool:
@@ -189,29 +163,14 @@ def prepared(keeper: Any, own: Any, reader: Reader) -> Callable[[], None]:
     told = reader.told
     if not is_optimizer(keeper):
         return functools.partial(keeper.load_state_dict, reader.fill(told, own))
-    parameters = _parameters(keeper)
+    parameters = parameters_of(keeper)
     groups = [
-        reader.fill(its, _without_params(group), next(iter(group["params"]), None))
+        reader.fill(its, hyperparameters(group), next(iter(group["params"]), None))
         for its, group in zip(told["param_groups"], keeper.param_groups, strict=True)
     ]
     state = {
         parameters[i]: reader.fill(its, own["state"].get(i, {}), parameters[i]) for i, its in told["state"].items()
     }
     shared = {key: reader.fill(its, own["shared"].get(key, {})) for key, its in told["shared"].items()}
-    return functools.partial(_set_optimizer, keeper, groups, {**state, **shared})
-
-
-def _set_optimizer(optimizer: Any, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> None:
-    """Give an optimizer a state; its groups and each parameter's state stay the same dicts, which others may hold."""
-    for group, new in zip(optimizer.param_groups, groups, strict=True):
-        parameters = group["params"]
-        group.clear()
-        group.update(params=parameters, **new)
-    held = dict(optimizer.state)
-    optimizer.state.clear()
-    for key, new in state.items():
-        own = held.get(key)
-        if isinstance(own, dict) and isinstance(new, dict):
-            own.clear()
-            own.update(new)
-        optimizer.state[key] = own if isinstance(own, dict) and isinstance(new, dict) else new
+    dropped = [key for key in keeper.state if key not in state and key not in shared]
+    return functools.partial(set_optimizer, keeper, groups, {**state, **shared}, dropped)

@@ -8,7 +8,7 @@ from typing import Any
 from statexchange.errors import InvalidArgumentError, UnsupportedError
 from statexchange.tensors import is_tensor
 
-__all__ = ["is_module", "live_items", "load_extra_state", "model_items", "module_items"]
+__all__ = ["check_module", "is_module", "live_items", "load_extra_state", "model_items", "module_items"]
 
 # What wrappers put into module names: torch.compile, FSDP1, activation checkpointing.
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -32,13 +32,21 @@ def module_items(module: Any, *, keep_vars: bool = False) -> dict[str, Any]:
     return items
 
 
+def check_module(module: Any) -> None:
+    """Raise UnsupportedError for FSDP1, whose state dicts are copies that cannot be filled in place."""
+    if any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules()):
+        raise UnsupportedError(
+            "FSDP1 gives copies of its parameters, which cannot be filled in place: shard with fully_shard, or save "
+            "and load the module before FSDP1 wraps it (export_checkpoint writes it as it is)"
+        )
+
+
 def live_items(module: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """`module_items` in two: parameters and buffers themselves, which can be filled in place, and everything else.
 
     What else there is, extra state and the copies that some modules make of their tensors, goes by `load_extra_state`.
     """
-    if any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules()):
-        raise UnsupportedError("FSDP1 gives copies of its parts: load before wrapping, or use fully_shard")
+    check_module(module)
     items = module_items(module, keep_vars=True)
     own = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
     live = {name: value for name, value in items.items() if is_tensor(value) and id(value) in own}

@@ -11,7 +11,7 @@ from typing import Any
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError
 
-__all__ = ["Node", "flatten", "nodes", "rebuild"]
+__all__ = ["Node", "alike", "children", "flatten", "is_mutable", "nodes", "rebuild", "with_children"]
 
 _MAX_DEPTH = 100
 
@@ -66,7 +66,7 @@ def _nodes(value: Any, path: str, is_leaf: IsLeaf | None, above: dict[int, str])
     if len(above) == _MAX_DEPTH:
         raise InvalidArgumentError(f"a tree is nested deeper than {_MAX_DEPTH}, at {path[:80]}...")
     above[id(value)] = path
-    for step, _, child in _children(value, path):
+    for step, _, child in _steps(value, path):
         yield from _nodes(child, path + step if path else step.removeprefix("."), is_leaf, above)
     del above[id(value)]
 
@@ -88,16 +88,24 @@ def _container(value: Any) -> str | None:
     return None
 
 
-def _children(value: Any, path: str) -> list[tuple[str, Any, Any]]:
-    """What lies in a container: the step that a path takes there, the key and the child."""
+def children(value: Any) -> dict[Any, Any] | None:
+    """What lies in a container by key, field or index, in its own order; None for a leaf. Not collective."""
     if _is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        return [(f".{name}", name, getattr(value, name)) for name in names]
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
     if isinstance(value, Mapping):
-        return _entries(value, path)
-    if hasattr(value, "_fields"):
-        return [(f".{name}", name, child) for name, child in zip(value._fields, value, strict=True)]
-    return [(f"[{index}]", index, child) for index, child in enumerate(value)]
+        return dict(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return dict(zip(value._fields, value, strict=True))
+    return dict(enumerate(value)) if isinstance(value, list | tuple) else None
+
+
+def _steps(value: Any, path: str) -> list[tuple[str, Any, Any]]:
+    """What lies in a container: the step that a path takes there, the key and the child."""
+    found = children(value) or {}
+    if isinstance(value, Mapping):
+        return _entries(found, path)
+    by_index = isinstance(value, list | tuple) and not hasattr(value, "_fields")
+    return [(f"[{key}]" if by_index else f".{key}", key, child) for key, child in found.items()]
 
 
 def _entries(mapping: Mapping[Any, Any], path: str) -> list[tuple[str, Any, Any]]:
@@ -122,15 +130,15 @@ def _rebuilt(value: Any, path: str, leaves: Mapping[str, Any], is_leaf: IsLeaf |
     if (is_leaf is not None and is_leaf(value)) or _container(value) is None:
         return leaves.get(path, value)
     changed = {}
-    for step, key, child in _children(value, path):
+    for step, key, child in _steps(value, path):
         new = _rebuilt(child, path + step if path else step.removeprefix("."), leaves, is_leaf)
         if new is not child:
             changed[key] = new
-    return _with(value, changed) if changed else value
+    return with_children(value, changed) if changed else value
 
 
-def _with(container: Any, changed: Mapping[Any, Any]) -> Any:
-    """`container` with other children: itself where it can be changed."""
+def with_children(container: Any, changed: Mapping[Any, Any]) -> Any:
+    """`container` with other children, by key, field or index: itself where it can be changed. Not collective."""
     if _is_dataclass(container):
         return _dataclass_with(container, changed)
     if isinstance(container, list | MutableMapping):
@@ -143,6 +151,32 @@ def _with(container: Any, changed: Mapping[Any, Any]) -> Any:
     if hasattr(container, "_fields"):
         return container._replace(**changed)
     return kind(changed.get(index, child) for index, child in enumerate(container))
+
+
+def alike(own: Any, made: Any) -> Any:
+    """`made` with the types of the containers that `own` has in the same places: JSON text keeps mappings as dicts.
+
+    Not collective. `own` is not changed.
+    """
+    if isinstance(own, MutableMapping) and isinstance(made, Mapping):
+        new = copy.copy(own)
+        new.clear()
+        for key, item in made.items():
+            new[key] = alike(own.get(key), item)
+        return new
+    if isinstance(own, list | tuple) and isinstance(made, list | tuple) and not hasattr(made, "_fields"):
+        items = [alike(own[number] if number < len(own) else None, item) for number, item in enumerate(made)]
+        if hasattr(own, "_fields"):
+            return type(own)(*items) if len(items) == len(own) else made
+        return items if isinstance(own, list) else tuple(items)
+    return made
+
+
+def is_mutable(container: Any) -> bool:
+    """Whether `with_children` changes the container itself. Not collective."""
+    if _is_dataclass(container):
+        return not type(container).__dataclass_params__.frozen
+    return isinstance(container, list | MutableMapping)
 
 
 def _dataclass_with(instance: Any, changed: Mapping[str, Any]) -> Any:

@@ -17,7 +17,8 @@ from torch import nn
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.world import as_communicator
 from statexchange.errors import MismatchError, UnsupportedError
-from statexchange.state.content import Content, Memory, device_type_of, is_leaf, module_content
+from statexchange.state.content import Content, Memory, device_type_of, module_content
+from statexchange.state.leaves import is_leaf
 from statexchange.state.letter import Reader, letter_of, prepared, state_of
 from statexchange.state.tree import rebuild
 

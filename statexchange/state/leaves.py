@@ -1,0 +1,39 @@
+"""What a walk over a state takes as a whole: tensors, modules, optimizers and other objects that keep a state."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+from statexchange.state.megatron import kind_of
+from statexchange.state.modules import is_module
+from statexchange.state.optimizers import is_optimizer
+from statexchange.state.tree import nodes
+from statexchange.tensors import is_tensor
+
+__all__ = ["holds_state", "is_leaf", "keeps_state"]
+
+
+def keeps_state(value: Any) -> bool:
+    """Whether `value` is an object whose state can be taken and given, as LR schedulers are. Not collective."""
+    if isinstance(value, type | Mapping):
+        return False
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether `value` is looked at as a whole, whatever it contains. Not collective."""
+    return (
+        is_tensor(value)
+        or isinstance(value, enum.Enum)
+        or is_module(value)
+        or is_optimizer(value)
+        or keeps_state(value)
+        or kind_of(value) is not None
+    )
+
+
+def holds_state(value: Any) -> bool:
+    """Whether `value` is, or contains, what is filled in place: a tensor or an object with a state. Not collective."""
+    return any(is_leaf(node.value) and not isinstance(node.value, enum.Enum) for node in nodes(value, is_leaf))

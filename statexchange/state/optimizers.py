@@ -1,0 +1,115 @@
+"""An optimizer's state by the numbers or names of its parameters, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from statexchange.errors import InvalidArgumentError, UnsupportedError
+from statexchange.tensors import is_torch
+
+__all__ = [
+    "OptimizerState",
+    "check_optimizer",
+    "hyperparameters",
+    "is_optimizer",
+    "named_parameters",
+    "optimizer_tree",
+    "parameters_of",
+    "set_optimizer",
+    "state_of_optimizer",
+]
+
+OptimizerState = dict[str, Any]
+"""``param_groups`` without their parameters, ``state`` by a parameter's number, ``shared`` by any other key."""
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether `value` is an optimizer, or looks like one. Not collective."""
+    return hasattr(value, "param_groups") and hasattr(value, "state") and not isinstance(value, type)
+
+
+def check_optimizer(optimizer: Any, path: str) -> None:
+    """Raise UnsupportedError, naming `path`, for an optimizer whose state is spread over ranks in its own way."""
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        raise UnsupportedError(
+            "each rank's ZeroRedundancyOptimizer has a state of its own: shard with fully_shard", name=path
+        )
+
+
+def parameters_of(optimizer: Any) -> list[Any]:
+    """The parameters of all groups, in the order in which torch numbers them. Not collective."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def named_parameters(optimizer: Any, names: Mapping[int, str]) -> dict[str, Any]:
+    """An optimizer's parameters by name; by number, all of them, if `names` (by identity) lacks one. Not collective."""
+    parameters = parameters_of(optimizer)
+    found = {names.get(id(parameter), ""): parameter for parameter in parameters}
+    if len(found) == len(parameters) and "" not in found:
+        return found
+    return {str(number): parameter for number, parameter in enumerate(parameters)}
+
+
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A param group without its parameters and their names. Not collective."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def state_of_optimizer(optimizer: Any, path: str) -> OptimizerState:
+    """What an optimizer holds, as it holds it: hooks of its `state_dict` are not called. Not collective.
+
+    State of a tensor that is in no group is an InvalidArgumentError that names `path`.
+    """
+    check_optimizer(optimizer, path)
+    numbers: dict[Any, int] = {parameter: number for number, parameter in enumerate(parameters_of(optimizer))}
+    state: dict[int, Any] = {}
+    shared: dict[Any, Any] = {}
+    for key, held in optimizer.state.items():
+        if not is_torch(key):
+            shared[key] = held
+        elif key in numbers:
+            state[numbers[key]] = held
+        else:
+            raise InvalidArgumentError("there is state of a tensor that is in no param group", name=path)
+    return {
+        "param_groups": [hyperparameters(group) for group in optimizer.param_groups],
+        "state": state,
+        "shared": shared,
+    }
+
+
+def optimizer_tree(optimizer: Any, names: Mapping[int, str], path: str) -> dict[str, Any]:
+    """An optimizer's state dict with names of its parameters, which `names` has by identity, instead of numbers."""
+    held = state_of_optimizer(optimizer, path)
+    named = list(named_parameters(optimizer, names))
+    begin = 0
+    groups = []
+    for group, told in zip(optimizer.param_groups, held["param_groups"], strict=True):
+        groups.append({**told, "params": named[begin : begin + len(group["params"])]})
+        begin += len(group["params"])
+    state = {named[number]: entries for number, entries in held["state"].items()}
+    return {"state": {**state, **held["shared"]}, "param_groups": groups}
+
+
+def set_optimizer(
+    optimizer: Any, groups: Sequence[Mapping[str, Any] | None], state: Mapping[Any, Any], dropped: Iterable[Any]
+) -> None:
+    """Give an optimizer hyperparameters by group (None leaves a group) and state by key, and drop other keys.
+
+    Groups and each parameter's state stay the same dicts, which others may hold. Not collective.
+    """
+    for group, new in zip(optimizer.param_groups, groups, strict=True):
+        if new is not None:
+            kept = {name: group[name] for name in ("params", "param_names") if name in group}
+            group.clear()
+            group.update(kept, **new)
+    for key in dropped:
+        optimizer.state.pop(key, None)
+    for key, new in state.items():
+        own = optimizer.state.get(key)
+        if isinstance(own, dict) and isinstance(new, dict):
+            own.clear()
+            own.update(new)
+        else:
+            optimizer.state[key] = new
