@@ -71,7 +71,7 @@ CALLS: dict[str, Call] = {
     "scatter": lambda w: comm().scatter(5 if w else [ones(), ones()], root=1),
     "all_to_all": lambda w: comm().all_to_all(None if w else [ones(), ones()]),
     "gather_object": lambda w: comm().gather_object(object() if w else 1),
-    "all_gather_object": lambda w: comm().all_gather_object({1, 2} if w else 1),
+    "all_gather_object": lambda w: comm().all_gather_object(object() if w else 1),
     "broadcast_object": lambda w: comm().broadcast_object(object() if w else 1, root=1),
     "average_gradients of a number": lambda w: sx.average_gradients(5 if w else net()),
     "average_gradients of triples": lambda w: sx.average_gradients([(1, 2, 3)] if w else net()),

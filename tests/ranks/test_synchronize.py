@@ -749,7 +749,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type, str]] = {
     "sparse": (lambda: torch.eye(2).to_sparse(), sx.UnsupportedError, "not a sparse_coo one"),
     "meta": (lambda: torch.ones(2, device="meta"), sx.UnsupportedError, "not a meta one"),
     "quantised": (lambda: quantised(), sx.UnsupportedError, "not a quantized one"),
-    "lazy": (lambda: nn.LazyLinear(2), sx.InvalidArgumentError, "run the module once"),
+    "lazy": (lambda: nn.LazyLinear(2), sx.InvalidArgumentError, "call the module once"),
     "freed": (lambda: freed(), sx.UnsupportedError, "no storage of its own"),
     "generator": (lambda: nn.Linear(1, 1).parameters(), sx.InvalidArgumentError, "a generator has no places to fill"),
     "view of values": (lambda: {"a": 1}.values(), sx.InvalidArgumentError, "give a list"),
