@@ -14,9 +14,10 @@ from torch import nn
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt
 from statexchange.state.leaves import is_leaf, keeps_state
+from statexchange.state.modules import check_module, is_extra_state, is_plain_entry, model_items
 from statexchange.state.optimizers import check_optimizer, is_optimizer
 from statexchange.state.tree import nodes
-from statexchange.tensors import check_dense, check_writable, is_array, is_dtensor, same_memory
+from statexchange.tensors import check_dense, check_writable, is_array, is_dtensor, is_tensor, same_memory
 
 __all__ = [
     "Content",
@@ -95,11 +96,13 @@ class Content:
 
     def add_module(self, path: str, module: nn.Module, *, buffers: bool) -> None:
         """The parameters of a module and, if asked, its buffers."""
+        check_module(module)
         self.lines.append((path, "a module"))
         named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
         if buffers:
             named.update(module.named_buffers(remove_duplicate=False))
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        _check_entries(module, path)
         for name in sorted(named.keys() - ignored):
             self._add_memory(f"{path}.{name}" if path else name, named[name])
 
@@ -126,6 +129,22 @@ class Content:
                     raise UnsupportedError("the state of a DTensor lies on many ranks", name=f"{at}[{j}]")
                 self.lines.append((f"{at}[{j}]", f"parameter {_text(parameter)}"))
         self.keepers[path] = optimizer
+
+
+def _check_entries(module: nn.Module, path: str) -> None:
+    """Raise UnsupportedError if a module's state dict has tensors that are no parameters or buffers of it."""
+    known = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
+    for name, value in model_items(module, keep_vars=True).items():
+        if (
+            id(value) not in known
+            and not is_extra_state(name)
+            and (is_tensor(value) or not is_plain_entry(name, value))
+        ):
+            raise UnsupportedError(
+                f"the module's state dict has a {type(value).__name__} here that is no parameter or buffer, as those "
+                "of quantized modules: it cannot be changed in place",
+                name=f"{path}.{name}" if path else name,
+            )
 
 
 def module_content(module: Any, *, written: bool, buffers: bool = True) -> Content:

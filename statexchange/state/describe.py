@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from statexchange import values
-from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, excerpt
+from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt
 from statexchange.sharding.rules import Layout, Part, Rule
 from statexchange.sharding.shards import Shard, full_box
 from statexchange.sharding.spread import Placement
 from statexchange.state.dtensors import chunks_of
 from statexchange.state.megatron import MegatronTensor, holds_sharded, kind_of, leaves
-from statexchange.state.modules import is_module, model_items
+from statexchange.state.modules import is_extra_state, is_module, is_plain_entry, model_items
 from statexchange.tensors import dtype_name, is_tensor, same_memory, settled
 
 __all__ = ["Description", "HeldTensor", "describe", "named_tensors"]
@@ -124,23 +123,14 @@ def _tensors_of(module: Any) -> Iterator[tuple[str, Any]]:
     for name, value in model_items(module).items():
         if is_tensor(value):
             yield name, value
-        elif not name.endswith("_extra_state"):
-            if not _is_plain(value):
-                raise UnsupportedError(
-                    f"the module has a {type(value).__name__} in the place of a tensor, which may hold its weights, as "
-                    "quantized modules do: give the model before it was quantized",
-                    name=name,
-                )
+        elif not is_plain_entry(name, value):
+            raise UnsupportedError(
+                f"the module has a {type(value).__name__} in the place of a tensor, which may hold its weights, as "
+                "quantized modules do: give the model before it was quantized",
+                name=name,
+            )
+        elif not is_extra_state(name):
             _log.warning("%s is not a tensor but %s, and is left out", name, excerpt(value))
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value certainly holds no tensor."""
-    try:
-        values.encode(value)
-    except StateExchangeError:
-        return False
-    return True
 
 
 def _add_sharded(sharded: dict[str, MegatronTensor], shard: Any) -> None:

@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from statexchange.errors import InvalidArgumentError, UnsupportedError
+from statexchange import values
+from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError
 from statexchange.tensors import is_tensor
 
-__all__ = ["check_module", "is_module", "live_items", "load_extra_state", "model_items", "module_items"]
+__all__ = [
+    "check_module",
+    "is_extra_state",
+    "is_module",
+    "is_plain_entry",
+    "live_items",
+    "load_extra_state",
+    "model_items",
+    "module_items",
+]
 
 # What wrappers put into module names: torch.compile, FSDP1, activation checkpointing.
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -65,6 +75,22 @@ def _add(items: dict[str, Any], name: str, value: Any) -> None:
     if name in items:
         raise InvalidArgumentError("two tensors have this name once wrappers are removed", name=name)
     items[name] = value
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether an entry of a state dict is what a module's `get_extra_state` returned: anything, but no tensor of it."""
+    return name.endswith("_extra_state")
+
+
+def is_plain_entry(name: str, value: Any) -> bool:
+    """Whether an entry of a state dict that is not a tensor certainly holds none of the module's."""
+    if is_extra_state(name):
+        return True
+    try:
+        values.encode(value)
+    except StateExchangeError:
+        return False
+    return True
 
 
 def load_extra_state(module: Any, extra: Mapping[str, Any]) -> None:

@@ -1,0 +1,298 @@
+"""Every kind of state on every trip: the same bits come back, or it is refused by name; docs/state.md has the table."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import random
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import statexchange as sx
+from statexchange.testing import run_ranks
+
+DOCS = Path(__file__).parents[2] / "docs" / "state.md"
+OPTIMIZERS = [
+    kind
+    for name, kind in sorted(vars(torch.optim).items())
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+]
+
+
+class Net(nn.Module):
+    """Two layers of which one has buffers; the second weight is that of the first."""
+
+    def __init__(self, seed: int, *, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.norm, self.second = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3, bias=False)
+        if tied:
+            self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.second(self.norm(self.first(x)))
+        return result
+
+
+def trained(seed: int, kind: type[torch.optim.Optimizer]) -> dict[str, Any]:
+    """A model and its optimizer after `seed` steps."""
+    torch.manual_seed(seed)
+    model: nn.Module = nn.Embedding(4, 3, sparse=True) if kind is torch.optim.SparseAdam else Net(seed)
+    weights = [p for p in model.parameters() if p.dim() == 2]
+    optimizer: Any = kind(weights if kind.__name__ == "Muon" else model.parameters(), lr=0.01 * seed)  # type: ignore[call-arg]
+    for step in range(seed):
+        inputs = torch.tensor([1, 2]) if kind is torch.optim.SparseAdam else torch.full((2, 3), step + 1.0)
+
+        def closure(inputs: torch.Tensor = inputs) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(inputs).square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return {"model": model, "optimizer": optimizer}
+
+
+def scheduler(seed: int, kind: str) -> Any:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    lr_scheduler = torch.optim.lr_scheduler
+    one = {
+        "MultiStepLR": lambda: lr_scheduler.MultiStepLR(optimizer, [1, seed + 1]),
+        "OneCycleLR": lambda: lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=10),
+        "ReduceLROnPlateau": lambda: lr_scheduler.ReduceLROnPlateau(optimizer),
+        "SequentialLR": lambda: lr_scheduler.SequentialLR(
+            optimizer, [lr_scheduler.ConstantLR(optimizer), lr_scheduler.StepLR(optimizer, 2)], [2]
+        ),
+    }[kind]()
+    optimizer.step()
+    for _ in range(seed):
+        one.step(*([0.5] if kind == "ReduceLROnPlateau" else []))
+    return one
+
+
+class Loader:
+    """A stateful data loader."""
+
+    def __init__(self, seed: int) -> None:
+        self.seen = list(range(seed))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+class Labelled(torch.Tensor):
+    """A subclass."""
+
+
+class Point(NamedTuple):
+    tensor: torch.Tensor
+    step: int
+
+
+@dataclass
+class Job:
+    model: nn.Module
+    step: int
+
+
+def quantized(seed: int) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's advice to use another package
+        return torch.quantize_per_tensor(torch.full((2,), float(seed)), 0.1, 0, torch.qint8)
+
+
+def dynamic(seed: int) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(seed + 1, 2)), {nn.Linear})
+
+
+def scaler(seed: int) -> Any:
+    one = torch.amp.GradScaler("cpu", init_scale=2.0**seed)
+    one.scale(torch.ones(1))
+    return one
+
+
+def averaged(seed: int) -> nn.Module:
+    one = torch.optim.swa_utils.AveragedModel(Net(seed))
+    one.update_parameters(Net(seed + 1))
+    return one
+
+
+def aliased(seed: int) -> dict[str, torch.Tensor]:
+    whole = torch.full((4,), float(seed))
+    return {"whole": whole, "again": whole, "part": whole[1:3]}
+
+
+def array(seed: int) -> np.ndarray[Any, Any]:
+    return np.full(3, seed, np.float32)
+
+
+KINDS: dict[str, Callable[[int], Any]] = {
+    "module": Net,
+    "module with tied weights": lambda seed: Net(seed, tied=True),
+    "module, compiled": lambda seed: torch.compile(Net(seed), backend="eager"),
+    "average of a module (EMA)": averaged,
+    "module, quantized dynamically": dynamic,
+    **{f"optimizer {kind.__name__}": lambda seed, kind=kind: trained(seed, kind) for kind in OPTIMIZERS},
+    **{
+        f"scheduler {kind}": lambda seed, kind=kind: scheduler(seed, kind)
+        for kind in ("MultiStepLR", "OneCycleLR", "ReduceLROnPlateau", "SequentialLR")
+    },
+    "GradScaler": scaler,
+    "data loader with a state": Loader,
+    "RNG state of torch": lambda seed: torch.Generator().manual_seed(seed).get_state(),
+    "RNG state of numpy": lambda seed: np.random.RandomState(seed).get_state(),
+    "RNG state of random": lambda seed: random.Random(seed).getstate(),
+    "dataclass with a module": lambda seed: Job(Net(seed), seed),
+    "namedtuple with a tensor": lambda seed: Point(torch.full((2,), float(seed)), seed),
+    "OrderedDict of tensors": lambda seed: collections.OrderedDict(b=torch.full((2,), float(seed)), a=torch.ones(1)),
+    "Counter": lambda seed: collections.Counter("x" * seed),
+    "number, text, None": lambda seed: {"a": seed, "b": str(seed), "c": None},
+    "numpy array": array,
+    "two names for one tensor, and a view of it": aliased,
+    "strided tensor": lambda seed: torch.full((4, 4), float(seed))[::2, ::2].t(),
+    "tensor of a subclass": lambda seed: torch.full((2,), float(seed)).as_subclass(Labelled),
+    "bfloat16, float8, complex64, bool tensors": lambda seed: {
+        str(dtype)[6:]: torch.full((2,), float(seed)).to(dtype)
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool)
+    },
+    "quantized tensor": quantized,
+    "sparse tensor": lambda seed: torch.full((2,), float(seed)).to_sparse(),
+}
+
+
+ALIKE = {
+    kind
+    for kind in KINDS
+    if kind.startswith(("optimizer ", "scheduler "))
+    and kind not in ("optimizer AdamW", "optimizer LBFGS", "scheduler MultiStepLR")
+}
+
+
+def content(value: Any) -> Any:
+    """A value as nested containers of tensors and plain values, to be compared."""
+    if isinstance(value, nn.Module | torch.optim.Optimizer) or hasattr(value, "load_state_dict"):
+        return content(value.state_dict())
+    if is_dataclass(value):
+        return {field.name: content(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): content(item) for key, item in value.items()} | {"type": type(value).__name__}
+    if isinstance(value, list | tuple):
+        return [type(value).__name__, *map(content, value)]
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
+    if isinstance(one, list):
+        return isinstance(other, list) and len(one) == len(other) and all(map(equal, one, other))
+    if isinstance(one, torch.Tensor):
+        return type(one) is type(other) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return type(one) is type(other) and one.dtype == other.dtype and bool((one == other).all())
+    return type(one) is type(other) and bool(one == other or one != one)
+
+
+# Each trip brings the state of seed 2 to where that of seed 3 is, on 2 ranks unless it says otherwise. States are made
+# before the ranks, which are threads and share torch's generator.
+
+
+def flat(value: Any) -> Any:
+    """What takes modules and mappings of tensors takes it: a lone value becomes one."""
+    return value if isinstance(value, nn.Module | Mapping) else {"x": value}
+
+
+def synchronizes(make: Callable[[int], Any], path: str) -> list[Any]:
+    given = [make(2), make(3)]
+    return run_ranks(lambda: content(sx.synchronize({"x": given[sx.get_rank()]})["x"]), 2)
+
+
+def gathers(make: Callable[[int], Any], path: str) -> list[Any]:
+    given = [flat(make(2)), flat(make(2))]
+
+    def ranks() -> Any:
+        with sx.gather_state(given[sx.get_rank()]) as states:
+            return [{name: content(tensor) for name, tensor in one.items()} for one in states]
+
+    live, found = make(3), run_ranks(ranks, 2)[0]
+    if isinstance(live, nn.Module):
+        bare = getattr(live, "_orig_mod", getattr(live, "module", live))
+        bare.load_state_dict(found[1])
+        return [content(live)]
+    return [content(type(live)(found[1]) if isinstance(live, Mapping) else found[1]["x"])]
+
+
+def exports(make: Callable[[int], Any], path: str) -> list[Any]:
+    given, live = [make(2), make(2)], [make(3), make(3)]
+
+    def ranks() -> Any:
+        sx.export_checkpoint(flat(given[sx.get_rank()]), path)
+        sx.load_checkpoint(flat(live[sx.get_rank()]), path)
+        return content(live[sx.get_rank()])
+
+    return run_ranks(ranks, 2)
+
+
+def saves(make: Callable[[int], Any], path: str, after: int = 2) -> list[Any]:
+    given, live = [make(2), make(2)], [{"x": make(3)} for _ in range(after)]
+    run_ranks(lambda: sx.save_checkpoint({"x": given[sx.get_rank()]}, path) and None, 2)
+
+    def ranks() -> Any:
+        sx.load_checkpoint(live[sx.get_rank()], path)
+        return content(live[sx.get_rank()]["x"])
+
+    return run_ranks(ranks, after)
+
+
+TRIPS: dict[str, Callable[[Callable[[int], Any], str], list[Any]]] = {
+    "synchronize": synchronizes,
+    "gather": gathers,
+    "export, load": exports,
+    "save, load": saves,
+    "save, load on 1 rank": lambda make, path: saves(make, path, 1),
+}
+
+
+def outcome(kind: str, trip: str, path: str) -> str:
+    wanted = content(KINDS[kind](2))
+    try:
+        found = TRIPS[trip](KINDS[kind], path)
+    except Exception as error:  # noqa: BLE001 (its kind is the outcome)
+        return "refused" if isinstance(error, sx.StateExchangeError) else f"another error: {error!r}"
+    if all(equal(one, wanted) for one in found):
+        return "same"
+    plain = all(equal(one, wanted.as_subclass(torch.Tensor)) for one in found if isinstance(wanted, torch.Tensor))
+    return "same, as a plain tensor" if plain and isinstance(wanted, torch.Tensor) else f"{found[0]} is not {wanted}"
+
+
+def table() -> dict[str, list[str]]:
+    lines = [line for line in DOCS.read_text().splitlines() if line.startswith("| ") and "`" not in line]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[0][1:] == list(TRIPS)
+    return {kind: row for kind, *row in cells[1:] if not kind.startswith("--")}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in ALIKE else ()) for kind in KINDS]
+)
+def test_the_same_bits_come_back_or_it_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    found = [outcome(kind, trip, str(tmp_path / str(number))) for number, trip in enumerate(TRIPS)]
+    assert found == table()[kind]
+
+
+def test_the_table_has_no_other_kinds() -> None:
+    assert table().keys() == KINDS.keys()
