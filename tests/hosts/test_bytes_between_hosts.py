@@ -61,6 +61,7 @@ def bytes_of_a_step() -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_bytes_between_hosts_are_those_of_the_docstrings() -> None:
     with two_hosts(2, 2) as hosts:
         by_rank = hosts.run(bytes_of_a_step, timeout_s=120)

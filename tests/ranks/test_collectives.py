@@ -122,7 +122,7 @@ class ToyBackend(Backend):
         data.copy_(torch.frombuffer(bytearray(letters.pop(0)), dtype=torch.uint8)) if data.numel() else letters.pop(0)
 
 
-@pytest.mark.parametrize("sees_memory", [True, False], ids=["one host", "hosts apart"])
+@pytest.mark.parametrize("sees_memory", [slow(True), False], ids=["one host", "hosts apart"])
 @pytest.mark.parametrize("world_size", [slow(1), 2, slow(3)])
 def test_a_backend_of_four_methods_keeps_them_too(
     world_size: int, sees_memory: bool, monkeypatch: pytest.MonkeyPatch

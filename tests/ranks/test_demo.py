@@ -44,6 +44,7 @@ def test_four_ranks_train_export_and_load(kept: tuple[DemoReport, list[dict[str,
     assert all((Path(report.path) / name).stat().st_size == size for name, size in report.files)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_an_existing_target_is_refused_before_the_training(demo: tuple[Path, str]) -> None:
     path = demo[0] / "merged"
@@ -54,6 +55,7 @@ def test_an_existing_target_is_refused_before_the_training(demo: tuple[Path, str
     assert sorted(os.listdir(path)) == before
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_transformers_loads_it_and_gives_the_same_logits(demo: tuple[Path, str]) -> None:
     import torch

@@ -143,7 +143,7 @@ def check(outcomes: Any, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks_backend", "backend"), [("gloo", "auto"), slow("gloo", "gloo"), ("mpi", "mpi"), slow("mpi", "auto")]
+    ("ranks_backend", "backend"), [("gloo", "auto"), slow("gloo", "gloo"), slow("mpi", "mpi"), slow("mpi", "auto")]
 )
 def test_a_forked_child_takes_no_part(ranks_backend: str, backend: str) -> None:
     check(run_ranks(tries, 3, backend=ranks_backend, args=(backend,), timeout_s=60), 3)

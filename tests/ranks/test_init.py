@@ -153,7 +153,7 @@ def holds_the_old_one(url: str, by_slurm: bool) -> list[float]:
     return sums
 
 
-@pytest.mark.parametrize("by_slurm", [False, True])
+@pytest.mark.parametrize("by_slurm", [False, slow(True)])
 def test_init_after_shutdown_at_the_same_address_though_somebody_holds_the_communicator(by_slurm: bool) -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     found = run_ranks(holds_the_old_one, 2, backend="processes", args=(url, by_slurm), timeout_s=60)
@@ -468,6 +468,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("mounts")
 def test_a_small_dev_shm_is_no_harm(tmp_path: Path) -> None:
     """64 MB of /dev/shm, which only ranks that may not open each other's memory use: two times 40 MiB do not fit."""
@@ -603,7 +604,7 @@ def waits_for_rank_1(kind: str, place: str, timeouts_s: list[float]) -> list[Any
 
 
 @pytest.mark.parametrize("timeouts_s", [[2.0, 0.0, 4.0], slow([4.0, 0.0, 2.0])], ids=["rank 0 first", "rank 2 first"])
-@pytest.mark.parametrize("kind", ["env", "agent", "tcp", slow("file"), "mpi"])
+@pytest.mark.parametrize("kind", ["env", "agent", "tcp", slow("file"), slow("mpi")])
 def test_every_kind_of_init_names_the_rank_that_never_came(kind: str, timeouts_s: list[float], tmp_path: Path) -> None:
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if kind == "agent" else None
     port = free_port() if agent is None else agent.port

@@ -143,6 +143,7 @@ def is_late_after_the_entry() -> list[Any]:
     return [end, later]
 
 
+@pytest.mark.slow
 def test_over_gloo_on_one_host_a_late_rank_raises_too() -> None:
     for end, later in run_ranks(is_late_after_the_entry, RANKS, backend="gloo", timeout_s=60):
         assert end[0] in ("StallError", "PeerError"), end

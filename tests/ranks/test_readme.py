@@ -133,6 +133,7 @@ def test_the_examples_train_export_and_compare(example: str, launcher: tuple[str
     assert len(sx.open_checkpoint(tmp_path / "out")) == int(total)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_demo_prints_what_the_readme_shows(demo: tuple[Path, str]) -> None:
     """Its lines, and those of its figures that no machine changes; it was told to keep its files."""
@@ -155,7 +156,7 @@ def test_the_demo_prints_what_the_readme_shows(demo: tuple[Path, str]) -> None:
 @pytest.mark.parametrize(
     ("bench", "arguments"),
     [
-        ("export.py", ["--megabytes", "16", "--rounds", "1"]),
+        slow("export.py", ["--megabytes", "16", "--rounds", "1"]),
         slow("load.py", ["--megabytes", "16", "--rounds", "1"]),
         slow("gather.py", ["--megabytes", "16", "--rounds", "1"]),
         slow("collectives.py", ["--ranks", "2", "--largest", "1", "--rounds", "1"]),

@@ -298,7 +298,7 @@ def test_a_killed_mpi_rank_ends_the_job() -> None:
         run_ranks(kill_rank_1, 2, backend="mpi")
 
 
-@pytest.mark.parametrize(("backend", "timeout_s"), [("processes", 2.0), ("mpi", 6.0)])
+@pytest.mark.parametrize(("backend", "timeout_s"), [("processes", 2.0), slow("mpi", 6.0)])
 def test_a_hang_is_named_with_its_stack(backend: str, timeout_s: float) -> None:
     text = f"rank 1: running: did not finish within {timeout_s:g} s, still running in hang_on_rank_1"
     with pytest.raises(RankFailure, match=re.escape(text)) as caught:
@@ -359,7 +359,7 @@ def run_script(directory: Path, body: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "script.py"], cwd=directory, env=environ)
 
 
-@pytest.mark.parametrize("backend", ["processes", "mpi"])
+@pytest.mark.parametrize("backend", ["processes", slow("mpi")])
 def test_ranks_end_with_a_killed_launcher(tmp_path: Path, backend: str) -> None:
     launcher = run_script(
         tmp_path,

@@ -16,6 +16,7 @@ import pytest
 import torch
 from publishing import begin, build, facts_of, names_at, plan_of, publish, state_of
 from safetensors.torch import save_file
+from sweeps import slow
 
 import statexchange as sx
 from statexchange.errors import TargetExistsError, UnsafeError, UnsupportedError
@@ -252,7 +253,7 @@ except TargetExistsError:
 """
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("overwrite", [slow(False), True])
 def test_two_processes_that_publish_to_s3_at_once(s3: str, overwrite: bool) -> None:
     here = os.path.dirname(publishing.__file__)
     command = [sys.executable, "-c", RACER, here, f"{s3}/out"]

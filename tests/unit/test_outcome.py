@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
+from sweeps import slow
 
 from statexchange.comm.outcome import ABSENT, CLOSING, FAILED, HERE, PASSED, SEEN, UNKNOWN, next_phase
 
@@ -79,7 +80,7 @@ def moves_on_a_host(dying: bool, first: int) -> Callable[[State], Iterator[State
     return moves
 
 
-@pytest.mark.parametrize("size", [2, RANKS])
+@pytest.mark.parametrize("size", [2, slow(RANKS)])
 @pytest.mark.parametrize("dying", [False, True])
 def test_on_one_host_all_fail_or_all_succeed(size: int, dying: bool) -> None:
     first = SEEN if size == 2 else HERE
@@ -182,6 +183,7 @@ def alike(state: State) -> State:
     return min(meeting, other, key=hash)
 
 
+@pytest.mark.slow
 def test_through_a_coordinator_nobody_fails_where_another_has_passed() -> None:
     member = Member(ABSENT, passed=False, asked=False, answer=None, gives_up=False, reachable=True)
     start = Meeting((member,) * RANKS, closed=False, votes=(HERE,) * RANKS, decision=CLOSING, late=False)

@@ -158,6 +158,7 @@ def test_runs_that_leave_a_gap_are_no_cover(monkeypatch: pytest.MonkeyPatch) -> 
     spread._runs.cache_clear()
 
 
+@pytest.mark.slow
 def test_a_plan_does_not_grow_with_the_number_of_ranks() -> None:
     from tracemalloc import get_traced_memory, start, stop
 
