@@ -26,7 +26,7 @@ from statexchange.sharding.plan import Holding, Plan, PlanOptions, Rename, Tenso
 from statexchange.sharding.rules import Layout
 from statexchange.sharding.shards import Box
 from statexchange.state.describe import Description, describe
-from statexchange.storage.store import is_url, text_of
+from statexchange.storage.store import given_path, is_url
 from statexchange.storage.tensorfile import digest
 from statexchange.tensors import DTYPE_NAMES, ITEMSIZE
 
@@ -112,7 +112,7 @@ def export_checkpoint(
     communicator = as_communicator(comm)
     clock = _Clock()
     with communicator.phase("describing its state"):
-        path = text_of(out, "out")
+        path = given_path(out, "a target")
         check_timeout(stall_timeout_s, "stall_timeout_s")
         options = PlanOptions.of(
             include=include,

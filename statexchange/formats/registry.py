@@ -18,12 +18,12 @@ from statexchange.errors import (
 )
 from statexchange.formats.source import OpenCheckpoint, Source
 from statexchange.storage.place import Place, reading_again
-from statexchange.storage.store import plain, text_of
+from statexchange.storage.store import given_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["FORMATS", "Format", "open_checkpoint", "open_source", "path_text"]
+__all__ = ["FORMATS", "Format", "open_checkpoint", "open_source"]
 
 
 class Format(Protocol):
@@ -44,14 +44,6 @@ _FREE_BYTES, _MAX_REPETITION = 64 << 20, 16  # of tensors, in bytes and in multi
 _UNKNOWN = "neither a workspace nor a checkpoint (safetensors, torch DCP, or torch.save's .pt files)"
 
 
-def path_text(path: str | os.PathLike[str]) -> str:
-    """Return a path or URL as text; InvalidArgumentError for anything else."""
-    name = text_of(path, "a source")
-    if not name:
-        raise InvalidArgumentError("a source is a path or a URL, not ''")
-    return plain(name)
-
-
 def open_source(path: str | os.PathLike[str], *, strict: bool = True) -> Source:
     """Return what lies at `path`: a workspace (or one run or round of it), a Hugging Face directory or file, a torch
     DCP directory, or a file of torch.save or a directory of them.
@@ -60,11 +52,12 @@ def open_source(path: str | os.PathLike[str], *, strict: bool = True) -> Source:
     known lies there; with `strict`, IncompleteError or CorruptError for what is missing or broken, else such things
     become the source's `problems`. The source holds its files open until it is closed.
     """
-    return opened(path_text(path), read_place, strict=strict)
+    return opened(path, read_place, strict=strict)
 
 
-def opened(path: str, read: Callable[..., Source], *, strict: bool) -> Source:
+def opened(path: str | os.PathLike[str], read: Callable[..., Source], *, strict: bool) -> Source:
     """Open the source at `path` with `read`, again if it was replaced meanwhile."""
+    path = given_path(path, "a source")
 
     def read_once(place: Place) -> Source:
         source = read(place, strict=strict)
