@@ -40,6 +40,7 @@ class Format(Protocol):
 # The first that matches reads. A format is imported when it is asked: the last two read pickles, for which looking at
 # other things does not wait.
 FORMATS = ("huggingface", "workspace", "dcp", "torch_file")
+_DESCRIPTIONS = (".index.json", "statexchange.json", "manifest.json", ".metadata")  # ends of names of files
 _FREE_BYTES, _MAX_REPETITION = 64 << 20, 16  # of tensors, in bytes and in multiples of those of their files
 _UNKNOWN = "neither a workspace nor a checkpoint (safetensors, torch DCP, or torch.save's .pt files)"
 
@@ -100,6 +101,7 @@ def read_place(place: Place, *, strict: bool = True) -> Source:
                 _check_not_above(place)
             return known.read(place, strict=strict)
     _check_not_above(place)
+    _check_not_a_part(place)
     raise NotFoundError(_UNKNOWN, path=place.path)
 
 
@@ -110,6 +112,13 @@ def _check_not_above(place: Place) -> None:
     below = [name for name in place.store.directories if _is_dcp(place, name)]
     if below:
         text = f"torch DCP directories lie here, name one of them: {', '.join(below)}"
+        raise InvalidArgumentError(text, path=place.path)
+
+
+def _check_not_a_part(place: Place) -> None:
+    """An index or the metadata of a checkpoint is not read by itself."""
+    if place.file is not None and place.file.endswith(_DESCRIPTIONS):
+        text = f"this file describes a checkpoint: give the directory in which it lies, {place.store.path}"
         raise InvalidArgumentError(text, path=place.path)
 
 
