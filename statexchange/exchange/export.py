@@ -16,6 +16,7 @@ from statexchange.checkpoint.extra_files import FilesFrom, extra_files
 from statexchange.checkpoint.index import BoxFact
 from statexchange.checkpoint.publication import PlannedFile, Publication, target_path
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.session import public_call
 from statexchange.comm.world import as_communicator
 from statexchange.errors import InvalidArgumentError, ReplicaError
 from statexchange.exchange.answers import Answer, answer_bytes, operations, renames, shards_by_rank
@@ -69,6 +70,7 @@ class _Clock:
         self._last = now
 
 
+@public_call("export_checkpoint")
 def export_checkpoint(
     state: Any,
     out: str | os.PathLike[str],
