@@ -1,6 +1,20 @@
-"""``python -m statexchange``: the command line, straight from a checkout."""
+"""``statexchange`` and ``python -m statexchange``: the command line."""
 
-from statexchange.cli.main import main
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line; an interrupt while its modules are being imported ends it like any other."""
+    try:
+        from statexchange.cli.main import main as run
+
+        run()
+    except KeyboardInterrupt:
+        sys.stderr.write("error: interrupted\n")
+        sys.exit(130)
+
 
 if __name__ == "__main__":
     main()

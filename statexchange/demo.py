@@ -23,6 +23,7 @@ from statexchange.errors import (
     needing_torch,
     to_record,
 )
+from statexchange.storage.store import given_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -123,11 +124,12 @@ def _require_torch() -> None:
 
 
 def _target(directory: str) -> str:
+    directory = given_path(directory, "keep")
     try:
         os.makedirs(directory, exist_ok=True)
     except OSError as error:
         raise StorageError.of(error, "make directory", path=directory) from error
-    target = os.path.join(os.path.abspath(directory), "merged")
+    target = os.path.join(directory, "merged")
     if os.path.lexists(target):  # the export would refuse it as well, but only after the training
         raise TargetExistsError("the demo's checkpoint is already there: remove it, or keep another", path=target)
     return target

@@ -198,7 +198,7 @@ class InvalidArgumentError(StateExchangeError, ValueError):
 
 
 class NotInitializedError(StateExchangeError, RuntimeError):
-    """A launcher speaks of several ranks, but no communicator has been set up."""
+    """A launcher speaks of several ranks, but no communicator has been set up; or the communicator is closed."""
 
     code = "USAGE"
 
@@ -365,7 +365,7 @@ def to_record(error: BaseException, rank: int, phase: str, host: str | None = No
             "type": "PeerError",
             "rank": rank,
             "phase": phase,
-            "cause": f"{type(error).__name__}: {_said(error)}",
+            "cause": f"{type(error).__name__}: {_said(error)}".removesuffix(": "),
             "host": host,
         }
     # A class of somebody else's may need more than can be told: the nearest of ours is told instead.

@@ -23,6 +23,7 @@ from statexchange.checkpoint.index import BoxFact
 from statexchange.checkpoint.publication import PlannedFile, Publication, check_target, target_path
 from statexchange.errors import (
     CorruptError,
+    InvalidArgumentError,
     ReplacedError,
     ReplicaError,
     UnsafeError,
@@ -31,7 +32,7 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.formats import rank_files
-from statexchange.formats.registry import open_source, opened, path_text, read_place
+from statexchange.formats.registry import open_source, opened, read_place
 from statexchange.formats.source import Holder, Source, SourceTensor
 from statexchange.sharding.plan import (
     FilePlan,
@@ -50,7 +51,7 @@ from statexchange.storage.files import WINDOW_BYTES
 from statexchange.storage.json_text import parse_json
 from statexchange.storage.place import Place, open_place
 from statexchange.storage.regions import AHEAD_BYTES, BoxReader, windows
-from statexchange.storage.store import is_url
+from statexchange.storage.store import given_path, is_url
 from statexchange.tensors import ITEMSIZE
 
 if TYPE_CHECKING:
@@ -215,10 +216,12 @@ def _open(
         return open_source(source), {}
     raw: Any = layout
     if isinstance(layout, str | os.PathLike):
-        with open_place(path_text(layout)) as place:
-            raw = parse_json(place.store.read_small(str(place.file)), place.path)
+        with open_place(given_path(layout, "a layout file")) as place:
+            if place.file is None:
+                raise InvalidArgumentError("a layout is a JSON file, and this is a directory", path=place.path)
+            raw = parse_json(place.store.read_small(place.file), place.path)
     parsed = Layout.parse(raw)
-    return rank_files.lay_out(opened(path_text(source), _read_plain, strict=True), parsed)
+    return rank_files.lay_out(opened(source, _read_plain, strict=True), parsed)
 
 
 def _read_plain(place: Place, *, strict: bool) -> Source:

@@ -13,7 +13,7 @@ from statexchange.checkpoint.index import index_name, index_text, listed_files, 
 from statexchange.errors import InvalidArgumentError, UnsafeError, UnsupportedError
 from statexchange.formats.huggingface import MANIFEST
 from statexchange.storage.build import OutputFile, check_build, open_build
-from statexchange.storage.store import Store, is_url, plain, text_of
+from statexchange.storage.store import Store, given_path, is_url
 from statexchange.storage.tensorfile import encode_header
 
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ _FORMAT_METADATA = {"format": "pt"}
 
 def target_path(path: str | os.PathLike[str]) -> str:
     """Return the absolute path of a directory to publish, or its URL without a slash at the end."""
-    name = plain(text_of(path, "a target"))
+    name = given_path(path, "a target")
     if is_url(name):
         return name.rstrip("/")
-    if "://" in name or not name:
+    if "://" in name:
         raise InvalidArgumentError(f"a checkpoint goes to a directory, not to {name!r}")
     return os.path.abspath(name)
 

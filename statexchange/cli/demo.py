@@ -13,6 +13,7 @@ from statexchange.cli import command as commands
 from statexchange.cli.output import Output, fields_of
 from statexchange.cli.text import format_seconds
 from statexchange.errors import TargetExistsError
+from statexchange.storage.store import given_path
 
 if TYPE_CHECKING:
     from statexchange.demo import DemoReport
@@ -47,7 +48,7 @@ def command(output: Output, ranks: int, keep: str | None, steps: int) -> int:
 def _picture_path(keep: str | None) -> str | None:
     if keep is None:
         return None
-    path = os.path.join(os.path.abspath(keep), _PICTURE)
+    path = os.path.join(given_path(keep, "--keep"), _PICTURE)
     if os.path.lexists(path):
         raise TargetExistsError("the demo's picture is already there: remove it, or keep another", path=path)
     return path

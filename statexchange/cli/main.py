@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
@@ -16,7 +17,7 @@ from statexchange.cli.output import EXIT_CODES, Output
 from statexchange.errors import CorruptError, IncompleteError, StateExchangeError, StorageError, without_secrets
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 __all__ = ["cli", "main"]
 
@@ -26,7 +27,11 @@ _REFUSALS = {
     getattr(errno, name, None)
     for name in ("EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT", "EIO", "ESTALE", "ENAMETOOLONG")
 }
-_REPORT = "this is a fault of statexchange: report this with the text above to the project's issue tracker"
+_REPORT = f"report this, with the text above, where you got statexchange {__version__} from"
+
+
+_FRAME = re.compile(r'^ *File "(.+)", line \d+', re.MULTILINE)  # of a traceback
+_PACKAGE = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\.]+)")
 
 
 class _Commands(click.Group):
@@ -122,6 +127,28 @@ def _hint(error: StateExchangeError, arguments: Sequence[str]) -> str | None:
 def _apologise(output: Output, error: Exception) -> int:
     import traceback
 
-    for line in without_secrets("".join(traceback.format_exception(error))).splitlines():
+    text = "".join(traceback.format_exception(error))
+    for line in without_secrets(text).splitlines():
         output.message(line)
-    return output.fail(error, "INTERNAL", _REPORT)
+    other = _other_package(getattr(error, "tracebacks", {}).values() or [text])  # those of failed ranks, if it has any
+    if other is None:
+        return output.fail(error, "INTERNAL", f"this is a fault of statexchange: {_REPORT}")
+    return output.fail(error, "INTERNAL", f"{other} raised this: try another version of it, else {_REPORT}")
+
+
+def _other_package(tracebacks: Iterable[str]) -> str | None:
+    """Return the installed package, with its version, in whose code the first of these errors arose that is not ours.
+
+    None if all arose in this package.
+    """
+    from importlib import metadata
+
+    for text in tracebacks:
+        files = _FRAME.findall(text)
+        match = _PACKAGE.search(files[-1]) if files else None
+        if match is not None and match[1] != __package__.partition(".")[0]:
+            try:
+                return f"{match[1]} {metadata.version(match[1])}"
+            except metadata.PackageNotFoundError:  # it has another name than its package
+                return match[1]
+    return None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from statexchange import values
 from statexchange.comm.backend import AbandonedError, check_ranks
-from statexchange.comm.session import Call, FlatSession, Session, encoded
+from statexchange.comm.session import Call, FlatSession, Session, encoded, step_text
 from statexchange.errors import InvalidArgumentError, needing_torch
 from statexchange.settings import check_timeout
 from statexchange.shared_memory import Arena, ArenaPool, Attached, Kind
@@ -225,7 +225,9 @@ class Communicator:
             if error is not None:
                 raise error
             return [note]
-        record = None if error is None or isinstance(error, AbandonedError) else self._session.record(error, phase)
+        record = None
+        if error is not None and not isinstance(error, AbandonedError):
+            record = self._session.record(error, step_text(phase))
         call = Call(f"the end of {phase}", failure=record)
         answers = self._session.exchange(call, encoded([record, note]), None, timeout_s)
         records, notes = zip(*(values.decode(answer) for answer in answers), strict=True)
@@ -316,7 +318,7 @@ class Communicator:
             payload = encoded([None, obj])
         except (TypeError, ValueError) as error:
             failure = error
-            payload = encoded([self._session.record(error, "encoding its value"), None])
+            payload = encoded([self._session.record(error, step_text("encoding its value")), None])
         call = Call(verb)
         answers = self._session.exchange(call, payload)
         records, found = zip(*(values.decode(answer, types=types) for answer in answers), strict=True)

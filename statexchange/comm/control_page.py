@@ -24,6 +24,7 @@ from statexchange.comm import forks
 from statexchange.comm.backend import Wait, yield_core
 from statexchange.comm.outcome import ABSENT, CLOSING, FAILED, HERE, PASSED, SEEN, UNKNOWN, next_phase
 from statexchange.errors import (
+    NotInitializedError,
     OutcomeUnknownError,
     PeerError,
     StallError,
@@ -41,7 +42,7 @@ from statexchange.processes import (
 )
 from statexchange.shared_memory import Arena, Attached, Kind, attach
 
-__all__ = ["ControlPage", "DifferentCallsError", "meet"]
+__all__ = ["ControlPage", "DifferentCallsError", "closed_error", "meet"]
 
 _ROW_WORDS = 16
 _PID, _START, _ARRIVED, _LEFT, _PROGRESS, _CALLED = range(6)
@@ -376,7 +377,7 @@ class ControlPage:
     def raise_if_left(self) -> None:
         """A rank that has left, after a failure or by `leave`, takes part in nothing any more."""
         if self._get(self.rank, _LEFT):
-            raise PeerError(self.rank, "a later call", "this communicator is closed")
+            raise closed_error(self.rank)
 
     def progress(self) -> None:
         """Say that bytes move, so that nobody's stall deadline fires."""
@@ -412,6 +413,13 @@ class ControlPage:
         for arena in self._spill.values():
             arena.close()
         self._spill.clear()
+
+
+def closed_error(rank: int, since: str = "") -> NotInitializedError:
+    """Return the error for a call of a communicator that this rank has closed, with why if that is known."""
+    return NotInitializedError(
+        f"this communicator is closed{since}: make a new one, as shutdown() and init() do", rank=rank
+    )
 
 
 def _write_slot(slot: memoryview, data: bytes, flag: int) -> None:

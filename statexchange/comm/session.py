@@ -36,7 +36,7 @@ from typing import Any, NoReturn, TypeVar
 from statexchange import values
 from statexchange.comm import forks
 from statexchange.comm.backend import AbandonedError, Backend, Look, Wait, Watch, watched
-from statexchange.comm.control_page import ControlPage, DifferentCallsError
+from statexchange.comm.control_page import ControlPage, DifferentCallsError, closed_error
 from statexchange.comm.work import Work, WorkQueue
 from statexchange.errors import (
     ForkedError,
@@ -51,7 +51,18 @@ from statexchange.errors import (
 )
 from statexchange.settings import check_timeout
 
-__all__ = ["Call", "FlatSession", "Place", "Session", "about", "call_site", "encoded", "mark_of"]
+__all__ = [
+    "Call",
+    "FlatSession",
+    "Place",
+    "Session",
+    "about",
+    "call_site",
+    "encoded",
+    "mark_of",
+    "public_call",
+    "step_text",
+]
 
 T = TypeVar("T")
 _ROOM = os.path.dirname(__file__)
@@ -107,20 +118,64 @@ class Place:
         return [self.nodes.index(node) for node in range(max(self.nodes) + 1)]
 
 
+@dataclass(frozen=True, slots=True)
+class _PublicCall:
+    """A public call whose steps communicate: its name, and where it was made if this thread cannot show that."""
+
+    name: str
+    site: str | None
+
+
+_public: ContextVar[_PublicCall | None] = ContextVar("statexchange_public_call", default=None)
+
+
+@contextlib.contextmanager
+def public_call(name: str, site: str | None = None) -> Iterator[None]:
+    """A block, or a decorated function, whose steps are named after the public call that the user made.
+
+    Ranks that meet in different calls are told of the public calls, not of our steps. Of nested ones the outermost
+    counts. Not collective.
+    """
+    if _public.get() is not None:
+        yield
+        return
+    token = _public.set(_PublicCall(name, site))
+    try:
+        yield
+    finally:
+        _public.reset(token)
+
+
+def step_text(step: str) -> str:
+    """Return a step in words, after the name of the public call that it belongs to."""
+    public = _public.get()
+    return step if public is None else f"{public.name} ({step})"
+
+
 class Call:
     """What a rank is about to do, in words, and the number of the caller that does it; ranks compare both.
 
-    `caller` counts the threads of a rank, see `Session.caller`. That of the thread that came first is 0.
+    `caller` counts the threads of a rank, see `Session.caller`. That of the thread that came first is 0. `public` names
+    the public call of which this is a step; None if the user made this one.
     """
 
-    __slots__ = ("caller", "failure", "site", "text", "thread")
+    __slots__ = ("caller", "failure", "public", "site", "text", "thread")
 
-    def __init__(self, text: str, failure: dict[str, Any] | None = None, site: str | None = None) -> None:
-        self.text = text
+    def __init__(self, step: str, failure: dict[str, Any] | None = None) -> None:
+        public = _public.get()
+        self.public = None if public is None else public.name
+        self.text = step_text(step)
         self.failure = failure
-        self.site = site
+        self.site: str | None = None
         self.caller = 0
         self.thread: str | None = None  # its name, if that is what differs
+
+    @classmethod
+    def of_all(cls, text: str) -> Call:
+        """Return a call that ranks make together from whatever public calls they are in."""
+        call = cls(text)
+        call.text = text
+        return call
 
     @property
     def fingerprint(self) -> int:
@@ -164,8 +219,12 @@ def about(what: Callable[[], str]) -> Iterator[None]:
 def call_site() -> str:
     """File and line of the user's call, and what it is about: the innermost frame outside this package and torch.
 
-    In a thread of autograd's own no frame is the user's; then it is that thread.
+    In a thread of autograd's own no frame is the user's; then it is that thread. A public call that goes on in a thread
+    of ours says where it was made.
     """
+    public = _public.get()
+    if public is not None and public.site is not None:
+        return public.site
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 (the documented way to it)
     while frame is not None and _is_internal(frame.f_code.co_filename):
         frame = frame.f_back
@@ -358,7 +417,7 @@ class Session:
         """What each rank says of its caller."""
         thread = self._threads.get(call.caller)
         call.thread = thread.name if thread is not None else None
-        comparison = Call(f"{call.text}, the first of its thread")
+        comparison = Call.of_all(f"{call.text}, the first of its thread")
         comparison.caller = call.caller
         return [values.decode(answer) for answer in self.messages(comparison, encoded(account), None, wait)]
 
@@ -504,8 +563,8 @@ class Session:
             cause, refusal = refusal, InvalidArgumentError(f"{verb}: {refusal}", rank=self.rank)
             refusal.__cause__ = cause
         if self.world_size > 1:
-            text = f"{verb}, refused: {refusal}"
-            self.exchange(Call(text, failure=self.record(refusal, text)), b"")
+            step = f"{verb}, refused: {refusal}"
+            self.exchange(Call(step, failure=self.record(refusal, step_text(step))), b"")
         raise refusal
 
     def record(self, error: BaseException, phase: str) -> dict[str, Any]:
@@ -554,7 +613,7 @@ class Session:
     def _follow_the_call(self, call: Call) -> NoReturn:
         """`call` was broken off, since a rank calls all to hear of its failure: hear it, and raise it."""
         if self.look is not None and self.look.is_called():
-            self.exchange(Call(f"{call.text}, broken off"), b"")
+            self.exchange(Call.of_all(f"{call.text}, broken off"), b"")
         raise self.dead or self._met or AbandonedError
 
     def drain(self) -> None:
@@ -624,14 +683,21 @@ class Session:
         """Tell each other what all were about to do; the error that all are to raise."""
         failing = call.failure or self._failing
         told: dict[str, Any] = {"text": call.text, "site": call.site or call_site(), "failure": failing}
-        told |= {"caller": call.caller, "thread": call.thread}
-        answers = self.messages(Call("an explanation"), encoded(told), None, self.wait_for(Call("an explanation")))
+        told |= {"caller": call.caller, "thread": call.thread, "public": call.public}
+        explaining = Call.of_all("an explanation")
+        answers = self.messages(explaining, encoded(told), None, self.wait_for(explaining))
         accounts = [values.decode(answer) for answer in answers]
         failure = next((account["failure"] for account in accounts if account["failure"] is not None), None)
-        several = len({account["caller"] for account in accounts}) > 1 or any(a["thread"] for a in accounts)
+        threads = {account["thread"] for account in accounts}  # that differ, or whose calls of one text do not meet
+        is_same = len({account["text"] for account in accounts}) == 1
+        confused = len(threads) > 1 or (is_same and threads != {None})
+        several = len({account["caller"] for account in accounts}) > 1 or confused
+        if len({account["public"] for account in accounts}) > 1:  # then their steps say nothing to who made the calls
+            for account in accounts:
+                account["text"] = account["public"] or account["text"]
         lines = [_line(rank, account, several) for rank, account in enumerate(accounts)]
         hint = ". Several threads use this communicator: give each its own, from duplicate()" if several else ""
-        if any(account["thread"] for account in accounts):
+        if confused:
             hint += "; threads that begin at once must have names of their own, the same on all ranks"
         different = MismatchError("ranks met in different calls: " + "; ".join(lines) + hint)
         return from_record(failure) if failure is not None else different
@@ -709,13 +775,17 @@ class Session:
     def close(self, error: BaseException | None) -> None:
         """Leave: peers that still wait for this rank raise PeerError, with `error` as its cause. Not collective."""
         forks.forget(self)
+        public = _public.get()
+        phase = "its own code" if public is None else public.name
+        known = None if error is None else from_record(self.record(error, phase))
         if self.page is not None:
-            self.page.leave(error)
-        self.backend.leave(error)
-        if self.look is not None and error is not None:
-            self.look.tell(from_record(self.record(error, "its own code")))
+            self.page.leave(known)
+        self.backend.leave(known)
+        if self.look is not None and known is not None:
+            self.look.tell(known)
         if self.dead is None:
-            self.dead = PeerError(self.rank, "a later call", "this communicator is closed")
+            ended = "" if error is None else f" since {type(error).__name__} ended {phase} here"
+            self.dead = closed_error(self.rank, ended)
         for line in [self._queue, *self._lines.values()]:
             line.close(_CLOSE_S)
         if self.look is not None:

@@ -24,7 +24,7 @@ from statexchange.comm.board import open_board
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.control_page import ControlPage, meet
 from statexchange.comm.devices import Devices, check_devices, choose
-from statexchange.comm.session import Place, Session
+from statexchange.comm.session import Place, Session, public_call
 from statexchange.comm.single import SingleBackend
 from statexchange.errors import (
     ForkedError,
@@ -297,7 +297,7 @@ def init(
     with needing_torch("init without MPI"):
         made = _make(wish, default_timeout_s() if seconds is None else seconds)
     try:
-        with made.phase("choosing a device"):
+        with public_call("init"), made.phase("choosing a device"):
             made.compute_on(choose(devices, _local_rank_of(made)))
         made.forget_callers()
     except BaseException:

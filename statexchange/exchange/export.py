@@ -16,6 +16,7 @@ from statexchange.checkpoint.extra_files import FilesFrom, extra_files
 from statexchange.checkpoint.index import BoxFact
 from statexchange.checkpoint.publication import PlannedFile, Publication, target_path
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.session import public_call
 from statexchange.comm.world import as_communicator
 from statexchange.errors import InvalidArgumentError, ReplicaError
 from statexchange.exchange.answers import Answer, answer_bytes, operations, renames, shards_by_rank
@@ -26,7 +27,7 @@ from statexchange.sharding.plan import Holding, Plan, PlanOptions, Rename, Tenso
 from statexchange.sharding.rules import Layout
 from statexchange.sharding.shards import Box
 from statexchange.state.describe import Description, describe
-from statexchange.storage.store import is_url, text_of
+from statexchange.storage.store import given_path, is_url
 from statexchange.storage.tensorfile import digest
 from statexchange.tensors import DTYPE_NAMES, ITEMSIZE
 
@@ -69,6 +70,7 @@ class _Clock:
         self._last = now
 
 
+@public_call("export_checkpoint")
 def export_checkpoint(
     state: Any,
     out: str | os.PathLike[str],
@@ -112,7 +114,7 @@ def export_checkpoint(
     communicator = as_communicator(comm)
     clock = _Clock()
     with communicator.phase("describing its state"):
-        path = text_of(out, "out")
+        path = given_path(out, "a target")
         check_timeout(stall_timeout_s, "stall_timeout_s")
         options = PlanOptions.of(
             include=include,

@@ -18,6 +18,7 @@ import numpy as np
 
 from statexchange import values
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.session import public_call
 from statexchange.comm.world import as_communicator, members
 from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError
 from statexchange.exchange.staging import Staging
@@ -301,9 +302,10 @@ def _held(tensor: Any, fact: _Fact, staging: Staging) -> Held:
     return Held(shard, lambda _: (part for _, part in staging.parts(tensor, fact.dtype)))
 
 
-def _transport(
-    comm: Communicator, workspace: Workspace | str | os.PathLike[str] | None
-) -> _MemoryTransport | _FileTransport:
+_Transport = _MemoryTransport | _FileTransport
+
+
+def _transport(comm: Communicator, workspace: Workspace | str | os.PathLike[str] | None) -> _Transport:
     if workspace is not None:
         return _FileTransport(comm, workspace if isinstance(workspace, Workspace) else Workspace(workspace))
     if comm.shared_memory is None:
@@ -315,9 +317,21 @@ def _transport(
 
 @contextlib.contextmanager
 def _gathered(
-    comm: Communicator, root: int, tensors: Mapping[str, Any], message: dict[str, Any], workspace: Any
+    call: str, comm: Communicator, root: int, tensors: Mapping[str, Any], message: dict[str, Any], workspace: Any
 ) -> Iterator[list[tuple[_Block, dict[str, Any]]]]:
-    """Every rank's block and message, in rank order, on root; [] elsewhere. Collective at both ends."""
+    """Every rank's block and message, in rank order, on root; [] elsewhere. Collective at both ends.
+
+    `call` is the public one; what the user does inside the block is no part of it.
+    """
+    with public_call(call):
+        transport, blocks = _exchange(comm, root, tensors, message, workspace)
+    yield from _until_done(call, comm, transport, blocks)
+
+
+def _exchange(
+    comm: Communicator, root: int, tensors: Mapping[str, Any], message: dict[str, Any], workspace: Any
+) -> tuple[_Transport, list[tuple[_Block, dict[str, Any]]]]:
+    """Bring every rank's block and message to root. Collective."""
     with comm.phase("choosing a transport"):
         transport = _transport(comm, workspace)
     payload: dict[str, Any] = {}
@@ -327,7 +341,7 @@ def _gathered(
                 facts = _facts(tensors)
                 where = transport.send(tensors, facts)
                 payload = {"facts": [fact.to_json() for fact in facts], "where": where, "message": message}
-        answers = comm.exchange(json.dumps(payload).encode(), root=root, doing="the gather")
+        answers = comm.exchange(json.dumps(payload).encode(), root=root, doing="sending to root")
         blocks: list[tuple[_Block, dict[str, Any]]] = []
         with comm.phase("receiving"):
             for rank, answer in enumerate(answers):
@@ -336,17 +350,18 @@ def _gathered(
     except BaseException:
         transport.end(None)
         raise
-    yield from _until_done(comm, transport, blocks)
+    return transport, blocks
 
 
-def _receive(transport: _MemoryTransport | _FileTransport, answer: bytes) -> tuple[_Block, dict[str, Any]]:
+def _receive(transport: _Transport, answer: bytes) -> tuple[_Block, dict[str, Any]]:
     raw = json.loads(answer)
     return transport.receive([_Fact.from_json(f) for f in raw["facts"]], raw["where"]), raw["message"]
 
 
 def _until_done(
+    call: str,
     comm: Communicator,
-    transport: _MemoryTransport | _FileTransport,
+    transport: _Transport,
     blocks: list[tuple[_Block, dict[str, Any]]],
 ) -> Iterator[list[tuple[_Block, dict[str, Any]]]]:
     """The user's block, and the agreement at its end, which waits as long as everybody lives."""
@@ -361,19 +376,20 @@ def _until_done(
         try:
             for block, _ in blocks:
                 block.close()
-            notes = _end(comm, failure, transport.note())
+            with public_call(call):
+                notes = _end(comm, failure, transport.note())
         finally:
             transport.end(notes)
 
 
 def _end(comm: Communicator, failure: BaseException | None, note: Any) -> list[Any] | None:
     if failure is None:
-        return comm.agree(phase="the gather's block", timeout_s=_FOREVER, note=note)
+        return comm.agree(phase="its block", timeout_s=_FOREVER, note=note)
     if not isinstance(failure, Exception):
         comm.close(failure)
     else:
         with contextlib.suppress(StateExchangeError):  # the block's own error goes on; the others raise it as a peer's
-            comm.agree(failure, phase="the gather's block", timeout_s=_FOREVER, note=note)
+            comm.agree(failure, phase="its block", timeout_s=_FOREVER, note=note)
     return None
 
 
@@ -421,7 +437,7 @@ def gather_state(
     communicator = as_communicator(comm)
     tensors: dict[str, Any] = {}
     shards: list[Shard] = []
-    with communicator.phase("describing its state"):
+    with public_call("gather_state"), communicator.phase("describing its state"):
         communicator.check_root(root)
         for held in describe(state).held.values():
             for index, part in enumerate(held.tensors):
@@ -429,7 +445,7 @@ def gather_state(
                 tensors[name] = part
                 shards.append(Shard(name, held.shard.dtype, held.shard.global_shape, (held.shard.boxes[index],)))
     message = {"shards": [shard.to_json() for shard in shards]}
-    with _gathered(communicator, root, tensors, message, workspace) as blocks:
+    with _gathered("gather_state", communicator, root, tensors, message, workspace) as blocks:
         yield tuple(_state(rank, block, message) for rank, (block, message) in enumerate(blocks))
 
 
@@ -449,11 +465,12 @@ def get_tensors_parallel(
     entry is the caller's own tensor; the others are views of shared memory, or copies read from `workspace_path`, and
     stay valid when kept. An exception on any member reaches all.
     """
-    communicator = members(ranks, group)
-    with communicator.phase("looking at its tensor"):
-        if not is_tensor(tensor):
-            raise InvalidArgumentError(f"get_tensors_parallel wants a tensor, not {type(tensor)!r}")
-    with _gathered(communicator, 0, {"tensor": settled(tensor)}, {}, workspace_path) as blocks:
+    with public_call("get_tensors_parallel"):
+        communicator = members(ranks, group)
+        with communicator.phase("looking at its tensor"):
+            if not is_tensor(tensor):
+                raise InvalidArgumentError(f"get_tensors_parallel wants a tensor, not {type(tensor)!r}")
+    with _gathered("get_tensors_parallel", communicator, 0, {"tensor": settled(tensor)}, {}, workspace_path) as blocks:
         yield [block.tensor("tensor") for block, _ in blocks]
 
 
@@ -479,12 +496,13 @@ def get_configs_parallel(
         tensors[path or "tensor"] = value
         return path or "tensor"
 
-    communicator = members(ranks, group)
     text = ""
-    with communicator.phase("encoding its config"):
-        text = values.encode(config, keep)
+    with public_call("get_configs_parallel"):
+        communicator = members(ranks, group)
+        with communicator.phase("encoding its config"):
+            text = values.encode(config, keep)
     types = values.types_of(config)
-    with _gathered(communicator, 0, tensors, {"config": text}, workspace_path) as blocks:
+    with _gathered("get_configs_parallel", communicator, 0, tensors, {"config": text}, workspace_path) as blocks:
         yield [config if r == 0 else _config(block, message, types) for r, (block, message) in enumerate(blocks)]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from statexchange import values
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.session import public_call
 from statexchange.comm.world import as_communicator
 from statexchange.errors import (
     CorruptError,
@@ -54,6 +55,7 @@ class LoadReport:
     seconds: float
 
 
+@public_call("load_checkpoint")
 def load_checkpoint(
     state: Any,
     source: str | os.PathLike[str],

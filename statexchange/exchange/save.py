@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.session import public_call
 from statexchange.comm.world import as_communicator
 from statexchange.errors import NotFoundError
 from statexchange.exchange.staging import Staging, held_bytes
@@ -21,6 +22,7 @@ __all__ = ["save_checkpoint"]
 _KEPT_ROUNDS = 2
 
 
+@public_call("save_checkpoint")
 def save_checkpoint(
     state: Mapping[str, Any], url: str | os.PathLike[str], *, comm: Any = None, stall_timeout_s: float = 300.0
 ) -> Manifest:

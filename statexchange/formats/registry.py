@@ -18,12 +18,12 @@ from statexchange.errors import (
 )
 from statexchange.formats.source import OpenCheckpoint, Source
 from statexchange.storage.place import Place, reading_again
-from statexchange.storage.store import plain, text_of
+from statexchange.storage.store import given_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["FORMATS", "Format", "open_checkpoint", "open_source", "path_text"]
+__all__ = ["FORMATS", "Format", "open_checkpoint", "open_source"]
 
 
 class Format(Protocol):
@@ -40,16 +40,9 @@ class Format(Protocol):
 # The first that matches reads. A format is imported when it is asked: the last two read pickles, for which looking at
 # other things does not wait.
 FORMATS = ("huggingface", "workspace", "dcp", "torch_file")
+_DESCRIPTIONS = (".index.json", "statexchange.json", "manifest.json", ".metadata")  # ends of names of files
 _FREE_BYTES, _MAX_REPETITION = 64 << 20, 16  # of tensors, in bytes and in multiples of those of their files
 _UNKNOWN = "neither a workspace nor a checkpoint (safetensors, torch DCP, or torch.save's .pt files)"
-
-
-def path_text(path: str | os.PathLike[str]) -> str:
-    """Return a path or URL as text; InvalidArgumentError for anything else."""
-    name = text_of(path, "a source")
-    if not name:
-        raise InvalidArgumentError("a source is a path or a URL, not ''")
-    return plain(name)
 
 
 def open_source(path: str | os.PathLike[str], *, strict: bool = True) -> Source:
@@ -60,11 +53,12 @@ def open_source(path: str | os.PathLike[str], *, strict: bool = True) -> Source:
     known lies there; with `strict`, IncompleteError or CorruptError for what is missing or broken, else such things
     become the source's `problems`. The source holds its files open until it is closed.
     """
-    return opened(path_text(path), read_place, strict=strict)
+    return opened(path, read_place, strict=strict)
 
 
-def opened(path: str, read: Callable[..., Source], *, strict: bool) -> Source:
+def opened(path: str | os.PathLike[str], read: Callable[..., Source], *, strict: bool) -> Source:
     """Open the source at `path` with `read`, again if it was replaced meanwhile."""
+    path = given_path(path, "a source")
 
     def read_once(place: Place) -> Source:
         source = read(place, strict=strict)
@@ -107,6 +101,7 @@ def read_place(place: Place, *, strict: bool = True) -> Source:
                 _check_not_above(place)
             return known.read(place, strict=strict)
     _check_not_above(place)
+    _check_not_a_part(place)
     raise NotFoundError(_UNKNOWN, path=place.path)
 
 
@@ -117,6 +112,13 @@ def _check_not_above(place: Place) -> None:
     below = [name for name in place.store.directories if _is_dcp(place, name)]
     if below:
         text = f"torch DCP directories lie here, name one of them: {', '.join(below)}"
+        raise InvalidArgumentError(text, path=place.path)
+
+
+def _check_not_a_part(place: Place) -> None:
+    """An index or the metadata of a checkpoint is not read by itself."""
+    if place.file is not None and place.file.endswith(_DESCRIPTIONS):
+        text = f"this file describes a checkpoint: give the directory in which it lies, {place.store.path}"
         raise InvalidArgumentError(text, path=place.path)
 
 

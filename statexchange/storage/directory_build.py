@@ -1,6 +1,7 @@
 """Build a directory on a file system: under a hidden name beside the target, then renamed; whole or not there.
 
-Names, all in the target's parent directory, `nonce` being 64 random bits that each publisher draws:
+Names, all in the target's parent directory, `nonce` being 64 random bits that each publisher draws; a long name is cut
+in them (`files.hidden_stem`):
 
 * ``.<name>.<nonce>.owner``: the owner record, which says which process on which host the nonce belongs to. It is
   durable before anything else of that nonce is made, and removed last, so nothing of ours is ever without one.
@@ -78,7 +79,6 @@ if TYPE_CHECKING:
 __all__ = ["DirectoryBuild", "check_directory", "open_for_writing"]
 
 _log = logging.getLogger(__name__)
-_MAX_NAME_BYTES = 255 - len(f"..{'0' * 32}.{'0' * 16}.partial")
 _BROKEN_RECORD_S = 60.0  # an owner record that is not whole by then was left by a process that died while it wrote
 _EMPTYING_S = 3.0  # how long files that others still hold open may keep a directory on NFS from being removed
 _OPEN_EXISTING = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
@@ -115,8 +115,8 @@ class _Leftover:
 def _leftovers(name: str, dir_fd: int, parent: str) -> list[_Leftover]:
     """Return what publishers have under hidden names beside the target `name`, by nonce."""
     pattern = re.compile(
-        re.escape(f".{name}.")
-        + r"(?:(?P<plan>[0-9a-f]{32})\.(?P<of>[0-9a-f]{16})\.partial"
+        re.escape(files.hidden_stem(name))
+        + r"\.(?:(?P<plan>[0-9a-f]{32})\.(?P<of>[0-9a-f]{16})\.partial"
         + r"|(?P<nonce>[0-9a-f]{16})\.(?P<kind>owner|replaced|discarded))"
     )
     found: dict[str, _Leftover] = {}
@@ -150,9 +150,10 @@ def _parts(path: str) -> tuple[str, str]:
     parent, name = os.path.split(path)
     if not name:
         raise InvalidArgumentError("not a place for a checkpoint", path=path)
-    if len(os.fsencode(name)) > _MAX_NAME_BYTES:
+    nbytes = len(os.fsencode(name))
+    if nbytes > files.NAME_MAX:
         raise InvalidArgumentError(
-            f"this name is too long: a checkpoint is built under a longer one, so at most {_MAX_NAME_BYTES} bytes do",
+            f"the target's name is too long: it has {nbytes} bytes, and a file system takes at most {files.NAME_MAX}",
             path=path,
         )
     return parent, name
@@ -230,7 +231,7 @@ def _check_target(path: str, dir_fd: int, check: ReplaceCheck | None) -> tuple[i
 def _refuse_old_leftovers(path: str, dir_fd: int) -> None:
     """Raise UnsafeError for an interrupted replacement of version 0.1, whose name does not prove an owner."""
     waiting = f".{os.path.basename(path)}.replacement"
-    if files.stat_of(waiting, dir_fd, path) is not None:
+    if len(os.fsencode(waiting)) <= files.NAME_MAX and files.stat_of(waiting, dir_fd, path) is not None:
         raise UnsafeError(
             f"refused: {waiting} beside the target looks like a replacement that was left incomplete by version 0.1: "
             "if it is yours and complete, rename it to the target's name, else remove it",
@@ -301,10 +302,11 @@ class DirectoryBuild(Build):
     def __init__(self, path: str, plan_digest: str, *, check: ReplaceCheck | None, reuse: bool, resume: bool) -> None:
         self.path = path
         self._parent, self._name = _parts(path)
+        self._stem = files.hidden_stem(self._name)
         self._nonce = new_nonce()
-        self._partial = f".{self._name}.{plan_digest}.{self._nonce}.partial"
+        self._partial = f"{self._stem}.{plan_digest}.{self._nonce}.partial"
         self._replaced, self._discarded, self._record = (
-            f".{self._name}.{self._nonce}.{kind}" for kind in ("replaced", "discarded", "owner")
+            f"{self._stem}.{self._nonce}.{kind}" for kind in ("replaced", "discarded", "owner")
         )
         self.building_path = os.path.join(self._parent, self._partial)
         self.finished = {}
@@ -354,12 +356,14 @@ class DirectoryBuild(Build):
         """Take the file lock where it belongs to this host alone; where there are no locks go on without."""
         if self._mount.is_network:
             return
-        lock = FileLock(os.path.join(self._parent, f".{self._name}.lock"), thread_local=False)
+        lock = FileLock(os.path.join(self._parent, f"{self._stem}.lock"), thread_local=False)
         files.audit("lock", lock.lock_file)
         try:
             lock.acquire(timeout=0)
-        except Timeout:
-            raise busy_error(None, self.path) from None
+        except Timeout:  # filelock also waits for a file that cannot be made
+            if files.stat_of(os.path.basename(lock.lock_file), self._parent_fd, self.path) is not None:
+                raise busy_error(None, self.path) from None
+            return
         except (OSError, NotImplementedError):  # if nothing can be made here at all, the owner record says so
             with contextlib.suppress(OSError):
                 os.unlink(lock.lock_file)
@@ -373,7 +377,12 @@ class DirectoryBuild(Build):
         fd = _unnamed_file(self._parent_fd)
         named = fd is None
         if fd is None:
-            fd = files.create_file(self._record, self._parent_fd, path)
+            try:
+                fd = files.create_file(self._record, self._parent_fd, path)
+            except StorageError as error:
+                why = os.strerror(error.errno) if error.errno is not None else error.message
+                text = f"cannot make anything in the target's directory: {why}; choose a target that you may write"
+                raise StorageError(text, errno=error.errno, path=self.path) from error
         try:
             files.audit("write", path)
             files.pwrite_all(fd, data, 0, path)
@@ -451,7 +460,7 @@ class DirectoryBuild(Build):
                 self._take_over(leftover.partials.pop(plan_digest))
             self._remove(leftover)
         for leftover in unknown:
-            hidden = [*leftover.directories, f".{self._name}.{leftover.nonce}.owner"]
+            hidden = [*leftover.directories, f"{self._stem}.{leftover.nonce}.owner"]
             _log.warning(
                 "%s: %s is publishing here, or was interrupted and left %s: if it has ended, resume=True (--resume) "
                 "of a merge removes that, or goes on with it",
@@ -476,13 +485,13 @@ class DirectoryBuild(Build):
             return  # the only copy of what was there
         try:
             for name in leftover.directories:
-                self._discard(name, f".{self._name}.{leftover.nonce}.discarded")
+                self._discard(name, f"{self._stem}.{leftover.nonce}.discarded")
             self._remove_name(leftover)
         except StateExchangeError as error:
             _log.warning("what an interrupted publisher left stays: %s", error)
 
     def _remove_name(self, leftover: _Leftover) -> None:
-        name = f".{self._name}.{leftover.nonce}.owner"
+        name = f"{self._stem}.{leftover.nonce}.owner"
         files.remove_file(name, os.path.join(self._parent, name), self._parent_fd)
 
     def _discard(self, name: str, discarded: str) -> None:
@@ -683,7 +692,7 @@ class DirectoryBuild(Build):
         except TargetExistsError:
             if _identity_at(self._replaced, self._parent_fd, self.path) != self._old:
                 # It is another publisher's: it gets a name of no nonce of ours, so that nobody removes it.
-                kept = f".{self._name}.{new_nonce()}.kept"
+                kept = f"{self._stem}.{new_nonce()}.kept"
                 rename_new(self._replaced, kept, dir_fd=self._parent_fd, path=os.path.join(self._parent, kept))
                 shown = os.path.join(self._parent, kept)
                 _log.warning("%s: two others published here; the first one's directory lies at %s", self.path, shown)
@@ -775,7 +784,7 @@ def _unnamed_file(dir_fd: int) -> int | None:
 
 def _receipt(name: str) -> str:
     """Return the name of the file beside an output file that says that it is finished."""
-    return f".{name}.finished"
+    return f"{files.hidden_stem(name)}.finished"
 
 
 def _size_and_time(found: os.stat_result) -> list[int]:

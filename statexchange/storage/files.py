@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import hashlib
 import io
 import os
 import secrets
@@ -20,6 +21,7 @@ from typing import TypeAlias
 from statexchange.errors import CorruptError, NotFoundError, ReplacedError, StorageError, TargetExistsError, UnsafeError
 
 __all__ = [
+    "NAME_MAX",
     "UNSUPPORTED",
     "WINDOW_BYTES",
     "Buffer",
@@ -32,6 +34,7 @@ __all__ = [
     "create_file",
     "directory",
     "fstat_of",
+    "hidden_stem",
     "libc",
     "make_directory",
     "make_path",
@@ -62,12 +65,26 @@ _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 # The handle of a directory that was removed on an NFS server is stale, and all names in it are gone.
 _GONE = (errno.ENOENT, errno.ESTALE)
+NAME_MAX = 255  # bytes of a file's name
+_MAX_ENDING = len(f".{'0' * 32}.{'0' * 16}.partial")  # of hidden names; directory_build.py lists them
 _MAX_CHUNK = 1 << 30  # Linux moves at most 2 GiB in one call
 
 
 def audit(call: str, path: str) -> None:
     """Raise the audit event "statexchange.storage". Tests inject failures at these events."""
     sys.audit("statexchange.storage", call, path)
+
+
+def hidden_stem(name: str) -> str:
+    """Return how hidden names beside a file or directory begin: with a dot and its name.
+
+    A name that is too long for the endings of hidden names is cut, and a digest of all of it added.
+    """
+    encoded, room = os.fsencode(name), NAME_MAX - 1 - _MAX_ENDING
+    if len(encoded) <= room:
+        return f".{name}"
+    end = "-" + hashlib.blake2b(encoded, digest_size=8).hexdigest()
+    return f".{encoded[: room - len(end)].decode('utf-8', 'ignore')}{end}"
 
 
 # Directories

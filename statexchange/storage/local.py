@@ -32,6 +32,7 @@ from statexchange.storage.files import (
     audit,
     check_private,
     directory,
+    hidden_stem,
     open_directory,
     open_file,
     open_parent,
@@ -40,7 +41,7 @@ from statexchange.storage.files import (
     stat_of,
 )
 from statexchange.storage.mounts import mount_of, warn_of_options
-from statexchange.storage.store import Kind, Store, StoredFile, plain
+from statexchange.storage.store import Kind, Store, StoredFile, absolute, plain
 
 __all__ = ["LocalFile", "LocalStore", "local_path", "open_path", "replacement_of"]
 
@@ -54,7 +55,7 @@ def local_path(url: str) -> str:
     """Return the absolute path that a local path, ``file:///path`` or ``shm://name`` (on tmpfs) means."""
     scheme, separator, rest = plain(url).partition("://")
     if not separator:
-        return _absolute(plain(url))
+        return absolute(plain(url))
     if scheme == "shm":
         if not _is_plain_name(rest):
             raise InvalidArgumentError(
@@ -63,13 +64,6 @@ def local_path(url: str) -> str:
             )
         return f"/dev/shm/statexchange-{os.getuid()}/{rest}"  # noqa: S108 (0700, owner checked on use)
     raise InvalidArgumentError(f"a workspace lies in a directory or at shm://name; {scheme}:// is not supported")
-
-
-def _absolute(path: str) -> str:
-    """Return an absolute path; ``..`` after a symbolic link means the parent of the link's target, so it stays."""
-    if ".." not in path.split(os.sep):
-        return os.path.abspath(path)
-    return os.path.join(os.getcwd(), path).rstrip(os.sep)
 
 
 def _is_plain_name(name: str) -> bool:
@@ -514,9 +508,10 @@ def replacement_of(name: str, dir_fd: int) -> str | None:
         names = os.listdir(dir_fd)
     except OSError:  # a directory that may not be listed
         return None
-    replaced = re.compile(re.escape(f".{name}.") + r"([0-9a-f]{16})\.replaced")
+    stem = re.escape(hidden_stem(name))
+    replaced = re.compile(rf"{stem}\.([0-9a-f]{{16}})\.replaced")
     for found in filter(None, map(replaced.fullmatch, names)):
-        partial = re.compile(re.escape(f".{name}.") + rf"[0-9a-f]{{32}}\.{found[1]}\.partial")
+        partial = re.compile(rf"{stem}\.[0-9a-f]{{32}}\.{found[1]}\.partial")
         for waiting in filter(partial.fullmatch, names):
             return waiting
     if name in names or any(map(replaced.fullmatch, names)):

@@ -16,10 +16,10 @@ from functools import cached_property
 from typing import Literal
 from urllib.parse import unquote
 
-from statexchange.errors import InvalidArgumentError
+from statexchange.errors import InvalidArgumentError, excerpt, without_secrets
 from statexchange.storage.files import bytes_of, check_size
 
-__all__ = ["Kind", "Store", "StoredFile", "is_url", "plain", "text_of"]
+__all__ = ["Kind", "Store", "StoredFile", "absolute", "given_path", "is_url", "plain"]
 
 Kind = Literal["file", "directory", "other"]
 
@@ -34,12 +34,27 @@ def plain(path: str) -> str:
     return unquote(path.removeprefix("file://")) if path.startswith("file:///") else path
 
 
-def text_of(path: object, what: str) -> str:
-    """Return a path or URL as it was given, as text; InvalidArgumentError, which says `what`, for anything else."""
-    name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
-    if not isinstance(name, str) or "\0" in name:
-        raise InvalidArgumentError(f"{what} is a path or a URL, not {path!r}")
-    return name
+def absolute(path: str) -> str:
+    """Return an absolute path; ``..`` after a symbolic link means the parent of the link's target, so it stays."""
+    if ".." not in path.split(os.sep):
+        return os.path.abspath(path)
+    return os.path.join(os.getcwd(), path).rstrip(os.sep)
+
+
+def given_path(path: object, what: str) -> str:
+    """Return the absolute path, the URL or the ``shm://name`` that a caller's path means.
+
+    Every public call takes its paths here: ``~`` is the home directory, ``file:///a/path`` a local path, and messages
+    show the absolute path whatever was given. Anything else is an InvalidArgumentError that begins with `what`.
+    """
+    given = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(given, str) or not given:
+        raise InvalidArgumentError(f"{what} is a path or a URL, not {excerpt(path)}")
+    name = plain(given)
+    if "\0" in name:
+        shown = excerpt(without_secrets(given))
+        raise InvalidArgumentError(f"{what} is a path or a URL without null characters, not {shown}")
+    return name if "://" in name else absolute(os.path.expanduser(name))
 
 
 class StoredFile(ABC):

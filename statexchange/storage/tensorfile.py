@@ -38,6 +38,8 @@ __all__ = [
 ]
 
 MAX_HEADER_BYTES = 100_000_000
+_MAX_NAME_BYTES = 512
+_METADATA_KEY = "__metadata__"
 FACTS_KEY = "statexchange"
 # torch's Hugging Face storage keeps a shard's offsets under this key, and its version beside it.
 TORCH_SHARDING_KEY, _TORCH_VERSION_KEY, _TORCH_VERSION = "DCP_SHARDING_INFO", "DCP_VERSION", "1.0"
@@ -114,21 +116,30 @@ def stored(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
 
 
 def check_name(name: str) -> None:
-    """A tensor name must be text of 1 to 512 bytes without control characters; else UnsafeError."""
-    if not _is_name(name):
-        raise UnsafeError(f"tensor name {name[:60]!r} is empty, too long or holds control characters")
+    """A tensor name must be text of 1 to 512 bytes without control characters, not "__metadata__"; else UnsafeError."""
+    flaw = _flaw_of(name)
+    if flaw is not None:
+        raise UnsafeError(f"a tensor cannot be written under the name {excerpt(name, 60)}: {flaw}; rename the tensor")
 
 
-def _is_name(name: str) -> bool:
+def _flaw_of(name: str) -> str | None:
+    """Return why a file may not have a tensor of this name; None if it may."""
     try:
-        return 0 < len(name.encode()) <= 512 and not _CONTROL.search(name) and name != "__metadata__"
+        nbytes = len(name.encode())
     except UnicodeEncodeError:
-        return False
+        return "it is no Unicode text"
+    if not nbytes:
+        return "it is empty"
+    if nbytes > _MAX_NAME_BYTES:
+        return f"it has {nbytes} bytes, and {_MAX_NAME_BYTES} are allowed"
+    if name == _METADATA_KEY:
+        return "safetensors reserves it for a file's metadata"
+    return "it holds control characters" if _CONTROL.search(name) else None
 
 
 def encode_header(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
     """Length and header for (name, dtype, shape) in the order of their bytes, as `save_file` writes them."""
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    entries: dict[str, Any] = {_METADATA_KEY: dict(metadata)}
     begin = 0
     for name, dtype, shape in tensors:
         check_name(name)
@@ -165,7 +176,7 @@ def read_header(file: StoredFile, *, whole: bool = True) -> Header:
         raise CorruptError("not a safetensors file: its header is no JSON object", path=path)
     raw = parse_json(text, path)
     assert isinstance(raw, dict)  # its text begins with a brace
-    metadata = raw.pop("__metadata__", {})
+    metadata = raw.pop(_METADATA_KEY, {})
     if not isinstance(metadata, dict) or any(not isinstance(v, str) for v in metadata.values()):
         raise CorruptError("header metadata must map text to text", path=path)
     entries = sorted(
@@ -177,8 +188,9 @@ def read_header(file: StoredFile, *, whole: bool = True) -> Header:
 
 
 def _entry(name: str, fields: Any, data_start: int, path: str) -> Entry:
-    if not _is_name(name):
-        raise CorruptError(f"tensor name {name[:60]!r} is empty, too long or holds control characters", path=path)
+    flaw = _flaw_of(name)
+    if flaw is not None:
+        raise CorruptError(f"a tensor is called {excerpt(name, 60)}: {flaw}", path=path)
     if not isinstance(fields, dict) or fields.keys() != _ENTRY_KEYS:
         raise CorruptError("header entry has missing or unknown fields", path=path, name=name)
     dtype = fields["dtype"]

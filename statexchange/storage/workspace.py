@@ -38,7 +38,7 @@ from statexchange.storage.json_text import parse_json
 from statexchange.storage.local import local_path
 from statexchange.storage.mounts import mount_of
 from statexchange.storage.place import Place, open_place
-from statexchange.storage.store import Store, StoredFile, is_url, text_of
+from statexchange.storage.store import Store, StoredFile, given_path, is_url
 from statexchange.storage.tensorfile import Header, Held, digest, read_header, stored, write_tensor_file
 from statexchange.tensors import ITEMSIZE
 
@@ -291,7 +291,7 @@ class Workspace:
     """
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
-        self.url = text_of(url, "a workspace")
+        self.url = given_path(url, "a workspace")
         self.path = self.url.rstrip("/") if is_url(self.url) else local_path(self.url)
         self._in_memory = self.url.startswith("shm://")
         self._durable: bool | None = None

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.session import public_call
 from statexchange.comm.world import as_communicator
 from statexchange.errors import InvalidArgumentError, MismatchError
 from statexchange.train.algorithms import Algorithm, GradientAllReduce, Run, as_algorithm
@@ -360,6 +361,9 @@ def data_parallel(
     tune_every: int = ...,
     **settings: Any,
 ) -> tuple[DistributedModule, list[AlgorithmOptimizer]]: ...
+
+
+@public_call("data_parallel")
 def data_parallel(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
@@ -394,7 +398,7 @@ def data_parallel(
     settings : of DistributedOptimizer: `accumulate`, `weight`, and those of BucketReducer.
     """
     communicator = as_communicator(comm)
-    with communicator.phase("data_parallel"):
+    with communicator.phase("wrapping the module"):
         several = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         with communicator.checking("data_parallel"):
             chosen = as_algorithm(algorithm)

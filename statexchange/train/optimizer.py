@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from statexchange.comm.communicator import Communicator
-from statexchange.comm.session import about
+from statexchange.comm.session import about, public_call
 from statexchange.comm.world import as_communicator
 from statexchange.errors import InvalidArgumentError
 from statexchange.train.buckets import BucketReducer
@@ -285,6 +285,7 @@ def _check_known(optimizer: torch.optim.Optimizer, known: Mapping[str, torch.Ten
             raise InvalidArgumentError(f"the optimizer has a parameter {shape} that {whose} does not have", name=name)
 
 
+@public_call("average_gradients")
 def average_gradients(module: Any, comm: Any = None) -> None:
     """The gradients of `module` become their averages over ranks, in place, now.
 

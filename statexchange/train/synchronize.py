@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.session import public_call
 from statexchange.comm.world import as_communicator
 from statexchange.errors import MismatchError, UnsupportedError
 from statexchange.state.content import Content, Memory, device_type_of, module_content
@@ -31,6 +32,7 @@ _ALIGNED = 16  # where any dtype may begin
 _SHOWN = 8  # of the ranks that an error names
 
 
+@public_call("synchronize")
 def synchronize(tree: T, *, root: int = 0, comm: Any = None) -> T:
     """`tree` with root's values: tensors and what else can be changed in place, anything else in what is returned.
 
@@ -59,11 +61,12 @@ def synchronize(tree: T, *, root: int = 0, comm: Any = None) -> T:
         content.add_tree(tree)
         return content
 
-    with communicator.phase("synchronize"):
+    with communicator.phase("filling it"):
         filled: T = rebuild(tree, _fill(communicator, root, describe), is_leaf)
     return filled
 
 
+@public_call("broadcast_parameters")
 def broadcast_parameters(module: nn.Module, *, broadcast_buffers: bool = True, root: int = 0, comm: Any = None) -> None:
     """Root's parameters and, if asked, buffers in this rank's `module`, in place, as `synchronize` does it. Collective.
 
@@ -74,10 +77,11 @@ def broadcast_parameters(module: nn.Module, *, broadcast_buffers: bool = True, r
     def describe(*, written: bool) -> Content:
         return module_content(module, written=written, buffers=broadcast_buffers)
 
-    with communicator.phase("broadcast_parameters"):
+    with communicator.phase("filling them"):
         _fill(communicator, root, describe)
 
 
+@public_call("allreduce_parameters")
 def allreduce_parameters(module: nn.Module, *, comm: Any = None) -> None:
     """The mean over all ranks in every parameter and buffer of `module`, in place; integers and bools from rank 0.
 
@@ -93,7 +97,7 @@ def allreduce_parameters(module: nn.Module, *, comm: Any = None) -> None:
                 raise UnsupportedError(f"{tensor.dtype} cannot be averaged", name=name)
         return content
 
-    with communicator.phase("allreduce_parameters"):
+    with communicator.phase("averaging them"):
         content, _ = _compare(communicator, 0, describe)
         tensors = list(content.memories.values())
         inexact = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]

@@ -119,7 +119,8 @@ def fails(out: str, how: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"), [("raises", "rank 3 on bert failed in writing: KeyError: 'lost'"), slow("exists", "exists")]
+    ("how", "said"),
+    [("raises", "rank 3 on bert failed in export_checkpoint (writing): KeyError: 'lost'"), slow("exists", "exists")],
 )
 def test_a_failure_on_one_host_is_raised_on_both(how: str, said: str) -> None:
     with two_hosts(2, 2, fully=True) as hosts:

@@ -83,7 +83,7 @@ def meets_failures(backend: str, out: str) -> None:
 
     options: dict[str, Any] = {"on_progress": trip} if comm.rank == 0 else {}
     future = sx.export_checkpoint_async(state, f"{out}-2", **options)
-    with pytest.raises(sx.PeerError, match=r"rank 0 .*in writing: KeyError: 'lost'"):
+    with pytest.raises(sx.PeerError, match=r"rank 0 .*in export_checkpoint_async \(writing\): KeyError: 'lost'"):
         future.result(30)
     bad = {"w": torch.ones(3).to_sparse() if comm.rank else torch.ones(3)}
     future = sx.export_checkpoint_async(bad, f"{out}-3")
@@ -153,9 +153,10 @@ def stalls_and_goes_on(out: str) -> Any:
     slow: dict[str, Any] = {"on_progress": lambda done, total: time.sleep(2)} if comm.rank == 0 else {}
     first = sx.export_checkpoint_async(state, f"{out}-1", comm=comm, stall_timeout_s=0.5, **slow)
     time.sleep(0.2 if comm.rank == 0 else 1.5)
-    second = sx.export_checkpoint_async(state, f"{out}-2", comm=comm)
-    assert isinstance(first.exception(20), sx.StateExchangeError)
-    assert second.result(20).num_tensors == 1
+    with pytest.raises(sx.StateExchangeError) as caught:
+        sx.export_checkpoint_async(state, f"{out}-2", comm=comm)
+    assert str(first.exception(20)) == str(caught.value)
+    assert sx.export_checkpoint_async(state, f"{out}-3", comm=comm).result(20).num_tensors == 1
     return comm.all_reduce(torch.ones(2)).tolist()
 
 
@@ -173,3 +174,56 @@ def misspells(out: str) -> None:
 
 def test_an_option_that_one_rank_misspells_is_told_to_all(tmp_path: Path) -> None:
     run_ranks(misspells, 2, args=(str(tmp_path / "out"),))
+
+
+def fails_unheard(out: str) -> list[Any]:
+    """Only rank 1 asks how the first export went: the second is none on either rank."""
+    comm = sx.get_communicator()
+    options: dict[str, Any] = {"rename": [("w", "")]}
+    first = sx.export_checkpoint_async({"w": torch.ones(2)}, f"{out}-1", **options)
+    assert not first.cancel()
+    if comm.rank == 1:
+        assert isinstance(first.exception(20), sx.StateExchangeError)
+        with pytest.raises(sx.UnsafeError, match="cannot be written under the name ''"):
+            sx.export_checkpoint_async({"w": torch.ones(2)}, f"{out}-2").result(20)
+    else:
+        with pytest.raises(sx.UnsafeError, match="cannot be written under the name ''"):
+            sx.export_checkpoint_async({"w": torch.ones(2)}, f"{out}-2")
+    third = sx.export_checkpoint_async({"w": torch.ones(2)}, f"{out}-3")
+    assert (third.result(20).num_tensors, third.cancel()) == (1, False)
+    comm.barrier()
+    return sorted(os.listdir(os.path.dirname(out)))
+
+
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+def test_a_failure_that_nobody_has_asked_for_is_raised_by_the_next_call(backend: str, tmp_path: Path) -> None:
+    (tmp_path / "place").mkdir()
+    found = run_ranks(fails_unheard, 2, backend=backend, args=(str(tmp_path / "place" / "out"),), timeout_s=60)
+    assert found == [["out-3"]] * 2
+
+
+UNHEARD = """
+import sys, torch
+import statexchange as sx
+future = sx.export_checkpoint_async({"w": torch.ones(2)}, sys.argv[1], include="nothing")
+assert not future.cancel()
+if sys.argv[2] == "asks":
+    assert future.exception(30) is not None
+"""
+
+
+@pytest.mark.parametrize("told", ["drops", "asks"])
+def test_a_failure_that_nobody_asks_for_is_logged_at_once_and_at_the_end(told: str, tmp_path: Path) -> None:
+    run = [sys.executable, "-c", UNHEARD, tmp_path / "out", told]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    at_once, *at_the_end = done.stderr.splitlines()
+    failed = "include pattern 'nothing' matches no tensor"
+    assert at_once == f"the export to {tmp_path / 'out'} in the background has failed: {failed}"
+    if told == "asks":
+        assert at_the_end == []
+    else:
+        assert [line.partition(",")[0] for line in at_the_end] == [
+            f"nobody has asked how the export to {tmp_path / 'out'} went"
+        ]
+        assert failed in at_the_end[0]

@@ -2,10 +2,13 @@
 
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from sweeps import slow
 
 import statexchange as sx
 from statexchange.comm import world
+from statexchange.comm.session import call_site, public_call, step_text
 from statexchange.testing import run_ranks
 
 ALL = ("threads", "gloo", "mpi")
@@ -377,3 +381,106 @@ def test_auto_under_torchrun_leaves_torch_alone_and_makes_subsets(tmp_path: Path
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("[1, 0]") == 2
+
+
+STATE = {"w": torch.ones(3)}
+PUBLIC: dict[str, Callable[[str], Any]] = {
+    "export_checkpoint": lambda out: sx.export_checkpoint(STATE, out),
+    "save_checkpoint": lambda out: sx.save_checkpoint(STATE, out),
+    "load_checkpoint": lambda out: sx.load_checkpoint({"w": torch.ones(3)}, out.removesuffix("-2")),
+    "gather_state": lambda out: ExitStack().enter_context(sx.gather_state(STATE)),
+    "get_tensors_parallel": lambda out: ExitStack().enter_context(sx.get_tensors_parallel(STATE["w"], [0, 1])),
+    "get_configs_parallel": lambda out: ExitStack().enter_context(sx.get_configs_parallel({"a": 1}, [0, 1])),
+    "synchronize": lambda out: sx.synchronize(STATE),
+    "broadcast_parameters": lambda out: sx.broadcast_parameters(torch.nn.Linear(1, 1)),
+    "allreduce_parameters": lambda out: sx.allreduce_parameters(torch.nn.Linear(1, 1)),
+    "average_gradients": lambda out: sx.average_gradients(torch.nn.Linear(1, 1)),
+    "data_parallel": lambda out: sx.data_parallel(net := torch.nn.Linear(1, 1), torch.optim.SGD(net.parameters())),
+    "a barrier": lambda out: sx.get_communicator().barrier(),
+}
+
+
+def meets_in_different_calls(out: str) -> list[list[str]]:
+    """Every rank's account of every call of rank 0 that meets the next one on rank 1."""
+    comm = sx.get_communicator()
+    comm.barrier()
+    sx.export_checkpoint(STATE, out)  # to be loaded
+    accounts = []
+    for names in zip(PUBLIC, [*list(PUBLIC)[1:], next(iter(PUBLIC))], strict=True):
+        with pytest.raises(sx.MismatchError, match="different calls") as caught:
+            PUBLIC[names[comm.rank]](f"{out}-2")
+        accounts.append([*names, str(caught.value)])
+    return accounts
+
+
+def test_ranks_in_different_calls_are_told_of_the_calls_that_they_made(tmp_path: Path) -> None:
+    found = run_ranks(meets_in_different_calls, 2, backend="gloo", args=(str(tmp_path / "out"),), timeout_s=60)
+    for first, second, text in [account for rank in found for account in rank]:
+        line = r"at \S+test_comm\.py:\d+"
+        assert re.fullmatch(
+            f"ranks met in different calls: rank 0 called {first} {line}; rank 1 called {second} {line}", text
+        )
+
+
+def leaves_a_block(out: str) -> str:
+    """What the user calls inside the block of a gather is no part of the gather."""
+    comm = sx.get_communicator()
+    comm.barrier()
+    with pytest.raises(sx.MismatchError) as caught, sx.gather_state(STATE):
+        if comm.rank == 0:
+            comm.barrier(tag="inside")
+    return str(caught.value)
+
+
+def test_a_call_inside_the_block_of_a_gather_has_its_own_name(tmp_path: Path) -> None:
+    for text in run_ranks(leaves_a_block, 2, args=(str(tmp_path / "out"),)):
+        assert re.search(r"rank 0 called barrier 'inside' at .*; rank 1 called gather_state at ", text)
+
+
+def test_a_call_that_goes_on_in_a_thread_says_where_it_was_made() -> None:
+    with public_call("outer", "train.py:7"), public_call("inner"):
+        assert (call_site(), step_text("writing")) == ("train.py:7", "outer (writing)")
+    assert "test_comm.py:" in call_site()
+    assert step_text("writing") == "writing"
+
+
+def is_interrupted(out: str) -> list[str]:
+    comm = sx.get_communicator()
+
+    def progress(done: int, total: int) -> None:
+        if comm.rank == 0:
+            raise KeyboardInterrupt
+
+    told = []
+    with pytest.raises((KeyboardInterrupt, sx.PeerError)) as caught:
+        sx.export_checkpoint({f"w{comm.rank}": torch.ones(3)}, out, on_progress=progress)
+    told.append(str(caught.value))
+    for again in (comm.barrier, lambda: sx.save_checkpoint(STATE, out), lambda: comm.all_reduce(torch.ones(2))):
+        with pytest.raises(sx.NotInitializedError if comm.rank == 0 else sx.PeerError) as closed:
+            again()
+        told.append(str(closed.value))
+    return told
+
+
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+def test_after_an_interrupt_a_rank_says_of_itself_why_it_is_closed(backend: str, tmp_path: Path) -> None:
+    interrupted, other = run_ranks(is_interrupted, 2, backend=backend, args=(str(tmp_path / "out"),), timeout_s=30)
+    closed = (
+        "this communicator is closed since KeyboardInterrupt ended export_checkpoint here: make a new one, as "
+        "shutdown() and init() do [rank 0]"
+    )
+    assert interrupted == ["", closed, closed, closed]
+    assert other == [f"rank 0 on {platform.node()} failed in export_checkpoint: KeyboardInterrupt"] * 4
+
+
+def closes() -> str:
+    comm = sx.get_communicator()
+    comm.close()
+    with pytest.raises(sx.NotInitializedError) as caught:
+        comm.barrier()
+    return str(caught.value)
+
+
+def test_a_communicator_that_was_closed_says_so() -> None:
+    closed = "this communicator is closed: make a new one, as shutdown() and init() do"
+    assert run_ranks(closes, 2) == [f"{closed} [rank {rank}]" for rank in range(2)]

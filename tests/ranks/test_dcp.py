@@ -252,6 +252,11 @@ def test_a_directory_of_one_rank_is_a_lazy_mapping(saved: Path) -> None:
     assert checkpoint["w"].read().tolist() == numbers(40, 50).tolist()
 
 
+def test_the_metadata_is_told_from_its_directory(saved: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"give the directory in which it lies, {saved} "):
+        open_source(saved / ".metadata")
+
+
 def test_a_file_for_each_entry_and_torchs_own_conversion(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     state = {"w": numbers(40, 50), "nested": {"b": numbers(5)}}
     writer = dcp.FileSystemWriter(tmp_path / "dcp", single_file_per_rank=False, thread_count=2)

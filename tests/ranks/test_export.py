@@ -330,7 +330,7 @@ def test_an_exception_in_on_progress_reaches_all_and_leaves_nothing(tmp_path: Pa
     state = {f"w{i}.{comm.rank}": torch.ones(1000) for i in range(5)}
     expect(
         sx.PeerError,
-        f"rank 1 on {platform.node()} failed in writing: ZeroDivisionError: oops",
+        rf"rank 1 on {platform.node()} failed in export_checkpoint \(writing\): ZeroDivisionError: oops",
         state,
         tmp_path / "out",
         on_progress=progress,
@@ -461,7 +461,7 @@ def test_two_tensors_of_one_name_without_wrappers_are_refused(tmp_path: Path) ->
         sx.export_checkpoint(model, tmp_path / "out")
 
 
-@pytest.mark.parametrize("out", ["s3://bucket/key", "shm://name", ""])
+@pytest.mark.parametrize("out", ["s3://bucket/key", "shm://name"])
 def test_a_target_that_is_no_directory_is_refused(out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="goes to a directory, not to"):

@@ -197,7 +197,7 @@ def shuts_down_between_backward_and_step(directory: str) -> None:
     optimizer.step()
     sx.shutdown()
     loss_of(trained).backward()
-    with pytest.raises(PeerError, match="closed"):
+    with pytest.raises(sx.NotInitializedError, match="closed"):
         optimizer.step()  # neither is it due nor could it be
 
 

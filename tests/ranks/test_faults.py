@@ -199,6 +199,13 @@ def needs_strace(at: str, how: str) -> None:
         require("strace")
 
 
+CALLS = {
+    "export": "export_checkpoint",
+    "async": "export_checkpoint_async",
+    "save": "save_checkpoint",
+    "load": "load_checkpoint",
+}
+
 # A killed rank
 
 KILL = "signal=SIGKILL"
@@ -239,7 +246,7 @@ def test_a_killed_rank(
     )
     assert outcomes[rank].exit_code == -signal.SIGKILL, str(outcomes)
     told = [outcomes[survivor].value for survivor in range(RANKS) if survivor != rank]
-    text = f"rank {rank} on {platform.node()} failed in {phase}"
+    text = f"rank {rank} on {platform.node()} failed in {CALLS[verb]} ({phase}"
     assert all(": its process " in said and said.endswith(" died") for _, said, _ in told), told
     assert all(kind == "PeerError" and said.startswith(text) for kind, said, _ in told), told
     assert value_of(verb, out) == (2.0 if (at, when) in PUBLISHED else 1.0)
@@ -304,7 +311,7 @@ def test_an_exception_of_the_users_own(
     out = target(prepared, verb, tmp_path)
     before = content(out)
     told = run_ranks(meets, RANKS, backend="gloo", args=(verb, str(out), rank, at, "raise", 0))
-    said = f"rank {rank} on {platform.node()} failed in {phase}: ZeroDivisionError: oops"
+    said = f"rank {rank} on {platform.node()} failed in {CALLS[verb]} ({phase}): ZeroDivisionError: oops"
     assert told[0][:2] == ["PeerError", said]
     check_failure(told, out, before, verb)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 from programs import require_mounts
 
@@ -25,6 +26,7 @@ from statexchange.errors import CorruptError, IncompleteError, ReplicaError, Sto
 from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.tensorfile import Held
 from statexchange.storage.workspace import Workspace
+from statexchange.testing import run_ranks
 
 LAUNCHER_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 HOME = os.fspath(Path(statexchange.__file__).parents[1])
@@ -628,10 +630,49 @@ def test_our_own_fault_says_where_to_report_it(call: Call, monkeypatch: pytest.M
     code, out, err = call("info", workspace)
     assert (code, out) == (70, "")
     assert "Traceback" in err
-    assert "error: the moon is full\nhint: " in err
-    assert "issue tracker" in err
+    assert "error: the moon is full\nhint: this is a fault of statexchange: report this, with the text above, " in err
     code, envelope = call.json("info", workspace)
     assert (code, envelope["error"]["message"]) == (70, "the moon is full")
+
+
+def inverts() -> None:
+    np.linalg.inv(np.zeros((2, 2)))
+
+
+@pytest.mark.parametrize("where", ["here", "on ranks"])
+def test_the_fault_of_another_package_is_not_called_ours(
+    call: Call, monkeypatch: pytest.MonkeyPatch, workspace: Path, where: str
+) -> None:
+    look = inverts if where == "here" else lambda: run_ranks(inverts, 2)
+    monkeypatch.setattr("statexchange.report.summary.summarize", lambda _path: look())
+    code, out, err = call("info", workspace)
+    assert (code, out) == (70, "")
+    assert "LinAlgError: Singular matrix" in err
+    hint = err.splitlines()[-1]
+    assert hint.startswith(f"hint: numpy {np.__version__} raised this: try another version of it, else report this, ")
+    assert "fault of statexchange" not in err
+
+
+INTERRUPTED = """
+import runpy, sys
+
+interrupted = sys.argv.pop(1)
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == interrupted:
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupt())
+runpy.run_module("statexchange", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("module", ["click", "statexchange.cli.main", "statexchange.cli.info", "xxhash"])
+def test_ctrl_c_while_modules_are_imported(module: str, workspace: Path) -> None:
+    run = [sys.executable, "-c", INTERRUPTED, module, "verify" if module == "xxhash" else "info", workspace]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, env=environment())
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
 
 
 def test_what_the_system_refuses_is_no_fault_of_ours(

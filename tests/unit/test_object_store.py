@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
+from fsspec import AbstractFileSystem
 from safetensors.torch import load_file, save_file
 
 import statexchange as sx
@@ -102,6 +105,36 @@ def test_an_object_that_ends_too_early_is_found(store: Any, tmp_path: Path) -> N
     with pytest.raises(sx.CorruptError, match=r"model\.safetensors"):
         sx.merge_checkpoint(url, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
+
+
+class Refusing(AbstractFileSystem):  # type: ignore[misc]
+    """A file system whose every call fails."""
+
+    protocol = "refusing"
+
+    def info(self, *arguments: Any, **options: Any) -> Any:
+        raise OSError(5, "the disk is on fire")
+
+    ls = pipe_file = _open = info
+
+
+def test_a_store_that_fails_is_told_once(tmp_path: Path) -> None:
+    fsspec.register_implementation("refusing", Refusing, clobber=True)
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    url = "refusing://bucket/x"
+    calls: list[Callable[[], Any]] = [
+        lambda: sx.open_checkpoint(url),
+        lambda: sx.load_checkpoint({}, url),
+        lambda: sx.merge_checkpoint(url, tmp_path / "out"),
+        lambda: sx.merge_checkpoint(tmp_path / "model.safetensors", url),
+        lambda: sx.merge_checkpoint(tmp_path / "model.safetensors", url, dry_run=True),
+        lambda: sx.export_checkpoint(TENSORS, tmp_path / "out", files_from=url),
+    ]
+    for call in calls:
+        with pytest.raises(sx.StorageError, match="the disk is on fire") as caught:
+            call()
+        assert str(caught.value).count("cannot") == 1
+        assert str(caught.value).count(url) == 1
 
 
 def test_credentials_stay_out_of_messages() -> None:

@@ -7,7 +7,10 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 import statexchange as sx
+from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.report.summary import summarize
 from statexchange.report.verify import verify
 from statexchange.storage.workspace import Workspace
@@ -59,6 +63,7 @@ import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 import numpy as np
 import statexchange as sx
+from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.report.summary import summarize
 many, workspace, plain = sys.argv[1:]
 held = [sx.open_checkpoint(many) for _ in range(5)]
@@ -161,3 +166,75 @@ def test_a_round_of_a_writer_that_ended_before_it_was_committed_is_swept(tmp_pat
     sx.save_checkpoint({"b": np.ones(1)}, path)
     assert not Path(path, written.stdout.split()[0]).exists()
     assert not Path(path, "job").exists()
+
+
+Taker = Callable[[Any], Any]
+STATE = {"w": np.ones(3)}
+TAKERS: dict[str, Taker] = {
+    "export": lambda path: sx.export_checkpoint(STATE, path),
+    "export in the background": lambda path: sx.export_checkpoint_async(STATE, path).result(30),
+    "files_from": lambda path: sx.export_checkpoint(STATE, "out", files_from=[path]),
+    "save": lambda path: sx.save_checkpoint(STATE, path),
+    "load": lambda path: sx.load_checkpoint(dict(STATE), path),
+    "merge from": lambda path: merge_checkpoint(path, "out"),
+    "merge to": lambda path: merge_checkpoint("checkpoint", path),
+    "layout": lambda path: merge_checkpoint("checkpoint", "out", layout=path),
+    "open": lambda path: sx.open_checkpoint(path),
+    "summarize": summarize,
+    "verify": verify,
+    "gather": lambda path: list(ExitStack().enter_context(sx.gather_state(STATE, workspace=path))),
+    "workspace": Workspace,
+    "NFSWorkspace": sx.NFSWorkspace,
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory to work in, that holds a checkpoint and a home."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "model.safetensors").rename(tmp_path / "checkpoint/model.safetensors")
+    return tmp_path / "checkpoint"
+
+
+@pytest.mark.parametrize("taker", TAKERS)
+@pytest.mark.parametrize("path", [b"path", "nu\0ll", "file:///nu%00ll", 7, ""])
+def test_what_is_no_path_is_refused_by_every_call(taker: str, path: Any, checkpoint: Path) -> None:
+    with pytest.raises(sx.InvalidArgumentError, match=r"path|map name patterns") as caught:
+        TAKERS[taker](path)
+    assert sorted(os.listdir()) == ["checkpoint", "home"], caught.value
+
+
+@pytest.mark.parametrize("taker", ["export", "export in the background", "merge to"])
+def test_a_tilde_is_the_home_directory_of_what_is_written(taker: str, checkpoint: Path) -> None:
+    report = TAKERS[taker]("~/out")
+    assert report.path == str(checkpoint.parent / "home/out")
+    assert sorted(os.listdir()) == ["checkpoint", "home"]
+    assert sx.open_checkpoint(Path("~/out"))["w"].read().tolist() == [1, 1, 1]
+    assert (checkpoint.parent / "home/out/model.safetensors").exists()
+
+
+@pytest.mark.parametrize("make", [Workspace, sx.NFSWorkspace, lambda path: sx.save_checkpoint(STATE, path)])
+def test_a_tilde_is_the_home_directory_of_a_workspace(make: Taker, checkpoint: Path) -> None:
+    made = make("~/saved")
+    if isinstance(made, sx.NFSWorkspace):
+        made.write_configs_and_weights(None, STATE)
+    elif isinstance(made, Workspace):
+        assert made.path == str(checkpoint.parent / "home/saved")
+    assert sorted(os.listdir()) == ["checkpoint", "home"]
+
+
+@pytest.mark.parametrize("taker", ["files_from", "load", "merge from", "open", "summarize", "verify", "layout"])
+def test_errors_show_the_absolute_path_of_what_was_given(taker: str, checkpoint: Path) -> None:
+    for path, meant in (("no/where", checkpoint.parent / "no/where"), ("~/x", checkpoint.parent / "home/x")):
+        with pytest.raises(sx.NotFoundError, match="no such path") as caught:
+            TAKERS[taker](path)
+        assert caught.value.path == str(meant)
+
+
+def test_a_layout_in_a_directory_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(sx.InvalidArgumentError, match=r"a layout is a JSON file, and this is a directory \[/"):
+        merge_checkpoint("checkpoint", "out", layout="checkpoint")

@@ -26,6 +26,7 @@ from statexchange.processes import Owner
 from statexchange.sharding.plan import Holding, PlanOptions, plan_merge
 from statexchange.sharding.shards import Shard, full_box
 from statexchange.storage.build import open_build
+from statexchange.storage.files import hidden_stem
 
 NO_EXCHANGE = "inject=renameat2:error=EINVAL"
 PUBLISHER = f"""
@@ -52,12 +53,20 @@ def dead() -> Owner:
     return Owner.from_json(json.loads(done.stdout))
 
 
-def leave(place: Path, nonce: str, owner: Owner, *kinds: str, plan: str = "0" * 32, value: int = 5) -> dict[str, Path]:
+def leave(
+    place: Path,
+    nonce: str,
+    owner: Owner,
+    *kinds: str,
+    plan: str = "0" * 32,
+    value: int = 5,
+    stem: str = ".out",
+) -> dict[str, Path]:
     """What a publisher that was killed leaves: its record, and whole directories under hidden names of these kinds."""
-    (place / f".out.{nonce}.owner").write_text(json.dumps(owner.to_json()))
+    (place / f"{stem}.{nonce}.owner").write_text(json.dumps(owner.to_json()))
     left = {}
     for kind in kinds:
-        left[kind] = place / f".out.{plan}.{nonce}.partial" if kind == "partial" else place / f".out.{nonce}.{kind}"
+        left[kind] = place / (f"{stem}.{plan}.{nonce}.partial" if kind == "partial" else f"{stem}.{nonce}.{kind}")
         publish(place / "template", value, overwrite=True)
         (place / "template").rename(left[kind])
     return left
@@ -539,8 +548,49 @@ def test_no_place_for_a_checkpoint(place: Path) -> None:
     (place / "file").write_text("")
     with pytest.raises((StorageError, OSError)):
         begin(place / "file" / "out", 1)
-    with pytest.raises(InvalidArgumentError, match="too long"):
-        begin(place / ("x" * 230), 1)
+    with pytest.raises(InvalidArgumentError, match="the target's name is too long: it has 256 bytes"):
+        begin(place / ("x" * 256), 1)
+
+
+def test_a_place_that_takes_no_files_is_not_called_busy() -> None:
+    with pytest.raises(StorageError, match="cannot make anything in the target's directory") as caught:
+        begin("/proc/nothing", 1)
+    assert (caught.value.path, caught.value.errno) == ("/proc/nothing", errno.ENOENT)
+
+
+@pytest.mark.parametrize("name", ["x" * 230, "x" * 255, "ü" * 127])
+def test_every_name_that_a_file_system_takes_will_do(place: Path, name: str) -> None:
+    twin = name[:-1] + "y"  # it differs where hidden names are cut
+    with begin(place / twin, 3) as other:
+        for value in (1, 2):
+            publish(place / name, value)
+            assert value_of(place / name) == value
+        build(other, 3)
+        other.commit(facts_of(plan_of(3), 3))
+    assert value_of(place / twin) == 3
+    assert sorted(os.listdir(place)) == sorted([name, twin])
+
+
+def test_what_a_dead_publisher_of_a_long_name_left_is_read_and_taken_over(place: Path) -> None:
+    name = "x" * 255
+    left = leave(place, A, dead(), "partial", "replaced", value=5, stem=hidden_stem(name))
+    assert value_at(place / name) == 5
+    publish(place / name, 2)
+    assert not any(path.exists() for path in left.values())
+    assert (os.listdir(place), value_of(place / name)) == ([name], 2)
+
+
+def test_a_file_of_the_longest_name_is_taken_over_when_it_is_finished(place: Path) -> None:
+    files = {"y" * 255: b"1", "z" * 255: b"2"}
+    with pytest.raises(KeyError), open_build(str(place / "out"), "0" * 32, [*files, "last"], check=None) as opened:
+        for name, data in files.items():
+            file = opened.create(name, 1, b"")
+            file.write(data, 0)
+            file.finish()
+            opened.record(name, [name])
+        assert opened.finished == {name: [name] for name in files}
+        raise KeyError
+    assert os.listdir(place) == []
 
 
 def test_the_index_is_named_after_the_files() -> None:

@@ -169,6 +169,13 @@ def test_facts_that_contradict_the_file_are_refused(tmp_path: Path, change: dict
     assert caught.value.path == str(path)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "statexchange.json"])
+def test_a_file_that_describes_a_checkpoint_is_told_from_the_checkpoint(published: Path, name: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"give the directory in which it lies, {published} ") as caught:
+        open_source(published / name)
+    assert caught.value.path == str(published / name)
+
+
 @pytest.fixture
 def published(tmp_path: Path) -> Path:
     tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.ones(2)}

@@ -116,9 +116,18 @@ def test_digests_are_of_boxes_in_whatever_parts_they_come(tmp_path: Path) -> Non
     assert digest(b"") == "99aa06d3014798d86001c324468d497f"
 
 
-@pytest.mark.parametrize("name", ["", "x" * 513, "a\0b", "a\nb", "\x1b[31m", "a\x9bb", "\ud800", "__metadata__"])
-def test_a_name_that_could_harm_is_never_written(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UnsafeError, match="tensor name"):
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("", "it is empty"),
+        ("x" * 513, "it has 513 bytes, and 512 are allowed"),
+        *((name, "it holds control characters") for name in ("a\0b", "a\nb", "\x1b[31m", "a\x9bb")),
+        ("\ud800", "it is no Unicode text"),
+        ("__metadata__", "safetensors reserves it"),
+    ],
+)
+def test_a_name_that_could_harm_is_never_written(tmp_path: Path, name: str, why: str) -> None:
+    with pytest.raises(UnsafeError, match=f"cannot be written under the name .*: {why}.*; rename the tensor"):
         write(tmp_path / "x", held(name, torch.ones(1)))
     assert list(tmp_path.iterdir()) == []
 
