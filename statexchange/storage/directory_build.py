@@ -3,8 +3,9 @@
 Names, all in the target's parent directory, `nonce` being 64 random bits that each publisher draws; a long name is cut
 in them (`files.hidden_stem`):
 
-* ``.<name>.<nonce>.owner``: the owner record, which says which process on which host the nonce belongs to. It is
-  durable before anything else of that nonce is made, and removed last, so nothing of ours is ever without one.
+* ``.<name>.<nonce>.owner``: the owner record, a symbolic link that leads nowhere. Its target is JSON text that says
+  which process on which host the nonce belongs to. It is durable before anything else of that nonce is made, and
+  removed last, so nothing of ours is ever without one.
 * ``.<name>.<plan>.<nonce>.partial``: the directory under construction. `plan` is the digest of the merge plan.
 * ``.<name>.<nonce>.replaced``: the old directory, while it is replaced where two names cannot be exchanged.
 * ``.<name>.<nonce>.discarded``: a directory whose files are being removed. It is renamed first, so that nobody who
@@ -138,11 +139,15 @@ def _leftovers(name: str, dir_fd: int, parent: str) -> list[_Leftover]:
 
 
 def _read_record(name: str, dir_fd: int, path: str) -> tuple[os.stat_result | None, Owner | None]:
+    found = files.stat_of(name, dir_fd, path)
     try:
-        data = files.read_small(name, dir_fd, path, MAX_MANIFEST_BYTES)
-        return files.stat_of(name, dir_fd, path), Owner.from_json(parse_json(data, path))
-    except (NotFoundError, UnsafeError, CorruptError, StorageError, ValueError):
-        return files.stat_of(name, dir_fd, path), None
+        if found is not None and stat.S_ISLNK(found.st_mode):
+            data = os.readlink(name, dir_fd=dir_fd).encode()
+        else:
+            data = files.read_small(name, dir_fd, path, MAX_MANIFEST_BYTES)
+        return found, Owner.from_json(parse_json(data, path))
+    except (NotFoundError, UnsafeError, CorruptError, StorageError, OSError, ValueError):
+        return found, None
 
 
 def _parts(path: str) -> tuple[str, str]:
@@ -371,33 +376,18 @@ class DirectoryBuild(Build):
         self._lock = lock
 
     def _write_record(self) -> os.stat_result:
-        """Make the owner record, whole at once where the file system can make files without a name."""
+        """Make the owner record: the target of a symbolic link, which is there whole or not at all, or else a file.
+
+        A file could be there and still be empty when its writer dies; nobody could then prove whose it was. Few file
+        systems have no symbolic links: FAT, and some that network or user-space servers offer.
+        """
         path = os.path.join(self._parent, self._record)
-        data = json.dumps(Owner.current().to_json()).encode()
-        fd = _unnamed_file(self._parent_fd)
-        named = fd is None
-        if fd is None:
-            try:
-                fd = files.create_file(self._record, self._parent_fd, path)
-            except StorageError as error:
-                why = os.strerror(error.errno) if error.errno is not None else error.message
-                text = f"cannot make anything in the target's directory: {why}; choose a target that you may write"
-                raise StorageError(text, errno=error.errno, path=self.path) from error
+        text = json.dumps(Owner.current().to_json())
+        files.audit("symlink", path)
         try:
-            files.audit("write", path)
-            files.pwrite_all(fd, data, 0, path)
-            files.sync_file(fd, path)
-            if not named:
-                files.audit("link", path)
-                try:
-                    os.link(f"/proc/self/fd/{fd}", self._record, dst_dir_fd=self._parent_fd, follow_symlinks=True)
-                except OSError as error:
-                    raise StorageError.of(error, "create", path=path) from error
-        except BaseException:
-            with contextlib.suppress(OSError):  # the first failure counts
-                os.close(fd)
-            raise
-        files.close_file(fd, path)
+            os.symlink(text, self._record, dir_fd=self._parent_fd)
+        except (OSError, NotImplementedError):
+            self._write_record_file(text.encode(), path)
         files.sync_directory(self._parent_fd, path)
         found = files.stat_of(self._record, self._parent_fd, path)
         if found is None:
@@ -406,6 +396,23 @@ class DirectoryBuild(Build):
             )
             raise StorageError(text, errno=errno.ENOENT, path=path)
         return found
+
+    def _write_record_file(self, data: bytes, path: str) -> None:
+        try:
+            fd = files.create_file(self._record, self._parent_fd, path)
+        except StorageError as error:
+            why = os.strerror(error.errno) if error.errno is not None else error.message
+            text = f"cannot make anything in the target's directory: {why}; choose a target that you may write"
+            raise StorageError(text, errno=error.errno, path=self.path) from error
+        try:
+            files.audit("write", path)
+            files.pwrite_all(fd, data, 0, path)
+            files.sync_file(fd, path)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the first failure counts
+                os.close(fd)
+            raise
+        files.close_file(fd, path)
 
     def _is_ours(self, leftover: _Leftover, record: os.stat_result) -> bool:
         """Whether the record, and the directories under its nonce, belong to the user that this process is there."""
@@ -769,17 +776,6 @@ class DirectoryBuild(Build):
             else:
                 all_gone = False
         return all_gone
-
-
-def _unnamed_file(dir_fd: int) -> int | None:
-    """Return a descriptor of a new file without a name in a directory; None where the file system has no such."""
-    flag = getattr(os, "O_TMPFILE", None)
-    if flag is None or not os.path.isdir("/proc/self/fd"):
-        return None
-    try:
-        return os.open(".", os.O_RDWR | flag | os.O_CLOEXEC, 0o666, dir_fd=dir_fd)
-    except OSError:
-        return None  # where nothing can be made at all, making a file with a name says so
 
 
 def _receipt(name: str) -> str:

@@ -451,11 +451,17 @@ def open_path(path: str) -> tuple[LocalStore, str | None]:
 
     The caller closes the store. Raises NotFoundError, UnsafeError (neither file nor directory), StorageError.
     """
+    is_absent = False
     for _ in range(_LOOKS):
         try:
             return _open_path(path)
         except _BetweenNamesError:
             time.sleep(_BETWEEN_LOOKS_S)
+        except NotFoundError:
+            # A listing that spans both renames of a replacement can lack all their names: only a second one counts.
+            if is_absent:
+                raise
+            is_absent = True
     raise NotFoundError("no such path", path=local_path(path))
 
 

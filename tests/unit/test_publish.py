@@ -288,6 +288,17 @@ def test_finished_files_are_taken_over_from_the_dead_and_with_resume_from_others
         shutil.rmtree(place / "out")
 
 
+@pytest.mark.parametrize("links", [True, False])
+def test_a_killed_publisher_leaves_a_record_that_says_who_it_was(place: Path, links: bool) -> None:
+    refused = "" if links else "inject=symlinkat:error=EPERM"
+    assert run(place / "out", 1, trace=f"{refused} inject=renameat2:signal=SIGKILL".strip()).returncode != 0
+    (record,) = place.glob(".out.*.owner")
+    text = os.readlink(record) if links else record.read_text()
+    assert Owner.from_json(json.loads(text)).is_dead
+    publish(place / "out", 2)
+    assert (os.listdir(place), value_of(place / "out")) == (["out"], 2)
+
+
 def test_a_record_that_is_not_whole_is_removed_when_it_is_old(place: Path) -> None:
     (place / f".out.{A}.owner").write_text("")
     publish(place / "out", 1)
