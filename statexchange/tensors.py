@@ -165,7 +165,7 @@ def is_torch(value: object) -> bool:
 
 def is_tensor(value: object) -> bool:
     """Whether `value` is a numpy array, a torch tensor, or an object with torch's ``__create_chunk_list__``."""
-    return is_array(value) or is_torch(value) or hasattr(type(value), "__create_chunk_list__")
+    return is_torch(value) or is_array(value) or hasattr(type(value), "__create_chunk_list__")
 
 
 def is_dtensor(value: object) -> bool:

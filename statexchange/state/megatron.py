@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from statexchange.errors import CorruptError, InvalidArgumentError, UnsupportedError
+from statexchange.tensors import is_tensor
 
 __all__ = ["Kind", "MegatronTensor", "holds_sharded", "kind_of", "leaves"]
 
@@ -28,6 +29,8 @@ def kind_of(value: Any) -> Kind | None:
     ShardedTensor, ShardedTensorFactory (a parameter that is built into some), ShardedObject (what is no tensor of the
     model: extra state) and LocalNonpersistentObject (what is in no checkpoint).
     """
+    if is_tensor(value):  # asked first: of most states nearly all values are
+        return None
     if _has(value, _OBJECT):
         return "tensor" if _has(value, _TENSOR) else "object"
     if _has(value, _FACTORY):
