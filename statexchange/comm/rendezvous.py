@@ -187,17 +187,26 @@ def store_at(url: str, rank: int, world_size: int, timeout_s: float) -> SharedSt
     listens. Raises StallError naming the ranks that did not come, NotInitializedError where rank 0 cannot be reached,
     StorageError, or InvalidArgumentError.
     """
-    parts = urlsplit(url)
-    in_directory = parts.scheme == "file" and parts.path.startswith("/") and parts.netloc in ("", "localhost")
-    if not in_directory and not (parts.scheme == "tcp" and parts.hostname and parts.port is not None):
+    parts, port = urlsplit(url), _port_of(url)
+    is_local = parts.netloc in ("", "localhost") and "\0" not in parts.path
+    in_directory = parts.scheme == "file" and parts.path.startswith("/") and is_local
+    if not in_directory and not (parts.scheme == "tcp" and parts.hostname and port is not None):
         raise InvalidArgumentError(f"rendezvous must be file:///directory or tcp://host:port, not {url!r}")
     if world_size == 1:
         return SharedStore(_stores.HashStore(), 0, 1)
     if in_directory:
         return _Member(Path(parts.path), rank, world_size, timeout_s).store()
     assert parts.hostname is not None
-    assert parts.port is not None
-    return _store_at_address(parts.hostname, parts.port, rank, world_size, timeout_s)
+    assert port is not None
+    return _store_at_address(parts.hostname, port, rank, world_size, timeout_s)
+
+
+def _port_of(url: str) -> int | None:
+    """Return a URL's port; None if it names none, or what is none."""
+    try:
+        return urlsplit(url).port
+    except ValueError:
+        return None
 
 
 # At an address that all ranks were given

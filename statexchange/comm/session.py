@@ -776,7 +776,7 @@ class Session:
         """Leave: peers that still wait for this rank raise PeerError, with `error` as its cause. Not collective."""
         forks.forget(self)
         public = _public.get()
-        phase = "its own code" if public is None else public.name
+        phase, ended = ("its own code", "this rank's code") if public is None else (public.name, public.name)
         known = None if error is None else from_record(self.record(error, phase))
         if self.page is not None:
             self.page.leave(known)
@@ -784,8 +784,8 @@ class Session:
         if self.look is not None and known is not None:
             self.look.tell(known)
         if self.dead is None:
-            ended = "" if error is None else f" since {type(error).__name__} ended {phase} here"
-            self.dead = closed_error(self.rank, ended)
+            since = "" if error is None else f" since {type(error).__name__} ended {ended}"
+            self.dead = closed_error(self.rank, since)
         for line in [self._queue, *self._lines.values()]:
             line.close(_CLOSE_S)
         if self.look is not None:

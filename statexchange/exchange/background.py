@@ -71,7 +71,8 @@ def export_checkpoint_async(
                     raise taken
             return export_checkpoint(taken, out, comm=known.comm, layout=layout, **options)
 
-    result = _Result(without_secrets(out if isinstance(out, str) else excerpt(out)), is_told=failure is not None)
+    shown = str(out) if isinstance(out, (str, os.PathLike)) else excerpt(out)
+    result = _Result(without_secrets(shown), is_told=failure is not None)
     known.start(export, result)
     if failure is not None:
         raise failure.with_traceback(None)

@@ -27,13 +27,14 @@ class NFSWorkspace:
     """A shared directory in which each rank leaves its config and weights for others to read.
 
     Not collective: nothing here involves another rank, a collective or a barrier. `workspace_path` None makes an
-    uninitialised workspace, whose methods raise ValueError. `run` separates jobs that share a directory: by default it
-    is that of this process's communicator, else of the launcher's job; a reader of a directory that holds one run needs
-    none, and where several jobs cannot be told apart an error asks for it.
+    uninitialised workspace, whose methods raise ValueError; "" is the current directory. `run` separates jobs that
+    share a directory: by default it is that of this process's communicator, else of the launcher's job; a reader of a
+    directory that holds one run needs none, and where several jobs cannot be told apart an error asks for it.
     """
 
     def __init__(self, workspace_path: str | os.PathLike[str] | None = None, *, run: str | None = None) -> None:
-        self._workspace = Workspace(workspace_path) if workspace_path is not None else None
+        path = os.curdir if workspace_path == "" else workspace_path
+        self._workspace = Workspace(path) if path is not None else None
         self._run = run
         self._round: int | None = None
 

@@ -466,7 +466,7 @@ def is_interrupted(out: str) -> list[str]:
 def test_after_an_interrupt_a_rank_says_of_itself_why_it_is_closed(backend: str, tmp_path: Path) -> None:
     interrupted, other = run_ranks(is_interrupted, 2, backend=backend, args=(str(tmp_path / "out"),), timeout_s=30)
     closed = (
-        "this communicator is closed since KeyboardInterrupt ended export_checkpoint here: make a new one, as "
+        "this communicator is closed since KeyboardInterrupt ended export_checkpoint: make a new one, as "
         "shutdown() and init() do [rank 0]"
     )
     assert interrupted == ["", closed, closed, closed]

@@ -213,6 +213,11 @@ def test_two_processes_of_one_rank_are_found_out(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"rendezvous": "s3://bucket", "rank": 0, "world_size": 2}, "must be file:///directory or tcp://host:port"),
+        ({"rendezvous": "file:///nu\0ll", "rank": 0, "world_size": 2}, "must be file:///directory"),
+        (
+            {"rendezvous": "tcp://host:70000", "rank": 0, "world_size": 2},
+            "must be file:///directory or tcp://host:port",
+        ),
         ({"rendezvous": "file://relative", "rank": 0, "world_size": 2}, "must be file:///directory"),
         ({"rendezvous": "tcp://host", "rank": 0, "world_size": 2}, "must be file:///directory or tcp://host:port"),
         ({"rendezvous": "file:///tmp/x"}, "needs rank and world_size"),

@@ -290,7 +290,7 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     )
     assert refuse(UnsupportedError, tmp_path, "complex128").name == "c"
     refuse(UnsafeError, tmp_path, "one name to both", rename=[(".", "x")])
-    refuse(UnsafeError, tmp_path, "holds control characters", exclude="c", rename=[("w", "a\nb")])
+    refuse(UnsafeError, tmp_path, "it holds control characters", exclude="c", rename=[("w", "a\nb")])
     for rename in ("^w", {"w": "x"}, ("^w", "ab"), [("w",)]):  # one pair, not in a list, is two strings of two each
         refuse(InvalidArgumentError, tmp_path, "rename must be a function or", rename=rename)
     refuse(InvalidArgumentError, tmp_path, "matches no tensor", include=["nothing.*"])
