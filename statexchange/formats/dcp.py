@@ -19,7 +19,7 @@ from statexchange.errors import (
     excerpt,
 )
 from statexchange.formats.budget import Budget
-from statexchange.formats.pickles import MAX_PICKLE_BYTES, Made, read_pickle
+from statexchange.formats.pickles import MAX_PICKLE_BYTES, Made, Symbol, read_pickle
 from statexchange.formats.source import Holder, ListedTensor, Source, SourceTensor
 from statexchange.formats.torch_archive import Archive, View, described, dtype_of, plain, view_of
 from statexchange.sharding.shards import Box, Shard, shape_from_json, sizes_from_json
@@ -78,7 +78,7 @@ def read(place: Place, *, strict: bool = True) -> Source:
     try:
         data = store.read_small(METADATA, MAX_PICKLE_BYTES)
         budget = Budget(len(data), metadata)
-        tensors, by_file = _parsed(read_pickle(data, metadata, budget), budget)
+        tensors, by_file, unsupported = _parsed(read_pickle(data, metadata, budget), budget, metadata)
     except _REFUSALS as error:
         raise error.located(path=metadata) from None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -86,7 +86,7 @@ def read(place: Place, *, strict: bool = True) -> Source:
     problems = _unstored(tensors, by_file, metadata)
     holders: list[Holder] = []
     others: dict[str, str] = {}
-    listed: list[ListedTensor] = []
+    listed = list(unsupported)
     views: dict[bytes, View] = {}
     for file in sorted(by_file, key=_order):
         reader = _File(store.path_of(file), _order(file)[0], tensors, views)
@@ -123,23 +123,31 @@ def _order(file: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _parsed(metadata: Any, budget: Budget) -> tuple[dict[str, _Tensor], dict[str, list[_Stored]]]:
-    """Return the tensors by name, and the entries of each file."""
+def _parsed(
+    metadata: Any, budget: Budget, path: str
+) -> tuple[dict[str, _Tensor], dict[str, list[_Stored]], list[ListedTensor]]:
+    """Return the tensors by name, the entries of each file, and the tensors of dtypes that are not supported."""
     _expect(metadata, "Metadata")
     tensors = {}
     others = set()
+    unsupported: dict[str, ListedTensor] = {}
     for name, fact in metadata.state["state_dict_metadata"].items():
         if type(name) is not str:
             raise ValueError(f"a {type(name).__name__} as a name")
         if fact.name == "BytesStorageMetadata":
             others.add(name)
         else:
-            tensors[name] = _tensor(name, fact, budget)
+            try:
+                tensors[name] = _tensor(name, fact, budget)
+            except UnsupportedError as error:
+                unsupported[name] = _unsupported(name, fact, error, path)
     by_file: dict[str, list[_Stored]] = {}
     for index, place in (metadata.state["storage_data"] or {}).items():
         _expect(index, "MetadataIndex")
         _expect(place, "_StorageInfo")
         name, offsets = index.state["fqn"], index.state.get("offset")
+        if type(name) is str and name in unsupported:
+            continue
         if type(name) is not str or (name not in tensors and name not in others):
             text = f"{METADATA} stores this entry but does not describe it: the save is damaged, save again"
             raise CorruptError(text, name=name if type(name) is str else None)
@@ -147,7 +155,13 @@ def _parsed(metadata: Any, budget: Budget) -> tuple[dict[str, _Tensor], dict[str
         if name in tensors and stored.offsets not in tensors[name].chunks:
             raise CorruptError(f"part at {stored.offsets} is stored but not described in {METADATA}", name=name)
         by_file.setdefault(_file_name(place.state, name), []).append(stored)
-    return tensors, by_file
+    return tensors, by_file, list(unsupported.values())
+
+
+def _unsupported(name: str, fact: Made, error: UnsupportedError, path: str) -> ListedTensor:
+    symbol = fact.state["properties"].state[0]
+    dtype = symbol.name if type(symbol) is Symbol else None
+    return ListedTensor(name, dtype, shape_from_json(fact.state["size"]), path, error.located(name=name, path=path))
 
 
 def _expect(made: Any, name: str) -> None:
@@ -167,10 +181,7 @@ def _tensor(name: str, fact: Made, budget: Budget) -> _Tensor:
             if chunks[box.offsets].numel:
                 raise CorruptError(f"two parts begin at {box.offsets}", name=name)
             chunks[box.offsets] = box
-    try:
-        return _Tensor(dtype_of(fact.state["properties"].state[0]), shape, chunks)
-    except UnsupportedError as error:
-        raise error.located(name=name) from None
+    return _Tensor(dtype_of(fact.state["properties"].state[0]), shape, chunks)
 
 
 def _stored(name: str, offsets: Any, place: dict[str, Any]) -> _Stored:
@@ -253,9 +264,9 @@ class _File:
         return self._views[data]
 
     def _other(self, archive: Archive) -> str:
-        """Describe a non-tensor entry; objects of unknown classes are named, not read."""
+        """Describe an entry that is no tensor. Its pickle is its own: what is refused is named too."""
         try:
-            return described(read_pickle(archive.pickle(), self._path))
+            return described(read_pickle(archive.pickle(), self._path, opaque=True))
         except UnsafeError as error:
             return error.message
 

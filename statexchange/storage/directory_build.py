@@ -70,7 +70,7 @@ from statexchange.storage.build import (
 )
 from statexchange.storage.json_text import MAX_MANIFEST_BYTES, parse_json
 from statexchange.storage.local import open_path
-from statexchange.storage.mounts import mount_of, warn_of_options
+from statexchange.storage.mounts import Mount, mount_of, warn_of_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -80,6 +80,7 @@ __all__ = ["DirectoryBuild", "check_directory", "open_for_writing"]
 _log = logging.getLogger(__name__)
 _MAX_NAME_BYTES = 255 - len(f"..{'0' * 32}.{'0' * 16}.partial")
 _BROKEN_RECORD_S = 60.0  # an owner record that is not whole by then was left by a process that died while it wrote
+_STAT_BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's
 _EMPTYING_S = 3.0  # how long files that others still hold open may keep a directory on NFS from being removed
 _OPEN_EXISTING = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _Identity = tuple[int, int, int]
@@ -158,23 +159,55 @@ def _parts(path: str) -> tuple[str, str]:
     return parent, name
 
 
-def check_directory(path: str, check: ReplaceCheck | None) -> None:
-    """Check, without changing anything, whether a build at `path` would accept the target. Raises what it would
-    raise."""
-    parent, name = _parts(path)
+def check_directory(path: str, check: ReplaceCheck | None, nbytes: int, *, resume: bool) -> None:
+    """Check, without changing anything, whether a build of `nbytes` bytes at `path` would accept the target.
+
+    Raises what it would raise. What dead publishers have left does not count as taken: their room becomes free, or
+    their files are taken over.
+    """
+    parent, _ = _parts(path)
+    dir_fd, nearest = files.open_nearest(parent)
     try:
-        dir_fd = files.open_directory(parent)
-    except NotFoundError:
-        return
-    try:
-        leftovers = _leftovers(name, dir_fd, parent)
-        _refuse_others(leftovers, path)
-        if files.stat_of(name, dir_fd, path) is not None or not any(_interrupted(leftovers)):
-            _check_target(path, dir_fd, check)
-        elif check is None:
-            raise target_exists(path)
+        room = nbytes
+        if nearest == parent:
+            room -= _check_existing(path, dir_fd, check, resume=resume)
+        files.check_writable(dir_fd, nearest)
+        _check_mount(mount_of(nearest), nearest)
+        files.check_room(dir_fd, room, path)
     finally:
         os.close(dir_fd)
+
+
+def _check_mount(mount: Mount, path: str) -> None:
+    if mount.has_no_files:
+        raise StorageError(f"cannot make files here: {mount.kind} shows the kernel", errno=errno.ENOENT, path=path)
+
+
+def _check_existing(path: str, dir_fd: int, check: ReplaceCheck | None, *, resume: bool) -> int:
+    """Check what lies at the target and beside it; return the bytes of what would be removed or taken over."""
+    parent, name = os.path.split(path)
+    leftovers = _leftovers(name, dir_fd, parent)
+    _refuse_others(leftovers, path)
+    if files.stat_of(name, dir_fd, path) is not None or not any(_interrupted(leftovers)):
+        looked = _check_target(path, dir_fd, check)
+        if looked is not None:
+            os.close(looked[0])
+    elif check is None:
+        raise target_exists(path)
+    removed = [one for one in leftovers if one.owner is not None and (resume or one.state == "dead")]
+    return sum(_room_of(one, dir_fd, parent) for one in removed)
+
+
+def _room_of(leftover: _Leftover, dir_fd: int, parent: str) -> int:
+    """Return the bytes that the unfinished directories of a publisher take on disk."""
+    taken = 0
+    for name in leftover.partials.values():
+        path = os.path.join(parent, name)
+        with files.directory(name, dir_fd, path) as partial_fd:
+            for entry in files.names_in(partial_fd, path):
+                found = files.stat_of(entry, partial_fd, path)
+                taken += 0 if found is None else getattr(found, "st_blocks", 0) * _STAT_BLOCK_BYTES
+    return taken
 
 
 def _another(path: str, why: str) -> TargetExistsError:
@@ -321,6 +354,7 @@ class DirectoryBuild(Build):
         files.make_path(self._parent, 0o777)
         warn_of_options(self._parent)
         self._mount = mount_of(self._parent)
+        _check_mount(self._mount, self._parent)
         self._parent_fd = files.open_directory(self._parent)
         active_builds.add(self._nonce)
         try:
