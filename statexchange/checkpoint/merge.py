@@ -83,8 +83,7 @@ class MergeReport:
     """The result of a merge, or of its dry run.
 
     `files` are (name, bytes of tensors); `notes` say what was done to names, what was not written, and what may not
-    have been meant; `reused` the files that a killed
-    merge had finished already; `tensors` is filled by a dry run only.
+    have been meant; `reused` the files that a killed merge had finished already; `tensors` is filled by a dry run only.
     """
 
     path: str

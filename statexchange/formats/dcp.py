@@ -21,7 +21,7 @@ from statexchange.errors import (
 from statexchange.formats.budget import Budget
 from statexchange.formats.pickles import MAX_PICKLE_BYTES, Made, Symbol, read_pickle
 from statexchange.formats.source import Holder, ListedTensor, Source, SourceTensor
-from statexchange.formats.torch_archive import Archive, View, described, dtype_of, plain, view_of
+from statexchange.formats.torch_archive import Archive, View, described, dtype_of, holds_tensor, plain, view_of
 from statexchange.sharding.shards import Box, Shard, shape_from_json, sizes_from_json
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.place import Place
@@ -93,6 +93,7 @@ def read(place: Place, *, strict: bool = True) -> Source:
         try:
             holders.append(reader.read(_opened(store, file, by_file[file]), by_file[file]))
             others |= reader.others
+            listed += reader.unsupported
         except StateExchangeError as error:
             problems.append(error)
             listed += [
@@ -223,6 +224,7 @@ class _File:
         self._tensors = tensors
         self._views = views
         self.others: dict[str, str] = {}
+        self.unsupported: list[ListedTensor] = []
 
     def read(self, file: StoredFile, entries: list[_Stored]) -> Holder:
         """Return the holder with all tensors of the file. No bytes are read for two entries."""
@@ -243,7 +245,7 @@ class _File:
     def _entry(self, file: StoredFile, entry: _Stored, parts: dict[str, list[tuple[Box, ByteRange]]]) -> None:
         archive = Archive(file, entry.begin, entry.length)
         if entry.offsets is None:
-            self.others[entry.name] = self._other(archive)
+            self._other(entry.name, archive)
             return
         tensor = self._tensors[entry.name]
         box = tensor.chunks[entry.offsets]
@@ -263,12 +265,28 @@ class _File:
                 raise CorruptError(f"not what torch writes for a tensor: {excerpt(error, 200)}") from None
         return self._views[data]
 
-    def _other(self, archive: Archive) -> str:
-        """Describe an entry that is no tensor. Its pickle is its own: what is refused is named too."""
+    def _other(self, name: str, archive: Archive) -> None:
+        """Describe an entry that is no tensor. Its pickle is its own: what is refused in it is named too.
+
+        Tensors in lists and dicts, as the states of random generators are saved, are named as what they are part of;
+        those in an object that is not understood are unsupported.
+        """
+        data = archive.pickle()
+        budget = Budget(len(data), self._path)
         try:
-            return described(read_pickle(archive.pickle(), self._path, opaque=True))
+            value = read_pickle(data, self._path, budget, opaque=True)
         except UnsafeError as error:
-            return error.message
+            self.others[name] = error.message
+            return
+        what = described(value)
+        if not holds_tensor(value, budget, set()):
+            self.others[name] = what
+        elif type(value) is not Made:
+            self.others[name] = f"{what}, with tensors in it"
+        else:
+            text = f"this holds tensors and is not understood: {what}"
+            refusal = UnsupportedError(text, rank=self._rank, name=name, path=self._path)
+            self.unsupported.append(ListedTensor(name, None, None, self._path, refusal))
 
     def _joined(self, name: str, parts: list[tuple[Box, ByteRange]]) -> SourceTensor:
         tensor = self._tensors[name]

@@ -165,14 +165,24 @@ def check_directory(path: str, check: ReplaceCheck | None, nbytes: int, *, resum
     Raises what it would raise. What dead publishers have left does not count as taken: their room becomes free, or
     their files are taken over.
     """
-    parent, _ = _parts(path)
+    parent, name = _parts(path)
     dir_fd, nearest = files.open_nearest(parent)
     try:
+        _check_mount(mount_of(nearest), nearest)
         room = nbytes
         if nearest == parent:
-            room -= _check_existing(path, dir_fd, check, resume=resume)
+            leftovers = _leftovers(name, dir_fd, parent)
+            _refuse_others(leftovers, path)
+            is_there = files.stat_of(name, dir_fd, path) is not None
+            if check is None and (is_there or any(_interrupted(leftovers))):
+                raise target_exists(path)
+            files.check_writable(dir_fd, parent)  # here, as in a build
+            if is_there or not any(_interrupted(leftovers)):
+                looked = _check_target(path, dir_fd, check)
+                if looked is not None:
+                    os.close(looked[0])
+            room -= sum(_room_of(one, dir_fd, parent) for one in leftovers if resume or one.state == "dead")
         files.check_writable(dir_fd, nearest)
-        _check_mount(mount_of(nearest), nearest)
         files.check_room(dir_fd, room, path)
     finally:
         os.close(dir_fd)
@@ -183,27 +193,14 @@ def _check_mount(mount: Mount, path: str) -> None:
         raise StorageError(f"cannot make files here: {mount.kind} shows the kernel", errno=errno.ENOENT, path=path)
 
 
-def _check_existing(path: str, dir_fd: int, check: ReplaceCheck | None, *, resume: bool) -> int:
-    """Check what lies at the target and beside it; return the bytes of what would be removed or taken over."""
-    parent, name = os.path.split(path)
-    leftovers = _leftovers(name, dir_fd, parent)
-    _refuse_others(leftovers, path)
-    if files.stat_of(name, dir_fd, path) is not None or not any(_interrupted(leftovers)):
-        looked = _check_target(path, dir_fd, check)
-        if looked is not None:
-            os.close(looked[0])
-    elif check is None:
-        raise target_exists(path)
-    removed = [one for one in leftovers if one.owner is not None and (resume or one.state == "dead")]
-    return sum(_room_of(one, dir_fd, parent) for one in removed)
-
-
 def _room_of(leftover: _Leftover, dir_fd: int, parent: str) -> int:
-    """Return the bytes that the unfinished directories of a publisher take on disk."""
+    """Return the bytes on disk of a publisher's unfinished directories; of what cannot be looked at, 0."""
+    if leftover.owner is None or leftover.replaced:  # it is left alone, or is about to get the target's name
+        return 0
     taken = 0
     for name in leftover.partials.values():
         path = os.path.join(parent, name)
-        with files.directory(name, dir_fd, path) as partial_fd:
+        with contextlib.suppress(StateExchangeError), files.directory(name, dir_fd, path) as partial_fd:
             for entry in files.names_in(partial_fd, path):
                 found = files.stat_of(entry, partial_fd, path)
                 taken += 0 if found is None else getattr(found, "st_blocks", 0) * _STAT_BLOCK_BYTES

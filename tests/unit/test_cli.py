@@ -586,6 +586,30 @@ def test_a_dry_run_says_what_the_target_cannot_take(namespace: Path, workspace: 
     assert "Read-only file system" in read_only
 
 
+LEAVE = """
+import os, sys
+from statexchange.checkpoint.publication import Publication
+from statexchange.sharding.plan import Holding, plan_merge
+from statexchange.sharding.shards import Shard, full_box
+
+plan = plan_merge([Holding(0, [Shard("w", "U8", (2 << 20,), (full_box((2 << 20,)),))])])
+opened = Publication(sys.argv[1], plan, source="test").create(plan.files[0])
+opened.write(bytes(2 << 20), opened.offset_of(plan.files[0].tensors[0]))
+os._exit(0)
+"""
+
+
+def test_a_dry_run_counts_the_room_that_a_dead_publisher_left(namespace: Path, tmp_path: Path) -> None:
+    write_workspace(tmp_path / "big", [[held("w", "U8", (2 << 20,), (0,), (2 << 20,), 1)]])
+    (tmp_path / "leave.py").write_text(LEAVE)
+    merge = f"{sys.executable} -m statexchange merge {tmp_path}/big {namespace}"
+    said = in_namespace(
+        f"mount -t tmpfs -o size=3m tmpfs {namespace}; {sys.executable} {tmp_path}/leave.py {namespace}/out; "
+        f"{merge}/other --dry-run >&2 || echo exit $?; {merge}/out --dry-run >&2 && {merge}/out >&2 && echo merged"
+    )
+    assert said.splitlines() == ["exit 8", "merged"]
+
+
 def test_what_cannot_be_read_is_shown_with_what_it_is(call: Call, tmp_path: Path) -> None:
     write_safetensors(tmp_path / "x.safetensors", {"odd": ("F4", (2, 2), b"ab"), "w": ("U8", (2,), b"cd")})
     code, out, err = call("info", tmp_path / "x.safetensors")
