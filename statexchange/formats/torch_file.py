@@ -39,6 +39,7 @@ _INDEX_SUFFIX = ".bin.index.json"
 _RANK = re.compile(r"(?<![A-Za-z])rank[_-]?([0-9]{1,9})(?![0-9])", re.IGNORECASE)
 _ZIP, _LEGACY = b"PK\3\4", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _MAX_DEPTH = 100
+_STEPS_PER_REFUSAL = 256  # an error takes about 2,000 bytes; a tensor's pickle has 200
 _MAX_KEY_TEXT = 512  # characters by which a key stands in a name, if it is no text
 
 
@@ -142,6 +143,7 @@ class _File:
 
     def _refuse(self, name: str, error: UnsupportedError) -> None:
         """List a tensor that cannot be read."""
+        self._budget.spend(_STEPS_PER_REFUSAL)
         located = error.located(rank=self._rank, name=name, path=self._path)
         self.unsupported.append(ListedTensor(name, None, None, self._path, located))
 
