@@ -20,7 +20,8 @@ import xxhash
 from statexchange.checkpoint.convert import ConvertingReader, cast_holdings, float_name
 from statexchange.checkpoint.extra_files import FilesFrom, extra_files
 from statexchange.checkpoint.index import BoxFact
-from statexchange.checkpoint.publication import PlannedFile, Publication, check_target, target_path
+from statexchange.checkpoint.notes import check_readable, kept_metadata, notes_about
+from statexchange.checkpoint.publication import PlannedFile, Publication, check_publication, target_path
 from statexchange.errors import (
     CorruptError,
     InvalidArgumentError,
@@ -82,8 +83,8 @@ class PlannedTensor:
 class MergeReport:
     """The result of a merge, or of its dry run.
 
-    `files` are (name, bytes of tensors); `notes` are things to know about names; `reused` the files that a killed
-    merge had finished already; `tensors` is filled by a dry run only.
+    `files` are (name, bytes of tensors); `notes` say what was done to names, what was not written, and what may not
+    have been meant; `reused` the files that a killed merge had finished already; `tensors` is filled by a dry run only.
     """
 
     path: str
@@ -140,6 +141,13 @@ def merge_checkpoint(
     the output files that it had finished, if its process has provably ended: it ran on this host since the last boot.
     With `resume` the caller says so of a process of another host; if it runs after all, it fails.
 
+    Entries of a source that are no tensors are not written, and notes name them; so do notes name tensors that look
+    like optimizer state. A tensor that is not supported is an error unless it is left out by `include` or `exclude`.
+    Text metadata of safetensors files on which all files agree is kept.
+
+    `dry_run` writes nothing and raises what the merge would raise before it copies the first byte: everything but what
+    only the bytes show, which `verify` reads.
+
     Raises NotFoundError, IncompleteError, OverlapError, CorruptError, ReplicaError, ReplacedError, TargetExistsError,
     UnsafeError, InvalidArgumentError, UnsupportedError, StorageError.
     """
@@ -161,21 +169,33 @@ def merge_checkpoint(
             return _merged(opened, reductions)
 
     def _merged(opened: Source, reductions: Mapping[str, str]) -> MergeReport:
+        check_readable(opened, options)
         holdings = opened.holdings()
         chosen, notes = _unwrapped(opened.kind, holdings, options)
         basis = _basis(opened, replicas, wanted, reductions)
         plan = plan_merge(list(cast_holdings(holdings, wanted)) if wanted else holdings, chosen, basis=basis)
         if replicas == "equal":
             check_replicas(opened, plan, reductions)
+        _check_reductions(opened, plan, reductions)
         extra = extra_files(files_from, plan)
+        metadata, lost = kept_metadata(opened)
+        sources = [tensor.source for file in plan.files for tensor in file.tensors]
+        notes += (*notes_about(opened, sources, options), *lost)
         path = target_path(out)
         reused: tuple[str, ...] = ()
         _check_apart(opened, path)
         if dry_run:
-            check_target(path, overwrite=overwrite)
+            check_publication(path, plan, extra=extra, metadata=metadata, overwrite=overwrite, resume=resume)
         else:
             with Publication(
-                path, plan, source=opened.kind, extra=extra, overwrite=overwrite, reuse=True, resume=resume
+                path,
+                plan,
+                source=opened.kind,
+                extra=extra,
+                metadata=metadata,
+                overwrite=overwrite,
+                reuse=True,
+                resume=resume,
             ) as publication:
                 path = publication.path
                 reused = tuple(sorted(publication.finished))
@@ -330,6 +350,27 @@ def _check_piece(source: Source, tensor: TensorPlan, piece: Piece) -> None:
             )
 
 
+def _check_reductions(source: Source, plan: Plan, reductions: Mapping[str, str]) -> None:
+    """Raise UnsupportedError or CorruptError for copies that cannot be reduced."""
+    for file in plan.files:
+        for tensor in file.tensors:
+            if tensor.source not in reductions:
+                continue
+            for piece in tensor.pieces:
+                _check_reduction(source, tensor.source, piece, reductions[tensor.source])
+
+
+def _check_reduction(source: Source, name: str, piece: Piece, reduce: str) -> None:
+    held = source.holders[piece.holder].tensors[name].shard.dtype
+    if held.startswith("C"):
+        raise UnsupportedError(f"complex numbers have no {reduce}", name=name)
+    for holder, _ in piece.replicas:
+        found = source.holders[holder].tensors[name].shard.dtype
+        if found != held:
+            path = source.holders[holder].path
+            raise CorruptError("copies to be reduced differ in dtype", name=name, path=path, expected=held, found=found)
+
+
 _Reader = BoxReader | ConvertingReader
 
 
@@ -416,16 +457,7 @@ class _Merge:
         held, reduce = self._held_dtype(tensor, piece), self._reductions.get(tensor.source)
         if held == tensor.dtype and reduce is None:
             return self._box_reader(tensor, piece, piece.holder, piece.box_index)
-        if reduce is not None and held.startswith("C"):
-            raise UnsupportedError(f"complex numbers have no {reduce}", name=tensor.source)
         suppliers = [(piece.holder, piece.box_index), *(piece.replicas if reduce is not None else ())]
-        for holder, _ in suppliers:
-            found = self._source.holders[holder].tensors[tensor.source].shard.dtype
-            if found != held:
-                path = self._source.holders[holder].path
-                raise CorruptError(
-                    "copies to be reduced differ in dtype", name=tensor.source, path=path, expected=held, found=found
-                )
         readers = [self._box_reader(tensor, piece, *supplier) for supplier in suppliers]
         return ConvertingReader(readers, held, tensor.dtype, reduce, xxhash.xxh3_128())
 

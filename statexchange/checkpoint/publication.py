@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from statexchange.sharding.plan import FilePlan, Plan, TensorPlan
     from statexchange.storage.files import Buffer
 
-__all__ = ["PlannedFile", "Publication", "check_target", "target_path"]
+__all__ = ["FORMAT_METADATA", "PlannedFile", "Publication", "check_publication", "target_path"]
 
-_FORMAT_METADATA = {"format": "pt"}
+FORMAT_METADATA = {"format": "pt"}  # what save_file is given for tensors of torch
 
 
 def target_path(path: str | os.PathLike[str]) -> str:
@@ -38,14 +38,6 @@ def target_path(path: str | os.PathLike[str]) -> str:
     if "://" in name:
         raise InvalidArgumentError(f"a checkpoint goes to a directory, not to {name!r}")
     return os.path.abspath(name)
-
-
-def check_target(path: str | os.PathLike[str], *, overwrite: bool) -> None:
-    """Raise what publishing at `path` would raise of what lies there now. Nothing is changed.
-
-    Not collective. Raises TargetExistsError, UnsafeError, CorruptError, StorageError.
-    """
-    check_build(target_path(path), MANIFEST, check=_replaceable_files if overwrite else None)
 
 
 def _replaceable_files(store: Store) -> Sequence[str]:
@@ -99,6 +91,40 @@ class PlannedFile:
         self._output.finish(writes_header=writes_header)
 
 
+class _Draft:
+    """All that is known of a publication before anything is written: its files by name, and their headers.
+
+    Raises what no file can hold: UnsupportedError for a dtype, UnsafeError for a name, InvalidArgumentError.
+    """
+
+    def __init__(self, plan: Plan, extra: Mapping[str, bytes], metadata: Mapping[str, str]) -> None:
+        index = index_name(plan)
+        self.texts = {**extra, **({index: index_text(plan)} if index else {})}
+        self.headers = {file.name: _header_of(file, metadata) for file in plan.files}
+        self.names = [*self.headers, *([index] if index else []), *extra]
+        self.nbytes = plan.nbytes + sum(map(len, (*self.headers.values(), *self.texts.values())))
+
+
+def check_publication(
+    path: str | os.PathLike[str],
+    plan: Plan,
+    *,
+    extra: Mapping[str, bytes] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+) -> None:
+    """Raise what a `Publication` with these arguments would raise until its files have all their room.
+
+    Not collective. Nothing is changed. What cannot be told without writing (a quota, a store's permissions) is not
+    found. Raises TargetExistsError, UnsafeError, UnsupportedError, NotFoundError, CorruptError, InvalidArgumentError,
+    StorageError.
+    """
+    draft = _Draft(plan, extra or {}, metadata or FORMAT_METADATA)
+    check = _replaceable_files if overwrite else None
+    check_build(target_path(path), MANIFEST, check=check, nbytes=draft.nbytes, resume=resume)
+
+
 class Publication:
     """One checkpoint on its way to its path or URL. Root only.
 
@@ -110,6 +136,7 @@ class Publication:
         plan: what is published.
         source: the format that the tensors come from, for the manifest.
         extra: content of the extra files by name.
+        metadata: text metadata of the tensor files; "format" alone unless given.
         overwrite: replace a checkpoint of ours that lies at the target.
         reuse: keep output files of this very plan that a dead publisher had finished: `finished` maps their names to
             the facts that `record` was given. It is for plans whose digest stands for every byte.
@@ -129,19 +156,18 @@ class Publication:
         *,
         source: str,
         extra: Mapping[str, bytes] | None = None,
+        metadata: Mapping[str, str] | None = None,
         overwrite: bool = False,
         reuse: bool = False,
         resume: bool = False,
     ) -> None:
         self._plan = plan
         self._source = source
-        self._extra = extra or {}
-        index = index_name(plan)
-        self._names = [*(file.name for file in plan.files), *([index] if index else []), *self._extra]
+        self._draft = _Draft(plan, extra or {}, metadata or FORMAT_METADATA)
         self._build = open_build(
             target_path(path),
             plan.digest,
-            [*self._names, MANIFEST],
+            [*self._draft.names, MANIFEST],
             check=_replaceable_files if overwrite else None,
             reuse=reuse,
             resume=resume,
@@ -164,7 +190,7 @@ class Publication:
 
     def create(self, file: FilePlan) -> PlannedFile:
         """Make an output file with all its room reserved; room in memory is only looked for. For several threads."""
-        header = _header_of(file)
+        header = self._draft.headers[file.name]
         return PlannedFile(file, self._build.create(file.name, len(header) + file.data_nbytes, header))
 
     def record(self, name: str, facts: Any) -> None:
@@ -183,13 +209,10 @@ class Publication:
         `facts` has one BoxFact per piece of each output tensor. When this returns the checkpoint is there, whole and
         durable. Raises TargetExistsError if another publisher was first.
         """
-        texts = dict(self._extra)
-        index = index_name(self._plan)
-        if index is not None:
-            texts[index] = index_text(self._plan)
+        texts = self._draft.texts
         for name, data in texts.items():
             self._build.put(name, data)
-        manifest = manifest_text(self._plan, facts, self._names, self._source)
+        manifest = manifest_text(self._plan, facts, self._draft.names, self._source)
         self._build.commit(MANIFEST, manifest)
         return [*((name, len(data)) for name, data in texts.items()), (MANIFEST, len(manifest))]
 
@@ -204,9 +227,9 @@ class Publication:
         self.abandon()
 
 
-def _header_of(plan: FilePlan) -> bytes:
+def _header_of(plan: FilePlan, metadata: Mapping[str, str]) -> bytes:
     """Return the header of an output file; UnsupportedError for what safetensors cannot hold."""
     for tensor in plan.tensors:
         if tensor.dtype == "C128":
             raise UnsupportedError("safetensors has no complex128; cast or exclude it", name=tensor.name)
-    return encode_header([(t.name, t.dtype, t.shape) for t in plan.tensors], _FORMAT_METADATA)
+    return encode_header([(t.name, t.dtype, t.shape) for t in plan.tensors], metadata)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import click
@@ -10,12 +9,11 @@ import click
 from statexchange.cli import command as commands
 from statexchange.cli.output import Output, code_of, fields_of, gravest
 from statexchange.cli.text import ranges
+from statexchange.formats.source import listing
 from statexchange.report.pictures import format_bytes
 
 if TYPE_CHECKING:
     from statexchange.report.summary import Summary
-
-_MAX_OTHERS = 8
 
 
 @commands.command
@@ -27,6 +25,8 @@ def command(output: Output, path: str) -> int:
     summary = summarize(path)
     for problem in summary.problems:  # the reason comes first
         output.warning(str(problem))
+    if summary.unsupported:
+        output.warning(f"tensors that cannot be read: {listing(summary.unsupported)}")
     output.facts(_facts(summary))
     worst = gravest(summary.problems)
     return output.finish(code_of(worst) if worst else "OK", fields_of(summary), error=worst)
@@ -54,18 +54,11 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
     if summary.aliases:
         facts.append(("aliases", ", ".join(f"{alias} -> {kept}" for alias, kept in summary.aliases.items())))
     if summary.others:
-        facts.append(("others", _others(summary)))
+        facts.append(("others", f"{len(summary.others):,}: {listing(summary.others)}"))
     facts.append(("digests", "known, not checked here" if summary.proven else "not known"))
     if summary.num_unreadable:
         facts.append(("unreadable", f"{summary.num_unreadable:,} tensors, listed but not to be read"))
     return facts
-
-
-def _others(summary: Summary) -> str:
-    """The first entries that are no tensors; ``--json`` has all of them."""
-    shown = [f"{name} ({what})" for name, what in islice(summary.others.items(), _MAX_OTHERS)]
-    hidden = len(summary.others) - len(shown)
-    return f"{len(summary.others):,}: {', '.join(shown)}" + (f" and {hidden:,} more" if hidden else "")
 
 
 def _exact(nbytes: int) -> str:

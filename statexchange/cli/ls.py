@@ -29,12 +29,17 @@ _HEADER = ("NAME", "DTYPE", "SHAPE", "BYTES", "HELD-BY")
 def command(output: Output, path: str, include: tuple[str, ...]) -> int:
     """List the tensors at PATH: name, dtype, global shape, bytes, and which ranks or which file hold them."""
     from statexchange.formats.registry import open_source
+    from statexchange.formats.source import listing
     from statexchange.report.summary import tensor_rows
 
     source = open_source(path, strict=False)
     rows = _selected(tensor_rows(source), include)
     by_rank = source.kind in ("workspace", "dcp")
     output.table(_HEADER, (_cells(row, by_rank, output.aligned) for row in rows), right=("BYTES",))
+    if source.others:
+        output.message(f"entries that are no tensors: {listing(source.others)}")
+    if source.unsupported:
+        output.warning(f"tensors that cannot be read: {listing({n: e.message for n, e in source.unsupported.items()})}")
     for problem in source.problems:
         output.warning(str(problem))
     worst = gravest(source.problems)

@@ -135,6 +135,8 @@ def _fill(
     with communicator.phase("finding its tensors", timeout_s=stall_timeout_s):
         catalog = _Catalog(opened, communicator)
         wanted = _wanted(state, catalog)
+        for name in filter(opened.unsupported.__contains__, wanted.missing):
+            raise opened.unsupported[name]
         jobs = [_job(name, live, path, catalog) for name, live, path in wanted.targets]
     strangers = set.intersection(*map(set, communicator.all_gather_object(wanted.unexpected)))
     wanted.unexpected = [name for name in wanted.unexpected if name in strangers]  # no rank has a place for them
@@ -293,7 +295,7 @@ def _wanted(state: Any, catalog: _Catalog) -> Restoration:
     wanted = restoration(state, saved, lambda name, own, like: _memory(catalog.shard_of(name), own, like))
     if of_names:
         taken = {catalog.stored(name) for name, _, _ in wanted.targets}
-        wanted.unexpected = [name for name in catalog if name not in taken]
+        wanted.unexpected = [name for name in (*catalog, *catalog.source.unsupported) if name not in taken]
     return wanted
 
 

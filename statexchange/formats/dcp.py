@@ -20,9 +20,9 @@ from statexchange.errors import (
     excerpt,
 )
 from statexchange.formats.budget import Budget
-from statexchange.formats.pickles import MAX_PICKLE_BYTES, Made, read_pickle
+from statexchange.formats.pickles import MAX_PICKLE_BYTES, Made, Symbol, read_pickle
 from statexchange.formats.source import Holder, ListedTensor, Source, SourceTensor
-from statexchange.formats.torch_archive import Archive, View, described, dtype_of, plain, view_of
+from statexchange.formats.torch_archive import Archive, View, described, dtype_of, holds_tensor, plain, view_of
 from statexchange.sharding.shards import Box, Shard, shape_from_json, sizes_from_json
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.place import Place
@@ -81,7 +81,7 @@ def read(place: Place, *, strict: bool = True) -> Source:
     try:
         data = store.read_small(METADATA, MAX_PICKLE_BYTES)
         budget = Budget(len(data), metadata)
-        tensors, by_file = _parsed(read_pickle(data, metadata, budget), budget)
+        tensors, by_file, unsupported = _parsed(read_pickle(data, metadata, budget), budget, metadata)
     except _REFUSALS as error:
         raise error.located(path=metadata) from None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -90,7 +90,7 @@ def read(place: Place, *, strict: bool = True) -> Source:
     holders: list[Holder] = []
     others: dict[str, str] = {}
     texts: dict[str, str] = {}
-    listed: list[ListedTensor] = []
+    listed = list(unsupported)
     views: dict[bytes, View] = {}
     for file in sorted(by_file, key=_order):
         reader = _File(store.path_of(file), _order(file)[0], tensors, views)
@@ -98,6 +98,7 @@ def read(place: Place, *, strict: bool = True) -> Source:
             holders.append(reader.read(_opened(store, file, by_file[file]), by_file[file]))
             others |= reader.others
             texts |= reader.texts
+            listed += reader.unsupported
         except StateExchangeError as error:
             problems.append(error)
             listed += [
@@ -130,23 +131,31 @@ def _order(file: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _parsed(metadata: Any, budget: Budget) -> tuple[dict[str, _Tensor], dict[str, list[_Stored]]]:
-    """Return the tensors by name, and the entries of each file."""
+def _parsed(
+    metadata: Any, budget: Budget, path: str
+) -> tuple[dict[str, _Tensor], dict[str, list[_Stored]], list[ListedTensor]]:
+    """Return the tensors by name, the entries of each file, and the tensors of dtypes that are not supported."""
     _expect(metadata, "Metadata")
     tensors = {}
     others = set()
+    unsupported: dict[str, ListedTensor] = {}
     for name, fact in metadata.state["state_dict_metadata"].items():
         if type(name) is not str:
             raise ValueError(f"a {type(name).__name__} as a name")
         if fact.name == "BytesStorageMetadata":
             others.add(name)
         else:
-            tensors[name] = _tensor(name, fact, budget)
+            try:
+                tensors[name] = _tensor(name, fact, budget)
+            except UnsupportedError as error:
+                unsupported[name] = _unsupported(name, fact, error, path)
     by_file: dict[str, list[_Stored]] = {}
     for index, place in (metadata.state["storage_data"] or {}).items():
         _expect(index, "MetadataIndex")
         _expect(place, "_StorageInfo")
         name, offsets = index.state["fqn"], index.state.get("offset")
+        if type(name) is str and name in unsupported:
+            continue
         if type(name) is not str or (name not in tensors and name not in others):
             text = f"{METADATA} stores this entry but does not describe it: the save is damaged, save again"
             raise CorruptError(text, name=name if type(name) is str else None)
@@ -154,7 +163,13 @@ def _parsed(metadata: Any, budget: Budget) -> tuple[dict[str, _Tensor], dict[str
         if name in tensors and stored.offsets not in tensors[name].chunks:
             raise CorruptError(f"part at {stored.offsets} is stored but not described in {METADATA}", name=name)
         by_file.setdefault(_file_name(place.state, name), []).append(stored)
-    return tensors, by_file
+    return tensors, by_file, list(unsupported.values())
+
+
+def _unsupported(name: str, fact: Made, error: UnsupportedError, path: str) -> ListedTensor:
+    symbol = fact.state["properties"].state[0]
+    dtype = symbol.name if type(symbol) is Symbol else None
+    return ListedTensor(name, dtype, shape_from_json(fact.state["size"]), path, error.located(name=name, path=path))
 
 
 def _expect(made: Any, name: str) -> None:
@@ -174,10 +189,7 @@ def _tensor(name: str, fact: Made, budget: Budget) -> _Tensor:
             if chunks[box.offsets].numel:
                 raise CorruptError(f"two parts begin at {box.offsets}", name=name)
             chunks[box.offsets] = box
-    try:
-        return _Tensor(dtype_of(fact.state["properties"].state[0]), shape, chunks)
-    except UnsupportedError as error:
-        raise error.located(name=name) from None
+    return _Tensor(dtype_of(fact.state["properties"].state[0]), shape, chunks)
 
 
 def _stored(name: str, offsets: Any, place: dict[str, Any]) -> _Stored:
@@ -236,6 +248,7 @@ class _File:
         self._views = views
         self.others: dict[str, str] = {}
         self.texts: dict[str, str] = {}
+        self.unsupported: list[ListedTensor] = []
 
     def read(self, file: StoredFile, entries: list[_Stored]) -> Holder:
         """Return the holder with all tensors of the file. No bytes are read for two entries."""
@@ -277,15 +290,29 @@ class _File:
         return self._views[data]
 
     def _other(self, name: str, archive: Archive) -> None:
-        """Describe a non-tensor entry, and keep a plain value; objects of unknown classes are named, not read."""
+        """Describe an entry that is no tensor, and keep a plain value; what is refused in its pickle is named too.
+
+        Tensors in lists and dicts, as the states of random generators are saved, are named as what they are part of;
+        those in an object that is not understood are unsupported.
+        """
+        data = archive.pickle()
+        budget = Budget(len(data), self._path)
         try:
-            value = read_pickle(archive.pickle(), self._path)
+            value = read_pickle(data, self._path, budget, opaque=True)
         except UnsafeError as error:
             self.others[name] = error.message
             return
-        self.others[name] = described(value)
+        what = described(value)
         if _is_plain(value):
-            self.texts[name] = values.encode(value)
+            self.others[name], self.texts[name] = what, values.encode(value)
+        elif not holds_tensor(value, budget, set()):
+            self.others[name] = what
+        elif type(value) is not Made:
+            self.others[name] = f"{what}, with tensors in it"
+        else:
+            text = f"this holds tensors and is not understood: {what}"
+            refusal = UnsupportedError(text, rank=self._rank, name=name, path=self._path)
+            self.unsupported.append(ListedTensor(name, None, None, self._path, refusal))
 
     def _joined(self, name: str, parts: list[tuple[Box, ByteRange]]) -> SourceTensor:
         tensor = self._tensors[name]

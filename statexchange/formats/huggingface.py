@@ -16,7 +16,14 @@ from dataclasses import replace
 from typing import Any
 
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, StateExchangeError, excerpt
-from statexchange.formats.source import Holder, ListedTensor, Source, SourceTensor
+from statexchange.formats.source import (
+    Holder,
+    ListedTensor,
+    Source,
+    SourceTensor,
+    merged_metadata,
+    unknown_dtypes,
+)
 from statexchange.sharding.shards import (
     Box,
     Shard,
@@ -84,13 +91,18 @@ def read(place: Place, *, strict: bool = True) -> Source:
         problems += check_numbers(names, store.path)
     holders: list[Holder] = []
     listed: list[ListedTensor] = []
+    texts: list[Mapping[str, str]] = []
     for number, name in enumerate(names):
         try:
-            holders.append(_holder(number, store.open(name), published))
+            file = store.open(name)
+            header = read_header(file)
+            holders.append(_holder(number, file, header, published))
+            listed += unknown_dtypes(header, file.path)
+            texts.append(header.common_metadata)
         except StateExchangeError as error:
             problems.append(_missing(error, store.path_of(name)))
             listed += _listed_in(store, name, weight_map, published)
-    problems += _misplaced(weight_map, holders)
+    problems += _misplaced(weight_map, holders, listed)
     problems += _contradicted(published, holders)
     try:
         holders = _whole(holders)
@@ -98,8 +110,16 @@ def read(place: Place, *, strict: bool = True) -> Source:
         problems.append(error)
     if problems and strict:
         raise problems[0]
+    metadata, differing = merged_metadata(texts)
     return Source(
-        "huggingface", place, tuple(holders), manifest=manifest, problems=tuple(problems), listed=tuple(listed)
+        "huggingface",
+        place,
+        tuple(holders),
+        manifest=manifest,
+        problems=tuple(problems),
+        listed=tuple(listed),
+        metadata=metadata,
+        differing=differing,
     )
 
 
@@ -137,7 +157,8 @@ def _listed_in(
     facts = {name: (fact["dtype"], tuple(fact["shape"])) for name, fact in published.items() if fact["file"] == file}
     if not facts:
         try:
-            entries = read_header(store.open(file), whole=False).entries
+            header = read_header(store.open(file), whole=False)
+            entries = {**header.entries, **header.unknown}
             facts = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
         except StateExchangeError:
             facts = {}
@@ -145,9 +166,8 @@ def _listed_in(
     return [ListedTensor(name, *facts.get(name, (None, None)), path) for name in names]
 
 
-def _holder(number: int, file: StoredFile, published: Mapping[str, Any]) -> Holder:
+def _holder(number: int, file: StoredFile, header: Header, published: Mapping[str, Any]) -> Holder:
     """A file; a tensor of which it has a part is taken to end with that part."""
-    header = read_header(file)
     parts = _parts(header, file.path)
     tensors = {}
     for name, entry in header.entries.items():
@@ -296,13 +316,16 @@ def read_index(store: Store, index: str, suffix: str = _SUFFIX) -> dict[str, str
     return weight_map
 
 
-def _misplaced(weight_map: Mapping[str, str], holders: Sequence[Holder]) -> list[StateExchangeError]:
+def _misplaced(
+    weight_map: Mapping[str, str], holders: Sequence[Holder], listed: Sequence[ListedTensor]
+) -> list[StateExchangeError]:
     """Return an error for each tensor that the weight map assigns to a file that does not have it."""
     has = {holder.path.rpartition("/")[2]: holder for holder in holders}
+    unsupported = {(one.name, one.path) for one in listed}
     return [
         IncompleteError("this file should have the tensor, but has not", name=name, path=has[file].path)
         for name, file in weight_map.items()
-        if file in has and name not in has[file].tensors
+        if file in has and name not in has[file].tensors and (name, has[file].path) not in unsupported
     ]
 
 

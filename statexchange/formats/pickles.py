@@ -1,7 +1,16 @@
 """Pickles that torch writes, read as plain data: nothing in them is imported, called or built but what is here.
 
-A small machine of its own for the opcodes that Python's pickler emits since protocol 2. It knows a fixed list of names;
-every other one is refused. What the pickle would construct becomes a `Made`, which says so and does nothing.
+A small machine of its own for the opcodes that Python's pickler emits since protocol 2. What the pickle would construct
+becomes a `Made`, which names its class and does nothing. Which names a pickle may use:
+
+1. The names that are known here. A pickle of which each object must be understood (the metadata of a DCP directory, the
+   entry of a tensor) may use no others.
+2. With `opaque` (a file of torch.save, an entry of a DCP directory that is no tensor) any class as well. Its objects
+   are opaque: their class is known, and what they are made of is kept, so that tensors in them are found. A name stands
+   for a class if all its parts begin with a capital letter, if it is in the list of other harmless ones (`_HARMLESS`),
+   or if the pickle makes an object of it by NEWOBJ, which fails in Python for anything else.
+3. Never a function, and never a class of the modules that start processes, load code or open connections
+   (`_RUNS_CODE`), since whoever loads the file with pickle runs what it names. That is an UnsafeError.
 """
 
 from __future__ import annotations
@@ -28,21 +37,40 @@ _STOP, _MEMOIZE, _BINGET, _BININT1, _LONG_BINGET = b".\x94hKj"
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A class, function or dtype by its short name, not the thing itself. Other spellings of it share the name."""
+    """A class, function or dtype by its name, not the thing itself.
+
+    Names that are known are short, and other spellings of one share it. Others have their module: "numpy.ndarray".
+    """
 
     name: str
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Made:
-    """An object that the pickle would construct: class name, arguments, state. Never constructed."""
+    """An object that the pickle would construct: name of its class, arguments, state, items. Never constructed.
+
+    Only opaque objects, whose class is not known here, have items.
+    """
 
     name: str
     args: tuple[Any, ...]
     state: Any = None
+    items: list[Any] | None = None
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether its class is not known here."""
+        return "." in self.name
+
+    @property
+    def class_name(self) -> str:
+        """The name of its class; if a function would construct it, that of the class that the function is given."""
+        is_function = self.name == "getattr" or self.name.rpartition(".")[2] in _CONSTRUCTING
+        given = self.args[0] if is_function and self.args else None
+        return given.name if type(given) is Symbol else self.name
 
 
 # Every name that is understood, by the modules that have had it.
@@ -85,18 +113,53 @@ _SPELLINGS = {
     "_codecs": "encode",
 }
 _KNOWN = {(module, name): Symbol(name) for module, names in _SPELLINGS.items() for name in names.split()}
+# Classes whose names do not begin with a capital letter, and functions that construct objects of the class they are
+# given, where that is all they do.
+_CONSTRUCTING = ("_reconstruct", "_reconstructor")
+_HARMLESS = {
+    "array": "array _array_reconstructor",
+    "builtins": "object range slice",
+    "__builtin__": "object xrange slice",
+    "collections": "deque",
+    "copyreg": "_reconstructor",
+    "copy_reg": "_reconstructor",
+    "datetime": "datetime date time timedelta timezone",
+    "functools": "partial",
+    "ml_dtypes": " ".join(DTYPE_NAMES),
+    "numpy": "ndarray dtype matrix void object_ str_ bytes_ datetime64 timedelta64 bool_ longlong ulonglong longdouble"
+    " clongdouble " + " ".join(DTYPE_NAMES),
+    "numpy.core.multiarray": "_reconstruct scalar",
+    "numpy._core.multiarray": "_reconstruct scalar",
+    "numpy.core.numeric": "_frombuffer",
+    "numpy._core.numeric": "_frombuffer",
+    "numpy.random._pickle": "__randomstate_ctor __generator_ctor __bit_generator_ctor",
+    "numpy.random.bit_generator": "__pyx_unpickle_SeedSequence",
+    "re": "_compile",
+}
+_HARMLESS_NAMES = {(module, name) for module, names in _HARMLESS.items() for name in names.split()}
+# By the first part of a module's name.
+_MODULES_THAT_RUN_CODE = (
+    "_ctypes _io _pickle _posixsubprocess _socket asyncio bdb cProfile cloudpickle code codeop commands concurrent"
+    " ctypes dill ftplib http imp importlib inspect io joblib marshal multiprocessing nt os pdb pickle pip pkgutil"
+    " popen2 posix profile pty runpy setuptools shelve shutil signal smtplib socket socketserver ssl subprocess sys"
+    " tarfile tempfile threading timeit trace types urllib webbrowser xmlrpc zipfile zipimport"
+)
+_RUNS_CODE = frozenset(_MODULES_THAT_RUN_CODE.split())
+_ONLY_DATA = {("types", "SimpleNamespace"), ("_io", "BytesIO"), ("_io", "StringIO")}  # of these modules
+_MAX_NAME = 200  # characters of a module's name, and of a class's
 _SCALARS = {str, int, float, bool, bytes, type(None), Symbol}
 
 
-def read_pickle(data: bytes, path: str, budget: Budget | None = None) -> Any:
+def read_pickle(data: bytes, path: str, budget: Budget | None = None, *, opaque: bool = False) -> Any:
     """Parse a pickle into builtins, Made and Symbol without importing or calling anything.
 
-    `path` is for messages; `budget` is what the reading of these bytes, and what follows from it, may take.
-    torch.Size becomes a tuple and an OrderedDict a dict; a persistent id becomes a `Made` called "persistent". A name
-    that is not known, or an opcode that no pickler of today emits, is an UnsafeError; broken bytes are a CorruptError.
-    Memory and time are proportional to `data`, whatever it claims and repeats.
+    `path` is for messages; `budget` is what the reading of these bytes, and what follows from it, may take; with
+    `opaque` objects of classes that are not known are read too. torch.Size becomes a tuple and an OrderedDict a dict; a
+    persistent id becomes a `Made` called "persistent". A name that is refused (see the top of this file), or an opcode
+    that no pickler of today emits, is an UnsafeError; broken bytes are a CorruptError. Memory and time are proportional
+    to `data`, whatever it claims and repeats.
     """
-    machine = _Machine(data, path, Budget(len(data), path) if budget is None else budget)
+    machine = _Machine(data, path, Budget(len(data), path) if budget is None else budget, opaque=opaque)
     try:
         return machine.run()
     except StateExchangeError:
@@ -108,9 +171,9 @@ def read_pickle(data: bytes, path: str, budget: Budget | None = None) -> Any:
 class _Machine:
     """The pickle machine: a stack, the stacks below its marks, and a memo."""
 
-    __slots__ = ("at", "below", "budget", "by_hash", "data", "memo", "path", "stack")
+    __slots__ = ("at", "below", "budget", "by_hash", "classes", "data", "functions", "memo", "opaque", "path", "stack")
 
-    def __init__(self, data: bytes, path: str, budget: Budget) -> None:
+    def __init__(self, data: bytes, path: str, budget: Budget, *, opaque: bool) -> None:
         self.at = 0
         self.budget = budget
         self.by_hash: dict[int, list[Any]] = {}  # keys that a pickle can make to share a hash
@@ -119,6 +182,9 @@ class _Machine:
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
+        self.opaque = opaque
+        self.classes: dict[tuple[str, str], Symbol] = {}  # names that are not known, by module and name
+        self.functions: dict[str, None] = {}  # those that are functions unless NEWOBJ makes an object of them
 
     def run(self) -> Any:
         """Run to the end; return the one value that is left on the stack."""
@@ -146,6 +212,8 @@ class _Machine:
         (value,) = self.stack
         if self.below:
             raise ValueError("a mark is left")
+        for name in self.functions:
+            raise self.unsafe(name)
         return value
 
     def take(self, nbytes: int) -> bytes:
@@ -173,12 +241,28 @@ class _Machine:
         return items
 
     def symbol(self, module: Any, name: Any) -> None:
-        """Push the Symbol of a known name."""
-        found = _KNOWN.get((module, name)) if type(module) is type(name) is str else None
+        """Push the Symbol of a name."""
+        found = None
+        if type(module) is type(name) is str:
+            found = _KNOWN.get((module, name)) or self.classes.get((module, name)) or self.opaque_symbol(module, name)
         if found is None:
-            shown = f"{_plain_text(module)}.{_plain_text(name)}"
-            raise UnsafeError(f"refused: the pickle wants {shown}, which is not known to be harmless", path=self.path)
+            raise self.unsafe(f"{_plain_text(module)}.{_plain_text(name)}")
         self.stack.append(found)
+
+    def opaque_symbol(self, module: str, name: str) -> Symbol | None:
+        """The Symbol of a name that is not known; None if the pickle may not use it."""
+        if not self.opaque or len(module) > _MAX_NAME or len(name) > _MAX_NAME:
+            return None
+        if module.partition(".")[0] in _RUNS_CODE and (module, name) not in _ONLY_DATA:
+            return None
+        found = self.classes[module, name] = Symbol(f"{module}.{name}")
+        if not _is_class_name(name) and (module, name) not in _HARMLESS_NAMES:
+            self.functions[found.name] = None
+        return found
+
+    def unsafe(self, name: str) -> UnsafeError:
+        """The error for a name that the pickle may not use."""
+        return UnsafeError(f"refused: the pickle wants {name}, which is not known to be harmless", path=self.path)
 
     def check_key(self, key: Any) -> None:
         """Keys are scalars or flat tuples of them: hashing one must not recurse.
@@ -205,6 +289,11 @@ class _Machine:
             if len(known) == _MAX_OF_ONE_HASH:
                 raise CorruptError("more keys with one hash than anything real has", path=self.path)
             known.append(key)
+
+
+def _is_class_name(name: str) -> bool:
+    """Whether all parts of a dotted name are words that begin with a capital letter, after underscores."""
+    return all(part.isidentifier() and part.lstrip("_")[:1].isupper() for part in name.split("."))
 
 
 def _plain_text(value: Any) -> str:
@@ -285,16 +374,19 @@ def _frozenset(machine: _Machine) -> None:
 
 def _append(machine: _Machine) -> None:
     value = machine.stack.pop()
-    _of(machine, list).append(value)
+    _list_of(machine).append(value)
 
 
 def _extend(machine: _Machine) -> None:
     items = machine.above_mark()
-    _of(machine, list).extend(items)
+    _list_of(machine).extend(items)
 
 
 def _add(machine: _Machine) -> None:
     items = machine.above_mark()
+    if _is_opaque(machine.stack[-1]):
+        _list_of(machine).extend(items)
+        return
     for item in items:
         machine.check_key(item)
     _of(machine, set).update(items)
@@ -302,6 +394,9 @@ def _add(machine: _Machine) -> None:
 
 def _set_item(machine: _Machine) -> None:
     value, key = machine.stack.pop(), machine.stack.pop()
+    if _is_opaque(machine.stack[-1]):
+        _list_of(machine).extend((key, value))
+        return
     machine.check_key(key)
     _of(machine, dict)[key] = value
 
@@ -310,11 +405,29 @@ def _set_items(machine: _Machine) -> None:
     items = machine.above_mark()
     if len(items) % 2:
         raise ValueError("a key without a value")
+    if _is_opaque(machine.stack[-1]):
+        _list_of(machine).extend(items)
+        return
     keys = items[::2]
     for key in keys:
         if type(key) is not str or len(key) > _MAX_SHORT_TEXT:
             machine.check_key(key)
     _of(machine, dict).update(zip(keys, items[1::2], strict=True))
+
+
+def _is_opaque(value: Any) -> bool:
+    return type(value) is Made and value.is_opaque
+
+
+def _list_of(machine: _Machine) -> list[Any]:
+    """The list on top of the stack; of an opaque object its items, which are the keys and values of a mapping."""
+    made: Any = machine.stack[-1]
+    if not _is_opaque(made):
+        found: list[Any] = _of(machine, list)
+        return found
+    if made.items is None:
+        made.items = []
+    return made.items  # type: ignore[no-any-return]
 
 
 def _of(machine: _Machine, kind: type[Any]) -> Any:
@@ -345,11 +458,21 @@ def _persistent(machine: _Machine) -> None:
     machine.stack.append(Made("persistent", (machine.stack.pop(),)))
 
 
+def _new_object(machine: _Machine) -> None:
+    """NEWOBJ: as REDUCE, of what must be a class."""
+    symbol = machine.stack[-2]
+    if type(symbol) is Symbol:
+        machine.functions.pop(symbol.name, None)
+    _call(machine)
+
+
 def _call(machine: _Machine) -> None:
-    """REDUCE and NEWOBJ: push a Made instead of calling."""
+    """REDUCE: push a Made instead of calling."""
     args, symbol = machine.stack.pop(), machine.stack.pop()
     if type(symbol) is not Symbol or type(args) is not tuple:
         raise UnsafeError(f"refused: the pickle calls a {type(symbol).__name__}", path=machine.path)
+    if symbol.name in machine.functions:
+        raise machine.unsafe(symbol.name)
     if symbol.name == "getattr" and [type(arg) for arg in args] != [Symbol, str]:
         # Early releases of Python 3.11 pickle a member of an enum as getattr(class, name).
         raise UnsafeError("refused: the pickle calls getattr on something that is not a known class", path=machine.path)
@@ -422,7 +545,7 @@ _OPERATIONS: dict[int, _Operation] = {
         "\x93": _stack_global,
         "Q": _persistent,
         "R": _call,
-        "\x81": _call,  # NEWOBJ
+        "\x81": _new_object,
         "b": _build,
     }.items()
 }

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from statexchange.errors import IncompleteError, InvalidArgumentError
-from statexchange.formats.source import Holder, Source, SourceTensor
+from statexchange.formats.source import Holder, ListedTensor, Source, SourceTensor, merged_metadata, unknown_dtypes
 from statexchange.sharding.rules import Layout, Part, place, renumbered
 from statexchange.sharding.shards import Box, Shard, c_strides, full_box
 from statexchange.storage.byte_range import ByteRange
@@ -45,14 +45,28 @@ def read(place: Place, *, strict: bool = True) -> Source:  # noqa: ARG001 (nothi
     names = sorted(_names(place), key=_in_order)
     _check_whole(names, place.path)
     holders = []
+    listed: list[ListedTensor] = []
+    texts = []
     for rank, name in enumerate(names):
         file = place.store.open(name)
+        header = read_header(file)
+        listed += unknown_dtypes(header, file.path)
+        texts.append(header.common_metadata)
         tensors = {}
-        for entry in read_header(file).entries.values():
+        for entry in header.entries.values():
             shard = Shard(entry.name, entry.dtype, entry.shape, (full_box(entry.shape),))
             tensors[entry.name] = SourceTensor(shard, (ByteRange(file, entry.begin, entry.nbytes),))
         holders.append(Holder(rank, file, tensors))
-    return Source("rank files", place, tuple(holders), world_size=len(holders))
+    metadata, differing = merged_metadata(texts)
+    return Source(
+        "rank files",
+        place,
+        tuple(holders),
+        world_size=len(holders),
+        listed=tuple(listed),
+        metadata=metadata,
+        differing=differing,
+    )
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:

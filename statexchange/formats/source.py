@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
-from statexchange.errors import CorruptError, InvalidArgumentError, ReplicaError, StateExchangeError
+from statexchange.errors import (
+    CorruptError,
+    InvalidArgumentError,
+    ReplicaError,
+    StateExchangeError,
+    UnsupportedError,
+    excerpt,
+)
 from statexchange.sharding.plan import Holding, prove_cover
 from statexchange.sharding.shards import Box, Shard, full_box, intersect
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.place import Place
 from statexchange.storage.store import StoredFile
+from statexchange.storage.tensorfile import Header
 from statexchange.tensors import ITEMSIZE
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Holder", "Kind", "ListedTensor", "OpenCheckpoint", "Source", "SourceTensor", "StoredTensor"]
+__all__ = [
+    "Holder",
+    "Kind",
+    "ListedTensor",
+    "OpenCheckpoint",
+    "Source",
+    "SourceTensor",
+    "StoredTensor",
+    "listing",
+    "merged_metadata",
+    "unknown_dtypes",
+]
 
+_MAX_LISTED, _MAX_NAME = 8, 100
 Kind = Literal["workspace", "huggingface", "dcp", "torch", "rank files"]
 
 
@@ -45,15 +66,45 @@ class SourceTensor:
 
 @dataclass(frozen=True, slots=True)
 class ListedTensor:
-    """A tensor that a manifest, index or metadata lists, and whose bytes are missing or cannot be read.
+    """A tensor that is known, and whose bytes are missing or cannot be read.
 
-    `dtype` and `shape` are None where only the name is known; `path` is the file that should have it.
+    `dtype` and `shape` are None where only the name is known; `path` is the file that should have it. `unsupported` is
+    why it cannot be read although its file can: it has a dtype of which nothing is known, or is no strided tensor.
     """
 
     name: str
     dtype: str | None
     shape: tuple[int, ...] | None
     path: str
+    unsupported: UnsupportedError | None = None
+
+
+def listing(entries: Mapping[str, str]) -> str:
+    """Return the first names, what each one is, and how many more there are, for a message."""
+    shown = [f"{excerpt(name, _MAX_NAME)[1:-1]} ({what})" for name, what in islice(entries.items(), _MAX_LISTED)]
+    hidden = len(entries) - len(shown)
+    return ", ".join(shown) + (f" and {hidden:,} more" if hidden else "")
+
+
+def unknown_dtypes(header: Header, path: str) -> list[ListedTensor]:
+    """Return the tensors of a safetensors file that have dtypes of which nothing is known."""
+    text = "dtype {} is not supported: leave this tensor out with exclude (--exclude)"
+    return [
+        ListedTensor(
+            name, entry.dtype, entry.shape, path, UnsupportedError(text.format(entry.dtype), name=name, path=path)
+        )
+        for name, entry in header.unknown.items()
+    ]
+
+
+def merged_metadata(files: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the text metadata of several files as one mapping, and the keys to which they give different values."""
+    found: dict[str, set[str]] = {}
+    for metadata in files:
+        for key, value in metadata.items():
+            found.setdefault(key, set()).add(value)
+    agreed = {key: next(iter(values)) for key, values in sorted(found.items()) if len(values) == 1}
+    return agreed, tuple(key for key in sorted(found) if key not in agreed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +132,11 @@ class Source:
     """A checkpoint on disk, pinned as it was opened.
 
     `configs` is JSON text of `values` by rank; `manifest` the content of the statexchange.json of a published
-    directory; `others` describes by name what is no tensor, and `texts` has of these the plain
-    values as JSON text of `values`; `problems` are what is missing or broken, and `listed` the
-    tensors that this concerns. `place` is what holds the files open; `close` or a with block releases it.
+    directory; `others` describes by name what is no tensor, and `texts` has the plain values among
+    it, as JSON text of `values`; `problems` are what is missing or broken, and `listed` the tensors that this concerns,
+    and those that are unsupported. `metadata` is the text metadata that the files do not
+    contradict each other about, `differing` are the keys about which they do. `place` is what holds the files open;
+    `close` or a with block releases it.
     """
 
     kind: Kind
@@ -98,6 +151,17 @@ class Source:
     texts: Mapping[str, str] = field(default_factory=dict)
     problems: tuple[StateExchangeError, ...] = ()
     listed: tuple[ListedTensor, ...] = ()
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    differing: tuple[str, ...] = ()
+
+    @property
+    def unsupported(self) -> dict[str, UnsupportedError]:
+        """Why tensors cannot be read, by name, of those whose files can."""
+        found: dict[str, UnsupportedError] = {}
+        for one in self.listed:
+            if one.unsupported is not None:
+                found.setdefault(one.name, one.unsupported)
+        return found
 
     @property
     def path(self) -> str:
@@ -147,8 +211,8 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return full_box(self.shape).numel * ITEMSIZE[self.dtype]
+        """Bytes of the tensor; 0 if its dtype is not known."""
+        return full_box(self.shape).numel * ITEMSIZE.get(self.dtype, 0)
 
     def read(self, box: Box | None = None) -> Any:
         """Return the tensor, or the block `box` of it, as a numpy array; ml_dtypes supplies dtypes that numpy lacks.
@@ -159,6 +223,7 @@ class StoredTensor:
             InvalidArgumentError: the box is outside of the tensor, or the checkpoint has been closed.
             IncompleteError: a region is in no file.
             ReplacedError: a file was changed or removed since the checkpoint was opened: open it again.
+            UnsupportedError: the tensor has a dtype of which nothing is known, or is no strided tensor.
             CorruptError, StorageError.
         """
         from statexchange.storage import regions
@@ -192,6 +257,8 @@ class StoredTensor:
 class OpenCheckpoint(Mapping[str, StoredTensor]):
     """Lazy view of a checkpoint: names to `StoredTensor`, also where a tensor lies in several files as shards.
 
+    A tensor that is not supported is there too, and its `read` raises an UnsupportedError.
+
     It holds the files that it has opened: a checkpoint that is replaced later is read as it was. `close` or a with
     block releases them, and so does the end of the last reference.
     """
@@ -218,6 +285,11 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
                 if None not in (first.digest, stored_range.digest) and first.digest != stored_range.digest:
                     text = f"two ranks hold different values for region {box}: open one rank's file"
                     conflicts[shard.name] = ReplicaError(text, name=shard.name, rank=holder.rank, path=holder.path)
+        for listed in source.listed:
+            if listed.unsupported is not None:
+                conflicts.setdefault(listed.name, listed.unsupported)
+                unread = StoredTensor(listed.name, listed.dtype or "?", listed.shape or (), {}, conflicts)
+                self._tensors.setdefault(listed.name, unread)
 
     def __getitem__(self, name: str) -> StoredTensor:
         return self._tensors[name]

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from statexchange.errors import CorruptError, UnsupportedError, excerpt
+from statexchange.formats.budget import Budget
 from statexchange.formats.pickles import MAX_PICKLE_BYTES, Made, Symbol
 from statexchange.sharding.shards import c_strides, sizes_from_json
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.store import StoredFile
 from statexchange.tensors import DTYPE_NAMES, ITEMSIZE
 
-__all__ = ["Archive", "View", "described", "dtype_of", "is_tensor", "plain", "strides_of", "view_of"]
+__all__ = ["Archive", "View", "described", "dtype_of", "holds_tensor", "is_tensor", "plain", "strides_of", "view_of"]
 
 _END, _END64, _LOCATOR64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")
 _ENTRY, _LOCAL = struct.Struct("<4s6H3L5H2L"), struct.Struct("<4s5H3L2H")
@@ -33,6 +35,8 @@ _STRIDED = {"_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"}
 _MAX_ARGUMENTS = 8
 _MAX_WRAPPERS = 16
 _MAX_KEY = 255
+_MAX_CLASSES = 3
+_HOLDING = {dict, list, tuple, set, frozenset, Made}
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,19 +226,49 @@ def _is_plain_type(kind: Any) -> bool:
 
 def is_tensor(value: Any) -> bool:
     """Whether a value from a pickle would be a tensor of any kind."""
-    return type(value) is Made and value.name.startswith("_rebuild_")
+    return type(value) is Made and value.name.startswith("_rebuild_") and not value.is_opaque
+
+
+def holds_tensor(value: Any, budget: Budget, without: set[int]) -> bool:
+    """Whether a tensor, or a storage, is anywhere in a value from a pickle.
+
+    `without` are the ids of values that hold none. It is filled for further calls: the pickle's root keeps all alive.
+    """
+    waiting, seen = [value], set()
+    while waiting:
+        item = waiting.pop()
+        kind = type(item)
+        if kind not in _HOLDING or id(item) in without or id(item) in seen:
+            continue
+        seen.add(id(item))
+        if kind is Made:
+            if is_tensor(item) or item.name == "persistent":
+                return True
+            below: Any = (item.args, item.state, item.items)
+        else:
+            below = (*item.keys(), *item.values()) if kind is dict else item
+        budget.spend(len(below))
+        waiting.extend(below)
+    without |= seen
+    return False
 
 
 def described(value: Any) -> str:
     """Describe a non-tensor value in a few words, for listings."""
     if type(value) is Made:
-        return f"a {value.name}"
+        return f"opaque {value.class_name}" if value.is_opaque else f"a {value.class_name}"
     if type(value) is Symbol:
         return value.name
     if type(value) is bytes:
         return f"{len(value)} bytes"
-    shown = excerpt(value, 80) if type(value) in (str, int, float, bool, type(None)) else f"of {len(value)}"
-    return shown if value is None else f"{type(value).__name__} {shown}"
+    if type(value) in (str, int, float, bool, type(None)):
+        shown = excerpt(value, 80)
+        return shown if value is None else f"{type(value).__name__} {shown}"
+    items = value.values() if type(value) is dict else value
+    classes = {item.class_name: None for item in items if type(item) is Made and item.is_opaque}
+    more = "" if len(classes) <= _MAX_CLASSES else ", ..."
+    opaque = f" (opaque {', '.join(islice(classes, _MAX_CLASSES))}{more})" if classes else ""
+    return f"{type(value).__name__} of {len(value)}{opaque}"
 
 
 def dtype_of(symbol: Any) -> str:

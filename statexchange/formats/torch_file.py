@@ -1,7 +1,8 @@
 """Files of torch.save (.pt, .pth, .bin): one, or a directory of them, one per rank or one per part of a model.
 
 Nested dicts and lists become dotted names. A DTensor's pickle has its placements, its mesh and the coordinate of the
-rank that saved it, so that its boxes follow from the file alone; a plain tensor counts as whole.
+rank that saved it, so that its boxes follow from the file alone; a plain tensor counts as whole. An object of a class
+that is not known is opaque: it is named, and nothing of it runs (pickles.py). If it holds tensors it is unsupported.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from statexchange.formats.budget import Budget
 from statexchange.formats.huggingface import check_numbers, read_index
 from statexchange.formats.pickles import Made, Symbol, read_pickle
 from statexchange.formats.source import Holder, ListedTensor, Source, SourceTensor
-from statexchange.formats.torch_archive import Archive, described, is_tensor, plain, strides_of, view_of
+from statexchange.formats.torch_archive import Archive, described, holds_tensor, is_tensor, plain, strides_of, view_of
 from statexchange.sharding.placements import Cut, local_boxes
 from statexchange.sharding.shards import MAX_DIMS, Shard, c_strides, full_box, sizes_from_json
 from statexchange.storage.byte_range import ByteRange
@@ -38,6 +39,7 @@ _INDEX_SUFFIX = ".bin.index.json"
 _RANK = re.compile(r"(?<![A-Za-z])rank[_-]?([0-9]{1,9})(?![0-9])", re.IGNORECASE)
 _ZIP, _LEGACY = b"PK\3\4", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _MAX_DEPTH = 100
+_STEPS_PER_REFUSAL = 256  # an error takes about 2,000 bytes; a tensor's pickle has 200
 _MAX_KEY_TEXT = 512  # characters by which a key stands in a name, if it is no text
 
 
@@ -76,6 +78,7 @@ def read(place: Place, *, strict: bool = True) -> Source:
             found = _File(store.open(name), rank)
             holders.append(found.holder)
             others |= found.others
+            listed += found.unsupported
             continue
         except NotFoundError:
             problems.append(IncompleteError("a file of this checkpoint is missing", path=store.path_of(name)))
@@ -105,6 +108,7 @@ class _File:
         self._path = path = file.path
         self._rank = rank
         self.others: dict[str, str] = {}
+        self.unsupported: list[ListedTensor] = []
         tensors: dict[str, SourceTensor] = {}
         aliases: dict[str, str] = {}
         seen: dict[Any, str] = {}
@@ -112,18 +116,36 @@ class _File:
         data = self._archive.pickle()
         self._budget = Budget(len(data), path)
         self._meshes = _Meshes(self._budget)
-        root = read_pickle(data, path, self._budget)
+        root = read_pickle(data, path, self._budget, opaque=True)
+        names: set[str] = set()
+        without_tensors: set[int] = set()
         for name, value in _leaves(root, path, self._budget):
-            if name in tensors or name in self.others:
+            if name in names:
                 raise CorruptError("two entries have this name once nesting becomes dots", name=name, path=path)
+            names.add(name)
             if not is_tensor(value):
-                self.others[name] = described(value)
+                what = described(value)
+                if holds_tensor(value, self._budget, without_tensors):
+                    self._refuse(name, UnsupportedError(f"this holds tensors and is not understood: {what}"))
+                else:
+                    self.others[name] = what
                 continue
-            tensors[name] = tensor = self._tensor(name, value)
+            try:
+                tensor = self._tensor(name, value)
+            except UnsupportedError as error:
+                self._refuse(name, error)
+                continue
+            tensors[name] = tensor
             key = tensor.shard.dtype, tensor.shard.global_shape, tensor.shard.boxes, tensor.extents
             if tensor.shard.nbytes and seen.setdefault(key, name) != name:
                 aliases[name] = seen[key]
         self.holder = Holder(rank, file, tensors, aliases)
+
+    def _refuse(self, name: str, error: UnsupportedError) -> None:
+        """List a tensor that cannot be read."""
+        self._budget.spend(_STEPS_PER_REFUSAL)
+        located = error.located(rank=self._rank, name=name, path=self._path)
+        self.unsupported.append(ListedTensor(name, None, None, self._path, located))
 
     def _tensor(self, name: str, value: Made) -> SourceTensor:
         try:
@@ -133,8 +155,6 @@ class _File:
             view = view_of(made)
             shard = Shard(name, view.dtype, view.shape, (full_box(view.shape),))
             return SourceTensor(shard, (self._archive.extent(view),))
-        except UnsupportedError as error:
-            raise error.located(rank=self._rank, name=name, path=self._path) from None
         except StateExchangeError:
             raise
         except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
@@ -198,7 +218,7 @@ def _leaves(root: Any, path: str, budget: Budget) -> Iterator[tuple[str, Any]]:
         name, value, depth = waiting.pop()
         if depth > _MAX_DEPTH:
             raise CorruptError("its nesting is deeper than anything real", name=name[:80], path=path)
-        if type(value) in (dict, list, tuple):
+        if type(value) in (dict, list, tuple, set, frozenset):
             budget.spend(len(value))
         children = _children(value)
         if children is None:
@@ -214,6 +234,8 @@ def _leaves(root: Any, path: str, budget: Budget) -> Iterator[tuple[str, Any]]:
 
 def _children(value: Any) -> list[tuple[Any, Any]] | None:
     if type(value) is dict:
+        if any(type(key) is Made for key in value):  # an object gives no name
+            return None
         return list(value.items()) or None
     if type(value) in (list, tuple) and any(type(item) in (dict, list, tuple) or is_tensor(item) for item in value):
         return list(enumerate(value))

@@ -25,7 +25,7 @@ class Summary:
 
     Tensors that are listed somewhere and cannot be read are counted too; `num_unreadable` says how many. `proven` says
     whether the digests of all bytes are known; `others` describes by name what is no tensor; `problems` are what is
-    missing or broken.
+    missing or broken, `unsupported` why tensors cannot be read whose files can, by name.
     """
 
     kind: str
@@ -44,6 +44,7 @@ class Summary:
     num_unreadable: int
     proven: bool
     others: dict[str, str]
+    unsupported: dict[str, str]
     problems: tuple[StateExchangeError, ...]
 
 
@@ -90,6 +91,7 @@ def _summary(path: str, source: Source) -> Summary:
         num_unreadable=sum(not row.holders for row in rows),
         proven=_proven(source),
         others=dict(source.others),
+        unsupported={name: error.message for name, error in source.unsupported.items()},
         problems=source.problems,
     )
 

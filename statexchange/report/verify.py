@@ -59,7 +59,7 @@ class _Check:
         self.done = 0
         self.num_boxes = 0
         self.num_unproven = 0
-        self.findings: list[StateExchangeError] = list(source.problems)
+        self.findings: list[StateExchangeError] = [*source.problems, *source.unsupported.values()]
         self._found: dict[tuple[int, str, int], str] = {}  # digests that nobody knew before
 
     def run(self) -> None:

@@ -195,10 +195,10 @@ def open_build(
     return DirectoryBuild(path, plan_digest, check=check, reuse=reuse, resume=resume)
 
 
-def check_build(path: str, manifest: str, *, check: ReplaceCheck | None) -> None:
+def check_build(path: str, manifest: str, *, check: ReplaceCheck | None, nbytes: int, resume: bool) -> None:
     """Check, without changing anything, whether `open_build` would accept the target. Raises what it would raise.
 
-    `manifest` is the name of the file that `commit` writes.
+    `manifest` is the name of the file that `commit` writes; `nbytes` is the room that all files together need.
     """
     if is_url(path):
         from statexchange.storage.object_build import check_url
@@ -207,4 +207,4 @@ def check_build(path: str, manifest: str, *, check: ReplaceCheck | None) -> None
         return
     from statexchange.storage.directory_build import check_directory
 
-    check_directory(path, check)
+    check_directory(path, check, nbytes, resume=resume)

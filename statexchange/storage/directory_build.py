@@ -72,7 +72,7 @@ from statexchange.storage.build import (
 )
 from statexchange.storage.json_text import MAX_MANIFEST_BYTES, parse_json
 from statexchange.storage.local import open_path
-from statexchange.storage.mounts import mount_of, warn_of_options
+from statexchange.storage.mounts import Mount, mount_of, warn_of_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -81,6 +81,7 @@ __all__ = ["DirectoryBuild", "check_directory", "open_for_writing"]
 
 _log = logging.getLogger(__name__)
 _BROKEN_RECORD_S = 60.0  # an owner record that is not whole by then was left by a process that died while it wrote
+_STAT_BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's
 _EMPTYING_S = 3.0  # how long files that others still hold open may keep a directory on NFS from being removed
 _OPEN_EXISTING = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _Identity = tuple[int, int, int]
@@ -164,23 +165,52 @@ def _parts(path: str) -> tuple[str, str]:
     return parent, name
 
 
-def check_directory(path: str, check: ReplaceCheck | None) -> None:
-    """Check, without changing anything, whether a build at `path` would accept the target. Raises what it would
-    raise."""
+def check_directory(path: str, check: ReplaceCheck | None, nbytes: int, *, resume: bool) -> None:
+    """Check, without changing anything, whether a build of `nbytes` bytes at `path` would accept the target.
+
+    Raises what it would raise. What dead publishers have left does not count as taken: their room becomes free, or
+    their files are taken over.
+    """
     parent, name = _parts(path)
+    dir_fd, nearest = files.open_nearest(parent)
     try:
-        dir_fd = files.open_directory(parent)
-    except NotFoundError:
-        return
-    try:
-        leftovers = _leftovers(name, dir_fd, parent)
-        _refuse_others(leftovers, path)
-        if files.stat_of(name, dir_fd, path) is not None or not any(_interrupted(leftovers)):
-            _check_target(path, dir_fd, check)
-        elif check is None:
-            raise target_exists(path)
+        _check_mount(mount_of(nearest), nearest)
+        room = nbytes
+        if nearest == parent:
+            leftovers = _leftovers(name, dir_fd, parent)
+            _refuse_others(leftovers, path)
+            is_there = files.stat_of(name, dir_fd, path) is not None
+            if check is None and (is_there or any(_interrupted(leftovers))):
+                raise target_exists(path)
+            files.check_writable(dir_fd, parent)  # here, as in a build
+            if is_there or not any(_interrupted(leftovers)):
+                looked = _check_target(path, dir_fd, check)
+                if looked is not None:
+                    os.close(looked[0])
+            room -= sum(_room_of(one, dir_fd, parent) for one in leftovers if resume or one.state == "dead")
+        files.check_writable(dir_fd, nearest)
+        files.check_room(dir_fd, room, path)
     finally:
         os.close(dir_fd)
+
+
+def _check_mount(mount: Mount, path: str) -> None:
+    if mount.has_no_files:
+        raise StorageError(f"cannot make files here: {mount.kind} shows the kernel", errno=errno.ENOENT, path=path)
+
+
+def _room_of(leftover: _Leftover, dir_fd: int, parent: str) -> int:
+    """Return the bytes on disk of a publisher's unfinished directories; of what cannot be looked at, 0."""
+    if leftover.owner is None or leftover.replaced:  # it is left alone, or is about to get the target's name
+        return 0
+    taken = 0
+    for name in leftover.partials.values():
+        path = os.path.join(parent, name)
+        with contextlib.suppress(StateExchangeError), files.directory(name, dir_fd, path) as partial_fd:
+            for entry in files.names_in(partial_fd, path):
+                found = files.stat_of(entry, partial_fd, path)
+                taken += 0 if found is None else getattr(found, "st_blocks", 0) * _STAT_BLOCK_BYTES
+    return taken
 
 
 def _another(path: str, why: str) -> TargetExistsError:
@@ -328,6 +358,7 @@ class DirectoryBuild(Build):
         files.make_path(self._parent, 0o777)
         warn_of_options(self._parent)
         self._mount = mount_of(self._parent)
+        _check_mount(self._mount, self._parent)
         self._parent_fd = files.open_directory(self._parent)
         active_builds.add(self._nonce)
         try:

@@ -30,6 +30,7 @@ __all__ = [
     "check_private",
     "check_room",
     "check_size",
+    "check_writable",
     "close_file",
     "create_file",
     "directory",
@@ -41,6 +42,7 @@ __all__ = [
     "names_in",
     "open_directory",
     "open_file",
+    "open_nearest",
     "open_parent",
     "pread_into",
     "pwrite_all",
@@ -188,6 +190,31 @@ def make_path(path: str, mode: int = 0o700) -> None:
         make_path(parent, mode)
         with directory(parent) as parent_fd:
             make_directory(name, parent_fd, path, mode)
+
+
+def open_nearest(path: str) -> tuple[int, str]:
+    """Return a descriptor and the path of the directory at an absolute path or, if it is missing, of the nearest one
+    above, in which `make_path` would begin.
+
+    Raises NotFoundError if something else lies there; StorageError, also for a name that is too long.
+    """
+    while True:
+        try:
+            return open_directory(path), path
+        except NotFoundError:
+            parent = os.path.dirname(path)
+            if os.path.lexists(path) or parent == path:
+                raise
+            path = parent
+
+
+def check_writable(dir_fd: int, path: str) -> None:
+    """Raise StorageError if this process may make no files in an open directory, by what the system says of it."""
+    ids = {"effective_ids": True} if os.access in os.supports_effective_ids else {}
+    if not os.access(".", os.W_OK | os.X_OK, dir_fd=dir_fd, **ids):
+        is_read_only = os.fstatvfs(dir_fd).f_flag & os.ST_RDONLY
+        code = errno.EROFS if is_read_only else errno.EACCES
+        raise StorageError(f"cannot write in this directory: {os.strerror(code)}", errno=code, path=path)
 
 
 def remove_directory(name: str, dir_fd: int, path: str) -> bool:

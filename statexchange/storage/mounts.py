@@ -31,6 +31,7 @@ _NETWORK = frozenset(
         "fuse.ceph",
     }
 )
+_KERNEL = frozenset({"proc", "sysfs", "cgroup", "cgroup2", "securityfs", "debugfs", "tracefs", "devpts"})
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
@@ -51,6 +52,11 @@ class Mount:
     def is_network(self) -> bool:
         """Whether other hosts may change what lies here, with caches between."""
         return self.kind in _NETWORK
+
+    @property
+    def has_no_files(self) -> bool:
+        """Whether it shows the kernel, and nobody makes files in it."""
+        return self.kind in _KERNEL
 
 
 def _unescaped(text: str) -> str:

@@ -9,7 +9,7 @@ import json
 import math
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError, InvalidArgumentError, UnsafeError, excerpt
@@ -43,8 +43,10 @@ _METADATA_KEY = "__metadata__"
 FACTS_KEY = "statexchange"
 # torch's Hugging Face storage keeps a shard's offsets under this key, and its version beside it.
 TORCH_SHARDING_KEY, _TORCH_VERSION_KEY, _TORCH_VERSION = "DCP_SHARDING_INFO", "DCP_VERSION", "1.0"
+_OF_ONE_FILE = (FACTS_KEY, TORCH_SHARDING_KEY, _TORCH_VERSION_KEY)
 _NO_DIGEST = "0" * 32
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
+_DTYPE = re.compile(r"[A-Z][A-Z0-9_]{0,31}")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
@@ -73,11 +75,20 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A file's tensors in the order of their bytes, its text metadata, and the size that it must have."""
+    """A file's tensors in the order of their bytes, its text metadata, and the size that it must have.
+
+    `unknown` are the tensors of dtypes that are not known here, which are not among the `entries`.
+    """
 
     entries: Mapping[str, Entry]
     metadata: Mapping[str, str]
     nbytes: int
+    unknown: Mapping[str, Entry] = field(default_factory=dict)
+
+    @property
+    def common_metadata(self) -> dict[str, str]:
+        """The metadata without what says which parts of tensors this file has, and which file of a workspace it is."""
+        return {key: value for key, value in self.metadata.items() if key not in _OF_ONE_FILE}
 
     def facts(self, path: str) -> dict[str, Any] | None:
         """Our facts, if this is a tensor file of a workspace."""
@@ -160,7 +171,8 @@ def read_header(file: StoredFile, *, whole: bool = True) -> Header:
     """Return the header of a file; what breaks the format or our stricter rules is a CorruptError.
 
     Stricter than safetensors: no key twice, no unknown field, no control characters in names. With `whole` False the
-    file may be truncated after its header.
+    file may be truncated after its header. A dtype of a later version of safetensors is no error: its name and its
+    bytes are known.
     """
     size, path = file.size, file.path
     if size < 8:
@@ -184,7 +196,8 @@ def read_header(file: StoredFile, *, whole: bool = True) -> Header:
         key=lambda e: (e.begin, e.end),
     )
     _check_contiguous(entries, 8 + length, size if whole else None, path)
-    return Header({entry.name: entry for entry in entries}, metadata, size)
+    known = {entry.name: entry for entry in entries if entry.dtype in ITEMSIZE}
+    return Header(known, metadata, size, {entry.name: entry for entry in entries if entry.name not in known})
 
 
 def _entry(name: str, fields: Any, data_start: int, path: str) -> Entry:
@@ -194,18 +207,25 @@ def _entry(name: str, fields: Any, data_start: int, path: str) -> Entry:
     if not isinstance(fields, dict) or fields.keys() != _ENTRY_KEYS:
         raise CorruptError("header entry has missing or unknown fields", path=path, name=name)
     dtype = fields["dtype"]
-    if not isinstance(dtype, str) or dtype not in ITEMSIZE or dtype == "C128":
+    if not isinstance(dtype, str) or not _DTYPE.fullmatch(dtype) or dtype == "C128":
         raise CorruptError(f"unknown dtype {excerpt(dtype, 60)}", path=path, name=name)
     try:
         shape, (begin, end) = shape_from_json(fields["shape"]), sizes_from_json(fields["data_offsets"])
     except ValueError:
         raise CorruptError("header entry has a bad shape or bad offsets", path=path, name=name) from None
-    nbytes = math.prod(shape) * ITEMSIZE[dtype]
-    if end - begin != nbytes:
+    if not _fits(end - begin, dtype, math.prod(shape)):
+        expected = math.prod(shape) * ITEMSIZE[dtype] if dtype in ITEMSIZE else "elements of a whole number of bits"
         raise CorruptError(
-            "byte count does not fit the shape", path=path, name=name, expected=nbytes, found=end - begin
+            "byte count does not fit the shape", path=path, name=name, expected=expected, found=end - begin
         )
     return Entry(name, dtype, shape, data_start + begin, data_start + end)
+
+
+def _fits(nbytes: int, dtype: str, numel: int) -> bool:
+    """Whether a tensor may have this many bytes; of an unknown dtype, whether each element has as many bits."""
+    if dtype in ITEMSIZE or not numel:
+        return nbytes == numel * ITEMSIZE.get(dtype, 0)
+    return nbytes >= 0 and 8 * nbytes % numel == 0
 
 
 def _check_contiguous(entries: Sequence[Entry], start: int, size: int | None, path: str) -> None:

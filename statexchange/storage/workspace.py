@@ -750,6 +750,9 @@ class RankFile:
 
 def _shards(header: Header, facts: dict[str, Any], path: str) -> tuple[dict[str, Shard], dict[str, tuple[str, ...]]]:
     tensors = facts.get("tensors")
+    if header.unknown:
+        entry = next(iter(header.unknown.values()))
+        raise CorruptError(f"unknown dtype {entry.dtype}", path=path, name=entry.name)
     if not isinstance(tensors, dict) or tensors.keys() != header.entries.keys():
         raise CorruptError("facts and header list different tensors", path=path)
     shards, digests = {}, {}

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -381,6 +382,43 @@ def test_an_object_of_a_class_that_is_not_known_is_listed_but_not_made(saved: Pa
     dcp.save({"w": numbers(2), "path": Unknown()}, checkpoint_id=saved, no_dist=True)
     source = open_source(saved)
     assert "Unknown" in source.others["path"]
+
+
+def test_tensors_in_an_object_that_is_not_known_are_refused_by_name(saved: Path) -> None:
+    shutil.rmtree(saved)
+    holding = Unknown()
+    holding.deep = [torch.ones(1)]  # type: ignore[attr-defined]
+    dcp.save({"w": numbers(2), "odd": holding}, checkpoint_id=saved, no_dist=True)
+    with pytest.raises(UnsupportedError, match="holds tensors and is not understood") as caught:
+        merge_checkpoint(saved, saved.parent / "never")
+    assert (caught.value.name, caught.value.rank) == ("odd", 0)
+    assert [finding.name for finding in verify(saved).findings] == ["odd"]
+    merge_checkpoint(saved, saved.parent / "some", include="w")
+
+
+def test_a_saved_state_of_random_generators_is_named(saved: Path) -> None:
+    """Megatron saves such a list as one object, with tensors in it."""
+    path = saved / "__1_0.distcp"
+    torch.save([{"torch": torch.random.get_rng_state(), "numpy": np.random.get_state()}], path.open("wb"))
+
+    def place(metadata: Any) -> None:
+        stored = storage_of(metadata, "lr")
+        stored.relative_path, stored.offset, stored.length = path.name, 0, path.stat().st_size
+
+    rewrite(saved, place)
+    assert open_source(saved).others == {"lr": "list of 1, with tensors in it"}
+    report = merge_checkpoint(saved, saved.parent / "out")
+    assert report.notes == ("1 entry is no tensor, not written: lr (list of 1, with tensors in it)",)
+
+
+def test_a_tensor_of_a_dtype_that_is_not_known_hides_no_other(saved: Path) -> None:
+    rewrite(saved, lambda m: setattr(m.state_dict_metadata["b"].properties, "dtype", torch.bits8))
+    with pytest.raises(UnsupportedError, match="dtype bits8 is not supported") as caught:
+        merge_checkpoint(saved, saved.parent / "never")
+    assert caught.value.name == "b"
+    merge_checkpoint(saved, saved.parent / "some", exclude="b")
+    assert list(load_file(saved.parent / "some/model.safetensors")) == ["w"]
+    assert [(one.name, one.dtype, one.shape) for one in open_source(saved).listed] == [("b", "bits8", (5,))]
 
 
 class Unknown:

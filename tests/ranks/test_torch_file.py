@@ -1,12 +1,15 @@
 """Files of torch.save: read without torch, merged bit-equal; views, ties, nesting, DTensors; refused by name."""
 
+import argparse
+import collections
+import datetime as dt
 import io
 import json
 import os
+import random
 import shutil
 import struct
 import zipfile
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -304,7 +307,7 @@ def write_partial(out: str) -> None:
 def test_an_unfinished_sum_is_refused_by_name(tmp_path: Path) -> None:
     run_ranks(write_partial, 2, backend="gloo", args=(str(tmp_path),))
     with pytest.raises(UnsupportedError, match="unfinished sum") as caught:
-        open_source(tmp_path)
+        merged(tmp_path)
     assert (caught.value.name, caught.value.rank, caught.value.path) == ("w", 0, str(tmp_path / "rank0.pt"))
 
 
@@ -320,7 +323,7 @@ def write_out_of_order(out: str) -> None:
 def test_a_mesh_with_ranks_out_of_order_is_refused(tmp_path: Path) -> None:
     run_ranks(write_out_of_order, 2, backend="gloo", args=(str(tmp_path),))
     with pytest.raises(UnsupportedError, match="out of order") as caught:
-        open_source(tmp_path)
+        merged(tmp_path)
     assert caught.value.name == "w"
 
 
@@ -396,9 +399,14 @@ def test_a_nested_axis_and_a_mesh_that_claims_too_much() -> None:
 def test_tensors_that_have_no_plain_bytes_are_refused_by_name(tmp_path: Path, value: Any, match: str) -> None:
     torch.save({"ok": torch.ones(1), "odd": value()}, tmp_path / "x.pt")
     with pytest.raises(UnsupportedError, match=match) as caught:
-        open_source(tmp_path / "x.pt")
+        merged(tmp_path / "x.pt")
     assert (caught.value.name, caught.value.path) == ("odd", str(tmp_path / "x.pt"))
-    assert len(open_source(tmp_path / "x.pt", strict=False).problems) == 1
+    assert [finding.name for finding in verify(tmp_path / "x.pt").findings] == ["odd"]
+    assert_same(merged(tmp_path / "x.pt", exclude="odd"), {"ok": torch.ones(1)})
+    with open_checkpoint(tmp_path / "x.pt") as checkpoint:
+        assert (list(checkpoint), checkpoint["ok"].read().tolist()) == (["ok", "odd"], [1])
+        with pytest.raises(UnsupportedError, match=match):
+            checkpoint["odd"].read()
 
 
 def test_the_format_of_before_torch_1_6_is_refused_with_the_cure(tmp_path: Path) -> None:
@@ -574,12 +582,83 @@ def test_a_list_that_holds_itself_is_refused(tmp_path: Path) -> None:
         open_source(tmp_path / "x.pt")
 
 
-def test_an_object_of_another_class_is_refused_by_name(tmp_path: Path) -> None:
-    torch.save(OrderedDict(a=torch.ones(1), args=Arguments()), tmp_path / "x.pt")
-    with pytest.raises(UnsafeError, match=r"test_torch_file\.Arguments") as caught:
-        open_source(tmp_path / "x.pt")
-    assert caught.value.path == str(tmp_path / "x.pt")
-
-
 class Arguments:
     """Not known."""
+
+
+class Holding:
+    """Not known, and it holds a tensor."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = {"deep": [values]}
+
+
+def rng_state() -> dict[str, Any]:
+    """What Trainer and verl save beside the weights."""
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
+
+
+def test_objects_of_any_class_are_named_and_the_tensors_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {
+        "w": torch.arange(6.0).reshape(2, 3),
+        "rng": rng_state(),
+        "args": argparse.Namespace(lr=0.5, at=dt.datetime(2020, 1, 2), odd=Arguments()),
+        "loss": np.float64(2),
+        "stages": {ValueError("a key"): 1, Arguments(): 2},
+        "when": [dt.timedelta(1), Arguments()],
+    }
+    torch.save(state, tmp_path / "x.pt")
+    source = open_source(tmp_path / "x.pt")
+    assert (source.unsupported, source.others["rng.numpy"]) == ({}, "tuple of 5 (opaque numpy.ndarray)")
+    here = Arguments.__module__
+    assert [source.others[name] for name in ("args", "stages", "when")] == [
+        "opaque argparse.Namespace", "dict of 2", f"list of 2 (opaque datetime.timedelta, {here}.Arguments)"
+    ]  # fmt: skip
+    report = merge_checkpoint(tmp_path / "x.pt", tmp_path / "out")
+    assert_same(load_file(tmp_path / "out/model.safetensors"), {"w": state["w"], "rng.cpu": state["rng"]["cpu"]})
+    (note,) = report.notes
+    assert note.startswith("8 entries are no tensors, not written: rng.python.0 (int 3), ")
+    assert "args (opaque argparse.Namespace)" in note
+    for command in ("info", "ls"):
+        with pytest.raises(SystemExit) as ended:
+            main([command, str(tmp_path / "x.pt")])
+        shown = capsys.readouterr()
+        assert (ended.value.code, "args (opaque argparse.Namespace)" in shown.out + shown.err) == (0, True)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda: Holding(torch.ones(1)),
+        lambda: {Arguments(): torch.ones(1)},
+        lambda: {torch.ones(1): 1},
+        lambda: Holding(torch.nn.Parameter(torch.ones(1))),
+        lambda: Holding(torch.ones(1).untyped_storage()),
+        lambda: [Arguments(), Holding(torch.ones(1))],
+        lambda: {torch.ones(1)},
+        lambda: collections.deque([torch.ones(1)]),
+    ],
+)
+def test_tensors_in_what_is_not_understood_are_refused_by_name(tmp_path: Path, value: Any) -> None:
+    torch.save({"w": torch.ones(2), "odd": value(), "again": value()}, tmp_path / "x.pt")
+    with pytest.raises(UnsupportedError, match="holds tensors and is not understood") as caught:
+        merge_checkpoint(tmp_path / "x.pt", tmp_path / "out")
+    assert (caught.value.name, caught.value.path) == ("odd", str(tmp_path / "x.pt"))
+    assert list(open_source(tmp_path / "x.pt").unsupported) == ["odd", "again"]
+    assert_same(merged(tmp_path / "x.pt", include="w"), {"w": torch.ones(2)})
+
+
+def test_a_tensor_that_two_objects_share_is_found_in_both(tmp_path: Path) -> None:
+    shared = Holding(torch.ones(1))
+    torch.save({"a": shared, "b": [shared, Arguments()], "c": Arguments()}, tmp_path / "x.pt")
+    source = open_source(tmp_path / "x.pt")
+    assert (list(source.unsupported), list(source.others)) == (["a", "b"], ["c"])
+
+
+def test_a_function_beside_tensors_is_refused(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "f": os.path.join}, tmp_path / "x.pt")
+    with pytest.raises(UnsafeError, match=r"wants posixpath\.join, which is not known to be harmless") as caught:
+        open_source(tmp_path / "x.pt")
+    assert caught.value.path == str(tmp_path / "x.pt")

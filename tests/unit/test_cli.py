@@ -571,6 +571,60 @@ def test_a_full_disk_leaves_what_was_there(call: Call, namespace: Path, workspac
     assert [code, *rest] == ["exit 8", "out", "same"]
 
 
+def test_a_dry_run_says_what_the_target_cannot_take(namespace: Path, workspace: Path, tmp_path: Path) -> None:
+    """No room, where files have been finished too, and a file system that is read-only."""
+    write_workspace(tmp_path / "big", [[held("w", "U8", (2 << 20,), (0,), (2 << 20,), 1)]])
+    sx = f"{sys.executable} -m statexchange"
+    said = in_namespace(
+        f"mount -t tmpfs -o size=1m tmpfs {namespace}; "
+        f"{sx} merge {tmp_path}/big {namespace}/out --dry-run 2>&1 || echo exit $?; "
+        f"{sx} merge {tmp_path}/big {namespace}/a/b/out --dry-run 2>&1 || echo exit $?; ls -A {namespace}; "
+        f"mount -o remount,ro {namespace}; {sx} merge {workspace} {namespace}/out --dry-run 2>&1 || echo exit $?"
+    )
+    full, one, fuller, other, read_only, last = said.splitlines()
+    assert [one, other, last] == ["exit 8"] * 3
+    assert "No space left on device" in full
+    assert "No space left on device" in fuller
+    assert "Read-only file system" in read_only
+
+
+LEAVE = """
+import os, sys
+from statexchange.checkpoint.publication import Publication
+from statexchange.sharding.plan import Holding, plan_merge
+from statexchange.sharding.shards import Shard, full_box
+
+plan = plan_merge([Holding(0, [Shard("w", "U8", (2 << 20,), (full_box((2 << 20,)),))])])
+opened = Publication(sys.argv[1], plan, source="test").create(plan.files[0])
+opened.write(bytes(2 << 20), opened.offset_of(plan.files[0].tensors[0]))
+os._exit(0)
+"""
+
+
+def test_a_dry_run_counts_the_room_that_a_dead_publisher_left(namespace: Path, tmp_path: Path) -> None:
+    write_workspace(tmp_path / "big", [[held("w", "U8", (2 << 20,), (0,), (2 << 20,), 1)]])
+    (tmp_path / "leave.py").write_text(LEAVE)
+    merge = f"{sys.executable} -m statexchange merge {tmp_path}/big {namespace}"
+    said = in_namespace(
+        f"mount -t tmpfs -o size=3m tmpfs {namespace}; {sys.executable} {tmp_path}/leave.py {namespace}/out; "
+        f"{merge}/other --dry-run >&2 || echo exit $?; {merge}/out --dry-run >&2 && {merge}/out >&2 && echo merged"
+    )
+    assert said.splitlines() == ["exit 8", "merged"]
+
+
+def test_what_cannot_be_read_is_shown_with_what_it_is(call: Call, tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "x.safetensors", {"odd": ("F4", (2, 2), b"ab"), "w": ("U8", (2,), b"cd")})
+    code, out, err = call("info", tmp_path / "x.safetensors")
+    assert (code, "F4 1, U8 1" in out) == (0, True)
+    assert "warning: tensors that cannot be read: odd (dtype F4 is not supported" in err
+    code, out, err = call("ls", tmp_path / "x.safetensors")
+    assert (code, "odd\tF4\t[2,2]" in out, "odd (dtype F4" in err) == (0, True, True)
+    assert call.json("info", tmp_path / "x.safetensors")[1]["data"]["unsupported"].keys() == {"odd"}
+    assert call("verify", tmp_path / "x.safetensors")[0] == 7
+    assert call("merge", tmp_path / "x.safetensors", tmp_path / "out")[0] == 7
+    assert call("merge", tmp_path / "x.safetensors", tmp_path / "out", "--exclude", "odd")[0] == 0
+
+
 def test_a_read_only_directory(namespace: Path, workspace: Path) -> None:
     sx = f"{sys.executable} -m statexchange"
     said = in_namespace(

@@ -301,6 +301,175 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
         merge_checkpoint(tmp_path / "gone", tmp_path / "x")
 
 
+def test_a_dry_run_raises_what_the_merge_raises_and_writes_nothing(tmp_path: Path) -> None:
+    held = [part("w", torch.ones(2), full_box((2,))), part("v", torch.ones(2), full_box((2,)))]
+    save(tmp_path / "ws", [*held, part("c", torch.ones(2, dtype=torch.complex128), full_box((2,)))])
+    file = tmp_path / "file"
+    file.write_bytes(b"")
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "taken").mkdir()
+    out, plain = tmp_path / "out", {"exclude": "c"}
+    cases: list[tuple[Path, dict[str, Any]]] = [
+        (out, {}),  # complex128
+        (out, {**plain, "rename": [("w", "")]}),
+        (out, {**plain, "rename": [("w", "a\nb")]}),
+        (out, {**plain, "rename": [("w", "\ud800")]}),
+        (out, {**plain, "rename": [("w", "x" * 600)]}),
+        (out, {**plain, "rename": [("[wv]", "x")]}),
+        (out, {**plain, "files_from": {"model.safetensors": "x"}}),
+        (file / "out", plain),
+        (file / "a" / "out", plain),
+        (tmp_path / "link" / "out", plain),
+        (tmp_path / ("n" * 256), plain),
+        (tmp_path / ("n" * 300) / "out", plain),
+        (tmp_path / "taken", plain),
+        (file, {**plain, "overwrite": True}),
+        (Path("/proc/out"), plain),
+        (Path("/proc/nowhere/out"), plain),
+    ]
+    before = sorted(os.listdir(tmp_path))
+    for path, options in cases:
+        found = []
+        for dry_run in (True, False):
+            with pytest.raises(StateExchangeError) as caught:
+                merge_checkpoint(tmp_path / "ws", path, dry_run=dry_run, **options)
+            found.append((caught.value.code, caught.value.name))
+        assert found[0] == found[1], (path, options)
+    merge_checkpoint(tmp_path / "ws", out / "a" / "b", dry_run=True, **plain)
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_a_dry_run_refuses_copies_that_cannot_be_reduced(tmp_path: Path) -> None:
+    layout = {"w": {"reduce": "max"}}
+    for value in (torch.ones(2, dtype=torch.complex64), torch.ones(2)):
+        (tmp_path / "ws").mkdir()
+        save_file({"w": value}, tmp_path / "ws/rank_0.safetensors")
+        save_file({"w": value.to(torch.complex64)}, tmp_path / "ws/rank_1.safetensors")
+        for dry_run in (True, False):
+            refuse(StateExchangeError, tmp_path, "complex|dtype", layout=layout, dry_run=dry_run)
+        shutil.rmtree(tmp_path / "ws")
+
+
+def header_of(path: Path) -> dict[str, Any]:
+    data = path.read_bytes()
+    return dict(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]))
+
+
+def test_metadata_of_a_file_is_kept(tmp_path: Path) -> None:
+    kept = {f"key{n}": json.dumps({"_type": n}) for n in range(13)}
+    save_file({"w": torch.ones(2)}, tmp_path / "one.safetensors", {"format": "pt", **kept})
+    report = merge_checkpoint(tmp_path / "one.safetensors", tmp_path / "out")
+    assert header_of(tmp_path / "out/model.safetensors")["__metadata__"] == {"format": "pt", **kept}
+    assert report.notes == ()
+    merge_checkpoint(tmp_path / "out", tmp_path / "again", max_shard_size=1)
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
+
+
+def test_metadata_on_which_files_differ_is_named(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    for number, format_ in ((1, "flax"), (2, "flax")):
+        metadata = {"format": format_, "same": "x", "differs": str(number), f"only{number}": "y"}
+        save_file({f"w{number}": torch.ones(2)}, tmp_path / f"src/m-0000{number}-of-00002.safetensors", metadata)
+    report = merge_checkpoint(tmp_path / "src", tmp_path / "out")
+    kept = {"format": "pt", "only1": "y", "only2": "y", "same": "x"}
+    assert header_of(tmp_path / "out/model.safetensors")["__metadata__"] == kept
+    assert report.notes == (
+        "metadata keys that are not kept: differs (files differ)",
+        "the metadata key format becomes 'pt'; it was 'flax'",
+    )
+
+
+def test_metadata_that_is_no_text_is_named(tmp_path: Path) -> None:
+    header = b'{"__metadata__":{"half":"\\ud800"},"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\7")
+    report = merge_checkpoint(tmp_path / "x.safetensors", tmp_path / "out")
+    assert report.notes == ("metadata keys that are not kept: half (not valid text)",)
+    assert header_of(tmp_path / "out/model.safetensors")["__metadata__"] == {"format": "pt"}
+
+
+def test_facts_of_a_workspace_and_of_torchs_parts_are_not_kept(tmp_path: Path) -> None:
+    save(tmp_path / "ws", *lay_out({"w": torch.ones(4, 2)}, 2, 0))
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    for number, path in enumerate(sorted((tmp_path / "ws").rglob("*.safetensors"))):
+        shutil.copy(path, parts / f"{number}.safetensors")
+    for source in ("ws", "parts"):
+        report = merge_checkpoint(tmp_path / source, tmp_path / f"{source}.out")
+        assert header_of(tmp_path / f"{source}.out/model.safetensors")["__metadata__"] == {"format": "pt"}
+        assert report.notes == ()
+
+
+def write_raw(path: Path, tensors: dict[str, tuple[str, list[int], bytes]]) -> None:
+    entries, data = {}, b""
+    for name, (dtype, shape, content) in tensors.items():
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(content)]}
+        data += content
+    text = json.dumps(entries).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+@pytest.mark.parametrize("layout", [None, {"nothing": {"dim": 0}}])
+def test_a_tensor_of_a_dtype_that_is_not_known_hides_no_other(tmp_path: Path, layout: Any) -> None:
+    (tmp_path / "ws").mkdir()
+    path = tmp_path / "ws/m.safetensors"
+    write_raw(path, {"odd": ("F4", [2, 2], b"ab"), "w": ("U8", [2], b"cd"), "nothing": ("U8", [1], b"e")})
+    error = refuse(UnsupportedError, tmp_path, "dtype F4 is not supported", layout=layout)
+    assert (error.name, error.path) == ("odd", str(path))
+    merge_checkpoint(tmp_path / "ws", tmp_path / "out", include="w", layout=layout)
+    assert load_file(tmp_path / "out/model.safetensors")["w"].tolist() == [99, 100]
+    with sx.open_checkpoint(tmp_path / "ws") as checkpoint:
+        assert {name: (t.dtype, t.shape) for name, t in checkpoint.items()} == {
+            "odd": ("F4", (2, 2)), "w": ("U8", (2,)), "nothing": ("U8", (1,))
+        }  # fmt: skip
+        with pytest.raises(UnsupportedError, match="F4"):
+            checkpoint["odd"].read()
+    with pytest.raises(UnsupportedError, match="F4") as caught:
+        sx.load_checkpoint(
+            {"odd": torch.zeros(2), "w": torch.zeros(2, dtype=torch.uint8)}, tmp_path / "ws", strict=False
+        )
+    assert caught.value.name == "odd"
+    assert [type(found) for found in verify(tmp_path / "ws").findings] == [UnsupportedError]
+
+
+def test_an_index_may_list_a_tensor_of_a_dtype_that_is_not_known(tmp_path: Path) -> None:
+    write_raw(tmp_path / "model.safetensors", {"odd": ("F4", [2, 2], b"ab"), "w": ("U8", [2], b"cd")})
+    index = {"weight_map": {"odd": "model.safetensors", "w": "model.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with open_source(tmp_path) as source:
+        assert (source.problems, list(source.unsupported)) == ((), ["odd"])
+
+
+def test_optimizer_state_among_the_weights_is_told(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    (tmp_path / "src").mkdir()
+    torch.save(model.state_dict(), tmp_path / "src/pytorch_model.bin")
+    torch.save(optimizer.state_dict(), tmp_path / "src/optimizer.pt")
+    report = merge_checkpoint(tmp_path / "src", tmp_path / "out")
+    assert '6 of 8 tensors look like optimizer state: to leave them out, exclude=["state.*"]' in report.notes[-1]
+    assert '(--exclude "state.*")' in report.notes[-1]
+    report = merge_checkpoint(tmp_path / "src", tmp_path / "weights", exclude="state.*")
+    assert load_file(tmp_path / "weights/model.safetensors").keys() == model.state_dict().keys()
+    assert not any("optimizer" in note for note in report.notes)
+    report = merge_checkpoint(tmp_path / "src/optimizer.pt", tmp_path / "moments")  # nothing else was asked for
+    assert not any("look like" in note for note in report.notes)
+
+
+def test_deepspeeds_placeholders_are_refused_by_name(tmp_path: Path) -> None:
+    state = {
+        "module": {"w": torch.empty(0), "b": torch.empty(0)},
+        "param_shapes": [{"w": torch.Size([2, 2]), "b": torch.Size([2])}],
+        "ds_version": "0.15",
+    }
+    torch.save(state, tmp_path / "ws")
+    error = refuse(UnsupportedError, tmp_path, r"ZeRO-3 wrote 2 tensors of shape \[0\].*zero_to_fp32")
+    assert error.name == "module.w"
+    torch.save({"w": torch.empty(0)}, tmp_path / "ws")
+    merge_checkpoint(tmp_path / "ws", tmp_path / "out")
+
+
 def test_readers_name_the_ranks_of_a_hole_and_of_an_overlap(tmp_path: Path) -> None:
     w, b = torch.ones(4), torch.ones(1)
     other = part("b", b, full_box((1,)))

@@ -1,6 +1,8 @@
 """The restricted reader of pickles: real ones are read, nothing in any of them runs, claims take no memory."""
 
+import argparse
 import collections
+import datetime as dt
 import enum
 import io
 import pathlib
@@ -14,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -74,6 +77,64 @@ def test_torchs_classes_are_told_and_not_made(protocol: int) -> None:
     assert (found["ordered"], found["default"], found["counter"]) == ({"a": 1}, {"a": [1]}, {"a": 2, "b": 1})
     assert found["path"].name == "PurePosixPath"
     assert found["set"] == {1, 2} or found["set"].name == "set"
+
+
+class Settings(dict[str, Any]):
+    """A class that no reader knows, with items and attributes."""
+
+
+class settings_of_old:  # noqa: N801 (its name is that of a function)
+    pass
+
+
+def opaque(value: Any, protocol: int = 2) -> Any:
+    return read_pickle(pickle.dumps(value, protocol), "x", opaque=True)
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_objects_of_any_class_are_opaque_and_what_they_hold_is_kept(protocol: int) -> None:
+    settings = Settings(a=1)
+    settings.name = "x"  # type: ignore[attr-defined]
+    lower = settings_of_old()
+    lower.depth = 2  # type: ignore[attr-defined]
+    values = [settings, lower, collections.deque([1, 2]), argparse.Namespace(lr=0.5), dt.date(2020, 1, 2)]
+    made = opaque(values, protocol)
+    home = Settings.__module__
+    assert [(one.class_name, one.is_opaque) for one in made] == [
+        (f"{home}.Settings", True),
+        (f"{home}.settings_of_old", True),
+        ("collections.deque", True),
+        ("argparse.Namespace", True),
+        ("datetime.date", True),
+    ]
+    assert (made[0].items, made[0].state, made[1].state) == (["a", 1], {"name": "x"}, {"depth": 2})
+    assert (made[2].items, made[3].state) == ([1, 2], {"lr": 0.5})
+    with pytest.raises(UnsafeError, match="Settings, which is not known to be harmless"):
+        read_pickle(pickle.dumps(settings, protocol), "x")
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_what_numpy_writes_is_opaque(protocol: int) -> None:
+    values = [np.arange(3), np.float64(1), np.dtype("f4"), np.float32, np.random.default_rng(1), np.array([None])]
+    made = opaque(values, protocol)
+    names = [one.name if type(one) is Symbol else one.class_name for one in made]
+    assert [name.rpartition(".")[2] for name in names] == [
+        "ndarray", "scalar", "dtype", "float32", "__generator_ctor", "ndarray"
+    ]  # fmt: skip
+
+
+def test_a_member_of_an_enum_that_is_not_known_is_opaque() -> None:
+    found = opaque({"by value": Colour.RED})
+    assert found["by value"].class_name == f"{Colour.__module__}.Colour"
+    written = io.BytesIO()
+    _EnumsByName(written, 4).dump(Colour.RED)
+    assert read_pickle(written.getvalue(), "x", opaque=True).class_name == f"{Colour.__module__}.Colour"
+
+
+class Colour(enum.Enum):
+    """Not known."""
+
+    RED = 1
 
 
 class _EnumsByName(pickle.Pickler):
@@ -144,10 +205,24 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("data", REFUSED.values(), ids=REFUSED)
-def test_what_could_run_or_recurse_is_refused(data: bytes) -> None:
+REFUSED_AMONG_OPAQUE = {
+    "a function": b"\x80\x02cstatexchange.demo\nrun\n.",
+    "a call of a function": b"\x80\x02cstatexchange.demo\nrun\n)R.",
+    "a call of a method": b"\x80\x02cbuiltins\ngetattr\ncmodule\nClass\nX\x04\0\0\0loadq\0\x86R)R.",
+    "a function in an object": b"\x80\x02cargparse\nNamespace\n)\x81}X\1\0\0\0acmodule\nfunction\nsb.",
+    "a class that starts a process": b"\x80\x02csubprocess\nPopen\n]\x85R.",
+    "a class that makes functions of code": b"\x80\x02ctypes\nFunctionType\n.",
+    "a class that loads code": b"\x80\x02cimportlib.machinery\nSourceFileLoader\n.",
+    "a method by a dotted name": b"\x80\x04\x8c\6module\x8c\x0aClass.load\x93.",
+    "a name without end": b"\x80\x02cmodule\nC" + b"c" * 300 + b"\n.",
+}
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+@pytest.mark.parametrize("data", [*REFUSED.values(), *REFUSED_AMONG_OPAQUE.values()])
+def test_what_could_run_or_recurse_is_refused(data: bytes, opaque: bool) -> None:
     with pytest.raises(StateExchangeError, match="refused") as caught:
-        read_pickle(data, "x")
+        read_pickle(data, "x", opaque=opaque)
     assert (type(caught.value), caught.value.path) == (UnsafeError, "x")
 
 
@@ -267,6 +342,7 @@ def test_an_audit_hook_sees_nothing_run(tmp_path: Path) -> None:
         b"\x80\x02csubprocess\nPopen\n](" + b"X\5\0\0\0touch" + b"X\3\0\0\0ran" + b"e\x85R.",
         b"\x80\x02cantigravity\nfly\n.",
         *REFUSED.values(),
+        *REFUSED_AMONG_OPAQUE.values(),
     ]
     expected = {}
     for number, data in enumerate(payloads):

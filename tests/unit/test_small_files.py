@@ -233,6 +233,29 @@ def distributed(ranks: bytes, count: int = 1) -> bytes:
     return listed(found)
 
 
+def shared_refusals() -> bytes:
+    """One sparse tensor, and one object with a tensor in it, each under 100,000 names."""
+    sparse = call(symbol("torch._utils._rebuild_sparse_tensor"), b"N")
+    holding = call(symbol("some.Class"), tensor())
+    return listed([keep(0, sparse), *[again(0)] * 100_000, keep(1, holding), *[again(1)] * 100_000])
+
+
+def shared_opaque() -> bytes:
+    """A list of one opaque object many times, many times."""
+    made = call(symbol("some.Class"), b"N")
+    return listed([keep(0, listed([keep(1, made), *[again(1)] * 60_000])), *[again(0)] * 10_000])
+
+
+def opaque_of_opaque() -> bytes:
+    """Objects that hold one another, 10,000 deep, each of them under a name too."""
+    found, value = [], b"N"
+    for number in range(10_000):
+        value = keep(number, call(symbol("some.Class"), value))
+        found.append((text(str(number)), value))
+        value = again(number)
+    return mapped(found)
+
+
 def equal_ranks() -> bytes:
     """Two ranks that are pairs, equal and not the same, so that which is less takes 2**40 steps."""
     other = pairs()
@@ -391,6 +414,11 @@ CASES: dict[str, dict[str, tuple[Build, int, int]]] = {
         "ranks, equal and not the same": (torch_file(equal_ranks()), CORRUPT, CORRUPT),
         "ranks of meshes": (torch_file(distributed(LISTED_RANKS, 300)), CORRUPT, CORRUPT),
         "parts": (shared_chunks(), CORRUPT, CORRUPT),
+    },
+    "opaque": {
+        "objects with tensors": (torch_file(shared_refusals()), CORRUPT, CORRUPT),
+        "an object again and again": (torch_file(shared_opaque()), CORRUPT, CORRUPT),
+        "objects in each other": (torch_file(opaque_of_opaque()), OK, OK),
     },
     "places": {"of entries": (one_place(), CORRUPT, CORRUPT)},
 }

@@ -174,7 +174,10 @@ BROKEN: dict[str, Any] = {
     "true shape": {"a": entry(0, 4, shape=[True]), "b": entry(4, 8)},
     "text shape": {"a": entry(0, 8, shape="22")},
     "NaN": b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,8]}}',
-    "unknown dtype": {"a": entry(0, 8, "F33")},
+    "no dtype": {"a": entry(0, 8, "f33")},
+    "unknown dtype of no number of bits": {"a": entry(0, 8, "F33", [3])},
+    "unknown dtype of no elements": {"a": entry(0, 8, "F33", [0])},
+    "unknown dtype, backwards": {"a": {**entry(8, 0, "F33"), "shape": [2]}, "b": entry(0, 8)},
     "dtype of ours": {"a": entry(0, 8, "C128", [0])},
     "dtype a list": {"a": entry(0, 8, [])},
     "dtype an object": {"a": entry(0, 8, {})},
@@ -214,6 +217,15 @@ def test_the_good_header_is_good(tmp_path: Path) -> None:
     header = header_of(raw_file(tmp_path / "x", json.dumps(GOOD).encode() + b"   "))
     assert [e.name for e in header.entries.values()] == ["a", "b"]
     assert header.facts("x") is None
+
+
+def test_a_tensor_of_a_later_dtype_is_kept_apart(tmp_path: Path) -> None:
+    """Its name, shape and bytes are known, and the bytes count where the others lie."""
+    header = header_of(raw_file(tmp_path / "x", {"a": entry(0, 4, "F4", [2, 4]), "b": entry(4, 8)}))
+    assert [(e.name, e.dtype, e.shape, e.nbytes) for e in header.unknown.values()] == [("a", "F4", (2, 4), 4)]
+    assert list(header.entries) == ["b"]
+    with pytest.raises(CorruptError, match="overlap"):
+        header_of(raw_file(tmp_path / "x", {"a": entry(0, 8, "F4", [16]), "b": entry(4, 8)}))
 
 
 @pytest.mark.parametrize("claim", [2**64 - 1, 100_000_001, 99_999_999, 2**63])
@@ -273,10 +285,12 @@ def test_a_mutated_file_is_read_or_refused_and_nothing_else(tmp_path: Path, chan
     for version in (data, fix):
         (tmp_path / "mutant").write_bytes(version)
         try:
-            header_of(str(tmp_path / "mutant")).facts("x")
+            header = header_of(str(tmp_path / "mutant"))
+            header.facts("x")
         except StateExchangeError:
             continue
-        load_file(tmp_path / "mutant")  # whatever we accept, safetensors accepts
+        if not header.unknown:  # which are refused tensor by tensor
+            load_file(tmp_path / "mutant")  # whatever we accept, safetensors accepts
 
 
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
