@@ -13,11 +13,11 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from statexchange.checkpoint.convert import ConvertingReader, cast_holdings, float_name
+from statexchange.checkpoint.convert import ConvertingReader
 from statexchange.checkpoint.extra_files import FilesFrom, extra_files
 from statexchange.checkpoint.index import BoxFact
 from statexchange.checkpoint.publication import PlannedFile, Publication, check_target, target_path
@@ -33,16 +33,8 @@ from statexchange.errors import (
 from statexchange.formats import rank_files
 from statexchange.formats.registry import open_source, opened, path_text, read_place
 from statexchange.formats.source import Holder, Source, SourceTensor
-from statexchange.sharding.plan import (
-    FilePlan,
-    Holding,
-    Piece,
-    Plan,
-    PlanOptions,
-    Rename,
-    TensorPlan,
-    plan_merge,
-)
+from statexchange.sharding.options import ExportOptions, Rename, Replicas
+from statexchange.sharding.plan import FilePlan, Holding, Piece, Plan, TensorPlan, plan_merge
 from statexchange.sharding.rules import Layout
 from statexchange.sharding.shards import Box
 from statexchange.storage.byte_range import ByteRange
@@ -105,7 +97,7 @@ def merge_checkpoint(
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     rename: Rename = (),
-    replicas: Literal["equal", "root"] = "equal",
+    replicas: Replicas = "equal",
     dtype: Any = None,
     max_shard_size: int | str = "5GB",
     filename_pattern: str = "model{suffix}.safetensors",
@@ -143,28 +135,21 @@ def merge_checkpoint(
     UnsafeError, InvalidArgumentError, UnsupportedError, StorageError.
     """
     began = time.perf_counter()
-    wanted = float_name(dtype)
-    options = PlanOptions.of(
-        include=include,
-        exclude=exclude,
-        rename=rename,
-        max_shard_size=max_shard_size,
-        filename_pattern=filename_pattern,
-        replicas=replicas,
+    options = ExportOptions(
+        include, exclude, rename, replicas, dtype, max_shard_size, filename_pattern, _read_layout(layout)
     )
 
     def merge_once() -> MergeReport:
         with contextlib.ExitStack() as holding:
-            opened, reductions = _open(source, layout)
+            opened, reductions = _open(source, options)
             holding.callback(opened.close)
             return _merged(opened, reductions)
 
     def _merged(opened: Source, reductions: Mapping[str, str]) -> MergeReport:
         holdings = opened.holdings()
         chosen, notes = _unwrapped(opened.kind, holdings, options)
-        basis = _basis(opened, replicas, wanted, reductions)
-        plan = plan_merge(list(cast_holdings(holdings, wanted)) if wanted else holdings, chosen, basis=basis)
-        if replicas == "equal":
+        plan = plan_merge(holdings, chosen, basis=_basis(opened, options, reductions))
+        if options.replicas == "equal":
             check_replicas(opened, plan, reductions)
         extra = extra_files(files_from, plan)
         path = target_path(out)
@@ -207,18 +192,19 @@ def _check_apart(source: Source, path: str) -> None:
         raise UnsafeError("refused: the source lies in the target, whose objects would be replaced", path=path)
 
 
-def _open(
-    source: str | os.PathLike[str], layout: Mapping[str, Any] | str | os.PathLike[str] | None
-) -> tuple[Source, Mapping[str, str]]:
+def _read_layout(layout: Mapping[str, Any] | str | os.PathLike[str] | None) -> Any:
+    """The layout as it was given, or parsed from its file if that is a path."""
+    if not isinstance(layout, str | os.PathLike):
+        return layout
+    with open_place(path_text(layout)) as place:
+        return Layout.parse(parse_json(place.store.read_small(str(place.file)), place.path))
+
+
+def _open(source: str | os.PathLike[str], options: ExportOptions) -> tuple[Source, Mapping[str, str]]:
     """The source, laid out if a layout is given, and how copies of its tensors are reduced, by name."""
-    if layout is None:
+    if options.layout is None:
         return open_source(source), {}
-    raw: Any = layout
-    if isinstance(layout, str | os.PathLike):
-        with open_place(path_text(layout)) as place:
-            raw = parse_json(place.store.read_small(str(place.file)), place.path)
-    parsed = Layout.parse(raw)
-    return rank_files.lay_out(opened(path_text(source), _read_plain, strict=True), parsed)
+    return rank_files.lay_out(opened(path_text(source), _read_plain, strict=True), options.new_layout())
 
 
 def _read_plain(place: Place, *, strict: bool) -> Source:
@@ -228,7 +214,7 @@ def _read_plain(place: Place, *, strict: bool) -> Source:
     return read_place(place, strict=strict)
 
 
-def _unwrapped(kind: str, holdings: Sequence[Holding], options: PlanOptions) -> tuple[PlanOptions, tuple[str, ...]]:
+def _unwrapped(kind: str, holdings: Sequence[Holding], options: ExportOptions) -> tuple[ExportOptions, tuple[str, ...]]:
     """Options that remove wrappers which begin every selected name, and what to say about it."""
     names = {shard.name for holding in holdings for shard in holding.shards if options.wants(shard.name)}
     ends = (min(names, default=""), max(names, default=""))  # what both begin with, all names begin with
@@ -253,14 +239,14 @@ def _unwrapped(kind: str, holdings: Sequence[Holding], options: PlanOptions) -> 
     return options, ()
 
 
-def _basis(source: Source, replicas: str, dtype: str | None, reductions: Mapping[str, str]) -> str:
+def _basis(source: Source, options: ExportOptions, reductions: Mapping[str, str]) -> str:
     """A digest of all that the merged bytes depend on beside the names: the sources' headers, sizes and times."""
     hasher = hashlib.blake2b(digest_size=16)
 
     def add(fact: Any) -> None:
         hasher.update(json.dumps(fact, separators=(",", ":")).encode())
 
-    add([replicas, dtype, sorted(reductions.items())])
+    add([options.replicas, options.dtype, sorted(reductions.items())])
     for holder in source.holders:
         add([holder.rank, sorted(holder.aliases.items())])
         for tensor in holder.tensors.values():

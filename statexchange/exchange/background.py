@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import os
 import weakref
@@ -15,8 +14,7 @@ import numpy as np
 
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.world import as_communicator
-from statexchange.exchange.export import ExportReport, export_checkpoint
-from statexchange.sharding.rules import Layout
+from statexchange.exchange.export import ExportReport, ExportRequest, export_described
 from statexchange.state.describe import Description, describe
 from statexchange.tensors import same_memory
 
@@ -44,8 +42,9 @@ def export_checkpoint_async(
     if known is None or known.comm.is_closed:  # looked at after the wait, so that all ranks see the same
         known = _backgrounds[communicator] = _Background(communicator.duplicate())
     try:
-        inspect.signature(export_checkpoint).bind(state, out, layout=layout, **options)
-        taken: Description | Exception = known.snapshot(describe(state, Layout.parse(layout or {}), communicator.rank))
+        request = ExportRequest.of(out, layout=layout, **options)
+        described = describe(state, request.options.new_layout(), communicator.rank)
+        taken: tuple[Description, ExportRequest] | Exception = (known.snapshot(described), request)
     except Exception as error:  # noqa: BLE001 (the thread raises it, on all ranks)
         taken = error
     except BaseException as error:
@@ -56,7 +55,7 @@ def export_checkpoint_async(
         with known.comm.phase("taking a snapshot"):
             if isinstance(taken, Exception):
                 raise taken
-        return export_checkpoint(taken, out, comm=known.comm, layout=layout, **options)
+        return export_described(*taken, known.comm)
 
     return known.start(export)
 

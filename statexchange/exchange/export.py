@@ -9,8 +9,8 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 from statexchange.checkpoint.extra_files import FilesFrom, extra_files
 from statexchange.checkpoint.index import BoxFact
@@ -22,17 +22,15 @@ from statexchange.exchange.answers import Answer, answer_bytes, operations, rena
 from statexchange.exchange.reducing import Reduction, reduce_copies
 from statexchange.exchange.writing import Order, write_boxes, writing_nodes
 from statexchange.settings import check_timeout
-from statexchange.sharding.plan import Holding, Plan, PlanOptions, Rename, TensorPlan, plan_merge
-from statexchange.sharding.rules import Layout
+from statexchange.sharding.options import ExportOptions, Rename, Replicas
+from statexchange.sharding.plan import Holding, Plan, TensorPlan, plan_merge
 from statexchange.sharding.shards import Box
 from statexchange.state.describe import Description, describe
 from statexchange.storage.store import is_url, text_of
 from statexchange.storage.tensorfile import digest
-from statexchange.tensors import DTYPE_NAMES, ITEMSIZE
+from statexchange.tensors import ITEMSIZE
 
-__all__ = ["ExportReport", "export_checkpoint"]
-
-_FLOATS = {"F16", "BF16", "F32", "F64"}
+__all__ = ["ExportReport", "ExportRequest", "export_checkpoint", "export_described"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +50,34 @@ class ExportReport:
     phases: Mapping[str, float]
     phase_nbytes: Mapping[str, int]
     rank_nbytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportRequest:
+    """What a call of `export_checkpoint` asks for beside the state."""
+
+    path: str
+    options: ExportOptions
+    files_from: FilesFrom = None
+    overwrite: bool = False
+    stall_timeout_s: float = 300.0
+    on_progress: Callable[[int, int], None] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        out: str | os.PathLike[str],
+        *,
+        files_from: FilesFrom = None,
+        overwrite: bool = False,
+        stall_timeout_s: float = 300.0,
+        on_progress: Callable[[int, int], None] | None = None,
+        **options: Any,
+    ) -> ExportRequest:
+        """Check and keep the arguments of a call; `options` are those of `ExportOptions`."""
+        path = text_of(out, "out")
+        check_timeout(stall_timeout_s, "stall_timeout_s")
+        return cls(path, ExportOptions(**options), files_from, overwrite, stall_timeout_s, on_progress)
 
 
 class _Clock:
@@ -78,7 +104,7 @@ def export_checkpoint(
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     rename: Rename = (),
-    replicas: Literal["equal", "root"] = "equal",
+    replicas: Replicas = "equal",
     dtype: Any = None,
     max_shard_size: int | str = "5GB",
     filename_pattern: str = "model{suffix}.safetensors",
@@ -112,56 +138,40 @@ def export_checkpoint(
     communicator = as_communicator(comm)
     clock = _Clock()
     with communicator.phase("describing its state"):
-        path = text_of(out, "out")
-        check_timeout(stall_timeout_s, "stall_timeout_s")
-        options = PlanOptions.of(
+        request = ExportRequest.of(
+            out,
             include=include,
             exclude=exclude,
             rename=rename,
+            replicas=replicas,
+            dtype=dtype,
             max_shard_size=max_shard_size,
             filename_pattern=filename_pattern,
-            replicas=replicas,
+            layout=layout,
+            files_from=files_from,
+            overwrite=overwrite,
+            stall_timeout_s=stall_timeout_s,
+            on_progress=on_progress,
         )
-        rules = Layout.parse(layout or {})
-        known = state if isinstance(state, Description) else describe(state, rules, communicator.rank)
-        described = _cast(known, dtype)
-    trip = _Export(communicator, described, path, options, rules, stall_timeout_s, clock)
-    return trip.run(overwrite=overwrite, files_from=files_from, on_progress=on_progress)
+        described = describe(state, request.options.new_layout(), communicator.rank)
+    return _Export(communicator, described, request, clock).run()
 
 
-def _cast(described: Description, dtype: Any) -> Description:
-    """The description with floating tensors in another dtype; they are converted when their bytes are asked for."""
-    if dtype is None:
-        return described
-    name = DTYPE_NAMES.get(str(dtype).removeprefix("torch."))
-    if name not in _FLOATS:
-        raise InvalidArgumentError(f"dtype must be a floating torch dtype or its name, not {dtype!r}")
-    held = {
-        key: replace(h, shard=replace(h.shard, dtype=name)) if h.shard.dtype in _FLOATS else h
-        for key, h in described.held.items()
-    }
-    return replace(described, held=held)
+def export_described(described: Description, request: ExportRequest, comm: Communicator) -> ExportReport:
+    """Export what a rank has described, as `export_checkpoint` does. Collective."""
+    return _Export(comm, described, request, _Clock()).run()
 
 
 class _Export:
     """One export, from descriptions to the published directory."""
 
-    def __init__(
-        self,
-        comm: Communicator,
-        described: Description,
-        out: str,
-        options: PlanOptions,
-        layout: Layout,
-        stall_timeout_s: float,
-        clock: _Clock,
-    ) -> None:
+    def __init__(self, comm: Communicator, described: Description, request: ExportRequest, clock: _Clock) -> None:
         self._comm = comm
         self._described = described
-        self._out = out
-        self._options = options
-        self._layout = layout
-        self._stall_timeout_s = stall_timeout_s
+        self._request = request
+        self._options = request.options
+        self._layout = request.options.new_layout()
+        self._stall_timeout_s = request.stall_timeout_s
         self._clock = clock
         self._publication: Publication | None = None
         self._plan: Plan | None = None
@@ -170,13 +180,14 @@ class _Export:
         self._renames: list[dict[str, str]] = []
         self._operations: dict[str, str] = {}
 
-    def run(self, *, overwrite: bool, files_from: Any, on_progress: Callable[[int, int], None] | None) -> ExportReport:
+    def run(self) -> ExportReport:
+        """Export; collective."""
         comm = self._comm
         try:
             answers = self._answers()
             with comm.phase("planning"):
                 if comm.rank == 0:
-                    self._prepare(answers, overwrite, files_from)
+                    self._prepare(answers)
             told, _, ordered = comm.exchange(self._told() + b"\n" + self._order(), doing="the plan")[0].partition(b"\n")
             order = Order.parse(ordered)
             nodes = writing_nodes(comm, order)
@@ -185,7 +196,7 @@ class _Export:
             digests: list[tuple[int, int, str]] = []
             with comm.phase("writing", timeout_s=self._stall_timeout_s):
                 headers = [opened.header for opened in self._open]
-                digests = write_boxes(comm, self._described, order, nodes, headers, on_progress)
+                digests = write_boxes(comm, self._described, order, nodes, headers, self._request.on_progress)
             self._clock.lap("write", self._plan.nbytes if self._plan is not None else 0)
             receipts = comm.exchange(json.dumps(digests).encode(), root=0, doing="the receipts")
             report: ExportReport | None = None
@@ -209,7 +220,7 @@ class _Export:
         self._clock.lap("describe", sum(map(len, said)))
         return [said[speaker[found]] for found in digests] if comm.rank == 0 else []
 
-    def _prepare(self, answers: Sequence[bytes], overwrite: bool, files_from: Any) -> None:
+    def _prepare(self, answers: Sequence[bytes]) -> None:
         """Root: prove the cover, take the target, and make the files."""
         self._layout.check_ranks(range(len(answers)))
         said = {answer: Answer.parse(answer) for answer in set(answers)}
@@ -226,11 +237,13 @@ class _Export:
         shards = shards_by_rank(parsed, self._layout)
         holdings = [Holding(rank, shards[rank], parsed[rank].aliases) for rank in range(len(parsed))]
         self._plan = plan_merge(holdings, self._options)
-        path = target_path(self._out)
+        path = target_path(self._request.path)
         if is_url(path):
             raise InvalidArgumentError(f"a checkpoint goes to a directory, not to {path!r}")
-        extra = extra_files(files_from, self._plan)
-        self._publication = Publication(path, self._plan, source="export", extra=extra, overwrite=overwrite)
+        extra = extra_files(self._request.files_from, self._plan)
+        self._publication = Publication(
+            path, self._plan, source="export", extra=extra, overwrite=self._request.overwrite
+        )
         self._open = [self._publication.create(file) for file in self._plan.files]
         if self._comm.num_nodes > 1:
             self._probe = self._publication.make_probe()

@@ -208,6 +208,10 @@ class Layout:
             self.unused -= {p for p, r in self.rules.items() if r.of_plan} if named[0].of_plan else {named[0].pattern}
         return named[0]
 
+    def unmatched(self) -> Layout:
+        """The same layout, none of whose patterns has matched a name yet."""
+        return Layout(self.rules, self.grid, set(self.rules))
+
     def check_ranks(self, ranks: Sequence[int]) -> None:
         """InvalidArgumentError unless these are all ranks of the grid, if there is one."""
         wanted = math.prod(self.grid.values())

@@ -24,8 +24,8 @@ class HeldTensor:
 
     `part` is set for a plain tensor that has a layout rule: its shard says where the boxes lie in this rank's tensor,
     and where they lie in the whole is known once all ranks' parts are. `placement` is set for a tensor over a mesh of
-    all ranks of which this rank's boxes are those that `local_boxes` gives. The shard's dtype may be another than the
-    tensors': that in which their bytes are wanted. `reduce` is what is done with copies that differ, "max" or "min".
+    all ranks of which this rank's boxes are those that `local_boxes` gives. `reduce` is what is done with copies that
+    differ, "max" or "min".
     """
 
     shard: Shard
