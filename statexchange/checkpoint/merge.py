@@ -22,17 +22,16 @@ from statexchange.checkpoint.extra_files import FilesFrom, extra_files
 from statexchange.checkpoint.index import BoxFact
 from statexchange.checkpoint.publication import PlannedFile, Publication, check_target, target_path
 from statexchange.errors import (
-    CorruptError,
     ReplacedError,
     ReplicaError,
     UnsafeError,
-    UnsupportedError,
     excerpt,
     without_secrets,
 )
 from statexchange.formats import rank_files
 from statexchange.formats.registry import open_source, opened, path_text, read_place
 from statexchange.formats.source import Holder, Source, SourceTensor
+from statexchange.sharding.copies import check_copies, replica_error
 from statexchange.sharding.options import ExportOptions, Rename, Replicas
 from statexchange.sharding.plan import FilePlan, Holding, Piece, Plan, TensorPlan, plan_merge
 from statexchange.sharding.rules import Layout
@@ -148,9 +147,9 @@ def merge_checkpoint(
     def _merged(opened: Source, reductions: Mapping[str, str]) -> MergeReport:
         holdings = opened.holdings()
         chosen, notes = _unwrapped(opened.kind, holdings, options)
-        plan = plan_merge(holdings, chosen, basis=_basis(opened, options, reductions))
+        plan = plan_merge(holdings, chosen, basis=_basis(opened, options, reductions), reductions=reductions)
         if options.replicas == "equal":
-            check_replicas(opened, plan, reductions)
+            check_replicas(opened, plan)
         extra = extra_files(files_from, plan)
         path = target_path(out)
         reused: tuple[str, ...] = ()
@@ -163,7 +162,7 @@ def merge_checkpoint(
             ) as publication:
                 path = publication.path
                 reused = tuple(sorted(publication.finished))
-                facts = _Merge(opened, plan, publication, reductions, on_progress).run(threads)
+                facts = _Merge(opened, plan, publication, on_progress).run(threads)
                 opened.check_unchanged()  # what was changed in place while it was copied is half old, half new
                 publication.commit(facts)
         return MergeReport(
@@ -271,13 +270,24 @@ def extent_of(source: Source, tensor: TensorPlan, holder: int, box_index: int) -
     return source.holders[holder].tensors[tensor.source].extents[box_index]
 
 
-def check_replicas(source: Source, plan: Plan, reductions: Mapping[str, str]) -> None:
+def check_replicas(source: Source, plan: Plan) -> None:
     """ReplicaError unless the copies of each box equal the one that is taken, and tied tensors each other."""
     for file in plan.files:
         for tensor in file.tensors:
-            if tensor.source not in reductions:
-                for piece in tensor.pieces:
-                    _check_piece(source, tensor, piece)
+
+            def digest_of(holder: int, index: int, name: str = tensor.source) -> str:
+                return source.holders[holder].tensors[name].digest_of(index)
+
+            def error(tensor: TensorPlan, box: Box, holder: int, other: int) -> ReplicaError:
+                advice = (
+                    f'if each holds a part, a layout says so (--layout): {{"{tensor.source}": {{"dim": 0}}}}; to take '
+                    'the lowest rank\'s, replicas="root" (--replicas root)'
+                )
+                ranks = source.holders[holder].rank, source.holders[other].rank
+                return replica_error(tensor.source, box, *ranks, advice, path=source.holders[other].path)
+
+            for piece in tensor.pieces:
+                check_copies(tensor, piece, digest_of, error)
     for holder in source.holders:
         for alias, kept in holder.aliases.items():
             _check_tied(holder, alias, kept)
@@ -293,24 +303,6 @@ def _check_tied(holder: Holder, alias: str, kept: str) -> None:
 
 def _digests(tensor: SourceTensor) -> list[str]:
     return [tensor.digest_of(index) for index in range(len(tensor.extents))]
-
-
-def _check_piece(source: Source, tensor: TensorPlan, piece: Piece) -> None:
-    if not piece.replicas:
-        return
-    ours = source.holders[piece.holder].tensors[tensor.source].digest_of(piece.box_index)
-    for holder, index in piece.replicas:
-        theirs = source.holders[holder].tensors[tensor.source]
-        if theirs.digest_of(index) != ours:
-            rank, other = source.holders[piece.holder].rank, source.holders[holder].rank
-            raise ReplicaError(
-                f"ranks {rank} and {other} hold different values for region {piece.box}; if each holds a part, a "
-                f'layout says so (--layout): {{"{tensor.source}": {{"dim": 0}}}}; '
-                'to take the lowest rank\'s, replicas="root" (--replicas root)',
-                name=tensor.source,
-                rank=other,
-                path=theirs.extents[index].path,
-            )
 
 
 _Reader = BoxReader | ConvertingReader
@@ -329,13 +321,11 @@ class _Merge:
         source: Source,
         plan: Plan,
         publication: Publication,
-        reductions: Mapping[str, str],
         on_progress: Callable[[int, int], None] | None,
     ) -> None:
         self._source = source
         self._plan = plan
         self._publication = publication
-        self._reductions = reductions
         self._on_progress = on_progress
         self._done = 0
         self._lock = threading.Lock()
@@ -396,26 +386,17 @@ class _Merge:
         return self._source.holders[piece.holder].tensors[tensor.source].shard.dtype
 
     def _reader(self, tensor: TensorPlan, piece: Piece) -> _Reader:
-        held, reduce = self._held_dtype(tensor, piece), self._reductions.get(tensor.source)
-        if held == tensor.dtype and reduce is None:
+        held = self._held_dtype(tensor, piece)
+        if held == tensor.dtype and tensor.reduce is None:
             return self._box_reader(tensor, piece, piece.holder, piece.box_index)
-        if reduce is not None and held.startswith("C"):
-            raise UnsupportedError(f"complex numbers have no {reduce}", name=tensor.source)
-        suppliers = [(piece.holder, piece.box_index), *(piece.replicas if reduce is not None else ())]
-        for holder, _ in suppliers:
-            found = self._source.holders[holder].tensors[tensor.source].shard.dtype
-            if found != held:
-                path = self._source.holders[holder].path
-                raise CorruptError(
-                    "copies to be reduced differ in dtype", name=tensor.source, path=path, expected=held, found=found
-                )
+        suppliers = [(piece.holder, piece.box_index), *(piece.replicas if tensor.reduce is not None else ())]
         readers = [self._box_reader(tensor, piece, *supplier) for supplier in suppliers]
-        return ConvertingReader(readers, held, tensor.dtype, reduce, xxhash.xxh3_128())
+        return ConvertingReader(readers, held, tensor.dtype, tensor.reduce, xxhash.xxh3_128())
 
     def _box_reader(self, tensor: TensorPlan, piece: Piece, holder: int, box_index: int) -> BoxReader:
         extent = extent_of(self._source, tensor, holder, box_index)
         dtype = self._source.holders[holder].tensors[tensor.source].shard.dtype
-        copies = 1 + len(piece.replicas) if tensor.source in self._reductions else 1
+        copies = 1 + len(piece.replicas) if tensor.reduce is not None else 1
         ahead = AHEAD_BYTES // (len(tensor.pieces) * copies)
         return BoxReader(extent, piece.box, dtype, ahead)
 

@@ -18,9 +18,11 @@ __all__ = [
     "FLOATS",
     "REPLICAS",
     "ExportOptions",
+    "LoadOptions",
     "Rename",
     "Replicas",
     "check_replicas_option",
+    "grid_option",
     "name_patterns",
     "rename_rules",
     "renamed",
@@ -107,7 +109,7 @@ class ExportOptions:
         return Layout({}) if self.layout is None else self.layout.unmatched()
 
     def texts(self) -> dict[str, str]:
-        """The options that all ranks must give alike, as text by name.
+        """The options that all ranks must be given alike, as text by name.
 
         Not the rules of a layout, which may give each rank's own boxes. Of a function no more is known than that.
         """
@@ -119,8 +121,75 @@ class ExportOptions:
             "dtype": repr(None if self.dtype is None else LONG_NAMES[self.dtype]),
             "max_shard_size": repr(self.max_shard_size),
             "filename_pattern": repr(self.filename_pattern),
-            "layout's grid": excerpt({} if self.layout is None else dict(self.layout.grid), _COMPARED),
+            **grid_option(self.layout),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How a checkpoint's tensors find their places in live state, and what may differ.
+
+    Args:
+        strict: names that are missing or unexpected are an error.
+        layout: rules for plain tensors of the state (`statexchange.sharding.rules`).
+        include: shell patterns of the state's names that are loaded; without any, all are.
+        rename: from the source's names to the state's: a function, or (regex, replacement) pairs.
+        dtype: None: dtypes must be equal; "state": floating values are cast to the dtype that the state has.
+        replicas: "equal": what several ranks saved of one region must be equal, unless each gets its own; "root": the
+            lowest rank's counts.
+
+    Raises:
+        InvalidArgumentError: a value is not accepted; it names the option.
+    """
+
+    strict: bool = True
+    layout: Any = None
+    include: str | Sequence[str] = ()
+    rename: Rename = ()
+    dtype: str | None = None
+    replicas: Replicas = "equal"
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype != "state":
+            raise InvalidArgumentError(
+                f'dtype must be None or "state", which casts to the dtype that the state has, not {excerpt(self.dtype)}'
+            )
+        check_replicas_option(self.replicas)
+        accepted = {
+            "layout": self.layout if isinstance(self.layout, Layout | None) else Layout.parse(self.layout),
+            "include": name_patterns("include", self.include),
+            "rename": rename_rules(self.rename),
+        }
+        for option, value in accepted.items():
+            object.__setattr__(self, option, value)
+
+    def wants(self, name: str) -> bool:
+        """Whether the state's tensor or value of this name is loaded."""
+        return not self.include or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.include)
+
+    def may_want(self, path: str) -> bool:
+        """Whether anything that lies below `path` may be loaded."""
+        begin = f"{path}."
+        heads = [re.split(r"[*?[]", pattern, maxsplit=1)[0] for pattern in self.include]
+        return not heads or any(head.startswith(begin) or begin.startswith(head) for head in heads)
+
+    def casts(self, stored: str, live: str) -> bool:
+        """Whether values of the dtype `stored` are cast to `live`."""
+        return self.dtype == "state" and stored in FLOATS and live in FLOATS
+
+    def texts(self) -> dict[str, str]:
+        """The options that all ranks must be given alike, as text by name: stages may differ in what they load."""
+        return {
+            "strict": repr(bool(self.strict)),
+            "dtype": repr(self.dtype),
+            "replicas": repr(self.replicas),
+            **grid_option(self.layout),
+        }
+
+
+def grid_option(layout: Layout | None) -> dict[str, str]:
+    """The part of a layout that all ranks must be given alike, as text by name."""
+    return {"layout's grid": excerpt({} if layout is None else dict(layout.grid), _COMPARED)}
 
 
 def name_patterns(option: str, given: Any) -> tuple[str, ...]:

@@ -73,7 +73,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """One output tensor: `source` is its name at the holders, `begin` its offset in the data section."""
+    """One output tensor: `source` is its name at the holders, `begin` its offset in the data section.
+
+    `reduce` is the operation, "max" or "min", that makes one of copies that differ; without it copies must be equal.
+    """
 
     name: str
     source: str
@@ -81,6 +84,7 @@ class TensorPlan:
     shape: tuple[int, ...]
     begin: int
     pieces: Sequence[Piece]
+    reduce: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -129,8 +133,11 @@ def plan_merge(
     options: ExportOptions | None = None,
     *,
     basis: str = "",
+    reductions: Mapping[str, str] | None = None,
 ) -> Plan:
     """The plan that merges `holdings`. Not collective. `basis` is what else the bytes depend on, for the digest.
+
+    `reductions` are the operations by the name, at the holders, of each tensor of which copies are reduced.
 
     The pieces of a spread tensor are made when they are asked for: of these the plan does not grow with the ranks.
 
@@ -139,7 +146,7 @@ def plan_merge(
     `rename` that gives two tensors one name is an UnsafeError.
     """
     with _collector_paused():
-        return _plan(holdings, options or ExportOptions(), basis)
+        return _plan(holdings, options or ExportOptions(), basis, reductions or {})
 
 
 @contextlib.contextmanager
@@ -154,7 +161,7 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _plan(holdings: Sequence[Holding], options: ExportOptions, basis: str) -> Plan:
+def _plan(holdings: Sequence[Holding], options: ExportOptions, basis: str, reductions: Mapping[str, str]) -> Plan:
     chosen = _select(_by_name(holdings), options)
     aliases = _aliases(holdings, chosen)
     for alias in aliases:
@@ -163,14 +170,34 @@ def _plan(holdings: Sequence[Holding], options: ExportOptions, basis: str) -> Pl
     load = [0] * len(holdings)
     tensors = []
     for number, (new, old) in enumerate(renamed.items()):
-        held = chosen[old]
+        held, reduce = chosen[old], reductions.get(old)
+        if reduce is not None:
+            _check_reducible(reduce, held, holdings)
         if isinstance(held, Spread):
-            tensors.append(_plan_spread(new, held, options, number))
+            tensor = _plan_spread(new, held, options, number)
         else:
-            tensors.append(_plan_tensor(new, held, holdings, options, load))
+            tensor = _plan_tensor(new, held, holdings, options, load)
+        tensors.append(tensor if reduce is None else replace(tensor, reduce=reduce))
     files = _deal(tensors, options)
     written = {options.renamed(alias): options.renamed(kept) for alias, kept in aliases.items()}
     return Plan(files, written, _digest(files, written, basis))
+
+
+def _check_reducible(reduce: str, held: Sequence[tuple[int, Shard]] | Spread, holdings: Sequence[Holding]) -> None:
+    """Raise unless all copies are of one dtype, whose values have an order."""
+    shards = [(0, held)] if isinstance(held, Spread) else held
+    first: Shard | Spread = shards[0][1]
+    if first.dtype.startswith("C"):
+        raise UnsupportedError(f"complex numbers have no {reduce}", name=first.name)
+    for holder, shard in shards:
+        if shard.dtype != first.dtype:
+            raise CorruptError(
+                "copies to be reduced differ in dtype",
+                name=first.name,
+                rank=holdings[holder].rank,
+                expected=first.dtype,
+                found=shard.dtype,
+            )
 
 
 class _SpreadPieces(Sequence[Piece]):
@@ -508,7 +535,7 @@ def _file_plan(index: int, count: int, tensors: list[TensorPlan], options: Expor
     placed = []
     begin = 0
     for t in sorted(tensors, key=lambda t: (-order.index(t.dtype), t.name)):
-        placed.append(TensorPlan(t.name, t.source, t.dtype, t.shape, begin, t.pieces))
+        placed.append(replace(t, begin=begin))
         begin += t.nbytes
     suffix = "" if count == 1 else f"-{index + 1:05d}-of-{count:05d}"
     return FilePlan(options.filename_pattern.replace("{suffix}", suffix), tuple(placed))

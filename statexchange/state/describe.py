@@ -135,8 +135,6 @@ def _hold(name: str, tensor: Any, rule: Rule | None, rank: int) -> list[HeldTens
     dtype = dtype_name(tensor, name)
     shape = tuple(int(size) for size in tensor.shape)
     reduce = rule.reduce if rule is not None else None
-    if reduce is not None and dtype.startswith("C"):
-        raise UnsupportedError(f"complex numbers have no {reduce}", name=name)
     if hasattr(tensor, "__create_chunk_list__"):
         if rule is not None and rule.says_where:
             raise InvalidArgumentError(
