@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from statexchange.errors import InvalidArgumentError
-from statexchange.sharding.plan import Holding
 from statexchange.sharding.shards import Box, intersect
 from statexchange.storage.regions import BoxReader, within
-from statexchange.tensors import DTYPE_NAMES, ITEMSIZE, LONG_NAMES, array_over
+from statexchange.tensors import ITEMSIZE, array_over
 
-__all__ = ["FLOATS", "ConvertingReader", "cast_holdings", "converted", "float_name", "output_dtype", "reduce_into"]
+__all__ = ["ConvertingReader", "converted", "reduce_into"]
 
-FLOATS = ("F16", "BF16", "F32", "F64")
 _REDUCE = {"max": np.maximum, "min": np.minimum}
 
 
@@ -24,29 +20,6 @@ def reduce_into(op: str, values: Any, others: Any) -> None:
     """Make each element of the array `values` the "max" or "min" of it and of `others`; a NaN in either wins."""
     with np.errstate(invalid="ignore"):  # of which ml_dtypes warns for some NaN
         _REDUCE[op](values, others, out=values)
-
-
-def float_name(dtype: Any) -> str | None:
-    """The safetensors name of the floating dtype that a caller asks for by name or as torch's; None for None."""
-    if dtype is None:
-        return None
-    name = DTYPE_NAMES.get(str(dtype).removeprefix("torch."), str(dtype))
-    if name not in FLOATS:
-        known = ", ".join(LONG_NAMES[float_] for float_ in FLOATS)
-        raise InvalidArgumentError(f"dtype must be one of {known}, not {dtype!r}")
-    return name
-
-
-def output_dtype(dtype: str, wanted: str | None) -> str:
-    """The dtype in which a tensor of `dtype` is written: floating ones as `wanted`, all others as they are."""
-    return wanted if wanted is not None and dtype in FLOATS else dtype
-
-
-def cast_holdings(holdings: list[Holding], wanted: str | None) -> Iterator[Holding]:
-    """Yield the shards of each rank with output dtypes."""
-    for holding in holdings:
-        shards = [replace(shard, dtype=output_dtype(shard.dtype, wanted)) for shard in holding.shards]
-        yield replace(holding, shards=shards)
 
 
 def converted(array: Any, dtype: str) -> Any:

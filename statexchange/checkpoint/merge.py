@@ -13,38 +13,29 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from statexchange.checkpoint.convert import ConvertingReader, cast_holdings, float_name
+from statexchange.checkpoint.convert import ConvertingReader
 from statexchange.checkpoint.extra_files import FilesFrom, extra_files
 from statexchange.checkpoint.index import BoxFact
 from statexchange.checkpoint.notes import check_readable, kept_metadata, notes_about
 from statexchange.checkpoint.publication import PlannedFile, Publication, check_publication, target_path
 from statexchange.errors import (
-    CorruptError,
     InvalidArgumentError,
     ReplacedError,
     ReplicaError,
     UnsafeError,
-    UnsupportedError,
     excerpt,
     without_secrets,
 )
 from statexchange.formats import rank_files
 from statexchange.formats.registry import open_source, opened, read_place
 from statexchange.formats.source import Holder, Source, SourceTensor
-from statexchange.sharding.plan import (
-    FilePlan,
-    Holding,
-    Piece,
-    Plan,
-    PlanOptions,
-    Rename,
-    TensorPlan,
-    plan_merge,
-)
+from statexchange.sharding.copies import check_copies, replica_error
+from statexchange.sharding.options import ExportOptions, Rename, Replicas
+from statexchange.sharding.plan import FilePlan, Holding, Piece, Plan, TensorPlan, plan_merge
 from statexchange.sharding.rules import Layout
 from statexchange.sharding.shards import Box
 from statexchange.storage.byte_range import ByteRange
@@ -107,7 +98,7 @@ def merge_checkpoint(
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     rename: Rename = (),
-    replicas: Literal["equal", "root"] = "equal",
+    replicas: Replicas = "equal",
     dtype: Any = None,
     max_shard_size: int | str = "5GB",
     filename_pattern: str = "model{suffix}.safetensors",
@@ -152,19 +143,13 @@ def merge_checkpoint(
     UnsafeError, InvalidArgumentError, UnsupportedError, StorageError.
     """
     began = time.perf_counter()
-    wanted = float_name(dtype)
-    options = PlanOptions.of(
-        include=include,
-        exclude=exclude,
-        rename=rename,
-        max_shard_size=max_shard_size,
-        filename_pattern=filename_pattern,
-        replicas=replicas,
+    options = ExportOptions(
+        include, exclude, rename, replicas, dtype, max_shard_size, filename_pattern, _read_layout(layout)
     )
 
     def merge_once() -> MergeReport:
         with contextlib.ExitStack() as holding:
-            opened, reductions = _open(source, layout)
+            opened, reductions = _open(source, options)
             holding.callback(opened.close)
             return _merged(opened, reductions)
 
@@ -172,11 +157,9 @@ def merge_checkpoint(
         check_readable(opened, options)
         holdings = opened.holdings()
         chosen, notes = _unwrapped(opened.kind, holdings, options)
-        basis = _basis(opened, replicas, wanted, reductions)
-        plan = plan_merge(list(cast_holdings(holdings, wanted)) if wanted else holdings, chosen, basis=basis)
-        if replicas == "equal":
-            check_replicas(opened, plan, reductions)
-        _check_reductions(opened, plan, reductions)
+        plan = plan_merge(holdings, chosen, basis=_basis(opened, options, reductions), reductions=reductions)
+        if options.replicas == "equal":
+            check_replicas(opened, plan)
         extra = extra_files(files_from, plan)
         metadata, lost = kept_metadata(opened)
         sources = [tensor.source for file in plan.files for tensor in file.tensors]
@@ -199,7 +182,7 @@ def merge_checkpoint(
             ) as publication:
                 path = publication.path
                 reused = tuple(sorted(publication.finished))
-                facts = _Merge(opened, plan, publication, reductions, on_progress).run(threads)
+                facts = _Merge(opened, plan, publication, on_progress).run(threads)
                 opened.check_unchanged()  # what was changed in place while it was copied is half old, half new
                 publication.commit(facts)
         return MergeReport(
@@ -228,20 +211,21 @@ def _check_apart(source: Source, path: str) -> None:
         raise UnsafeError("refused: the source lies in the target, whose objects would be replaced", path=path)
 
 
-def _open(
-    source: str | os.PathLike[str], layout: Mapping[str, Any] | str | os.PathLike[str] | None
-) -> tuple[Source, Mapping[str, str]]:
+def _read_layout(layout: Mapping[str, Any] | str | os.PathLike[str] | None) -> Any:
+    """The layout as it was given, or parsed from its file if that is a path."""
+    if not isinstance(layout, str | os.PathLike):
+        return layout
+    with open_place(given_path(layout, "a layout file")) as place:
+        if place.file is None:
+            raise InvalidArgumentError("a layout is a JSON file, and this is a directory", path=place.path)
+        return Layout.parse(parse_json(place.store.read_small(place.file), place.path))
+
+
+def _open(source: str | os.PathLike[str], options: ExportOptions) -> tuple[Source, Mapping[str, str]]:
     """The source, laid out if a layout is given, and how copies of its tensors are reduced, by name."""
-    if layout is None:
+    if options.layout is None:
         return open_source(source), {}
-    raw: Any = layout
-    if isinstance(layout, str | os.PathLike):
-        with open_place(given_path(layout, "a layout file")) as place:
-            if place.file is None:
-                raise InvalidArgumentError("a layout is a JSON file, and this is a directory", path=place.path)
-            raw = parse_json(place.store.read_small(place.file), place.path)
-    parsed = Layout.parse(raw)
-    return rank_files.lay_out(opened(source, _read_plain, strict=True), parsed)
+    return rank_files.lay_out(opened(source, _read_plain, strict=True), options.new_layout())
 
 
 def _read_plain(place: Place, *, strict: bool) -> Source:
@@ -251,7 +235,7 @@ def _read_plain(place: Place, *, strict: bool) -> Source:
     return read_place(place, strict=strict)
 
 
-def _unwrapped(kind: str, holdings: Sequence[Holding], options: PlanOptions) -> tuple[PlanOptions, tuple[str, ...]]:
+def _unwrapped(kind: str, holdings: Sequence[Holding], options: ExportOptions) -> tuple[ExportOptions, tuple[str, ...]]:
     """Options that remove wrappers which begin every selected name, and what to say about it."""
     names = {shard.name for holding in holdings for shard in holding.shards if options.wants(shard.name)}
     ends = (min(names, default=""), max(names, default=""))  # what both begin with, all names begin with
@@ -276,14 +260,14 @@ def _unwrapped(kind: str, holdings: Sequence[Holding], options: PlanOptions) -> 
     return options, ()
 
 
-def _basis(source: Source, replicas: str, dtype: str | None, reductions: Mapping[str, str]) -> str:
+def _basis(source: Source, options: ExportOptions, reductions: Mapping[str, str]) -> str:
     """A digest of all that the merged bytes depend on beside the names: the sources' headers, sizes and times."""
     hasher = hashlib.blake2b(digest_size=16)
 
     def add(fact: Any) -> None:
         hasher.update(json.dumps(fact, separators=(",", ":")).encode())
 
-    add([replicas, dtype, sorted(reductions.items())])
+    add([options.replicas, options.dtype, sorted(reductions.items())])
     for holder in source.holders:
         add([holder.rank, sorted(holder.aliases.items())])
         for tensor in holder.tensors.values():
@@ -308,13 +292,24 @@ def extent_of(source: Source, tensor: TensorPlan, holder: int, box_index: int) -
     return source.holders[holder].tensors[tensor.source].extents[box_index]
 
 
-def check_replicas(source: Source, plan: Plan, reductions: Mapping[str, str]) -> None:
+def check_replicas(source: Source, plan: Plan) -> None:
     """ReplicaError unless the copies of each box equal the one that is taken, and tied tensors each other."""
     for file in plan.files:
         for tensor in file.tensors:
-            if tensor.source not in reductions:
-                for piece in tensor.pieces:
-                    _check_piece(source, tensor, piece)
+
+            def digest_of(holder: int, index: int, name: str = tensor.source) -> str:
+                return source.holders[holder].tensors[name].digest_of(index)
+
+            def error(tensor: TensorPlan, box: Box, holder: int, other: int) -> ReplicaError:
+                advice = (
+                    f'if each holds a part, a layout says so (--layout): {{"{tensor.source}": {{"dim": 0}}}}; to take '
+                    'the lowest rank\'s, replicas="root" (--replicas root)'
+                )
+                ranks = source.holders[holder].rank, source.holders[other].rank
+                return replica_error(tensor.source, box, *ranks, advice, path=source.holders[other].path)
+
+            for piece in tensor.pieces:
+                check_copies(tensor, piece, digest_of, error)
     for holder in source.holders:
         for alias, kept in holder.aliases.items():
             _check_tied(holder, alias, kept)
@@ -330,45 +325,6 @@ def _check_tied(holder: Holder, alias: str, kept: str) -> None:
 
 def _digests(tensor: SourceTensor) -> list[str]:
     return [tensor.digest_of(index) for index in range(len(tensor.extents))]
-
-
-def _check_piece(source: Source, tensor: TensorPlan, piece: Piece) -> None:
-    if not piece.replicas:
-        return
-    ours = source.holders[piece.holder].tensors[tensor.source].digest_of(piece.box_index)
-    for holder, index in piece.replicas:
-        theirs = source.holders[holder].tensors[tensor.source]
-        if theirs.digest_of(index) != ours:
-            rank, other = source.holders[piece.holder].rank, source.holders[holder].rank
-            raise ReplicaError(
-                f"ranks {rank} and {other} hold different values for region {piece.box}; if each holds a part, a "
-                f'layout says so (--layout): {{"{tensor.source}": {{"dim": 0}}}}; '
-                'to take the lowest rank\'s, replicas="root" (--replicas root)',
-                name=tensor.source,
-                rank=other,
-                path=theirs.extents[index].path,
-            )
-
-
-def _check_reductions(source: Source, plan: Plan, reductions: Mapping[str, str]) -> None:
-    """Raise UnsupportedError or CorruptError for copies that cannot be reduced."""
-    for file in plan.files:
-        for tensor in file.tensors:
-            if tensor.source not in reductions:
-                continue
-            for piece in tensor.pieces:
-                _check_reduction(source, tensor.source, piece, reductions[tensor.source])
-
-
-def _check_reduction(source: Source, name: str, piece: Piece, reduce: str) -> None:
-    held = source.holders[piece.holder].tensors[name].shard.dtype
-    if held.startswith("C"):
-        raise UnsupportedError(f"complex numbers have no {reduce}", name=name)
-    for holder, _ in piece.replicas:
-        found = source.holders[holder].tensors[name].shard.dtype
-        if found != held:
-            path = source.holders[holder].path
-            raise CorruptError("copies to be reduced differ in dtype", name=name, path=path, expected=held, found=found)
 
 
 _Reader = BoxReader | ConvertingReader
@@ -387,13 +343,11 @@ class _Merge:
         source: Source,
         plan: Plan,
         publication: Publication,
-        reductions: Mapping[str, str],
         on_progress: Callable[[int, int], None] | None,
     ) -> None:
         self._source = source
         self._plan = plan
         self._publication = publication
-        self._reductions = reductions
         self._on_progress = on_progress
         self._done = 0
         self._lock = threading.Lock()
@@ -454,17 +408,17 @@ class _Merge:
         return self._source.holders[piece.holder].tensors[tensor.source].shard.dtype
 
     def _reader(self, tensor: TensorPlan, piece: Piece) -> _Reader:
-        held, reduce = self._held_dtype(tensor, piece), self._reductions.get(tensor.source)
-        if held == tensor.dtype and reduce is None:
+        held = self._held_dtype(tensor, piece)
+        if held == tensor.dtype and tensor.reduce is None:
             return self._box_reader(tensor, piece, piece.holder, piece.box_index)
-        suppliers = [(piece.holder, piece.box_index), *(piece.replicas if reduce is not None else ())]
+        suppliers = [(piece.holder, piece.box_index), *(piece.replicas if tensor.reduce is not None else ())]
         readers = [self._box_reader(tensor, piece, *supplier) for supplier in suppliers]
-        return ConvertingReader(readers, held, tensor.dtype, reduce, xxhash.xxh3_128())
+        return ConvertingReader(readers, held, tensor.dtype, tensor.reduce, xxhash.xxh3_128())
 
     def _box_reader(self, tensor: TensorPlan, piece: Piece, holder: int, box_index: int) -> BoxReader:
         extent = extent_of(self._source, tensor, holder, box_index)
         dtype = self._source.holders[holder].tensors[tensor.source].shard.dtype
-        copies = 1 + len(piece.replicas) if tensor.source in self._reductions else 1
+        copies = 1 + len(piece.replicas) if tensor.reduce is not None else 1
         ahead = AHEAD_BYTES // (len(tensor.pieces) * copies)
         return BoxReader(extent, piece.box, dtype, ahead)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from statexchange.formats.source import Source
-    from statexchange.sharding.plan import PlanOptions
+    from statexchange.sharding.options import ExportOptions
 
 __all__ = ["check_readable", "kept_metadata", "notes_about"]
 
@@ -27,7 +27,7 @@ _MAX_PATTERNS = 4
 _DEEPSPEED = ("ds_version", "ds_config", "param_shapes")
 
 
-def check_readable(source: Source, options: PlanOptions) -> None:
+def check_readable(source: Source, options: ExportOptions) -> None:
     """Raise UnsupportedError for a selected tensor whose bytes are not supported, or lie elsewhere."""
     for name, error in source.unsupported.items():
         if options.wants(name):
@@ -71,7 +71,7 @@ def _is_text(value: str) -> bool:
     return True
 
 
-def notes_about(source: Source, names: Iterable[str], options: PlanOptions) -> tuple[str, ...]:
+def notes_about(source: Source, names: Iterable[str], options: ExportOptions) -> tuple[str, ...]:
     """Return what to say about entries that are no tensors, and about optimizer state among the tensors `names`."""
     notes = []
     others = {name: what for name, what in source.others.items() if options.wants(name)}

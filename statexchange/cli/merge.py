@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,9 +12,12 @@ from statexchange.cli.output import Output, fields_of
 from statexchange.cli.progress import Progress
 from statexchange.cli.text import format_seconds, ranges
 from statexchange.report.pictures import format_bytes, shape_text
+from statexchange.sharding.options import CAST_DTYPES, REPLICAS, ExportOptions
 
 if TYPE_CHECKING:
     from statexchange.checkpoint.merge import MergeReport, PlannedTensor
+
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(ExportOptions)}
 
 
 def _parse_renames(
@@ -41,29 +45,29 @@ def _parse_renames(
 )
 @click.option(
     "--replicas",
-    type=click.Choice(["equal", "root"]),
-    default="equal",
+    type=click.Choice(REPLICAS),
+    default=_DEFAULTS["replicas"],
     show_default=True,
     help="Copies must be equal, or the lowest rank's is taken.",
 )
 @click.option(
     "--dtype",
-    type=click.Choice(["float16", "bfloat16", "float32", "float64"]),
+    type=click.Choice(CAST_DTYPES),
     help="Write floating tensors in this dtype; integers and float8 stay as they are.",
 )
 @click.option(
     "--max-shard-size",
-    default="5GB",
+    default=_DEFAULTS["max_shard_size"],
     show_default=True,
     metavar="SIZE",
     help="Start a new file at this size.",
 )
 @click.option(
     "--filename-pattern",
-    default="model{suffix}.safetensors",
+    default=_DEFAULTS["filename_pattern"],
     show_default=True,
     metavar="NAME",
-    help="Of the files.",
+    help="Output file name; {suffix} becomes -00001-of-00004 where there are several files.",
 )
 @click.option(
     "--files-from",

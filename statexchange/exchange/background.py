@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import inspect
 import itertools
 import logging
 import os
@@ -21,8 +20,7 @@ from statexchange.comm.communicator import Communicator
 from statexchange.comm.session import call_site, public_call
 from statexchange.comm.world import as_communicator
 from statexchange.errors import StateExchangeError, excerpt, without_secrets
-from statexchange.exchange.export import ExportReport, export_checkpoint
-from statexchange.sharding.rules import Layout
+from statexchange.exchange.export import ExportReport, ExportRequest, export_described
 from statexchange.state.describe import Description, describe
 from statexchange.tensors import same_memory
 
@@ -56,8 +54,9 @@ def export_checkpoint_async(
     try:
         if failure is not None:  # the other ranks may have heard of it, and go on: they are to raise it, too
             raise failure.located() if isinstance(failure, StateExchangeError) else failure  # not as the one they know
-        inspect.signature(export_checkpoint).bind(state, out, layout=layout, **options)
-        taken: Description | Exception = known.snapshot(describe(state, Layout.parse(layout or {}), communicator.rank))
+        request = ExportRequest.of(out, layout=layout, **options)
+        described = describe(state, request.options.new_layout(), communicator.rank)
+        taken: tuple[Description, ExportRequest] | Exception = (known.snapshot(described), request)
     except Exception as error:  # noqa: BLE001 (the thread raises it, on all ranks)
         taken = error
     except BaseException as error:
@@ -69,7 +68,7 @@ def export_checkpoint_async(
             with known.comm.phase("taking a snapshot"):
                 if isinstance(taken, Exception):
                     raise taken
-            return export_checkpoint(taken, out, comm=known.comm, layout=layout, **options)
+            return export_described(*taken, known.comm)
 
     shown = str(out) if isinstance(out, (str, os.PathLike)) else excerpt(out)
     result = _Result(without_secrets(shown), is_told=failure is not None)

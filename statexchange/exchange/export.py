@@ -9,8 +9,9 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
 
 from statexchange.checkpoint.extra_files import FilesFrom, extra_files
 from statexchange.checkpoint.index import BoxFact
@@ -18,22 +19,30 @@ from statexchange.checkpoint.publication import PlannedFile, Publication, target
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.session import public_call
 from statexchange.comm.world import as_communicator
-from statexchange.errors import InvalidArgumentError, ReplicaError
-from statexchange.exchange.answers import Answer, answer_bytes, operations, renames, shards_by_rank
-from statexchange.exchange.reducing import Reduction, reduce_copies
-from statexchange.exchange.writing import Order, write_boxes, writing_nodes
+from statexchange.errors import InvalidArgumentError, MismatchError, ReplicaError
+from statexchange.exchange.rank_metadata import (
+    RankMetadata,
+    check_equal_options,
+    gather_metadata,
+    operations,
+    parse_metadata,
+    rank_shards,
+    renames,
+)
+from statexchange.exchange.reducing import reduce_copies
+from statexchange.exchange.writing import write_boxes, writing_nodes
 from statexchange.settings import check_timeout
-from statexchange.sharding.plan import Holding, Plan, PlanOptions, Rename, TensorPlan, plan_merge
-from statexchange.sharding.rules import Layout
+from statexchange.sharding import records
+from statexchange.sharding.copies import check_copies, replica_error
+from statexchange.sharding.options import ExportOptions, Rename, Replicas
+from statexchange.sharding.plan import Holding, Plan, TensorPlan, plan_merge
 from statexchange.sharding.shards import Box
+from statexchange.sharding.write_plan import BoxReceipts, WriteFile, WritePlan, WriteTensor
 from statexchange.state.describe import Description, describe
 from statexchange.storage.store import given_path, is_url
-from statexchange.storage.tensorfile import digest
-from statexchange.tensors import DTYPE_NAMES, ITEMSIZE
+from statexchange.tensors import ITEMSIZE
 
-__all__ = ["ExportReport", "export_checkpoint"]
-
-_FLOATS = {"F16", "BF16", "F32", "F64"}
+__all__ = ["ExportReport", "ExportRequest", "export_checkpoint", "export_described"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,63 @@ class ExportReport:
     phases: Mapping[str, float]
     phase_nbytes: Mapping[str, int]
     rank_nbytes: tuple[int, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON value that `from_json` reads."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**found, "files": [{"name": name, "nbytes": nbytes} for name, nbytes in self.files]}
+
+    @classmethod
+    def from_json(cls, raw: Any) -> ExportReport:
+        """The report that `to_json` wrote; anything else is a ValueError."""
+        names = [field.name for field in fields(cls)]
+        path, files, nbytes, num_tensors, aliases, seconds, phases, phase_nbytes, rank_nbytes = records.fields(
+            raw, *names
+        )
+        return cls(
+            records.text(path),
+            records.items(files, _file_from_json),
+            records.count(nbytes),
+            records.count(num_tensors),
+            records.texts(aliases),
+            records.number(seconds),
+            records.mapping(phases, records.number),
+            records.mapping(phase_nbytes, records.count),
+            records.items(rank_nbytes, records.count),
+        )
+
+
+def _file_from_json(raw: Any) -> tuple[str, int]:
+    name, nbytes = records.fields(raw, "name", "nbytes")
+    return records.text(name), records.count(nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class ExportRequest:
+    """What a call of `export_checkpoint` asks for beside the state."""
+
+    path: str
+    options: ExportOptions
+    files_from: FilesFrom = None
+    overwrite: bool = False
+    stall_timeout_s: float = 300.0
+    on_progress: Callable[[int, int], None] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        out: str | os.PathLike[str],
+        *,
+        files_from: FilesFrom = None,
+        overwrite: bool = False,
+        stall_timeout_s: float = 300.0,
+        on_progress: Callable[[int, int], None] | None = None,
+        **options: Any,
+    ) -> ExportRequest:
+        """Check and keep the arguments of a call; `options` are those of `ExportOptions`."""
+        path = given_path(out, "a target")
+        check_timeout(stall_timeout_s, "stall_timeout_s")
+        return cls(path, ExportOptions(**options), files_from, overwrite, stall_timeout_s, on_progress)
 
 
 class _Clock:
@@ -80,7 +146,7 @@ def export_checkpoint(
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     rename: Rename = (),
-    replicas: Literal["equal", "root"] = "equal",
+    replicas: Replicas = "equal",
     dtype: Any = None,
     max_shard_size: int | str = "5GB",
     filename_pattern: str = "model{suffix}.safetensors",
@@ -106,7 +172,8 @@ def export_checkpoint(
     names a directory (its small files go along) or files, or maps names to texts; `on_progress(done, total)` is called
     with this rank's bytes. `stall_timeout_s` limits the time in which nobody moves a byte, not the total.
 
-    `out` and the options are root's: give the same on all ranks.
+    `out`, `files_from` and `overwrite` are root's: give the same on all ranks. All other options must be the same, but
+    for the rules of a layout; one that differs is an InvalidArgumentError that names it and both values.
 
     Raises TargetExistsError, UnsafeError, IncompleteError, OverlapError, CorruptError, ReplicaError, UnsupportedError,
     InvalidArgumentError, NotFoundError (`files_from`), StorageError, StallError, PeerError.
@@ -114,82 +181,67 @@ def export_checkpoint(
     communicator = as_communicator(comm)
     clock = _Clock()
     with communicator.phase("describing its state"):
-        path = given_path(out, "a target")
-        check_timeout(stall_timeout_s, "stall_timeout_s")
-        options = PlanOptions.of(
+        request = ExportRequest.of(
+            out,
             include=include,
             exclude=exclude,
             rename=rename,
+            replicas=replicas,
+            dtype=dtype,
             max_shard_size=max_shard_size,
             filename_pattern=filename_pattern,
-            replicas=replicas,
+            layout=layout,
+            files_from=files_from,
+            overwrite=overwrite,
+            stall_timeout_s=stall_timeout_s,
+            on_progress=on_progress,
         )
-        rules = Layout.parse(layout or {})
-        known = state if isinstance(state, Description) else describe(state, rules, communicator.rank)
-        described = _cast(known, dtype)
-    trip = _Export(communicator, described, path, options, rules, stall_timeout_s, clock)
-    return trip.run(overwrite=overwrite, files_from=files_from, on_progress=on_progress)
+        described = describe(state, request.options.new_layout(), communicator.rank)
+    return _Export(communicator, described, request, clock).run()
 
 
-def _cast(described: Description, dtype: Any) -> Description:
-    """The description with floating tensors in another dtype; they are converted when their bytes are asked for."""
-    if dtype is None:
-        return described
-    name = DTYPE_NAMES.get(str(dtype).removeprefix("torch."))
-    if name not in _FLOATS:
-        raise InvalidArgumentError(f"dtype must be a floating torch dtype or its name, not {dtype!r}")
-    held = {
-        key: replace(h, shard=replace(h.shard, dtype=name)) if h.shard.dtype in _FLOATS else h
-        for key, h in described.held.items()
-    }
-    return replace(described, held=held)
+def export_described(described: Description, request: ExportRequest, comm: Communicator) -> ExportReport:
+    """Export what a rank has described, as `export_checkpoint` does. Collective."""
+    return _Export(comm, described, request, _Clock()).run()
 
 
 class _Export:
     """One export, from descriptions to the published directory."""
 
-    def __init__(
-        self,
-        comm: Communicator,
-        described: Description,
-        out: str,
-        options: PlanOptions,
-        layout: Layout,
-        stall_timeout_s: float,
-        clock: _Clock,
-    ) -> None:
+    def __init__(self, comm: Communicator, described: Description, request: ExportRequest, clock: _Clock) -> None:
         self._comm = comm
         self._described = described
-        self._out = out
-        self._options = options
-        self._layout = layout
-        self._stall_timeout_s = stall_timeout_s
+        self._request = request
+        self._options = request.options
+        self._layout = request.options.new_layout()
+        self._stall_timeout_s = request.stall_timeout_s
         self._clock = clock
         self._publication: Publication | None = None
         self._plan: Plan | None = None
         self._open: list[PlannedFile] = []
         self._probe = ""
         self._renames: list[dict[str, str]] = []
-        self._operations: dict[str, str] = {}
 
-    def run(self, *, overwrite: bool, files_from: Any, on_progress: Callable[[int, int], None] | None) -> ExportReport:
+    def run(self) -> ExportReport:
+        """Export; collective."""
         comm = self._comm
         try:
-            answers = self._answers()
+            metadata, nbytes = gather_metadata(comm, RankMetadata.of(self._described, self._options.texts()), root=0)
+            self._clock.lap("describe", nbytes)
             with comm.phase("planning"):
                 if comm.rank == 0:
-                    self._prepare(answers, overwrite, files_from)
-            told, _, ordered = comm.exchange(self._told() + b"\n" + self._order(), doing="the plan")[0].partition(b"\n")
-            order = Order.parse(ordered)
+                    self._prepare(parse_metadata(metadata))
+            sent = comm.exchange(self._write_plan(), doing="the plan")[0]
+            with comm.phase("reading the plan"):
+                order = records.decoded(sent, lambda raw: WritePlan.from_json(raw, comm.world_size), "the plan", 0)
             nodes = writing_nodes(comm, order)
-            self._clock.lap("plan", len(told) + len(ordered))
-            self._prepare_values(json.loads(told))
-            digests: list[tuple[int, int, str]] = []
+            self._clock.lap("plan", len(sent))
+            self._prepare_values(order)
             with comm.phase("writing", timeout_s=self._stall_timeout_s):
                 headers = [opened.header for opened in self._open]
-                digests = write_boxes(comm, self._described, order, nodes, headers, on_progress)
+                written = write_boxes(comm, self._described, order, nodes, headers, self._request.on_progress)
             self._clock.lap("write", self._plan.nbytes if self._plan is not None else 0)
-            receipts = comm.exchange(json.dumps(digests).encode(), root=0, doing="the receipts")
+            receipts = comm.exchange(records.encoded(written), root=0, doing="the receipts")
             report: ExportReport | None = None
             with comm.phase("publishing", timeout_s=self._stall_timeout_s):
                 if comm.rank == 0:
@@ -199,91 +251,57 @@ class _Export:
             if self._publication is not None:
                 self._publication.abandon()
 
-    def _answers(self) -> list[bytes]:
-        """Root: every rank's description. Of equal ones the first alone travels."""
-        comm, ours = self._comm, answer_bytes(self._described)
-        digests = comm.exchange(digest(ours).encode(), doing="the comparison of descriptions")
-        speaker: dict[bytes, int] = {}
-        for rank, found in enumerate(digests):
-            speaker.setdefault(found, rank)
-        speaks = speaker[digests[comm.rank]] == comm.rank
-        said = comm.exchange(ours if speaks else b"", root=0, doing="the gathering of descriptions")
-        self._clock.lap("describe", sum(map(len, said)))
-        return [said[speaker[found]] for found in digests] if comm.rank == 0 else []
-
-    def _prepare(self, answers: Sequence[bytes], overwrite: bool, files_from: Any) -> None:
+    def _prepare(self, metadata: list[RankMetadata]) -> None:
         """Root: prove the cover, take the target, and make the files."""
-        self._layout.check_ranks(range(len(answers)))
-        said = {answer: Answer.parse(answer) for answer in set(answers)}
-        parsed = [said[answer] for answer in answers]
-        unused = set.intersection(*(set(one.unused) for one in parsed))
+        check_equal_options([one.options for one in metadata])
+        self._layout.check_ranks(range(len(metadata)))
+        unused = set.intersection(*(set(one.unused) for one in metadata))
         if unused:
             raise InvalidArgumentError(f"layout pattern {min(unused)!r} matches no tensor")
-        self._renames = renames(parsed, self._layout)
-        parsed = [
+        self._renames = renames(metadata, self._layout)
+        metadata = [
             one.renamed(names, rank) if names else one
-            for rank, (one, names) in enumerate(zip(parsed, self._renames, strict=True))
+            for rank, (one, names) in enumerate(zip(metadata, self._renames, strict=True))
         ]
-        self._operations = operations(parsed)
-        shards = shards_by_rank(parsed, self._layout)
-        holdings = [Holding(rank, shards[rank], parsed[rank].aliases) for rank in range(len(parsed))]
-        self._plan = plan_merge(holdings, self._options)
-        path = target_path(self._out)
+        shards = rank_shards(metadata, self._layout)
+        holdings = [Holding(rank, shards[rank], one.aliases) for rank, one in enumerate(metadata)]
+        self._plan = plan_merge(holdings, self._options, reductions=operations(metadata))
+        path = target_path(self._request.path)
         if is_url(path):
             raise InvalidArgumentError(f"a checkpoint goes to a directory, not to {path!r}")
-        extra = extra_files(files_from, self._plan)
-        self._publication = Publication(path, self._plan, source="export", extra=extra, overwrite=overwrite)
+        extra = extra_files(self._request.files_from, self._plan)
+        self._publication = Publication(
+            path, self._plan, source="export", extra=extra, overwrite=self._request.overwrite
+        )
         self._open = [self._publication.create(file) for file in self._plan.files]
         if self._comm.num_nodes > 1:
             self._probe = self._publication.make_probe()
 
-    def _told(self) -> bytes:
-        """Root: what every rank must do before it writes: new names of its tensors, and reductions."""
+    def _write_plan(self) -> bytes:
+        """Root: what every rank must know to write its part."""
         if self._plan is None:
             return b""
         distinct: dict[str, int] = {}
         numbers = [distinct.setdefault(json.dumps(names, sort_keys=True), len(distinct)) for names in self._renames]
-        reductions = [
-            [tensor.source, self._operations[tensor.source], piece.holder, piece.box_index, piece.replicas]
-            for file in self._plan.files
-            for tensor in file.tensors
-            if tensor.source in self._operations
-            for piece in tensor.pieces
-            if piece.replicas
+        tensors = [
+            WriteTensor(number, opened.offset_of(t), t.shape, t.dtype, t.source, t.reduce, t.pieces)
+            for number, (file, opened) in enumerate(zip(self._plan.files, self._open, strict=True))
+            for t in file.tensors
         ]
-        return json.dumps([[json.loads(text) for text in distinct], numbers, reductions]).encode()
+        files = [WriteFile(opened.path, opened.is_reserved) for opened in self._open]
+        compares = self._options.replicas == "equal"
+        maps = tuple(json.loads(text) for text in distinct)
+        return records.encoded(WritePlan(tuple(files), tuple(tensors), maps, tuple(numbers), self._probe, compares))
 
-    def _prepare_values(self, told: Any) -> None:
+    def _prepare_values(self, order: WritePlan) -> None:
         """Every rank: names as the plan has them, and results in place of copies that are reduced."""
         comm = self._comm
-        renames, numbers, reductions = told
-        self._described = self._described.renamed(renames[numbers[comm.rank]])
+        self._described = self._described.renamed(order.renames[order.rename_of[comm.rank]])
+        reductions = order.reductions()
         if reductions:
             with comm.phase("reducing copies", timeout_s=self._stall_timeout_s):
-                self._described = reduce_copies(comm, self._described, [Reduction(*one) for one in reductions])
+                self._described = reduce_copies(comm, self._described, reductions)
             self._clock.lap("reduce")
-
-    def _order(self) -> bytes:
-        """Root: what every rank must know to write its part."""
-        if self._plan is None:
-            return b""
-        tensors = [
-            [
-                number,
-                o.offset_of(t),
-                list(t.shape),
-                t.dtype,
-                t.source,
-                [
-                    [*p.box.to_json(), p.holder, p.box_index, () if t.source in self._operations else p.replicas]
-                    for p in t.pieces
-                ],
-            ]
-            for number, (f, o) in enumerate(zip(self._plan.files, self._open, strict=True))
-            for t in f.tensors
-        ]
-        opened = [[o.path, o.is_reserved] for o in self._open]
-        return Order(opened, tensors, self._probe, self._options.replicas == "equal").to_bytes()
 
     def _publish(self, receipts: Sequence[bytes], nodes: Sequence[int]) -> ExportReport:
         """Root: compare replicas, finish files, write the manifest, rename."""
@@ -291,7 +309,11 @@ class _Export:
         assert plan is not None
         assert publication is not None
         tensors = [tensor for file in plan.files for tensor in file.tensors]
-        facts = _box_facts(tensors, [json.loads(receipt) for receipt in receipts])
+        found = [
+            records.decoded(receipt, BoxReceipts.from_json, "the digests", rank)
+            for rank, receipt in enumerate(receipts)
+        ]
+        facts = _box_facts(tensors, found, compares=self._options.replicas == "equal")
         for opened, node in zip(self._open, nodes, strict=True):
             opened.finish(writes_header=node == self._comm.node_rank)
         small_files = publication.commit(facts)
@@ -311,8 +333,8 @@ class _Export:
 
     def _shared(self, report: ExportReport | None) -> ExportReport:
         """Root's report on every rank."""
-        fields = {name: getattr(report, name) for name in ExportReport.__slots__} if report is not None else None
-        return ExportReport(**self._comm.broadcast_object(fields))
+        sent = self._comm.broadcast_object(None if report is None else report.to_json())
+        return records.parsed(sent, ExportReport.from_json, "the report", 0)
 
 
 def _supplied(tensors: Sequence[TensorPlan], world_size: int) -> tuple[int, ...]:
@@ -323,32 +345,38 @@ def _supplied(tensors: Sequence[TensorPlan], world_size: int) -> tuple[int, ...]
     return tuple(supplied)
 
 
-def _box_facts(tensors: Sequence[TensorPlan], receipts: Sequence[Sequence[Any]]) -> dict[str, list[BoxFact]]:
+def _box_facts(
+    tensors: Sequence[TensorPlan], receipts: Sequence[BoxReceipts], *, compares: bool
+) -> dict[str, list[BoxFact]]:
     """For each tensor the supplier and digest of each piece; replicas that differ are a ReplicaError."""
-    found: dict[tuple[int, int], list[tuple[int, str]]] = {}
-    for rank, receipt in enumerate(receipts):
-        for tensor, piece, box_digest in receipt:
-            found.setdefault((tensor, piece), []).append((rank, box_digest))
+    found = {
+        (box.tensor, box.piece, rank, box.index): box.digest for rank, receipt in enumerate(receipts) for box in receipt
+    }
     facts: dict[str, list[BoxFact]] = {}
     for number, tensor in enumerate(tensors):
         facts[tensor.name] = []
         for index, piece in enumerate(tensor.pieces):
-            copies = found[number, index]
-            ours = next(box_digest for rank, box_digest in copies if rank == piece.holder)
-            for rank, theirs in copies:
-                if theirs != ours:
-                    raise replica_error(tensor.name, piece.box, piece.holder, rank)
-            facts[tensor.name].append(BoxFact(piece.holder, ours))
+            digest_of = partial(_digest_of, found, tensor.name, number, index)
+            if compares:
+                check_copies(tensor, piece, digest_of, _replica_error)
+            facts[tensor.name].append(BoxFact(piece.holder, digest_of(piece.holder, piece.box_index)))
     return facts
 
 
-def replica_error(name: str, box: Box, rank: int, other: int) -> ReplicaError:
-    """Two ranks, or one, hold different bytes for one box; the message says how to go on."""
-    who = f"ranks {rank} and {other} hold" if rank != other else f"rank {rank} twice holds"
-    return ReplicaError(
-        f"{who} different values for region {box}: if each rank holds a part, say so with "
-        f'layout={{"{name}": Shard(0)}}; to take rank {min(rank, other)}\'s copy, replicas="root"; tensors that '
-        "are not the same, as of pipeline stages that each count their layers from 0, need names of their own",
-        name=name,
-        rank=other,
+def _digest_of(
+    found: Mapping[tuple[int, int, int, int], str], name: str, tensor: int, piece: int, rank: int, box: int
+) -> str:
+    key = (tensor, piece, rank, box)
+    if key not in found:
+        text = "this rank has not sent the digest of a box: run the same version of statexchange on all ranks"
+        raise MismatchError(text, name=name, rank=rank)
+    return found[key]
+
+
+def _replica_error(tensor: TensorPlan, box: Box, rank: int, other: int) -> ReplicaError:
+    advice = (
+        f'if each rank holds a part, say so with layout={{"{tensor.source}": Shard(0)}}; to take rank '
+        f'{min(rank, other)}\'s copy, replicas="root"; tensors that are not the same, as of pipeline stages that each '
+        "count their layers from 0, need names of their own"
     )
+    return replica_error(tensor.name, box, rank, other, advice)

@@ -7,11 +7,10 @@ Writers put one copy of their tensors where the root can see it; the root gets v
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,9 +19,11 @@ from statexchange import values
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.session import public_call
 from statexchange.comm.world import as_communicator, members
-from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError
+from statexchange.errors import InvalidArgumentError, MismatchError, StateExchangeError, UnsupportedError, excerpt
+from statexchange.exchange.receipts import receipt_from_json, receipt_to_json
 from statexchange.exchange.staging import Staging
-from statexchange.sharding.shards import Shard, full_box
+from statexchange.sharding import records
+from statexchange.sharding.shards import Shard, full_box, shape_from_json
 from statexchange.shared_memory import Arena, attach
 from statexchange.state.describe import describe
 from statexchange.storage.tensorfile import Held
@@ -33,6 +34,7 @@ from statexchange.tensors import (
     dtype_name,
     from_bytes,
     is_tensor,
+    itemsize_of,
     same_memory,
     settled,
     torch_dtype,
@@ -62,21 +64,94 @@ class _Fact:
     def nbytes(self) -> int:
         return full_box(self.shape).numel * ITEMSIZE[self.dtype]
 
-    def to_json(self) -> list[Any]:
-        return [
-            self.name,
-            self.dtype,
-            list(self.shape),
-            self.kind,
-            self.requires_grad,
-            self.alias,
-            self.offset,
-        ]
+    def to_json(self) -> dict[str, Any]:
+        """A JSON value that `from_json` reads."""
+        return {
+            "name": self.name,
+            "dtype": self.dtype,
+            "shape": self.shape,
+            "kind": self.kind,
+            "requires_grad": self.requires_grad,
+            "alias": self.alias,
+            "offset": self.offset,
+        }
 
     @classmethod
-    def from_json(cls, raw: list[Any]) -> _Fact:
-        name, dtype, shape, kind, requires_grad, alias, offset = raw
-        return cls(name, dtype, tuple(shape), kind, requires_grad, alias, offset)
+    def from_json(cls, raw: Any) -> _Fact:
+        """The fact that `to_json` wrote; anything else is a ValueError."""
+        names = ("name", "dtype", "shape", "kind", "requires_grad", "alias", "offset")
+        name, dtype, shape, kind, requires_grad, alias, offset = records.fields(raw, *names)
+        itemsize_of(dtype)
+        if kind not in ("tensor", "parameter", "numpy"):
+            raise ValueError(f"no kind of tensor: {excerpt(kind)}")
+        return cls(
+            records.text(name),
+            dtype,
+            shape_from_json(shape),
+            kind,
+            records.flag(requires_grad),
+            records.optional(alias, records.text),
+            records.count(offset),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Parcel:
+    """What one rank sends root: facts of its tensors, where the transport has put them, and the caller's own message.
+
+    `where` and `message` are read by who knows what they are.
+    """
+
+    facts: tuple[_Fact, ...] = ()
+    where: Mapping[str, Any] = field(default_factory=dict)
+    message: Any = None
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON value that `from_json` reads."""
+        return {"facts": [fact.to_json() for fact in self.facts], "where": dict(self.where), "message": self.message}
+
+    @classmethod
+    def from_json(cls, raw: Any) -> _Parcel:
+        """The parcel that `to_json` wrote; anything else is a ValueError."""
+        raw_facts, where, message = records.fields(raw, "facts", "where", "message")
+        facts = records.items(raw_facts, _Fact.from_json)
+        written = {fact.name for fact in facts if fact.alias is None}
+        if not {fact.alias for fact in facts if fact.alias is not None} <= written:
+            raise ValueError("a tensor is tied to one that was not sent")
+        if type(where) is not dict:
+            raise ValueError(f"not an address: {excerpt(where)}")
+        return cls(facts, where, message)
+
+
+@dataclass(frozen=True, slots=True)
+class _ArenaNote:
+    """For the agreement at the end: which arenas a rank has, and which of others' it still looks at."""
+
+    has: tuple[str, ...]
+    looks_at: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON value that `from_json` reads."""
+        return {"has": list(self.has), "looks_at": list(self.looks_at)}
+
+    @classmethod
+    def from_json(cls, raw: Any) -> _ArenaNote:
+        """The note that `to_json` wrote; anything else is a ValueError."""
+        has, looks_at = records.fields(raw, "has", "looks_at")
+        return cls(records.items(has, records.text), records.items(looks_at, records.text))
+
+
+def _arena_address(raw: Any, facts: Sequence[_Fact]) -> dict[str, Any]:
+    """The address of an arena that holds what `facts` say; anything else is a ValueError."""
+    number, pid, fd, inode, nbytes, path = records.fields(raw, "id", "pid", "fd", "inode", "nbytes", "path")
+    records.text(number)
+    records.optional(path, records.text)
+    for one in (pid, fd, inode):
+        records.count(one)
+    if any(fact.alias is None and fact.offset + fact.nbytes > records.count(nbytes) for fact in facts):
+        raise ValueError("a tensor lies outside of its memory")
+    found: dict[str, Any] = raw
+    return found
 
 
 def _facts(tensors: Mapping[str, Any]) -> list[_Fact]:
@@ -203,13 +278,14 @@ class _MemoryTransport:
                 self._comm.progress()
         return self._arena.address
 
-    def receive(self, facts: Sequence[_Fact], where: dict[str, Any]) -> _Block:
+    def receive(self, facts: Sequence[_Fact], where: Mapping[str, Any], rank: int) -> _Block:
         """Views of another rank's tensors."""
         if not where:
             return _MemoryBlock(facts, np.empty(0, dtype=np.uint8))
-        ident = where["id"]
+        address = records.parsed(where, lambda raw: _arena_address(raw, facts), "the address of its memory", rank)
+        ident = address["id"]
         if ident not in self._comm.attached:
-            self._comm.attached[ident] = attach(where)
+            self._comm.attached[ident] = attach(address)
         return _MemoryBlock(facts, self._comm.attached[ident].lend())
 
     def received(self) -> None:
@@ -217,15 +293,13 @@ class _MemoryTransport:
         if self._arena is not None:
             self._arena.unlink()
 
-    def note(self) -> dict[str, list[str]]:
-        """For the agreement at the end: which arenas this rank has, and which of others' it still looks at."""
+    def note(self) -> Any:
+        """What this rank says in the agreement at the end."""
         comm = self._comm
         has = [*comm.arenas.idents(), *(arena.ident for arena in comm.lent)]
         has += [self._arena.ident] if self._arena is not None else []
-        return {
-            "has": has,
-            "looks_at": [ident for ident, attached in comm.attached.items() if attached.referenced],
-        }
+        looks_at = tuple(ident for ident, attached in comm.attached.items() if attached.referenced)
+        return _ArenaNote(tuple(has), looks_at).to_json()
 
     def end(self, notes: Sequence[Any] | None) -> None:
         """Recycle the arenas that nobody looks at; without an agreement (None) give this one away."""
@@ -237,11 +311,12 @@ class _MemoryTransport:
             return
         if arena is not None:
             comm.lent.append(arena)
-        looked_at = {ident for note in notes for ident in note["looks_at"]}
+        read = [records.parsed(raw, _ArenaNote.from_json, "its note", rank) for rank, raw in enumerate(notes)]
+        looked_at = {ident for note in read for ident in note.looks_at}
         for idle in [a for a in comm.lent if a.ident not in looked_at]:
             comm.lent.remove(idle)
             comm.arenas.release(idle)
-        owned = {ident for note in notes for ident in note["has"]}
+        owned = {ident for note in read for ident in note.has}
         for ident in comm.attached.keys() - owned:
             del comm.attached[ident]
 
@@ -274,11 +349,12 @@ class _FileTransport:
         self._receipt = self._workspace.write(
             held, run=comm.run, round=number, rank=comm.rank, world_size=comm.world_size, pending=True
         )
-        return {"file": self._receipt.relative, "nbytes": self._receipt.nbytes}
+        return receipt_to_json(self._receipt)
 
-    def receive(self, facts: Sequence[_Fact], where: dict[str, Any]) -> _Block:
+    def receive(self, facts: Sequence[_Fact], where: Mapping[str, Any], rank: int) -> _Block:
         """Another rank's file, opened by the name that its receipt gives."""
-        return _FileBlock(facts, self._workspace.open(Receipt(where["file"], where["nbytes"]), timeout_s=_READ_RETRY_S))
+        receipt = records.parsed(where, receipt_from_json, "the name of its file", rank)
+        return _FileBlock(facts, self._workspace.open(receipt, timeout_s=_READ_RETRY_S))
 
     def received(self) -> None:
         """Nothing to do: root may still read from the file."""
@@ -317,8 +393,8 @@ def _transport(comm: Communicator, workspace: Workspace | str | os.PathLike[str]
 
 @contextlib.contextmanager
 def _gathered(
-    call: str, comm: Communicator, root: int, tensors: Mapping[str, Any], message: dict[str, Any], workspace: Any
-) -> Iterator[list[tuple[_Block, dict[str, Any]]]]:
+    call: str, comm: Communicator, root: int, tensors: Mapping[str, Any], message: Any, workspace: Any
+) -> Iterator[list[tuple[_Block, Any]]]:
     """Every rank's block and message, in rank order, on root; [] elsewhere. Collective at both ends.
 
     `call` is the public one; what the user does inside the block is no part of it.
@@ -329,23 +405,22 @@ def _gathered(
 
 
 def _exchange(
-    comm: Communicator, root: int, tensors: Mapping[str, Any], message: dict[str, Any], workspace: Any
-) -> tuple[_Transport, list[tuple[_Block, dict[str, Any]]]]:
+    comm: Communicator, root: int, tensors: Mapping[str, Any], message: Any, workspace: Any
+) -> tuple[_Transport, list[tuple[_Block, Any]]]:
     """Bring every rank's block and message to root. Collective."""
     with comm.phase("choosing a transport"):
         transport = _transport(comm, workspace)
-    payload: dict[str, Any] = {}
+    parcel = _Parcel()
     try:
         with comm.phase("sending"):
             if comm.rank != root:
                 facts = _facts(tensors)
-                where = transport.send(tensors, facts)
-                payload = {"facts": [fact.to_json() for fact in facts], "where": where, "message": message}
-        answers = comm.exchange(json.dumps(payload).encode(), root=root, doing="sending to root")
-        blocks: list[tuple[_Block, dict[str, Any]]] = []
+                parcel = _Parcel(tuple(facts), transport.send(tensors, facts), message)
+        sent = comm.exchange(records.encoded(parcel), root=root, doing="sending to root")
+        blocks: list[tuple[_Block, Any]] = []
         with comm.phase("receiving"):
-            for rank, answer in enumerate(answers):
-                blocks.append((_OwnBlock(tensors), message) if rank == root else _receive(transport, answer))
+            for rank, data in enumerate(sent):
+                blocks.append((_OwnBlock(tensors), message) if rank == root else _receive(transport, data, rank))
         transport.received()
     except BaseException:
         transport.end(None)
@@ -353,17 +428,17 @@ def _exchange(
     return transport, blocks
 
 
-def _receive(transport: _Transport, answer: bytes) -> tuple[_Block, dict[str, Any]]:
-    raw = json.loads(answer)
-    return transport.receive([_Fact.from_json(f) for f in raw["facts"]], raw["where"]), raw["message"]
+def _receive(transport: _Transport, data: bytes, rank: int) -> tuple[_Block, Any]:
+    parcel = records.decoded(data, _Parcel.from_json, "the description of its tensors", rank)
+    return transport.receive(parcel.facts, parcel.where, rank), parcel.message
 
 
 def _until_done(
     call: str,
     comm: Communicator,
     transport: _Transport,
-    blocks: list[tuple[_Block, dict[str, Any]]],
-) -> Iterator[list[tuple[_Block, dict[str, Any]]]]:
+    blocks: list[tuple[_Block, Any]],
+) -> Iterator[list[tuple[_Block, Any]]]:
     """The user's block, and the agreement at its end, which waits as long as everybody lives."""
     failure: BaseException | None = None
     try:
@@ -444,13 +519,14 @@ def gather_state(
                 name = held.shard.name if len(held.tensors) == 1 else f"{held.shard.name}#{index}"
                 tensors[name] = part
                 shards.append(Shard(name, held.shard.dtype, held.shard.global_shape, (held.shard.boxes[index],)))
-    message = {"shards": [shard.to_json() for shard in shards]}
+    message = [shard.to_json() for shard in shards]
     with _gathered("gather_state", communicator, root, tensors, message, workspace) as blocks:
         yield tuple(_state(rank, block, message) for rank, (block, message) in enumerate(blocks))
 
 
-def _state(rank: int, block: _Block, message: dict[str, Any]) -> GatheredState:
-    shards = [Shard.from_json(raw) for raw in message["shards"]]
+def _state(rank: int, block: _Block, message: Any) -> GatheredState:
+    what = "the shards of its tensors"
+    shards = records.parsed(message, lambda raw: records.items(raw, Shard.from_json), what, rank)
     return GatheredState(rank, block, {shard.name: shard for shard in shards})
 
 
@@ -470,8 +546,16 @@ def get_tensors_parallel(
         with communicator.phase("looking at its tensor"):
             if not is_tensor(tensor):
                 raise InvalidArgumentError(f"get_tensors_parallel wants a tensor, not {type(tensor)!r}")
-    with _gathered("get_tensors_parallel", communicator, 0, {"tensor": settled(tensor)}, {}, workspace_path) as blocks:
-        yield [block.tensor("tensor") for block, _ in blocks]
+    with _gathered(
+        "get_tensors_parallel", communicator, 0, {"tensor": settled(tensor)}, None, workspace_path
+    ) as blocks:
+        yield [_the_tensor(rank, block) for rank, (block, _) in enumerate(blocks)]
+
+
+def _the_tensor(rank: int, block: _Block) -> Any:
+    if "tensor" not in block.facts:
+        raise MismatchError("this rank has not sent a tensor: run the same version of statexchange on all", rank=rank)
+    return block.tensor("tensor")
 
 
 @contextlib.contextmanager
@@ -502,9 +586,14 @@ def get_configs_parallel(
         with communicator.phase("encoding its config"):
             text = values.encode(config, keep)
     types = values.types_of(config)
-    with _gathered("get_configs_parallel", communicator, 0, tensors, {"config": text}, workspace_path) as blocks:
-        yield [config if r == 0 else _config(block, message, types) for r, (block, message) in enumerate(blocks)]
+    with _gathered("get_configs_parallel", communicator, 0, tensors, text, workspace_path) as blocks:
+        yield [config if r == 0 else _config(r, block, message, types) for r, (block, message) in enumerate(blocks)]
 
 
-def _config(block: _Block, message: dict[str, Any], types: Mapping[str, type]) -> Any:
-    return values.decode(message["config"], types=types, leaf=block.tensor)
+def _config(rank: int, block: _Block, message: Any, types: Mapping[str, type]) -> Any:
+    def tensor(name: str) -> Any:
+        if name not in block.facts:
+            raise MismatchError("the config has a tensor that was not sent", name=name, rank=rank)
+        return block.tensor(name)
+
+    return values.decode(records.parsed(message, records.text, "the config", rank), types=types, leaf=tensor)

@@ -6,9 +6,9 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from statexchange import values
 from statexchange.comm.communicator import Communicator
@@ -20,19 +20,23 @@ from statexchange.errors import (
     InvalidArgumentError,
     NotFoundError,
     ReplacedError,
-    ReplicaError,
 )
+from statexchange.exchange.catalog import Catalog, LivePlaces, paths_of, selected, with_new_names, without_unwanted
+from statexchange.exchange.placing import place_parts
+from statexchange.exchange.rank_metadata import check_equal_options
 from statexchange.exchange.reading import Job, assign_readers, read_all
 from statexchange.formats.registry import open_source
-from statexchange.formats.source import Source, SourceTensor
+from statexchange.formats.source import Source
+from statexchange.sharding import records
+from statexchange.sharding.options import FLOATS, LoadOptions, Rename, Replicas
 from statexchange.sharding.plan import prove_cover
-from statexchange.sharding.shards import Box, Shard, full_box
-from statexchange.state.describe import describe
+from statexchange.sharding.rules import Layout, renumbered
+from statexchange.state.describe import Description, HeldTensor, describe
 from statexchange.state.restore import Restoration, Saved, merged, restoration, tree_of_names
-from statexchange.storage.byte_range import ByteRange
+from statexchange.state.tree import flatten
 from statexchange.storage.store import is_url
 from statexchange.storage.tensorfile import digest
-from statexchange.tensors import check_writable, mark_changed, torch_dtype
+from statexchange.tensors import DTYPE_NAMES, check_writable, dtype_name, mark_changed, torch_dtype
 
 __all__ = ["LoadReport", "load_checkpoint"]
 
@@ -58,13 +62,19 @@ class LoadReport:
 @public_call("load_checkpoint")
 def load_checkpoint(
     state: Any,
-    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
     *,
     comm: Any = None,
     strict: bool = True,
+    layout: Mapping[str, Any] | None = None,
+    include: str | Sequence[str] = (),
+    rename: Rename = (),
+    dtype: Literal["state"] | None = None,
+    replicas: Replicas = "equal",
+    on_progress: Callable[[int, int], None] | None = None,
     stall_timeout_s: float = 300.0,
 ) -> LoadReport:
-    """Load the checkpoint at `source` into `state`, in place and bit by bit as it was saved.
+    """Load the checkpoint at `path` into `state`, in place and bit by bit as it was saved.
 
     Collective over `comm`; blocks until all ranks are done. A rank reads what its own boxes need, so world size, mesh
     and placements may differ from those of the save. What several ranks of a host need is read once: from files through
@@ -73,35 +83,55 @@ def load_checkpoint(
     part old, part new.
 
     Values that differ between ranks (e.g. RNG state) are restored per rank if the world size is unchanged. Otherwise
-    differing tensors raise ReplicaError, and rank 0's plain values are used. Tensors with no counterpart in state are
-    created as torch tensors.
+    differing tensors raise ReplicaError unless `replicas` says whose to take, and rank 0's plain values are used.
+    Tensors with no counterpart in state are created as torch tensors.
 
     Boxes that a rank reads whole are checked against their digests; `verify` checks all. All ranks read the same
     checkpoint: if it is replaced during the load, the new one is loaded instead, once; after that it is an error.
+
+    `strict`, `dtype` and `replicas` must be the same on all ranks; `layout`, `include` and `rename` may differ, as
+    between the stages of a pipeline, but not a layout's grid.
 
     Args:
         state: a module, a mapping of names to tensors or a list of modules, with the source's names for tensors; or a
             nested mapping as for `save_checkpoint`, ``{"model": ..., "optimizer": ..., "step": 7}``, in which
             optimizers get state and param groups, objects with `load_state_dict` get their own state, and other entries
             are replaced. Megatron-Core's ShardedTensors are matched by their keys.
-        source: a path or URL of anything that `merge_checkpoint` reads.
+        path: a path or URL of anything that `merge_checkpoint` reads.
         comm: the communicator; by default the current one.
         strict: raise an error for names that a rank misses and for names that no rank has a place for, as torch does;
             else the report lists them. Shapes and dtypes must be equal in any case.
+        layout: rules for plain tensors of `state` that are parts of whole ones, as in `export_checkpoint`, by their
+            dotted paths: ``{"*.up.weight": Shard(0)}``. What an optimizer holds in the shape of a parameter goes by the
+            parameter's rule. A rule that renames (split, renumber) is for sources of tensors alone, such as a Hugging
+            Face checkpoint, and not for what `save_checkpoint` has written.
+        include: shell patterns, one or several, of the names in `state` to load, by their dotted paths:
+            ``"model.encoder.*"``. All else stays as it is, is not read, and counts as neither missing nor unexpected.
+            An optimizer or another object with a state of its own is loaded whole if anything in it matches.
+        rename: from the source's names to those in `state`: a function, or (regex, replacement) pairs, which are
+            applied in order. Names are dotted paths, and an optimizer's parameters are renamed alike.
+        dtype: None: dtypes must be equal, and all bits are. "state": where floating dtypes (float16, bfloat16, float32,
+            float64) differ, values are cast to that of the tensor in `state`, rounded to nearest. What an optimizer
+            has yet to create in the shape of a parameter gets the parameter's dtype, all else the source's.
+        replicas: what to do on another number of ranks where several ranks saved different values of one region, as of
+            BatchNorm's statistics under DistributedDataParallel: "equal" raises ReplicaError, "root" takes the lowest
+            rank's. On as many ranks each gets its own.
+        on_progress: called with the bytes that this rank has read and those that it will read.
         stall_timeout_s: limit of the time in which no rank moves a byte; the total time is not limited.
 
     Returns:
         The number of bytes and tensors that this rank has read, and the names that were missing or unexpected.
 
     Raises:
-        NotFoundError: nothing known is at `source`, or with `strict` a name is missing from it.
+        NotFoundError: nothing known is at `path`, or with `strict` a name is missing from it.
         InvalidArgumentError: with `strict` a name is unexpected; a shape or dtype differs; ranks passed different
-            paths.
+            paths or options; a layout rule does not fit a tensor, or matches none.
         IncompleteError: a rank's file or a region of a tensor is missing.
         OverlapError: two ranks saved overlapping regions of a tensor.
         ReplicaError: ranks saved different values of a region.
         CorruptError: bytes differ from their digest, or files contradict each other.
         ReplacedError: the checkpoint was replaced during the load, twice.
+        UnsafeError: `rename` gives two tensors one name.
         UnsupportedError, StorageError.
         StallError: no rank has moved a byte for `stall_timeout_s`.
         PeerError: another rank has failed.
@@ -112,81 +142,207 @@ def load_checkpoint(
     """
     communicator = as_communicator(comm)
     began = time.perf_counter()
+    given = {
+        "strict": strict,
+        "layout": layout,
+        "include": include,
+        "rename": rename,
+        "dtype": dtype,
+        "replicas": replicas,
+    }
+    load = _Load(communicator, stall_timeout_s, on_progress, began)
     try:
-        return _load(state, source, communicator, strict, stall_timeout_s, began)
+        return load.run(state, path, given)
     except ReplacedError:  # raised on all ranks
-        return _load(state, source, communicator, strict, stall_timeout_s, began)
+        return load.run(state, path, given)
 
 
-def _load(
-    state: Any, source: str | os.PathLike[str], communicator: Communicator, strict: bool, timeout_s: float, began: float
-) -> LoadReport:
-    """Load once; see `load_checkpoint`."""
-    with contextlib.ExitStack() as holding:
-        with communicator.phase("reading the headers", timeout_s=timeout_s):
-            opened = holding.enter_context(_opened(source, communicator))
-        _check_same(opened, communicator)
-        return _fill(state, opened, communicator, strict, timeout_s, began)
+@dataclass(frozen=True, slots=True)
+class _OpenedSource:
+    """What a rank has opened, and how it was asked to: `content` and `files` are digests.
 
-
-def _fill(
-    state: Any, opened: Source, communicator: Communicator, strict: bool, stall_timeout_s: float, began: float
-) -> LoadReport:
-    with communicator.phase("finding its tensors", timeout_s=stall_timeout_s):
-        catalog = _Catalog(opened, communicator)
-        wanted = _wanted(state, catalog)
-        for name in filter(opened.unsupported.__contains__, wanted.missing):
-            raise opened.unsupported[name]
-        jobs = [_job(name, live, path, catalog) for name, live, path in wanted.targets]
-    strangers = set.intersection(*map(set, communicator.all_gather_object(wanted.unexpected)))
-    wanted.unexpected = [name for name in wanted.unexpected if name in strangers]  # no rank has a place for them
-    with communicator.phase("comparing the names"):
-        if strict:
-            _check_names(wanted, catalog)
-    readers = assign_readers(jobs, communicator) if is_url(opened.path) else {}
-    with communicator.phase("reading", timeout_s=stall_timeout_s):
-        mark_changed(live for _, live, _ in wanted.targets)
-        mark_changed(part for job in jobs for part in job.held.tensors)
-        read = read_all(jobs, readers, communicator)
-        for deed in wanted.deeds:
-            deed()
-    names = (tuple(wanted.missing), tuple(wanted.unexpected))
-    return LoadReport(opened.path, len(jobs), read, *names, time.perf_counter() - began)
-
-
-def _check_same(opened: Source, comm: Communicator) -> None:
-    """Raise, on all ranks, if they have opened different checkpoints. Collective.
-
-    Of one path that is a ReplacedError, of different paths an InvalidArgumentError. Files of one name and size may
-    still be those of two publications: ranks of a host compare which files they have opened, and so do all ranks on a
-    file system that hosts share.
+    Equal `content` means the same checkpoint; equal `files` of ranks of one host, that they read the same files.
     """
+
+    content: str
+    files: str
+    path: str
+    shown: str
+    options: Mapping[str, str]
+    has_layout: bool
+
+    @classmethod
+    def of(cls, source: Source, options: LoadOptions) -> _OpenedSource:
+        """What this rank has opened.
+
+        Files of one name and size may still be those of two publications: ranks of a host compare which files they
+        have opened, and so do all ranks on a file system that hosts share.
+        """
+        holders = [[os.path.basename(holder.path), holder.nbytes, len(holder.tensors)] for holder in source.holders]
+        shared = [holder.file.shared_identity for holder in source.holders]
+        local = [holder.file.local_identity for holder in source.holders]
+        content = [source.kind, source.run, source.round, holders, source.manifest, shared]
+        where = f", round {source.round} of {source.run}" if source.round is not None else ""
+        shown = source.path + where
+        has_layout = options.layout is not None
+        return cls(_digest(content), _digest(local), source.path, shown, options.texts(), has_layout)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON value that `from_json` reads."""
+        return {
+            "content": self.content,
+            "files": self.files,
+            "path": self.path,
+            "shown": self.shown,
+            "options": dict(self.options),
+            "has_layout": self.has_layout,
+        }
+
+    @classmethod
+    def from_json(cls, raw: Any) -> _OpenedSource:
+        """The record that `to_json` wrote; anything else is a ValueError."""
+        content, files, path, shown, options, has_layout = records.fields(
+            raw, "content", "files", "path", "shown", "options", "has_layout"
+        )
+        return cls(
+            records.text(content),
+            records.text(files),
+            records.text(path),
+            records.text(shown),
+            records.texts(options),
+            records.flag(has_layout),
+        )
+
+
+class _Load:
+    """One call of `load_checkpoint`; it may run twice."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        stall_timeout_s: float,
+        on_progress: Callable[[int, int], None] | None,
+        began: float,
+    ) -> None:
+        self._comm = comm
+        self._stall_timeout_s = stall_timeout_s
+        self._on_progress = on_progress
+        self._began = began
+
+    def run(self, state: Any, path: str | os.PathLike[str], given: Mapping[str, Any]) -> LoadReport:
+        """Load once, with the options that were given; collective."""
+        with contextlib.ExitStack() as holding:
+            with self._comm.phase("reading the headers", timeout_s=self._stall_timeout_s):
+                options = LoadOptions(**given)
+                source = holding.enter_context(_opened(path, self._comm))
+            has_layout = _check_same(source, options, self._comm)
+            return self._fill(state, source, options, has_layout=has_layout)
+
+    def _fill(self, state: Any, source: Source, options: LoadOptions, *, has_layout: bool) -> LoadReport:
+        comm = self._comm
+        with comm.phase("finding its tensors", timeout_s=self._stall_timeout_s):
+            catalog = Catalog(source, options, comm.rank, comm.world_size)
+            tree = _saved_tree(state, catalog)
+            if not has_layout:
+                wanted = _wanted(state, catalog, tree)
+                jobs = [_job(target, catalog) for target in _targets(wanted, catalog, comm.rank)]
+        if has_layout:
+            wanted, jobs = self._laid_out(state, catalog, tree)
+        sent = comm.all_gather_object(wanted.unexpected)
+        with comm.phase("comparing the names"):
+            told = [
+                set(records.parsed(raw, lambda raw: records.items(raw, records.text), "unexpected names", rank))
+                for rank, raw in enumerate(sent)
+            ]
+            # those that no rank has a place for
+            wanted.unexpected = [name for name in wanted.unexpected if all(name in names for names in told)]
+            if options.strict:
+                _check_names(wanted, catalog)
+        readers = assign_readers(jobs, comm) if is_url(source.path) else {}
+        with comm.phase("reading", timeout_s=self._stall_timeout_s):
+            mark_changed(live for _, live, _ in wanted.targets)
+            mark_changed(part for job in jobs for part in job.held.tensors)
+            read = read_all(jobs, readers, comm, self._on_progress)
+            for deed in wanted.deeds:
+                deed()
+        names = (tuple(wanted.missing), tuple(wanted.unexpected))
+        return LoadReport(source.path, len(wanted.targets), read, *names, time.perf_counter() - self._began)
+
+    def _laid_out(self, state: Any, catalog: Catalog, tree: _SavedTree | None) -> tuple[Restoration, list[Job]]:
+        """What is wanted, and the jobs, where any rank has a layout. Collective."""
+        catalog.counted = self._counted(state, catalog.layout, of_names=tree is None)
+        with self._comm.phase("finding its tensors", timeout_s=self._stall_timeout_s):
+            wanted = _wanted(state, catalog, tree)
+            targets = _targets(wanted, catalog, self._comm.rank)
+        targets = self._placed(targets, catalog)
+        with self._comm.phase("comparing the tensors", timeout_s=self._stall_timeout_s):
+            return wanted, [_job(target, catalog) for target in targets]
+
+    def _counted(self, state: Any, layout: Layout, *, of_names: bool) -> dict[str, str]:
+        """The names in the source of tensors that a layout counts on over the ranks. Collective."""
+        ours: dict[str, str] = {}
+        with self._comm.phase("naming its tensors"):
+            if of_names and any(rule.renumber for rule in layout.rules.values()):
+                live = [
+                    leaf.name for _, leaf in flatten(tree_of_names(state, lambda _: True)) if isinstance(leaf, Saved)
+                ]
+                for name in live:
+                    rule = layout.rule_for(name)
+                    ours |= dict.fromkeys([name] if rule is None else rule.names(name), name)
+        sent = self._comm.all_gather_object(ours)
+        with self._comm.phase("counting over the ranks"):
+            names = {rank: records.parsed(raw, records.texts, "its names", rank) for rank, raw in enumerate(sent)}
+            return renumbered(names, layout)[self._comm.rank]
+
+    def _placed(self, targets: Sequence[_Target], catalog: Catalog) -> list[_Target]:
+        """The targets with parts of whole tensors placed in these. Collective."""
+        held: dict[str, HeldTensor] = {}
+        for target in targets:
+            held.setdefault(target.name, target.held.renamed(target.name))
+        layout = catalog.layout
+        unused = () if catalog.options.include else tuple(sorted(layout.unused))
+        placed = place_parts(self._comm, Description(held, unused=unused), layout).held
+        found = []
+        for target in targets:
+            whole = target.held
+            if whole.part is not None:
+                shard = replace(placed[target.name].shard, name=whole.shard.name)
+                whole = replace(whole, shard=shard, part=None)
+            found.append(replace(target, held=whole))
+        return found
+
+
+def _check_same(source: Source, options: LoadOptions, comm: Communicator) -> bool:
+    """Raise, on all ranks, if they have opened different checkpoints or were given different options. Collective.
+
+    Different checkpoints of one path are a ReplacedError, else an InvalidArgumentError. Returns whether any rank has a
+    layout.
+    """
+    ours = _OpenedSource.of(source, options)
     if comm.world_size == 1:
-        return
-    holders = [[os.path.basename(holder.path), holder.nbytes, len(holder.tensors)] for holder in opened.holders]
-    shared = [holder.file.shared_identity for holder in opened.holders]
-    local = [holder.file.local_identity for holder in opened.holders]
-    facts = [opened.kind, opened.run, opened.round, holders, opened.manifest, shared]
-    where = f", round {opened.round} of {opened.run}" if opened.round is not None else ""
-    found = comm.all_gather_object([_digest(facts), _digest(local), opened.path, opened.path + where])
+        return ours.has_layout
+    sent = comm.all_gather_object(ours.to_json())
+    found = [records.parsed(raw, _OpenedSource.from_json, "what it opened", rank) for rank, raw in enumerate(sent)]
     for rank, theirs in enumerate(found):
         other = next(first for first, node in enumerate(comm.nodes) if node == comm.nodes[rank])
-        same_facts, same_files = theirs[0] == found[0][0], theirs[1] == found[other][1]
-        if same_facts and same_files:
+        same_content, same_files = theirs.content == found[0].content, theirs.files == found[other].files
+        if same_content and same_files:
             continue
-        first = 0 if not same_facts else other
-        if theirs[2] == found[first][2]:
+        first = 0 if not same_content else other
+        if theirs.path == found[first].path:
             raise ReplacedError(
                 f"ranks {first} and {rank} opened different versions of this checkpoint, because it was replaced "
                 "during the load: load again when nothing publishes to this path",
-                path=theirs[2],
+                path=theirs.path,
             )
         raise InvalidArgumentError(
-            f"rank {first} opened {found[first][3]} and rank {rank} opened {theirs[3]}: pass the same path on all "
-            "ranks",
+            f"rank {first} opened {found[first].shown} and rank {rank} opened {theirs.shown}: pass the same path on "
+            "all ranks",
             rank=rank,
-            path=theirs[3],
+            path=theirs.path,
         )
+    check_equal_options([one.options for one in found])
+    return any(one.has_layout for one in found)
 
 
 def _digest(facts: Any) -> str:
@@ -204,124 +360,121 @@ def _opened(source: str | os.PathLike[str], comm: Communicator) -> Source:
         raise NotFoundError(text, rank=comm.rank, path=error.path) from error
 
 
-class _Catalog:
-    """The tensors of a source by name: dtype, shape, and where every box lies.
-
-    On as many ranks as saved it, what a rank saved itself comes first.
-    """
-
-    def __init__(self, source: Source, comm: Communicator) -> None:
-        self.source = source
-        self.own = comm.rank if source.world_size == comm.world_size else None
-        self.aliases: dict[str, str] = {}
-        self._parts: dict[str, list[tuple[int, SourceTensor, str]]] = {}
-        for holder in sorted(source.holders, key=lambda holder: holder.rank != self.own):
-            self.aliases.update(holder.aliases)
-            for tensor in holder.tensors.values():
-                self._parts.setdefault(tensor.shard.name, []).append((holder.rank, tensor, holder.path))
-        if source.manifest is not None:
-            self.aliases.update(source.manifest.get("aliases", {}))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and self.stored(name) in self._parts
-
-    def stored(self, name: str) -> str:
-        """The name under which a tied tensor was written."""
-        return name if name in self._parts else self.aliases.get(name, name)
-
-    def _counting(self, name: str) -> list[tuple[int, SourceTensor, str]]:
-        """The parts of a tensor that count: a whole one that this rank has saved itself counts alone."""
-        parts = self._parts[self.stored(name)]
-        rank, tensor, _ = parts[0]
-        return parts[:1] if rank == self.own and tensor.shard.boxes == (full_box(tensor.shard.global_shape),) else parts
-
-    def shard_of(self, name: str) -> Shard:
-        """What the source says of a tensor; CorruptError if its files disagree."""
-        parts = self._counting(name)
-        first = parts[0][1].shard
-        for _, tensor, path in parts[1:]:
-            shard = tensor.shard
-            if (shard.dtype, shard.global_shape) != (first.dtype, first.global_shape):
-                raise CorruptError(
-                    "two files disagree on dtype or shape",
-                    name=name,
-                    path=path,
-                    expected=f"{first.dtype} {first.global_shape}",
-                    found=f"{shard.dtype} {shard.global_shape}",
-                )
-        return first
-
-    def boxes_of(self, name: str) -> dict[Box, tuple[ByteRange, int]]:
-        """Return the byte range of each box, with the rank that saved it.
-
-        ReplicaError if copies differ and none is this rank's own.
-        """
-        found: dict[Box, tuple[ByteRange, int]] = {}
-        parts = self._counting(name)
-        for rank, tensor, path in parts:
-            for box, extent in zip(tensor.shard.boxes, tensor.extents, strict=True):
-                if not box.numel:
-                    continue
-                known, first = found.setdefault(box, (extent, rank))
-                if first != self.own and None not in (known.digest, extent.digest) and known.digest != extent.digest:
-                    raise ReplicaError(
-                        f"ranks {first} and {rank} saved different values for region {box}: on as many ranks as saved "
-                        "them each gets its own",
-                        name=name,
-                        rank=rank,
-                        path=path,
-                    )
-        return found
-
-
 # What is wanted
 
 
-def _wanted(state: Any, catalog: _Catalog) -> Restoration:
-    """The tensors of `state` with their names in the source, and what is to be done besides."""
+@dataclass(frozen=True, slots=True)
+class _SavedTree:
+    """What was saved as one tree, under the state's names; `left_out` are paths of what `include` has left out."""
+
+    tree: Any
+    left_out: frozenset[str]
+
+
+def _saved_tree(state: Any, catalog: Catalog) -> _SavedTree | None:
+    """What was saved as one tree, under the state's names; None for a source of tensors alone."""
     types = values.types_of(state)
     own = catalog.source.configs.get(-1 if catalog.own is None else catalog.own)
     texts = [*([own] if own is not None else []), *catalog.source.configs.values()]
     kept: list[str] = []
-    trees = [values.decode(text, types=types, leaf=_noting(kept)) for text in dict.fromkeys(texts)]
-    of_names = not kept and (len(catalog) > 0 or not trees)  # a config beside tensors is not what they lie in
-    saved = tree_of_names(state, catalog, catalog.source.texts) if of_names else merged(trees)
-    wanted = restoration(state, saved, lambda name, own, like: _memory(catalog.shard_of(name), own, like))
-    if of_names:
-        taken = {catalog.stored(name) for name, _, _ in wanted.targets}
-        wanted.unexpected = [name for name in (*catalog, *catalog.source.unsupported) if name not in taken]
+    trees = [values.decode(text, types=types, leaf=_noting(kept, catalog)) for text in dict.fromkeys(texts)]
+    if not kept and (len(catalog) > 0 or not trees):  # a config beside tensors is not what they lie in
+        return None
+    for rule in catalog.layout.rules.values():
+        if rule.renames:
+            raise InvalidArgumentError(
+                f"layout rule for {rule.pattern!r} renames tensors, and this source was saved with the names that the "
+                "state has: leave it out",
+                path=catalog.source.path,
+            )
+    places = LivePlaces.of(state)
+    whole = with_new_names(merged(trees), catalog, places)
+    tree = without_unwanted(whole, catalog.options, places)
+    return _SavedTree(tree, frozenset(paths_of(whole)).difference(paths_of(tree)))
+
+
+def _wanted(state: Any, catalog: Catalog, tree: _SavedTree | None) -> Restoration:
+    """The tensors of `state` with their names in the source, and what is to be done besides."""
+    options = catalog.options
+    if tree is None:
+        texts = {catalog.new_name(name): text for name, text in catalog.source.texts.items()}
+        saved = tree_of_names(selected(state, options), catalog.has, filter(options.wants, catalog), texts)
+    else:
+        saved = tree.tree
+    wanted = restoration(state, saved, lambda name, own, like: _memory(catalog, name, own, like))
+    if options.include:
+        places = LivePlaces.of(state)
+        left_out = frozenset() if tree is None else tree.left_out
+        wanted.missing = [p for p in wanted.missing if p not in left_out and places.may_want(p, options)]
+    if tree is None:
+        taken = {catalog.stored(one) for name, _, _ in wanted.targets for one in catalog.names_of(name)}
+        names = [*catalog, *map(catalog.new_name, catalog.source.unsupported)]
+        wanted.unexpected = [name for name in names if name not in taken and options.wants(name)]
+    refusals = {catalog.new_name(name): error for name, error in catalog.source.unsupported.items()}
+    for name in filter(refusals.__contains__, wanted.missing):
+        raise refusals[name]
     return wanted
 
 
-def _noting(kept: list[str]) -> Callable[[str], Saved]:
+def _noting(kept: list[str], catalog: Catalog) -> Callable[[str], Saved]:
     """Makes the places of tensors, whose names are kept."""
 
     def leaf(name: str) -> Saved:
         kept.append(name)
-        return Saved(name)
+        return Saved(catalog.new_name(name))
 
     return leaf
 
 
-def _memory(shard: Shard, own: Any, like: Any) -> Any:
+def _memory(catalog: Catalog, name: str, own: Any, like: Any) -> Any:
     """`own` if the tensor fits into it; else new memory, placed as `like` if that has its shape, else whole."""
     import torch
 
-    dtype = torch_dtype(shard.dtype)
-    if isinstance(own, torch.Tensor) and (tuple(own.shape), own.dtype) == (shard.global_shape, dtype):
+    shard = catalog.shard_of(name)
+    shape = shard.global_shape
+    if like is not None and catalog.options.layout is not None and catalog.shape_like(name) is not None:
+        shape = tuple(like.shape)  # a part of the whole, as the parameter is
+    if isinstance(own, torch.Tensor) and tuple(own.shape) == shape and _fits(catalog, shard.dtype, own):
         return own
-    if like is not None and tuple(like.shape) == shard.global_shape:
-        return torch.zeros_like(like, dtype=dtype, requires_grad=False)
-    return torch.empty(shard.global_shape, dtype=dtype)
+    if like is not None and tuple(like.shape) == shape:
+        casts = len(shape) > 0 and catalog.options.casts(shard.dtype, dtype_name(like, name))  # a scalar counts steps
+        return torch.zeros_like(like, dtype=like.dtype if casts else torch_dtype(shard.dtype), requires_grad=False)
+    return torch.empty(shape, dtype=torch_dtype(shard.dtype))
 
 
-def _check_names(wanted: Restoration, catalog: _Catalog) -> None:
+def _fits(catalog: Catalog, stored: str, own: Any) -> bool:
+    """Whether values of the dtype `stored` are read into `own`."""
+    found = DTYPE_NAMES.get(str(own.dtype).removeprefix("torch."), "")
+    return found == stored or catalog.options.casts(stored, found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A live tensor at `path` of the state, or a part of one, and the name of what fills it in the catalog."""
+
+    name: str
+    path: str
+    held: HeldTensor
+    is_padded: bool
+
+
+def _targets(wanted: Restoration, catalog: Catalog, rank: int) -> list[_Target]:
+    """The live tensors that are to be filled, described; a layout's rules may make several of one."""
+    layout = catalog.layout
+    if layout.rules:
+        like = {name: catalog.shape_like(name) for name, _, _ in wanted.targets if name in catalog}
+        layout.like = {name: parameter for name, parameter in like.items() if parameter is not None}
+    found = []
+    for name, live, path in wanted.targets:
+        is_padded = bool(getattr(live, "allow_shape_mismatch", False))
+        for held in describe({path: live}, layout, rank).held.values():
+            is_whole = held.shard.name == path
+            source = name if is_whole else held.shard.name
+            found.append(_Target(catalog.counted.get(source, source), path, held, is_padded))
+    return found
+
+
+def _check_names(wanted: Restoration, catalog: Catalog) -> None:
     """Missing or unexpected names, all at once, as torch reports them."""
     if not wanted.missing and not wanted.unexpected:
         return
@@ -335,7 +488,7 @@ def _check_names(wanted: Restoration, catalog: _Catalog) -> None:
     raise kind(text, path=catalog.source.path)
 
 
-def _hint(wanted: Restoration, catalog: _Catalog) -> str:
+def _hint(wanted: Restoration, catalog: Catalog) -> str:
     """Return advice if the source has all missing names under one prefix, else ""."""
     for prefix in {name.split(".", 1)[0] for name in catalog if "." in name}:
         if wanted.missing and all(f"{prefix}.{name}" in catalog for name in wanted.missing):
@@ -343,23 +496,32 @@ def _hint(wanted: Restoration, catalog: _Catalog) -> str:
     return ""
 
 
-def _job(name: str, live: Any, path: str, catalog: _Catalog) -> Job:
-    stored = catalog.shard_of(name)
-    held = describe({path: live}).held[path]
+def _job(target: _Target, catalog: Catalog) -> Job:
+    stored, held = catalog.shard_of(target.name), target.held
     for part in held.tensors:
-        check_writable(part, path)
-    for what, ours, theirs in (
-        ("shape", held.shard.global_shape, stored.global_shape),
-        ("dtype", held.shard.dtype, stored.dtype),
-    ):
-        padded = what == "shape" and len(ours) == len(theirs) and getattr(live, "allow_shape_mismatch", False)
-        if ours != theirs and not padded:  # of a padded tensor what both have is read
-            raise InvalidArgumentError(
-                f"{what} differs from the source's", name=path, path=catalog.source.path, expected=theirs, found=ours
-            )
-    boxes = catalog.boxes_of(name)
+        check_writable(part, target.path)
+    ours, theirs = held.shard.global_shape, stored.global_shape
+    # of a padded tensor what both have is read
+    if ours != theirs and not (target.is_padded and len(ours) == len(theirs)):
+        hint = ""
+        if len(ours) == len(theirs) and held.placement is None and catalog.world_size > 1:
+            dim = next(dim for dim in range(len(ours)) if ours[dim] != theirs[dim])
+            hint = f'; if each rank holds a part, say so with layout={{"{target.path}": Shard({dim})}}'
+        text = f"shape differs from the source's{hint}"
+        raise InvalidArgumentError(text, name=target.path, path=catalog.source.path, expected=theirs, found=ours)
+    if held.shard.dtype != stored.dtype and not catalog.options.casts(stored.dtype, held.shard.dtype):
+        castable = {stored.dtype, held.shard.dtype} <= set(FLOATS)
+        hint = '; dtype="state" casts to the dtype that the state has' if castable else ""
+        raise InvalidArgumentError(
+            f"dtype differs from the source's{hint}",
+            name=target.path,
+            path=catalog.source.path,
+            expected=stored.dtype,
+            found=held.shard.dtype,
+        )
+    boxes = catalog.boxes_of(target.name)
     try:
-        prove_cover(name, stored.global_shape, {box: [rank] for box, (_, rank) in boxes.items()})
+        prove_cover(target.name, stored.global_shape, {box: [rank] for box, (_, rank) in boxes.items()})
     except (CorruptError, IncompleteError) as error:
-        raise error.located(name=name, path=catalog.source.path) from error
-    return Job(name, held, {box: extent for box, (extent, _) in boxes.items()})
+        raise error.located(name=target.name, path=catalog.source.path) from error
+    return Job(target.name, held, {box: extent for box, (extent, _) in boxes.items()}, stored.dtype)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,60 +10,86 @@ import numpy as np
 
 from statexchange.comm.communicator import Communicator
 from statexchange.exchange.staging import Staging
+from statexchange.sharding import records
 from statexchange.sharding.shards import Box, intersect
 from statexchange.state.describe import HeldTensor
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.regions import BoxDigest, read_part, shifted
 from statexchange.storage.store import StoredFile
-from statexchange.tensors import ITEMSIZE
+from statexchange.tensors import ITEMSIZE, itemsize_of
 
-__all__ = ["Job", "assign_readers", "read_all"]
+__all__ = ["Job", "WantedBox", "assign_readers", "read_all"]
 
-Wanted = tuple[str, Box]
-"""A tensor's name in the source, and a box of it."""
+
+@dataclass(frozen=True, slots=True)
+class WantedBox:
+    """A box of the tensor that the source calls `name`, whose values are wanted in `dtype`."""
+
+    name: str
+    box: Box
+    dtype: str
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON value that `from_json` reads."""
+        return {"name": self.name, "box": self.box.to_json(), "dtype": self.dtype}
+
+    @classmethod
+    def from_json(cls, raw: Any) -> WantedBox:
+        """The box that `to_json` wrote; anything else is a ValueError."""
+        name, box, dtype = records.fields(raw, "name", "box", "dtype")
+        itemsize_of(dtype)
+        return cls(records.text(name), Box.from_json(box), dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A live tensor, and the stored boxes that fill it."""
+    """A live tensor, and the stored boxes, of the dtype `stored`, that fill it: values are cast if it has another."""
 
     name: str
     held: HeldTensor
     boxes: Mapping[Box, ByteRange]
+    stored: str
 
 
-def assign_readers(jobs: Sequence[Job], comm: Communicator) -> dict[Wanted, list[int]]:
+def assign_readers(jobs: Sequence[Job], comm: Communicator) -> dict[WantedBox, list[int]]:
     """Choose, for each box that several ranks of this host need, one rank to read it. Collective.
 
     Returns {box: [reader, *receivers]} in an order equal on all ranks; the load is balanced by elements.
     """
-    ours = [[name, box.to_json()] for name, box in _places(jobs)]
-    holders: dict[Wanted, list[int]] = {}
+    ours = [wanted.to_json() for wanted in _places(jobs)]
+    holders: dict[WantedBox, list[int]] = {}
     for rank, theirs in enumerate(comm.all_gather_object(ours)):
         if comm.nodes[rank] == comm.node_rank:
-            for name, box in theirs:
-                holders.setdefault((name, Box.from_json(box)), []).append(rank)
+            what = "the boxes that it wants"
+            for wanted in records.parsed(theirs, lambda raw: records.items(raw, WantedBox.from_json), what, rank):
+                holders.setdefault(wanted, []).append(rank)
     load = dict.fromkeys(range(comm.world_size), 0)
     found = {}
-    for wanted in sorted(holders, key=lambda wanted: (wanted[0], wanted[1].offsets, wanted[1].shape)):
+    for wanted in sorted(holders, key=lambda one: (one.name, one.box.offsets, one.box.shape, one.dtype)):
         ranks = holders[wanted]
         if len(ranks) > 1:
             reader = min(ranks, key=lambda rank: (load[rank], rank))
-            load[reader] += math.prod(wanted[1].shape)
+            load[reader] += wanted.box.numel
             found[wanted] = [reader, *(rank for rank in ranks if rank != reader)]
     return found
 
 
-def _places(jobs: Sequence[Job]) -> dict[Wanted, Any]:
+def _places(jobs: Sequence[Job]) -> dict[WantedBox, Any]:
     """The first live tensor of each box that is wanted here."""
-    found: dict[Wanted, Any] = {}
+    found: dict[WantedBox, Any] = {}
     for job in jobs:
         for box, part in zip(job.held.shard.boxes, job.held.tensors, strict=True):
-            found.setdefault((job.name, box), part if isinstance(part, np.ndarray) else part.detach())
+            wanted = WantedBox(job.name, box, job.held.shard.dtype)
+            found.setdefault(wanted, part if isinstance(part, np.ndarray) else part.detach())
     return found
 
 
-def read_all(jobs: Sequence[Job], readers: Mapping[Wanted, Sequence[int]], comm: Communicator) -> int:
+def read_all(
+    jobs: Sequence[Job],
+    readers: Mapping[WantedBox, Sequence[int]],
+    comm: Communicator,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> int:
     """Fill the live tensors; returns the bytes that this rank has read.
 
     Raises ReplacedError if a file that was read may have changed since it was opened.
@@ -72,13 +97,17 @@ def read_all(jobs: Sequence[Job], readers: Mapping[Wanted, Sequence[int]], comm:
     """
     places = _places(jobs) if readers else {}
     received = {wanted for wanted, ranks in readers.items() if comm.rank in ranks[1:]}
-    reading = _Reading(comm)
+    parts = []
     for job in jobs:
         for box, part in zip(job.held.shard.boxes, job.held.tensors, strict=True):
-            if (job.name, box) in received:
-                received.remove((job.name, box))  # another live tensor of this name is read
+            wanted = WantedBox(job.name, box, job.held.shard.dtype) if received else None
+            if wanted in received:
+                received.remove(wanted)  # another live tensor of this name is read
             else:
-                reading.fill(job, box, part)
+                parts.append((job, box, part))
+    reading = _Reading(comm, sum(map(_nbytes_of, parts)) if on_progress is not None else 0, on_progress)
+    for job, box, part in parts:
+        reading.fill(job, box, part)
     for file in reading.files:
         file.check_unchanged()
     for wanted, (reader, *others) in readers.items():
@@ -91,31 +120,45 @@ def read_all(jobs: Sequence[Job], readers: Mapping[Wanted, Sequence[int]], comm:
     return reading.nbytes
 
 
+def _nbytes_of(part: tuple[Job, Box, Any]) -> int:
+    """Bytes that are read for one box of a live tensor."""
+    job, target, _ = part
+    shared = (intersect(box, target) for box in job.boxes)
+    return sum(box.numel for box in shared if box is not None) * ITEMSIZE[job.stored]
+
+
 class _Reading:
     """Reads boxes of live tensors, and counts the bytes."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, total: int, on_progress: Callable[[int, int], None] | None) -> None:
         self.nbytes = 0
         self.files: dict[StoredFile, None] = {}  # that were read, each once
         self._comm = comm
+        self._total = total
+        self._on_progress = on_progress
         self._staging = Staging()
 
     def fill(self, job: Job, target: Box, part: Any) -> None:
         """Read one box of a live tensor, which `part` holds."""
+        dtype = job.stored
         needed = []
         for box, stored in job.boxes.items():
             shared = intersect(box, target)
             if shared is not None:
-                digest = BoxDigest(stored, box, job.held.shard.dtype, region=shared)
+                digest = BoxDigest(stored, box, dtype, region=shared)
                 needed.append((box, stored, shared, digest))
                 self.files[stored.file] = None
-        for window, memory in self._staging.targets(part, job.held.shard.dtype):
+        for window, memory in self._staging.targets(part, dtype):
             placed = shifted(window, target)
             for box, stored, shared, digest in needed:
                 inside = shared if placed == target else intersect(shared, placed)
                 if inside is not None:
-                    dtype = job.held.shard.dtype
-                    read_part(stored, box, inside, dtype, memory, placed, digest, self._comm.progress)
-                    self.nbytes += inside.numel * ITEMSIZE[dtype]
+                    read_part(stored, box, inside, dtype, memory, placed, digest, self._count)
         for *_, digest in needed:
             digest.check(job.name)
+
+    def _count(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self._comm.progress()
+        if self._on_progress is not None:
+            self._on_progress(self.nbytes, self._total)

@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from statexchange.checkpoint.convert import reduce_into
 from statexchange.comm.communicator import Communicator
+from statexchange.exchange.rank_metadata import held_box
 from statexchange.exchange.staging import Staging
+from statexchange.sharding.write_plan import Reduction
 from statexchange.state.describe import Description, HeldTensor
 from statexchange.tensors import array_over, dtype_name, from_bytes, own_bytes
 
-__all__ = ["Reduction", "reduce_copies"]
+__all__ = ["reduce_copies"]
 
 _MESSAGE_BYTES = 4 << 20
 _ALIGN_BYTES = 16  # a multiple of every dtype's size
-
-
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """One box of the tensor `name` at its holders: box `index` of rank `holder` is to be the `op` ("max", "min") of it
-    and of the `copies`, (rank, index of the box there)."""
-
-    name: str
-    op: str
-    holder: int
-    index: int
-    copies: Sequence[Sequence[int]]
 
 
 def reduce_copies(comm: Communicator, described: Description, reductions: Sequence[Reduction]) -> Description:
@@ -88,7 +78,7 @@ def _copy(comm: Communicator, data: Any) -> Any:
 
 def _bytes(comm: Communicator, described: Description, name: str, index: int) -> Any:
     """A box's bytes as an array, in the dtype in which it is held."""
-    tensor = described.held[name].tensors[index]
+    tensor = held_box(described, name, index)
     own = own_bytes(tensor)
     if own is not None:
         return np.frombuffer(own, np.uint8)
@@ -120,7 +110,7 @@ def _messages(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
 
 
 def _send(comm: Communicator, dst: int, described: Description, boxes: Sequence[tuple[str, int]]) -> None:
-    sizes = [described.held[name].tensors[index].nbytes for name, index in boxes]
+    sizes = [held_box(described, name, index).nbytes for name, index in boxes]
     data, known = np.empty(0, np.uint8), -1
     for message in _messages(sizes):
         parts = []

@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.session import public_call
 from statexchange.comm.world import as_communicator
-from statexchange.errors import NotFoundError
+from statexchange.errors import InvalidArgumentError, NotFoundError
+from statexchange.exchange.placing import parameter_names, place_parts
+from statexchange.exchange.receipts import CommittedRound, RoundStart, SavedFile
 from statexchange.exchange.staging import Staging, held_bytes
 from statexchange.settings import check_timeout
+from statexchange.sharding import records
+from statexchange.sharding.rules import Layout
 from statexchange.state.describe import describe
 from statexchange.state.nested import tree_of
-from statexchange.storage.workspace import Manifest, RankName, Receipt, Workspace
+from statexchange.storage.workspace import Manifest, Workspace
 
 __all__ = ["save_checkpoint"]
 
@@ -24,7 +29,12 @@ _KEPT_ROUNDS = 2
 
 @public_call("save_checkpoint")
 def save_checkpoint(
-    state: Mapping[str, Any], url: str | os.PathLike[str], *, comm: Any = None, stall_timeout_s: float = 300.0
+    state: Mapping[str, Any],
+    url: str | os.PathLike[str],
+    *,
+    comm: Any = None,
+    layout: Mapping[str, Any] | None = None,
+    stall_timeout_s: float = 300.0,
 ) -> Manifest:
     """Save nested `state` (modules, optimizers' state dicts, tensors, numbers ...) in a workspace, sharded as it lies.
 
@@ -32,6 +42,25 @@ def save_checkpoint(
     writes what it holds as one durable file, tensors by their dotted path; then root commits the round, and this job's
     newest two rounds stay. Everything that is no tensor is kept as JSON values. A failure on any rank is raised on all,
     and the earlier rounds stay as they were.
+
+    Args:
+        state: a nested mapping, as ``{"model": ..., "optimizer": ..., "step": 7}``, or a module.
+        url: a directory or URL that all hosts see.
+        comm: the communicator; by default the current one.
+        layout: rules for plain tensors that are parts of whole ones, as in `export_checkpoint`, by their dotted paths:
+            ``{"*.up.weight": Shard(0)}``. What an optimizer holds in the shape of a parameter goes by the parameter's
+            rule. Rules that rename (split, renumber) or reduce are refused: tensors are saved as they are.
+        stall_timeout_s: limit of the time in which no rank moves a byte; the total time is not limited.
+
+    Raises:
+        InvalidArgumentError: a rule does not fit a tensor, or matches none.
+        NotFoundError: a host does not see what others have saved.
+        UnsupportedError, IncompleteError, StorageError.
+        StallError: no rank has moved a byte for `stall_timeout_s`.
+        PeerError: another rank has failed.
+
+    Example:
+        statexchange.save_checkpoint({"model": model, "optimizer": optimizer, "step": 7}, "/shared/run-7")
     """
     communicator = as_communicator(comm)
     ours: list[str] = []
@@ -41,11 +70,16 @@ def save_checkpoint(
             check_timeout(stall_timeout_s, "stall_timeout_s")
             workspace = Workspace(url)
             config, tensors = tree_of(state)
-            held = describe(tensors)
+            rules = _parse_layout(layout, tensors)
+            held = describe(tensors, rules, communicator.rank)
         with communicator.phase("choosing a round"):
             if communicator.rank == 0:
                 number = workspace.next_round(communicator.run)
-        number = communicator.broadcast_object(number)
+        sent = communicator.all_gather_object(RoundStart(number, layout is not None).to_json())
+        starts = [records.parsed(raw, RoundStart.from_json, "how it begins", rank) for rank, raw in enumerate(sent)]
+        number = starts[0].number
+        if any(start.has_layout for start in starts):
+            held = place_parts(communicator, held, rules)
         with communicator.phase("saving", timeout_s=stall_timeout_s):
             staging = Staging()
             receipt = workspace.write(
@@ -59,20 +93,21 @@ def save_checkpoint(
                 pending=True,
             )
             ours = [receipt.relative]
-        told = communicator.gather_object([receipt.relative, receipt.nbytes, workspace.path])
+        saved: list[SavedFile] = []
+        sent = communicator.gather_object(SavedFile(receipt, workspace.path).to_json())
         with communicator.phase("looking for what was saved"):
             if communicator.rank == 0:
-                _check_seen(workspace, told, communicator)
+                saved = [records.parsed(raw, SavedFile.from_json, "its file", rank) for rank, raw in enumerate(sent)]
+                _check_seen(workspace, saved, communicator)
         ours = []  # from here on root may commit it, and nobody else removes one
-        committed: list[Any] = []
+        committed: Any = None
         with communicator.phase("committing"):
             if communicator.rank == 0:
-                receipts = [Receipt(relative, nbytes) for relative, nbytes, _ in told]
-                manifest = workspace.commit(receipts, keep=_KEPT_ROUNDS)
-                committed = [manifest.generation, [[r.relative, r.nbytes] for r in manifest.receipts]]
-        generation, kept = communicator.broadcast_object(committed)
-        written = tuple(Receipt(*r) for r in kept)
-        return Manifest(communicator.run, number, generation, communicator.world_size, written, {})
+                manifest = workspace.commit([file.receipt for file in saved], keep=_KEPT_ROUNDS)
+                committed = CommittedRound(manifest.generation, manifest.receipts).to_json()
+        sent = communicator.broadcast_object(committed)
+        kept = records.parsed(sent, CommittedRound.from_json, "the committed round", 0)
+        return Manifest(communicator.run, number, kept.generation, communicator.world_size, kept.receipts, {})
     except BaseException:
         if communicator.rank == 0 and number is not None:
             with contextlib.suppress(NotFoundError):  # nobody has written yet
@@ -82,14 +117,32 @@ def save_checkpoint(
         raise
 
 
-def _check_seen(workspace: Workspace, told: Sequence[Any], comm: Communicator) -> None:
+def _parse_layout(layout: Mapping[str, Any] | None, tensors: Mapping[str, Any]) -> Layout:
+    """The layout, by which optimizers' tensors go as their parameters do, where both have one shape."""
+    rules = Layout.parse({} if layout is None else layout)
+    for rule in rules.rules.values():
+        if rule.renames or rule.reduce is not None:
+            what = "renames tensors" if rule.renames else "reduces copies"
+            raise InvalidArgumentError(
+                f"layout rule for {rule.pattern!r} {what}, and save_checkpoint saves what there is: leave it out, or "
+                "use export_checkpoint"
+            )
+    like = {}
+    for name, tensor in tensors.items():
+        for parameter in parameter_names(name):
+            if parameter in tensors and tuple(tensors[parameter].shape) == tuple(tensor.shape):
+                like[name] = parameter
+    return replace(rules, like=like)
+
+
+def _check_seen(workspace: Workspace, saved: Sequence[SavedFile], comm: Communicator) -> None:
     """Raise NotFoundError unless root's host sees what each rank has written. Root only."""
     with workspace.view() as view:
-        seen = {name.relative for name in view.rank_names(comm.run, RankName.parse(told[0][0]).round)}
-    for rank, (relative, _, path) in enumerate(told):
-        if relative not in seen:
+        seen = {name.relative for name in view.rank_names(comm.run, saved[0].receipt.rank_name.round)}
+    for rank, file in enumerate(saved):
+        if file.receipt.relative not in seen:
             text = (
                 f"{comm.hosts[0]}, which looks in {workspace.path}, does not see what rank {rank} on "
-                f"{comm.hosts[rank]} has saved in {path}: pass the same shared directory on all ranks"
+                f"{comm.hosts[rank]} has saved in {file.path}: pass the same shared directory on all ranks"
             )
             raise NotFoundError(text, rank=rank, path=workspace.path)

@@ -56,9 +56,10 @@ class Staging:
     def targets(self, tensor: Any, dtype: str) -> Iterator[tuple[Box, memoryview]]:
         """Memory for a tensor's elements in C order, part by part, each to be filled before the next one is asked for.
 
-        All is in the tensor when the iterator has ended. Not collective. `dtype` is the tensor's safetensors name.
+        All is in the tensor when the iterator has ended. Not collective. `dtype` is the safetensors name of what is put
+        there; a tensor of another one gets it cast.
         """
-        own = own_bytes(tensor)
+        own = own_bytes(tensor) if _is_of(tensor, dtype) else None
         if own is not None:
             yield full_box(tuple(tensor.shape)), own
             return

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import json
-import math
 import operator
 import os
 from collections.abc import Callable, Sequence
@@ -20,8 +18,11 @@ import numpy as np
 import xxhash
 
 from statexchange.comm.communicator import Communicator
+from statexchange.exchange.rank_metadata import held_box
 from statexchange.exchange.staging import Staging
+from statexchange.sharding import records
 from statexchange.sharding.shards import Box
+from statexchange.sharding.write_plan import BoxReceipt, BoxReceipts, WriteFile, WritePlan, WriteTensor, assign_hosts
 from statexchange.state.describe import Description
 from statexchange.storage import files
 from statexchange.storage.directory_build import open_for_writing
@@ -29,7 +30,7 @@ from statexchange.storage.files import WINDOW_BYTES
 from statexchange.storage.regions import windows, write_box
 from statexchange.tensors import ITEMSIZE
 
-__all__ = ["Order", "write_boxes", "writing_nodes"]
+__all__ = ["write_boxes", "writing_nodes"]
 
 _SYNC_EVERY_BYTES = 256 << 20
 _SENT_BYTES = 8 << 20
@@ -37,40 +38,13 @@ _MAX_OPEN = 64  # files of one rank
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What root tells all ranks to write.
-
-    `files` are (path, whether its room is reserved); `tensors` (file, first byte, shape, dtype, name at the holders,
-    pieces), with pieces (offsets, shape, rank, its box, replicas). `probe` is a path that exists where root's directory
-    is seen. `compares` says that all replicas are to be digested.
-    """
-
-    files: Sequence[Sequence[Any]]
-    tensors: Sequence[Sequence[Any]]
-    probe: str
-    compares: bool
-
-    def to_bytes(self) -> bytes:
-        """For the other ranks."""
-        return json.dumps([self.files, self.tensors, self.probe, self.compares], separators=(",", ":")).encode()
-
-    @classmethod
-    def parse(cls, data: bytes) -> Order:
-        """What `to_bytes` wrote."""
-        return cls(*json.loads(data))
-
-
-@dataclass(frozen=True, slots=True)
 class _Task:
-    """One box of a rank, which it writes, sends to `dst`, or only digests because another rank has its replica."""
+    """One box of rank `src`, which it writes, sends to `dst`, or only digests because another rank has its replica."""
 
-    tensor: int
+    tensor: WriteTensor
+    number: int
+    """Of the tensor in the plan."""
     piece: int
-    file: int
-    begin: int
-    shape: tuple[int, ...]
-    dtype: str
-    source: str
     box: Box
     box_index: int
     src: int
@@ -78,71 +52,73 @@ class _Task:
     """The rank that writes; -1 if none does."""
 
     @property
+    def dtype(self) -> str:
+        """The dtype in which the box is written."""
+        return self.tensor.dtype
+
+    @property
     def itemsize(self) -> int:
         """Bytes of an element."""
-        return ITEMSIZE[self.dtype]
+        return ITEMSIZE[self.tensor.dtype]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the box."""
         return self.box.numel * self.itemsize
 
+    def receipt(self, digest: str) -> BoxReceipt:
+        """The receipt for the box, once it is digested."""
+        return BoxReceipt(self.number, self.piece, self.box_index, digest)
 
-def writing_nodes(comm: Communicator, order: Order) -> list[int]:
-    """For each file the number of the host that writes it. Collective.
 
-    Of the hosts that see the directory the one to which the least must be sent, given what it has been dealt.
-    """
+def writing_nodes(comm: Communicator, plan: WritePlan) -> list[int]:
+    """For each file the number of the host that writes it. Collective."""
     if comm.num_nodes == 1:
-        return [0] * len(order.files)
-    sees = comm.all_gather_object(os.path.lexists(order.probe))
-    blind = {node for node, seen in zip(comm.nodes, sees, strict=True) if not seen}
-    held = [[0] * comm.num_nodes for _ in order.files]
-    for file, _, _, dtype, _, pieces in order.tensors:
-        for _, sizes, holder, _, _ in pieces:
-            held[file][comm.nodes[holder]] += math.prod(sizes) * ITEMSIZE[dtype]
-    load = [0] * comm.num_nodes
-    dealt = []
-    for by_node in held:
-        seeing = [node for node in range(comm.num_nodes) if node not in blind]
-        chosen = min(seeing, key=lambda node: (load[node] + sum(by_node) - by_node[node], node))
-        load[chosen] += sum(by_node)
-        dealt.append(chosen)
-    return dealt
+        return [0] * len(plan.files)
+    sees = comm.all_gather_object(os.path.lexists(plan.probe))
+    read = [records.parsed(seen, records.flag, "whether it sees the directory", rank) for rank, seen in enumerate(sees)]
+    return assign_hosts(plan, comm.nodes, read)
 
 
 def write_boxes(
     comm: Communicator,
     described: Description,
-    order: Order,
+    plan: WritePlan,
     nodes: Sequence[int],
     headers: Sequence[bytes],
     on_progress: Callable[[int, int], None] | None,
-) -> list[tuple[int, int, str]]:
+) -> BoxReceipts:
     """Write all boxes of all ranks into files, and the headers of those that root's host does not write. Collective.
 
-    `nodes` is what `writing_nodes` gives, `headers`, on root only, those of all files. Returns (tensor, piece, digest)
-    of each box that this rank holds.
+    `nodes` is what `writing_nodes` gives, `headers`, on root only, those of all files. Returns the digest of each box
+    that this rank holds.
     """
-    writing = _Writing(comm, described, order, nodes)
-    away = comm.broadcast_object([base64.b64encode(header).decode() for header in headers]) if writing.is_shared else []
-    with _Files(order.files, comm, writing.total, on_progress) as opened:
+    writing = _Writing(comm, described, plan, nodes)
+    away: tuple[bytes, ...] = ()
+    if writing.is_shared:
+        sent = comm.broadcast_object([base64.b64encode(header).decode() for header in headers])
+        away = records.parsed(sent, lambda raw: records.items(raw, _header, len(plan.files)), "the headers", 0)
+    with _Files(plan.files, comm, writing.total, on_progress) as opened:
         for number, header in enumerate(away):
             if nodes[number] != comm.nodes[0] and comm.rank == writing.first_of(nodes[number]):
-                opened.write_header(number, base64.b64decode(header))
-        return writing.run(opened)
+                opened.write_header(number, header)
+        return BoxReceipts(tuple(writing.run(opened)))
+
+
+def _header(raw: Any) -> bytes:
+    return base64.b64decode(records.text(raw), validate=True)
 
 
 class _Writing:
     """One rank's share of the work."""
 
-    def __init__(self, comm: Communicator, described: Description, order: Order, nodes: Sequence[int]) -> None:
+    def __init__(self, comm: Communicator, described: Description, plan: WritePlan, nodes: Sequence[int]) -> None:
         self._comm = comm
         self._described = described
         self._written, self._sent = Staging(WINDOW_BYTES), Staging(_SENT_BYTES)
         self._mates = [[r for r, node in enumerate(comm.nodes) if node == n] for n in range(comm.num_nodes)]
         self.is_shared = any(node != comm.nodes[0] for node in nodes)
-        local, self._messages = self._tasks(order, nodes)
+        local, self._messages = self._tasks(plan, nodes)
         start = len(local) * comm.rank // comm.world_size  # ranks begin in different files
         self._local = local[start:] + local[:start]
         self.total = sum(t.nbytes for t in [*local, *self._messages] if t.src == comm.rank and t.dst >= 0)
@@ -151,41 +127,39 @@ class _Writing:
         """The first rank of a host."""
         return self._mates[node][0]
 
-    def _tasks(self, order: Order, nodes: Sequence[int]) -> tuple[list[_Task], list[_Task]]:
+    def _tasks(self, plan: WritePlan, nodes: Sequence[int]) -> tuple[list[_Task], list[_Task]]:
         """What this rank does alone, and the messages in which it has a part, in an order that all ranks share."""
         rank, sent = self._comm.rank, 0
-        local, messages = [], []
-        for number, (file, begin, shape, dtype, source, pieces) in enumerate(order.tensors):
-            mates = self._mates[nodes[file]]
-            for index, (offsets, sizes, holder, box_index, replicas) in enumerate(pieces):
-                dst = holder
-                if self._comm.nodes[holder] != nodes[file]:
+        local: list[_Task] = []
+        messages: list[_Task] = []
+        for number, tensor in enumerate(plan.tensors):
+            mates = self._mates[nodes[tensor.file]]
+            for index, piece in enumerate(tensor.pieces):
+                dst = piece.holder
+                if self._comm.nodes[piece.holder] != nodes[tensor.file]:
                     dst = mates[sent % len(mates)]
                     sent += 1
-                box = Box(tuple(offsets), tuple(sizes))
-                where = (number, index, file, begin, tuple(shape), dtype, source, box)
-                task = _Task(*where, box_index, holder, dst)
-                if dst != holder and rank in (holder, dst):
-                    messages.append(task)
-                elif holder == rank:
-                    local.append(task)
-                copies = [i for h, i in replicas if h == rank] if order.compares else []
-                local += [_Task(*where, mine, rank, -1) for mine in copies]
+                if rank in (piece.holder, dst):
+                    task = _Task(tensor, number, index, piece.box, piece.box_index, piece.holder, dst)
+                    (local if dst == piece.holder else messages).append(task)
+                for holder, box_index in plan.compared(tensor, piece):
+                    if holder == rank:
+                        local.append(_Task(tensor, number, index, piece.box, box_index, rank, -1))
         return local, messages
 
-    def run(self, opened: _Files) -> list[tuple[int, int, str]]:
+    def run(self, opened: _Files) -> list[BoxReceipt]:
         """Do it all: what needs nobody else first."""
-        digests = [(task.tensor, task.piece, self._write(task, opened)) for task in self._local]
+        receipts = [task.receipt(self._write(task, opened)) for task in self._local]
         for task in self._messages:
             if task.src == self._comm.rank:
-                digests.append((task.tensor, task.piece, self._send(task, opened)))
+                receipts.append(task.receipt(self._send(task, opened)))
             else:
                 self._receive(task, opened)
-        return digests
+        return receipts
 
     def _tensor(self, task: _Task) -> Any:
         """The tensor that holds a box of this rank."""
-        return self._described.held[task.source].tensors[task.box_index]
+        return held_box(self._described, task.tensor.source, task.box_index)
 
     def _write(self, task: _Task, opened: _Files) -> str:
         hasher = xxhash.xxh3_128()
@@ -225,7 +199,7 @@ class _Files:
 
     def __init__(
         self,
-        opened: Sequence[Sequence[Any]],
+        opened: Sequence[WriteFile],
         comm: Communicator,
         total: int,
         on_progress: Callable[[int, int], None] | None,
@@ -243,16 +217,16 @@ class _Files:
 
     def write(self, task: _Task, box: Box, data: memoryview) -> None:
         """Write a part of a task's box."""
-        path, reserved = self._files[task.file]
-        fd = self._fd(task.file, path)
-        write_box(fd, task.begin, task.shape, task.dtype, box, data, path, reserved=reserved)
+        tensor, file = task.tensor, self._files[task.tensor.file]
+        fd = self._fd(tensor.file, file.path)
+        write_box(fd, tensor.begin, tensor.shape, tensor.dtype, box, data, file.path, reserved=file.is_reserved)
         self._dirty += len(data)
         if self._dirty > _SYNC_EVERY_BYTES:
             self._sync()
 
     def write_header(self, number: int, header: bytes) -> None:
         """Write the first bytes of a file."""
-        path = self._files[number][0]
+        path = self._files[number].path
         files.pwrite_all(self._fd(number, path), header, 0, path)
 
     def count(self, nbytes: int) -> None:
@@ -273,7 +247,7 @@ class _Files:
         return fd
 
     def _close(self, number: int) -> None:
-        fd, path = self._fds.pop(number), self._files[number][0]
+        fd, path = self._fds.pop(number), self._files[number].path
         try:
             files.sync_file(fd, path)
         except BaseException:
@@ -284,7 +258,7 @@ class _Files:
 
     def _sync(self) -> None:
         for number, fd in self._fds.items():
-            files.sync_file(fd, self._files[number][0])
+            files.sync_file(fd, self._files[number].path)
         self._dirty = 0
 
     def __exit__(self, kind: object, *exception: object) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 from statexchange.errors import ReplacedError, ReplicaError, StateExchangeError, without_secrets
 from statexchange.formats.registry import open_source
 from statexchange.formats.source import Source, SourceTensor
-from statexchange.sharding.plan import Holding, PlanOptions, TensorPlan, plan_merge, prove_cover
+from statexchange.sharding.options import ExportOptions
+from statexchange.sharding.plan import Holding, TensorPlan, plan_merge, prove_cover
 from statexchange.storage.regions import BoxDigest, blocks, shifted
 
 __all__ = ["VerifyReport", "verify"]
@@ -107,7 +108,7 @@ class _Check:
 
     def _cover_of(self, name: str, numbers: list[int]) -> None:
         held = [self._source.holders[number] for number in numbers]
-        plan = plan_merge([Holding(holder.rank, [holder.tensors[name].shard]) for holder in held], PlanOptions())
+        plan = plan_merge([Holding(holder.rank, [holder.tensors[name].shard]) for holder in held], ExportOptions())
         for tensor in plan.files[0].tensors:
             self._replicas(tensor, numbers)
 

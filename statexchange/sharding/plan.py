@@ -1,7 +1,7 @@
 """The merge plan: proof that every element is supplied exactly once, by whom, and where it goes.
 
 `holders` are whoever has bytes: live ranks, or the files that ranks left behind. A plan is a pure function of
-what they hold and of `PlanOptions`; the same input gives the same plan and the same digest everywhere.
+what they hold and of `ExportOptions`; the same input gives the same plan and the same digest everywhere.
 """
 
 from __future__ import annotations
@@ -12,12 +12,9 @@ import gc
 import hashlib
 import json
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from itertools import product
-from typing import Any, Literal
 
 from statexchange.errors import (
     CorruptError,
@@ -28,6 +25,7 @@ from statexchange.errors import (
     UnsafeError,
     UnsupportedError,
 )
+from statexchange.sharding.options import ExportOptions
 from statexchange.sharding.shards import Box, Shard, full_box, intersect, region_text
 from statexchange.sharding.spread import Spread, SpreadBox, SpreadBoxes, tiles
 from statexchange.tensors import ITEMSIZE
@@ -37,83 +35,15 @@ __all__ = [
     "Holding",
     "Piece",
     "Plan",
-    "PlanOptions",
-    "Rename",
     "TensorPlan",
-    "parse_size",
     "plan_merge",
     "prove_cover",
 ]
 
-Rename = Callable[[str], str] | Sequence[tuple[str, str]]
 _MAX_CUT_DIMS = 12
 _MANY_BOXES = 1000
 _MAX_CORNERS = 1 << 22  # that are counted at once: a box has two in each dim that is cut, to that power
 _MAX_LOOKS = 64  # at each box and dim, to split many boxes into few
-_FILENAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\{suffix\}[A-Za-z0-9._-]{0,80}\.safetensors")
-
-
-@dataclass(frozen=True, slots=True)
-class PlanOptions:
-    """How tensors are selected, named and dealt to files.
-
-    `include`/`exclude` are shell patterns of source names; `rename` a function or (regex, replacement) pairs
-    applied in order; `max_shard_bytes` starts a new file before a tensor that would exceed it; `replicas`
-    "equal" or "root".
-    """
-
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    rename: Rename = ()
-    max_shard_bytes: int = 5_000_000_000
-    filename_pattern: str = "model{suffix}.safetensors"
-    replicas: Literal["equal", "root"] = "equal"
-
-    def __post_init__(self) -> None:
-        if self.max_shard_bytes <= 0:
-            raise InvalidArgumentError(f"max_shard_size must be positive, not {self.max_shard_bytes}")
-        if not isinstance(self.filename_pattern, str) or not _FILENAME_PATTERN.fullmatch(self.filename_pattern):
-            raise InvalidArgumentError(
-                f"filename_pattern must be like 'model{{suffix}}.safetensors', not {self.filename_pattern!r}"
-            )
-        if self.replicas not in ("equal", "root"):
-            raise InvalidArgumentError(f"replicas must be 'equal' or 'root', not {self.replicas!r}")
-
-    def wants(self, name: str) -> bool:
-        """Whether a source name is selected."""
-        included = not self.include or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.include)
-        return included and not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude)
-
-    @classmethod
-    def of(
-        cls,
-        *,
-        include: str | Sequence[str],
-        exclude: str | Sequence[str],
-        rename: Rename,
-        max_shard_size: int | str,
-        filename_pattern: str,
-        replicas: Literal["equal", "root"],
-    ) -> PlanOptions:
-        """The options as callers of `merge_checkpoint` and `export_checkpoint` give them."""
-
-        def patterns(what: str, given: str | Sequence[str]) -> tuple[str, ...]:
-            found = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else [None]
-            if not all(isinstance(one, str) for one in found):
-                raise InvalidArgumentError(f"{what} must be a pattern or several, not {given!r}")
-            return tuple(map(str, found))
-
-        pairs: Any = rename if callable(rename) else tuple(rename) if isinstance(rename, Iterable) else (rename,)
-        if not callable(pairs) and not all(map(_is_pair, pairs)):
-            raise InvalidArgumentError(f"rename must be a function or (regex, replacement) pairs, not {rename!r}")
-        size = parse_size(max_shard_size)
-        chosen = (patterns("include", include), patterns("exclude", exclude))
-        return cls(*chosen, pairs, size, filename_pattern, replicas)
-
-
-def _is_pair(one: Any) -> bool:
-    """Whether this is a regex with what replaces its matches."""
-    return isinstance(one, list | tuple) and len(one) == 2 and all(isinstance(part, str) for part in one)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +73,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """One output tensor: `source` is its name at the holders, `begin` its offset in the data section."""
+    """One output tensor: `source` is its name at the holders, `begin` its offset in the data section.
+
+    `reduce` is the operation, "max" or "min", that makes one of copies that differ; without it copies must be equal.
+    """
 
     name: str
     source: str
@@ -151,6 +84,7 @@ class TensorPlan:
     shape: tuple[int, ...]
     begin: int
     pieces: Sequence[Piece]
+    reduce: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -194,26 +128,16 @@ class Plan:
         return sum(len(file.tensors) for file in self.files)
 
 
-def parse_size(size: int | str) -> int:
-    """Bytes of `size`: an int, or a number with KB, MB, GB, TB (powers of 1000) or KiB ... (of 1024)."""
-    if isinstance(size, int):
-        return size
-    if not isinstance(size, str):
-        raise InvalidArgumentError(f"a size is an int or text like '5GB', not {size!r}")
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(i?))?B?\s*", size, re.IGNORECASE)
-    if match is None:
-        raise InvalidArgumentError(f"{size!r} is not a size like '5GB' or '512MiB'")
-    number, unit, binary = match.groups()
-    return int(Fraction(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() if unit else " "))
-
-
 def plan_merge(
     holdings: Sequence[Holding],
-    options: PlanOptions | None = None,
+    options: ExportOptions | None = None,
     *,
     basis: str = "",
+    reductions: Mapping[str, str] | None = None,
 ) -> Plan:
     """The plan that merges `holdings`. Not collective. `basis` is what else the bytes depend on, for the digest.
+
+    `reductions` are the operations by the name, at the holders, of each tensor of which copies are reduced.
 
     The pieces of a spread tensor are made when they are asked for: of these the plan does not grow with the ranks.
 
@@ -222,7 +146,7 @@ def plan_merge(
     `rename` that gives two tensors one name is an UnsafeError.
     """
     with _collector_paused():
-        return _plan(holdings, options or PlanOptions(), basis)
+        return _plan(holdings, options or ExportOptions(), basis, reductions or {})
 
 
 @contextlib.contextmanager
@@ -237,23 +161,43 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _plan(holdings: Sequence[Holding], options: PlanOptions, basis: str) -> Plan:
+def _plan(holdings: Sequence[Holding], options: ExportOptions, basis: str, reductions: Mapping[str, str]) -> Plan:
     chosen = _select(_by_name(holdings), options)
     aliases = _aliases(holdings, chosen)
     for alias in aliases:
         chosen.pop(alias, None)
-    renamed = _renamed(chosen, options.rename)
+    renamed = _renamed(chosen, options)
     load = [0] * len(holdings)
     tensors = []
     for number, (new, old) in enumerate(renamed.items()):
-        held = chosen[old]
+        held, reduce = chosen[old], reductions.get(old)
+        if reduce is not None:
+            _check_reducible(reduce, held, holdings)
         if isinstance(held, Spread):
-            tensors.append(_plan_spread(new, held, options, number))
+            tensor = _plan_spread(new, held, options, number)
         else:
-            tensors.append(_plan_tensor(new, held, holdings, options, load))
+            tensor = _plan_tensor(new, held, holdings, options, load)
+        tensors.append(tensor if reduce is None else replace(tensor, reduce=reduce))
     files = _deal(tensors, options)
-    written = {_apply(options.rename, alias): _apply(options.rename, kept) for alias, kept in aliases.items()}
+    written = {options.renamed(alias): options.renamed(kept) for alias, kept in aliases.items()}
     return Plan(files, written, _digest(files, written, basis))
+
+
+def _check_reducible(reduce: str, held: Sequence[tuple[int, Shard]] | Spread, holdings: Sequence[Holding]) -> None:
+    """Raise unless all copies are of one dtype, whose values have an order."""
+    shards = [(0, held)] if isinstance(held, Spread) else held
+    first: Shard | Spread = shards[0][1]
+    if first.dtype.startswith("C"):
+        raise UnsupportedError(f"complex numbers have no {reduce}", name=first.name)
+    for holder, shard in shards:
+        if shard.dtype != first.dtype:
+            raise CorruptError(
+                "copies to be reduced differ in dtype",
+                name=first.name,
+                rank=holdings[holder].rank,
+                expected=first.dtype,
+                found=shard.dtype,
+            )
 
 
 class _SpreadPieces(Sequence[Piece]):
@@ -278,11 +222,11 @@ class _SpreadPieces(Sequence[Piece]):
         return Piece(found.box, *chosen, tuple(owner for owner in found.owners if owner != chosen))
 
 
-def _plan_spread(new: str, held: Spread, options: PlanOptions, number: int) -> TensorPlan:
+def _plan_spread(new: str, held: Spread, options: ExportOptions, number: int) -> TensorPlan:
     if not tiles(held.global_shape, held.placement):
         raise IncompleteError(f"{held.placement} does not cover shape {held.global_shape}", name=held.name)
     pieces = _SpreadPieces(SpreadBoxes(held.global_shape, held.placement), 0 if options.replicas == "root" else number)
-    return TensorPlan(new, held.name, held.dtype, held.global_shape, 0, pieces)
+    return TensorPlan(new, held.name, options.output_dtype(held.dtype), held.global_shape, 0, pieces)
 
 
 def _by_name(holdings: Sequence[Holding]) -> dict[str, list[tuple[int, Shard]] | Spread]:
@@ -298,7 +242,7 @@ def _by_name(holdings: Sequence[Holding]) -> dict[str, list[tuple[int, Shard]] |
 
 
 def _select(
-    by_name: Mapping[str, list[tuple[int, Shard]] | Spread], options: PlanOptions
+    by_name: Mapping[str, list[tuple[int, Shard]] | Spread], options: ExportOptions
 ) -> dict[str, list[tuple[int, Shard]] | Spread]:
     for pattern in options.include:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in by_name):
@@ -334,41 +278,30 @@ def _aliases(holdings: Sequence[Holding], by_name: Mapping[str, list[tuple[int, 
     return {a: k for a, k in only.items() if a != k and a in by_name and k in by_name and only.get(k) == k}
 
 
-def _renamed(names: Iterable[str], rename: Rename) -> dict[str, str]:
+def _renamed(names: Iterable[str], options: ExportOptions) -> dict[str, str]:
     renamed: dict[str, str] = {}
     for old in names:
-        new = _apply(rename, old)
+        new = options.renamed(old)
         if new in renamed:
             raise UnsafeError(f"rename gives one name to both {renamed[new]!r} and {old!r}", name=new)
         renamed[new] = old
     return renamed
 
 
-def _apply(rename: Rename, name: str) -> str:
-    if callable(rename):
-        new = rename(name)
-        if not isinstance(new, str):
-            raise InvalidArgumentError(f"rename must return a name, not {new!r}", name=name)
-        return new
-    for pattern, replacement in rename:
-        try:
-            name = re.sub(pattern, replacement, name)
-        except re.error as error:
-            raise InvalidArgumentError(f"rename pattern {pattern!r}: {error}") from None
-    return name
-
-
 def _plan_tensor(
     new: str,
     held: Sequence[tuple[int, Shard]],
     holdings: Sequence[Holding],
-    options: PlanOptions,
+    options: ExportOptions,
     load: list[int],
 ) -> TensorPlan:
     first = held[0][1]
+    dtype = options.output_dtype(first.dtype)
     for holder, shard in held[1:]:
-        for what in ("dtype", "global_shape"):
-            ours, theirs = getattr(first, what), getattr(shard, what)
+        for what, ours, theirs in (
+            ("dtype", dtype, options.output_dtype(shard.dtype)),
+            ("global_shape", first.global_shape, shard.global_shape),
+        ):
             if ours != theirs:
                 plain = all(s.boxes == (full_box(s.global_shape),) for s in (first, shard)) and what == "global_shape"
                 hint = f'; if each holds a part, a layout says so: {{"{first.name}": {{"dim": 0}}}}' if plain else ""
@@ -388,8 +321,8 @@ def _plan_tensor(
     if at is not None:
         ranks = {box: [holdings[holder].rank for holder, _ in who] for box, who in owners.items()}
         raise _flaw_error(first.name, first.global_shape, ranks, at)
-    pieces = tuple(_piece(box, who, options, load, ITEMSIZE[first.dtype]) for box, who in _in_order(owners))
-    return TensorPlan(new, first.name, first.dtype, first.global_shape, 0, pieces)
+    pieces = tuple(_piece(box, who, options, load, ITEMSIZE[dtype]) for box, who in _in_order(owners))
+    return TensorPlan(new, first.name, dtype, first.global_shape, 0, pieces)
 
 
 def _in_order(owners: Mapping[Box, list[tuple[int, int]]]) -> list[tuple[Box, list[tuple[int, int]]]]:
@@ -397,7 +330,7 @@ def _in_order(owners: Mapping[Box, list[tuple[int, int]]]) -> list[tuple[Box, li
     return sorted(owners.items(), key=lambda item: item[0].offsets)
 
 
-def _piece(box: Box, who: list[tuple[int, int]], options: PlanOptions, load: list[int], itemsize: int) -> Piece:
+def _piece(box: Box, who: list[tuple[int, int]], options: ExportOptions, load: list[int], itemsize: int) -> Piece:
     """Of equal replicas the least loaded holder writes; with "root", the first one."""
     if len(who) == 1:
         load[who[0][0]] += box.numel * itemsize
@@ -578,7 +511,7 @@ def _free_region(at: tuple[int, ...], shape: tuple[int, ...], boxes: Iterable[Bo
     return Box(at, tuple(e - a for a, e in zip(at, ends, strict=True)))
 
 
-def _deal(tensors: list[TensorPlan], options: PlanOptions) -> tuple[FilePlan, ...]:
+def _deal(tensors: list[TensorPlan], options: ExportOptions) -> tuple[FilePlan, ...]:
     """Tensors to files, greedily in their order; in a file by alignment, then name, as safetensors does."""
     groups: list[list[TensorPlan]] = []
     current: list[TensorPlan] = []
@@ -597,12 +530,12 @@ def _deal(tensors: list[TensorPlan], options: PlanOptions) -> tuple[FilePlan, ..
     return tuple(_file_plan(i, len(groups), group, options) for i, group in enumerate(groups))
 
 
-def _file_plan(index: int, count: int, tensors: list[TensorPlan], options: PlanOptions) -> FilePlan:
+def _file_plan(index: int, count: int, tensors: list[TensorPlan], options: ExportOptions) -> FilePlan:
     order = list(ITEMSIZE)
     placed = []
     begin = 0
     for t in sorted(tensors, key=lambda t: (-order.index(t.dtype), t.name)):
-        placed.append(TensorPlan(t.name, t.source, t.dtype, t.shape, begin, t.pieces))
+        placed.append(replace(t, begin=begin))
         begin += t.nbytes
     suffix = "" if count == 1 else f"-{index + 1:05d}-of-{count:05d}"
     return FilePlan(options.filename_pattern.replace("{suffix}", suffix), tuple(placed))

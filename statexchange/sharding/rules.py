@@ -56,7 +56,8 @@ from itertools import accumulate, product
 from typing import Any
 
 from statexchange.errors import IncompleteError, InvalidArgumentError, excerpt
-from statexchange.sharding.shards import Box, full_box, sizes_from_json
+from statexchange.sharding import records
+from statexchange.sharding.shards import Box, full_box, shape_from_json, sizes_from_json
 
 __all__ = ["Cut", "Layout", "Part", "Rule", "place", "renumbered"]
 
@@ -118,11 +119,33 @@ class Part:
 
     @classmethod
     def from_json(cls, raw: Any) -> Part:
-        """The part that `to_json` wrote."""
-        name, shape, cuts, fixed = raw
-        read = [Cut(dim, None if axes is None else tuple(axes), tuple(map(tuple, s))) for dim, axes, s in cuts]
-        boxes = (tuple(fixed[0]), tuple(Box.from_json(box) for box in fixed[1])) if fixed is not None else None
-        return cls(name, tuple(shape), tuple(read), boxes)
+        """The part that `to_json` wrote; anything else is a ValueError."""
+        name, raw_shape, raw_cuts, raw_fixed = records.items(raw, lambda part: part, 4)
+        shape = sizes_from_json(raw_shape)
+        cuts = records.items(raw_cuts, lambda cut: _cut_from_json(cut, shape))
+        fixed = records.optional(raw_fixed, _fixed_from_json)
+        segments = math.prod(len(cut.segments) for cut in cuts)
+        if fixed is not None and len(fixed[1]) != segments:
+            raise ValueError(f"{len(fixed[1])} boxes for {segments} segments")
+        return cls(records.text(name), shape, cuts, fixed)
+
+
+def _cut_from_json(raw: Any, shape: tuple[int, ...]) -> Cut:
+    raw_dim, raw_axes, raw_segments = records.items(raw, lambda part: part, 3)
+    dim = records.count(raw_dim, len(shape))
+    axes = records.optional(raw_axes, lambda axes: records.items(axes, records.text))
+    segments = []
+    for segment in records.items(raw_segments, lambda one: records.items(one, records.count, 3)):
+        block, begin, size = segment
+        if begin + size > shape[dim]:
+            raise ValueError(f"a segment ends at {begin + size} of {shape[dim]}")
+        segments.append((block, begin, size))
+    return Cut(dim, axes, tuple(segments))
+
+
+def _fixed_from_json(raw: Any) -> tuple[tuple[int, ...], tuple[Box, ...]]:
+    shape, boxes = records.items(raw, lambda part: part, 2)
+    return shape_from_json(shape), records.items(boxes, Box.from_json)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +174,26 @@ class Rule:
     reduce: str | None = None
 
     @property
+    def renames(self) -> bool:
+        """Whether tensors get other names by it."""
+        return bool(self.renumber) or any(step.split is not None for step in self.steps)
+
+    def names(self, name: str) -> list[str]:
+        """The names of the tensors that it makes of tensor `name`, before any are counted on over the ranks."""
+        found = [name]
+        for step in self.steps:
+            if step.split is not None:
+                replaced, news = step.split
+                found = [self._replaced(known, replaced, new) for known in found for new in news]
+        return found
+
+    def _replaced(self, name: str, part: str, new: str) -> str:
+        try:
+            return _replaced(name, part, new)
+        except ValueError as error:
+            raise InvalidArgumentError(f"layout rule for {self.pattern!r}: {error}", name=name) from None
+
+    @property
     def of_plan(self) -> bool:
         """Whether it is a word that only transformers' plans have."""
         return self.word is not None and self.word != "replicate"
@@ -175,12 +218,14 @@ class Rule:
 class Layout:
     """Rules by name pattern, in order, and the grid of ranks.
 
-    `unused` are patterns that should have matched a name and so far have not.
+    `unused` are patterns that should have matched a name and so far have not. `like` are names, as of an optimizer's
+    state, that go by the rule of another name, as of its parameter, if that has one.
     """
 
     rules: Mapping[str, Rule]
     grid: Mapping[str, int] = field(default_factory=dict)
     unused: set[str] = field(default_factory=set)
+    like: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, raw: Any) -> Layout:
@@ -199,6 +244,10 @@ class Layout:
 
     def rule_for(self, name: str) -> Rule | None:
         """The first rule whose pattern matches the name, else the first word that matches the name of its module."""
+        rule = self._rule_for(name)
+        return self._rule_for(self.like[name]) or rule if name in self.like else rule
+
+    def _rule_for(self, name: str) -> Rule | None:
         module = name.rpartition(".")[0]
         named = [rule for pattern, rule in self.rules.items() if fnmatch.fnmatchcase(name, pattern)]
         named = named or [r for pattern, r in self.rules.items() if r.word and fnmatch.fnmatchcase(module, pattern)]
@@ -207,6 +256,10 @@ class Layout:
         if named[0].pattern in self.unused:
             self.unused -= {p for p, r in self.rules.items() if r.of_plan} if named[0].of_plan else {named[0].pattern}
         return named[0]
+
+    def unmatched(self) -> Layout:
+        """The same layout, none of whose patterns has matched a name yet."""
+        return Layout(self.rules, self.grid, set(self.rules))
 
     def check_ranks(self, ranks: Sequence[int]) -> None:
         """InvalidArgumentError unless these are all ranks of the grid, if there is one."""

@@ -12,8 +12,10 @@ from functools import lru_cache
 from itertools import islice, product
 from typing import Any
 
+from statexchange.errors import excerpt
+from statexchange.sharding import records
 from statexchange.sharding.placements import Cut, local_boxes
-from statexchange.sharding.shards import Box, Shard
+from statexchange.sharding.shards import Box, Shard, sizes_from_json
 
 __all__ = ["Placement", "Spread", "SpreadBox", "SpreadBoxes", "coordinate_of", "tiles"]
 
@@ -31,9 +33,22 @@ class Placement:
 
     @classmethod
     def from_json(cls, raw: Any) -> Placement:
-        """The placement that `to_json` wrote."""
-        mesh_shape, cuts = raw
-        return cls(tuple(mesh_shape), tuple(None if cut is None else Cut(*cut) for cut in cuts))
+        """The placement that `to_json` wrote; anything else is a ValueError."""
+        mesh_shape, cuts = records.items(raw, lambda part: part, 2)
+        shape = sizes_from_json(mesh_shape)
+        return cls(shape, records.items(cuts, lambda cut: records.optional(cut, _cut_from_json), len(shape)))
+
+
+def _cut_from_json(raw: Any) -> Cut:
+    dim, split_factor = records.items(raw, _whole_number, 2)
+    return Cut(dim, records.count(split_factor))
+
+
+def _whole_number(raw: Any) -> int:
+    """A dim may be counted from the end."""
+    if type(raw) is not int:
+        raise ValueError(f"not a whole number: {excerpt(raw)}")
+    return raw
 
 
 def coordinate_of(rank: int, mesh_shape: Sequence[int]) -> tuple[int, ...]:

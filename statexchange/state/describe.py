@@ -27,8 +27,8 @@ class HeldTensor:
 
     `part` is set for a plain tensor that has a layout rule: its shard says where the boxes lie in this rank's tensor,
     and where they lie in the whole is known once all ranks' parts are. `placement` is set for a tensor over a mesh of
-    all ranks of which this rank's boxes are those that `local_boxes` gives. The shard's dtype may be another than the
-    tensors': that in which their bytes are wanted. `reduce` is what is done with copies that differ, "max" or "min".
+    all ranks of which this rank's boxes are those that `local_boxes` gives. `reduce` is what is done with copies that
+    differ, "max" or "min".
     """
 
     shard: Shard
@@ -155,8 +155,6 @@ def _hold(name: str, tensor: Any, rule: Rule | None, rank: int) -> list[HeldTens
     dtype = dtype_name(tensor, name)
     shape = tuple(int(size) for size in tensor.shape)
     reduce = rule.reduce if rule is not None else None
-    if reduce is not None and dtype.startswith("C"):
-        raise UnsupportedError(f"complex numbers have no {reduce}", name=name)
     if hasattr(tensor, "__create_chunk_list__"):
         if rule is not None and rule.says_where:
             raise InvalidArgumentError(

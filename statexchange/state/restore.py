@@ -7,7 +7,7 @@ dataclass is replaced, in what holds it, by a new one of its type.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -321,24 +321,28 @@ def _data_of(built: Any) -> Any:
     return built.data if kind_of(built) == "tensor" else built
 
 
-def tree_of_names(state: Any, names: Collection[str], texts: Mapping[str, str]) -> Any:
-    """As if `state` had been saved with the tensors of these names and no other. Not collective.
+def tree_of_names(
+    state: Any, has: Callable[[str], bool], listed: Iterable[str] = (), texts: Mapping[str, str] | None = None
+) -> Any:
+    """As if `state` had been saved with the tensors whose names `has` knows and no other. Not collective.
 
-    `texts` are plain values by name, as JSON text of `values`. Both go by their paths in the state, joined by dots: in
+    `listed` are the names of all tensors, among which an optimizer's are looked for; `texts` are plain values by name,
+    as JSON text of `values`. Both go by their paths in the state, joined by dots: in
     mappings, modules, and lists of modules, whose tensors have one space of names. So does an optimizer's state as
     torch.distributed.checkpoint names it, below ``state`` and ``param_groups`` and the name that a parameter has in its
     module; a hyperparameter that is not among the texts stays as it is.
     """
     in_module = parameter_names(state, within_module=True)
     known = {key: (name, in_module[key]) for key, name in parameter_names(state).items()}
-    return _Names(names, texts, known).tree(state, "")
+    return _Names(has, tuple(listed), texts or {}, known).tree(state, "")
 
 
 @dataclass(frozen=True, slots=True)
 class _Names:
     """Names of tensors and texts of values in a source, and each parameter's names in the state and in its module."""
 
-    names: Collection[str]
+    has: Callable[[str], bool]
+    listed: tuple[str, ...]
     texts: Mapping[str, str]
     parameters: Mapping[int, tuple[str, str]]
 
@@ -347,17 +351,17 @@ class _Names:
         if is_module(state):
             live, rest = live_items(state)
             tensors = [*live, *(name for name, value in rest.items() if is_tensor(value))]
-            return {name: Saved(prefix + name) for name in tensors if prefix + name in self.names}
+            return {name: Saved(prefix + name) for name in tensors if self.has(prefix + name)}
         if is_tensor(state):
             return Saved(prefix.removesuffix("."))
         if kind_of(state) in ("factory", "tensor"):
-            return [Saved(part.key) for _, part in leaves(state) if part.key in self.names]
+            return [Saved(part.key) for _, part in leaves(state) if self.has(part.key)]
         if is_optimizer(state):
             return self._optimizer(state, prefix)
         if isinstance(state, list | tuple) and all(is_module(part) for part in state):
             return [self.tree(part, prefix) for part in state]
         if isinstance(state, Mapping) and all(isinstance(key, str) for key in state):
-            there = {k: v for k, v in state.items() if not is_tensor(v) or prefix + k in self.names}
+            there = {k: v for k, v in state.items() if not is_tensor(v) or self.has(prefix + k)}
             there = {k: v for k, v in there.items() if kind_of(v) not in ("object", "local")}
             return {key: self._entry(value, prefix + key) for key, value in there.items()}
         at = f"state at {prefix.removesuffix('.')!r}" if prefix else "state"
@@ -378,7 +382,7 @@ class _Names:
         known = {in_module: in_state for in_state, in_module in filter(None, names)}
         beginnings = {f"{prefix}state.{name}.": name for name in known}
         state: dict[str, dict[str, Any]] = {}
-        for name in self.names:
+        for name in self.listed:
             beginning, dot, key = name.rpartition(".")
             if beginning + dot in beginnings:
                 state.setdefault(known[beginnings[beginning + dot]], {})[key] = Saved(name)

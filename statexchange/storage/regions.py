@@ -204,12 +204,12 @@ def read_part(
     memory: memoryview,
     target: Box,
     digest: BoxDigest | None = None,
-    progress: Callable[[], None] | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> None:
     """Copy `part` of a stored `box` into the bytes of `target`.
 
     Both boxes are of one tensor, and both hold `part`; `digest` is given its bytes in C order, and `progress` is
-    called for each window.
+    called with the bytes of each window.
     """
     if part == box == target and stored.strides is None and len(memory) <= WINDOW_BYTES:
         # Most tensors: one run in the file and in memory.
@@ -217,7 +217,7 @@ def read_part(
         if digest:
             digest.update(part, memory)
         if progress is not None:
-            progress()
+            progress(len(memory))
         return
     itemsize = ITEMSIZE[dtype]
     source_strides = c_strides(box.shape) if stored.strides is None else stored.strides
@@ -242,7 +242,7 @@ def read_part(
         if not target_is_contiguous:
             _assign(memory, dtype, target, placed, elements(data, dtype, window.shape))
         if progress is not None:
-            progress()
+            progress(nbytes)
         target_offset += nbytes
 
 

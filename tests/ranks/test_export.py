@@ -504,6 +504,25 @@ def test_of_equal_descriptions_one_travels_and_the_report_counts_by_phase(tmp_pa
     assert {"describe", "plan", "write", "publish"} <= set(phases)
 
 
+@pytest.mark.ranks(2, backend="threads")
+@pytest.mark.parametrize(
+    ("option", "values", "told"),
+    [
+        ("dtype", (None, "float16"), "dtype is None on rank 0 and 'float16' on rank 1"),
+        ("dtype", (torch.bfloat16, torch.float32), "dtype is 'bfloat16' on rank 0 and 'float32' on rank 1"),
+        ("include", ("*", ()), r"include is \('\*',\) on rank 0 and \(\) on rank 1"),
+        ("rename", (str.upper, [("a", "b")]), r"rename is a function on rank 0 and \(\('a', 'b'\),\) on rank 1"),
+        ("max_shard_size", ("1GB", 10**9 + 1), "max_shard_size is 1000000000 on rank 0 and 1000000001 on rank 1"),
+        ("replicas", ("root", "equal"), "replicas is 'root' on rank 0 and 'equal' on rank 1"),
+        ("layout", ({"grid": {"tp": 2}, "rules": {}}, None), r"grid is \{'tp': 2\} on rank 0 and \{\} on rank 1"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and len(value) < 20 else "",
+)
+def test_an_option_that_differs_between_ranks_is_named(option: str, values: Any, told: str, tmp_path: Path) -> None:
+    expect(sx.InvalidArgumentError, told, {"w": torch.ones(2)}, tmp_path / "out", **{option: values[sx.get_rank()]})
+    assert not (tmp_path / "out").exists()
+
+
 def fails_beside_replicas(out: str) -> None:
     comm = sx.get_communicator()
     state = {"a": torch.zeros(1, dtype=torch.float64).expand(60_000, 60_000)}

@@ -663,3 +663,320 @@ def test_a_copy_of_another_shape_is_found_before_anything_is_changed(tmp_path: P
     with pytest.raises(sx.InvalidArgumentError, match=r"shape or dtype differs.*copy"):
         sx.load_checkpoint({"model": live}, tmp_path)
     assert live.w.tolist() == [4.0, 4.0]
+
+
+# Options
+
+
+def saves_statistics(folder: str) -> None:
+    """What DistributedDataParallel leaves: equal parameters, statistics of each rank's own batches."""
+    rank = sx.get_rank()
+    norm = nn.BatchNorm1d(3)
+    norm.running_mean.fill_(1.0 + rank)
+    sx.save_checkpoint({"model": norm}, folder)
+    live = nn.BatchNorm1d(3)
+    sx.load_checkpoint({"model": live}, folder, replicas="root")
+    assert live.running_mean.tolist() == [1.0 + rank] * 3  # on as many ranks each gets its own
+
+
+def test_the_lowest_ranks_copy_is_taken_where_that_is_asked_for(tmp_path: Path) -> None:
+    run_ranks(saves_statistics, 2, args=(str(tmp_path),))
+    live = nn.BatchNorm1d(3)
+    with pytest.raises(sx.ReplicaError, match=r"to take rank 0's, replicas=\"root\".*running_mean"):
+        sx.load_checkpoint({"model": live}, tmp_path)
+    sx.load_checkpoint({"model": live}, tmp_path, replicas="root")
+    assert live.running_mean.tolist() == [1.0] * 3
+
+
+class Block(nn.Module):
+    """Part `rank` of `ranks` of an MLP, cut by hand."""
+
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        gate_up, down = torch.randn(16, 5), torch.randn(5, 8)
+        size = 8 // ranks
+        mine = slice(rank * size, rank * size + size)
+        self.gate_up = nn.Parameter(torch.cat([gate_up[:8][mine], gate_up[8:][mine]]).clone())
+        self.down = nn.Parameter(down[:, mine].clone())
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Not the sum over ranks: the gradients just have to be of the right shape."""
+        half = self.gate_up.shape[0] // 2
+        hidden = torch.nn.functional.linear(x, self.gate_up)
+        return torch.nn.functional.linear(hidden[:, :half] * hidden[:, half:], self.down) * self.scale.detach()
+
+
+PARTS = {"*.gate_up": {"dim": 0, "blocks": [1, 1]}, "*.down": {"dim": 1}}
+
+
+def block_state(rank: int, ranks: int, *, steps: int) -> dict[str, Any]:
+    model = Block(rank, ranks)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+    return {"model": model, "optimizer": optimizer, "step": steps}
+
+
+def plain_block(state: dict[str, Any]) -> Any:
+    """Every number of a block and its optimizer, by name."""
+    held = {name: state["optimizer"].state.get(p, {}) for name, p in state["model"].named_parameters()}
+    tensors = {name: p.detach() for name, p in state["model"].named_parameters()}
+    tensors |= {f"{name}.{key}": value for name, entries in held.items() for key, value in entries.items()}
+    return {name: tensor.tolist() for name, tensor in tensors.items()}
+
+
+def cut_by_hand(folder: str) -> list[Any]:
+    rank = sx.get_rank()
+    state, fresh = block_state(rank, 2, steps=2), block_state(rank, 2, steps=0)
+    sx.save_checkpoint(state, f"{folder}/two", layout=PARTS)
+    for parameter in fresh["model"].parameters():
+        parameter.data.zero_()
+    sx.load_checkpoint(fresh, f"{folder}/two", layout=PARTS)
+    assert plain_block(fresh) == plain_block(state)
+    assert fresh["step"] == 2
+    with pytest.raises(sx.InvalidArgumentError, match=r'say so with layout=\{"model.gate_up": Shard\(0\)\}'):
+        sx.load_checkpoint(fresh, f"{folder}/two")
+    return [plain_block(state)]
+
+
+def is_the_part_of(folder: str) -> list[Any]:
+    """What one process saved or exported, loaded into parts."""
+    rank = sx.get_rank()
+    found = []
+    for source in ("one", "exported"):
+        fresh = block_state(rank, 2, steps=0)
+        state = fresh if source == "one" else {"model": fresh["model"]}
+        sx.load_checkpoint(state, f"{folder}/{source}", layout=PARTS)
+        found.append(plain_block(fresh))
+    return found
+
+
+def test_state_that_is_cut_by_hand_is_saved_and_loaded_with_a_layout(tmp_path: Path) -> None:
+    parts = [found[0] for found in run_ranks(cut_by_hand, 2, args=(str(tmp_path),))]
+    whole = block_state(0, 1, steps=0)
+    sx.load_checkpoint(whole, tmp_path / "two")
+    found = plain_block(whole)
+    assert found["scale"] == parts[0]["scale"]
+    for name in ("gate_up", "gate_up.exp_avg"):
+        first, second = (torch.tensor(part[name]) for part in parts)
+        assert found[name] == torch.cat([first[:4], second[:4], first[4:], second[4:]]).tolist()
+    for name in ("down", "down.exp_avg_sq"):
+        assert found[name] == torch.cat([torch.tensor(part[name]) for part in parts], 1).tolist()
+    sx.save_checkpoint(whole, tmp_path / "one")
+    sx.export_checkpoint(
+        {"model." + name: tensor for name, tensor in whole["model"].named_parameters()}, tmp_path / "exported"
+    )
+    for rank, (saved, exported) in enumerate(run_ranks(is_the_part_of, 2, args=(str(tmp_path),))):
+        assert saved == parts[rank]
+        assert exported == {name: parts[rank][name] for name in ("gate_up", "down", "scale")}
+
+
+def renames_and_splits(folder: str) -> None:
+    rank = sx.get_rank()
+    qkv = torch.zeros(6, 2)
+    stage = {"layers.0.qkv": torch.zeros(12, 2), "layers.1.qkv": torch.zeros(12, 2)}
+    split = {"split": {"qkv": {"q": 4, "k": 1, "v": 1}}, "dim": 0}
+    sx.load_checkpoint({"layers.0.qkv": qkv}, folder, layout={"*.qkv": split}, strict=False)
+    q = torch.arange(16.0).reshape(8, 2)
+    assert qkv.tolist() == [*q[4 * rank :][:4].tolist(), [100.0 + rank] * 2, [200.0 + rank] * 2]
+    rules = [{**split, "axis": []}, {"renumber": "layers", "axis": "pp"}]
+    sx.load_checkpoint(stage, folder, layout={"grid": {"pp": 2}, "rules": {"*.qkv": rules}})
+    for number in range(2):
+        assert stage[f"layers.{number}.qkv"][:8].tolist() == (q + 1000 * (2 * rank + number)).tolist()
+    with pytest.raises(sx.InvalidArgumentError, match="layout pattern 'other' matches no tensor"):
+        sx.load_checkpoint(stage, folder, layout={"other": {"dim": 0}})
+    with pytest.raises(sx.InvalidArgumentError, match=r"grid is \{\} on rank 0 and \{'pp': 2\} on rank 1"):
+        sx.load_checkpoint(stage, folder, layout={"grid": {"pp": 2}, "rules": {}} if rank else None)
+
+
+def test_a_layout_may_split_and_count_on_what_is_loaded(tmp_path: Path) -> None:
+    state = {}
+    for layer in range(4):
+        state[f"layers.{layer}.q"] = torch.arange(16.0).reshape(8, 2) + 1000 * layer
+        for part, value in (("k", 100.0), ("v", 200.0)):
+            state[f"layers.{layer}.{part}"] = torch.tensor([[value] * 2, [value + 1] * 2])
+    sx.export_checkpoint(state, tmp_path / "out")
+    run_ranks(renames_and_splits, 2, args=(str(tmp_path / "out"),))
+
+
+@pytest.mark.parametrize(
+    ("rule", "told"),
+    [
+        ({"dim": 0, "split": {"w": {"a": 1, "b": 1}}}, "'x.w' renames tensors"),
+        ({"renumber": "x"}, "'x.w' renames tensors"),
+        ({"reduce": "max"}, "'x.w' reduces copies"),
+    ],
+)
+def test_a_save_refuses_rules_that_change_what_there_is(rule: Any, told: str, tmp_path: Path) -> None:
+    with pytest.raises(sx.InvalidArgumentError, match=told):
+        sx.save_checkpoint({"x": {"w": torch.ones(2)}}, tmp_path, layout={"x.w": rule})
+    with pytest.raises(sx.InvalidArgumentError, match="layout pattern 'y' matches no tensor"):
+        sx.save_checkpoint({"x": {"w": torch.ones(2)}}, tmp_path, layout={"y": {"dim": 0}})
+    sx.save_checkpoint({"x": {"w": torch.ones(2)}}, tmp_path)
+    if "reduce" not in rule:
+        with pytest.raises(sx.InvalidArgumentError, match="renames tensors, and this source"):
+            sx.load_checkpoint({"x": {"w": torch.zeros(2)}}, tmp_path, layout={"x.w": rule})
+
+
+def test_values_are_cast_to_the_states_dtype_where_that_is_asked_for(tmp_path: Path) -> None:
+    values = torch.tensor([1.0, 1 / 3, -1e30, NAN, 7.0, 0.1])
+    sx.save_checkpoint({"a": values, "b": values.double(), "c": values, "n": torch.arange(6)}, tmp_path)
+    live: dict[str, Any] = {
+        "a": torch.zeros(6, dtype=torch.bfloat16),
+        "b": torch.zeros(12)[::2],
+        "c": np.zeros(6, np.float16),
+        "n": torch.zeros(6, dtype=torch.int64),
+    }
+    with pytest.raises(sx.InvalidArgumentError, match=r'dtype differs.*dtype="state" casts.*expected F32, found BF16'):
+        sx.load_checkpoint(live, tmp_path)
+    sx.load_checkpoint(live, tmp_path, dtype="state")
+    assert torch.equal(live["a"].view(torch.int16), values.bfloat16().view(torch.int16))
+    assert torch.equal(live["b"].view(torch.int32), values.double().float().view(torch.int32))
+    assert np.array_equal(live["c"], values.half().numpy(), equal_nan=True)
+    assert live["n"].tolist() == list(range(6))
+    with pytest.raises(sx.InvalidArgumentError, match=r"dtype differs from the source's: expected I64, found F32"):
+        sx.load_checkpoint({**live, "n": torch.zeros(6)}, tmp_path, dtype="state")
+
+
+def test_an_optimizer_of_another_dtype_goes_on(tmp_path: Path) -> None:
+    model, fresh = nn.Linear(3, 2), nn.Linear(3, 2).bfloat16()
+    optimizer, its = (torch.optim.Adam(one.parameters()) for one in (model, fresh))
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    sx.save_checkpoint({"model": model, "optimizer": optimizer}, tmp_path)
+    sx.load_checkpoint({"model": fresh, "optimizer": its}, tmp_path, dtype="state")
+    held = its.state[fresh.weight]
+    assert {key: value.dtype for key, value in held.items()} == {
+        "step": torch.float32,
+        "exp_avg": torch.bfloat16,
+        "exp_avg_sq": torch.bfloat16,
+    }
+    assert torch.equal(held["exp_avg"], optimizer.state[model.weight]["exp_avg"].bfloat16())
+    fresh(torch.ones(1, 3).bfloat16()).sum().backward()
+    its.step()
+
+
+def casts_from_a_store(url: str) -> None:
+    """Ranks of one host that want one tensor in two dtypes."""
+    rank = sx.get_rank()
+    live = {"w": torch.zeros(4, dtype=torch.float32 if rank == 2 else torch.bfloat16)}
+    sx.load_checkpoint(live, url, dtype="state")
+    assert live["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_ranks_may_want_a_tensor_in_several_dtypes(tmp_path: Path) -> None:
+    sx.export_checkpoint({"w": torch.arange(4.0)}, tmp_path / "out")
+    run_ranks(casts_from_a_store, 3, args=(f"local://{tmp_path}/out",))
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_what_is_not_included_stays_as_it_is(nested: bool, tmp_path: Path) -> None:
+    saved = {"enc": model_of(1), "head": nn.Linear(2, 2)}
+    live = {"enc": model_of(2), "head": nn.Linear(3, 3), "new": nn.Linear(1, 1), "step": 0}
+    if nested:
+        sx.save_checkpoint({**saved, "step": 7, "more": [1, 2]}, tmp_path / "out")
+    else:
+        flat = {f"{part}.{name}": tensor for part in saved for name, tensor in saved[part].state_dict().items()}
+        sx.export_checkpoint(flat, tmp_path / "out")
+    before = {name: tensor.clone() for name, tensor in live["head"].state_dict().items()}
+    bias = live["enc"][0].bias.tolist()
+    report = sx.load_checkpoint(live, tmp_path / "out", include="enc.*.weight")
+    assert (report.num_tensors, report.missing, report.unexpected) == (3, (), ())
+    assert report.nbytes == sum(saved["enc"][i].weight.nbytes for i in range(3))
+    assert torch.equal(live["enc"][0].weight, saved["enc"][0].weight)
+    assert (live["enc"][0].bias.tolist(), live["step"]) == (bias, 0)
+    assert same(live["head"].state_dict(), before)
+    with pytest.raises(FileNotFoundError, match="missing in the source: new"):
+        sx.load_checkpoint(live, tmp_path / "out", include=["enc.*", "new.*"])
+    if nested:
+        assert sx.load_checkpoint(live, tmp_path / "out", include=["enc.*", "step"]).num_tensors == 9
+        assert live["step"] == 7
+
+
+def test_an_optimizer_is_included_whole(tmp_path: Path) -> None:
+    model, fresh = model_of(1), model_of(2)
+    optimizer, its = (torch.optim.Adam(one.parameters(), lr=lr) for one, lr in ((model, 0.5), (fresh, 0.1)))
+    trained(model, optimizer)
+    sx.save_checkpoint({"model": model, "optimizer": optimizer}, tmp_path)
+    weight = fresh[0].weight.tolist()
+    sx.load_checkpoint({"model": fresh, "optimizer": its}, tmp_path, include="optimizer.*")
+    assert (fresh[0].weight.tolist(), its.param_groups[0]["lr"]) == (weight, 0.5)
+    sx.load_checkpoint({"model": fresh, "optimizer": its}, tmp_path, include="*.weight")
+    assert fresh[0].weight.tolist() == model[0].weight.tolist()
+    sx.load_checkpoint({"model": fresh, "optimizer": its}, tmp_path, include="model.*")
+    assert same(fresh.state_dict(), model.state_dict())
+
+
+def test_names_of_the_source_become_those_of_the_state(tmp_path: Path) -> None:
+    model, fresh = model_of(1), model_of(2)
+    flat = {f"module.net.{name}": tensor for name, tensor in model.state_dict().items()}
+    sx.export_checkpoint(flat, tmp_path / "flat")
+    for rename in ([(r"^module\.", ""), ("^net", "model")], lambda name: name.replace("module.net", "model")):
+        for tensor in fresh.state_dict().values():
+            tensor.zero_()
+        sx.load_checkpoint({"model": fresh}, tmp_path / "flat", rename=rename)
+        assert same(fresh.state_dict(), model.state_dict())
+    with pytest.raises(sx.UnsafeError, match="rename gives one name to both"):
+        sx.load_checkpoint({"model": fresh}, tmp_path / "flat", rename=lambda name: "w")
+    with pytest.raises(sx.InvalidArgumentError, match="rename must be"):
+        sx.load_checkpoint({"model": fresh}, tmp_path / "flat", rename=5)  # type: ignore[arg-type]
+
+
+def test_a_saved_tree_is_loaded_under_other_names(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"old": model_of(1)})
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    trained(model["old"], optimizer)
+    sx.save_checkpoint({"net": model, "optimizer": optimizer, "at": {"step": 7}}, tmp_path)
+    fresh = model_of(2)
+    its = torch.optim.Adam(fresh.parameters())
+    state = {"model": fresh, "optimizer": its, "step": 0}
+    sx.load_checkpoint(state, tmp_path, rename=[(r"^net\.old", "model"), (r"^at\.", "")])
+    assert same(fresh.state_dict(), model["old"].state_dict())
+    assert (state["step"], its.param_groups[0]["lr"]) == (7, 0.5)
+    for one, other in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert same(optimizer.state[one], its.state[other])
+    with pytest.raises(sx.UnsafeError, match="rename gives one name to two entries"):
+        sx.load_checkpoint(state, tmp_path, rename=[("^at.step$", "optimizer")])
+    alone = model_of(3)
+    sx.load_checkpoint(alone, tmp_path, rename=[(r"^net\.old\.", "")], include=["[0-9]*"])
+    assert same(alone.state_dict(), fresh.state_dict())
+
+
+def test_progress_is_told_in_bytes(tmp_path: Path) -> None:
+    state = {"a": torch.zeros(5 << 20), "b": torch.zeros(7, 3).T, "c": torch.zeros(2, dtype=torch.bfloat16)}
+    saved = {"a": torch.ones(5 << 20), "b": torch.ones(3, 7), "c": torch.ones(2)}
+    sx.export_checkpoint(saved, tmp_path / "out")
+    told: list[tuple[int, int]] = []
+    report = sx.load_checkpoint(
+        state, tmp_path / "out", dtype="state", on_progress=lambda done, total: told.append((done, total))
+    )
+    assert told[-1] == (report.nbytes, report.nbytes)
+    assert report.nbytes == sum(tensor.nbytes for tensor in saved.values())
+    assert {total for _, total in told} == {report.nbytes}
+    assert [done for done, _ in told] == sorted({done for done, _ in told})
+    assert len(told) > 4
+
+
+def is_given_other_options(folder: str) -> None:
+    rank = sx.get_rank()
+    options: list[tuple[dict[str, Any], str]] = [
+        ({"dtype": "state"} if rank else {}, "dtype is None on rank 0 and 'state' on rank 1"),
+        ({"strict": rank > 0}, "strict is False on rank 0 and True on rank 1"),
+        ({"replicas": "root"} if rank else {}, "replicas is 'equal' on rank 0 and 'root' on rank 1"),
+        ({"dtype": "float16"}, 'dtype must be None or "state"'),
+        ({"replicas": "any"}, "replicas must be"),
+        ({"include": 5}, "include must be"),
+        ({"layout": 5} if rank else {}, "layout must map"),
+    ]
+    for given_options, told in options:
+        with pytest.raises(sx.InvalidArgumentError, match=told):
+            sx.load_checkpoint({"w": torch.zeros(2)}, folder, **given_options)
+
+
+def test_options_of_a_load_that_are_wrong_or_differ_are_named(tmp_path: Path) -> None:
+    sx.save_checkpoint({"w": torch.ones(2)}, tmp_path)
+    run_ranks(is_given_other_options, 2, args=(str(tmp_path),))

@@ -26,7 +26,8 @@ from statexchange.checkpoint.index import BoxFact
 from statexchange.checkpoint.publication import Publication
 from statexchange.errors import StateExchangeError
 from statexchange.formats.registry import open_checkpoint, open_source
-from statexchange.sharding.plan import Holding, Plan, PlanOptions, plan_merge
+from statexchange.sharding.options import ExportOptions
+from statexchange.sharding.plan import Holding, Plan, plan_merge
 from statexchange.sharding.shards import Shard, full_box
 from statexchange.storage.claim import CLAIM_NAME
 from statexchange.storage.object_build import ObjectBuild
@@ -38,7 +39,7 @@ NBYTES = 5000
 
 def plan_of(value: int) -> Plan:
     shards = [Shard(f"{name}{value}", "U8", (NBYTES,), (full_box((NBYTES,)),)) for name in "ab"]
-    return plan_merge([Holding(0, shards)], PlanOptions(max_shard_bytes=NBYTES))
+    return plan_merge([Holding(0, shards)], ExportOptions(max_shard_size=NBYTES))
 
 
 def facts_of(plan: Plan, value: int) -> dict[str, list[BoxFact]]:

@@ -1,5 +1,7 @@
 """The merge plan against a painter: an array in which every holder paints every element of its boxes."""
 
+import dataclasses
+import inspect
 import json
 import re
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+import statexchange
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
@@ -24,7 +27,8 @@ from statexchange.errors import (
     UnsafeError,
     UnsupportedError,
 )
-from statexchange.sharding.plan import Holding, Plan, PlanOptions, TensorPlan, parse_size, plan_merge, prove_cover
+from statexchange.sharding.options import ExportOptions
+from statexchange.sharding.plan import Holding, Plan, TensorPlan, plan_merge, prove_cover
 from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.tensors import ITEMSIZE
 
@@ -76,7 +80,7 @@ def meshes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[Box]]]:
 
 def plan_one(shape: tuple[int, ...], held: list[list[Box]], dtype: str = "F32", **options: Any) -> TensorPlan:
     holdings = [Holding(10 + r, [Shard("w", dtype, shape, tuple(boxes))]) for r, boxes in enumerate(held)]
-    return plan_merge(holdings, PlanOptions(**options)).files[0].tensors[0]
+    return plan_merge(holdings, ExportOptions(**options)).files[0].tensors[0]
 
 
 @given(meshes())
@@ -241,7 +245,7 @@ def names_of(plan: Plan) -> list[str]:
 def test_tied_names_are_dropped_only_where_every_holder_ties_them() -> None:
     def plan(*aliases: dict[str, str], **options: Any) -> Plan:
         return plan_merge(
-            [Holding(r, [whole("a", 2), whole("b", 2)], a) for r, a in enumerate(aliases)], PlanOptions(**options)
+            [Holding(r, [whole("a", 2), whole("b", 2)], a) for r, a in enumerate(aliases)], ExportOptions(**options)
         )
 
     assert (names_of(plan({"b": "a"}, {"b": "a"})), plan({"b": "a"}).aliases) == (["a"], {"b": "a"})
@@ -269,18 +273,18 @@ def test_an_empty_part_says_nothing_about_ties() -> None:
 
 def test_selecting_and_renaming() -> None:
     holdings = [Holding(0, [whole("model.a", 1), whole("model.b", 1), whole("head", 1)])]
-    assert names_of(plan_merge(holdings, PlanOptions(include=("model.*",), exclude=("*.b",)))) == ["model.a"]
-    renamed = plan_merge(holdings, PlanOptions(rename=str.upper, include=("h*",))).files[0].tensors[0]
+    assert names_of(plan_merge(holdings, ExportOptions(include=("model.*",), exclude=("*.b",)))) == ["model.a"]
+    renamed = plan_merge(holdings, ExportOptions(rename=str.upper, include=("h*",))).files[0].tensors[0]
     assert (renamed.name, renamed.source) == ("HEAD", "head")
     with pytest.raises(InvalidArgumentError, match=r"'x\*' matches no tensor"):
-        plan_merge(holdings, PlanOptions(include=("x*",)))
+        plan_merge(holdings, ExportOptions(include=("x*",)))
     with pytest.raises(UnsafeError, match=r"both 'model\.a' and 'model\.b'") as caught:
-        plan_merge(holdings, PlanOptions(rename=((r"model\..", "same"),)))
+        plan_merge(holdings, ExportOptions(rename=((r"model\..", "same"),)))
     assert caught.value.name == "same"
     with pytest.raises(InvalidArgumentError, match="rename pattern"):
-        plan_merge(holdings, PlanOptions(rename=(("(", ""),)))
+        plan_merge(holdings, ExportOptions(rename=(("(", ""),)))
     with pytest.raises(InvalidArgumentError, match="must return a name"):
-        plan_merge(holdings, PlanOptions(rename=lambda name: None))  # type: ignore[arg-type,return-value]
+        plan_merge(holdings, ExportOptions(rename=lambda name: None))  # type: ignore[arg-type,return-value]
 
 
 PATTERNS = ["model.safetensors", "a/{suffix}.safetensors", "{suffix}.safetensors", ".m{suffix}.safetensors"]
@@ -290,7 +294,7 @@ PATTERNS += ["m{suffix}.bin", "m{suffix}{x}.safetensors", "m{suffix}.safetensors
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_file_names_that_no_reader_would_find_are_refused(pattern: str) -> None:
     with pytest.raises(InvalidArgumentError, match="filename_pattern"):
-        PlanOptions(filename_pattern=pattern)
+        ExportOptions(filename_pattern=pattern)
 
 
 @pytest.mark.parametrize(
@@ -307,19 +311,49 @@ def test_file_names_that_no_reader_would_find_are_refused(pattern: str) -> None:
     ],
 )
 def test_sizes(text: int | str, nbytes: int) -> None:
-    assert parse_size(text) == nbytes
+    assert ExportOptions(max_shard_size=text).max_shard_bytes == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-5GB", "5 i", "5XB", "1e9", "5GBs", "nan", "٣GB"[1:] + "x"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match="is not a size"):
-        parse_size(text)
+        ExportOptions(max_shard_size=text)
 
 
 @pytest.mark.parametrize("size", [0, -5])
 def test_a_file_must_hold_something(size: int) -> None:
     with pytest.raises(InvalidArgumentError, match="must be positive"):
-        PlanOptions(max_shard_bytes=size)
+        ExportOptions(max_shard_size=size)
+
+
+WRONG: list[dict[str, Any]] = [
+    {"include": 5},
+    {"exclude": ["a", 5]},
+    {"rename": "ab"},
+    {"rename": [("(", "")]},
+    {"replicas": ["equal"]},
+    {"dtype": 17},
+    {"dtype": "int8"},
+    {"max_shard_size": 1.5},
+    {"max_shard_size": True},
+    {"max_shard_size": None},
+    {"filename_pattern": 5},
+    {"layout": 5},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_a_wrong_option_is_named_with_what_is_accepted(wrong: dict[str, Any]) -> None:
+    (option,) = wrong
+    with pytest.raises(InvalidArgumentError, match=rf"^{option}.*( must |not a size like|unterminated)"):
+        ExportOptions(**wrong)
+
+
+def test_export_and_merge_have_the_same_options_and_defaults() -> None:
+    known = {field.name: field.default for field in dataclasses.fields(ExportOptions)}
+    for call in (statexchange.export_checkpoint, statexchange.merge_checkpoint):
+        spelled = inspect.signature(call).parameters
+        assert {name: spelled[name].default for name in known} == known
 
 
 @dataclass
@@ -348,7 +382,7 @@ def test_files_are_split_and_named_as_the_hub_does(case: Case) -> None:
     state = {name: torch.zeros(n + 1, dtype=getattr(torch, dtype)) for name, (dtype, n) in case.sizes.items()}
     hub = split_torch_state_dict_into_shards(state, max_shard_size=case.limit)
     holding = Holding(0, [whole(name, n + 1, dtype=SHORT[dtype]) for name, (dtype, n) in case.sizes.items()])
-    ours = plan_merge([holding], PlanOptions(max_shard_bytes=case.limit))
+    ours = plan_merge([holding], ExportOptions(max_shard_size=case.limit))
     assert {f.name: {t.name for t in f.tensors} for f in ours.files} == {
         k: set(v) for k, v in hub.filename_to_tensors.items()
     }
@@ -366,7 +400,7 @@ def test_files_are_split_as_the_hubs_factory_does_with_empty_and_oversized_tenso
         sizes, get_storage_size=int, filename_pattern=pattern, max_shard_size=limit
     )
     holding = Holding(0, [whole(name, n, dtype="U8") for name, n in sizes.items()])
-    ours = plan_merge([holding], PlanOptions(max_shard_bytes=limit))
+    ours = plan_merge([holding], ExportOptions(max_shard_size=limit))
     assert {f.name: {t.name for t in f.tensors} for f in ours.files} == {
         k: set(v) for k, v in hub.filename_to_tensors.items()
     }
@@ -380,7 +414,7 @@ def test_tensors_lie_in_a_file_where_safetensors_puts_them(
     path = tmp_path_factory.mktemp("st") / "x"
     save_file({k: torch.zeros(n, dtype=getattr(torch, d)) for k, (d, n) in case.sizes.items()}, path)
     holding = Holding(0, [whole(name, n, dtype=SHORT[dtype]) for name, (dtype, n) in case.sizes.items()])
-    (ours,) = plan_merge([holding], PlanOptions(max_shard_bytes=1 << 40)).files
+    (ours,) = plan_merge([holding], ExportOptions(max_shard_size=1 << 40)).files
     raw = path.read_bytes()
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
     assert {t.name: [t.begin, t.begin + t.nbytes] for t in ours.tensors} == {
@@ -398,11 +432,11 @@ def test_a_digest_depends_on_what_is_written_alone(mesh: tuple[tuple[int, ...], 
 
     def digest(rows: int, **options: Any) -> str:
         held_by = [Holding(r, [Shard("w", "F32", shape, tuple(boxes))]) for r, boxes in enumerate(held)]
-        return plan_merge([*held_by, Holding(9, [whole("v", rows)])], PlanOptions(**options)).digest
+        return plan_merge([*held_by, Holding(9, [whole("v", rows)])], ExportOptions(**options)).digest
 
     assert re.fullmatch("[0-9a-f]{32}", digest(3))
     assert digest(3) == digest(3)
-    assert len({digest(3), digest(4), digest(3, rename=(("v", "u"),)), digest(3, max_shard_bytes=1)}) == 4
+    assert len({digest(3), digest(4), digest(3, rename=(("v", "u"),)), digest(3, max_shard_size=1)}) == 4
 
 
 def test_a_digest_is_the_same_in_every_process_and_version() -> None:
@@ -423,9 +457,9 @@ def test_replicas_are_supplied_in_turn_and_by_root_alone_if_asked() -> None:
     holdings = [Holding(r, shards) for r in range(4)]
     loads = supplied(plan_merge(holdings), 4)
     assert max(loads) - min(loads) <= 4 * 140
-    assert supplied(plan_merge(holdings, PlanOptions(replicas="root")), 4)[1:] == [0, 0, 0]
+    assert supplied(plan_merge(holdings, ExportOptions(replicas="root")), 4)[1:] == [0, 0, 0]
     with pytest.raises(InvalidArgumentError, match="replicas must be"):
-        PlanOptions(replicas="any")  # type: ignore[arg-type]
+        ExportOptions(replicas="any")  # type: ignore[arg-type]
 
 
 def test_nothing_at_all_is_one_empty_file() -> None:

@@ -23,7 +23,8 @@ import statexchange as sx
 from statexchange.checkpoint.index import index_name
 from statexchange.errors import CorruptError, InvalidArgumentError, StorageError, TargetExistsError, UnsafeError
 from statexchange.processes import Owner
-from statexchange.sharding.plan import Holding, PlanOptions, plan_merge
+from statexchange.sharding.options import ExportOptions
+from statexchange.sharding.plan import Holding, plan_merge
 from statexchange.sharding.shards import Shard, full_box
 from statexchange.storage.build import open_build
 from statexchange.storage.files import hidden_stem
@@ -610,6 +611,6 @@ def test_the_index_is_named_after_the_files() -> None:
         ("m{suffix}.safetensors", "m.safetensors.index.json"),
         ("x{suffix}.fp16.safetensors", "x.fp16.safetensors.index.json"),
     ]:
-        options = PlanOptions(max_shard_bytes=8, filename_pattern=pattern)
+        options = ExportOptions(max_shard_size=8, filename_pattern=pattern)
         assert index_name(plan_merge([Holding(0, shards)], options)) == name
     assert index_name(plan_merge([Holding(0, shards)])) is None

@@ -12,8 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from statexchange.errors import CorruptError, IncompleteError
+from statexchange.sharding.options import ExportOptions
 from statexchange.sharding.placements import Cut
-from statexchange.sharding.plan import Holding, Plan, PlanOptions, TensorPlan, plan_merge
+from statexchange.sharding.plan import Holding, Plan, TensorPlan, plan_merge
 from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.sharding.spread import Placement, Spread, coordinate_of, tiles
 
@@ -42,7 +43,7 @@ def torch_elements(shape: tuple[int, ...], placement: Placement, at: tuple[int, 
 def planned(shape: tuple[int, ...], placement: Placement, **options: Any) -> TensorPlan:
     ranks = range(math.prod(placement.mesh_shape))
     holdings = [Holding(rank, [Spread("w", "F32", shape, placement)] if rank == 0 else ()) for rank in ranks]
-    return plan_merge(holdings, PlanOptions(**options)).files[0].tensors[0]
+    return plan_merge(holdings, ExportOptions(**options)).files[0].tensors[0]
 
 
 def elements_of(box: Box, shape: tuple[int, ...]) -> Any:
@@ -86,7 +87,7 @@ def test_a_record_plans_what_its_boxes_plan(case: tuple[tuple[int, ...], Placeme
     for rank, at in enumerate(product(*map(range, placement.mesh_shape))):
         boxes = tuple(box for box, _ in local_boxes(shape, placement.mesh_shape, at, placement.cuts))
         holdings.append(Holding(rank, [Shard("w", "F32", shape, boxes)]))
-    explicit = plan_merge(holdings, PlanOptions(replicas="root")).files[0].tensors[0]
+    explicit = plan_merge(holdings, ExportOptions(replicas="root")).files[0].tensors[0]
     assert list(planned(shape, placement, replicas="root").pieces) == list(explicit.pieces)
 
 
@@ -110,13 +111,13 @@ def test_selecting_renaming_ties_and_names_said_twice() -> None:
     def tied(*shards: Shard | Spread) -> list[Holding]:
         return [Holding(0, shards, {"b": "a"}), Holding(1, [plain], {"b": "a"})]
 
-    plan = plan_merge(tied(a, plain, b), PlanOptions(rename=[("a", "x")]))
+    plan = plan_merge(tied(a, plain, b), ExportOptions(rename=[("a", "x")]))
     assert (names_of(plan), plan.aliases) == (["c", "x"], {"b": "x"})
     assert names_of(plan_merge([*tied(a, plain, b), Holding(2, ())])) == ["c", "a", "b"]
     other = Spread("b", "F32", (4,), Placement((2,), (None,)))
     assert names_of(plan_merge(tied(a, other, plain))) == ["c", "a", "b"]
-    assert names_of(plan_merge(tied(a, plain, b), PlanOptions(exclude=("c", "a")))) == ["b"]
-    files = plan_merge(tied(a, plain, other), PlanOptions(max_shard_bytes=1)).files
+    assert names_of(plan_merge(tied(a, plain, b), ExportOptions(exclude=("c", "a")))) == ["b"]
+    files = plan_merge(tied(a, plain, other), ExportOptions(max_shard_size=1)).files
     assert [[tensor.name for tensor in file.tensors] for file in files] == [["a"], ["c"], ["b"]]
     for twice in ((a, Spread("a", "F32", (4,), other.placement)), (Spread("c", "I64", (3,), mesh),)):
         with pytest.raises(CorruptError, match="said twice"):

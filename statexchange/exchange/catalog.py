@@ -1,0 +1,290 @@
+"""The tensors of a checkpoint under the names that live state has for them, and the saved tree under the same names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from statexchange.errors import CorruptError, ReplicaError, UnsafeError
+from statexchange.exchange.placing import parameter_names
+from statexchange.formats.source import Source, SourceTensor
+from statexchange.sharding.options import LoadOptions, renamed
+from statexchange.sharding.rules import Layout
+from statexchange.sharding.shards import Box, Shard, full_box
+from statexchange.state.modules import is_module
+from statexchange.storage.byte_range import ByteRange
+
+__all__ = ["Catalog", "LivePlaces", "paths_of", "selected", "with_new_names", "without_unwanted"]
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedPart:
+    """What one rank has saved of a tensor."""
+
+    rank: int
+    tensor: SourceTensor
+    path: str
+
+
+class Catalog:
+    """The tensors of a source by the state's names: dtype, shape, and where every box lies.
+
+    On as many ranks as saved it, what a rank saved itself comes first, else the lowest rank's. `counted` maps names of
+    the state to others where a layout counts on over the ranks.
+    """
+
+    def __init__(self, source: Source, options: LoadOptions, rank: int, world_size: int) -> None:
+        self.source = source
+        self.options = options
+        self.layout = Layout({}) if options.layout is None else options.layout.unmatched()
+        self.counted: Mapping[str, str] = {}
+        self.world_size = world_size
+        self.own = rank if source.world_size == world_size else None
+        self._aliases: dict[str, str] = {}
+        self._parts: dict[str, list[_SavedPart]] = {}
+        old_names: dict[str, str] = {}
+        for holder in sorted(source.holders, key=lambda holder: (holder.rank != self.own, holder.rank)):
+            self._add_aliases(holder.aliases)
+            for tensor in holder.tensors.values():
+                old = tensor.shard.name
+                new = self.new_name(old)
+                if old_names.setdefault(new, old) != old:
+                    text = f"rename gives one name to both {old_names[new]!r} and {old!r}"
+                    raise UnsafeError(text, name=new, path=source.path)
+                self._parts.setdefault(new, []).append(_SavedPart(holder.rank, tensor, holder.path))
+        if source.manifest is not None:
+            self._add_aliases(source.manifest.get("aliases", {}))
+
+    def _add_aliases(self, aliases: Mapping[str, str]) -> None:
+        self._aliases.update({self.new_name(alias): self.new_name(kept) for alias, kept in aliases.items()})
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self.stored(name) in self._parts
+
+    def new_name(self, name: str) -> str:
+        """The state's name for the tensor that the source calls `name`."""
+        return renamed(name, self.options.rename) if self.options.rename else name
+
+    def stored(self, name: str) -> str:
+        """The name under which a tied tensor was written."""
+        return name if name in self._parts else self._aliases.get(name, name)
+
+    def names_of(self, name: str) -> list[str]:
+        """The names here of what live tensor `name` is: several where a layout splits it."""
+        if not self.layout.rules:
+            return [name]
+        rule = self.layout.rule_for(name)
+        names = [name] if rule is None else rule.names(name)
+        return [self.counted.get(one, one) for one in names]
+
+    def has(self, name: str) -> bool:
+        """Whether live tensor `name` is to be loaded from here."""
+        return self.options.wants(name) and all(one in self for one in self.names_of(name))
+
+    def shape_like(self, name: str) -> str | None:
+        """The parameter that a layout cuts, and of whose shape the tensor `name` of an optimizer's state is."""
+        shape = self.shard_of(name).global_shape
+        for parameter in parameter_names(name):
+            if parameter in self and self.shard_of(parameter).global_shape == shape:
+                return parameter if self.layout.rule_for(parameter) is not None else None
+        return None
+
+    def _counting(self, name: str) -> list[_SavedPart]:
+        """The parts of a tensor that count: a whole one that this rank has saved itself counts alone."""
+        parts = self._parts[self.stored(name)]
+        shard = parts[0].tensor.shard
+        return parts[:1] if parts[0].rank == self.own and shard.boxes == (full_box(shard.global_shape),) else parts
+
+    def shard_of(self, name: str) -> Shard:
+        """What the source says of a tensor; CorruptError if its files disagree."""
+        parts = self._counting(name)
+        first = parts[0].tensor.shard
+        for part in parts[1:]:
+            shard = part.tensor.shard
+            if (shard.dtype, shard.global_shape) != (first.dtype, first.global_shape):
+                raise CorruptError(
+                    "two files disagree on dtype or shape",
+                    name=name,
+                    path=part.path,
+                    expected=f"{first.dtype} {first.global_shape}",
+                    found=f"{shard.dtype} {shard.global_shape}",
+                )
+        return first
+
+    def boxes_of(self, name: str) -> dict[Box, tuple[ByteRange, int]]:
+        """Return the byte range of each box, with the rank that saved it.
+
+        ReplicaError if copies differ, none is this rank's own, and `replicas` is not "root".
+        """
+        found: dict[Box, tuple[ByteRange, int]] = {}
+        for part in self._counting(name):
+            for box, extent in zip(part.tensor.shard.boxes, part.tensor.extents, strict=True):
+                if not box.numel:
+                    continue
+                known, first = found.setdefault(box, (extent, part.rank))
+                if first == self.own or self.options.replicas == "root":
+                    continue
+                if None not in (known.digest, extent.digest) and known.digest != extent.digest:
+                    raise ReplicaError(
+                        f"ranks {first} and {part.rank} saved different values for region {box}, and on as many ranks "
+                        f'each would get its own: to take rank {min(first, part.rank)}\'s, replicas="root"',
+                        name=name,
+                        rank=part.rank,
+                        path=part.path,
+                    )
+        return found
+
+
+# The saved tree
+
+
+@dataclass(frozen=True, slots=True)
+class LivePlaces:
+    """Where in a live state things lie, by dotted path.
+
+    `containers` are mappings and modules, with the keys that lead to them; `objects` what has a state of its own:
+    optimizers, schedulers, scalers.
+    """
+
+    containers: dict[str, list[Any]] = field(default_factory=dict)
+    objects: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, state: Any) -> LivePlaces:
+        """The places of a state."""
+        found = cls()
+        found._visit(state, [])
+        return found
+
+    def _visit(self, value: Any, keys: list[Any]) -> None:
+        path = _path(keys)
+        if is_module(value):
+            self.containers[path] = keys
+        elif isinstance(value, Mapping):
+            self.containers[path] = keys
+            for key, item in value.items():
+                self._visit(item, [*keys, key])
+        elif hasattr(value, "load_state_dict") or hasattr(value, "param_groups"):
+            self.objects.add(path)
+
+    def may_want(self, path: str, options: LoadOptions) -> bool:
+        """Whether what lies at a path of the state, or anything in it, is to be loaded."""
+        if path in self.containers or path in self.objects:
+            return options.may_want(path)
+        return options.wants(path)
+
+
+def _path(keys: Sequence[Any]) -> str:
+    return ".".join(map(str, keys))
+
+
+def _is_optimizer(saved: Any) -> bool:
+    return isinstance(saved, Mapping) and {"state", "param_groups"} <= saved.keys()
+
+
+def selected(state: Any, options: LoadOptions, path: str = "") -> Any:
+    """`state` without entries of mappings in which nothing is to be loaded: it is looked at, not filled."""
+    if not options.include or is_module(state) or not isinstance(state, Mapping):
+        return state
+    found = {}
+    for key, value in state.items():
+        inner = f"{path}.{key}".removeprefix(".")
+        if options.wants(inner) or (_has_inside(value) and options.may_want(inner)):
+            found[key] = selected(value, options, inner)
+    return found
+
+
+def _has_inside(value: Any) -> bool:
+    return is_module(value) or isinstance(value, Mapping | list | tuple) or hasattr(value, "load_state_dict")
+
+
+def with_new_names(saved: Any, catalog: Catalog, places: LivePlaces) -> Any:
+    """A saved tree with its entries where `rename` puts them.
+
+    An entry whose path is another one then moves into the mapping or module of the live state in which it lies, with
+    what is left of the path as its key. An optimizer's state goes by new names of parameters.
+    """
+    if not catalog.options.rename or not isinstance(saved, Mapping):
+        return saved
+    found: dict[Any, Any] = {}
+    for keys, value in _units(saved, [], places):
+        path = _path(keys)
+        new = catalog.new_name(path)
+        target: Any = found
+        *above, last = keys if new == path else _split(new, places)
+        for key in above:
+            target = target.setdefault(key, {}) if isinstance(target, dict) else None
+        if not isinstance(target, dict) or last in target:
+            raise UnsafeError("rename gives one name to two entries of the source", name=new, path=catalog.source.path)
+        target[last] = _renamed_optimizer(value, catalog) if _is_optimizer(value) else value
+    return found
+
+
+def _split(path: str, places: LivePlaces) -> list[Any]:
+    """The keys that lead to the innermost mapping or module of the live state in which `path` lies, and the rest."""
+    inside = [one for one in places.containers if one and path.startswith(f"{one}.")]
+    if not inside:
+        return [path]
+    innermost = max(inside, key=len)
+    return [*places.containers[innermost], path[len(innermost) + 1 :]]
+
+
+def _renamed_optimizer(saved: Mapping[str, Any], catalog: Catalog) -> dict[str, Any]:
+    def new(name: Any) -> Any:
+        return catalog.new_name(name) if isinstance(name, str) else name
+
+    groups = [{**group, "params": [new(name) for name in group["params"]]} for group in saved["param_groups"]]
+    return {**saved, "state": {new(name): told for name, told in saved["state"].items()}, "param_groups": groups}
+
+
+def without_unwanted(saved: Any, options: LoadOptions, places: LivePlaces) -> Any:
+    """A saved tree without what `include` leaves out.
+
+    A list, a tuple and the state of one object stay whole: they are kept if anything in them is to be loaded.
+    """
+    if not options.include or not isinstance(saved, Mapping):
+        return saved
+    found: dict[Any, Any] = {}
+    for keys, value in _units(saved, [], places):
+        if any(options.wants(path) for path in _leaf_paths(value, _path(keys))):
+            target = found
+            for key in keys[:-1]:
+                target = target.setdefault(key, {})
+            target[keys[-1]] = value
+    return found
+
+
+def _units(saved: Mapping[Any, Any], keys: list[Any], places: LivePlaces) -> Iterator[tuple[list[Any], Any]]:
+    """What is loaded as one: the values in nested mappings, and the states of objects whole."""
+    for key, value in saved.items():
+        inner = [*keys, key]
+        if isinstance(value, Mapping) and value and not _is_optimizer(value) and _path(inner) not in places.objects:
+            yield from _units(value, inner, places)
+        else:
+            yield inner, value
+
+
+def paths_of(saved: Any, path: str = "") -> Iterator[str]:
+    """The paths of all entries of nested mappings."""
+    if isinstance(saved, Mapping):
+        for key, item in saved.items():
+            inner = f"{path}.{key}".removeprefix(".")
+            yield inner
+            yield from paths_of(item, inner)
+
+
+def _leaf_paths(value: Any, path: str) -> Iterator[str]:
+    yield path
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaf_paths(item, f"{path}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _leaf_paths(item, f"{path}[{number}]")

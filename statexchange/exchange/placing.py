@@ -1,0 +1,53 @@
+"""Place what a layout says of plain tensors in the whole tensors, where live state is saved or loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from statexchange.comm.communicator import Communicator
+from statexchange.errors import InvalidArgumentError
+from statexchange.exchange.rank_metadata import (
+    RankMetadata,
+    check_equal_options,
+    gather_metadata,
+    parse_metadata,
+    rank_shards,
+)
+from statexchange.sharding.options import grid_option
+from statexchange.sharding.rules import Layout
+from statexchange.sharding.shards import Shard
+from statexchange.state.describe import Description
+
+__all__ = ["parameter_names", "place_parts"]
+
+
+def parameter_names(name: str) -> Iterable[str]:
+    """The names of parameters whose state in an optimizer tensor `name` may be: ``optimizer.state.NAME.exp_avg``."""
+    base = "." + name.rpartition(".")[0]
+    at = base.find(".state.")
+    while at >= 0:
+        yield base[at + len(".state.") :]
+        at = base.find(".state.", at + 1)
+
+
+def place_parts(comm: Communicator, described: Description, layout: Layout) -> Description:
+    """`described` with the parts that `layout` speaks of placed in the whole tensors. Collective.
+
+    All ranks must have the same grid. A pattern that matches no tensor of any rank is an InvalidArgumentError.
+    """
+    parts = {name: held for name, held in described.held.items() if held.part is not None}
+    ours = RankMetadata.of(Description(parts, unused=described.unused), grid_option(layout))
+    sent, _ = gather_metadata(comm, ours)
+    held = dict(described.held)
+    with comm.phase("placing its tensors"):
+        metadata = parse_metadata(sent)
+        check_equal_options([one.options for one in metadata])
+        layout.check_ranks(range(comm.world_size))
+        unused = set.intersection(*(set(one.unused) for one in metadata))
+        if unused:
+            raise InvalidArgumentError(f"layout pattern {min(unused)!r} matches no tensor")
+        for shard in rank_shards(metadata, layout)[comm.rank]:
+            if isinstance(shard, Shard):
+                held[shard.name] = replace(held[shard.name], shard=shard, part=None)
+    return replace(described, held=held)

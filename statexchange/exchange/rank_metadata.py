@@ -1,0 +1,254 @@
+"""Serialise each rank's shard metadata, send it to those that plan, and merge it there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from statexchange.comm.communicator import Communicator
+from statexchange.errors import InvalidArgumentError, MismatchError
+from statexchange.sharding import records
+from statexchange.sharding.rules import Layout, Part, place, renumbered
+from statexchange.sharding.shards import Box, Shard, shape_from_json
+from statexchange.sharding.spread import Placement, Spread
+from statexchange.state.describe import Description
+from statexchange.storage.tensorfile import digest
+from statexchange.tensors import itemsize_of
+
+__all__ = [
+    "HeldShard",
+    "RankMetadata",
+    "check_equal_options",
+    "gather_metadata",
+    "held_box",
+    "operations",
+    "parse_metadata",
+    "rank_shards",
+    "renames",
+]
+
+_REDUCTIONS = ("max", "min")
+_MAX_SHOWN = 300  # characters of an option in a message
+
+
+@dataclass(frozen=True, slots=True)
+class HeldShard:
+    """What a rank holds of one tensor; `part` is set where a layout has yet to place it."""
+
+    shard: Shard | Spread
+    part: Part | None = None
+
+    def renamed(self, name: str) -> HeldShard:
+        """The same under another name."""
+        return HeldShard(replace(self.shard, name=name), None if self.part is None else replace(self.part, name=name))
+
+
+@dataclass(frozen=True, slots=True)
+class RankMetadata:
+    """What one rank holds, and the options that it was given, as text by name.
+
+    `reductions` are operations by name; `aliases`, `unused` and `sources` are as in a Description. Of tensors over a
+    mesh all ranks say the same, and equal metadata is parsed once.
+    """
+
+    held: Sequence[HeldShard]
+    aliases: Mapping[str, str]
+    unused: Sequence[str]
+    sources: Mapping[str, str]
+    reductions: Mapping[str, str]
+    options: Mapping[str, str]
+
+    @classmethod
+    def of(cls, described: Description, options: Mapping[str, str]) -> RankMetadata:
+        """What this rank has described."""
+        held = []
+        for one in described.held.values():
+            shard: Shard | Spread = one.shard
+            if one.placement is not None:
+                shard = Spread(shard.name, shard.dtype, shard.global_shape, one.placement)
+            held.append(HeldShard(shard, one.part))
+        reductions = {name: one.reduce for name, one in described.held.items() if one.reduce is not None}
+        return cls(held, described.aliases, described.unused, described.sources, reductions, options)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON value that `from_json` reads."""
+        placements: dict[Placement, int] = {}
+        held: list[dict[str, Any]] = []
+        for one in self.held:
+            if isinstance(one.shard, Spread):
+                number = placements.setdefault(one.shard.placement, len(placements))
+                shape = one.shard.global_shape
+                held.append({"name": one.shard.name, "dtype": one.shard.dtype, "shape": shape, "placement": number})
+            elif one.part is None:
+                held.append({"shard": one.shard.to_json()})
+            else:
+                held.append({"shard": one.shard.to_json(), "part": one.part.to_json()})
+        return {
+            "held": held,
+            "placements": [placement.to_json() for placement in placements],
+            "aliases": dict(self.aliases),
+            "unused": list(self.unused),
+            "sources": dict(self.sources),
+            "reductions": dict(self.reductions),
+            "options": dict(self.options),
+        }
+
+    @classmethod
+    def from_json(cls, raw: Any) -> RankMetadata:
+        """The metadata that `to_json` wrote; anything else is a ValueError."""
+        names = ("held", "placements", "aliases", "unused", "sources", "reductions", "options")
+        raw_held, raw_placements, aliases, unused, sources, raw_reductions, options = records.fields(raw, *names)
+        placements = records.items(raw_placements, Placement.from_json)
+        reductions = records.texts(raw_reductions)
+        if not set(reductions.values()) <= set(_REDUCTIONS):
+            raise ValueError("a reduction is neither max nor min")
+        return cls(
+            records.items(raw_held, lambda one: _held(one, placements)),
+            records.texts(aliases),
+            records.items(unused, records.text),
+            records.texts(sources),
+            reductions,
+            records.texts(options),
+        )
+
+    def renamed(self, names: Mapping[str, str], rank: int) -> RankMetadata:
+        """The same under other names, for those that `names` has one for."""
+        held: dict[str, HeldShard] = {}
+        for one in self.held:
+            new = names.get(one.shard.name, one.shard.name)
+            if new in held:
+                raise InvalidArgumentError("the layout makes two tensors of one rank this one", name=new, rank=rank)
+            held[new] = one.renamed(new)
+        aliases = {names.get(alias, alias): names.get(kept, kept) for alias, kept in self.aliases.items()}
+        reductions = {names.get(name, name): operation for name, operation in self.reductions.items()}
+        return replace(self, held=list(held.values()), aliases=aliases, reductions=reductions)
+
+
+def _held(raw: Any, placements: Sequence[Placement]) -> HeldShard:
+    if type(raw) is dict and "placement" in raw:
+        name, dtype, shape, number = records.fields(raw, "name", "dtype", "shape", "placement")
+        itemsize_of(dtype)
+        placement = placements[records.count(number, len(placements))]
+        return HeldShard(Spread(records.text(name), dtype, shape_from_json(shape), placement))
+    if type(raw) is dict and "part" in raw:
+        raw_shard, part = records.fields(raw, "shard", "part")
+        return HeldShard(Shard.from_json(raw_shard), Part.from_json(part))
+    (raw_shard,) = records.fields(raw, "shard")
+    return HeldShard(Shard.from_json(raw_shard))
+
+
+def gather_metadata(comm: Communicator, ours: RankMetadata, root: int | None = None) -> tuple[list[bytes], int]:
+    """Every rank's metadata as bytes on `root` ([] elsewhere), or on all ranks without one; and how many travelled.
+
+    Collective. Of equal metadata the first rank's alone travels; `parse_metadata` reads it.
+    """
+    data = records.encoded(ours)
+    digests = comm.exchange(digest(data).encode(), doing="the comparison of descriptions")
+    sender: dict[bytes, int] = {}
+    for rank, found in enumerate(digests):
+        sender.setdefault(found, rank)
+    sends = sender[digests[comm.rank]] == comm.rank
+    sent = comm.exchange(data if sends else b"", root=root, doing="the gathering of descriptions")
+    return [sent[sender[found]] for found in digests] if sent else [], sum(map(len, sent))
+
+
+def parse_metadata(sent: Sequence[bytes]) -> list[RankMetadata]:
+    """The metadata of each rank, from the bytes that `gather_metadata` gives; equal bytes are parsed once."""
+    found: dict[bytes, RankMetadata] = {}
+    for rank, data in enumerate(sent):
+        if data not in found:
+            found[data] = records.decoded(data, RankMetadata.from_json, "the description of its state", rank)
+    return [found[data] for data in sent]
+
+
+def check_equal_options(options: Sequence[Mapping[str, str]]) -> None:
+    """Raise InvalidArgumentError naming an option that two ranks were given differently, and both values."""
+    first = options[0]
+    for rank, theirs in enumerate(options):
+        for option, value in theirs.items() if theirs is not first else ():
+            if value != first.get(option):
+                raise InvalidArgumentError(
+                    f"{option} is {_shown(first.get(option))} on rank 0 and {_shown(value)} on rank {rank}: give all "
+                    "ranks the same",
+                    rank=rank,
+                )
+
+
+def held_box(described: Description, name: str, index: int) -> Any:
+    """The tensor that holds box `index` of `name` here; MismatchError if a plan names what this rank has not."""
+    held = described.held.get(name)
+    if held is None or index >= len(held.tensors):
+        raise MismatchError("the plan names a box that this rank does not hold", name=name)
+    return held.tensors[index]
+
+
+def _shown(value: str | None) -> str:
+    return str(value)[:_MAX_SHOWN]
+
+
+def renames(metadata: Sequence[RankMetadata], layout: Layout) -> list[dict[str, str]]:
+    """By rank, the names that become others because a layout counts on over the ranks."""
+    if not any(rule.renumber for rule in layout.rules.values()):
+        return [{}] * len(metadata)
+    names = {
+        rank: {held.shard.name: one.sources.get(held.shard.name, held.shard.name) for held in one.held}
+        for rank, one in enumerate(metadata)
+    }
+    found = renumbered(names, layout)
+    return [{old: new for old, new in found[rank].items() if old != new} for rank in range(len(metadata))]
+
+
+def operations(metadata: Sequence[RankMetadata]) -> dict[str, str]:
+    """The operation for each tensor of which copies are reduced; ranks must name the same one."""
+    found: dict[str, str] = {}
+    for rank, one in enumerate(metadata):
+        for name, operation in one.reductions.items():
+            if found.setdefault(name, operation) != operation:
+                raise InvalidArgumentError(
+                    "layouts differ in the reduction of this tensor",
+                    name=name,
+                    rank=rank,
+                    expected=found[name],
+                    found=operation,
+                )
+    return found
+
+
+def _by_rank(metadata: Sequence[RankMetadata]) -> list[list[HeldShard]]:
+    """What each rank holds: a tensor that lies over a mesh of all ranks, by all ranks' words, is rank 0's alone."""
+    distinct = list({id(one): one for one in metadata}.values())
+    agreed = set.intersection(
+        *({held.shard for held in one.held if isinstance(held.shard, Spread)} for one in distinct)
+    )
+    agreed = {spread for spread in agreed if math.prod(spread.placement.mesh_shape) == len(metadata)}
+    rest = {id(one): [held for held in one.held if held.shard not in agreed] for one in distinct}
+    found: list[list[HeldShard]] = []
+    for rank, one in enumerate(metadata):
+        ours = one.held if rank == 0 else rest[id(one)]
+        found.append([_explicit(held, rank) if held.shard not in agreed else held for held in ours])
+    return found
+
+
+def _explicit(held: HeldShard, rank: int) -> HeldShard:
+    return HeldShard(held.shard.shard_of(rank)) if isinstance(held.shard, Spread) else held
+
+
+def rank_shards(metadata: Sequence[RankMetadata], layout: Layout) -> list[list[Shard | Spread]]:
+    """Every rank's shards, with the parts that layout rules speak of placed where they lie in the whole."""
+    described = _by_rank(metadata)
+    parts: dict[str, dict[int, Part]] = {}
+    for rank, shards in enumerate(described):
+        for held in shards:
+            if held.part is not None:
+                parts.setdefault(held.shard.name, {})[rank] = held.part
+    placed = {name: place(of_rank, layout.grid) for name, of_rank in parts.items()}
+    return [
+        [held.shard if held.part is None else _placed(held.shard, *placed[held.shard.name][rank]) for held in shards]
+        for rank, shards in enumerate(described)
+    ]
+
+
+def _placed(shard: Shard | Spread, global_shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Shard:
+    return Shard(shard.name, shard.dtype, global_shape, boxes)

@@ -1,0 +1,265 @@
+"""The options that an export and a merge have in common: checked once, with the rules that follow from them."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal
+
+from statexchange.errors import InvalidArgumentError, excerpt
+from statexchange.sharding.rules import Layout
+from statexchange.tensors import DTYPE_NAMES, LONG_NAMES
+
+__all__ = [
+    "CAST_DTYPES",
+    "FLOATS",
+    "REPLICAS",
+    "ExportOptions",
+    "LoadOptions",
+    "Rename",
+    "Replicas",
+    "check_replicas_option",
+    "grid_option",
+    "name_patterns",
+    "rename_rules",
+    "renamed",
+]
+
+Rename = Callable[[str], str] | Sequence[tuple[str, str]]
+Replicas = Literal["equal", "root"]
+
+REPLICAS: tuple[str, ...] = ("equal", "root")
+FLOATS = ("F16", "BF16", "F32", "F64")
+CAST_DTYPES = tuple(LONG_NAMES[name] for name in FLOATS)
+_FILENAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\{suffix\}[A-Za-z0-9._-]{0,80}\.safetensors")
+_COMPARED = 1 << 16  # characters of an option
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(i?))?B?\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """How tensors are selected, named, converted and dealt to files.
+
+    Takes the values that callers of `export_checkpoint` and `merge_checkpoint` give, and keeps them in one form:
+    patterns and pairs as tuples, `dtype` as a safetensors name, `max_shard_size` in bytes, `layout` parsed.
+
+    Args:
+        include: shell patterns of names at the source; without any, all names are selected.
+        exclude: shell patterns of names that are not selected.
+        rename: a function of a name, or (regex, replacement) pairs, which are applied in order.
+        replicas: "equal": copies of a box must be equal; "root": the lowest rank's copy is taken.
+        dtype: the floating dtype, as torch's or by name, in which floating tensors are written; None keeps each one's.
+        max_shard_size: a new file begins before a tensor that would make it larger: bytes, or text like "5GB".
+        filename_pattern: names of the files, with ``{suffix}`` where several are numbered.
+        layout: rules for plain tensors (`statexchange.sharding.rules`).
+
+    Raises:
+        InvalidArgumentError: a value is not accepted; it names the option.
+    """
+
+    include: str | Sequence[str] = ()
+    exclude: str | Sequence[str] = ()
+    rename: Rename = ()
+    replicas: Replicas = "equal"
+    dtype: Any = None
+    max_shard_size: int | str = "5GB"
+    filename_pattern: str = "model{suffix}.safetensors"
+    layout: Any = None
+
+    def __post_init__(self) -> None:
+        accepted = {
+            "include": name_patterns("include", self.include),
+            "exclude": name_patterns("exclude", self.exclude),
+            "rename": rename_rules(self.rename),
+            "dtype": _float_name(self.dtype),
+            "max_shard_size": _parse_size(self.max_shard_size),
+            "layout": self.layout if isinstance(self.layout, Layout | None) else Layout.parse(self.layout),
+        }
+        check_replicas_option(self.replicas)
+        if not isinstance(self.filename_pattern, str) or not _FILENAME_PATTERN.fullmatch(self.filename_pattern):
+            raise InvalidArgumentError(
+                f"filename_pattern must be like 'model{{suffix}}.safetensors', not {excerpt(self.filename_pattern)}"
+            )
+        for option, value in accepted.items():
+            object.__setattr__(self, option, value)
+
+    @property
+    def max_shard_bytes(self) -> int:
+        """The size from which on a new file begins."""
+        return int(self.max_shard_size)
+
+    def wants(self, name: str) -> bool:
+        """Whether a name at the source is selected."""
+        included = not self.include or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.include)
+        return included and not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude)
+
+    def renamed(self, name: str) -> str:
+        """The name under which a tensor is written."""
+        return renamed(name, self.rename)
+
+    def output_dtype(self, dtype: str) -> str:
+        """The dtype in which a tensor of `dtype` is written: floating ones as the option says, all others as is."""
+        return self.dtype if self.dtype is not None and dtype in FLOATS else dtype
+
+    def new_layout(self) -> Layout:
+        """The layout, none of whose patterns has matched a name yet."""
+        return Layout({}) if self.layout is None else self.layout.unmatched()
+
+    def texts(self) -> dict[str, str]:
+        """The options that all ranks must be given alike, as text by name.
+
+        Not the rules of a layout, which may give each rank's own boxes. Of a function no more is known than that.
+        """
+        return {
+            "include": excerpt(self.include, _COMPARED),
+            "exclude": excerpt(self.exclude, _COMPARED),
+            "rename": "a function" if callable(self.rename) else excerpt(self.rename, _COMPARED),
+            "replicas": repr(self.replicas),
+            "dtype": repr(None if self.dtype is None else LONG_NAMES[self.dtype]),
+            "max_shard_size": repr(self.max_shard_size),
+            "filename_pattern": repr(self.filename_pattern),
+            **grid_option(self.layout),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How a checkpoint's tensors find their places in live state, and what may differ.
+
+    Args:
+        strict: names that are missing or unexpected are an error.
+        layout: rules for plain tensors of the state (`statexchange.sharding.rules`).
+        include: shell patterns of the state's names that are loaded; without any, all are.
+        rename: from the source's names to the state's: a function, or (regex, replacement) pairs.
+        dtype: None: dtypes must be equal; "state": floating values are cast to the dtype that the state has.
+        replicas: "equal": what several ranks saved of one region must be equal, unless each gets its own; "root": the
+            lowest rank's counts.
+
+    Raises:
+        InvalidArgumentError: a value is not accepted; it names the option.
+    """
+
+    strict: bool = True
+    layout: Any = None
+    include: str | Sequence[str] = ()
+    rename: Rename = ()
+    dtype: str | None = None
+    replicas: Replicas = "equal"
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype != "state":
+            raise InvalidArgumentError(
+                f'dtype must be None or "state", which casts to the dtype that the state has, not {excerpt(self.dtype)}'
+            )
+        check_replicas_option(self.replicas)
+        accepted = {
+            "layout": self.layout if isinstance(self.layout, Layout | None) else Layout.parse(self.layout),
+            "include": name_patterns("include", self.include),
+            "rename": rename_rules(self.rename),
+        }
+        for option, value in accepted.items():
+            object.__setattr__(self, option, value)
+
+    def wants(self, name: str) -> bool:
+        """Whether the state's tensor or value of this name is loaded."""
+        return not self.include or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.include)
+
+    def may_want(self, path: str) -> bool:
+        """Whether anything that lies below `path` may be loaded."""
+        begin = f"{path}."
+        heads = [re.split(r"[*?[]", pattern, maxsplit=1)[0] for pattern in self.include]
+        return not heads or any(head.startswith(begin) or begin.startswith(head) for head in heads)
+
+    def casts(self, stored: str, live: str) -> bool:
+        """Whether values of the dtype `stored` are cast to `live`."""
+        return self.dtype == "state" and stored in FLOATS and live in FLOATS
+
+    def texts(self) -> dict[str, str]:
+        """The options that all ranks must be given alike, as text by name: stages may differ in what they load."""
+        return {
+            "strict": repr(bool(self.strict)),
+            "dtype": repr(self.dtype),
+            "replicas": repr(self.replicas),
+            **grid_option(self.layout),
+        }
+
+
+def grid_option(layout: Layout | None) -> dict[str, str]:
+    """The part of a layout that all ranks must be given alike, as text by name."""
+    return {"layout's grid": excerpt({} if layout is None else dict(layout.grid), _COMPARED)}
+
+
+def name_patterns(option: str, given: Any) -> tuple[str, ...]:
+    """One shell pattern or several as a tuple; InvalidArgumentError naming the option for anything else."""
+    found = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else [None]
+    if not all(isinstance(pattern, str) for pattern in found):
+        raise InvalidArgumentError(f"{option} must be a pattern or several, not {excerpt(given)}")
+    return tuple(map(str, found))
+
+
+def rename_rules(given: Any) -> Rename:
+    """A `rename` as a function or a tuple of pairs; InvalidArgumentError for anything else."""
+    if callable(given):
+        function: Callable[[str], str] = given
+        return function
+    pairs = tuple(given) if isinstance(given, Iterable) else (given,)
+    if not all(map(_is_pair, pairs)):
+        raise InvalidArgumentError(f"rename must be a function or (regex, replacement) pairs, not {excerpt(given)}")
+    for pattern, _ in pairs:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise InvalidArgumentError(f"rename pattern {excerpt(pattern)}: {error}") from None
+    return tuple((pattern, replacement) for pattern, replacement in pairs)
+
+
+def _is_pair(one: Any) -> bool:
+    """Whether this is a regex with what replaces its matches."""
+    return isinstance(one, list | tuple) and len(one) == 2 and all(isinstance(part, str) for part in one)
+
+
+def renamed(name: str, rename: Rename) -> str:
+    """The name that `rename` makes of `name`."""
+    if callable(rename):
+        new = rename(name)
+        if not isinstance(new, str):
+            raise InvalidArgumentError(f"rename must return a name, not {excerpt(new)}", name=name)
+        return new
+    for pattern, replacement in rename:
+        try:
+            name = re.sub(pattern, replacement, name)
+        except (re.error, IndexError) as error:  # a group that the pattern has not
+            text = f"rename replacement {excerpt(replacement)} of pattern {excerpt(pattern)}: {error}"
+            raise InvalidArgumentError(text, name=name) from None
+    return name
+
+
+def check_replicas_option(replicas: Any) -> None:
+    """Raise InvalidArgumentError unless `replicas` is a value that the option accepts."""
+    if replicas not in REPLICAS:
+        raise InvalidArgumentError(f"replicas must be 'equal' or 'root', not {excerpt(replicas)}")
+
+
+def _float_name(dtype: Any) -> str | None:
+    """The safetensors name of the floating dtype that a caller gives by any of its names or as torch's."""
+    if dtype is None:
+        return None
+    name = DTYPE_NAMES.get(str(dtype).removeprefix("torch."), str(dtype))
+    if name not in FLOATS:
+        raise InvalidArgumentError(f"dtype must be one of {', '.join(CAST_DTYPES)}, not {excerpt(dtype)}")
+    return name
+
+
+def _parse_size(size: Any) -> int:
+    """Bytes of `size`: an int, or a number with KB, MB, GB, TB (powers of 1000) or KiB ... (of 1024)."""
+    if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
+        number, unit, binary = match.groups()
+        size = int(Fraction(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() if unit else " "))
+    if type(size) is not int:
+        raise InvalidArgumentError(f"max_shard_size: {excerpt(size)} is not a size like '5GB', '512MiB' or 2_000_000")
+    if size <= 0:
+        raise InvalidArgumentError(f"max_shard_size must be positive, not {size}")
+    return size

@@ -1,0 +1,168 @@
+"""What ranks send each other about state: records that come back as they were, or are refused, whatever is changed."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import statexchange as sx
+from statexchange.exchange.gather import _Fact, _Parcel
+from statexchange.exchange.load import _OpenedSource
+from statexchange.exchange.rank_metadata import RankMetadata, check_equal_options
+from statexchange.exchange.reading import WantedBox
+from statexchange.exchange.receipts import CommittedRound, RoundStart, SavedFile
+from statexchange.sharding import records
+from statexchange.sharding.placements import Cut
+from statexchange.sharding.plan import Piece
+from statexchange.sharding.rules import Layout
+from statexchange.sharding.shards import Box
+from statexchange.sharding.spread import Placement
+from statexchange.sharding.write_plan import BoxReceipt, BoxReceipts, WriteFile, WritePlan, WriteTensor, assign_hosts
+from statexchange.state.describe import describe
+from statexchange.storage.workspace import RankName, Receipt
+
+LAYOUT = {
+    "cut": {"dim": 1, "blocks": [1, 1]},
+    "split.qkv": {"dim": 0, "split": {"qkv": {"q": 1, "k": 1}}},
+    "own": {"global_shape": [4, 2], "offsets": [2, 0], "shape": [2, 2]},
+    "scale": {"reduce": "max"},
+}
+STATE = {name: torch.ones(2, 2) for name in ("cut", "split.qkv", "own", "scale", "plain")}
+WRITTEN = Receipt(RankName.new("run", 3, 0, 2).relative, 100)
+PIECES = [Piece(Box((0, 0), (2, 2)), 1, 0, ((0, 1),)), Piece(Box((2, 0), (2, 2)), 0, 0)]
+PLAN = WritePlan(
+    (WriteFile("/out/a", is_reserved=True), WriteFile("/out/b", is_reserved=False)),
+    (WriteTensor(1, 80, (4, 2), "F32", "w", "max", PIECES), WriteTensor(0, 8, (2,), "BF16", "v", None, ())),
+    ({}, {"layers.0.w": "layers.1.w"}),
+    (0, 1),
+    "/out/probe",
+    compares=True,
+)
+
+
+def metadata() -> RankMetadata:
+    described = describe(STATE, Layout.parse(LAYOUT))
+    spread = Placement((2, 1), (Cut(0), None))
+    found = RankMetadata.of(described, {"dtype": "None"}).to_json()
+    found["placements"] = [spread.to_json()]
+    found["held"].append({"name": "mesh", "dtype": "F32", "shape": [4, 2], "placement": 0})
+    return RankMetadata.from_json(json.loads(json.dumps(found)))
+
+
+FACTS = (
+    _Fact("w", "F32", (2, 3), "parameter", requires_grad=True, alias=None, offset=0),
+    _Fact("tied", "F32", (2, 3), "parameter", requires_grad=True, alias="w", offset=64),
+)
+CASES: list[tuple[Any, Callable[[Any], Any]]] = [
+    (metadata(), RankMetadata.from_json),
+    (PLAN, lambda raw: WritePlan.from_json(raw, 2)),
+    (BoxReceipts((BoxReceipt(0, 1, 0, "aa"), BoxReceipt(1, 0, 2, "bb"))), BoxReceipts.from_json),
+    (_Parcel(FACTS, {"id": "a"}, ["x"]), _Parcel.from_json),
+    (WantedBox("w", Box((0,), (2,)), "F32"), WantedBox.from_json),
+    (
+        sx.ExportReport("/p", (("a", 1),), 1, 1, {"b": "a"}, 0.5, {"write": 0.1}, {"write": 1}, (1, 0)),
+        sx.ExportReport.from_json,
+    ),
+    (RoundStart(4, has_layout=False), RoundStart.from_json),
+    (SavedFile(WRITTEN, "/ws"), SavedFile.from_json),
+    (CommittedRound(7, (WRITTEN,)), CommittedRound.from_json),
+    (_OpenedSource("a", "b", "/p", "/p, round 3", {"strict": "True"}, has_layout=True), _OpenedSource.from_json),
+]
+IDS = [type(record).__name__ for record, _ in CASES]
+WRONG: list[Any] = [None, True, -1, 1.5, 1 << 70, 10**400, "", "x", [], [1], [[1, 2]], {}, {"a": 1}]
+
+
+def sent(record: Any) -> Any:
+    return json.loads(records.encoded(record))
+
+
+def places(raw: Any) -> Iterator[tuple[Any, ...]]:
+    """Every place in a JSON value, as the keys that lead there."""
+    yield ()
+    for key, item in raw.items() if isinstance(raw, dict) else enumerate(raw) if isinstance(raw, list) else ():
+        for rest in places(item):
+            yield (key, *rest)
+
+
+def changed(raw: Any, place: tuple[Any, ...], change: Callable[[Any, Any], None]) -> Any:
+    """A copy in which `change` was made to the container and key of a place."""
+    top = [copy.deepcopy(raw)]
+    inside: Any = top
+    for key in (0, *place)[:-1]:
+        inside = inside[key]
+    change(inside, (0, *place)[-1])
+    return top[0] if top else None
+
+
+@pytest.mark.parametrize(("record", "read"), CASES, ids=IDS)
+def test_a_record_comes_back_as_it_was(record: Any, read: Callable[[Any], Any]) -> None:
+    assert sent(read(sent(record))) == sent(record)
+
+
+@pytest.mark.parametrize(("record", "read"), CASES, ids=IDS)
+def test_a_record_that_was_changed_is_read_or_refused(record: Any, read: Callable[[Any], Any]) -> None:
+    """Wrong types, counts and values anywhere: a ValueError, or another whole record."""
+    raw, refused = sent(record), 0
+
+    def check(other: Any) -> bool:
+        try:
+            found = read(other)
+        except ValueError:
+            return True
+        assert sent(read(sent(found))) == sent(found)
+        return False
+
+    def dropped(inside: Any, key: Any) -> None:
+        del inside[key]
+
+    for place in places(raw):
+        refused += check(changed(raw, place, dropped))
+        for value in WRONG:
+            refused += check(changed(raw, place, lambda inside, key, value=value: inside.__setitem__(key, value)))
+    assert refused > len(WRONG)
+
+
+@pytest.mark.parametrize("data", [b"", b"[", b"{}", b"[1, 2]", b"\xff", b"[" * 100_000])
+def test_what_cannot_be_read_names_the_rank_that_sent_it(data: bytes) -> None:
+    with pytest.raises(sx.MismatchError, match=r"cannot read the plan that rank 3 sent.*same version") as caught:
+        records.decoded(data, lambda raw: WritePlan.from_json(raw, 2), "the plan", 3)
+    assert caught.value.rank == 3
+
+
+def test_a_plan_of_ranks_and_files_that_are_not_there_is_refused() -> None:
+    for place, value in (
+        (("tensors", 0, "file"), 2),
+        (("tensors", 0, "pieces", 0, "holder"), 2),
+        (("tensors", 0, "pieces", 0, "replicas", 0, 0), 2),
+        (("tensors", 0, "pieces", 0, "box"), [[3, 0], [2, 2]]),
+        (("rename_of", 1), 2),
+        (("rename_of",), [0]),
+    ):
+        raw = changed(sent(PLAN), place, lambda inside, key, value=value: inside.__setitem__(key, value))
+        with pytest.raises(ValueError, match=r"not a|outside"):
+            WritePlan.from_json(raw, 2)
+
+
+def test_boxes_that_are_reduced_are_those_with_copies() -> None:
+    (found,) = PLAN.reductions()
+    assert (found.name, found.op, found.holder, found.index, found.copies) == ("w", "max", 1, 0, ((0, 1),))
+
+
+def test_a_file_is_written_by_the_host_to_which_the_least_is_sent() -> None:
+    one = [Piece(Box((0,), (8,)), 0, 0), Piece(Box((8,), (24,)), 2, 0)]
+    tensors = tuple(WriteTensor(file, 0, (32,), "F32", f"w{file}", None, one) for file in range(2))
+    plan = WritePlan((WriteFile("a", True), WriteFile("b", True)), tensors, ({},), (0,) * 3, "", compares=True)
+    assert assign_hosts(plan, [0, 0, 1], [True] * 3) == [1, 0]
+    assert assign_hosts(plan, [0, 0, 1], [True, True, False]) == [0, 0]
+
+
+def test_options_that_differ_are_named_with_both_values() -> None:
+    same = {"dtype": "None", "replicas": "'equal'"}
+    check_equal_options([same, dict(same)])
+    with pytest.raises(sx.InvalidArgumentError, match=r"^dtype is None on rank 0 and 'float16' on rank 2: give all"):
+        check_equal_options([same, same, {**same, "dtype": "'float16'"}])
