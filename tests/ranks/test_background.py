@@ -150,9 +150,18 @@ def stalls_and_goes_on(out: str) -> Any:
     """One rank asks for the next export while the first still runs, the other when it has failed."""
     comm = sx.init("gloo", timeout_s=8)
     state = {"w": torch.arange(8.0)}
-    slow: dict[str, Any] = {"on_progress": lambda done, total: time.sleep(2)} if comm.rank == 0 else {}
+    failed = Path(f"{out}-failed")
+
+    def wait(done: int, total: int) -> None:
+        while not failed.exists():
+            time.sleep(0.01)
+
+    slow: dict[str, Any] = {"on_progress": wait} if comm.rank == 0 else {}
     first = sx.export_checkpoint_async(state, f"{out}-1", comm=comm, stall_timeout_s=0.5, **slow)
-    time.sleep(0.2 if comm.rank == 0 else 1.5)
+    if comm.rank == 1:
+        while not first.done():
+            time.sleep(0.01)
+        failed.touch()
     with pytest.raises(sx.StateExchangeError) as caught:
         sx.export_checkpoint_async(state, f"{out}-2", comm=comm)
     assert str(first.exception(20)) == str(caught.value)
