@@ -117,8 +117,8 @@ def count(to: int) -> int:
     return os.getppid()
 
 
-def return_a_set() -> set[int]:
-    return {1}
+def return_an_object() -> object:
+    return object()
 
 
 def leave_a_thread() -> str:
@@ -271,8 +271,8 @@ def test_peers_of_a_failed_gloo_rank_see_its_connection_close() -> None:
 
 
 def test_a_result_that_is_no_json_value_fails_its_rank() -> None:
-    with pytest.raises(RankFailure, match=r"cannot write a builtins\.set as JSON"):
-        run_ranks(return_a_set, 1, backend="processes")
+    with pytest.raises(RankFailure, match=r"cannot write a builtins\.object as JSON"):
+        run_ranks(return_an_object, 1, backend="processes")
 
 
 def test_a_killed_rank_is_told_of() -> None:

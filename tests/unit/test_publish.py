@@ -565,7 +565,7 @@ def test_no_place_for_a_checkpoint(place: Path) -> None:
 
 
 def test_a_place_that_takes_no_files_is_not_called_busy() -> None:
-    with pytest.raises(StorageError, match="cannot make anything in the target's directory") as caught:
+    with pytest.raises(StorageError, match="cannot make files here: proc shows the kernel") as caught:
         begin("/proc/nothing", 1)
     assert (caught.value.path, caught.value.errno) == ("/proc/nothing", errno.ENOENT)
 
