@@ -266,6 +266,9 @@ class _Export:
         shards = rank_shards(metadata, self._layout)
         holdings = [Holding(rank, shards[rank], one.aliases) for rank, one in enumerate(metadata)]
         self._plan = plan_merge(holdings, self._options, reductions=operations(metadata))
+        if not self._plan.num_tensors:
+            why = "include and exclude leave out every tensor" if any(shards) else "no rank's state has a tensor"
+            raise InvalidArgumentError(f"there is nothing to export: {why}")
         path = target_path(self._request.path)
         if is_url(path):
             raise InvalidArgumentError(f"a checkpoint goes to a directory, not to {path!r}")

@@ -100,7 +100,8 @@ def load_checkpoint(
         path: a path or URL of anything that `merge_checkpoint` reads.
         comm: the communicator; by default the current one.
         strict: raise an error for names that a rank misses and for names that no rank has a place for, as torch does;
-            else the report lists them. Shapes and dtypes must be equal in any case.
+            else the report lists them, and only a state of which nothing is in the source is an error. Shapes and
+            dtypes must be equal in any case.
         layout: rules for plain tensors of `state` that are parts of whole ones, as in `export_checkpoint`, by their
             dotted paths: ``{"*.up.weight": Shard(0)}``. What an optimizer holds in the shape of a parameter goes by the
             parameter's rule. A rule that renames (split, renumber) is for sources of tensors alone, such as a Hugging
@@ -256,7 +257,7 @@ class _Load:
             ]
             # those that no rank has a place for
             wanted.unexpected = [name for name in wanted.unexpected if all(name in names for names in told)]
-            if options.strict:
+            if options.strict or (wanted.missing and not wanted.targets):  # nothing at all is never what was meant
                 _check_names(wanted, catalog)
         readers = assign_readers(jobs, comm) if is_url(source.path) else {}
         with comm.phase("reading", timeout_s=self._stall_timeout_s):
@@ -483,16 +484,20 @@ def _check_names(wanted: Restoration, catalog: Catalog) -> None:
         for what, names in (("missing in the source", wanted.missing), ("not in the state", wanted.unexpected))
         if names
     ]
-    text = f"the names differ; {'; '.join(told)} (strict=False loads what both have{_hint(wanted, catalog)})"
+    advice = [_hint(wanted, catalog), "strict=False loads what both have" if wanted.targets else ""]
+    text = "; ".join(["the names differ", *told, *filter(None, advice)])
     kind = NotFoundError if wanted.missing else InvalidArgumentError
     raise kind(text, path=catalog.source.path)
 
 
 def _hint(wanted: Restoration, catalog: Catalog) -> str:
-    """Return advice if the source has all missing names under one prefix, else ""."""
+    """Return advice if the source has all missing names under one prefix, or without theirs, else ""."""
     for prefix in {name.split(".", 1)[0] for name in catalog if "." in name}:
         if wanted.missing and all(f"{prefix}.{name}" in catalog for name in wanted.missing):
-            return f'; the source has them under "{prefix}": give {{"{prefix}": state}}'
+            return f'the source has them under "{prefix}": give {{"{prefix}": state}}'
+    for prefix in {name.split(".", 1)[0] for name in wanted.missing if "." in name}:
+        if all(name.startswith(f"{prefix}.") and name[len(prefix) + 1 :] in catalog for name in wanted.missing):
+            return f'the source has them without "{prefix}": give state["{prefix}"]'
     return ""
 
 

@@ -980,3 +980,14 @@ def is_given_other_options(folder: str) -> None:
 def test_options_of_a_load_that_are_wrong_or_differ_are_named(tmp_path: Path) -> None:
     sx.save_checkpoint({"w": torch.ones(2)}, tmp_path)
     run_ranks(is_given_other_options, 2, args=(str(tmp_path),))
+
+
+def test_a_load_that_finds_nothing_is_an_error_that_says_how_it_would_find_all(tmp_path: Path) -> None:
+    model = model_of(1)
+    sx.save_checkpoint({"model": model}, tmp_path / "nested")
+    sx.export_checkpoint(model, tmp_path / "flat")
+    for strict in (True, False):
+        with pytest.raises(FileNotFoundError, match=r'under "model": give \{"model": state\} \['):
+            sx.load_checkpoint(model_of(2), tmp_path / "nested", strict=strict)
+        with pytest.raises(FileNotFoundError, match=r'without "model": give state\["model"\] \['):
+            sx.load_checkpoint({"model": model_of(2)}, tmp_path / "flat", strict=strict)

@@ -111,6 +111,14 @@ def test_a_list_that_contains_itself_and_two_tensors_of_one_name_are_refused(tmp
         sx.save_checkpoint({"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1)}, tmp_path)
 
 
+def test_an_export_of_no_tensors_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing to export: no rank's state has a tensor"):
+        sx.export_checkpoint({}, tmp_path / "out")
+    with pytest.raises(ValueError, match="exclude"):
+        sx.export_checkpoint({"a": torch.ones(1)}, tmp_path / "out", exclude="a")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_module_that_fsdp1_wraps_is_refused_at_the_save(tmp_path: Path) -> None:
     class FullyShardedDataParallel(nn.Linear):
         """It is known by its name."""
