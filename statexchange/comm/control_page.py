@@ -58,6 +58,7 @@ _UNKNOWN_S = 5.0  # for a rank that has arrived to run again, after another one 
 _REASON_S = 1.0  # for a rank that has given up to say why
 _SPINS = 100
 _YIELDS = 1000
+_YIELDING_S = 0.05  # beside other work one yield may take milliseconds, and failures are looked for afterwards
 _LENGTH_BYTES = 8
 _SPILLED = 1 << 63
 
@@ -249,10 +250,13 @@ class ControlPage:
             phase = self._look(phase, here)
             if phase in (PASSED, CLOSING):
                 return phase
+        began = time.monotonic()
         for _ in range(_YIELDS):
             phase = self._look(phase, here)
             if phase in (PASSED, CLOSING):
                 return phase
+            if time.monotonic() - began > _YIELDING_S:
+                break
             yield_core()
         return self._nap(phase, here, wait)
 

@@ -260,8 +260,25 @@ def test_peers_of_a_failed_thread_learn_of_it() -> None:
 
     with pytest.raises(RankFailure) as caught:
         run_ranks(work, 2)
-    assert caught.value.errors == {0: "PeerError", 1: "ValueError"}
+    assert caught.value.errors == {0: "PeerError", 1: "ValueError"}, caught.value
     assert "lost its shard" in caught.value.messages[0]
+
+
+def test_a_failure_is_seen_soon_where_each_yield_of_the_core_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    yields = []
+
+    def yield_beside_other_work() -> None:
+        yields.append(time.sleep(0.005))
+
+    def work() -> None:
+        if thread_rank() == 1:
+            raise ValueError("lost its shard")
+        meet_on_threads()
+
+    monkeypatch.setattr("statexchange.comm.control_page.yield_core", yield_beside_other_work)
+    outcomes = run_ranks(work, 2, allow_failure=True)
+    assert outcomes.errors == {0: "PeerError", 1: "ValueError"}, outcomes
+    assert 0 < len(yields) < 50
 
 
 def test_peers_of_a_failed_gloo_rank_see_its_connection_close() -> None:
