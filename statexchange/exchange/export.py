@@ -31,6 +31,7 @@ from statexchange.exchange.rank_metadata import (
 )
 from statexchange.exchange.reducing import reduce_copies
 from statexchange.exchange.writing import write_boxes, writing_nodes
+from statexchange.processes import collector_paused
 from statexchange.settings import check_timeout
 from statexchange.sharding import records
 from statexchange.sharding.copies import check_copies, replica_error
@@ -196,7 +197,8 @@ def export_checkpoint(
             stall_timeout_s=stall_timeout_s,
             on_progress=on_progress,
         )
-        described = describe(state, request.options.new_layout(), communicator.rank)
+        with collector_paused():
+            described = describe(state, request.options.new_layout(), communicator.rank)
     return _Export(communicator, described, request, clock).run()
 
 
@@ -226,16 +228,9 @@ class _Export:
         """Export; collective."""
         comm = self._comm
         try:
-            metadata, nbytes = gather_metadata(comm, RankMetadata.of(self._described, self._options.texts()), root=0)
-            self._clock.lap("describe", nbytes)
-            with comm.phase("planning"):
-                if comm.rank == 0:
-                    self._prepare(parse_metadata(metadata))
-            sent = comm.exchange(self._write_plan(), doing="the plan")[0]
-            with comm.phase("reading the plan"):
-                order = records.decoded(sent, lambda raw: WritePlan.from_json(raw, comm.world_size), "the plan", 0)
+            with collector_paused():
+                order = self._agreed_plan()
             nodes = writing_nodes(comm, order)
-            self._clock.lap("plan", len(sent))
             self._prepare_values(order)
             with comm.phase("writing", timeout_s=self._stall_timeout_s):
                 headers = [opened.header for opened in self._open]
@@ -245,11 +240,32 @@ class _Export:
             report: ExportReport | None = None
             with comm.phase("publishing", timeout_s=self._stall_timeout_s):
                 if comm.rank == 0:
-                    report = self._publish(receipts, nodes)
+                    with collector_paused():
+                        report = self._publish(receipts, nodes)
             return self._shared(report)
         finally:
             if self._publication is not None:
                 self._publication.abandon()
+
+    def _agreed_plan(self) -> WritePlan:
+        """Every rank: the plan that root has made of what all ranks hold. Collective."""
+        comm = self._comm
+        ours = RankMetadata.of(self._described, self._options.texts())
+        metadata, nbytes = gather_metadata(comm, ours, root=0)
+        self._clock.lap("describe", nbytes)
+        plan: WritePlan | None = None
+        data = b""
+        with comm.phase("planning"):
+            if comm.rank == 0:
+                self._prepare(parse_metadata(metadata, comm.rank, ours))
+                plan = self._write_plan()
+                data = records.encoded(plan)
+        sent = comm.exchange(data, doing="the plan")[0]
+        with comm.phase("reading the plan"):
+            if plan is None:
+                plan = records.decoded(sent, lambda raw: WritePlan.from_json(raw, comm.world_size), "the plan", 0)
+        self._clock.lap("plan", len(sent))
+        return plan
 
     def _prepare(self, metadata: list[RankMetadata]) -> None:
         """Root: prove the cover, take the target, and make the files."""
@@ -280,10 +296,9 @@ class _Export:
         if self._comm.num_nodes > 1:
             self._probe = self._publication.make_probe()
 
-    def _write_plan(self) -> bytes:
+    def _write_plan(self) -> WritePlan:
         """Root: what every rank must know to write its part."""
-        if self._plan is None:
-            return b""
+        assert self._plan is not None
         distinct: dict[str, int] = {}
         numbers = [distinct.setdefault(json.dumps(names, sort_keys=True), len(distinct)) for names in self._renames]
         tensors = [
@@ -294,7 +309,7 @@ class _Export:
         files = [WriteFile(opened.path, opened.is_reserved) for opened in self._open]
         compares = self._options.replicas == "equal"
         maps = tuple(json.loads(text) for text in distinct)
-        return records.encoded(WritePlan(tuple(files), tuple(tensors), maps, tuple(numbers), self._probe, compares))
+        return WritePlan(tuple(files), tuple(tensors), maps, tuple(numbers), self._probe, compares)
 
     def _prepare_values(self, order: WritePlan) -> None:
         """Every rank: names as the plan has them, and results in place of copies that are reduced."""

@@ -27,11 +27,12 @@ from statexchange.exchange.rank_metadata import check_equal_options
 from statexchange.exchange.reading import Job, assign_readers, read_all
 from statexchange.formats.registry import open_source
 from statexchange.formats.source import Source
+from statexchange.processes import collector_paused
 from statexchange.sharding import records
 from statexchange.sharding.options import FLOATS, LoadOptions, Rename, Replicas
 from statexchange.sharding.plan import prove_cover
 from statexchange.sharding.rules import Layout, renumbered
-from statexchange.state.describe import Description, HeldTensor, describe
+from statexchange.state.describe import Description, HeldTensor, describe_entry
 from statexchange.state.restore import Restoration, Saved, merged, restoration, tree_of_names
 from statexchange.state.tree import flatten
 from statexchange.storage.store import is_url
@@ -233,7 +234,7 @@ class _Load:
     def run(self, state: Any, path: str | os.PathLike[str], given: Mapping[str, Any]) -> LoadReport:
         """Load once, with the options that were given; collective."""
         with contextlib.ExitStack() as holding:
-            with self._comm.phase("reading the headers", timeout_s=self._stall_timeout_s):
+            with self._comm.phase("reading the headers", timeout_s=self._stall_timeout_s), collector_paused():
                 options = LoadOptions(**given)
                 source = holding.enter_context(_opened(path, self._comm))
             has_layout = _check_same(source, options, self._comm)
@@ -241,7 +242,7 @@ class _Load:
 
     def _fill(self, state: Any, source: Source, options: LoadOptions, *, has_layout: bool) -> LoadReport:
         comm = self._comm
-        with comm.phase("finding its tensors", timeout_s=self._stall_timeout_s):
+        with comm.phase("finding its tensors", timeout_s=self._stall_timeout_s), collector_paused():
             catalog = Catalog(source, options, comm.rank, comm.world_size)
             tree = _saved_tree(state, catalog)
             if not has_layout:
@@ -468,7 +469,7 @@ def _targets(wanted: Restoration, catalog: Catalog, rank: int) -> list[_Target]:
     found = []
     for name, live, path in wanted.targets:
         is_padded = bool(getattr(live, "allow_shape_mismatch", False))
-        for held in describe({path: live}, layout, rank).held.values():
+        for held in describe_entry(path, live, layout, rank):
             is_whole = held.shard.name == path
             source = name if is_whole else held.shard.name
             found.append(_Target(catalog.counted.get(source, source), path, held, is_padded))

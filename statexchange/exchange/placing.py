@@ -41,7 +41,7 @@ def place_parts(comm: Communicator, described: Description, layout: Layout) -> D
     sent, _ = gather_metadata(comm, ours)
     held = dict(described.held)
     with comm.phase("placing its tensors"):
-        metadata = parse_metadata(sent)
+        metadata = parse_metadata(sent, comm.rank, ours)
         check_equal_options([one.options for one in metadata])
         layout.check_ranks(range(comm.world_size))
         unused = set.intersection(*(set(one.unused) for one in metadata))

@@ -154,9 +154,9 @@ def gather_metadata(comm: Communicator, ours: RankMetadata, root: int | None = N
     return [sent[sender[found]] for found in digests] if sent else [], sum(map(len, sent))
 
 
-def parse_metadata(sent: Sequence[bytes]) -> list[RankMetadata]:
-    """The metadata of each rank, from the bytes that `gather_metadata` gives; equal bytes are parsed once."""
-    found: dict[bytes, RankMetadata] = {}
+def parse_metadata(sent: Sequence[bytes], own_rank: int, ours: RankMetadata) -> list[RankMetadata]:
+    """The metadata of each rank, from the bytes that `gather_metadata` gives for `ours`; equal bytes are parsed once."""
+    found = {sent[own_rank]: ours}
     for rank, data in enumerate(sent):
         if data not in found:
             found[data] = records.decoded(data, RankMetadata.from_json, "the description of its state", rank)

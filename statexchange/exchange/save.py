@@ -15,6 +15,7 @@ from statexchange.errors import InvalidArgumentError, NotFoundError
 from statexchange.exchange.placing import parameter_names, place_parts
 from statexchange.exchange.receipts import CommittedRound, RoundStart, SavedFile
 from statexchange.exchange.staging import Staging, held_bytes
+from statexchange.processes import collector_paused
 from statexchange.settings import check_timeout
 from statexchange.sharding import records
 from statexchange.sharding.rules import Layout
@@ -69,9 +70,10 @@ def save_checkpoint(
         with communicator.phase("describing its state"):
             check_timeout(stall_timeout_s, "stall_timeout_s")
             workspace = Workspace(url)
-            config, tensors = tree_of(state)
-            rules = _parse_layout(layout, tensors)
-            held = describe(tensors, rules, communicator.rank)
+            with collector_paused():
+                config, tensors = tree_of(state)
+                rules = _parse_layout(layout, tensors)
+                held = describe(tensors, rules, communicator.rank)
         with communicator.phase("choosing a round"):
             if communicator.rank == 0:
                 number = workspace.next_round(communicator.run)

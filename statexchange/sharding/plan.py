@@ -6,9 +6,7 @@ what they hold and of `ExportOptions`; the same input gives the same plan and th
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
-import gc
 import hashlib
 import json
 import math
@@ -25,6 +23,7 @@ from statexchange.errors import (
     UnsafeError,
     UnsupportedError,
 )
+from statexchange.processes import collector_paused
 from statexchange.sharding.options import ExportOptions
 from statexchange.sharding.shards import Box, Shard, full_box, intersect, region_text
 from statexchange.sharding.spread import Spread, SpreadBox, SpreadBoxes, tiles
@@ -89,7 +88,7 @@ class TensorPlan:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
-        return full_box(self.shape).numel * ITEMSIZE[self.dtype]
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,20 +144,8 @@ def plan_merge(
     CorruptError (dtype or global shape differ between holders); each names tensor, region and ranks. A
     `rename` that gives two tensors one name is an UnsafeError.
     """
-    with _collector_paused():
+    with collector_paused():
         return _plan(holdings, options or ExportOptions(), basis, reductions or {})
-
-
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """A plan makes millions of tuples and no cycles; looking at them again and again would take half of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _plan(holdings: Sequence[Holding], options: ExportOptions, basis: str, reductions: Mapping[str, str]) -> Plan:
@@ -349,6 +336,8 @@ def prove_cover(name: str, shape: tuple[int, ...], boxes: Mapping[Box, Sequence[
 
 def _flaw(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> tuple[int, ...] | None:
     """The first element that is not covered exactly once."""
+    if list(boxes) == [full_box(shape)]:
+        return None
     cut = [d for d, size in enumerate(shape) if any(box.shape[d] != size for box in boxes)]
     if len(cut) > _MAX_CUT_DIMS:
         raise UnsupportedError(f"cut along {len(cut)} dims; {_MAX_CUT_DIMS} are supported", name=name)

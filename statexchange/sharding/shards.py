@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +47,7 @@ class Box:
     @property
     def ends(self) -> tuple[int, ...]:
         """Exclusive end in every dim."""
-        return tuple(o + s for o, s in zip(self.offsets, self.shape, strict=True))
+        return tuple(map(operator.add, self.offsets, self.shape))
 
     def __str__(self) -> str:
         return region_text(self.offsets, self.ends)
@@ -83,7 +85,8 @@ def shape_from_json(raw: Any) -> tuple[int, ...]:
     return shape
 
 
-def _check_numel(shape: Sequence[int]) -> None:
+@functools.lru_cache(1024)
+def _check_numel(shape: tuple[int, ...]) -> None:
     if math.prod(size for size in shape if size) >= 1 << 63:
         raise ValueError(f"no tensor has a shape of {len(shape)} dims that is so large")
 
@@ -109,11 +112,18 @@ def c_contiguous(box: Box, shape: Sequence[int]) -> bool:
 
 def full_box(shape: Sequence[int]) -> Box:
     """The box that covers a whole tensor of `shape`."""
-    return Box((0,) * len(shape), tuple(shape))
+    return _full_box(tuple(shape))
+
+
+@functools.lru_cache(1024)  # a model has many tensors of few shapes
+def _full_box(shape: tuple[int, ...]) -> Box:
+    return Box((0,) * len(shape), shape)
 
 
 def intersect(one: Box, other: Box) -> Box | None:
     """The block that two boxes share, or None."""
+    if one == other:
+        return one if one.numel else None
     lows = tuple(max(a, b) for a, b in zip(one.offsets, other.offsets, strict=True))
     highs = tuple(min(a, b) for a, b in zip(one.ends, other.ends, strict=True))
     if any(low >= high for low, high in zip(lows, highs, strict=True)):
@@ -142,6 +152,8 @@ class Shard:
         itemsize_of(self.dtype)
         _check_numel(self.global_shape)
         for box in self.boxes:
+            if box == full_box(self.global_shape) and min(box.shape, default=0) >= 0:
+                continue
             fits = len(box.shape) == len(self.global_shape) and min((*box.offsets, *box.shape), default=0) >= 0
             if not fits or any(end > size for end, size in zip(box.ends, self.global_shape, strict=True)):
                 raise ValueError(f"box {box} lies outside {self.name!r} of shape {self.global_shape}")

@@ -16,7 +16,7 @@ from statexchange.state.megatron import MegatronTensor, holds_sharded, kind_of, 
 from statexchange.state.modules import is_extra_state, is_module, is_plain_entry, model_items
 from statexchange.tensors import dtype_name, is_tensor, same_memory, settled
 
-__all__ = ["Description", "HeldTensor", "describe", "named_tensors"]
+__all__ = ["Description", "HeldTensor", "describe", "describe_entry", "named_tensors"]
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +86,13 @@ def describe(state: Any, layout: Layout | None = None, rank: int = 0) -> Descrip
             if key and None not in key and seen.setdefault(key, part.shard.name) != part.shard.name:
                 aliases[part.shard.name] = seen[key]
     return Description(held, aliases, tuple(sorted(rules.unused)), sources)
+
+
+def describe_entry(name: str, value: Any, layout: Layout, rank: int = 0) -> list[HeldTensor]:
+    """Describe one entry of a state, as `describe` does: several tensors where the layout splits it. Not collective."""
+    if is_tensor(value) and layout.rule_for(name) is None:
+        return _hold(name, settled(value), None, rank)
+    return list(describe({name: value}, layout, rank).held.values())
 
 
 def named_tensors(state: Any) -> Iterator[tuple[str, Any]]:

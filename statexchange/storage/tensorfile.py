@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError, InvalidArgumentError, UnsafeError, excerpt
+from statexchange.processes import collector_paused
 from statexchange.sharding.shards import Shard, shape_from_json, sizes_from_json
 from statexchange.storage.atomic import write_new
 from statexchange.storage.files import WINDOW_BYTES, Buffer
@@ -277,7 +278,8 @@ def write_tensor_file(
     entries = [(h.shard.name, h.shard.dtype, h.shard.local_shape) for h in kept]
 
     def header() -> bytes:
-        return encode_header(entries, _metadata(kept, digests, facts))
+        with collector_paused():
+            return encode_header(entries, _metadata(kept, digests, facts))
 
     begin = len(header())  # digests are of one length: it is so long whatever they are
     nbytes = begin + sum(h.shard.nbytes for h in kept)
