@@ -155,7 +155,7 @@ def gather_metadata(comm: Communicator, ours: RankMetadata, root: int | None = N
 
 
 def parse_metadata(sent: Sequence[bytes], own_rank: int, ours: RankMetadata) -> list[RankMetadata]:
-    """The metadata of each rank, from the bytes that `gather_metadata` gives for `ours`; equal bytes are parsed once."""
+    """The metadata of each rank, from the bytes that `gather_metadata` gives for `ours`; equal ones are parsed once."""
     found = {sent[own_rank]: ours}
     for rank, data in enumerate(sent):
         if data not in found:
