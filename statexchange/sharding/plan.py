@@ -7,6 +7,7 @@ what they hold and of `ExportOptions`; the same input gives the same plan and th
 from __future__ import annotations
 
 import fnmatch
+import functools
 import hashlib
 import json
 import math
@@ -26,7 +27,7 @@ from statexchange.errors import (
 from statexchange.processes import collector_paused
 from statexchange.sharding.options import ExportOptions
 from statexchange.sharding.shards import Box, Shard, full_box, intersect, region_text
-from statexchange.sharding.spread import Spread, SpreadBox, SpreadBoxes, tiles
+from statexchange.sharding.spread import Placement, Spread, SpreadBox, SpreadBoxes, tiles
 from statexchange.tensors import ITEMSIZE
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
 
 _MAX_CUT_DIMS = 12
 _MANY_BOXES = 1000
+_FEW_RANKS = 16  # of a mesh: what is kept for its tensors is small
 _MAX_CORNERS = 1 << 22  # that are counted at once: a box has two in each dim that is cut, to that power
 _MAX_LOOKS = 64  # at each box and dim, to split many boxes into few
 
@@ -209,10 +211,19 @@ class _SpreadPieces(Sequence[Piece]):
         return Piece(found.box, *chosen, tuple(owner for owner in found.owners if owner != chosen))
 
 
+@functools.lru_cache(1024)  # a model has many tensors of few shapes and placements
+def _few_pieces(shape: tuple[int, ...], placement: Placement, turn: int) -> tuple[Piece, ...]:
+    return tuple(_SpreadPieces(SpreadBoxes(shape, placement), turn))
+
+
 def _plan_spread(new: str, held: Spread, options: ExportOptions, number: int) -> TensorPlan:
     if not tiles(held.global_shape, held.placement):
         raise IncompleteError(f"{held.placement} does not cover shape {held.global_shape}", name=held.name)
-    pieces = _SpreadPieces(SpreadBoxes(held.global_shape, held.placement), 0 if options.replicas == "root" else number)
+    turn = 0 if options.replicas == "root" else number
+    pieces: Sequence[Piece] = _SpreadPieces(SpreadBoxes(held.global_shape, held.placement), turn)
+    num_ranks = math.prod(held.placement.mesh_shape)
+    if num_ranks <= _FEW_RANKS:
+        pieces = _few_pieces(held.global_shape, held.placement, turn % num_ranks)
     return TensorPlan(new, held.name, options.output_dtype(held.dtype), held.global_shape, 0, pieces)
 
 
