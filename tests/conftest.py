@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,17 @@ def pytest_pyfunc_call() -> Generator[None, object, object]:
         if mpi_missing() is not None:
             require_mpi()
         raise
+
+
+@pytest.fixture
+def sweep_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A directory for a sweep over all events: a slow test's lies in memory, since on a disk it waits for its syncs."""
+    is_slow = request.node.get_closest_marker("slow") is not None
+    if not is_slow or not os.path.isdir("/dev/shm") or shutil.disk_usage("/dev/shm").free < 1 << 30:
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="statexchange-sweep-", dir="/dev/shm") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

@@ -209,8 +209,8 @@ def steps(every: int) -> list[Any]:
 
 @pytest.mark.parametrize("step", steps(3))
 @pytest.mark.parametrize("before", [False, True])
-def test_killed_at_any_event_the_next_one_succeeds(tmp_path: Path, before: bool, step: int) -> None:
-    found = sweep("sweep_object_kills", tmp_path, base=f"disk://{tmp_path}", before=before, step=step)
+def test_killed_at_any_event_the_next_one_succeeds(sweep_path: Path, before: bool, step: int) -> None:
+    found = sweep("sweep_object_kills", sweep_path, base=f"disk://{sweep_path}", before=before, step=step)
     assert found["points"] * step > 12
     assert found["being written"]
 
@@ -219,25 +219,25 @@ def test_killed_at_any_event_the_next_one_succeeds(tmp_path: Path, before: bool,
 @pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize(("before", "overwrite"), [(False, False), (True, True)])
 def test_of_two_publishers_one_wins_wherever_the_second_begins(
-    tmp_path: Path, before: bool, overwrite: bool, elsewhere: bool, step: int
+    sweep_path: Path, before: bool, overwrite: bool, elsewhere: bool, step: int
 ) -> None:
     """C3, C4. With `elsewhere` the first is taken for dead, and then goes on."""
     options = {"before": before, "overwrite": overwrite, "elsewhere": elsewhere, "step": step}
-    assert sweep("sweep_object_races", tmp_path, base=f"disk://{tmp_path}", **options)["points"]
+    assert sweep("sweep_object_races", sweep_path, base=f"disk://{sweep_path}", **options)["points"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_killed_at_any_event_on_s3_the_next_one_succeeds(s3: str, tmp_path: Path) -> None:
-    assert sweep("sweep_object_kills", tmp_path, base=s3, before=True, step=6, first=2)["points"]
+def test_killed_at_any_event_on_s3_the_next_one_succeeds(s3: str, sweep_path: Path) -> None:
+    assert sweep("sweep_object_kills", sweep_path, base=s3, before=True, step=6, first=2)["points"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_of_two_publishers_on_s3_one_wins(s3: str, tmp_path: Path, elsewhere: bool) -> None:
+def test_of_two_publishers_on_s3_one_wins(s3: str, sweep_path: Path, elsewhere: bool) -> None:
     options = {"before": True, "overwrite": True, "elsewhere": elsewhere, "step": 6, "first": 2}
-    assert sweep("sweep_object_races", tmp_path, base=s3, **options)["points"]
+    assert sweep("sweep_object_races", sweep_path, base=s3, **options)["points"]
 
 
 RACER = """

@@ -191,17 +191,17 @@ FAULTS += [("mkdir", "EROFS"), ("mkdirat", "EACCES")]
 
 
 @EVERY
-def test_a_failing_write_is_an_error_with_errno_and_the_old_stays(every: int, place: Path) -> None:
-    publish(place / "template" / "out", 1)
-    shutil.copytree(place / "template", place / "trace")
-    calls = Counter(system_calls(PUBLISHER, place / "trace" / "out", 2, log=place / "log"))
+def test_a_failing_write_is_an_error_with_errno_and_the_old_stays(every: int, sweep_path: Path) -> None:
+    publish(sweep_path / "template" / "out", 1)
+    shutil.copytree(sweep_path / "template", sweep_path / "trace")
+    calls = Counter(system_calls(PUBLISHER, sweep_path / "trace" / "out", 2, log=sweep_path / "log"))
     cases = [(call, code, n + 1) for call, code in FAULTS for n in range(calls[call])]
     cases = [case for case in cases if case[0] != "mkdir"]  # filelock's, of a directory that is there
 
     def check(case: tuple[str, str, int]) -> None:
         call, code, when = case
-        own = place / f"{call}-{when}"
-        shutil.copytree(place / "template", own)
+        own = sweep_path / f"{call}-{when}"
+        shutil.copytree(sweep_path / "template", own)
         done = run(own / "out", 2, trace=f"inject={call}:error={code}:when={when}")
         assert done.returncode == 0, (case, done.stderr)
         if done.stdout:
@@ -509,9 +509,9 @@ def steps(every: int) -> list[Any]:
 @pytest.mark.parametrize("step", steps(6))
 @pytest.mark.parametrize("exchange", [True, False])
 def test_killed_at_any_event_the_old_or_the_new_is_there_and_the_next_one_cleans_up(
-    place: Path, exchange: bool, step: int
+    sweep_path: Path, exchange: bool, step: int
 ) -> None:
-    found = sweep("sweep_kills", place, exchange=exchange, before=True, step=step)
+    found = sweep("sweep_kills", sweep_path, exchange=exchange, before=True, step=step)
     assert found["points"] * step > 60
     assert found["old"]
     assert found["new"]
@@ -519,25 +519,25 @@ def test_killed_at_any_event_the_old_or_the_new_is_there_and_the_next_one_cleans
 
 
 @pytest.mark.parametrize("step", steps(6))
-def test_a_first_publisher_killed_at_any_event_leaves_nothing_that_looks_finished(place: Path, step: int) -> None:
-    found = sweep("sweep_kills", place, before=False, step=step)
+def test_a_first_publisher_killed_at_any_event_leaves_nothing_that_looks_finished(sweep_path: Path, step: int) -> None:
+    found = sweep("sweep_kills", sweep_path, before=False, step=step)
     assert found["points"] * step > 45
     assert found["absent"]
 
 
 @pytest.mark.parametrize("step", steps(6))
-def test_killed_at_any_event_a_second_run_goes_on_to_the_same_directory(place: Path, step: int) -> None:
-    found = sweep("sweep_kills", place, before=True, reuse=True, step=step)
+def test_killed_at_any_event_a_second_run_goes_on_to_the_same_directory(sweep_path: Path, step: int) -> None:
+    found = sweep("sweep_kills", sweep_path, before=True, reuse=True, step=step)
     assert {"0 kept", "2 kept"} <= found.keys()
 
 
 @pytest.mark.parametrize("step", steps(6))
 @pytest.mark.parametrize("exchange", [True, False])
 def test_interrupted_at_any_event_nothing_stays_or_the_next_one_removes_it(
-    place: Path, exchange: bool, step: int
+    sweep_path: Path, exchange: bool, step: int
 ) -> None:
     """C10: Ctrl-C."""
-    found = sweep("sweep_interrupts", place, exchange=exchange, before=True, step=step)
+    found = sweep("sweep_interrupts", sweep_path, exchange=exchange, before=True, step=step)
     assert found["nothing left"] > found.get("something left", 0)  # only while it cleans up itself
 
 
@@ -545,11 +545,11 @@ def test_interrupted_at_any_event_nothing_stays_or_the_next_one_removes_it(
 @pytest.mark.parametrize(("before", "overwrite"), [(False, False), (True, True)])
 @pytest.mark.parametrize(("elsewhere", "exchange"), [(False, True), (True, True), (True, False)])
 def test_of_two_publishers_one_wins_wherever_the_second_begins(
-    place: Path, before: bool, overwrite: bool, elsewhere: bool, exchange: bool, step: int
+    sweep_path: Path, before: bool, overwrite: bool, elsewhere: bool, exchange: bool, step: int
 ) -> None:
     """C1: both failed, or one had the other's bytes under its manifest."""
     options = {"before": before, "overwrite": overwrite, "elsewhere": elsewhere, "step": step}
-    assert sweep("sweep_races", place, exchange=exchange, **options)["points"]
+    assert sweep("sweep_races", sweep_path, exchange=exchange, **options)["points"]
 
 
 def test_no_place_for_a_checkpoint(place: Path) -> None:

@@ -141,9 +141,11 @@ def at_every_look(reader: Reader, publish: Callable[[float], None]) -> Iterator[
 
 
 @pytest.mark.parametrize("trip", ["open", "load", "merge"])
-def test_a_checkpoint_that_is_replaced_at_any_look_is_read_as_the_old_or_the_new_one(trip: str, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_replaced_at_any_look_is_read_as_the_old_or_the_new_one(
+    trip: str, sweep_path: Path
+) -> None:
     """A1, A2, A3."""
-    path = tmp_path / "out"
+    path = sweep_path / "out"
     export(path, 0.0)
     reader = Reader(path, trip)
     try:
@@ -156,8 +158,8 @@ def test_a_checkpoint_that_is_replaced_at_any_look_is_read_as_the_old_or_the_new
         reader.close()
 
 
-def test_a_checkpoint_that_is_replaced_at_any_look_verifies(tmp_path: Path) -> None:
-    path = tmp_path / "out"
+def test_a_checkpoint_that_is_replaced_at_any_look_verifies(sweep_path: Path) -> None:
+    path = sweep_path / "out"
     export(path, 0.0)
     reader = Reader(path, "verify")
     try:
@@ -167,9 +169,9 @@ def test_a_checkpoint_that_is_replaced_at_any_look_verifies(tmp_path: Path) -> N
         reader.close()
 
 
-def test_a_save_whose_round_is_dropped_at_any_look_is_read_as_the_old_or_a_newer_one(tmp_path: Path) -> None:
+def test_a_save_whose_round_is_dropped_at_any_look_is_read_as_the_old_or_a_newer_one(sweep_path: Path) -> None:
     """A6."""
-    path = tmp_path / "saved"
+    path = sweep_path / "saved"
 
     def save(value: float) -> None:
         for step in (value, value, value):  # by the third the first of the two that were there is gone
@@ -187,16 +189,16 @@ def test_a_save_whose_round_is_dropped_at_any_look_is_read_as_the_old_or_a_newer
         reader.close()
 
 
-def test_a_workspace_whose_rounds_are_dropped_at_any_look_is_read_as_the_old_or_a_newer_one(tmp_path: Path) -> None:
+def test_a_workspace_whose_rounds_are_dropped_at_any_look_is_read_as_the_old_or_a_newer_one(sweep_path: Path) -> None:
     """H3."""
-    workspace = sx.NFSWorkspace(tmp_path / "ws", run="r")
+    workspace = sx.NFSWorkspace(sweep_path / "ws", run="r")
 
     def write(value: float) -> None:
         for _ in range(3):
             workspace.write_configs_and_weights({"k": value}, state_of(value))
 
     write(0.0)
-    reader = Reader(tmp_path / "ws", "nfs")
+    reader = Reader(sweep_path / "ws", "nfs")
     try:
         before = 0.0
         for number, value, answer in at_every_look(reader, write):

@@ -154,14 +154,14 @@ TOLERATED = [("fallocate", "EOPNOTSUPP"), ("linkat", "EPERM"), ("renameat2", "EI
 
 @EVERY
 def test_a_failing_write_is_an_error_with_path_and_errno_and_leaves_nothing(
-    every: int, two_rounds: Path, tmp_path: Path
+    every: int, two_rounds: Path, sweep_path: Path
 ) -> None:
-    shutil.copytree(two_rounds, tmp_path / "trace")
-    calls = Counter(system_calls(WRITER, tmp_path / "trace", 3, log=tmp_path / "log"))
+    shutil.copytree(two_rounds, sweep_path / "trace")
+    calls = Counter(system_calls(WRITER, sweep_path / "trace", 3, log=sweep_path / "log"))
 
     def check(case: tuple[str, str, int]) -> None:
         call, code, when = case
-        path = tmp_path / f"{call}-{code}-{when}"
+        path = sweep_path / f"{call}-{code}-{when}"
         shutil.copytree(two_rounds, path)
         done = strace(f"inject={call}:error={code}:when={when}", WRITER, path, 3)
         assert done.returncode == 0, (case, done.stderr)
