@@ -5,6 +5,7 @@ numpy and torch are imported late: whoever only looks at headers needs neither.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ __all__ = [
     "array_over",
     "check_dense",
     "check_writable",
+    "converted",
     "dtype_name",
     "elements",
     "from_bytes",
@@ -37,6 +39,7 @@ __all__ = [
     "same_memory",
     "settled",
     "torch_dtype",
+    "unify_nans",
 ]
 
 # Bytes per element by safetensors dtype name, in the order in which safetensors ranks them in a file.
@@ -146,6 +149,49 @@ def from_bytes(data: Any, dtype: str, shape: tuple[int, ...], *, as_numpy: bool 
     if not array.size:
         return torch.empty(shape, dtype=torch_dtype(dtype), device="cpu")
     return torch.from_numpy(array).view(torch_dtype(dtype)).view(shape)
+
+
+# Casts between floating dtypes: where bits are written or compared they are the same whoever casts, numpy or torch
+
+
+def converted(array: Any, dtype: str) -> Any:
+    """`array` in a floating dtype of another name, in C order: every number as torch's `to` gives it, and one NaN.
+
+    Numbers are rounded to nearest even by way of float32, so that float64 is rounded twice, and what is out of range
+    becomes infinite.
+    """
+    import numpy as np
+
+    with np.errstate(all="ignore"):
+        if array.dtype != np.float64 or dtype != "F64":
+            array = array.astype(np.float32, copy=False)
+        found = array.astype(numpy_dtype(dtype), order="C", copy=False)
+    unify_nans(found.reshape(-1).view(np.uint8), dtype)
+    return found
+
+
+def unify_nans(data: Any, dtype: str) -> None:
+    """Give all NaNs in `data`, the bytes of a floating dtype, its one NaN: positive, quiet, without payload.
+
+    Of one NaN torch makes others on other processors and for other strides, and numpy others again.
+    """
+    import numpy as np
+
+    word, sign, infinity, nan = _nan_bits(dtype)
+    bits = np.frombuffer(data, f"i{word}")
+    # Two looks at the greatest cost little, and hardly any tensor has a NaN: only its bits lie beyond infinity's.
+    if bits.max(initial=0) > infinity or bits.view(f"u{word}").max(initial=0) > infinity + sign:
+        bits[bits & (sign - 1) > infinity] = nan
+
+
+@functools.cache
+def _nan_bits(dtype: str) -> tuple[int, int, int, int]:
+    """A floating dtype's bytes per element, and as whole numbers its sign, its infinity and its NaN."""
+    import numpy as np
+
+    kind = numpy_dtype(dtype)
+    infinity, nan = np.array([np.inf, np.nan], kind).view(f"i{kind.itemsize}").tolist()
+    return kind.itemsize, 1 << 8 * kind.itemsize - 1, infinity, nan
 
 
 # Live tensors
