@@ -495,8 +495,9 @@ def _hint(wanted: Restoration, catalog: Catalog) -> str:
     for prefix in {name.split(".", 1)[0] for name in catalog if "." in name}:
         if wanted.missing and all(f"{prefix}.{name}" in catalog for name in wanted.missing):
             return f'the source has them under "{prefix}": give {{"{prefix}": state}}'
+    free = {*catalog} - {name for name, _, _ in wanted.targets}
     for prefix in {name.split(".", 1)[0] for name in wanted.missing if "." in name}:
-        if all(name.startswith(f"{prefix}.") and name[len(prefix) + 1 :] in catalog for name in wanted.missing):
+        if all(name.startswith(f"{prefix}.") and name[len(prefix) + 1 :] in free for name in wanted.missing):
             return f'the source has them without "{prefix}": give state["{prefix}"]'
     return ""
 

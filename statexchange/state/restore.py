@@ -364,10 +364,12 @@ class _Names:
             there = {k: v for k, v in state.items() if not is_tensor(v) or self.has(prefix + k)}
             there = {k: v for k, v in there.items() if kind_of(v) not in ("object", "local")}
             return {key: self._entry(value, prefix + key) for key, value in there.items()}
-        at = f"state at {prefix.removesuffix('.')!r}" if prefix else "state"
+        what = f"is a {type(state).__name__}, but this source holds tensors only"
+        if not prefix:
+            raise InvalidArgumentError(f"the state {what}: give modules, optimizers or mappings of tensors")
         raise InvalidArgumentError(
-            f"{at} is a {type(state).__name__}, but this source holds tensors only: give modules, optimizers or "
-            "mappings of tensors"
+            f"state at {prefix.removesuffix('.')!r} {what}: leave it out of the state, or load only what the source "
+            "has, as include='model.*' does"
         )
 
     def _entry(self, value: Any, name: str) -> Any:
