@@ -21,7 +21,7 @@ from statexchange.errors import (
     NotFoundError,
     ReplacedError,
 )
-from statexchange.exchange.catalog import Catalog, LivePlaces, paths_of, selected, with_new_names, without_unwanted
+from statexchange.exchange.catalog import Catalog, LivePlaces, paths_of, with_new_names, without_unwanted
 from statexchange.exchange.placing import place_parts
 from statexchange.exchange.rank_metadata import check_equal_options
 from statexchange.exchange.reading import Job, assign_readers, read_all
@@ -391,7 +391,7 @@ def _saved_tree(state: Any, catalog: Catalog) -> _SavedTree | None:
     places = LivePlaces.of(state)
     whole = with_new_names(merged(trees), catalog, places)
     tree = without_unwanted(whole, catalog.options, places)
-    return _SavedTree(tree, frozenset(paths_of(whole)).difference(paths_of(tree)))
+    return _SavedTree(tree, frozenset(paths_of(whole) - paths_of(tree) if catalog.options.include else ()))
 
 
 def _wanted(state: Any, catalog: Catalog, tree: _SavedTree | None) -> Restoration:
@@ -399,7 +399,7 @@ def _wanted(state: Any, catalog: Catalog, tree: _SavedTree | None) -> Restoratio
     options = catalog.options
     if tree is None:
         texts = {catalog.new_name(name): text for name, text in catalog.source.texts.items()}
-        saved = tree_of_names(selected(state, options), catalog.has, filter(options.wants, catalog), texts)
+        saved = tree_of_names(state, catalog.has, filter(options.wants, catalog), texts, catalog.keeps)
     else:
         saved = tree.tree
     wanted = restoration(state, saved, lambda name, own, like: _memory(catalog, name, own, like))

@@ -23,7 +23,6 @@ __all__ = [
     "Content",
     "Memory",
     "device_type_of",
-    "is_number",
     "kind_of",
     "memory_of",
     "module_content",
@@ -156,30 +155,15 @@ def module_content(module: Any, *, written: bool, buffers: bool = True) -> Conte
     return content
 
 
-def is_number(value: Any) -> bool:
-    """Whether `value` is a plain number, of Python or numpy. Not collective."""
-    if isinstance(value, np.generic):
-        return value.dtype.kind in "biufc" and not isinstance(value, np.longdouble | np.clongdouble)
-    return type(value) in (bool, int, float, complex)
-
-
 def kind_of(value: Any) -> str | None:
     """The kind of a plain value, which root's must have too; None for what is no plain value."""
     if value is None:
         return "None"
-    if is_number(value):
+    if values.is_number(value):
         return "number"
     if isinstance(value, enum.Enum):
-        return f"enum {type(value).__qualname__}" if _has_text(value) else None
+        return f"enum {type(value).__qualname__}" if values.has_text(value) else None
     return {str: "str", torch.dtype: "dtype"}.get(type(value))
-
-
-def _has_text(value: Any) -> bool:
-    try:
-        values.encode(value)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 # Memory
