@@ -22,6 +22,7 @@ __all__ = [
     "ITEMSIZE",
     "LONG_NAMES",
     "array_over",
+    "byte_view",
     "check_dense",
     "check_writable",
     "converted",
@@ -36,6 +37,7 @@ __all__ = [
     "mark_changed",
     "numpy_dtype",
     "own_bytes",
+    "replicated_part",
     "same_memory",
     "settled",
     "torch_dtype",
@@ -219,6 +221,14 @@ def is_dtensor(value: object) -> bool:
     return hasattr(value, "placements") and hasattr(value, "to_local")
 
 
+def replicated_part(tensor: Any, name: str | None, advice: str) -> Any:
+    """This rank's copy of a DTensor that every rank of its mesh has whole; else an UnsupportedError with `advice`."""
+    if not all(placement.is_replicate() for placement in tensor.placements):
+        text = f"a DTensor placed as {list(tensor.placements)} has other parts on other ranks: {advice}"
+        raise UnsupportedError(text, name=name)
+    return tensor.to_local()
+
+
 def settled(tensor: Any) -> Any:
     """The tensor itself, once the collective that fills it is done."""
     return tensor.wait() if type(tensor).__name__ == "AsyncCollectiveTensor" else tensor
@@ -317,14 +327,22 @@ def own_bytes(tensor: Any) -> memoryview | None:
     if is_array(tensor):
         plain = np.asarray(tensor)  # a matrix stays two-dimensional whatever is done to it
         return memoryview(plain.reshape(-1).view(np.uint8).data) if plain.flags.c_contiguous else None
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+    if tensor.device.type != "cpu":
         return None
     if not tensor.numel():
         return memoryview(bytearray())
+    run = byte_view(tensor)
+    return None if run is None else memoryview(run.numpy())
+
+
+def byte_view(tensor: Any) -> Any:
+    """The elements of a torch tensor as one dim of uint8, its own memory, if they lie there in C order; else None."""
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
     import torch
 
     # A single element counts as contiguous whatever its stride.
-    return memoryview(tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy())
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def same_memory(tensor: Any) -> tuple[Any, ...] | None:

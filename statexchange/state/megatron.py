@@ -45,7 +45,7 @@ def _has(value: Any, names: tuple[str, ...]) -> bool:
 
 def holds_sharded(value: Any) -> bool:
     """Whether `value` is, or a container in it has, something of Megatron-Core's."""
-    return contains(value, lambda item: kind_of(item) is not None)
+    return not is_tensor(value) and contains(value, lambda item: kind_of(item) is not None)
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
