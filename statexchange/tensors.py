@@ -22,6 +22,8 @@ __all__ = [
     "ITEMSIZE",
     "LONG_NAMES",
     "array_over",
+    "as_numpy",
+    "as_torch",
     "byte_view",
     "check_dense",
     "check_writable",
@@ -311,6 +313,29 @@ def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
     marks = np.zeros(span, np.bool_)  # dims that interlock may still share no place: mark each that is used
     np.lib.stride_tricks.as_strided(marks, [size for _, size in dims], [stride for stride, _ in dims])[...] = True
     return int(np.count_nonzero(marks)) < math.prod(size for _, size in dims)
+
+
+def as_torch(array: Any) -> Any:
+    """A torch tensor over the memory of a dense array in C order; UnsupportedError if torch has not its dtype."""
+    import torch
+
+    name = array.dtype.name
+    if name not in DTYPE_NAMES or not array.dtype.isnative:
+        shown = array.dtype.str if array.dtype.isbuiltin else array.dtype
+        raise UnsupportedError(f"arrays of {shown} cannot be exchanged")
+    if array.dtype.isbuiltin == 1:
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(f"u{array.itemsize}")).view(getattr(torch, name))
+
+
+def as_numpy(tensor: Any) -> Any:
+    """An array over the memory of a torch tensor on the host."""
+    import torch
+
+    name = DTYPE_NAMES[str(tensor.dtype).removeprefix("torch.")]
+    if name != "BF16" and not name.startswith("F8"):
+        return tensor.numpy()
+    return tensor.view({1: torch.uint8, 2: torch.uint16}[tensor.itemsize]).numpy().view(numpy_dtype(name))
 
 
 def mark_changed(tensors: Iterable[Any]) -> None:
