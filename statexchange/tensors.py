@@ -5,6 +5,7 @@ numpy and torch are imported late: whoever only looks at headers needs neither.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,12 @@ __all__ = [
     "ITEMSIZE",
     "LONG_NAMES",
     "array_over",
+    "as_numpy",
+    "as_torch",
+    "byte_view",
     "check_dense",
     "check_writable",
+    "converted",
     "dtype_name",
     "elements",
     "from_bytes",
@@ -34,9 +39,11 @@ __all__ = [
     "mark_changed",
     "numpy_dtype",
     "own_bytes",
+    "replicated_part",
     "same_memory",
     "settled",
     "torch_dtype",
+    "unify_nans",
 ]
 
 # Bytes per element by safetensors dtype name, in the order in which safetensors ranks them in a file.
@@ -148,6 +155,49 @@ def from_bytes(data: Any, dtype: str, shape: tuple[int, ...], *, as_numpy: bool 
     return torch.from_numpy(array).view(torch_dtype(dtype)).view(shape)
 
 
+# Casts between floating dtypes: where bits are written or compared they are the same whoever casts, numpy or torch
+
+
+def converted(array: Any, dtype: str) -> Any:
+    """`array` in a floating dtype of another name, in C order: every number as torch's `to` gives it, and one NaN.
+
+    Numbers are rounded to nearest even by way of float32, so that float64 is rounded twice, and what is out of range
+    becomes infinite.
+    """
+    import numpy as np
+
+    with np.errstate(all="ignore"):
+        if array.dtype != np.float64 or dtype != "F64":
+            array = array.astype(np.float32, copy=False)
+        found = array.astype(numpy_dtype(dtype), order="C", copy=False)
+    unify_nans(found.reshape(-1).view(np.uint8), dtype)
+    return found
+
+
+def unify_nans(data: Any, dtype: str) -> None:
+    """Give all NaNs in `data`, the bytes of a floating dtype, its one NaN: positive, quiet, without payload.
+
+    Of one NaN torch makes others on other processors and for other strides, and numpy others again.
+    """
+    import numpy as np
+
+    word, sign, infinity, nan = _nan_bits(dtype)
+    bits = np.frombuffer(data, f"i{word}")
+    # Two looks at the greatest cost little, and hardly any tensor has a NaN: only its bits lie beyond infinity's.
+    if bits.max(initial=0) > infinity or bits.view(f"u{word}").max(initial=0) > infinity + sign:
+        bits[bits & (sign - 1) > infinity] = nan
+
+
+@functools.cache
+def _nan_bits(dtype: str) -> tuple[int, int, int, int]:
+    """A floating dtype's bytes per element, and as whole numbers its sign, its infinity and its NaN."""
+    import numpy as np
+
+    kind = numpy_dtype(dtype)
+    infinity, nan = np.array([np.inf, np.nan], kind).view(f"i{kind.itemsize}").tolist()
+    return kind.itemsize, 1 << 8 * kind.itemsize - 1, infinity, nan
+
+
 # Live tensors
 
 
@@ -171,6 +221,14 @@ def is_tensor(value: object) -> bool:
 def is_dtensor(value: object) -> bool:
     """Whether `value` is a DTensor: it has placements and a local part."""
     return hasattr(value, "placements") and hasattr(value, "to_local")
+
+
+def replicated_part(tensor: Any, name: str | None, advice: str) -> Any:
+    """This rank's copy of a DTensor that every rank of its mesh has whole; else an UnsupportedError with `advice`."""
+    if not all(placement.is_replicate() for placement in tensor.placements):
+        text = f"a DTensor placed as {list(tensor.placements)} has other parts on other ranks: {advice}"
+        raise UnsupportedError(text, name=name)
+    return tensor.to_local()
 
 
 def settled(tensor: Any) -> Any:
@@ -257,6 +315,29 @@ def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return int(np.count_nonzero(marks)) < math.prod(size for _, size in dims)
 
 
+def as_torch(array: Any) -> Any:
+    """A torch tensor over the memory of a dense array in C order; UnsupportedError if torch has not its dtype."""
+    import torch
+
+    name = array.dtype.name
+    if name not in DTYPE_NAMES or not array.dtype.isnative:
+        shown = array.dtype.str if array.dtype.isbuiltin else array.dtype
+        raise UnsupportedError(f"arrays of {shown} cannot be exchanged")
+    if array.dtype.isbuiltin == 1:
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(f"u{array.itemsize}")).view(getattr(torch, name))
+
+
+def as_numpy(tensor: Any) -> Any:
+    """An array over the memory of a torch tensor on the host."""
+    import torch
+
+    name = DTYPE_NAMES[str(tensor.dtype).removeprefix("torch.")]
+    if name != "BF16" and not name.startswith("F8"):
+        return tensor.numpy()
+    return tensor.view({1: torch.uint8, 2: torch.uint16}[tensor.itemsize]).numpy().view(numpy_dtype(name))
+
+
 def mark_changed(tensors: Iterable[Any]) -> None:
     """Tell autograd, as `copy_` does, that torch tensors change: backward through their old values then fails."""
     import torch
@@ -271,14 +352,22 @@ def own_bytes(tensor: Any) -> memoryview | None:
     if is_array(tensor):
         plain = np.asarray(tensor)  # a matrix stays two-dimensional whatever is done to it
         return memoryview(plain.reshape(-1).view(np.uint8).data) if plain.flags.c_contiguous else None
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+    if tensor.device.type != "cpu":
         return None
     if not tensor.numel():
         return memoryview(bytearray())
+    run = byte_view(tensor)
+    return None if run is None else memoryview(run.numpy())
+
+
+def byte_view(tensor: Any) -> Any:
+    """The elements of a torch tensor as one dim of uint8, its own memory, if they lie there in C order; else None."""
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
     import torch
 
     # A single element counts as contiguous whatever its stride.
-    return memoryview(tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy())
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def same_memory(tensor: Any) -> tuple[Any, ...] | None:

@@ -22,10 +22,10 @@ from typing import Any, ClassVar
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError
 
-__all__ = ["decode", "encode", "register_config", "types_of"]
+__all__ = ["MAX_DEPTH", "decode", "encode", "has_text", "is_number", "register_config", "types_of"]
 
 _TAG = "$"
-_MAX_DEPTH = 100
+MAX_DEPTH = 100  # of what lies in one value or state
 _registered: dict[str, type] = {}
 
 Leaf = Callable[[object, str], "str | None"]
@@ -69,8 +69,8 @@ def _once(leaf: Leaf | None) -> Leaf:
 
 
 def _encode(value: Any, path: str, leaf: Leaf, depth: int) -> Any:
-    if depth > _MAX_DEPTH:
-        raise InvalidArgumentError(f"value at {path[:80]}... is nested deeper than {_MAX_DEPTH}, or contains itself")
+    if depth > MAX_DEPTH:
+        raise InvalidArgumentError(f"value at {path[:80]}... is nested deeper than {MAX_DEPTH}, or contains itself")
     kept = leaf(value, path)
     if kept is not None:
         return {_TAG: "leaf", "name": kept}
@@ -134,9 +134,26 @@ def _tagged(value: Any, inner: Callable[[object, str], Any]) -> Any:
     if numpy is not None and isinstance(value, numpy.generic):
         if value.dtype.kind in "US":
             return inner(value.item(), "")
-        if value.dtype.kind in "biufc" and not isinstance(value, numpy.longdouble | numpy.clongdouble):
+        if is_number(value):
             return {_TAG: "number", "dtype": value.dtype.name, "value": inner(value.item(), "")}
     return None
+
+
+def is_number(value: object) -> bool:
+    """Whether `value` is a plain number, of Python or numpy; not one wider than a double. Not collective."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        return value.dtype.kind in "biufc" and not isinstance(value, numpy.longdouble | numpy.clongdouble)
+    return type(value) in (bool, int, float, complex)
+
+
+def has_text(value: object) -> bool:
+    """Whether `encode` has JSON text for `value`. Not collective."""
+    try:
+        encode(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _advice(kind: type) -> str:

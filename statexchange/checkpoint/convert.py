@@ -9,9 +9,9 @@ import numpy as np
 
 from statexchange.sharding.shards import Box, intersect
 from statexchange.storage.regions import BoxReader, within
-from statexchange.tensors import ITEMSIZE, array_over
+from statexchange.tensors import ITEMSIZE, array_over, converted
 
-__all__ = ["ConvertingReader", "converted", "reduce_into"]
+__all__ = ["ConvertingReader", "reduce_into"]
 
 _REDUCE = {"max": np.maximum, "min": np.minimum}
 
@@ -20,15 +20,6 @@ def reduce_into(op: str, values: Any, others: Any) -> None:
     """Make each element of the array `values` the "max" or "min" of it and of `others`; a NaN in either wins."""
     with np.errstate(invalid="ignore"):  # of which ml_dtypes warns for some NaN
         _REDUCE[op](values, others, out=values)
-
-
-def converted(array: Any, dtype: str) -> Any:
-    """`array` in a floating dtype, rounded to nearest even by way of float32, bit by bit as torch's `to` does."""
-    target = array_over(b"", dtype, (0,)).dtype
-    with np.errstate(all="ignore"):  # a value out of range becomes infinite, as it does in torch
-        if array.dtype != np.float64 or dtype != "F64":
-            array = array.astype(np.float32, copy=False)
-        return array.astype(target, copy=False)
 
 
 class ConvertingReader:

@@ -18,7 +18,7 @@ from statexchange.comm.backend import Backend, Between, Wait
 from statexchange.comm.reduction import Reduction
 from statexchange.comm.session import Call, Session, call_site, mark_of
 from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError
-from statexchange.tensors import check_dense, check_writable
+from statexchange.tensors import as_numpy, as_torch, check_dense, check_writable, is_dtensor
 
 __all__ = [
     "all_gather",
@@ -40,8 +40,6 @@ T = TypeVar("T")
 _HEADER, _ANSWER, _DATA = 0, 1, 2  # tags of what goes from rank to rank
 _NOTE_BYTES = 320
 _SHOWN = 300  # characters of a list of tensors in a message
-_NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
-_UNSIGNED = {1: torch.uint8, 2: torch.uint16}
 
 
 class Flat:
@@ -78,7 +76,7 @@ class Flat:
         if not self._lent:
             self.tensor.copy_(self.data.view(self.tensor.shape))
         if isinstance(self.given, np.ndarray):
-            array = _array_of(self.tensor)
+            array = as_numpy(self.tensor)
             if not np.may_share_memory(self.given, array):
                 self.given[...] = array
         return self.given
@@ -109,7 +107,7 @@ def _tensor_of(given: Any, *, written: bool) -> torch.Tensor:
         if isinstance(given, np.ndarray):
             return _tensor_of_array(given, written=written)
         raise UnsupportedError(f"a torch tensor or numpy array is wanted, not {type(given).__name__}")
-    if type(given) is not torch.Tensor and type(given).__name__ == "DTensor":
+    if type(given) is not torch.Tensor and is_dtensor(given):
         raise UnsupportedError("a DTensor has parts on other ranks: give its to_local()")
     check_dense(given)
     if written:
@@ -120,27 +118,9 @@ def _tensor_of(given: Any, *, written: bool) -> torch.Tensor:
 def _tensor_of_array(array: np.ndarray[Any, Any], *, written: bool) -> torch.Tensor:
     if written:
         check_writable(array)
-    dtype = getattr(torch, array.dtype.name, None)
-    if not isinstance(dtype, torch.dtype) or dtype.itemsize != array.itemsize or not array.dtype.isnative:
-        raise UnsupportedError(
-            f"arrays of {array.dtype.str if array.dtype.isbuiltin else array.dtype} cannot be exchanged"
-        )
     plain = np.ascontiguousarray(array).reshape(array.shape)
-    if not plain.flags.writeable:
-        plain = plain.copy()
-    if array.dtype.isbuiltin == 1:
-        return torch.from_numpy(plain)
-    return torch.from_numpy(plain.view(f"u{array.itemsize}")).view(dtype)
-
-
-def _array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    if tensor.dtype in _NUMPY_FLOATS or not tensor.dtype.is_floating_point:
-        return tensor.numpy()
-    import ml_dtypes
-
-    name = str(tensor.dtype)[6:]
-    array: np.ndarray[Any, Any] = tensor.view(_UNSIGNED[tensor.itemsize]).numpy().view(getattr(ml_dtypes, name))
-    return array
+    tensor: torch.Tensor = as_torch(plain if plain.flags.writeable else plain.copy())
+    return tensor
 
 
 def _refusing(session: Session, verb: str, prepare: Callable[[], T]) -> T:
@@ -170,7 +150,7 @@ def _target(given: Flat, out: Any) -> Flat:
 
 def _new(tensor: torch.Tensor, kind: str, session: Session) -> Any:
     """A result of its own, where the caller's tensors lie, or as an array."""
-    return _array_of(tensor) if kind == "array" else tensor if kind == tensor.device.type else tensor.to(session.device)
+    return as_numpy(tensor) if kind == "array" else tensor if kind == tensor.device.type else tensor.to(session.device)
 
 
 def all_reduce(session: Session, tensor: Any, op: str, out: Any, scale: float, async_op: bool) -> Any:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from statexchange.comm.backend import Backend, Between, Finish, Leaders, Wait, Watch
+from statexchange.comm.reduction import HALVES
 from statexchange.errors import PeerError, StallError, StateExchangeError
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["HierarchicalBackend"]
 
-_HALVES = (torch.float16, torch.bfloat16)
 MeetOnNode: TypeAlias = Callable[[int, Wait], Sequence[int]]
 
 
@@ -161,7 +161,7 @@ class HierarchicalBackend(Backend):
 
         Halves are added up in two steps with a rounding, or an overflow, between them: no.
         """
-        if dtype in _HALVES and op in ("sum", "prod"):
+        if dtype in HALVES and op in ("sum", "prod"):
             return False
         return self.node.reduces(op, dtype) and self._carrier.reduces(op, dtype)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from statexchange.comm.backend import Backend, Finish, Wait, yield_core
 from statexchange.errors import MissingExtraError, NotInitializedError, PeerError, StallError
 from statexchange.settings import Launch, default_timeout_s
+from statexchange.tensors import DTYPE_NAMES
 
 if TYPE_CHECKING:
     import torch
@@ -27,15 +28,13 @@ _SPIN_S, _TESTS = 0.005, 16  # how long to ask for a long message at once, and h
 _MANY_TAGS = 30_000
 _MEETING_TAG = 32_767  # the highest that MPI promises
 # By name, and so without torch. Never by what mpi4py finds out: it takes bfloat16 for bytes, and sums those.
-_FLOATS = {"torch.float64": "DOUBLE", "torch.float32": "FLOAT"}
-_INTS = {
-    "torch.int64": "INT64_T",
-    "torch.int32": "INT32_T",
-    "torch.int16": "INT16_T",
-    "torch.int8": "INT8_T",
-    "torch.uint8": "UINT8_T",
-}
+_FLOATS = {"F64": "DOUBLE", "F32": "FLOAT"}
+_INTS = {"I64": "INT64_T", "I32": "INT32_T", "I16": "INT16_T", "I8": "INT8_T", "U8": "UINT8_T"}
 _one_at_a_time = threading.Lock()
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return DTYPE_NAMES.get(str(dtype).removeprefix("torch."), "")
 
 
 def _mpi() -> Any:
@@ -207,7 +206,8 @@ class MPIBackend(Backend):
 
     def reduces(self, op: str, dtype: torch.dtype) -> bool:
         """What MPI has a type for; its minimum and maximum of NaN depend on the order of ranks."""
-        return str(dtype) in _INTS or (str(dtype) in _FLOATS and op in ("sum", "prod"))
+        name = _name_of(dtype)
+        return name in _INTS or (name in _FLOATS and op in ("sum", "prod"))
 
     def _typed(self, tensor: torch.Tensor, count: int | None = None) -> list[Any] | None:
         """`tensor` as MPI takes it; None if MPI has no type for it."""
@@ -218,7 +218,7 @@ class MPIBackend(Backend):
 
     def _datatype_of(self, dtype: torch.dtype) -> Any:
         if dtype not in self._datatypes:
-            name = _FLOATS.get(str(dtype)) or _INTS.get(str(dtype))
+            name = {**_FLOATS, **_INTS}.get(_name_of(dtype))
             self._datatypes[dtype] = None if name is None else getattr(self._mpi, name)
         return self._datatypes[dtype]
 

@@ -10,13 +10,13 @@ import torch
 from statexchange.comm.backend import Backend, Finish, Wait
 from statexchange.errors import InvalidArgumentError, NumericOverflowError, UnsupportedError
 
-__all__ = ["OPS", "Reduction", "of_bytes", "op_name", "reduce_parts", "reduces_locally", "to_bytes"]
+__all__ = ["HALVES", "OPS", "Reduction", "of_bytes", "op_name", "reduce_parts", "reduces_locally", "to_bytes"]
 
 NOTHING = Finish()
 _INT64_MAX = 2**63 - 1
 OPS = ("sum", "avg", "min", "max", "prod")
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_HALVES = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
 _COMPLEX = (torch.complex64, torch.complex128)
 _INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
@@ -55,7 +55,7 @@ def reduce_parts(into: torch.Tensor, parts: Sequence[torch.Tensor], op: str, fin
     """`into`, which may be one of `parts`, becomes their reduction, in their order. Halves are widened where that
     matters: several roundings, or a sum that is out of float16's range before it is divided."""
     combine = _COMBINE[op]
-    halves = into.dtype in _HALVES and op in ("sum", "prod")
+    halves = into.dtype in HALVES and op in ("sum", "prod")
     if len(parts) == 2 and not (halves and finish != NOTHING):
         combine(parts[0], parts[1], out=into)
         finish(into)
@@ -150,7 +150,7 @@ class Reduction:
             return self._integers(backend, tensor, wait)
         if self.dtype in _COMPLEX:
             return self._complex(backend, tensor, wait)
-        wide = tensor.to(torch.float32) if self.dtype in _HALVES else tensor.clone()
+        wide = tensor.to(torch.float32) if self.dtype in HALVES else tensor.clone()
         result = (
             self._with_nan(backend, wide, wait)
             if self.op in ("min", "max")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +13,10 @@ from statexchange.sharding.options import LoadOptions, renamed
 from statexchange.sharding.rules import Layout
 from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.state.modules import is_module
+from statexchange.state.tree import Place, walk
 from statexchange.storage.byte_range import ByteRange
 
-__all__ = ["Catalog", "LivePlaces", "paths_of", "selected", "with_new_names", "without_unwanted"]
+__all__ = ["Catalog", "LivePlaces", "paths_of", "with_new_names", "without_unwanted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,11 @@ class Catalog:
         rule = self.layout.rule_for(name)
         names = [name] if rule is None else rule.names(name)
         return [self.counted.get(one, one) for one in names]
+
+    def keeps(self, path: str, value: Any) -> bool:
+        """Whether anything at a path of the state, where `value` lies, is to be loaded."""
+        has_inside = is_module(value) or isinstance(value, Mapping | list | tuple) or hasattr(value, "load_state_dict")
+        return self.options.wants(path) or (has_inside and self.options.may_want(path))
 
     def has(self, name: str) -> bool:
         """Whether live tensor `name` is to be loaded from here."""
@@ -153,26 +159,19 @@ class LivePlaces:
     optimizers, schedulers, scalers.
     """
 
-    containers: dict[str, list[Any]] = field(default_factory=dict)
+    containers: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     objects: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, state: Any) -> LivePlaces:
         """The places of a state."""
         found = cls()
-        found._visit(state, [])
+        for place in walk(state, lambda _, value: isinstance(value, Mapping) and not is_module(value)):
+            if not place.is_leaf or is_module(place.value):
+                found.containers[place.path] = place.keys
+            elif hasattr(place.value, "load_state_dict") or hasattr(place.value, "param_groups"):
+                found.objects.add(place.path)
         return found
-
-    def _visit(self, value: Any, keys: list[Any]) -> None:
-        path = _path(keys)
-        if is_module(value):
-            self.containers[path] = keys
-        elif isinstance(value, Mapping):
-            self.containers[path] = keys
-            for key, item in value.items():
-                self._visit(item, [*keys, key])
-        elif hasattr(value, "load_state_dict") or hasattr(value, "param_groups"):
-            self.objects.add(path)
 
     def may_want(self, path: str, options: LoadOptions) -> bool:
         """Whether what lies at a path of the state, or anything in it, is to be loaded."""
@@ -181,28 +180,8 @@ class LivePlaces:
         return options.wants(path)
 
 
-def _path(keys: Sequence[Any]) -> str:
-    return ".".join(map(str, keys))
-
-
 def _is_optimizer(saved: Any) -> bool:
     return isinstance(saved, Mapping) and {"state", "param_groups"} <= saved.keys()
-
-
-def selected(state: Any, options: LoadOptions, path: str = "") -> Any:
-    """`state` without entries of mappings in which nothing is to be loaded: it is looked at, not filled."""
-    if not options.include or is_module(state) or not isinstance(state, Mapping):
-        return state
-    found = {}
-    for key, value in state.items():
-        inner = f"{path}.{key}".removeprefix(".")
-        if options.wants(inner) or (_has_inside(value) and options.may_want(inner)):
-            found[key] = selected(value, options, inner)
-    return found
-
-
-def _has_inside(value: Any) -> bool:
-    return is_module(value) or isinstance(value, Mapping | list | tuple) or hasattr(value, "load_state_dict")
 
 
 def with_new_names(saved: Any, catalog: Catalog, places: LivePlaces) -> Any:
@@ -214,16 +193,15 @@ def with_new_names(saved: Any, catalog: Catalog, places: LivePlaces) -> Any:
     if not catalog.options.rename or not isinstance(saved, Mapping):
         return saved
     found: dict[Any, Any] = {}
-    for keys, value in _units(saved, [], places):
-        path = _path(keys)
-        new = catalog.new_name(path)
+    for unit in _units(saved, places):
+        new = catalog.new_name(unit.path)
         target: Any = found
-        *above, last = keys if new == path else _split(new, places)
+        *above, last = unit.keys if new == unit.path else _split(new, places)
         for key in above:
             target = target.setdefault(key, {}) if isinstance(target, dict) else None
         if not isinstance(target, dict) or last in target:
             raise UnsafeError("rename gives one name to two entries of the source", name=new, path=catalog.source.path)
-        target[last] = _renamed_optimizer(value, catalog) if _is_optimizer(value) else value
+        target[last] = _renamed_optimizer(unit.value, catalog) if _is_optimizer(unit.value) else unit.value
     return found
 
 
@@ -252,39 +230,26 @@ def without_unwanted(saved: Any, options: LoadOptions, places: LivePlaces) -> An
     if not options.include or not isinstance(saved, Mapping):
         return saved
     found: dict[Any, Any] = {}
-    for keys, value in _units(saved, [], places):
-        if any(options.wants(path) for path in _leaf_paths(value, _path(keys))):
+    for unit in _units(saved, places):
+        if any(options.wants(place.path) for place in walk(unit.value, path=unit.path)):
             target = found
-            for key in keys[:-1]:
+            for key in unit.keys[:-1]:
                 target = target.setdefault(key, {})
-            target[keys[-1]] = value
+            target[unit.keys[-1]] = unit.value
     return found
 
 
-def _units(saved: Mapping[Any, Any], keys: list[Any], places: LivePlaces) -> Iterator[tuple[list[Any], Any]]:
+def _units(saved: Mapping[Any, Any], places: LivePlaces) -> Iterator[Place]:
     """What is loaded as one: the values in nested mappings, and the states of objects whole."""
-    for key, value in saved.items():
-        inner = [*keys, key]
-        if isinstance(value, Mapping) and value and not _is_optimizer(value) and _path(inner) not in places.objects:
-            yield from _units(value, inner, places)
-        else:
-            yield inner, value
+
+    def enters(path: str, value: Any) -> bool:
+        if value is saved:
+            return True
+        return isinstance(value, Mapping) and bool(value) and not _is_optimizer(value) and path not in places.objects
+
+    return (place for place in walk(saved, enters) if place.is_leaf)
 
 
-def paths_of(saved: Any, path: str = "") -> Iterator[str]:
+def paths_of(saved: Any) -> set[str]:
     """The paths of all entries of nested mappings."""
-    if isinstance(saved, Mapping):
-        for key, item in saved.items():
-            inner = f"{path}.{key}".removeprefix(".")
-            yield inner
-            yield from paths_of(item, inner)
-
-
-def _leaf_paths(value: Any, path: str) -> Iterator[str]:
-    yield path
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaf_paths(item, f"{path}.{key}")
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield from _leaf_paths(item, f"{path}[{number}]")
+    return {place.path for place in walk(saved, lambda _, value: isinstance(value, Mapping)) if place.keys}

@@ -21,7 +21,7 @@ from statexchange.errors import (
     NotFoundError,
     ReplacedError,
 )
-from statexchange.exchange.catalog import Catalog, LivePlaces, paths_of, selected, with_new_names, without_unwanted
+from statexchange.exchange.catalog import Catalog, LivePlaces, paths_of, with_new_names, without_unwanted
 from statexchange.exchange.placing import place_parts
 from statexchange.exchange.rank_metadata import check_equal_options
 from statexchange.exchange.reading import Job, assign_readers, read_all
@@ -392,7 +392,7 @@ def _saved_tree(state: Any, catalog: Catalog) -> _SavedTree | None:
     places = LivePlaces.of(state)
     whole = with_new_names(merged(trees), catalog, places)
     tree = without_unwanted(whole, catalog.options, places)
-    return _SavedTree(tree, frozenset(paths_of(whole)).difference(paths_of(tree)))
+    return _SavedTree(tree, frozenset(paths_of(whole) - paths_of(tree) if catalog.options.include else ()))
 
 
 def _wanted(state: Any, catalog: Catalog, tree: _SavedTree | None) -> Restoration:
@@ -400,7 +400,7 @@ def _wanted(state: Any, catalog: Catalog, tree: _SavedTree | None) -> Restoratio
     options = catalog.options
     if tree is None:
         texts = {catalog.new_name(name): text for name, text in catalog.source.texts.items()}
-        saved = tree_of_names(selected(state, options), catalog.has, filter(options.wants, catalog), texts)
+        saved = tree_of_names(state, catalog.has, filter(options.wants, catalog), texts, catalog.keeps)
     else:
         saved = tree.tree
     wanted = restoration(state, saved, lambda name, own, like: _memory(catalog, name, own, like))
@@ -496,8 +496,9 @@ def _hint(wanted: Restoration, catalog: Catalog) -> str:
     for prefix in {name.split(".", 1)[0] for name in catalog if "." in name}:
         if wanted.missing and all(f"{prefix}.{name}" in catalog for name in wanted.missing):
             return f'the source has them under "{prefix}": give {{"{prefix}": state}}'
+    free = {*catalog} - {name for name, _, _ in wanted.targets}
     for prefix in {name.split(".", 1)[0] for name in wanted.missing if "." in name}:
-        if all(name.startswith(f"{prefix}.") and name[len(prefix) + 1 :] in catalog for name in wanted.missing):
+        if all(name.startswith(f"{prefix}.") and name[len(prefix) + 1 :] in free for name in wanted.missing):
             return f'the source has them without "{prefix}": give state["{prefix}"]'
     return ""
 

@@ -15,7 +15,7 @@ from statexchange.state.describe import HeldTensor
 from statexchange.storage.files import WINDOW_BYTES
 from statexchange.storage.regions import windows, within
 from statexchange.storage.tensorfile import Held
-from statexchange.tensors import ITEMSIZE, numpy_dtype, own_bytes, torch_dtype
+from statexchange.tensors import ITEMSIZE, converted, dtype_name, numpy_dtype, own_bytes, torch_dtype, unify_nans
 
 __all__ = ["Staging", "held_bytes"]
 
@@ -36,7 +36,8 @@ class Staging:
         `dtype` is the safetensors name of what is given; a tensor of another one is cast.
         """
         shape, itemsize = tuple(tensor.shape), ITEMSIZE[dtype]
-        own = own_bytes(tensor) if _is_of(tensor, dtype) else None
+        is_cast = not _is_of(tensor, dtype)
+        own = None if is_cast else own_bytes(tensor)
         if own is not None:
             at = 0
             for window in windows(shape, itemsize, self._window_bytes):
@@ -48,10 +49,10 @@ class Staging:
             buffer, memory = self._buffer(number, tensor, window, dtype)
             now = (window, memory, _copy(buffer, _window_of(tensor, window), tensor))
             if before is not None:
-                yield _arrived(*before)
+                yield _arrived(*before, dtype if is_cast else None)
             before = now
         if before is not None:
-            yield _arrived(*before)
+            yield _arrived(*before, dtype if is_cast else None)
 
     def targets(self, tensor: Any, dtype: str) -> Iterator[tuple[Box, memoryview]]:
         """Memory for a tensor's elements in C order, part by part, each to be filled before the next one is asked for.
@@ -119,8 +120,7 @@ def _window_of(tensor: Any, window: Box) -> Any:
 def _copy(target: Any, source: Any, tensor: Any) -> Any:
     """Begin a copy; `_await` what it gives. `tensor` is the one of both that may lie on a GPU."""
     if isinstance(tensor, np.ndarray):
-        with np.errstate(over="ignore"):  # what does not fit is infinite, as in torch
-            target[...] = source
+        target[...] = source if source.dtype == target.dtype else converted(source, dtype_name(target, ""))
         return None
     import torch
 
@@ -139,6 +139,9 @@ def _await(copy: Any) -> None:
         copy.synchronize()
 
 
-def _arrived(window: Box, memory: memoryview, copy: Any) -> tuple[Box, memoryview]:
+def _arrived(window: Box, memory: memoryview, copy: Any, cast: str | None) -> tuple[Box, memoryview]:
+    """What has been copied, or cast to the dtype `cast`."""
     _await(copy)
+    if cast is not None:
+        unify_nans(memory, cast)
     return window, memory

@@ -9,14 +9,18 @@ becomes a `Made`, which names its class and does nothing. Which names a pickle m
    are opaque: their class is known, and what they are made of is kept, so that tensors in them are found. A name stands
    for a class if all its parts begin with a capital letter, if it is in the list of other harmless ones (`_HARMLESS`),
    or if the pickle makes an object of it by NEWOBJ, which fails in Python for anything else.
-3. Never a function, and never a class of the modules that start processes, load code or open connections
-   (`_RUNS_CODE`), since whoever loads the file with pickle runs what it names. That is an UnsafeError.
+3. A function (any other name) only where it is no more than a value: an entry of a container, or in the state of an
+   object. The pickle may not call it, nor give it to what it constructs, which could call it.
+4. Never anything of the modules that start processes, load code or open connections (`_RUNS_CODE`), and never a
+   builtin that runs code or opens files.
+
+What breaks a rule is an UnsafeError: whoever loads the file with pickle runs what it calls.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +28,7 @@ from statexchange.errors import CorruptError, StateExchangeError, UnsafeError, e
 from statexchange.formats.budget import Budget
 from statexchange.tensors import DTYPE_NAMES
 
-__all__ = ["MAX_PICKLE_BYTES", "Made", "Symbol", "read_pickle"]
+__all__ = ["MAX_PICKLE_BYTES", "Made", "Symbol", "contents", "read_pickle"]
 
 MAX_PICKLE_BYTES = 512 << 20
 _MAX_LONG_BYTES = 1024
@@ -43,6 +47,16 @@ class Symbol:
     """
 
     name: str
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether it is not known here."""
+        return "." in self.name
+
+    @property
+    def class_name(self) -> str:
+        """Its name."""
+        return self.name
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -145,9 +159,11 @@ _MODULES_THAT_RUN_CODE = (
     " tarfile tempfile threading timeit trace types urllib webbrowser xmlrpc zipfile zipimport"
 )
 _RUNS_CODE = frozenset(_MODULES_THAT_RUN_CODE.split())
+_BUILTINS_THAT_RUN_CODE = {"__import__", "breakpoint", "compile", "eval", "exec", "globals", "input", "open"}
 _ONLY_DATA = {("types", "SimpleNamespace"), ("_io", "BytesIO"), ("_io", "StringIO")}  # of these modules
 _MAX_NAME = 200  # characters of a module's name, and of a class's
 _SCALARS = {str, int, float, bool, bytes, type(None), Symbol}
+_HOLDING = {dict, list, tuple, set, frozenset, Made}
 
 
 def read_pickle(data: bytes, path: str, budget: Budget | None = None, *, opaque: bool = False) -> Any:
@@ -168,10 +184,45 @@ def read_pickle(data: bytes, path: str, budget: Budget | None = None, *, opaque:
         raise CorruptError(f"broken pickle near byte {machine.at}: {excerpt(error)}", path=path) from None
 
 
+def contents(values: Iterable[Any], budget: Budget, seen: set[int], without: Container[int] = ()) -> Iterator[Any]:
+    """Values from a pickle and all that lies in them; what holds others comes once, and its id goes into `seen`.
+
+    What has its id in `without` is left out. The pickle's root keeps all alive.
+    """
+    waiting = list(values)
+    while waiting:
+        item = waiting.pop()
+        kind = type(item)
+        if kind in _HOLDING:
+            if id(item) in without or id(item) in seen:
+                continue
+            seen.add(id(item))
+            if kind is Made:
+                below: Any = (item.args, item.state, item.items)
+            else:
+                below = (*item.keys(), *item.values()) if kind is dict else item
+            budget.spend(len(below))
+            waiting.extend(below)
+        yield item
+
+
 class _Machine:
     """The pickle machine: a stack, the stacks below its marks, and a memo."""
 
-    __slots__ = ("at", "below", "budget", "by_hash", "classes", "data", "functions", "memo", "opaque", "path", "stack")
+    __slots__ = (
+        "at",
+        "below",
+        "budget",
+        "by_hash",
+        "classes",
+        "data",
+        "functions",
+        "given",
+        "memo",
+        "opaque",
+        "path",
+        "stack",
+    )
 
     def __init__(self, data: bytes, path: str, budget: Budget, *, opaque: bool) -> None:
         self.at = 0
@@ -184,7 +235,8 @@ class _Machine:
         self.memo: dict[int, Any] = {}
         self.opaque = opaque
         self.classes: dict[tuple[str, str], Symbol] = {}  # names that are not known, by module and name
-        self.functions: dict[str, None] = {}  # those that are functions unless NEWOBJ makes an object of them
+        self.functions: set[str] = set()  # those that are functions unless NEWOBJ makes an object of them
+        self.given: list[Any] = []  # the arguments of all that the pickle would call
 
     def run(self) -> Any:
         """Run to the end; return the one value that is left on the stack."""
@@ -212,8 +264,10 @@ class _Machine:
         (value,) = self.stack
         if self.below:
             raise ValueError("a mark is left")
-        for name in self.functions:
-            raise self.unsafe(name)
+        if self.functions:
+            for item in contents(self.given, self.budget, set()):
+                if type(item) is Symbol and item.name in self.functions:
+                    raise self.unsafe(item.name)
         return value
 
     def take(self, nbytes: int) -> bytes:
@@ -255,9 +309,11 @@ class _Machine:
             return None
         if module.partition(".")[0] in _RUNS_CODE and (module, name) not in _ONLY_DATA:
             return None
+        if module in ("builtins", "__builtin__") and name in _BUILTINS_THAT_RUN_CODE:
+            return None
         found = self.classes[module, name] = Symbol(f"{module}.{name}")
         if not _is_class_name(name) and (module, name) not in _HARMLESS_NAMES:
-            self.functions[found.name] = None
+            self.functions.add(found.name)
         return found
 
     def unsafe(self, name: str) -> UnsafeError:
@@ -462,7 +518,7 @@ def _new_object(machine: _Machine) -> None:
     """NEWOBJ: as REDUCE, of what must be a class."""
     symbol = machine.stack[-2]
     if type(symbol) is Symbol:
-        machine.functions.pop(symbol.name, None)
+        machine.functions.discard(symbol.name)
     _call(machine)
 
 
@@ -473,6 +529,7 @@ def _call(machine: _Machine) -> None:
         raise UnsafeError(f"refused: the pickle calls a {type(symbol).__name__}", path=machine.path)
     if symbol.name in machine.functions:
         raise machine.unsafe(symbol.name)
+    machine.given.append(args)
     if symbol.name == "getattr" and [type(arg) for arg in args] != [Symbol, str]:
         # Early releases of Python 3.11 pickle a member of an enum as getattr(class, name).
         raise UnsafeError("refused: the pickle calls getattr on something that is not a known class", path=machine.path)

@@ -10,7 +10,7 @@ from typing import Any
 
 from statexchange.errors import CorruptError, UnsupportedError, excerpt
 from statexchange.formats.budget import Budget
-from statexchange.formats.pickles import MAX_PICKLE_BYTES, Made, Symbol
+from statexchange.formats.pickles import MAX_PICKLE_BYTES, Made, Symbol, contents
 from statexchange.sharding.shards import c_strides, sizes_from_json
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.store import StoredFile
@@ -36,7 +36,6 @@ _MAX_ARGUMENTS = 8
 _MAX_WRAPPERS = 16
 _MAX_KEY = 255
 _MAX_CLASSES = 3
-_HOLDING = {dict, list, tuple, set, frozenset, Made}
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,29 +233,20 @@ def holds_tensor(value: Any, budget: Budget, without: set[int]) -> bool:
 
     `without` are the ids of values that hold none. It is filled for further calls: the pickle's root keeps all alive.
     """
-    waiting, seen = [value], set()
-    while waiting:
-        item = waiting.pop()
-        kind = type(item)
-        if kind not in _HOLDING or id(item) in without or id(item) in seen:
-            continue
-        seen.add(id(item))
-        if kind is Made:
-            if is_tensor(item) or item.name == "persistent":
-                return True
-            below: Any = (item.args, item.state, item.items)
-        else:
-            below = (*item.keys(), *item.values()) if kind is dict else item
-        budget.spend(len(below))
-        waiting.extend(below)
+    seen: set[int] = set()
+    for item in contents([value], budget, seen, without):
+        if is_tensor(item) or (type(item) is Made and item.name == "persistent"):
+            return True
     without |= seen
     return False
 
 
 def described(value: Any) -> str:
     """Describe a non-tensor value in a few words, for listings."""
+    if type(value) in (Made, Symbol) and value.is_opaque:
+        return f"opaque {value.class_name}"
     if type(value) is Made:
-        return f"opaque {value.class_name}" if value.is_opaque else f"a {value.class_name}"
+        return f"a {value.class_name}"
     if type(value) is Symbol:
         return value.name
     if type(value) is bytes:
@@ -265,7 +255,7 @@ def described(value: Any) -> str:
         shown = excerpt(value, 80)
         return shown if value is None else f"{type(value).__name__} {shown}"
     items = value.values() if type(value) is dict else value
-    classes = {item.class_name: None for item in items if type(item) is Made and item.is_opaque}
+    classes = {item.class_name: None for item in items if type(item) in (Made, Symbol) and item.is_opaque}
     more = "" if len(classes) <= _MAX_CLASSES else ", ..."
     opaque = f" (opaque {', '.join(islice(classes, _MAX_CLASSES))}{more})" if classes else ""
     return f"{type(value).__name__} of {len(value)}{opaque}"

@@ -292,7 +292,7 @@ def _ranks_and_axes(mesh: dict[str, Any]) -> tuple[Any, list[_Axis]]:
 
 
 def _checked_axis(ranks: Any, axis: _Axis, budget: Budget, *, is_cut: bool) -> int:
-    """The size of a mesh's axis. Ranks must ascend along one that cuts, as in live tensors (exchange.describe)."""
+    """The size of a mesh's axis. Ranks must ascend along one that cuts, as in live tensors (state.dtensors)."""
     steps = [0]
     for size, stride in axis:
         if size * len(steps) > len(ranks):

@@ -17,16 +17,24 @@ from statexchange.state.leaves import is_leaf, keeps_state
 from statexchange.state.modules import check_module, is_extra_state, is_plain_entry, model_items
 from statexchange.state.optimizers import check_optimizer, is_optimizer
 from statexchange.state.tree import nodes
-from statexchange.tensors import check_dense, check_writable, is_array, is_dtensor, is_tensor, same_memory
+from statexchange.tensors import (
+    check_dense,
+    check_writable,
+    is_array,
+    is_dtensor,
+    is_tensor,
+    replicated_part,
+    same_memory,
+)
 
 __all__ = [
     "Content",
     "Memory",
     "device_type_of",
-    "is_number",
     "kind_of",
     "memory_of",
     "module_content",
+    "tensors_of",
 ]
 
 Memory = Any  # a dense torch tensor, detached, or a numpy array
@@ -98,9 +106,7 @@ class Content:
         """The parameters of a module and, if asked, its buffers."""
         check_module(module)
         self.lines.append((path, "a module"))
-        named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-        if buffers:
-            named.update(module.named_buffers(remove_duplicate=False))
+        named = tensors_of(module, buffers=buffers)
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         _check_entries(module, path)
         for name in sorted(named.keys() - ignored):
@@ -147,6 +153,14 @@ def _check_entries(module: nn.Module, path: str) -> None:
             )
 
 
+def tensors_of(module: nn.Module, *, buffers: bool = True) -> dict[str, torch.Tensor]:
+    """A module's parameters and, if asked, its buffers, under each of their names. Not collective."""
+    named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    if buffers:
+        named.update(module.named_buffers(remove_duplicate=False))
+    return named
+
+
 def module_content(module: Any, *, written: bool, buffers: bool = True) -> Content:
     """What lies in a module; InvalidArgumentError if it is none. Not collective."""
     if not isinstance(module, nn.Module):
@@ -156,30 +170,15 @@ def module_content(module: Any, *, written: bool, buffers: bool = True) -> Conte
     return content
 
 
-def is_number(value: Any) -> bool:
-    """Whether `value` is a plain number, of Python or numpy. Not collective."""
-    if isinstance(value, np.generic):
-        return value.dtype.kind in "biufc" and not isinstance(value, np.longdouble | np.clongdouble)
-    return type(value) in (bool, int, float, complex)
-
-
 def kind_of(value: Any) -> str | None:
     """The kind of a plain value, which root's must have too; None for what is no plain value."""
     if value is None:
         return "None"
-    if is_number(value):
+    if values.is_number(value):
         return "number"
     if isinstance(value, enum.Enum):
-        return f"enum {type(value).__qualname__}" if _has_text(value) else None
+        return f"enum {type(value).__qualname__}" if values.has_text(value) else None
     return {str: "str", torch.dtype: "dtype"}.get(type(value))
-
-
-def _has_text(value: Any) -> bool:
-    try:
-        values.encode(value)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 # Memory
@@ -193,23 +192,12 @@ def memory_of(given: Any, path: str, *, written: bool) -> Memory:
             check_writable(given, path)
         return np.asarray(given)
     if is_dtensor(given):
-        given = _replicated(given, path)
+        advice = "save_checkpoint and load_checkpoint move such, and to_local() is this rank's part"
+        given = replicated_part(given.detach(), path, advice)
     check_dense(given, path)
     if written:
         check_writable(given, path)
     return given.detach()
-
-
-def _replicated(tensor: Any, path: str) -> torch.Tensor:
-    """The whole of a DTensor that every rank of its mesh has."""
-    if not all(placement.is_replicate() for placement in tensor.placements):
-        raise UnsupportedError(
-            f"a DTensor placed as {list(tensor.placements)} has other parts on other ranks: save_checkpoint and "
-            "load_checkpoint move such, and to_local() is this rank's part",
-            name=path,
-        )
-    local: torch.Tensor = tensor.detach().to_local()
-    return local
 
 
 def device_type_of(memory: Memory) -> str:

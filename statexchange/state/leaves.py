@@ -9,7 +9,7 @@ from typing import Any
 from statexchange.state.megatron import kind_of
 from statexchange.state.modules import is_module
 from statexchange.state.optimizers import is_optimizer
-from statexchange.state.tree import nodes
+from statexchange.state.tree import contains
 from statexchange.tensors import is_tensor
 
 __all__ = ["holds_state", "is_leaf", "keeps_state"]
@@ -36,4 +36,4 @@ def is_leaf(value: Any) -> bool:
 
 def holds_state(value: Any) -> bool:
     """Whether `value` is, or contains, what is filled in place: a tensor or an object with a state. Not collective."""
-    return any(is_leaf(node.value) and not isinstance(node.value, enum.Enum) for node in nodes(value, is_leaf))
+    return contains(value, lambda item: is_leaf(item) and not isinstance(item, enum.Enum))

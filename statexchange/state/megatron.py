@@ -7,11 +7,12 @@ layers that are stacked along a prepended dim do: `global_shape` and `global_off
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from statexchange.errors import CorruptError, InvalidArgumentError, UnsupportedError
+from statexchange.state.tree import contains, walk
 from statexchange.tensors import is_tensor
 
 __all__ = ["Kind", "MegatronTensor", "holds_sharded", "kind_of", "leaves"]
@@ -43,26 +44,17 @@ def _has(value: Any, names: tuple[str, ...]) -> bool:
 
 
 def holds_sharded(value: Any) -> bool:
-    """Whether `value` is, or a dict or list in it has, something of Megatron-Core's."""
-    if isinstance(value, Mapping):
-        return any(map(holds_sharded, value.values()))
-    if type(value) in (list, tuple):
-        return any(map(holds_sharded, value))
-    return kind_of(value) is not None
+    """Whether `value` is, or a container in it has, something of Megatron-Core's."""
+    return not is_tensor(value) and contains(value, lambda item: kind_of(item) is not None)
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """What lies in a nested state dict, by dotted path; in place of factories what they build."""
-    if kind_of(value) == "factory":
-        yield from leaves(value.build(), path)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from leaves(item, f"{path}.{key}")
-    elif type(value) in (list, tuple):
-        for number, item in enumerate(value):
-            yield from leaves(item, f"{path}[{number}]")
-    else:
-        yield path.removeprefix("."), value
+    for place in walk(value, lambda _, item: kind_of(item) is None, path):
+        if kind_of(place.value) == "factory":
+            yield from leaves(place.value.build(), place.path)
+        elif place.is_leaf:
+            yield place.path, place.value
 
 
 @dataclass(frozen=True, slots=True)

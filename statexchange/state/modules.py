@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from statexchange import values
-from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError
+from statexchange.errors import InvalidArgumentError, UnsupportedError
 from statexchange.tensors import is_tensor
 
 __all__ = [
@@ -84,13 +84,7 @@ def is_extra_state(name: str) -> bool:
 
 def is_plain_entry(name: str, value: Any) -> bool:
     """Whether an entry of a state dict that is not a tensor certainly holds none of the module's."""
-    if is_extra_state(name):
-        return True
-    try:
-        values.encode(value)
-    except StateExchangeError:
-        return False
-    return True
+    return is_extra_state(name) or values.has_text(value)
 
 
 def load_extra_state(module: Any, extra: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ ShardedTensors, which go by their keys, wherever in the state they lie. `restore
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +22,6 @@ from statexchange.state.tree import children, nodes, with_children
 from statexchange.tensors import is_tensor
 
 __all__ = ["modules_of", "parameter_names", "tree_of"]
-
-_MAX_DEPTH = 100
 
 
 def tree_of(state: Any) -> tuple[str, dict[str, Any]]:
@@ -42,27 +40,29 @@ def tree_of(state: Any) -> tuple[str, dict[str, Any]]:
         tensors[name] = value
         return name
 
-    for _, module in modules_of(state):
+    modules = modules_of(state)
+    for _, module in modules:
         check_module(module)
-    return values.encode(_plain(state, "", _Known(parameter_names(state))), keep), tensors
+    names = {key: name for key, (name, _) in parameter_names(modules).items()}
+    return values.encode(_plain(state, "", _Known(names)), keep), tensors
 
 
-def modules_of(state: Any) -> Iterator[tuple[str, Any]]:
+def modules_of(state: Any) -> list[tuple[str, Any]]:
     """The modules in a state by their paths. Not collective."""
-    return ((node.path, node.value) for node in nodes(state, is_leaf) if is_module(node.value))
+    return [(node.path, node.value) for node in nodes(state, is_leaf) if is_module(node.value)]
 
 
-def parameter_names(state: Any, *, within_module: bool = False) -> dict[int, str]:
-    """The first name of every parameter of every module in `state`, by its identity. Not collective.
+def parameter_names(modules: Iterable[tuple[str, Any]]) -> dict[int, tuple[str, str]]:
+    """Of every parameter of `modules_of` a state its first name there and in its module, by identity. Not collective.
 
-    The name begins with the module's path, or with `within_module` it is the one that the module itself has for it.
+    The name in the state begins with the module's path.
     """
-    names: dict[int, str] = {}
-    for path, module in modules_of(state):
+    names: dict[int, tuple[str, str]] = {}
+    for path, module in modules:
         parameters = {id(parameter) for parameter in module.parameters()}
         for name, value in module_items(module, keep_vars=True).items():
             if id(value) in parameters:
-                names.setdefault(id(value), name if within_module or not path else f"{path}.{name}")
+                names.setdefault(id(value), (f"{path}.{name}" if path else name, name))
     return names
 
 
@@ -76,9 +76,9 @@ class _Known:
 
 def _plain(value: Any, path: str, known: _Known, depth: int = 0) -> Any:
     """`value` with mappings in place of what has a state."""
-    if depth > _MAX_DEPTH:
+    if depth > values.MAX_DEPTH:
         raise InvalidArgumentError(
-            f"the state at {path[:80]}... is nested deeper than {_MAX_DEPTH}, or contains itself"
+            f"the state at {path[:80]}... is nested deeper than {values.MAX_DEPTH}, or contains itself"
         )
 
     def inner(child: Any, key: object = "") -> Any:

@@ -16,6 +16,7 @@ __all__ = [
     "named_parameters",
     "optimizer_tree",
     "parameters_of",
+    "placed_parameters",
     "set_optimizer",
     "state_of_optimizer",
 ]
@@ -40,6 +41,15 @@ def check_optimizer(optimizer: Any, path: str) -> None:
 def parameters_of(optimizer: Any) -> list[Any]:
     """The parameters of all groups, in the order in which torch numbers them. Not collective."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def placed_parameters(optimizer: Any) -> dict[str, Any]:
+    """The parameters of all groups by the names that torch keeps beside them, else by their places. Not collective."""
+    named: dict[str, Any] = {}
+    for i, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names") or [f"param_groups[{i}]['params'][{j}]" for j in range(len(group["params"]))]
+        named.update(zip(names, group["params"], strict=True))
+    return named
 
 
 def named_parameters(optimizer: Any, names: Mapping[int, str]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from statexchange.errors import InvalidArgumentError
 from statexchange.state.leaves import holds_state, is_leaf, keeps_state
 from statexchange.state.megatron import Kind, MegatronTensor, holds_sharded, kind_of, leaves
 from statexchange.state.modules import is_module, live_items, load_extra_state
-from statexchange.state.nested import parameter_names
+from statexchange.state.nested import modules_of, parameter_names
 from statexchange.state.optimizers import (
     hyperparameters,
     is_optimizer,
@@ -25,7 +25,7 @@ from statexchange.state.optimizers import (
     parameters_of,
     set_optimizer,
 )
-from statexchange.state.tree import alike, children, flatten, is_mutable, nodes, rebuild, with_children
+from statexchange.state.tree import alike, children, contains, flatten, is_mutable, rebuild, with_children
 from statexchange.tensors import is_tensor
 
 __all__ = ["Restoration", "Saved", "merged", "restoration", "tree_of_names"]
@@ -84,7 +84,8 @@ def restoration(state: Any, saved: Any, make: Make) -> Restoration:
     `make(name, own, like)` gives memory for a tensor in whose place the live state has `own`, if anything; new memory
     lies as `like` does. What cannot be changed in place is an InvalidArgumentError that names its path.
     """
-    found = _Restorer(make, parameter_names(state), _Keys.of(state, saved))
+    names = {key: name for key, (name, _) in parameter_names(modules_of(state)).items()}
+    found = _Restorer(make, names, _Keys.of(state, saved))
     if found.visit(state, saved, "") is not state:
         raise InvalidArgumentError(
             f"the state is a {type(state).__name__}, which cannot be changed in place: give a mapping that holds it"
@@ -145,7 +146,7 @@ class _Restorer:
             self.restoration.deeds.append(functools.partial(_refill, live, made))
             return live
         made = alike(live, made)
-        return live if type(made) is type(live) and not _holds_tensor(made) and made == live else made
+        return live if type(made) is type(live) and not contains(made, is_tensor) and made == live else made
 
     def _sharded(self, live: Any, kind: Kind, saved: Any, path: str) -> None:
         """What is Megatron-Core's: tensors by key, a factory's put together again, an object's data."""
@@ -300,10 +301,6 @@ def _refill(own: MutableMapping[Any, Any], made: Mapping[Any, Any]) -> None:
         own[key] = item
 
 
-def _holds_tensor(value: Any) -> bool:
-    return any(is_tensor(node.value) for node in nodes(value, is_leaf))
-
-
 def _merge_built(factory: Any, built: Any) -> None:
     """Put what a factory had built, and what now is filled, into its parameter."""
     import torch
@@ -322,19 +319,22 @@ def _data_of(built: Any) -> Any:
 
 
 def tree_of_names(
-    state: Any, has: Callable[[str], bool], listed: Iterable[str] = (), texts: Mapping[str, str] | None = None
+    state: Any,
+    has: Callable[[str], bool],
+    listed: Iterable[str] = (),
+    texts: Mapping[str, str] | None = None,
+    keeps: Callable[[str, Any], bool] = lambda *_: True,
 ) -> Any:
     """As if `state` had been saved with the tensors whose names `has` knows and no other. Not collective.
 
     `listed` are the names of all tensors, among which an optimizer's are looked for; `texts` are plain values by name,
-    as JSON text of `values`. Both go by their paths in the state, joined by dots: in
-    mappings, modules, and lists of modules, whose tensors have one space of names. So does an optimizer's state as
-    torch.distributed.checkpoint names it, below ``state`` and ``param_groups`` and the name that a parameter has in its
-    module; a hyperparameter that is not among the texts stays as it is.
+    as JSON text of `values`; `keeps(path, value)` says which entries of mappings are looked at. All go by their paths
+    in the state, joined by dots: in mappings, modules, and lists of modules, whose tensors have one space of names. So
+    does an optimizer's state as torch.distributed.checkpoint names it, below ``state`` and ``param_groups`` and the
+    name that a parameter has in its module; a hyperparameter that is not among the texts stays as it is.
     """
-    in_module = parameter_names(state, within_module=True)
-    known = {key: (name, in_module[key]) for key, name in parameter_names(state).items()}
-    return _Names(has, tuple(listed), texts or {}, known).tree(state, "")
+    known = parameter_names(modules_of(state))
+    return _Names(has, keeps, tuple(listed), texts or {}, known).tree(state, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,6 +342,7 @@ class _Names:
     """Names of tensors and texts of values in a source, and each parameter's names in the state and in its module."""
 
     has: Callable[[str], bool]
+    keeps: Callable[[str, Any], bool]
     listed: tuple[str, ...]
     texts: Mapping[str, str]
     parameters: Mapping[int, tuple[str, str]]
@@ -361,13 +362,16 @@ class _Names:
         if isinstance(state, list | tuple) and all(is_module(part) for part in state):
             return [self.tree(part, prefix) for part in state]
         if isinstance(state, Mapping) and all(isinstance(key, str) for key in state):
-            there = {k: v for k, v in state.items() if not is_tensor(v) or self.has(prefix + k)}
+            there = {k: v for k, v in state.items() if self.keeps(prefix + k, v)}
+            there = {k: v for k, v in there.items() if not is_tensor(v) or self.has(prefix + k)}
             there = {k: v for k, v in there.items() if kind_of(v) not in ("object", "local")}
             return {key: self._entry(value, prefix + key) for key, value in there.items()}
-        at = f"state at {prefix.removesuffix('.')!r}" if prefix else "state"
+        what = f"is a {type(state).__name__}, but this source holds tensors only"
+        if not prefix:
+            raise InvalidArgumentError(f"the state {what}: give modules, optimizers or mappings of tensors")
         raise InvalidArgumentError(
-            f"{at} is a {type(state).__name__}, but this source holds tensors only: give modules, optimizers or "
-            "mappings of tensors"
+            f"state at {prefix.removesuffix('.')!r} {what}: leave it out of the state, or load only what the source "
+            "has, as include='model.*' does"
         )
 
     def _entry(self, value: Any, name: str) -> Any:

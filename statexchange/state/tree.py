@@ -6,14 +6,24 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError
 
-__all__ = ["Node", "alike", "children", "flatten", "is_mutable", "nodes", "rebuild", "with_children"]
-
-_MAX_DEPTH = 100
+__all__ = [
+    "Node",
+    "Place",
+    "alike",
+    "children",
+    "contains",
+    "flatten",
+    "is_mutable",
+    "nodes",
+    "rebuild",
+    "walk",
+    "with_children",
+]
 
 IsLeaf = Callable[[Any], bool]
 
@@ -43,6 +53,43 @@ def flatten(tree: Any, is_leaf: IsLeaf | None = None) -> list[tuple[str, Any]]:
     return [(node.path, node.value) for node in nodes(tree, is_leaf) if node.container is None]
 
 
+class Place(NamedTuple):
+    """A place in a tree: its dotted path, the keys that lead there, and what lies there; a leaf is not entered."""
+
+    path: str
+    keys: tuple[Any, ...]
+    value: Any
+    is_leaf: bool
+
+
+def walk(
+    tree: Any, enters: Callable[[str, Any], bool] | None = None, path: str = "", keys: tuple[Any, ...] = ()
+) -> Iterator[Place]:
+    """All places of `tree` in its own order, a container before what lies in it. Not collective.
+
+    For one rank's own use, where `nodes` is for what ranks compare: keys are not sorted and may be anything, and paths
+    are names: ``model.layers[0].my weight``. `enters(path, value)` says which containers are looked into, by default
+    all. `path` and `keys` lead to `tree`. What contains itself, or is deeper than 100, is an InvalidArgumentError.
+    """
+    inside = children(tree) if enters is None or enters(path, tree) else None
+    yield Place(path, keys, tree, inside is None)
+    if inside is None:
+        return
+    if len(keys) > values.MAX_DEPTH:
+        raise InvalidArgumentError(
+            f"the state at {path[:80]}... is nested deeper than {values.MAX_DEPTH}, or contains itself"
+        )
+    by_index = _goes_by_index(tree)
+    for key, child in inside.items():
+        step = f"[{key}]" if by_index else f".{key}"
+        yield from walk(child, enters, path + step if path or keys else step.removeprefix("."), (*keys, key))
+
+
+def contains(tree: Any, fits: Callable[[Any], bool]) -> bool:
+    """Whether a value that `fits` lies anywhere in `tree`, or is it. Not collective."""
+    return any(fits(place.value) for place in walk(tree))
+
+
 def rebuild(tree: Any, leaves: Mapping[str, Any], is_leaf: IsLeaf | None = None) -> Any:
     """`tree` with other `leaves`, by path; those that are not named stay. Not collective.
 
@@ -63,8 +110,8 @@ def _nodes(value: Any, path: str, is_leaf: IsLeaf | None, above: dict[int, str])
         return
     if id(value) in above:
         raise InvalidArgumentError(f"a tree contains itself: {path} is {above[id(value)] or 'the whole tree'} again")
-    if len(above) == _MAX_DEPTH:
-        raise InvalidArgumentError(f"a tree is nested deeper than {_MAX_DEPTH}, at {path[:80]}...")
+    if len(above) == values.MAX_DEPTH:
+        raise InvalidArgumentError(f"a tree is nested deeper than {values.MAX_DEPTH}, at {path[:80]}...")
     above[id(value)] = path
     for step, _, child in _steps(value, path):
         yield from _nodes(child, path + step if path else step.removeprefix("."), is_leaf, above)
@@ -99,12 +146,16 @@ def children(value: Any) -> dict[Any, Any] | None:
     return dict(enumerate(value)) if isinstance(value, list | tuple) else None
 
 
+def _goes_by_index(value: Any) -> bool:
+    return isinstance(value, list | tuple) and not hasattr(value, "_fields")
+
+
 def _steps(value: Any, path: str) -> list[tuple[str, Any, Any]]:
     """What lies in a container: the step that a path takes there, the key and the child."""
     found = children(value) or {}
     if isinstance(value, Mapping):
         return _entries(found, path)
-    by_index = isinstance(value, list | tuple) and not hasattr(value, "_fields")
+    by_index = _goes_by_index(value)
     return [(f"[{key}]" if by_index else f".{key}", key, child) for key, child in found.items()]
 
 
@@ -119,10 +170,8 @@ def _entries(mapping: Mapping[Any, Any], path: str) -> list[tuple[str, Any, Any]
 def _step(key: Any, path: str) -> str:
     if type(key) is str:
         return f".{key}" if key.isidentifier() else f"[{key!r}]"
-    try:
-        values.encode(key)
-    except (TypeError, ValueError) as error:
-        raise UnsupportedError(f"a mapping at {path or 'the top'} has a {type(key).__name__} as a key") from error
+    if not values.has_text(key):
+        raise UnsupportedError(f"a mapping at {path or 'the top'} has a {type(key).__name__} as a key")
     return f"[{key!r}]"
 
 

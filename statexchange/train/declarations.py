@@ -14,13 +14,13 @@ import torch
 
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError
+from statexchange.tensors import is_dtensor, replicated_part
 
 __all__ = [
     "Declaration",
     "Source",
     "compare_declarations",
     "declare",
-    "is_dtensor",
     "local_part",
     "named_parameters",
     "shortened",
@@ -87,18 +87,8 @@ def local_part(tensor: Any, name: str) -> torch.Tensor:
     """`tensor` itself, or this rank's copy of a replicated DTensor; any other placement is refused. Not collective."""
     if not is_dtensor(tensor):
         return tensor  # type: ignore[no-any-return]
-    if any(not placement.is_replicate() for placement in tensor.placements):
-        raise UnsupportedError(
-            f"a DTensor that is {tuple(tensor.placements)} has other parts on other ranks: its gradients are reduced"
-            " by what sharded it, so give only replicated parameters",
-            name=name,
-        )
-    return tensor.to_local()  # type: ignore[no-any-return]
-
-
-def is_dtensor(tensor: Any) -> bool:
-    """Whether `tensor` is a DTensor. Not collective."""
-    return hasattr(tensor, "placements") and hasattr(tensor, "to_local")
+    advice = "its gradients are reduced by what sharded it, so give only replicated parameters"
+    return replicated_part(tensor, name, advice)  # type: ignore[no-any-return]
 
 
 def declare(named: Mapping[str, torch.Tensor]) -> list[Declaration]:

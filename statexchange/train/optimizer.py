@@ -15,6 +15,7 @@ from statexchange.comm.communicator import Communicator
 from statexchange.comm.session import about, public_call
 from statexchange.comm.world import as_communicator
 from statexchange.errors import InvalidArgumentError
+from statexchange.state.optimizers import parameters_of, placed_parameters
 from statexchange.train.buckets import BucketReducer
 from statexchange.train.declarations import compare_declarations, declare, local_part, named_parameters, shortened
 from statexchange.train.reducers import CoalescingReducer, Reducer, average_sparse, densified, same_kind
@@ -117,10 +118,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _named(self) -> dict[str, torch.Tensor]:
         """The optimizer's parameters by the best names there are."""
         if self._module is None:
-            return _group_parameters(self._optimizer)
+            return placed_parameters(self._optimizer)
         names = named_parameters(self._module)
         _check_known(self._optimizer, names, "the module")
-        ours = {id(parameter) for parameter in _group_parameters(self._optimizer).values()}
+        ours = set(map(id, parameters_of(self._optimizer)))
         return {name: parameter for name, parameter in names.items() if id(parameter) in ours}
 
     # What the inner optimizer is asked
@@ -268,18 +269,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._reducer.eager = not self._local and self._backwards + 1 >= self._accumulate
 
 
-def _group_parameters(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """All parameters of an optimizer, by the names that torch keeps beside them, or else by their places."""
-    named: dict[str, torch.Tensor] = {}
-    for i, group in enumerate(optimizer.param_groups):
-        names = group.get("param_names") or [f"param_groups[{i}]['params'][{j}]" for j in range(len(group["params"]))]
-        named.update(zip(names, group["params"], strict=True))
-    return named
-
-
 def _check_known(optimizer: torch.optim.Optimizer, known: Mapping[str, torch.Tensor], whose: str) -> None:
     ids = {id(parameter) for parameter in known.values()}
-    for name, parameter in _group_parameters(optimizer).items():
+    for name, parameter in placed_parameters(optimizer).items():
         if id(parameter) not in ids and (parameter.is_floating_point() or parameter.is_complex()):
             shape = f"{str(parameter.dtype)[6:]}{list(parameter.shape)}"
             raise InvalidArgumentError(f"the optimizer has a parameter {shape} that {whose} does not have", name=name)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.reduction import HALVES
 from statexchange.comm.session import call_site
 from statexchange.comm.work import Work
 from statexchange.comm.world import as_communicator
@@ -28,7 +29,6 @@ __all__ = [
 ]
 
 R = TypeVar("R", bound="Reducer")
-_HALVES = (torch.float16, torch.bfloat16)
 _log = logging.getLogger("statexchange")
 
 
@@ -214,7 +214,7 @@ def average_sparse(
     """
     counts = [0 if fact is None else fact[0] for fact in facts]
     most, sparse_dim = max(counts), max(fact[1] for fact in facts if fact is not None)
-    wide = torch.float32 if like.dtype in _HALVES else like.dtype
+    wide = torch.float32 if like.dtype in HALVES else like.dtype
     indices = torch.zeros((sparse_dim, most), dtype=torch.int64, device=like.device)
     values = torch.zeros((most, *like.shape[sparse_dim:]), dtype=wide, device=like.device)
     if grad is not None:

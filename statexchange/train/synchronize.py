@@ -22,6 +22,7 @@ from statexchange.state.content import Content, Memory, device_type_of, module_c
 from statexchange.state.leaves import is_leaf
 from statexchange.state.letter import Reader, letter_of, prepared, state_of
 from statexchange.state.tree import rebuild
+from statexchange.tensors import byte_view
 
 __all__ = ["allreduce_parameters", "broadcast_parameters", "synchronize"]
 
@@ -257,11 +258,7 @@ def _one_run(piece: Memory) -> torch.Tensor | None:
     if isinstance(piece, np.ndarray):
         in_order = piece.flags.c_contiguous and piece.flags.writeable
         return torch.from_numpy(piece.reshape(-1).view(np.uint8)) if in_order else None
-    if not piece.is_contiguous() or piece.is_conj() or piece.is_neg():
-        return None
-    flat = piece.view(-1)
-    # A single element counts as contiguous whatever its stride.
-    return flat.view(torch.uint8) if flat.stride(0) == 1 else None
+    return byte_view(piece)  # type: ignore[no-any-return]
 
 
 def _laid_flat(window: Sequence[Memory]) -> tuple[list[torch.Tensor], torch.Tensor]:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from sweeps import slow
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.cli.main import main
 from statexchange.errors import (
@@ -433,3 +434,25 @@ def test_metadata_that_is_something_else_is_corrupt(saved: Path, value: Any) -> 
     with pytest.raises((CorruptError, UnsafeError)) as caught:
         open_source(saved)
     assert caught.value.path == str(saved / ".metadata")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_optimizer_is_loaded_alone(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    def trained() -> dict[str, Any]:
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    saved = trained()
+    model, optimizer = get_state_dict(saved["model"], saved["optimizer"])
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path, no_dist=True)
+    fresh = trained()
+    weight = fresh["model"].weight.tolist()
+    assert sx.load_checkpoint(fresh, tmp_path, include="optimizer.*").num_tensors == 6
+    assert fresh["model"].weight.tolist() == weight
+    states = [one["optimizer"].state[one["model"].weight]["exp_avg"].tolist() for one in (saved, fresh)]
+    assert states[0] == states[1]

@@ -214,8 +214,22 @@ def test_what_was_not_saved_is_told(tmp_path: Path) -> None:
     ):
         sx.load_checkpoint({"model": model_of(2), "step": torch.zeros(1)}, tmp_path / "ckpt")
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="holds tensors only"):
-        sx.load_checkpoint({"a": torch.zeros(2), "step": 7}, tmp_path / "model.safetensors")
+    state = {"a": torch.zeros(2), "step": 7}
+    with pytest.raises(
+        ValueError, match=r"'step' is a int, but this source holds tensors only: leave it out .*include="
+    ):
+        sx.load_checkpoint(state, tmp_path / "model.safetensors")
+    assert sx.load_checkpoint(state, tmp_path / "model.safetensors", include="a").num_tensors == 1
+
+
+def test_an_optimizer_without_state_in_the_source_is_missing(tmp_path: Path) -> None:
+    model = model_of(1)
+    state = {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
+    sx.export_checkpoint({f"model.{name}": tensor for name, tensor in model.state_dict().items()}, tmp_path / "hf")
+    with pytest.raises(FileNotFoundError, match=r"missing in the source: optimizer\.model\..*strict=False") as caught:
+        sx.load_checkpoint(state, tmp_path / "hf")
+    assert "give state" not in str(caught.value)
+    assert sx.load_checkpoint(state, tmp_path / "hf", include="model.*").missing == ()
 
 
 class Extra(nn.Module):

@@ -264,6 +264,20 @@ def test_extra_state_is_no_tensor_of_the_model_but_is_saved(tmp_path: Path) -> N
         sx.save_checkpoint(state(io.BytesIO()), tmp_path / "no")
 
 
+@dataclass
+class Stage:
+    """A part of a state."""
+
+    tensors: dict[str, Any]
+
+
+def test_a_sharded_tensor_in_a_dataclass_is_saved_and_loaded(tmp_path: Path) -> None:
+    sx.save_checkpoint({"stage": Stage({"w": sharded("w", torch.ones(2))})}, tmp_path)
+    fresh = {"stage": Stage({"w": sharded("w", torch.zeros(2))})}
+    assert sx.load_checkpoint(fresh, tmp_path).missing == ()
+    assert fresh["stage"].tensors["w"].data.tolist() == [1, 1]
+
+
 def test_a_factory_that_copies_is_merged_again(tmp_path: Path) -> None:
     def build(key: str, data: torch.Tensor, replica_id: Any, flattened_range: Any) -> Any:
         return {"turned": sharded(key, data.T.contiguous(), replica_id=replica_id)}

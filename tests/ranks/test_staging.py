@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import statexchange as sx
 from statexchange.exchange.staging import Staging
-from statexchange.tensors import DTYPE_NAMES
+from statexchange.tensors import DTYPE_NAMES, converted, numpy_dtype
 from statexchange.testing import run_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int16, torch.complex64, torch.bool, torch.float64]
@@ -74,6 +74,44 @@ def test_arrays_of_any_strides_and_what_is_cast(window_bytes: int) -> None:
         memory[:] = np.arange(12, dtype=np.int16).tobytes()[at : at + len(memory)]
         at += len(memory)
     assert target.tolist() == np.arange(12).reshape(3, 4).tolist()
+
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def patterns(dtype: torch.dtype) -> torch.Tensor:
+    """All bits of two bytes; of wider dtypes these as first two bytes, before others at which roundings turn."""
+    first = np.arange(1 << 16, dtype=np.uint64)
+    left = 8 * dtype.itemsize - 16
+    rest = [0, (1 << left) - 1, *(((1 << at) + step) % (1 << left) for at in range(left) for step in (-1, 0, 1))]
+    bits = (first[:, None] << np.uint64(left)) | np.array(sorted(set(rest)), np.uint64)
+    return torch.from_numpy(bits.reshape(-1).astype(f"u{dtype.itemsize}")).view(dtype)
+
+
+@pytest.mark.parametrize("target", FLOATS, ids=str)
+def test_a_cast_gives_the_same_bits_in_every_way(target: torch.dtype) -> None:
+    for dtype in FLOATS:
+        if dtype == target:
+            continue
+        whole = patterns(dtype)
+        nan = whole.isnan()
+        expected = whole.to(target).masked_fill(nan, float("nan"))
+        strided = torch.stack([whole, whole], 1)[:, 0]
+        array = whole.view(torch.uint8).numpy().view(numpy_dtype(name_of(whole)))
+        for form in (whole, strided, array):
+            parts = Staging().parts(form, name_of(expected))
+            assert b"".join(bytes(data) for _, data in parts) == expected.view(torch.uint8).numpy().tobytes()
+        assert converted(array, name_of(expected)).tobytes() == expected.view(torch.uint8).numpy().tobytes()
+
+
+def replicas_with_nan(folder: str) -> None:
+    """Each rank holds the same values, in another order of memory."""
+    tensor = torch.full((64, 33), float("nan"))
+    sx.export_checkpoint({"w": tensor if sx.get_rank() else tensor.T.contiguous().T}, f"{folder}/out", dtype="bfloat16")
+
+
+def test_copies_of_a_nan_are_equal_however_they_lie(tmp_path: Path) -> None:
+    run_ranks(replicas_with_nan, 2, args=(str(tmp_path),), timeout_s=60)
 
 
 def peak() -> int:

@@ -608,6 +608,7 @@ def test_objects_of_any_class_are_named_and_the_tensors_are_read(
         "loss": np.float64(2),
         "stages": {ValueError("a key"): 1, Arguments(): 2},
         "when": [dt.timedelta(1), Arguments()],
+        "activation": torch.nn.functional.relu,
     }
     torch.save(state, tmp_path / "x.pt")
     source = open_source(tmp_path / "x.pt")
@@ -616,10 +617,11 @@ def test_objects_of_any_class_are_named_and_the_tensors_are_read(
     assert [source.others[name] for name in ("args", "stages", "when")] == [
         "opaque argparse.Namespace", "dict of 2", f"list of 2 (opaque datetime.timedelta, {here}.Arguments)"
     ]  # fmt: skip
+    assert source.others["activation"] == "opaque torch.nn.functional.relu"
     report = merge_checkpoint(tmp_path / "x.pt", tmp_path / "out")
     assert_same(load_file(tmp_path / "out/model.safetensors"), {"w": state["w"], "rng.cpu": state["rng"]["cpu"]})
     (note,) = report.notes
-    assert note.startswith("8 entries are no tensors, not written: rng.python.0 (int 3), ")
+    assert note.startswith("9 entries are no tensors, not written: rng.python.0 (int 3), ")
     assert "args (opaque argparse.Namespace)" in note
     for command in ("info", "ls"):
         with pytest.raises(SystemExit) as ended:

@@ -5,6 +5,7 @@ import collections
 import datetime as dt
 import enum
 import io
+import os
 import pathlib
 import pickle
 import resource
@@ -114,6 +115,17 @@ def test_objects_of_any_class_are_opaque_and_what_they_hold_is_kept(protocol: in
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
+def test_a_function_that_is_a_value_is_opaque(protocol: int) -> None:
+    settings = argparse.Namespace(activation=read_pickle)
+    found = opaque({"direct": os.path.join, "in": [read_pickle], "object": settings}, protocol)
+    name = "statexchange.formats.pickles.read_pickle"
+    assert (found["direct"].class_name, found["direct"].is_opaque) == ("posixpath.join", True)
+    assert (found["in"][0].class_name, found["object"].state["activation"].class_name) == (name, name)
+    with pytest.raises(UnsafeError, match="read_pickle, which is not known to be harmless"):
+        read_pickle(pickle.dumps(read_pickle, protocol), "x")
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
 def test_what_numpy_writes_is_opaque(protocol: int) -> None:
     values = [np.arange(3), np.float64(1), np.dtype("f4"), np.float32, np.random.default_rng(1), np.array([None])]
     made = opaque(values, protocol)
@@ -166,10 +178,10 @@ REFUSED = {
     "a call of what getattr found": b"\x80\x02c__builtin__\ngetattr\nctorch\nSize\nX\x05\x00\x00\x00index\x86R)R.",
     "builtins.exec": b"\x80\x02cbuiltins\nexec\n.",
     "subprocess.Popen": b"\x80\x02csubprocess\nPopen\n)\x81.",
-    "torch.load": b"\x80\x02ctorch\nload\n.",
-    "torch.hub.load": b"\x80\x02ctorch.hub\nload\n.",
-    "a dotted name": b"\x80\x04\x8c\x05torch\x8c\x0dSize.__init__\x93.",
-    "codecs": b"\x80\x02c_codecs\ndecode\n.",
+    "torch.load": b"\x80\x02ctorch\nload\n)R.",
+    "torch.hub.load": b"\x80\x02ctorch.hub\nload\n)R.",
+    "a dotted name": b"\x80\x04\x8c\x05torch\x8c\x0dSize.__init__\x93)R.",
+    "codecs": b"\x80\x02c_codecs\ndecode\n)R.",
     "a name that is no text": b"\x80\x04K\x01K\x02\x93.",
     "a call of text": b"\x80\x02X\x01\0\0\0x)R.",
     "a call of what was made": b"\x80\x02ctorch\ndevice\n)R)R.",
@@ -206,14 +218,18 @@ REFUSED = {
 
 
 REFUSED_AMONG_OPAQUE = {
-    "a function": b"\x80\x02cstatexchange.demo\nrun\n.",
+    "a builtin that opens files": b"\x80\x02cbuiltins\nopen\n.",
+    "a function that torch would call": b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n(cmodule\nrun\nN)NtR.",
+    "a function that numpy would call": b"\x80\x02cnumpy.random._pickle\n__generator_ctor\nNcmodule\nrun\n\x86R.",
+    "a function deep in what a class is given": b"\x80\x02cmodule\nLater\n]}X\1\0\0\0acmodule\nrun\nsa\x85R.",
+    "a function named after a class was given its list": b"\x80\x02cmodule\nLater\n]q\0\x85Rh\0cmodule\nrun\na\x86.",
+    "a function in an object that is given": b"\x80\x02cm\nLater\ncargparse\nNamespace\n)\x81}Ncm\nrun\nsb\x85R.",
     "a call of a function": b"\x80\x02cstatexchange.demo\nrun\n)R.",
     "a call of a method": b"\x80\x02cbuiltins\ngetattr\ncmodule\nClass\nX\x04\0\0\0loadq\0\x86R)R.",
-    "a function in an object": b"\x80\x02cargparse\nNamespace\n)\x81}X\1\0\0\0acmodule\nfunction\nsb.",
     "a class that starts a process": b"\x80\x02csubprocess\nPopen\n]\x85R.",
     "a class that makes functions of code": b"\x80\x02ctypes\nFunctionType\n.",
     "a class that loads code": b"\x80\x02cimportlib.machinery\nSourceFileLoader\n.",
-    "a method by a dotted name": b"\x80\x04\x8c\6module\x8c\x0aClass.load\x93.",
+    "a method by a dotted name": b"\x80\x04\x8c\6module\x8c\x0aClass.load\x93)R.",
     "a name without end": b"\x80\x02cmodule\nC" + b"c" * 300 + b"\n.",
 }
 
@@ -283,7 +299,7 @@ paths = sorted(os.path.join(root, name) for name in os.listdir(root))
 seen = []
 
 def watch(event, args):
-    harmless = event in ("os.listdir", "object.__getattr__", "sys._getframe") or event.startswith("gc.")
+    harmless = event in ("builtins.id", "os.listdir", "object.__getattr__", "sys._getframe") or event.startswith("gc.")
     if event == "open" and args[1] in (None, "r", "rb") and not args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
         harmless = True  # names are looked up in open directories, so no path is seen here
     if event == "os.scandir" or (event == "statexchange.storage" and args[0] in ("open", "open directory", "list")):
@@ -340,7 +356,7 @@ def test_an_audit_hook_sees_nothing_run(tmp_path: Path) -> None:
         b"\x80\x02cposix\nsystem\n" + text + b"\x85R.",
         b"(" + text + b"ios\nsystem\n.",
         b"\x80\x02csubprocess\nPopen\n](" + b"X\5\0\0\0touch" + b"X\3\0\0\0ran" + b"e\x85R.",
-        b"\x80\x02cantigravity\nfly\n.",
+        b"\x80\x02cantigravity\nfly\n)R.",
         *REFUSED.values(),
         *REFUSED_AMONG_OPAQUE.values(),
     ]
