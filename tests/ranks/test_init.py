@@ -2,6 +2,8 @@
 
 import json
 import os
+import platform
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 from programs import require_mpi
 from shared_names import no_names_left
+from starting import start
 from sweeps import slow
 
 import statexchange as sx
@@ -619,6 +622,38 @@ def test_every_kind_of_init_names_the_rank_that_never_came(kind: str, timeouts_s
     for said, missing in (found[0], found[2]):
         assert missing == [1]
         assert said.startswith("ranks [1] did not ")
+
+
+def dies_in_init(backend: str, directory: str, where: str) -> list[Any]:
+    if me()[0] == 1:
+
+        def die(*_: Any, **__: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(dist.distributed_c10d if where == "_new_process_group_helper" else dist, where, die)
+    with pytest.raises(sx.PeerError) as caught:
+        start(backend, directory) if backend == "hierarchical" else by_hand(f"file://{directory}", backend, 300.0)
+    return [caught.value.rank, caught.value.cause, caught.value.host]
+
+
+@pytest.mark.parametrize(
+    ("backend", "where"),
+    [
+        ("gloo", "init_process_group"),
+        slow("gloo", "_new_process_group_helper"),
+        ("hierarchical", "ProcessGroupGloo"),
+    ],
+)
+def test_a_rank_that_dies_inside_torchs_own_start_is_named(backend: str, where: str, tmp_path: Path) -> None:
+    """Long before the deadline of 300 s, while torch still waits for the rank."""
+    args = (backend, str(tmp_path / "meeting"), where)
+    outcomes = run_ranks(dies_in_init, 3, backend="processes", args=args, timeout_s=60, allow_failure=True)
+    for survivor in (outcomes[0], outcomes[2]):
+        assert survivor.state == "ok", outcomes
+        assert survivor.exit_code == 0
+        rank, cause, host = survivor.value
+        assert (rank, host) == (1, platform.node())
+        assert re.fullmatch(r"its process \d+ died", cause)
 
 
 def uses_one_port_twice(port: int) -> list[Any]:
