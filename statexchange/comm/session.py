@@ -342,7 +342,7 @@ class Session:
         self._failing: dict[str, Any] | None = None  # what this rank is about to bring to an agreement
         self._met: StateExchangeError | None = None  # the last error in which all ranks have met
         self._cut = False  # a message between two ranks was broken off, and may lie around half
-        self._queue = WorkQueue(f"statexchange rank {place.rank}")
+        self._queue = WorkQueue(f"statexchange rank {place.rank}", skips=True)
         self._lines: dict[tuple[str, int], WorkQueue] = {}
         self.dependents: weakref.WeakSet[Any] = weakref.WeakSet()
         self._turn = threading.Lock()  # held during a call, as two at once would take each other's messages
