@@ -38,6 +38,7 @@ __all__ = [
     "Wait",
     "Watch",
     "check_ranks",
+    "is_watched",
     "watched",
     "yield_core",
 ]
@@ -164,6 +165,11 @@ def watched(look: Look | None) -> Iterator[None]:
         yield
     finally:
         _watched.reset(token)
+
+
+def is_watched() -> bool:
+    """Whether this is inside a `watched` block whose look knows of failures. Not collective."""
+    return _watched.get() is not None
 
 
 class Wait:

@@ -26,7 +26,6 @@ _FIRST_FREE_TAG = 3
 _LONG_BYTES = 1 << 16
 _SPIN_S, _TESTS = 0.005, 16  # how long to ask for a long message at once, and how often between two yields
 _MANY_TAGS = 30_000
-_MEETING_TAG = 32_767  # the highest that MPI promises
 # By name, and so without torch. Never by what mpi4py finds out: it takes bfloat16 for bytes, and sums those.
 _FLOATS = {"F64": "DOUBLE", "F32": "FLOAT"}
 _INTS = {"I64": "INT64_T", "I32": "INT32_T", "I16": "INT16_T", "I8": "INT8_T", "U8": "UINT8_T"}
@@ -97,8 +96,7 @@ class MPIBackend(Backend):
 
     def _duplicate(self, comm: Any, timeout_s: float) -> Any:
         wait = Wait(timeout_s, "the meeting of all ranks")
-        # First from rank to rank, as a collective cannot say who never came; the caller's own messages have lower tags.
-        self._meet(comm, range(self.world_size), _MEETING_TAG, wait)
+        self._meet_in_collectives(comm, wait)
         made: list[Any] = []
 
         def post() -> Any:
@@ -172,37 +170,60 @@ class MPIBackend(Backend):
     def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:
         """A communicator of `ranks`; only they take part in making it. StallError names who does not come."""
         tag = _FIRST_FREE_TAG + zlib.crc32(repr(list(ranks)).encode()) % _MANY_TAGS
-        self._meet(self._comm, ranks, tag, Wait(timeout_s, f"the making of a group of ranks {list(ranks)}"))
+        self._meet(ranks, tag, Wait(timeout_s, f"the making of a group of ranks {list(ranks)}"))
         with self._guard:  # does not wait: all are there
             group = self._comm.Get_group().Incl(list(ranks))
             return MPIBackend(self._comm.Create_group(group, tag), own=True)
 
-    def _meet(self, comm: Any, ranks: Sequence[int], tag: int, wait: Wait) -> None:
-        """Return when all `ranks` of `comm` have called; StallError names who has not.
+    def _meet_in_collectives(self, comm: Any, wait: Wait) -> None:
+        """Return when all ranks of the caller's `comm` have called; StallError names who has not.
 
-        Empty messages go between all pairs: making a communicator either has no request that could be polled, or one
-        that does not tell for whom it waits.
+        A message from rank to rank could be taken by a receive of the caller's own that waits for any tag, but never
+        one within a collective. Each rank scatters a byte to all: as only the root knows the sizes, MPIs send it from
+        the root itself, so that the n-th scatter ends where the n-th rank has called.
         """
-        missing = [rank for rank in ranks if rank != self.rank]
+        here = [bytes(self.world_size), [1] * self.world_size, None, self._mpi.BYTE]
+        came: dict[int, Any] = {}
+        with self._keeping([came], wait):
+            with self._guard:
+                for rank in range(self.world_size):
+                    there = [bytearray(1), 1, self._mpi.BYTE]
+                    came[rank] = comm.Iscatterv(here if rank == self.rank else None, there, rank)
+            self._await(came, [], wait)
+
+    def _meet(self, ranks: Sequence[int], tag: int, wait: Wait) -> None:
+        """Return when all `ranks` of this backend have called; StallError names who has not.
+
+        Empty messages go between all pairs: making a communicator has no request that could be polled.
+        """
+        others = [rank for rank in ranks if rank != self.rank]
         nothing = [bytearray(1), 0, self._mpi.BYTE]
         sent: list[Any] = []
         came: dict[int, Any] = {}
+        with self._keeping([sent, came], wait):
+            with self._guard:
+                came.update({rank: self._comm.Irecv(nothing, rank, tag) for rank in others})
+                sent.extend(self._comm.Isend(nothing, rank, tag) for rank in others)
+            try:
+                self._await(came, sent, wait)
+            except StallError as error:
+                for rank in error.missing:
+                    came[rank].Cancel()  # or MPI could not finalize
+                raise
+
+    def _await(self, came: dict[int, Any], sent: Sequence[Any], wait: Wait) -> None:
+        """Return when all requests are done; StallError names the ranks whose requests in `came` are not."""
+        missing = list(came)
 
         def done() -> bool:
             missing[:] = [rank for rank in missing if not self._test(came[rank], 0)()]
             return not missing and all(self._test(request, 0)() for request in sent)
 
-        with self._keeping([sent, came], wait):
-            with self._guard:
-                came.update({rank: comm.Irecv(nothing, rank, tag) for rank in missing})
-                sent.extend(comm.Isend(nothing, rank, tag) for rank in missing)
-            try:
-                wait.until(done)
-            except StallError:
-                for rank in missing:
-                    came[rank].Cancel()  # or MPI could not finalize
-                text = f"ranks {missing} did not reach {wait.doing} in {wait.timeout_s:g} s"
-                raise StallError(text, missing=tuple(missing), rank=missing[0] if missing else None) from None
+        try:
+            wait.until(done)
+        except StallError:
+            text = f"ranks {missing} did not reach {wait.doing} in {wait.timeout_s:g} s"
+            raise StallError(text, missing=tuple(missing), rank=missing[0] if missing else None) from None
 
     def reduces(self, op: str, dtype: torch.dtype) -> bool:
         """What MPI has a type for; its minimum and maximum of NaN depend on the order of ranks."""

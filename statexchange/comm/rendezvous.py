@@ -184,8 +184,8 @@ def store_at(url: str, rank: int, world_size: int, timeout_s: float) -> SharedSt
     """Return a store that exactly these ranks share. Collective.
 
     `url` is "file:///directory", which all ranks see and which is made if need be, or "tcp://host:port", where rank 0
-    listens. Raises StallError naming the ranks that did not come, NotInitializedError where rank 0 cannot be reached,
-    StorageError, or InvalidArgumentError.
+    listens. Raises StallError naming the ranks that did not come or did not stay, NotInitializedError where rank 0 is
+    there but cannot be reached, StorageError, or InvalidArgumentError.
     """
     parts, port = urlsplit(url), _port_of(url)
     is_local = parts.netloc in ("", "localhost") and "\0" not in parts.path
@@ -232,24 +232,27 @@ def _joined_store(host: str, port: int, rank: int, world_size: int, deadline: fl
     """Return a client of the store that rank 0 serves or will serve, once all ranks have joined it."""
     where = f"tcp://{host}:{port}"
     nonce = secrets.token_hex(16)
+    has_been_there = False
+    reason: object = ""
     while True:
         try:
             store = tcp_store.connect(host, port, timeout_s, deadline - time.monotonic())
-        except OSError as error:
-            raise NotInitializedError(f"cannot reach rank 0 at {where}: {error}") from error
-        try:
             server = tcp_store.server_nonce(store)
             if server is not None and server not in _completed:
+                has_been_there = True
                 store = tcp_store.namespaced(store, server)
                 tcp_store.enroll(store, rank, nonce, where)
                 tcp_store.wait_until_complete(store, world_size, deadline, timeout_s, where)
                 _completed.add(server)
                 return store
-        except LostServerError as error:  # the server of an earlier rendezvous, perhaps, which has just been closed
-            if time.monotonic() > deadline:
-                raise tcp_store.lost_rank_0(error) from error
+        except StateExchangeError:  # of which a StallError is an OSError
+            raise
+        except (OSError, LostServerError) as error:
+            reason = error  # perhaps the server of an earlier rendezvous, or one that gave up: another may follow
         if time.monotonic() > deadline:
-            raise tcp_store.stall([0], where, timeout_s)
+            if has_been_there:
+                raise tcp_store.left([0], where, timeout_s)
+            raise tcp_store.absent([0], where, timeout_s, reason)
         time.sleep(_POLL_S)
 
 
@@ -375,6 +378,7 @@ class _Member:
         self._pulses: dict[str, _Pulse] = {}
         self._known: set[str] = set()  # nonces that have ever been seen alive
         self._seen: dict[int, str] = {}  # ranks that were alive when they were last seen; they may have left since
+        self._present: set[int] = set()  # ranks that were there at the last look
 
     def store(self) -> SharedStore:
         """Return the store that all ranks have joined. Collective."""
@@ -546,9 +550,12 @@ class _Member:
     def _pause(self) -> None:
         """Sleep until the next look; StallError past the deadline."""
         if time.monotonic() > self._deadline:
-            never = [rank for rank in range(self._world_size) if rank not in self._seen]
-            # All have been there, but not at one time: then it is rank 0 that has not answered.
-            raise tcp_store.stall(never or [0], str(self._path), self._timeout_s)
+            where, everybody = str(self._path), range(self._world_size)
+            if never := [rank for rank in everybody if rank not in self._seen]:
+                raise tcp_store.absent(never, where, self._timeout_s)
+            if gone := [rank for rank in everybody if rank not in self._present]:
+                raise tcp_store.left(gone, where, self._timeout_s)
+            raise tcp_store.unanswered(where, self._timeout_s)
         time.sleep(self._poll_s)
 
     def _living(self, directory: int, names: list[str]) -> dict[int, str]:
@@ -573,6 +580,7 @@ class _Member:
             elif facts.owner.is_dead and nonce not in self._known:
                 _remove_files(directory, names, nonce)  # left by an earlier run
         self._seen.update(living)
+        self._present = set(living)
         return living
 
     def _facts(self, directory: int, name: str, nonce: str) -> _Facts | None:

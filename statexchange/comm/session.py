@@ -35,7 +35,7 @@ from typing import Any, NoReturn, TypeVar
 
 from statexchange import values
 from statexchange.comm import forks
-from statexchange.comm.backend import AbandonedError, Backend, Look, Wait, Watch, watched
+from statexchange.comm.backend import AbandonedError, Backend, Look, Wait, Watch, is_watched, watched
 from statexchange.comm.control_page import ControlPage, DifferentCallsError, closed_error
 from statexchange.comm.work import Work, WorkQueue
 from statexchange.errors import (
@@ -59,6 +59,7 @@ __all__ = [
     "about",
     "call_site",
     "encoded",
+    "making",
     "mark_of",
     "public_call",
     "step_text",
@@ -269,6 +270,40 @@ class _LookAt(Watch):
         return (self._peer,)
 
 
+@contextlib.contextmanager
+def making(look: Look | None, hosts: Sequence[str]) -> Iterator[None]:
+    """A block that makes a group of ranks that `look` watches, on these `hosts`: it ends when one of them fails.
+
+    Inside another such block, of the group from which the ranks come, that one's look and its ranks count.
+    """
+    if is_watched():
+        yield
+        return
+    try:
+        with watched(look):
+            yield
+    except PeerError as error:
+        named = _named(error, look, hosts)
+        if named is error:
+            raise
+        raise named from error
+
+
+def _named(error: PeerError, look: Look | None, hosts: Sequence[str]) -> StateExchangeError:
+    """The failure with its rank, which the transport may not report but another rank know, and its host."""
+    known: StateExchangeError = error
+    deadline = time.monotonic() + _NAMING_S
+    while error.rank < 0 and look is not None and known is error and time.monotonic() < deadline:
+        try:
+            look.failed(error.phase)
+            time.sleep(_NAP_S)
+        except StateExchangeError as named:
+            known = named
+    if isinstance(known, PeerError) and known.rank >= 0 and known.host is None:
+        return PeerError(known.rank, known.phase, known.cause, hosts[known.rank])
+    return known
+
+
 class Session:
     """One rank's part in what its group does together.
 
@@ -307,7 +342,7 @@ class Session:
         self._failing: dict[str, Any] | None = None  # what this rank is about to bring to an agreement
         self._met: StateExchangeError | None = None  # the last error in which all ranks have met
         self._cut = False  # a message between two ranks was broken off, and may lie around half
-        self._queue = WorkQueue(f"statexchange rank {place.rank}")
+        self._queue = WorkQueue(f"statexchange rank {place.rank}", skips=True)
         self._lines: dict[tuple[str, int], WorkQueue] = {}
         self.dependents: weakref.WeakSet[Any] = weakref.WeakSet()
         self._turn = threading.Lock()  # held during a call, as two at once would take each other's messages
@@ -705,7 +740,7 @@ class Session:
     def fail(self, call: Call, error: BaseException) -> None:
         """Nothing works here any more: say so to the others, and remember it."""
         if isinstance(error, PeerError):
-            error = self._named(error)
+            error = _named(error, self.look, self.place.hosts)
         self.dead = error if isinstance(error, StateExchangeError) else from_record(self.record(error, call.text))
         if self.page is not None:
             self.page.leave(self.dead)
@@ -713,31 +748,9 @@ class Session:
         if self.look is not None:
             self.look.tell(self.dead)
 
-    def _named(self, error: PeerError) -> StateExchangeError:
-        """The failure with its rank, which the transport may not tell but another rank know, and its host."""
-        known: StateExchangeError = error
-        deadline = time.monotonic() + _NAMING_S
-        while error.rank < 0 and self.look is not None and known is error and time.monotonic() < deadline:
-            try:
-                self.look.failed(error.phase)
-                time.sleep(_NAP_S)
-            except StateExchangeError as named:
-                known = named
-        if isinstance(known, PeerError) and known.rank >= 0 and known.host is None:
-            return PeerError(known.rank, known.phase, known.cause, self.place.hosts[known.rank])
-        return known
-
-    @contextlib.contextmanager
-    def making(self) -> Iterator[None]:
+    def making(self) -> contextlib.AbstractContextManager[None]:
         """A block that makes a group of ranks of this one: it ends when one of this group's ranks fails."""
-        try:
-            with watched(self.look):
-                yield
-        except PeerError as error:
-            named = self._named(error)
-            if named is error:
-                raise
-            raise named from error
+        return making(self.look, self.place.hosts)
 
     def group_of(self, ranks: Sequence[int]) -> Backend:
         """A carrier for `ranks`, in that order; MismatchError on all if they give several. Collective over them."""

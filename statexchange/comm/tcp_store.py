@@ -41,15 +41,17 @@ from statexchange.errors import (
 __all__ = [
     "LostServerError",
     "Server",
+    "absent",
     "as_timedelta",
     "complete",
     "connect",
     "enroll",
     "failure_announced",
+    "left",
     "lost_rank_0",
     "namespaced",
     "server_nonce",
-    "stall",
+    "unanswered",
     "wait_for_all",
     "wait_until_complete",
 ]
@@ -175,7 +177,7 @@ def wait_for_all(
         while not store.check(keys):
             poll()
             if time.monotonic() > deadline:
-                raise stall([r for r, key in enumerate(keys) if not store.check([key])], where, timeout_s)
+                raise absent([r for r, key in enumerate(keys) if not store.check([key])], where, timeout_s)
             time.sleep(_POLL_S)
 
 
@@ -199,7 +201,10 @@ def _wait_until_read(store: Any, world_size: int) -> None:
 
 
 def wait_until_complete(store: Any, world_size: int, deadline: float, timeout_s: float, where: str) -> None:
-    """Return when rank 0 has seen all ranks. All other ranks."""
+    """Return when rank 0 has seen all ranks. All other ranks.
+
+    If all have joined when the deadline comes, rank 0 has a moment to decide: it may have given up just before.
+    """
     with _lost_server():
         while not store.check(["complete"]):
             if store.check(["failed"]):
@@ -208,7 +213,10 @@ def wait_until_complete(store: Any, world_size: int, deadline: float, timeout_s:
                 raise from_record(record)
             if time.monotonic() > deadline:
                 missing = [r for r in range(world_size) if not store.check([_joined(r)])]
-                raise stall(missing or [0], where, timeout_s)
+                if missing:
+                    raise absent(missing, where, timeout_s)
+                if time.monotonic() > deadline + _NOTICE_S:
+                    raise unanswered(where, timeout_s)
             time.sleep(_POLL_S)
 
 
@@ -218,10 +226,21 @@ def complete(store: Any) -> None:
         store.set("complete", "1")
 
 
-def stall(missing: Sequence[int], where: str, timeout_s: float) -> StallError:
+def absent(ranks: Sequence[int], where: str, timeout_s: float, reason: object = "") -> StallError:
     """Return the error that names the ranks that did not come."""
-    text = f"ranks {list(missing)} did not come to {where} in {timeout_s:g} s"
-    return StallError(text, missing=tuple(missing))
+    text = f"ranks {list(ranks)} did not come to {where} in {timeout_s:g} s"
+    return StallError(f"{text}: {reason}" if reason else text, missing=tuple(ranks))
+
+
+def left(ranks: Sequence[int], where: str, timeout_s: float) -> StallError:
+    """Return the error that names the ranks that came, but did not stay."""
+    text = f"ranks {list(ranks)} came to {where}, but left before all were there, which took over {timeout_s:g} s"
+    return StallError(text, missing=tuple(ranks))
+
+
+def unanswered(where: str, timeout_s: float) -> StallError:
+    """Return the error for a rendezvous to which all ranks came, without an answer of rank 0."""
+    return StallError(f"all ranks came to {where}, but rank 0 did not answer in {timeout_s:g} s", missing=(0,))
 
 
 @contextlib.contextmanager

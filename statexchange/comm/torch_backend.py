@@ -134,10 +134,14 @@ def start_nccl(store: Any, rank: int, world_size: int, timeout_s: float) -> dist
 
 
 def _start(backend: str, store: Any, rank: int, world_size: int, timeout_s: float) -> dist.ProcessGroup:
-    wait = Wait(timeout_s, "the start of torch.distributed")
+    doing = "the start of torch.distributed"
+    wait = Wait(timeout_s, doing)
     _come(store, rank, range(world_size), wait)
-    with torch_errors(wait):
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_limit(wait, more_s=0))
+    start = functools.partial(
+        dist.init_process_group, backend, store=store, rank=rank, world_size=world_size, timeout=_limit(wait, more_s=0)
+    )
+    # Torch's own deadline, which its collectives keep, comes first: no group is made after ours has passed.
+    _by_another_thread(start, Wait(timeout_s + _LATER_S, doing))
     group = default_group()
     assert group is not None
     return group
@@ -173,16 +177,17 @@ def _await_keys(store: Any, keys: Sequence[str], ranks: Sequence[int], wait: Wai
 
 
 def _make_gloo(store: Any, rank: int, names: Sequence[int], timeout_s: float) -> Any:
-    """A Gloo group of ranks that errors call by `names`, on a store that has not been used for this. Collective.
-
-    Torch's constructor cannot be interrupted, and waits in vain for a rank that dies in it: another thread calls it.
-    """
+    """A Gloo group of ranks that errors call by `names`, on a store that has not been used for this. Collective."""
     wait = Wait(timeout_s, f"the making of a group of ranks {list(names)}")
     _come(store, names[rank], names, wait)
     keys, limit = _stores.PrefixStore("group", store), _limit(wait)
+    return _by_another_thread(lambda: _stores.ProcessGroupGloo(keys, rank, len(names), limit), wait)
+
+
+def _by_another_thread(make: Callable[[], Any], wait: Wait) -> Any:
+    """The value of `make`, which cannot be interrupted and waits in vain for a rank that dies in it. Collective."""
     made = Work(wait.doing)
-    make = functools.partial(made.run, lambda: _stores.ProcessGroupGloo(keys, rank, len(names), limit))
-    threading.Thread(target=make, name=wait.doing, daemon=True).start()
+    threading.Thread(target=made.run, args=(make,), name=wait.doing, daemon=True).start()
     with torch_errors(wait):
         wait.until(made.is_completed)
         return made.wait()
@@ -252,18 +257,19 @@ class StoreCarrier(Backend):
             if self.rank == 0:
                 self._store.delete_key(self._key(count, "read"))
 
-    def _is_read(self) -> bool:
-        """Whether all ranks have read the last exchange."""
-        return self._count == 0 or int(self._store.add(self._key(self._count, "read"), 0)) == self.world_size
+    def _is_read(self, store: Any) -> bool:
+        """Whether all ranks have read the last exchange; `store` is any client of the server."""
+        return self._count == 0 or int(store.add(self._key(self._count, "read"), 0)) == self.world_size
 
     def close(self) -> None:
         """Close the server, when all ranks have read what was exchanged, or a second later."""
         server, self._server = self._server, None
         if server is None:
             return
+        store = server.store  # not this carrier's client, in which a group that was given up may still wait
         with contextlib.suppress(StallError, RuntimeError):  # a rank has failed before it could read
             wait = Wait(_LATER_S, "the end of the store")
-            wait.until(lambda: all(carrier._is_read() for carrier in [self, *self._subsets]))  # noqa: SLF001 (our own)
+            wait.until(lambda: all(carrier._is_read(store) for carrier in [self, *self._subsets]))  # noqa: SLF001 (our own)
         server.close()
 
     def _within(self, use: str) -> str:

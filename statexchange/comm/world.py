@@ -16,23 +16,25 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from statexchange.comm import forks
-from statexchange.comm.backend import Backend, Wait
+from statexchange.comm.backend import Backend, Look, Wait
 from statexchange.comm.board import open_board
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.control_page import ControlPage, meet
 from statexchange.comm.devices import Devices, check_devices, choose
-from statexchange.comm.session import Place, Session, public_call
+from statexchange.comm.session import Place, Session, making, public_call
 from statexchange.comm.single import SingleBackend
 from statexchange.errors import (
     ForkedError,
     InvalidArgumentError,
     NotInitializedError,
     UnsupportedError,
+    from_record,
     needing_torch,
     needs_torch,
+    to_record,
 )
 from statexchange.processes import host_identity
 from statexchange.settings import check_timeout, default_timeout_s, detect_launch
@@ -98,6 +100,7 @@ class _Inheritance:
 
 
 _inheritance = _Inheritance()
+Start: TypeAlias = Callable[[], tuple[Backend, Backend | None]]
 BACKENDS = ("auto", "single", "shm", "gloo", "nccl", "mpi")
 
 
@@ -107,20 +110,23 @@ def communicator(
     *,
     prefer: str = "auto",
     check: bool = True,
-    devices: Backend | None = None,
+    start: Start | None = None,
 ) -> Communicator:
     """A communicator of the ranks that can exchange messages over `carrier`. Collective.
 
     `prefer` "auto" takes shared memory where all ranks share a host, and both where some do; "shm" insists on it;
-    "carrier" takes the carrier itself. `devices` moves the tensors of GPUs.
+    "carrier" takes the carrier itself. `start` is called when the ranks see each other's failures: it returns what is
+    the carrier from then on, and what moves the tensors of GPUs, if anything does.
     """
     sweep()
     if carrier.world_size == 1:
+        if start is not None:
+            carrier, _ = start()
         forks.cut_off_in_children(_inheritance)
         alone = Session(SingleBackend(), carrier, None, None, Place(0, (0,), (platform.node(),)), timeout_s)
         return Communicator(alone, _run_identity(secrets.token_hex(8)))
     try:
-        made = Communicator(*_meet(carrier, timeout_s, prefer, check, devices))
+        made = Communicator(*_meet(carrier, timeout_s, prefer, check, start))
     except BaseException:
         carrier.close()  # an error that somebody keeps must not keep rank 0's port
         raise
@@ -130,7 +136,7 @@ def communicator(
     return made
 
 
-def _meet(carrier: Backend, timeout_s: float, prefer: str, check: bool, devices: Backend | None) -> tuple[Session, str]:
+def _meet(carrier: Backend, timeout_s: float, prefer: str, check: bool, start: Start | None) -> tuple[Session, str]:
     """The session of all ranks and the name of their run. Collective."""
 
     def exchange(payload: bytes) -> list[bytes]:
@@ -144,17 +150,41 @@ def _meet(carrier: Backend, timeout_s: float, prefer: str, check: bool, devices:
     run = _run_identity(facts[0][2])
     if not all(fact[4] for fact in facts):
         prefer = _without_torch(prefer)
+    devices = None
     if page is not None:
-        backend = carrier if prefer == "carrier" else _shared_memory_backend(page, carrier, timeout_s)
+        with _failing_together(page, page, place):
+            if start is not None:
+                carrier, devices = start()
+                start = None
+            backend = carrier if prefer == "carrier" else _shared_memory_backend(page, carrier, timeout_s)
         if backend is not None:
             return Session(backend, carrier, page, page, place, timeout_s, check=check, devices=devices), run
     _say_why_not_shared(place, prefer)
-    transport = carrier.transport(timeout_s)
-    board = open_board(transport, place, timeout_s)
-    several = prefer == "auto" and 1 < len(place.leaders) < len(place.nodes)
-    backend = _hierarchical_backend(transport, place, timeout_s) if several else transport
+    board = open_board(carrier, place, timeout_s)
+    with _failing_together(None, board, place):
+        if start is not None:
+            carrier, devices = start()
+        transport = carrier.transport(timeout_s)
+        several = prefer == "auto" and 1 < len(place.leaders) < len(place.nodes)
+        backend = _hierarchical_backend(transport, place, timeout_s) if several else transport
     session = Session(backend, transport, None, board, place, timeout_s, check=check, devices=devices)
     return session, run
+
+
+@contextlib.contextmanager
+def _failing_together(page: ControlPage | None, look: Look | None, place: Place) -> Iterator[None]:
+    """A block of `init` that ends on all ranks, with an error that names the rank, when it fails on one. Collective."""
+    try:
+        with making(look, place.hosts):
+            yield
+    except BaseException as error:
+        known = from_record(to_record(error, place.rank, "init", place.hosts[place.rank]))
+        if page is not None:
+            page.leave(known)
+        if look is not None:
+            look.tell(known)
+            look.close()
+        raise
 
 
 def _without_torch(prefer: str) -> str:
@@ -372,16 +402,25 @@ def _make(wish: _Wish, timeout_s: float) -> Communicator:
 def _make_by_torch(wish: _Wish, timeout_s: float) -> Communicator:
     from statexchange.comm import torch_backend
 
-    start = torch_backend.start_nccl if wish.backend == "nccl" else torch_backend.start_gloo
-    group = _torch_default_group()
-    _inheritance.refuse(group)
-    if group is None:
-        shared = _store(wish, timeout_s)
-        group = start(shared.lasting, shared.rank, shared.world_size, timeout_s)
-    carrier = torch_backend.TorchBackend(group, timeout_s)
-    devices = torch_backend.NCCLBackend(group, carrier) if wish.backend == "nccl" else None
-    prefer = "auto" if wish.backend == "nccl" else "carrier"
-    return communicator(carrier, timeout_s, prefer=prefer, check=wish.check != "off", devices=devices)
+    of_gpus = wish.backend == "nccl"
+    running = _torch_default_group()
+    _inheritance.refuse(running)
+    prefer, check = "auto" if of_gpus else "carrier", wish.check != "off"
+    if running is not None:
+        carrier = torch_backend.TorchBackend(running, timeout_s)
+        devices = torch_backend.NCCLBackend(running, carrier) if of_gpus else None
+        return communicator(carrier, timeout_s, prefer=prefer, check=check, start=lambda: (carrier, devices))
+    shared = _store(wish, timeout_s)
+    store, rank, size = shared.lasting, shared.rank, shared.world_size
+
+    def start() -> tuple[Backend, Backend | None]:
+        begin = torch_backend.start_nccl if of_gpus else torch_backend.start_gloo
+        group = begin(store, rank, size, timeout_s)
+        made = torch_backend.TorchBackend(group, timeout_s)
+        return made, torch_backend.NCCLBackend(group, made) if of_gpus else None
+
+    meeting = torch_backend.StoreCarrier(store, rank, size)
+    return communicator(meeting, timeout_s, prefer=prefer, check=check, start=start)
 
 
 def _carrier(wish: _Wish, timeout_s: float) -> Backend:
@@ -439,7 +478,7 @@ def _of_group(group: Any, timeout_s: float, *, check: bool = True) -> Communicat
 
     carrier = TorchBackend(group, timeout_s)
     devices = NCCLBackend(group, carrier) if "nccl" in str(dist.get_backend_config(group)) else None
-    return communicator(carrier, timeout_s, check=check, devices=devices)
+    return communicator(carrier, timeout_s, check=check, start=lambda: (carrier, devices))
 
 
 def from_mpi(mpi_comm: Any, *, timeout_s: float | None = None) -> Communicator:

@@ -1241,16 +1241,17 @@ def split_puts_ranks_of_one_color_together(comm: Communicator) -> None:
 
 @_check()
 def hosts_are_known(comm: Communicator) -> None:
-    """`node` has the ranks of this host, `leaders` the first of each; ranks and numbers count them in rank order."""
+    """`node` has the ranks of this host by local rank, `leaders` the one with local rank 0 of each by node rank."""
     n, node, leaders = comm.world_size, comm.node, comm.leaders
     _expect((node.rank, node.world_size) == (comm.local_rank, comm.local_world_size), f"ranks of {node}")
     _expect((leaders is None) == (comm.local_rank > 0), "leaders are the first ranks of their hosts")
     facts = comm.all_gather_object([comm.node_rank, comm.local_rank, comm.hosts[comm.rank]])
     _expect(len({fact[0] for fact in facts}) == comm.num_nodes, f"hosts: {facts}")
-    _expect(node.all_gather_object(comm.rank) == [r for r in range(n) if facts[r][0] == comm.node_rank], "mates")
+    by_node = sorted(range(n), key=lambda rank: facts[rank][:2])  # which need not be rank order
+    _expect(node.all_gather_object(comm.rank) == [r for r in by_node if facts[r][0] == comm.node_rank], "mates")
     if leaders is not None:
         _expect((leaders.rank, leaders.world_size) == (comm.node_rank, comm.num_nodes), f"ranks of {leaders}")
-        _expect(leaders.all_gather_object(comm.rank) == [r for r in range(n) if facts[r][1] == 0], "leaders")
+        _expect(leaders.all_gather_object(comm.rank) == [r for r in by_node if facts[r][1] == 0], "leaders")
     _expect(comm.device.type in ("cpu", "cuda"), f"device {comm.device}")
     _expect(len(set(comm.all_gather_object(comm.run))) == 1, "a run has one identity")
 

@@ -471,6 +471,9 @@ class BucketReducer(Reducer):
             with self._telling():
                 for slot in bucket.fill(factor):
                     self._seen[slot.index] = 0
+            if not async_op:
+                for sent in self._plan[: self._next]:
+                    sent.wait()  # what they have failed of ends this one, too
             self._reduce_flat(bucket, async_op=async_op)
 
     def _reduce_flat(self, bucket: Bucket, *, async_op: bool = False) -> None:

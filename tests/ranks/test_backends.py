@@ -260,6 +260,7 @@ def serve(kind: str, path: str) -> None:
     turned.exchange(b"", wait())
     if kind == "mpi":  # whose worlds are slow to start: the tests below, in this one
         meets_by_mpi(b)
+        leaves_the_callers_messages_alone(b)
         waits_in_vain(b, kind, path)
     b.close()
 
@@ -279,6 +280,19 @@ def meets_by_mpi(b: Backend) -> None:
     b.exchange(b"", wait())  # rank 0 serves the store until all are done with it
     with pytest.raises(sx.NotInitializedError, match="THE_VARIABLE says 4 ranks, but MPI sees 3"):
         mpi_backend.world(launch("mpich", 4))
+
+
+def leaves_the_callers_messages_alone(b: Backend) -> None:
+    """A receive for any message, posted before the ranks meet, gets the caller's next message and none of ours."""
+    from mpi4py import MPI
+
+    theirs = MPI.COMM_WORLD.Dup()
+    into, status = bytearray(5), MPI.Status()
+    request = theirs.Irecv([into, MPI.BYTE], MPI.ANY_SOURCE, MPI.ANY_TAG)
+    sx.from_mpi(theirs, timeout_s=10).barrier()
+    theirs.Send([b"hello", MPI.BYTE], (b.rank + 1) % b.world_size, 32_767)
+    request.Wait(status)
+    assert (bytes(into), status.Get_source(), status.Get_tag()) == (b"hello", (b.rank - 1) % b.world_size, 32_767)
 
 
 # Peers that fail

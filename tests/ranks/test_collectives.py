@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections import Counter, defaultdict
@@ -49,6 +50,19 @@ def test_a_backend_keeps_what_a_communicator_promises(backend: str, world_size: 
         )
     expected = [check.name for check in conformance.CHECKS if check.least_ranks <= world_size]
     assert found == [["single" if world_size == 1 else backend, expected]] * world_size
+
+
+def counts_otherwise(directory: str) -> list[Any]:
+    rank = int(os.environ["RANK"])
+    os.environ["LOCAL_RANK"] = str([1, 0, 0][rank])  # hosts a, b and a; Open MPI counts like this
+    comm = start("hierarchical", directory)
+    conformance.run(comm, ["hosts_are_known"])
+    return [comm.local_rank, None if comm.leaders is None else comm.leaders.all_gather_object(rank)]
+
+
+def test_local_ranks_need_not_be_in_rank_order(tmp_path: Path) -> None:
+    found = run_ranks(counts_otherwise, 3, backend="processes", args=(str(tmp_path),))
+    assert found == [[1, None], [0, [2, 1]], [0, [2, 1]]]
 
 
 def conforms_without_hierarchy(directory: str) -> list[Any]:

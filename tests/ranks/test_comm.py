@@ -25,6 +25,7 @@ from statexchange.testing import run_ranks
 
 ALL = ("threads", "gloo", "mpi")
 MPI_SLOW = ("threads", "gloo", slow("mpi"))
+STARTING_S = 60.0  # four ranks that import torch at once on two cores, with other tests beside them
 REAL = ("gloo", "mpi")
 
 
@@ -34,7 +35,7 @@ def start() -> Any:
     return sx.init() if "mpi4py" in sys.modules or under_mpi else sx.get_communicator()
 
 
-@pytest.mark.ranks(slow(1), 2, slow(4), backend=ALL, reuse=True)
+@pytest.mark.ranks(slow(1), 2, slow(4), backend=ALL, timeout_s=STARTING_S, reuse=True)
 def test_values_arrive_in_rank_order() -> None:
     comm = start()
     n = comm.world_size
@@ -46,7 +47,7 @@ def test_values_arrive_in_rank_order() -> None:
     comm.barrier()
 
 
-@pytest.mark.ranks(3, backend=MPI_SLOW, reuse=True)
+@pytest.mark.ranks(3, backend=MPI_SLOW, timeout_s=STARTING_S, reuse=True)
 def test_long_and_short_messages_mix() -> None:
     comm = start()
     for size in (0, 10, 4000, 5000, 3_000_000, 100, 1_000_000):
@@ -55,7 +56,7 @@ def test_long_and_short_messages_mix() -> None:
         assert comm.exchange(payload) == [bytes([r]) * sizes[r] for r in range(3)]
 
 
-@pytest.mark.ranks(4, backend=MPI_SLOW)
+@pytest.mark.ranks(4, backend=MPI_SLOW, timeout_s=STARTING_S)
 def test_a_subset_needs_only_its_members_and_keeps_their_order() -> None:
     comm = start()
     if comm.rank == 2:
@@ -69,7 +70,7 @@ def test_a_subset_needs_only_its_members_and_keeps_their_order() -> None:
     assert comm.subset([1, 0]) is pair
 
 
-@pytest.mark.ranks(3, backend=MPI_SLOW, reuse=True)
+@pytest.mark.ranks(3, backend=MPI_SLOW, timeout_s=STARTING_S, reuse=True)
 def test_an_error_on_one_rank_is_raised_on_all_and_they_go_on() -> None:
     comm = start()
     with pytest.raises(sx.PeerError) as caught, comm.phase("cooking"):
@@ -336,7 +337,7 @@ def test_twenty_starts_and_stops_leave_nothing(backend: str, tmp_path: Path) -> 
     assert done.stdout.count("done") == 2
 
 
-@pytest.mark.ranks(3, backend=MPI_SLOW, reuse=True)
+@pytest.mark.ranks(3, backend=MPI_SLOW, timeout_s=STARTING_S, reuse=True)
 def test_a_value_that_cannot_be_encoded_is_an_error_on_every_rank() -> None:
     comm = start()
     for call in (comm.gather_object, comm.all_gather_object):

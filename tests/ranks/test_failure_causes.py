@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from starting import LAUNCHED_AS, start
-from sweeps import by_default
+from sweeps import by_default, slow
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,6 +22,7 @@ from statexchange.comm import torch_backend
 from statexchange.errors import InvalidArgumentError, MismatchError, PeerError
 from statexchange.testing import run_ranks
 from statexchange.train.algorithms import Decentralized
+from statexchange.train.buckets import BucketReducer
 from statexchange.train.module import data_parallel
 from statexchange.train.optimizer import DistributedOptimizer, as_comm_hook
 from statexchange.train.reducers import InlineReducer
@@ -142,6 +144,68 @@ def test_a_mismatch_in_backward_names_the_line_and_the_parameters(tmp_path: Path
         assert found is not None, said
         assert found[1] == where
         assert found[2] == "bucket 0: 2.bias, 2.weight, 0.bias, 0.weight"
+
+
+def has_buckets_left(directory: str) -> list[Any]:
+    """Rank 1 waits in its own code until rank 0, which has sent several buckets, raises."""
+    comm = start("shm", directory)
+    raised = Path(directory) / "raised"
+    module = net()
+    reducer = BucketReducer(module, comm, bucket_bytes=16, overlap=True)
+    loss_of(module).backward()
+    reducer.finalize()
+    if comm.rank == 1:
+        with pytest.raises(MismatchError):
+            comm.barrier()
+        deadline = time.monotonic() + 20
+        while not raised.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return [raised.exists()]
+    with pytest.raises(MismatchError) as caught:
+        loss_of(module).backward()
+        reducer.finalize()
+    raised.touch()
+    return [len(reducer.buckets), str(caught.value)]
+
+
+def test_a_mismatch_in_one_bucket_ends_those_behind_it_at_once(tmp_path: Path) -> None:
+    """No bucket behind it waits for a call of rank 1, which might even be taken for one."""
+    found = run_ranks(has_buckets_left, 2, backend="processes", args=(str(tmp_path),), timeout_s=60)
+    assert found[1] == [True]
+    assert found[0][0] == 4
+    assert "(bucket 0: " in found[0][1]
+
+
+def works_in_line(comm: Any) -> list[Any]:
+    """Of works behind one that fails, those fail too that were begun before its error was raised."""
+    first, second = torch.ones(3 + comm.rank), torch.ones(3)
+    works = [comm.all_reduce(first, async_op=True), comm.all_reduce(second, async_op=True)]
+    with pytest.raises(MismatchError) as early:
+        works[0].wait()
+    third = comm.all_reduce(torch.ones(3), async_op=True)
+    with pytest.raises(MismatchError) as late:
+        works[1].wait()
+    assert str(late.value) == str(early.value)
+    assert second.tolist() == [1.0] * 3
+    found = third.wait().tolist()
+    # Nor does it matter which of them is waited for first.
+    works = [comm.all_reduce(first, async_op=True), comm.all_reduce(second, async_op=True)]
+    with pytest.raises(MismatchError):
+        works[1].wait()
+    comm.all_reduce(second)
+    comm.wait_all()  # the error was raised once
+    return [found, second.tolist()]
+
+
+def in_line(backend: str, directory: str) -> list[Any]:
+    return works_in_line(start(backend, directory))
+
+
+@pytest.mark.parametrize("backend", ["threads", slow("shm"), "gloo"])
+def test_works_behind_a_mismatch_are_not_done(backend: str, tmp_path: Path) -> None:
+    args = (backend, str(tmp_path))
+    found = run_ranks(in_line, 2, backend=LAUNCHED_AS[backend], args=args, timeout_s=60)
+    assert found == [[[2.0] * 3, [2.0] * 3]] * 2
 
 
 def trains_alone_after_a_failure(directory: str) -> list[Any]:

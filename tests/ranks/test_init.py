@@ -1,12 +1,16 @@
 """How ranks find each other and choose what they move data with: init, rendezvous, devices, starts and stops."""
 
+import contextlib
 import json
 import os
+import platform
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +21,12 @@ import torch
 import torch.distributed as dist
 from programs import require_mpi
 from shared_names import no_names_left
+from starting import start
 from sweeps import slow
 
 import statexchange as sx
+from statexchange.comm import tcp_store
+from statexchange.errors import to_record
 from statexchange.processes import Owner
 from statexchange.testing import run_ranks
 
@@ -108,17 +115,90 @@ def test_all_that_wait_name_all_that_never_came_and_nothing_is_left(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-def waits_for_rank_0(url: str) -> list[int]:
+def waits_for_rank_0(kind: str, place: str) -> list[Any]:
     if me()[0] == 0:
         return []
     with pytest.raises(sx.StallError) as caught:
-        by_hand(url, timeout_s=3)
-    return list(caught.value.missing)
+        init_as(kind, place, 3.0)
+    return [list(caught.value.missing), str(caught.value)]
 
 
-def test_without_rank_0_the_others_name_it_and_whoever_else_is_missing(tmp_path: Path) -> None:
-    assert run_ranks(waits_for_rank_0, 3, backend="processes", args=(f"file://{tmp_path}/new",)) == [[], [0], [0]]
+@pytest.mark.parametrize("kind", ["file", "tcp", "env", slow("agent")])
+def test_without_rank_0_the_others_name_it(kind: str, tmp_path: Path) -> None:
+    with place_of(kind, tmp_path) as place:
+        found = run_ranks(waits_for_rank_0, 3, backend="processes", args=(kind, place))
+    assert found[0] == []
+    for missing, said in found[1:]:
+        assert missing == [0]
+        assert said.startswith("ranks [0] did not come to ")
+        assert (" in 3 s: " in said) == (kind in ("tcp", "env"))  # with what the last try has met
     assert list(tmp_path.iterdir()) == []
+
+
+def comes_and_goes(directory: str) -> list[Any]:
+    rank, _ = me()
+    if rank == 1:
+        time.sleep(2.5)  # comes when rank 0 has given up
+    with pytest.raises(sx.StallError) as caught:
+        by_hand(f"file://{directory}", timeout_s=[1.0, 2.0, 5.0][rank])
+    return [list(caught.value.missing), str(caught.value)]
+
+
+def test_a_rank_0_that_gave_up_is_not_said_never_to_have_come(tmp_path: Path) -> None:
+    found = run_ranks(comes_and_goes, 3, backend="processes", args=(str(tmp_path),))
+    assert found[0] == [[1], f"ranks [1] did not come to {tmp_path} in 1 s"]
+    assert found[1] == [[0], f"ranks [0] did not come to {tmp_path} in 2 s"]  # in its own two seconds, that is
+    assert found[2][0][0] == 0
+    assert found[2][1].startswith(f"ranks {found[2][0]} came to {tmp_path}, but left before all were there")
+
+
+def loses_rank_0(port: int) -> str:
+    if me()[0] == 0:
+        server = tcp_store.Server.at("127.0.0.1", port, 20.0)
+        while not server.store.check(["joined/1"]):
+            time.sleep(0.01)
+        server.close()  # as it does a second after it has given up, whoever has not run meanwhile
+        return ""
+    with pytest.raises(sx.StallError) as caught:
+        by_hand(f"tcp://127.0.0.1:{port}", timeout_s=2)
+    assert caught.value.missing == (0,)
+    return str(caught.value)
+
+
+def test_a_rank_0_that_left_the_address_is_not_said_never_to_have_come() -> None:
+    port = free_port()
+    found = run_ranks(loses_rank_0, 2, backend="processes", args=(port,))
+    assert found[1].startswith(f"ranks [0] came to tcp://127.0.0.1:{port}, but left before all were there")
+
+
+@pytest.mark.parametrize("decision", ["complete", "failed", None])
+def test_at_its_deadline_a_rank_waits_a_moment_for_rank_0_to_decide(decision: str | None) -> None:
+    server = tcp_store.Server.at("127.0.0.1", 0, 20.0)
+    store = tcp_store.namespaced(tcp_store.connect("127.0.0.1", server.port, 20.0, 5.0), server.nonce)
+    for rank in range(3):
+        tcp_store.enroll(store, rank, f"process {rank}", "there")
+    record = json.dumps(to_record(sx.StallError("rank 1 came too late", missing=(1,)), 0, "the rendezvous"))
+    decides = threading.Timer(0.3, lambda: server.store.set(decision, record))
+    if decision is not None:
+        decides.start()
+
+    def waits() -> None:
+        tcp_store.wait_until_complete(store, 3, time.monotonic(), 0.1, "there")
+
+    if decision == "complete":
+        waits()
+    else:
+        said, missing = {
+            "failed": ("rank 1 came too late", (1,)),
+            None: ("all ranks came to there, but rank 0 did not answer in 0.1 s", (0,)),
+        }[decision]
+        with pytest.raises(sx.StallError) as caught:
+            waits()
+        assert caught.value.message == said
+        assert caught.value.missing == missing
+    if decision is not None:
+        decides.join()
+    server.close()
 
 
 def comes_often(directory: str) -> list[str]:
@@ -178,8 +258,6 @@ def test_an_address_can_be_used_again_after_a_rank_has_not_come() -> None:
 
 def dies_while_meeting(directory: str, kill: bool) -> list[Any]:
     if kill and me()[0] == 1:
-        import threading
-
         threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
         return [by_hand(f"file://{directory}").rank, time.sleep(5)]
     if kill and me()[0] == 2:
@@ -234,7 +312,7 @@ def test_arguments_that_cannot_be_right(arguments: dict[str, Any], message: str)
 
 
 def test_nobody_listens_at_the_address() -> None:
-    with pytest.raises(sx.NotInitializedError, match=r"cannot reach rank 0 at tcp://127.0.0.1"):
+    with pytest.raises(sx.StallError, match=r"ranks \[0\] did not come to tcp://.* in 1 s: .*refused"):
         sx.init(rendezvous=f"tcp://127.0.0.1:{free_port()}", rank=1, world_size=2, timeout_s=1)
 
 
@@ -328,8 +406,8 @@ def test_slurm_needs_to_be_told_where_to_meet(missing: bool, monkeypatch: pytest
     if not missing:
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    expected = "set MASTER_ADDR and MASTER_PORT" if missing else "cannot reach rank 0 at tcp://127.0.0.1"
-    with pytest.raises(sx.NotInitializedError, match=expected):
+    expected = "set MASTER_ADDR and MASTER_PORT" if missing else "did not come to tcp://127.0.0.1"
+    with pytest.raises(sx.NotInitializedError if missing else sx.StallError, match=expected):
         sx.init(timeout_s=1)
 
 
@@ -594,6 +672,15 @@ def init_as(kind: str, place: str, timeout_s: float) -> sx.Communicator:
     return sx.init("shm", timeout_s=timeout_s)
 
 
+@contextlib.contextmanager
+def place_of(kind: str, directory: Path) -> Iterator[str]:
+    """Where ranks that `init_as` this kind meet; the store of a launcher's agent is there meanwhile."""
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if kind == "agent" else None
+    port = free_port() if agent is None else agent.port
+    yield {"tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{directory}"}.get(kind, str(port))
+    del agent
+
+
 def waits_for_rank_1(kind: str, place: str, timeouts_s: list[float]) -> list[Any]:
     if kind == "mpi":
         from mpi4py import MPI
@@ -611,14 +698,44 @@ def waits_for_rank_1(kind: str, place: str, timeouts_s: list[float]) -> list[Any
 @pytest.mark.parametrize("timeouts_s", [[2.0, 0.0, 4.0], slow([4.0, 0.0, 2.0])], ids=["rank 0 first", "rank 2 first"])
 @pytest.mark.parametrize("kind", ["env", "agent", "tcp", slow("file"), slow("mpi")])
 def test_every_kind_of_init_names_the_rank_that_never_came(kind: str, timeouts_s: list[float], tmp_path: Path) -> None:
-    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if kind == "agent" else None
-    port = free_port() if agent is None else agent.port
-    place = {"tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{tmp_path}"}.get(kind, str(port))
     launched = "mpi" if kind == "mpi" else "processes"
-    found = run_ranks(waits_for_rank_1, 3, backend=launched, args=(kind, place, timeouts_s), timeout_s=60)
+    with place_of(kind, tmp_path) as place:
+        found = run_ranks(waits_for_rank_1, 3, backend=launched, args=(kind, place, timeouts_s), timeout_s=60)
     for said, missing in (found[0], found[2]):
         assert missing == [1]
         assert said.startswith("ranks [1] did not ")
+
+
+def dies_in_init(backend: str, directory: str, where: str) -> list[Any]:
+    if me()[0] == 1:
+
+        def die(*_: Any, **__: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(dist.distributed_c10d if where == "_new_process_group_helper" else dist, where, die)
+    with pytest.raises(sx.PeerError) as caught:
+        start(backend, directory) if backend == "hierarchical" else by_hand(f"file://{directory}", backend, 300.0)
+    return [caught.value.rank, caught.value.cause, caught.value.host]
+
+
+@pytest.mark.parametrize(
+    ("backend", "where"),
+    [
+        ("gloo", "init_process_group"),
+        slow("gloo", "_new_process_group_helper"),
+        ("hierarchical", "ProcessGroupGloo"),
+    ],
+)
+def test_a_rank_that_dies_inside_torchs_own_start_is_named(backend: str, where: str, tmp_path: Path) -> None:
+    """Long before the deadline of 300 s, while torch still waits for the rank."""
+    args = (backend, str(tmp_path / "meeting"), where)
+    outcomes = run_ranks(dies_in_init, 3, backend="processes", args=args, timeout_s=60, allow_failure=True)
+    for survivor in (outcomes[0], outcomes[2]):
+        assert survivor.state == "ok", outcomes
+        assert survivor.exit_code == 0
+        rank, cause, host = survivor.value
+        assert (rank, host) == (1, platform.node())
+        assert re.fullmatch(r"its process \d+ died", cause)
 
 
 def uses_one_port_twice(port: int) -> list[Any]:
