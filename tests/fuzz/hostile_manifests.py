@@ -179,3 +179,30 @@ def no_files(path: Path) -> None:
 
 def whole(path: Path) -> None:
     safetensors(path / "model.safetensors", {"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}, 4)
+
+
+MANIFESTS = (
+    empty_dim,
+    empty_boxes,
+    twelve_dims,
+    many_columns,
+    dense_header,
+    dense_keys,
+    dense_manifest,
+    sparse_index,
+    smaller_sparse_index,
+    other_shape,
+    part_with_boxes,
+    far_offsets,
+    far_shape,
+    expanded,
+    overlapping,
+    a_little_expanded,
+    strided_often,
+    strided_in_many,
+    a_mesh_of_many_axes,
+    deep_shape,
+    deep_value,
+    no_files,
+    whole,
+)

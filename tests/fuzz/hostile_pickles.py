@@ -246,7 +246,7 @@ def one_place() -> Build:
     data = listed([b"N"] * 200_000)
 
     def build(folder: Path) -> Path:
-        length = archive(folder / "x", data).stat().st_size
+        length = archive(folder / "one", data).stat().st_size
         others = {f"n{n}": made(CHECKPOINT + "metadata.BytesStorageMetadata") for n in range(2000)}
         return dcp(others, *[stored(text(name), b"N", FILE, 0, length) for name in others], data=data)(folder)
 
