@@ -34,6 +34,7 @@ from statexchange.sharding.rules import Layout, renumbered
 from statexchange.state.describe import Description, HeldTensor, describe
 from statexchange.state.restore import Restoration, Saved, merged, restoration, tree_of_names
 from statexchange.state.tree import flatten
+from statexchange.storage.json_text import decode_stored
 from statexchange.storage.store import is_url
 from statexchange.storage.tensorfile import digest
 from statexchange.tensors import DTYPE_NAMES, check_writable, dtype_name, mark_changed, torch_dtype
@@ -378,7 +379,8 @@ def _saved_tree(state: Any, catalog: Catalog) -> _SavedTree | None:
     own = catalog.source.configs.get(-1 if catalog.own is None else catalog.own)
     texts = [*([own] if own is not None else []), *catalog.source.configs.values()]
     kept: list[str] = []
-    trees = [values.decode(text, types=types, leaf=_noting(kept, catalog)) for text in dict.fromkeys(texts)]
+    leaf, path = _noting(kept, catalog), catalog.source.path
+    trees = [decode_stored(text, path, types=types, leaf=leaf) for text in dict.fromkeys(texts)]
     if not kept and (len(catalog) > 0 or not trees):  # a config beside tensors is not what they lie in
         return None
     for rule in catalog.layout.rules.values():

@@ -96,10 +96,16 @@ def read(place: Place, *, strict: bool = True) -> Source:
 
 
 def _position(place: Place) -> tuple[Place, str | None, int | None]:
-    """The place of the workspace's root, and the run and round that `place` means."""
+    """The place of the workspace's root, and the run and round that `place` means.
+
+    InvalidArgumentError for a rank's file that does not lie in a round's directory.
+    """
     if place.file is not None:
         folder, number = os.path.split(place.store.path)
         root, run = os.path.split(folder)
+        if not is_round_name(number) or not is_run_name(run):
+            text = "a rank's file is read where it was written, in <workspace>/<run>/<round>, and this is another place"
+            raise InvalidArgumentError(text, path=os.path.join(place.store.path, place.file))
         return _opened(root, place), run, int(number)
     depth = _depth(place)
     if depth == 0:
