@@ -420,11 +420,15 @@ def _wanted(state: Any, catalog: Catalog, tree: _SavedTree | None) -> Restoratio
 
 
 def _noting(kept: list[str], catalog: Catalog) -> Callable[[str], Saved]:
-    """Makes the places of tensors, whose names are kept."""
+    """Makes the places of tensors, whose names are kept; CorruptError for one that is in no file."""
 
     def leaf(name: str) -> Saved:
         kept.append(name)
-        return Saved(catalog.new_name(name))
+        new = catalog.new_name(name)
+        if new not in catalog:
+            text = "the saved state has this tensor, but no file has it"
+            raise CorruptError(text, name=name, path=catalog.source.path)
+        return Saved(new)
 
     return leaf
 

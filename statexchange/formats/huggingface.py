@@ -262,8 +262,9 @@ def _manifest(store: Store) -> dict[str, Any] | None:
             raise TypeError("not an object")
         if manifest.get("schema", 1) != 1:
             raise ValueError(f"schema {excerpt(manifest['schema'], 60)}, but this version reads 1")
-        if not isinstance(manifest.get("aliases", {}), dict):
-            raise TypeError("its aliases are no object")
+        aliases = manifest.get("aliases", {})
+        if not isinstance(aliases, dict) or any(not isinstance(kept, str) for kept in aliases.values()):
+            raise TypeError("its aliases do not map names to names")
         for fact in manifest["tensors"].values():
             _check_fact(fact)
     except (AttributeError, KeyError, TypeError, ValueError) as error:

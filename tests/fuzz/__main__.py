@@ -161,7 +161,9 @@ class _Fuzzer:
 
 
 def _last_line(text: str) -> str:
-    return text.strip().splitlines()[-1][:200]
+    """What an error says, without where it arose."""
+    lines = [line for line in text.strip().splitlines() if not line.startswith("hint:")]
+    return lines[-1][:200]
 
 
 def _counts(outcomes: dict[str, int]) -> str:

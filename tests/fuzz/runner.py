@@ -12,6 +12,7 @@ import contextlib
 import io
 import json
 import os
+import pkgutil
 import resource
 import select
 import signal
@@ -20,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -62,18 +64,12 @@ class FoundError(Exception):
 
 def preload() -> None:
     """Import what the children need, so that no child does."""
-
-    import statexchange.checkpoint.merge
-    import statexchange.cli.info
-    import statexchange.cli.ls
-    import statexchange.cli.merge
-    import statexchange.cli.verify
-    import statexchange.exchange.load
-    import statexchange.formats.dcp
-    import statexchange.formats.rank_files
-    import statexchange.formats.torch_file
-    import statexchange.formats.workspace  # noqa: F401
-
+    for package in ("cli", "checkpoint", "comm", "exchange", "formats", "report", "storage"):
+        for module in pkgutil.iter_modules(import_module(f"statexchange.{package}").__path__):
+            if not module.name.startswith("mpi"):
+                import_module(f"statexchange.{package}.{module.name}")
+    for name in ("memory", "zip"):
+        import_module(f"fsspec.implementations.{name}")
     torch.set_num_threads(1)
 
 
@@ -184,12 +180,9 @@ def _outcome(step: Callable[[], str], allowed: float) -> tuple[str, str | None]:
 
 
 def _flaw_of_text(text: str) -> str | None:
-    """Why this may not be printed."""
-    for flaw in (SECRET, "Traceback (most recent call last)", "\x1b"):
-        if flaw in text:
-            at = text.index(flaw)
-            return f"{flaw!r} in the output: {text[max(0, at - 1500) : at + 3000]}"
-    return None
+    """Why this may not be printed, and its end."""
+    found = [repr(flaw) for flaw in (SECRET, "Traceback (most recent call last)", "\x1b") if flaw in text]
+    return f"{', '.join(found)} in the output: {text[-2500:]}" if found else None
 
 
 def _command(*words: str) -> str:
