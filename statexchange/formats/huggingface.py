@@ -279,7 +279,7 @@ def _check_fact(fact: Any) -> None:
     shape = shape_from_json(fact["shape"])
     for offsets, sizes, known, rank in fact["boxes"]:
         Shard("", fact["dtype"], shape, (Box.from_json([offsets, sizes]),))
-        if not isinstance(known, str) or type(rank) is not int:
+        if not isinstance(known, str) or type(rank) is not int or rank < 0:
             raise ValueError(f"not a box: {excerpt([known, rank])}")
     if not isinstance(fact["file"], str):
         raise TypeError("a tensor lies in no file")

@@ -33,6 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python tests/fuzz", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cases", type=int, default=1000, help="how many sources to change and read")
+    parser.add_argument("--minutes", type=float, default=24 * 60, help="end after so long")
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--source", action="append", help="only this kind of source; may be repeated")
     parser.add_argument("--quick", action="store_true", help="only sources that are made fast")
@@ -45,7 +46,8 @@ def main() -> int:
         if options.replay is not None:
             fuzzer.replay(Path(options.replay))
         else:
-            fuzzer.fuzz(_names(options.source, quick=options.quick), options.seed, options.first, options.cases)
+            cases = range(options.first, options.first + options.cases)
+            fuzzer.fuzz(_names(options.source, quick=options.quick), options.seed, cases, 60 * options.minutes)
         fuzzer.show()
         return 1 if fuzzer.found else 0
 
@@ -67,11 +69,13 @@ class _Fuzzer:
         self._began = time.monotonic()
         self.found: Counter[str] = Counter()
 
-    def fuzz(self, names: list[str], seed: int, first: int, cases: int) -> None:
+    def fuzz(self, names: list[str], seed: int, cases: range, limit_s: float) -> None:
         """Run cases: each is a source, most often of the valid kinds, with what its own random numbers change."""
         whole = [name for name in names if name in SOURCES]
         hostile = [name for name in names if name in SECTION_E]
-        for number in range(first, first + cases):
+        for number in cases:
+            if time.monotonic() - self._began > limit_s:
+                break
             chance = random.Random(f"{seed} {number}")
             chosen = hostile if hostile and (not whole or chance.random() < 0.02) else whole
             self._case(chance.choice(chosen), seed, number, chance)

@@ -1,4 +1,4 @@
-"""What the fuzzer begins with, made anew in each run: small valid sources of every kind, and the files of section E.
+"""What the fuzzers begin with, made anew in each run: small valid sources of every kind, and the files of section E.
 
 A source is a directory with what lies at the path to open, and perhaps a layout file and the state to load it into.
 """
@@ -11,10 +11,9 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from hostile_manifests import MANIFESTS
 from hostile_pickles import PICKLES
 from pickled import PLACEMENTS, archive, dtensor, integer, made, named, numbers, several, symbol, tensor, text
@@ -26,6 +25,9 @@ from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.claim import CLAIM_NAME, Claim
 from statexchange.storage.tensorfile import Held
 from statexchange.storage.workspace import Workspace
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["LAYOUT", "SECTION_E", "SOURCES", "Source", "State"]
 
@@ -58,6 +60,8 @@ def _weights() -> dict[str, Any]:
 
 
 def _tensors() -> dict[str, torch.Tensor]:
+    import torch
+
     return {name: torch.from_numpy(array.copy()) for name, array in _weights().items()}
 
 
@@ -158,6 +162,8 @@ def workspace(folder: Path, *, commit: bool = True) -> None:
 
 
 def _saved_state() -> dict[str, Any]:
+    import torch
+
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -187,6 +193,8 @@ class Opaque:
 
 
 def _torch_state() -> dict[str, Any]:
+    import torch
+
     tensors = _tensors()
     embed = tensors["model.embed.weight"]
     return {
@@ -200,20 +208,28 @@ def _torch_state() -> dict[str, Any]:
 
 
 def torch_save(folder: Path) -> None:
+    import torch
+
     torch.save(_torch_state(), folder / "x.pt")
 
 
 def torch_save_protocol_5(folder: Path) -> None:
     """With tensors that cannot be read."""
+    import torch
+
     state = {**_torch_state(), "sparse": torch.eye(2).to_sparse(), "of a class": Opaque(torch.ones(1))}
     torch.save(state, folder / "x.pt", pickle_protocol=5)
 
 
 def torch_legacy(folder: Path) -> None:
+    import torch
+
     torch.save(_tensors(), folder / "x.pt", _use_new_zipfile_serialization=False)
 
 
 def torch_indexed(folder: Path) -> None:
+    import torch
+
     _two_files(folder / "x", "pytorch_model-0000{}-of-00002.bin", torch.save, "pytorch_model.bin.index.json")
 
 
@@ -248,6 +264,7 @@ def torch_ranks(folder: Path) -> None:
 
 def distributed_checkpoint(folder: Path) -> None:
     """What torch.distributed.checkpoint writes."""
+    import torch
     import torch.distributed.checkpoint as dcp
 
     state = {"model": _tensors(), "step": 7, "rng": [torch.ones(3)], "groups": {"lr": 0.1}}

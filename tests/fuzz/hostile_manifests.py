@@ -177,6 +177,16 @@ def no_files(path: Path) -> None:
     (path / "statexchange.json").write_text('{"files": 5}')
 
 
+def aliases_of_lists(path: Path) -> None:
+    published(path, [4], 4, [[[0], [4], NO_DIGEST, 0]])
+    manifest = json.loads((path / "statexchange.json").read_text())
+    (path / "statexchange.json").write_text(json.dumps({**manifest, "aliases": {"tied": ["w"]}}))
+
+
+def negative_rank(path: Path) -> None:
+    published(path, [4], 4, [[[0], [4], NO_DIGEST, -1]])
+
+
 def whole(path: Path) -> None:
     safetensors(path / "model.safetensors", {"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}, 4)
 
@@ -204,5 +214,7 @@ MANIFESTS = (
     deep_shape,
     deep_value,
     no_files,
+    aliases_of_lists,
+    negative_rank,
     whole,
 )

@@ -23,7 +23,7 @@ from typing import Any
 import pickled
 import xxhash
 
-__all__ = ["mutate", "mutated_json", "mutated_pickle", "mutated_safetensors"]
+__all__ = ["mutate", "mutated_json", "mutated_pickle", "mutated_safetensors", "with_own_digest"]
 
 MAX_STRUCTURED_BYTES = 256 << 10  # larger files are changed as bytes
 MAX_DIRECTORY_DEPTH = 4
@@ -58,7 +58,7 @@ TEXTS = (
     "none",
     "NaN",
     "-1",
-    "s3://joe:PASSWORD@bucket/x?SIGNATURE",
+    "s3://joe:word@bucket/x?signature",
     "F32",
     "F64",
     "BF16",
@@ -333,11 +333,11 @@ def _number(value: int) -> str:
 def _json_file(data: bytes, chance: random.Random) -> tuple[bytes, str]:
     text, what = mutated_json(data.decode(), chance)
     if '"generation"' in text and chance.random() < 0.7:
-        text = _with_own_digest(text)
+        text = with_own_digest(text)
     return text.encode("utf-8", "surrogatepass"), what
 
 
-def _with_own_digest(text: str) -> str:
+def with_own_digest(text: str) -> str:
     """The manifest of a round with the digest that it has to have."""
     try:
         raw = json.loads(text)

@@ -42,7 +42,7 @@ __all__ = ["FoundError", "Outcome", "preload", "run"]
 
 SPARE_BYTES, BYTES_PER_BYTE = 512 << 20, 64  # of memory: over what this process has, and for each byte of the files
 CPU_S, CPU_S_PER_BYTE = 1.0, 10e-6  # of processor time, for each step
-HANG_S = 100
+HANG_S = 300
 SECRET = "PASSWORD"
 CODES = {number: name for name, number in EXIT_CODES.items()}
 # One process of one rank: an error of another one would be one that this package did not expect.

@@ -18,6 +18,7 @@ import pytest
 from hostile_manifests import (
     a_little_expanded,
     a_mesh_of_many_axes,
+    aliases_of_lists,
     deep_shape,
     deep_value,
     dense_header,
@@ -29,6 +30,7 @@ from hostile_manifests import (
     far_offsets,
     far_shape,
     many_columns,
+    negative_rank,
     no_files,
     other_shape,
     overlapping,
@@ -100,6 +102,8 @@ CASES = [
     Case(a_mesh_of_many_axes, "verify IN", 4, "does not fit its placements"),
     Case(deep_shape, "info IN", 4, "not what torch writes"),
     Case(deep_value, "verify IN", 4, "deeper than anything real"),
+    Case(aliases_of_lists, "info IN", 4, "its aliases do not map names to names"),
+    Case(negative_rank, "info IN", 4, "not a box: ['00"),
     Case(no_files, "info IN", 4, "broken manifest"),
     Case(no_files, "merge GOOD IN --overwrite", 4, "it lists no files"),
     Case(whole, "info zip://hf::/x.zip", 3, "no such path [zip://hf::/x.zip]"),
@@ -213,3 +217,9 @@ def test_the_command_line_shows_no_secrets(command: str, ended: dict[str, tuple[
     assert code in (2, 3, 7, 8), said
     assert "Traceback" not in said
     assert not any(secret in said for secret in ("joe", "PW", "SIG"))
+
+
+def test_special_files_behind_a_url_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.zip")
+    code, said = run_closed("", "info", f"zip://hf::{tmp_path}/x.zip")
+    assert (code, said.count("refused: not a regular file")) == (7, 1), said
