@@ -135,19 +135,21 @@ def _read(
     problems: list[StateExchangeError] = []
     holders: list[Holder] = []
     configs: dict[int, str] = {}
+    absent: list[Receipt | RankName] = []
     for receipt in names:
         try:
             file = view.open(receipt)
             holders.append(_holder(file))
             configs[holders[-1].rank] = file.config
         except NotFoundError as error:
-            if view.was_dropped(receipt):
-                raise ReplacedError("this round was dropped while it was read", path=error.path) from None
+            absent.append(receipt)
             problems.append(IncompleteError("this rank's file is missing", rank=error.rank, path=error.path))
         except ReplacedError:
             raise
         except StateExchangeError as error:
             problems.append(error)
+    if absent and view.was_dropped(absent):
+        raise ReplacedError("this round was dropped while it was read", path=root.path)
     if not alone:
         problems += _missing_ranks(view, names, manifest)
     if problems and strict:

@@ -16,6 +16,8 @@ from typing import Any
 import xxhash
 from pickled import MESH, PLACEMENTS, SPEC, Pickled, archive, dtensor, integer, made, named, numbers, several, tensor
 
+from statexchange.storage.workspace import MANIFEST, Manifest, Receipt, _manifest_text
+
 NO_DIGEST = "0" * 32
 EMPTY_DIGEST = "99aa06d3014798d86001c324468d497f"
 
@@ -187,6 +189,38 @@ def negative_rank(path: Path) -> None:
     published(path, [4], 4, [[[0], [4], NO_DIGEST, -1]])
 
 
+def an_index_of_absent_files(path: Path) -> None:
+    weight_map = {f"w{number}": f"{number}.safetensors" for number in range(10_000)}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def an_index_of_absent_torch_files(path: Path) -> None:
+    weight_map = {f"w{number}": f"{number}.bin" for number in range(10_000)}
+    (path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (path / "1.bin").touch()
+
+
+def a_round_of_absent_files(path: Path) -> None:
+    ranks, folder = 1000, path / "job" / "000001"
+    names = [f"job/000001/rank-{rank:05d}-of-{ranks:05d}.{rank:016x}.safetensors" for rank in range(ranks)]
+    folder.mkdir(parents=True)
+    receipts = tuple(Receipt(name, 100) for name in names)
+    (folder / MANIFEST).write_bytes(_manifest_text(Manifest("job", 1, 1, ranks, receipts, {})))
+
+
+def long_facts(path: Path) -> None:
+    folder = path / "job" / "000001"
+    folder.mkdir(parents=True)
+    facts = {"schema": "a." * 200_000}
+    header = {"__metadata__": {"statexchange": json.dumps(facts)}}
+    safetensors(folder / "rank-00000-of-00001.0000000000000000.safetensors", header)
+
+
+def a_long_dotted_name(path: Path) -> None:
+    local = strided(1 << 18, FOUR, [2, 2], 1, 1)
+    torch_file(path, **{"a." * 100_000: local})
+
+
 def whole(path: Path) -> None:
     safetensors(path / "model.safetensors", {"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}, 4)
 
@@ -215,6 +249,11 @@ MANIFESTS = (
     deep_value,
     no_files,
     aliases_of_lists,
+    an_index_of_absent_files,
+    an_index_of_absent_torch_files,
+    a_round_of_absent_files,
+    long_facts,
+    a_long_dotted_name,
     negative_rank,
     whole,
 )
