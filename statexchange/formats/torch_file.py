@@ -158,7 +158,7 @@ class _File:
             return SourceTensor(shard, (self._archive.extent(view),))
         except StateExchangeError:
             raise
-        except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise CorruptError(
                 f"not what torch writes for a tensor: {excerpt(error, 200)}", name=name, path=self._path
             ) from None

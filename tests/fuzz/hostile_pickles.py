@@ -300,6 +300,7 @@ PICKLES: dict[str, dict[str, Build]] = {
         "on a class": torch_file(lambda: pairs() + text("x") + b"\x93"),
         "with an opaque key": torch_file(opaque_key),
         "on sizes": dcp({"w": fact(size=pairs())}),
+        "on properties": dcp({"w": fact(properties=symbol(CHECKPOINT + "metadata.TensorProperties") + b")\x81)b")}),
         "on a file": dcp({"w": fact()}, stored(text("w"), ZERO, pairs())),
         "on an extension": dcp({"w": fact()}, stored(text("w"), ZERO, FILE, transform_descriptors=pairs())),
         "on a name": dcp({"w": fact()}, stored(pairs(), ZERO, FILE)),

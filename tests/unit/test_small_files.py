@@ -52,6 +52,7 @@ CODES: dict[str, dict[str, tuple[int, int]]] = {
         "on a class": (UNSAFE, UNSAFE),
         "with an opaque key": (OK, OK),
         "on sizes": (CORRUPT, CORRUPT),
+        "on properties": (CORRUPT, CORRUPT),
         "on a file": (CORRUPT, CORRUPT),
         "on an extension": (UNSAFE, UNSAFE),
         "on a name": (CORRUPT, CORRUPT),
@@ -87,7 +88,7 @@ def test_a_small_file_takes_little(tmp_path: Path, row: str) -> None:
         folder.mkdir()
         path, layout = str(build(folder)), folder / "layout.json"
         options = ["--layout", str(layout)] if layout.exists() else []
-        calls += [["info", path], ["verify", path], ["merge", path, str(folder / "merged"), *options]]
+        calls += [["info", path, "--json"], ["verify", path], ["merge", path, str(folder / "merged"), *options]]
     command = [sys.executable, "-c", COMMANDS, str(MEMORY_BYTES), str(CPU_S)]
     done = subprocess.run(command, input=json.dumps(calls), capture_output=True, text=True, timeout=60)
     codes = iter(json.loads(done.stdout))
