@@ -41,7 +41,8 @@ __all__ = [
     "without_secrets",
 ]
 
-_URL = re.compile(r"(?<!\w)(?!(?:file|shm)://)([A-Za-z][A-Za-z0-9+.-]*://)([^\s'\"<>]*)")
+# The length of a scheme is limited, as a text of letters and dots could else take quadratic time.
+_URL = re.compile(r"(?<!\w)(?!(?:file|shm)://)([A-Za-z][A-Za-z0-9+.-]{0,63}://)([^\s'\"<>]*)")
 _CHAINED = re.compile(r"::(?=[A-Za-z][A-Za-z0-9+.-]*://)")
 _HOST = re.compile(r"([^:\[\]]*|\[[^\]]*\])(:[0-9]*)?")
 _ABOUT = ("rank", "path", "name", "expected", "found")
@@ -188,7 +189,8 @@ class StateExchangeError(Exception):
 
 
 def _side(value: object) -> str:
-    return excerpt(value, _MAX_SIDE) if type(value) in _BRACKETS else str(value)
+    text = excerpt(value, _MAX_SIDE) if type(value) in (*_BRACKETS, int) else str(value)
+    return text if len(text) <= _MAX_SIDE else excerpt(text, _MAX_SIDE)
 
 
 class InvalidArgumentError(StateExchangeError, ValueError):

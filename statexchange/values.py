@@ -16,16 +16,17 @@ import json
 import math
 import pathlib
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
-from statexchange.errors import InvalidArgumentError, UnsupportedError
+from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, excerpt
 
 __all__ = ["MAX_DEPTH", "decode", "encode", "has_text", "is_number", "register_config", "types_of"]
 
 _TAG = "$"
 MAX_DEPTH = 100  # of what lies in one value or state
+_MAX_OF_ONE_HASH = 64
 _registered: dict[str, type] = {}
 
 Leaf = Callable[[object, str], "str | None"]
@@ -207,7 +208,11 @@ def _collect(value: Any, found: dict[str, type], seen: set[int]) -> None:
 
 
 def decode(
-    text: str | bytes, *, types: Mapping[str, type] | None = None, leaf: Callable[[str], Any] | None = None
+    text: str | bytes,
+    *,
+    types: Mapping[str, type] | None = None,
+    leaf: Callable[[str], Any] | None = None,
+    parse: Callable[[str | bytes], Any] = json.loads,
 ) -> Any:
     """The value that `encode` wrote. Not collective.
 
@@ -215,11 +220,14 @@ def decode(
     an unknown type comes a dict of its fields with ``"__name__"``, or its JSON text where it is a key. A
     dtype is torch's if torch has been imported, else ``"torch.float32"``; so with a device (``"cuda:0"``) and a size (a
     tuple). `leaf(name)` supplies what
-    `encode`'s leaf kept. Text that `encode` cannot have written is a ValueError.
+    `encode`'s leaf kept. Text that `encode` cannot have written is a ValueError. `parse` makes JSON values of the text:
+    what was read from a file goes through `json_text.decode_stored`.
     """
     try:
-        return _Decoder({**_registered, **(types or {})}, leaf).value(json.loads(text))
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
+        return _Decoder({**_registered, **(types or {})}, leaf).value(parse(text))
+    except StateExchangeError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
         raise ValueError(f"malformed value: {error!r}") from error
 
 
@@ -229,18 +237,27 @@ class _Decoder:
     def __init__(self, types: Mapping[str, type], leaf: Callable[[str], Any] | None) -> None:
         self._types = types
         self._leaf = leaf
+        self._depth = 0
 
     def value(self, raw: Any) -> Any:
         """The value of one parsed JSON node."""
+        if not isinstance(raw, list | dict):
+            return raw
+        if self._depth > MAX_DEPTH:  # as `encode`: whoever walks the value may recurse
+            raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
+        self._depth += 1
+        found = self._container(raw)
+        self._depth -= 1
+        return found
+
+    def _container(self, raw: list[Any] | dict[str, Any]) -> Any:
         if isinstance(raw, list):
             return [self.value(item) for item in raw]
-        if not isinstance(raw, dict):
-            return raw
         if _TAG not in raw:
             return {key: self.value(item) for key, item in raw.items()}
         build = self._BUILDERS.get(raw[_TAG])
         if build is None:
-            raise ValueError(f"unknown value tag {raw[_TAG]!r}")
+            raise ValueError(f"unknown value tag {excerpt(raw[_TAG])}")
         return build(self, raw)
 
     def _float(self, raw: dict[str, Any]) -> float:
@@ -265,7 +282,9 @@ class _Decoder:
         return base64.b64decode(raw["value"], validate=True)
 
     def _set(self, raw: dict[str, Any]) -> Any:
-        return {"set": set, "frozenset": frozenset}[raw[_TAG]](self.value(item) for item in raw["value"])
+        items = [self.value(item) for item in raw["value"]]
+        _check_hashes(items)
+        return {"set": set, "frozenset": frozenset}[raw[_TAG]](items)
 
     def _deque(self, raw: dict[str, Any]) -> Any:
         return deque((self.value(item) for item in raw["value"]), raw["maxlen"])
@@ -289,7 +308,9 @@ class _Decoder:
         return str(raw["value"]) if torch is None else torch.device(str(raw["value"]))
 
     def _dict(self, raw: dict[str, Any]) -> dict[Any, Any]:
-        return {self._key(key): self.value(item) for key, item in raw["value"]}
+        pairs = [(self._key(key), self.value(item)) for key, item in raw["value"]]
+        _check_hashes(key for key, _ in pairs)
+        return dict(pairs)
 
     def _key(self, raw: Any) -> Any:
         key = self.value(raw)
@@ -371,6 +392,13 @@ class _Decoder:
         "namedtuple": _namedtuple,
         "dataclass": _dataclass,
     }
+
+
+def _check_hashes(keys: Iterable[Any]) -> None:
+    """Refuse many keys with one hash, which would be compared each with each: numbers can be chosen so, text cannot."""
+    counts = Counter(hash(key) for key in keys if type(key) not in (str, bytes))
+    if counts and max(counts.values()) > _MAX_OF_ONE_HASH:
+        raise ValueError("more keys with one hash than anything real has")
 
 
 def _defaults(cls: type) -> dict[str, Any]:

@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 SCHEMA = 1
+_MAX_TEXT = 5000  # characters of what an error is about
 FORMATS = ("auto", "human", "json", "jsonl")
 EXIT_CODES = {
     "OK": 0,
@@ -255,7 +256,11 @@ def fields_of(report: DataclassInstance) -> Row:
 
 
 def _simple(value: object) -> object:
-    return value if value is None or isinstance(value, int | float | str) else str(value)
+    """A number, or text of limited length: a broken file may have a name of any length in each of many errors."""
+    if value is None or isinstance(value, int | float):
+        return value
+    text = str(value)
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
 
 
 def _json(value: object, indent: int | None = None) -> str:

@@ -35,6 +35,7 @@ from statexchange.sharding.rules import Layout, renumbered
 from statexchange.state.describe import Description, HeldTensor, describe_entry
 from statexchange.state.restore import Restoration, Saved, merged, restoration, tree_of_names
 from statexchange.state.tree import flatten
+from statexchange.storage.json_text import decode_stored
 from statexchange.storage.store import is_url
 from statexchange.storage.tensorfile import digest
 from statexchange.tensors import DTYPE_NAMES, check_writable, dtype_name, mark_changed, torch_dtype
@@ -379,7 +380,8 @@ def _saved_tree(state: Any, catalog: Catalog) -> _SavedTree | None:
     own = catalog.source.configs.get(-1 if catalog.own is None else catalog.own)
     texts = [*([own] if own is not None else []), *catalog.source.configs.values()]
     kept: list[str] = []
-    trees = [values.decode(text, types=types, leaf=_noting(kept, catalog)) for text in dict.fromkeys(texts)]
+    leaf, path = _noting(kept, catalog), catalog.source.path
+    trees = [decode_stored(text, path, types=types, leaf=leaf) for text in dict.fromkeys(texts)]
     if not kept and (len(catalog) > 0 or not trees):  # a config beside tensors is not what they lie in
         return None
     for rule in catalog.layout.rules.values():
@@ -419,11 +421,15 @@ def _wanted(state: Any, catalog: Catalog, tree: _SavedTree | None) -> Restoratio
 
 
 def _noting(kept: list[str], catalog: Catalog) -> Callable[[str], Saved]:
-    """Makes the places of tensors, whose names are kept."""
+    """Makes the places of tensors, whose names are kept; CorruptError for one that is in no file."""
 
     def leaf(name: str) -> Saved:
         kept.append(name)
-        return Saved(catalog.new_name(name))
+        new = catalog.new_name(name)
+        if new not in catalog:
+            text = "the saved state has this tensor, but no file has it"
+            raise CorruptError(text, name=name, path=catalog.source.path)
+        return Saved(new)
 
     return leaf
 

@@ -15,6 +15,7 @@ from statexchange.errors import InvalidArgumentError, NotFoundError, ReplacedErr
 from statexchange.exchange.staging import Staging, held_bytes
 from statexchange.settings import check_timeout, detect_launch
 from statexchange.state.describe import describe
+from statexchange.storage.json_text import decode_stored
 from statexchange.storage.workspace import RankFile, RankName, Workspace, WorkspaceView
 from statexchange.tensors import from_bytes
 
@@ -136,7 +137,12 @@ class NFSWorkspace:
 def _read(view: WorkspaceView, name: RankName) -> tuple[Any, dict[str, Any]]:
     with view.open(name) as file:
         weights = {key: _tensor(file, key) for key in file.shards}
-        return values.decode(file.config), weights
+
+        def leaf(_: str) -> None:
+            text = "this rank saved a state here, not configs and weights: load_checkpoint reads it"
+            raise InvalidArgumentError(text, rank=name.rank, path=file.path)
+
+        return decode_stored(file.config, file.path, leaf=leaf), weights
 
 
 def _position() -> tuple[int, int]:

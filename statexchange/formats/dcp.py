@@ -84,7 +84,7 @@ def read(place: Place, *, strict: bool = True) -> Source:
         tensors, by_file, unsupported = _parsed(read_pickle(data, metadata, budget), budget, metadata)
     except _REFUSALS as error:
         raise error.located(path=metadata) from None
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptError(f"not what torch writes: {excerpt(error, 200)}", path=metadata) from None
     problems = _unstored(tensors, by_file, metadata)
     holders: list[Holder] = []
@@ -285,7 +285,7 @@ class _File:
                 self._views[data] = view_of(plain(read_pickle(data, self._path)))
             except _REFUSALS:
                 raise
-            except (AttributeError, IndexError, TypeError, ValueError) as error:
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
                 raise CorruptError(f"not what torch writes for a tensor: {excerpt(error, 200)}") from None
         return self._views[data]
 

@@ -42,7 +42,7 @@ from statexchange.storage.tensorfile import TORCH_SHARDING_KEY, Header, read_hea
 from statexchange.storage.workspace import is_rank_file
 from statexchange.tensors import ITEMSIZE, itemsize_of
 
-__all__ = ["INDEX_SUFFIX", "MANIFEST", "check_numbers", "matches", "read", "read_index"]
+__all__ = ["INDEX_SUFFIX", "MANIFEST", "check_numbers", "matches", "names_by_file", "read", "read_index"]
 
 MANIFEST = "statexchange.json"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -85,6 +85,7 @@ def read(place: Place, *, strict: bool = True) -> Source:
         except StateExchangeError as error:
             problems.append(error)
     published = manifest["tensors"] if manifest is not None else {}
+    names_in = names_by_file(weight_map)
     present = [name for name in place.names if name.endswith(_SUFFIX) or name == place.file]
     names = sorted(set(weight_map.values())) or present
     if place.file is None and not weight_map:
@@ -101,7 +102,7 @@ def read(place: Place, *, strict: bool = True) -> Source:
             texts.append(header.common_metadata)
         except StateExchangeError as error:
             problems.append(_missing(error, store.path_of(name)))
-            listed += _listed_in(store, name, weight_map, published)
+            listed += _listed_in(store, name, names_in.get(name, []), published)
     problems += _misplaced(weight_map, holders, listed)
     problems += _contradicted(published, holders)
     try:
@@ -148,13 +149,22 @@ def _missing(error: StateExchangeError, path: str) -> StateExchangeError:
     return error
 
 
-def _listed_in(
-    store: Store, file: str, weight_map: Mapping[str, str], published: Mapping[str, Any]
-) -> list[ListedTensor]:
-    """Return the tensors of an unreadable file, from the manifest, the index, or the header of a truncated file."""
+def names_by_file(weight_map: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the tensors of each file."""
+    found: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        found.setdefault(file, []).append(name)
+    return found
+
+
+def _listed_in(store: Store, file: str, names: Sequence[str], published: Mapping[str, Any]) -> list[ListedTensor]:
+    """Return the tensors of an unreadable file, with what the manifest or the header of a truncated file says of them.
+
+    `names` are those that the manifest or an index assigns to it.
+    """
     path = store.path_of(file)
     facts: dict[str, tuple[str | None, tuple[int, ...] | None]]
-    facts = {name: (fact["dtype"], tuple(fact["shape"])) for name, fact in published.items() if fact["file"] == file}
+    facts = {name: (published[name]["dtype"], tuple(published[name]["shape"])) for name in names if name in published}
     if not facts:
         try:
             header = read_header(store.open(file), whole=False)
@@ -162,8 +172,7 @@ def _listed_in(
             facts = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
         except StateExchangeError:
             facts = {}
-    names = [name for name, holder in weight_map.items() if holder == file] or list(facts)
-    return [ListedTensor(name, *facts.get(name, (None, None)), path) for name in names]
+    return [ListedTensor(name, *facts.get(name, (None, None)), path) for name in names or list(facts)]
 
 
 def _holder(number: int, file: StoredFile, header: Header, published: Mapping[str, Any]) -> Holder:
@@ -262,8 +271,9 @@ def _manifest(store: Store) -> dict[str, Any] | None:
             raise TypeError("not an object")
         if manifest.get("schema", 1) != 1:
             raise ValueError(f"schema {excerpt(manifest['schema'], 60)}, but this version reads 1")
-        if not isinstance(manifest.get("aliases", {}), dict):
-            raise TypeError("its aliases are no object")
+        aliases = manifest.get("aliases", {})
+        if not isinstance(aliases, dict) or any(not isinstance(kept, str) for kept in aliases.values()):
+            raise TypeError("its aliases do not map names to names")
         for fact in manifest["tensors"].values():
             _check_fact(fact)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -278,7 +288,7 @@ def _check_fact(fact: Any) -> None:
     shape = shape_from_json(fact["shape"])
     for offsets, sizes, known, rank in fact["boxes"]:
         Shard("", fact["dtype"], shape, (Box.from_json([offsets, sizes]),))
-        if not isinstance(known, str) or type(rank) is not int:
+        if not isinstance(known, str) or type(rank) is not int or rank < 0:
             raise ValueError(f"not a box: {excerpt([known, rank])}")
     if not isinstance(fact["file"], str):
         raise TypeError("a tensor lies in no file")

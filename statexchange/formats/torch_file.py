@@ -21,7 +21,7 @@ from statexchange.errors import (
     excerpt,
 )
 from statexchange.formats.budget import Budget
-from statexchange.formats.huggingface import check_numbers, read_index
+from statexchange.formats.huggingface import check_numbers, names_by_file, read_index
 from statexchange.formats.pickles import Made, Symbol, read_pickle
 from statexchange.formats.source import Holder, ListedTensor, Source, SourceTensor
 from statexchange.formats.torch_archive import Archive, described, holds_tensor, is_tensor, plain, strides_of, view_of
@@ -73,7 +73,8 @@ def read(place: Place, *, strict: bool = True) -> Source:
         indexed = {name: file for index in indexes for name, file in read_index(store, index, ".bin").items()}
         if not indexed:
             problems += check_numbers([name for name in store.files if name.endswith(_SUFFIXES)], store.path)
-    for rank, name in _ranked(place, sorted(set(indexed.values()))):
+    names_in = names_by_file(indexed)
+    for rank, name in _ranked(place, sorted(names_in)):
         try:
             found = _File(store.open(name), rank)
             holders.append(found.holder)
@@ -84,7 +85,7 @@ def read(place: Place, *, strict: bool = True) -> Source:
             problems.append(IncompleteError("a file of this checkpoint is missing", path=store.path_of(name)))
         except StateExchangeError as error:
             problems.append(error)
-        listed += [ListedTensor(key, None, None, store.path_of(name)) for key, file in indexed.items() if file == name]
+        listed += [ListedTensor(key, None, None, store.path_of(name)) for key in names_in.get(name, [])]
     if problems and strict:
         raise problems[0]
     return Source("torch", place, tuple(holders), others=others, problems=tuple(problems), listed=tuple(listed))
@@ -157,7 +158,7 @@ class _File:
             return SourceTensor(shard, (self._archive.extent(view),))
         except StateExchangeError:
             raise
-        except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise CorruptError(
                 f"not what torch writes for a tensor: {excerpt(error, 200)}", name=name, path=self._path
             ) from None

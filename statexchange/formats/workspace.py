@@ -96,10 +96,16 @@ def read(place: Place, *, strict: bool = True) -> Source:
 
 
 def _position(place: Place) -> tuple[Place, str | None, int | None]:
-    """The place of the workspace's root, and the run and round that `place` means."""
+    """The place of the workspace's root, and the run and round that `place` means.
+
+    InvalidArgumentError for a rank's file that does not lie in a round's directory.
+    """
     if place.file is not None:
         folder, number = os.path.split(place.store.path)
         root, run = os.path.split(folder)
+        if not is_round_name(number) or not is_run_name(run):
+            text = "a rank's file is read where it was written, in <workspace>/<run>/<round>, and this is another place"
+            raise InvalidArgumentError(text, path=os.path.join(place.store.path, place.file))
         return _opened(root, place), run, int(number)
     depth = _depth(place)
     if depth == 0:
@@ -129,19 +135,21 @@ def _read(
     problems: list[StateExchangeError] = []
     holders: list[Holder] = []
     configs: dict[int, str] = {}
+    absent: list[Receipt | RankName] = []
     for receipt in names:
         try:
             file = view.open(receipt)
             holders.append(_holder(file))
             configs[holders[-1].rank] = file.config
         except NotFoundError as error:
-            if view.was_dropped(receipt):
-                raise ReplacedError("this round was dropped while it was read", path=error.path) from None
+            absent.append(receipt)
             problems.append(IncompleteError("this rank's file is missing", rank=error.rank, path=error.path))
         except ReplacedError:
             raise
         except StateExchangeError as error:
             problems.append(error)
+    if absent and view.was_dropped(absent):
+        raise ReplacedError("this round was dropped while it was read", path=root.path)
     if not alone:
         problems += _missing_ranks(view, names, manifest)
     if problems and strict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
+from itertools import islice, pairwise, repeat
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import NotFoundError
@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 _MAX_ROWS, _MAX_CELLS, _MAX_RANKS = 20, 8000, 16
+_MAX_STEPS = 1 << 18  # to divide one tensor: a box in an interval of one dim is a step
 # Okabe and Ito's colours, told apart with every kind of colour vision; for more ranks cividis, dark to light.
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#7f7f7f")
 _RAMP = ((0, 34, 78), (53, 69, 108), (102, 105, 112), (148, 142, 119), (200, 184, 102), (254, 232, 56))
@@ -135,28 +136,63 @@ class _Cell:
 
 
 def _cells(tensor: Supplied) -> list[_Cell]:
-    """The tensor as a unit square in which a box has its share of the area; dim 0 runs down."""
+    """The tensor as a unit square in which a box has its share of the area; dim 0 runs down.
+
+    Boxes that cut it into too many cells are summed by rank.
+    """
     ndim = len(tensor.shape)
     boxes = [(box, rank) for box, rank in tensor.boxes if box.numel]
     cut = [d for d in range(ndim) if any(box.shape[d] != tensor.shape[d] for box, _ in boxes)]
     dims = [(d, d == ndim - 1 or position % 2 == 1) for position, d in enumerate(cut)]
-    return list(_divide(boxes, dims, tensor.shape, _Cell(0, 0, 1, 1, 0)))
+    if len(boxes) * (len(cut) + 1) <= _MAX_STEPS:
+        cells = _Division(tensor.shape).cells(boxes, dims, _Cell(0, 0, 1, 1, 0))
+        found = list(islice(cells, _MAX_CELLS + 1))
+        if len(found) <= _MAX_CELLS:
+            return found
+    return _shares(tensor.nbytes_by_rank(), tensor.nbytes)
 
 
-def _divide(
-    boxes: list[tuple[Box, int]], dims: list[tuple[int, bool]], shape: tuple[int, ...], area: _Cell
-) -> Iterator[_Cell]:
-    """Cut `area` at every edge of a box, dim after dim, until one box is left; what nobody has stays free."""
-    if not boxes:
-        return
-    if not dims or (len(boxes) == 1 and all(boxes[0][0].shape[d] == shape[d] for d, _ in dims)):
-        yield _Cell(area.x, area.y, area.width, area.height, boxes[0][1])
-        return
-    (dim, across), *rest = dims
-    edges = sorted({0, shape[dim], *(b.offsets[dim] for b, _ in boxes), *(b.ends[dim] for b, _ in boxes)})
-    for low, high in pairwise(edges):
-        inside = [(box, rank) for box, rank in boxes if box.offsets[dim] < high and box.ends[dim] > low]
-        yield from _divide(inside, rest, shape, _slice(area, low / shape[dim], high / shape[dim], across))
+def _shares(by_rank: Mapping[int, int], nbytes: int) -> list[_Cell]:
+    """A bar with the share of each rank."""
+    x, cells, whole = 0.0, [], max(1, nbytes, sum(by_rank.values()))
+    for rank, part in sorted(by_rank.items()):
+        cells.append(_Cell(x, 0, part / whole, 1, rank))
+        x += cells[-1].width
+    return cells
+
+
+class _Division:
+    """Cuts a square at every edge of a box, in a number of steps that does not depend on the boxes."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self._shape = shape
+        self._steps_left = _MAX_STEPS
+
+    def cells(self, boxes: list[tuple[Box, int]], dims: list[tuple[int, bool]], area: _Cell) -> Iterator[_Cell]:
+        """Cut `area` dim after dim, until one box is left; what nobody has stays free.
+
+        Out of steps, it yields more cells than are drawn.
+        """
+        if not boxes:
+            return
+        shape = self._shape
+        if not dims or (len(boxes) == 1 and all(boxes[0][0].shape[d] == shape[d] for d, _ in dims)):
+            yield _Cell(area.x, area.y, area.width, area.height, boxes[0][1])
+            return
+        (dim, across), *rest = dims
+        edges = sorted({0, shape[dim], *(b.offsets[dim] for b, _ in boxes), *(b.ends[dim] for b, _ in boxes)})
+        number_of = {edge: number for number, edge in enumerate(edges)}
+        inside: list[list[tuple[Box, int]]] = [[] for _ in edges[1:]]
+        for box, rank in boxes:
+            reached = range(number_of[box.offsets[dim]], number_of[box.ends[dim]])
+            self._steps_left -= len(reached)
+            if self._steps_left < 0:
+                yield from repeat(area, _MAX_CELLS + 1)
+                return
+            for number in reached:
+                inside[number].append((box, rank))
+        for (low, high), part in zip(pairwise(edges), inside, strict=True):
+            yield from self.cells(part, rest, _slice(area, low / shape[dim], high / shape[dim], across))
 
 
 def _slice(area: _Cell, low: float, high: float, across: bool) -> _Cell:
@@ -313,11 +349,7 @@ class _Svg:
             return
         nbytes = sum(tensor.nbytes for tensor in tensors)
         self._say(_MARGIN, self._y + 15, f"and {len(tensors):,} more, summed by {self._who}", "g")
-        x, cells = 0.0, []
-        for rank, part in sorted(_total(tensors).items()):
-            cells.append(_Cell(x, 0, part / max(1, nbytes), 1, rank))
-            x += cells[-1].width
-        self._frame(cells, self._y + 5, 12, "the rest")
+        self._frame(_shares(_total(tensors), nbytes), self._y + 5, 12, "the rest")
         self._say(_WIDTH - _MARGIN, self._y + 15, format_bytes(nbytes), "e")
         self._y += 28
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from statexchange.errors import without_secrets
 from statexchange.formats.registry import open_source
-from statexchange.formats.source import Source
-from statexchange.sharding.shards import full_box
+from statexchange.formats.source import Holder, Source
+from statexchange.sharding.shards import Shard, full_box
 from statexchange.tensors import ITEMSIZE
 
 if TYPE_CHECKING:
@@ -111,18 +111,24 @@ def _aliases(source: Source) -> dict[str, str]:
 
 def tensor_rows(source: Source) -> list[TensorRow]:
     """Every tensor of a source, in its order."""
-    found: dict[str, TensorRow] = {}
+    held_by: dict[str, list[Holder]] = {}
+    last: dict[str, Shard] = {}
+    num_boxes: Counter[str] = Counter()
     for holder, tensor in source.shards():
-        shard = tensor.shard
-        old = found.get(shard.name)
-        found[shard.name] = TensorRow(
-            shard.name,
+        shard = last[tensor.shard.name] = tensor.shard
+        held_by.setdefault(shard.name, []).append(holder)
+        num_boxes[shard.name] += len(shard.boxes)
+    found: dict[str, TensorRow] = {}
+    for name, holders in held_by.items():
+        shard = last[name]
+        found[name] = TensorRow(
+            name,
             shard.dtype,
             shard.global_shape,
             full_box(shard.global_shape).numel * ITEMSIZE[shard.dtype],
-            (*(old.holders if old else ()), holder.rank),
-            (old.num_boxes if old else 0) + len(shard.boxes),
-            old.file if old else os.path.basename(holder.path),
+            tuple(holder.rank for holder in holders),
+            num_boxes[name],
+            os.path.basename(holders[0].path),
         )
     for listed in source.listed:
         if listed.name not in found:

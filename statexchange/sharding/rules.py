@@ -237,6 +237,8 @@ class Layout:
         if unknown:
             raise InvalidArgumentError(f"layout has the unknown key {unknown[0]!r} beside 'grid' and 'rules'")
         rules, grid = (raw.get("rules", {}), raw.get("grid", {})) if with_grid else (raw, {})
+        if not isinstance(rules, Mapping):
+            raise InvalidArgumentError(f'layout "rules" must map name patterns to rules, not be {excerpt(rules)}')
         if not isinstance(grid, Mapping) or any(type(size) is not int or size < 1 for size in grid.values()):
             raise InvalidArgumentError(f'layout grid must be like {{"pp": 2, "tp": 4}}, not {excerpt(grid)}')
         parsed = {str(pattern): _parse_rule(str(pattern), rule, grid) for pattern, rule in rules.items()}
@@ -323,8 +325,9 @@ def _axes(pattern: str, raw: Mapping[str, Any], grid: Mapping[str, int]) -> tupl
     said = raw["axis"]
     axes = (said,) if isinstance(said, str) else tuple(said) if isinstance(said, list | tuple) else (said,)
     for axis in axes:
-        if axis not in grid:
-            raise InvalidArgumentError(f'layout rule for {pattern!r}: axis {axis!r} is not in the "grid" {dict(grid)}')
+        if not isinstance(axis, str) or axis not in grid:
+            text = f'layout rule for {pattern!r}: axis {excerpt(axis)} is not in the "grid" {dict(grid)}'
+            raise InvalidArgumentError(text)
     return axes
 
 

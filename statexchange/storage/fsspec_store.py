@@ -7,7 +7,9 @@ whatever version is the newest, so the version is looked at again after reading 
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
+import stat
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,6 +22,7 @@ from statexchange.errors import (
     StateExchangeError,
     StorageError,
     TargetExistsError,
+    UnsafeError,
     UnsupportedError,
     secrets_of,
     without_secrets,
@@ -72,6 +75,8 @@ def file_system(url: str) -> tuple[Any, str]:
     """Return the fsspec file system of a URL, and the path in it."""
     from fsspec.core import url_to_fs
 
+    for inner in url.split("::")[1:]:
+        _check_regular(inner.removeprefix("file://"), url)
     with storage_errors("open", url):  # of a chain of URLs the inner ones may be opened at once
         try:
             found: tuple[Any, str] = url_to_fs(url)
@@ -85,6 +90,16 @@ def file_system(url: str) -> tuple[Any, str]:
         except ValueError as error:
             text = f"no file system for this: {_without(str(error), url)}"
             raise InvalidArgumentError(text, path=url) from _cause(error, url)
+
+
+def _check_regular(path: str, url: str) -> None:
+    """Raise UnsafeError if a local path in a chain of URLs leads to a FIFO or a device: opening it could block."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):  # no local path
+        return
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise UnsafeError("refused: not a regular file", path=url)
 
 
 def version_in(facts: Mapping[str, Any]) -> str | None:

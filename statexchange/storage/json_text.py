@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from statexchange.errors import CorruptError
+from statexchange.errors import CorruptError, StateExchangeError, excerpt
 from statexchange.storage.files import check_size
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from statexchange.storage.store import StoredFile
 
-__all__ = ["MAX_MANIFEST_BYTES", "is_readable", "parse_json", "read_json"]
+__all__ = ["MAX_MANIFEST_BYTES", "decode_stored", "is_readable", "parse_json", "read_json"]
 
 MAX_MANIFEST_BYTES = 256 << 20  # limit of manifests, indexes and records: some four million boxes
 _WINDOW_BYTES = 8 << 20
@@ -53,6 +55,20 @@ def parse_json(data: bytes | bytearray | memoryview | str, path: str) -> object:
         raise CorruptError(f"broken JSON: {error}", path=path) from None
     problem = f"refused: parsed, these {len(text)} characters of JSON would take more memory than any real ones"
     raise CorruptError(problem, path=path)
+
+
+def decode_stored(
+    text: str, path: str, *, types: Mapping[str, type] | None = None, leaf: Callable[[str], Any] | None = None
+) -> Any:
+    """Return `values.decode` of text from a file; text that `values.encode` cannot have written is a CorruptError."""
+    from statexchange import values  # not at the start of a command that looks at headers only
+
+    try:
+        return values.decode(text, types=types, leaf=leaf, parse=lambda data: parse_json(data, path))
+    except StateExchangeError:
+        raise
+    except ValueError as error:
+        raise CorruptError(f"broken config: {excerpt(str(error), 200)}", path=path) from None
 
 
 def is_readable(text: str) -> bool:

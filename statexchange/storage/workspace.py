@@ -269,16 +269,16 @@ class WorkspaceView:
             raise NotFoundError("this rank's file is missing", rank=name.rank, path=path) from None
         return RankFile(file, name, receipt.nbytes if isinstance(receipt, Receipt) else None, owner=owner)
 
-    def was_dropped(self, receipt: Receipt | RankName) -> bool:
-        """Whether the round of a file has been dropped since this view was made: its manifest is gone, or, of a file
-        that no manifest lists, the file itself."""
-        name = receipt.rank_name
+    def was_dropped(self, absent: Sequence[Receipt | RankName]) -> bool:
+        """Whether the round of files that are not there has been dropped since this view was made: its manifest is
+        gone, or, of files that no manifest lists, one of their names."""
+        first = absent[0].rank_name
         try:
             with open_place(self.path) as place:
                 now = WorkspaceView(place.store)
-                if isinstance(receipt, Receipt):
-                    return receipt not in now.manifest(name.run, name.round).receipts
-                return name not in now.rank_names(name.run, name.round)
+                if isinstance(absent[0], Receipt):
+                    return not set(absent) <= set(now.manifest(first.run, first.round).receipts)
+                return not set(absent) <= set(now.rank_names(first.run, first.round))
         except NotFoundError:
             return True
 

@@ -17,7 +17,9 @@ from sweeps import slow
 from torch import nn
 
 import statexchange as sx
+from statexchange.storage.workspace import Workspace
 from statexchange.testing import run_ranks
+from statexchange.values import encode
 
 NAN = float("nan")
 FROZEN = np.zeros(2, np.float32)
@@ -287,6 +289,13 @@ def test_a_config_that_holds_no_state_is_none(tmp_path: Path) -> None:
     live = {"a": torch.zeros(2)}
     sx.load_checkpoint(live, tmp_path)
     assert live["a"].tolist() == [1, 1]
+
+
+def test_a_saved_state_with_a_tensor_that_is_in_no_file_is_corrupt(tmp_path: Path) -> None:
+    config = encode({"w": [object()]}, lambda value, path: path if type(value) is object else None)
+    Workspace(tmp_path).write([], run="job", round=1, rank=0, world_size=1, config=config)
+    with pytest.raises(sx.CorruptError, match=r"no file has it .*'\.w\[0\]'"):
+        sx.load_checkpoint({"w": [torch.ones(2)]}, tmp_path)
 
 
 def test_an_optimizer_of_fewer_or_more_parameters(tmp_path: Path) -> None:

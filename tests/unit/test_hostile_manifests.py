@@ -8,18 +8,45 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import struct
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-import xxhash
+from hostile_manifests import (
+    a_little_expanded,
+    a_long_dotted_name,
+    a_mesh_of_many_axes,
+    a_round_of_absent_files,
+    aliases_of_lists,
+    an_index_of_absent_files,
+    an_index_of_absent_torch_files,
+    deep_shape,
+    deep_value,
+    dense_header,
+    dense_keys,
+    dense_manifest,
+    empty_boxes,
+    empty_dim,
+    expanded,
+    far_offsets,
+    far_shape,
+    long_facts,
+    many_columns,
+    negative_rank,
+    no_files,
+    other_shape,
+    overlapping,
+    part_with_boxes,
+    smaller_sparse_index,
+    sparse_index,
+    strided_in_many,
+    strided_often,
+    twelve_dims,
+    whole,
+)
 
 import statexchange
 from statexchange.errors import NotFoundError, PeerError, StorageError, without_secrets
@@ -41,225 +68,6 @@ for line in sys.stdin:
             code = ended.code
     print(json.dumps([code, text.getvalue()]), flush=True)
 """
-NO_DIGEST = "0" * 32
-EMPTY_DIGEST = "99aa06d3014798d86001c324468d497f"
-
-
-# Safetensors files and manifests
-
-
-def safetensors(path: Path, header: dict[str, Any] | bytes, nbytes: int = 0) -> None:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text)
-    os.truncate(path, 8 + len(text) + nbytes)
-
-
-def published(path: Path, shape: list[int], nbytes: int, boxes: list[Any], **said: Any) -> None:
-    """A directory with one tensor `w`, and a manifest that lists its boxes as (offsets, shape, digest, rank)."""
-    entry = {"dtype": "U8", "shape": shape, "data_offsets": [0, nbytes]}
-    safetensors(path / "model.safetensors", {"w": entry, **said.pop("header", {})}, nbytes)
-    fact = {"file": "model.safetensors", "dtype": "U8", "shape": shape, "source": "w", "boxes": boxes, **said}
-    (path / "statexchange.json").write_text(json.dumps({"files": ["model.safetensors"], "tensors": {"w": fact}}))
-
-
-def empty_dim(path: Path) -> None:
-    published(path, [1 << 48, 0], 0, [[[0, 0], [1 << 48, 0], EMPTY_DIGEST, 0]])
-
-
-def empty_boxes(path: Path) -> None:
-    boxes = [[[begin, 0], [size, 0], EMPTY_DIGEST, 0] for begin, size in ((0, 5), (7, 1 << 40), (1, 1 << 47))]
-    published(path, [1 << 48, 0], 0, boxes)
-
-
-def twelve_dims(path: Path) -> None:
-    chance, boxes = random.Random(1), set()
-    while len(boxes) < 9000:
-        offsets = tuple(chance.randrange(2) for _ in range(12))
-        boxes.add((offsets, tuple(chance.randrange(1, 3 - offset) for offset in offsets)))
-    published(path, [2] * 12, 2**12, [[*box, NO_DIGEST, 0] for box in sorted(boxes)])
-
-
-def many_columns(path: Path) -> None:
-    """Boxes that all reach from the begin of a file to its end; each window has a few of them."""
-    columns, width = 20_000, 1 << 13
-    known = xxhash.xxh3_128_hexdigest(bytes(2 * width))
-    boxes = [[[0, column * width], [2, width], known, 0] for column in range(columns)]
-    published(path, [2, columns * width], 2 * columns * width, boxes)
-
-
-def dense_header(path: Path) -> None:
-    safetensors(path / "model.safetensors", b'{"a":[' + b"[]," * 10_000_000 + b"[]]}")
-
-
-def dense_keys(path: Path) -> None:
-    text = ",".join(f'"{number:x}":0' for number in range(1_500_000))
-    safetensors(path / "model.safetensors", b"{" + text.encode() + b"}")
-
-
-def dense_manifest(path: Path) -> None:
-    (path / "statexchange.json").write_bytes(b'{"tensors":[' + b"{}," * 10_000_000 + b"{}]}")
-
-
-def sparse_index(path: Path) -> None:
-    (path / "model.safetensors.index.json").touch()
-    os.truncate(path / "model.safetensors.index.json", 1 << 30)
-
-
-def smaller_sparse_index(path: Path) -> None:
-    (path / "model.safetensors.index.json").write_text('{"weight_map": {')
-    os.truncate(path / "model.safetensors.index.json", 250 << 20)
-
-
-def other_shape(path: Path) -> None:
-    published(path, [2, 2], 4, [[[0], [4], NO_DIGEST, 0]])
-    manifest = json.loads((path / "statexchange.json").read_text())
-    manifest["tensors"]["w"]["shape"] = [4]
-    (path / "statexchange.json").write_text(json.dumps(manifest))
-
-
-def part_with_boxes(path: Path) -> None:
-    """Torch says that the file has a part of the tensor, the manifest that it has all of it."""
-    header = {"__metadata__": {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [3, 3]}})}}
-    boxes = [[[row, 0], [1, 2], NO_DIGEST, 0] for row in range(2)]
-    published(path, [2, 2], 4, boxes, header=header)
-
-
-def far_offsets(path: Path) -> None:
-    header = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [1 << 48] * 64}})}
-    entry = {"dtype": "U8", "shape": [1] * 64, "data_offsets": [0, 1]}
-    safetensors(path / "model.safetensors", {"__metadata__": header, "w": entry}, 1)
-
-
-def far_shape(path: Path) -> None:
-    published(path, [1], 1, [])
-    manifest = json.loads((path / "statexchange.json").read_text())
-    manifest["tensors"]["w"]["shape"] = [1 << 48] * 64
-    (path / "statexchange.json").write_text(json.dumps(manifest))
-
-
-# Files of torch.save, written without torch: parts of a pickle as bytes
-
-Pickled = bytes
-
-
-def text_of(value: str) -> Pickled:
-    return b"X" + len(value.encode()).to_bytes(4, "little") + value.encode()
-
-
-def number(value: int) -> Pickled:
-    return b"\x8a\x08" + value.to_bytes(8, "little")
-
-
-def tuple_of(*items: Pickled) -> Pickled:
-    return b"(" + b"".join(items) + b"t"
-
-
-def numbers(*values: int) -> Pickled:
-    return tuple_of(*map(number, values))
-
-
-def dict_of(**items: Pickled) -> Pickled:
-    return b"}(" + b"".join(text_of(key) + value for key, value in items.items()) + b"u"
-
-
-def symbol(name: str) -> Pickled:
-    return f"c{name.rpartition('.')[0]}\n{name.rpartition('.')[2]}\n".encode()
-
-
-def call(name: str, *arguments: Pickled) -> Pickled:
-    return symbol(name) + tuple_of(*arguments) + b"R"
-
-
-def instance(name: str, **state: Pickled) -> Pickled:
-    return symbol(name) + b")\x81" + dict_of(**state) + b"b"
-
-
-def tensor(shape: Pickled, strides: Pickled, offset: int = 0) -> Pickled:
-    """A tensor of the file's one storage, which has 16 floats."""
-    storage = (
-        tuple_of(text_of("storage"), symbol("torch.FloatStorage"), text_of("0"), text_of("cpu"), number(16)) + b"Q"
-    )
-    rest = b"\x89" + call("collections.OrderedDict")
-    return call("torch._utils._rebuild_tensor_v2", storage, number(offset), shape, strides, rest)
-
-
-def dtensor(length: int, local: Pickled, mesh: list[int], *factors: int) -> Pickled:
-    """A DTensor of one dim, cut along each axis of a mesh as a _StridedShard of a factor."""
-    placement = "torch.distributed.tensor.placement_types._StridedShard"
-    placements = [instance(placement, dim=number(0), split_factor=number(factor)) for factor in factors]
-    ranks = 1
-    for size in mesh:
-        ranks *= size
-    device_mesh = instance(
-        "torch.distributed.device_mesh.DeviceMesh",
-        mesh=tensor(numbers(*mesh), numbers(*(0 for _ in mesh))),
-        _flatten_mesh_list=numbers(*range(ranks)),
-        _coordinate_on_dim=numbers(*(0 for _ in mesh)),
-    )
-    spec = instance(
-        "torch.distributed.tensor._dtensor_spec.DTensorSpec", mesh=device_mesh, placements=tuple_of(*placements)
-    )
-    state = dict_of(_spec=spec, _local_tensor=local)
-    wrapped = tuple_of(b"N", b"N", numbers(length))
-    return call(
-        "torch._tensor._rebuild_from_type_v2",
-        symbol("torch._utils._rebuild_wrapper_subclass"),
-        symbol("torch.distributed.tensor.DTensor"),
-        wrapped,
-        state,
-    )
-
-
-def torch_file(path: Path, **tensors: Pickled) -> None:
-    with zipfile.ZipFile(path / "model.pt", "w") as archive:
-        archive.writestr("model/data.pkl", b"\x80\x02" + dict_of(**tensors) + b".")
-        archive.writestr("model/byteorder", b"little")
-        archive.writestr("model/data/0", bytes(range(64)))
-
-
-FOUR = tensor(numbers(4), numbers(1))
-DEEP = b")" + b"\x85" * 3000  # a tuple in a tuple in a tuple
-
-
-def expanded(path: Path) -> None:
-    torch_file(path, w=tensor(numbers(1 << 20, 1 << 20), numbers(0, 0)))
-
-
-def overlapping(path: Path) -> None:
-    torch_file(path, **{f"w{i}": tensor(numbers(1 << 18, 8), numbers(0, 1), offset=i % 8) for i in range(100)})
-
-
-def a_little_expanded(path: Path) -> None:
-    torch_file(path, w=tensor(numbers(1000, 4), numbers(0, 1)))
-
-
-def strided_often(path: Path) -> None:
-    torch_file(path, w=dtensor(1 << 18, FOUR, [2, 2], 1 << 16, 1 << 16))
-
-
-def strided_in_many(path: Path) -> None:
-    local = tensor(numbers(1 << 16), numbers(0))
-    torch_file(path, **{f"w{i}": dtensor(1 << 16, local, [1, 1], 1 << 16, 1 << 16) for i in range(50)})
-
-
-def a_mesh_of_many_axes(path: Path) -> None:
-    torch_file(path, w=dtensor(4, FOUR, [1] * 40, *[1] * 40), v=dtensor(4, FOUR, [2, 2], 1, 1))
-
-
-def deep_shape(path: Path) -> None:
-    torch_file(path, w=tensor(DEEP, numbers(1)))
-
-
-def deep_value(path: Path) -> None:
-    torch_file(path, w=DEEP)
-
-
-def no_files(path: Path) -> None:
-    (path / "statexchange.json").write_text('{"files": 5}')
-
-
-def whole(path: Path) -> None:
-    safetensors(path / "model.safetensors", {"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}, 4)
 
 
 @dataclass(frozen=True)
@@ -299,6 +107,13 @@ CASES = [
     Case(a_mesh_of_many_axes, "verify IN", 4, "does not fit its placements"),
     Case(deep_shape, "info IN", 4, "not what torch writes"),
     Case(deep_value, "verify IN", 4, "deeper than anything real"),
+    Case(an_index_of_absent_files, "info IN", 5, "10,000 tensors, listed but not to be read"),
+    Case(an_index_of_absent_torch_files, "info IN", 4, "10,000 tensors, listed but not to be read"),
+    Case(a_round_of_absent_files, "info IN", 5, "this rank's file is missing"),
+    Case(long_facts, "verify IN", 4, "its facts are of another version: expected 1, found 'a.a."),
+    Case(a_long_dotted_name, "merge IN OUT", 4, "does not fit its placements"),
+    Case(aliases_of_lists, "info IN", 4, "its aliases do not map names to names"),
+    Case(negative_rank, "info IN", 4, "not a box: ['00"),
     Case(no_files, "info IN", 4, "broken manifest"),
     Case(no_files, "merge GOOD IN --overwrite", 4, "it lists no files"),
     Case(whole, "info zip://hf::/x.zip", 3, "no such path [zip://hf::/x.zip]"),
@@ -412,3 +227,9 @@ def test_the_command_line_shows_no_secrets(command: str, ended: dict[str, tuple[
     assert code in (2, 3, 7, 8), said
     assert "Traceback" not in said
     assert not any(secret in said for secret in ("joe", "PW", "SIG"))
+
+
+def test_special_files_behind_a_url_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.zip")
+    code, said = run_closed("", "info", f"zip://hf::{tmp_path}/x.zip")
+    assert (code, said.count("refused: not a regular file")) == (7, 1), said

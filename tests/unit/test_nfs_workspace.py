@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import statexchange as sx
+from statexchange.storage.workspace import Workspace
 from statexchange.testing import run_ranks
 
 
@@ -106,4 +107,19 @@ def test_an_altered_file_is_an_error_that_names_tensor_rank_and_file(tmp_path: P
         sx.NFSWorkspace(tmp_path / "ws").read_configs_and_weights_from_rank(0)
     file.write_bytes(data[:-50])
     with pytest.raises(sx.CorruptError, match=rf"truncated.*{file.name}"):
+        sx.NFSWorkspace(tmp_path / "ws").read_configs_and_weights_from_rank(0)
+
+
+def test_a_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for number, config in enumerate(["{", '{"$":"nothing"}', "[" * 5000, '{"a":1,"a":2}', "[[],[" * 3_000_000], 1):
+        Workspace(tmp_path / "ws").write([], run="job", round=number, rank=0, world_size=1, config=config)
+        with pytest.raises(sx.CorruptError, match=rf"{number:06d}"):
+            sx.NFSWorkspace(tmp_path / "ws").read_configs_and_weights_from_rank(0)
+        with pytest.raises(sx.CorruptError, match="ws"):
+            sx.load_checkpoint({"a": 1}, tmp_path / "ws")
+
+
+def test_a_saved_state_is_not_taken_for_a_config(tmp_path: Path) -> None:
+    sx.save_checkpoint({"w": torch.ones(2)}, tmp_path / "ws")
+    with pytest.raises(sx.InvalidArgumentError, match="load_checkpoint reads it"):
         sx.NFSWorkspace(tmp_path / "ws").read_configs_and_weights_from_rank(0)

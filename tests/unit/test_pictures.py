@@ -1,6 +1,7 @@
 import json
 import os
 import struct
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ from statexchange.errors import NotFoundError
 from statexchange.formats.registry import open_source
 from statexchange.report.pictures import (
     Supplied,
+    _cells,
     curve,
     format_bytes,
     shape_text,
@@ -251,3 +253,14 @@ def test_reading_is_all_it_does(quarters: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in quarters.rglob("*")}
     supply_picture(os.fspath(quarters))
     assert {path: path.stat().st_mtime_ns for path in quarters.rglob("*")} == before
+
+
+def test_boxes_that_make_too_many_cells_are_summed_by_rank(tmp_path: Path) -> None:
+    """Every one reaches from the first row to the last but two, so that all are cut by all others."""
+    boxes = tuple((Box((row, 0), (20_000 - row, 1)), row % 2) for row in range(10_000))
+    began = time.process_time()
+    source = write_workspace(tmp_path, [[("w", (4, 4), (0, 0), (4, 4))]])
+    many = Supplied("many", "U8", (20_000, 1), boxes)
+    few = supplied_tensors(open_source(source))
+    assert [len(_cells(tensor)) for tensor in (many, *few)] == [2, 1]
+    assert time.process_time() - began < 5

@@ -49,6 +49,15 @@ def test_a_workspace_its_run_its_round_and_its_file_are_recognised(tmp_path: Pat
     assert [h.rank for h in open_source(ws / receipts[1].relative).holders] == [1]
 
 
+def test_a_ranks_file_in_another_place_is_named(tmp_path: Path) -> None:
+    receipts = fill(tmp_path / "ws")
+    for place in (tmp_path, tmp_path / "job" / "7", tmp_path / ".hidden" / "000001"):
+        place.mkdir(parents=True, exist_ok=True)
+        copy = shutil.copy(tmp_path / "ws" / receipts[0].relative, place)
+        with pytest.raises(InvalidArgumentError, match="in <workspace>/<run>/<round>, and this is another place"):
+            open_source(copy)
+
+
 def test_extents_are_where_the_bytes_lie(tmp_path: Path) -> None:
     fill(tmp_path / "ws")
     for holder, tensor in open_source(tmp_path / "ws").shards():

@@ -128,6 +128,7 @@ def test_deep_nesting_is_fine_and_a_cycle_is_an_error_that_names_its_path() -> N
     for _ in range(30):
         deep = [{"a": (deep,)}] if isinstance(deep, list) else [deep]
     assert same(there_and_back(deep), deep)
+    assert decode("[" * 101 + "]" * 101) == json.loads("[" * 101 + "]" * 101)
     cycle: dict[str, Any] = {}
     cycle["again"] = [cycle]
     with pytest.raises(ValueError, match=r"\.again\[0\]\.again\[0\]"):
@@ -220,6 +221,11 @@ HOSTILE = [
     '{"$":"tuple","value":5}', '{"$":"dict","value":[1]}', '{"$":"dict","value":[[1,2,3]]}', '{"$":"enum","type":[]}',
     '{"$":"nothing"}', '{"$":"leaf"}', '{"$":"dtype"}', '{"$":"dataclass","type":"x","value":[1]}', "[" * 100_000,
     '{"$":"tuple","value":[' * 5_000, "", "{", b"\xff\xfe", '{"a":' + "9" * 5000 + "}",
+]  # fmt: skip
+HOSTILE += [
+    "[" * 102 + "]" * 102, '{"$":"device","value":"nonsense"}',
+    json.dumps({"$": "set", "value": [number * ((1 << 61) - 1) for number in range(1000)]}),
+    json.dumps({"$": "dict", "value": [[number * ((1 << 61) - 1), 0] for number in range(1000)]}),
 ]  # fmt: skip
 TYPES = types_of([Frozen(1), Point(1), Color.RED, Access.READ, Loud])
 

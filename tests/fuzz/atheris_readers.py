@@ -1,0 +1,340 @@
+"""Fuzz the readers of pickles, headers and manifests by coverage, with atheris.
+
+``python tests/fuzz/atheris_readers.py pickle|header|manifest --minutes 30`` ends when no new edge has come for so long.
+It starts itself again as libFuzzer's process, follows what that prints, and says when the last new edge came. A reader
+may raise a StateExchangeError and nothing else; an input for which another error came, or which took 10 s or 2 GiB, is
+kept as a file in the directory of --findings, and is run again by its path: ``... pickle --input FILE``.
+
+The first byte of an input chooses what it is read as. All files lie in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import random
+import re
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+_CHILD = "STATEXCHANGE_FUZZ_CHILD"  # only for the process that this one starts
+_COVERAGE = re.compile(rb"cov: (\d+) ft: (\d+) .*exec/s: (\d+)")
+_LIMIT_S, _LIMIT_MB, _MAX_BYTES = 10, 2048, 1 << 16
+TARGETS = ("pickle", "header", "manifest")
+
+
+def main() -> int:
+    """Fuzz one target; return 1 if something was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", choices=TARGETS)
+    parser.add_argument("--minutes", type=float, default=30, help="end when no new edge has come for so long")
+    parser.add_argument("--total-minutes", type=float, default=24 * 60, help="end after so long in any case")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--corpus", help="a directory that is read, and gets what reaches new edges")
+    parser.add_argument("--findings", default="fuzz-findings")
+    parser.add_argument("--input", help="run one input, and nothing else")
+    options = parser.parse_args()
+    if _CHILD in os.environ:
+        _fuzz(options.target, options.seed, os.environ[_CHILD].split("\n"))
+    os.makedirs(options.findings, exist_ok=True)
+    with tempfile.TemporaryDirectory() as own:
+        if options.input is not None:
+            return _follow([options.input], options)
+        return _follow([options.corpus or own, f"-artifact_prefix={options.findings}/{options.target}-"], options)
+
+
+def _follow(arguments: list[str], options: argparse.Namespace) -> int:
+    """Run libFuzzer in a process, until no new edge has come for long; say how far it came."""
+    limits = [f"-timeout={_LIMIT_S}", f"-rss_limit_mb={_LIMIT_MB}", f"-max_len={_MAX_BYTES}", f"-seed={options.seed}"]
+    environment = {**os.environ, _CHILD: "\n".join([*arguments, *limits])}
+    command = [sys.executable, __file__, options.target, "--seed", str(options.seed)]
+    began = last = time.monotonic()
+    edges = features = rate = 0
+    last_lines: deque[str] = deque(maxlen=60)  # with the error, if one ends it
+    reader = _Lines(subprocess.Popen(command, stderr=subprocess.PIPE, env=environment))
+    while (line := reader.next()) is not None:
+        now = time.monotonic()
+        found = _COVERAGE.search(line)
+        if found is not None:
+            features, rate = int(found[2]), int(found[3])
+            if int(found[1]) > edges:
+                edges, last = int(found[1]), now
+                print(f"{now - began:7.0f} s  {edges} edges, {features} features", flush=True)
+        elif line:
+            last_lines.append(line.decode(errors="replace"))
+        if not edges:  # it still imports, and makes its first inputs
+            began = last = now
+        if now - last > 60 * options.minutes or now - began > 60 * options.total_minutes:
+            reader.end()
+    is_found = reader.code != 0 and not reader.is_asked_to_end
+    if is_found:
+        print("\n".join(last_lines))
+    text = f"{options.target}: {edges} edges, {features} features, the last new edge after {last - began:.0f} s of "
+    print(f"{text}{time.monotonic() - began:.0f} s, {rate} inputs/s")
+    return int(is_found)
+
+
+class _Lines:
+    """The lines that a process prints, and its end."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.is_asked_to_end = False
+        assert process.stderr is not None
+        self._pipe = process.stderr
+        os.set_blocking(self._pipe.fileno(), False)
+        self._data = b""
+        self.code = 0
+
+    def next(self) -> bytes | None:
+        """The next line; b"" if none came for a second, None at the end."""
+        for _ in range(10):
+            chunk = self._pipe.read(1 << 16)
+            if chunk == b"":
+                self.code = self._process.wait()
+                return None
+            self._data += chunk or b""
+            line, newline, rest = self._data.partition(b"\n")
+            if newline:
+                self._data = rest
+                return line
+            time.sleep(0.1)
+        return b""
+
+    def end(self) -> None:
+        """Ask libFuzzer to end, once."""
+        if not self.is_asked_to_end:
+            self._process.send_signal(signal.SIGINT)
+        self.is_asked_to_end = True
+
+
+# The process of libFuzzer
+
+
+def _fuzz(target: str, seed: int, arguments: list[str]) -> NoReturn:
+    import atheris
+
+    with atheris.instrument_imports(include=["statexchange"]):
+        readers = _Readers()
+    run: Callable[[bytes], None] = getattr(readers, target)
+    if os.path.isdir(arguments[0]):
+        for number, data in enumerate(_seeds(target)):
+            Path(arguments[0], f"seed-{number}").write_bytes(data)
+    chance = random.Random(seed)
+
+    def mutate(data: bytes, max_size: int, seed: int) -> bytes:
+        from mutate import mutated_json, mutated_pickle
+
+        chance.seed(seed)
+        if chance.random() < 0.5:
+            return atheris.Mutate(data, max_size)  # type: ignore[no-any-return]
+        try:
+            if target == "pickle":
+                new = mutated_pickle(data[1:], chance)[0]
+            else:
+                new = mutated_json(data[1:].decode(), chance)[0].encode("utf-8", "surrogatepass")
+        except Exception:  # noqa: BLE001 (it is no longer what it was)
+            return atheris.Mutate(data, max_size)  # type: ignore[no-any-return]
+        return (data[:1] + new)[:max_size]
+
+    atheris.Setup([sys.argv[0], *arguments], run, custom_mutator=mutate)
+    atheris.Fuzz()
+    sys.exit(0)
+
+
+class _Readers:
+    """One method per target. What is imported when this is made is instrumented."""
+
+    def __init__(self) -> None:
+        from statexchange import errors
+        from statexchange.formats import dcp, huggingface, source, torch_file
+        from statexchange.sharding import rules
+        from statexchange.storage import claim, json_text, place, store, workspace
+
+        self._error = errors.StateExchangeError
+        self._formats = {"torch": torch_file, "dcp": dcp, "hf": huggingface}
+        self._open = source.OpenCheckpoint
+        self._layout = rules.Layout
+        self._claim = claim.Claim
+        self._json = json_text
+        self._place = place.Place
+        self._workspace = workspace
+        self._store_of = _memory_stores(store.Store, store.StoredFile, errors.NotFoundError)
+
+    def pickle(self, data: bytes) -> None:
+        """The pickle of a file of torch.save, or the metadata of a DCP directory."""
+        kind, pickled = data[:1], data[1:]
+        if kind == b"d":
+            self._read("dcp", {".metadata": pickled, "__0_0.distcp": _zip(_ENTRY)})
+        else:
+            self._read("torch", {"x.pt": _zip(pickled)})
+
+    def header(self, data: bytes) -> None:
+        """A safetensors file, a header with as many bytes as it says behind it, or one of a workspace."""
+        kind, text = data[:1], data[1:]
+        if kind == b"r":
+            self._read("hf", {"model.safetensors": text})
+        elif kind == b"w":
+            name = self._workspace.RankName.parse(_RANK_FILE)
+            self._try(lambda: self._workspace.RankFile(self._store_of({"x": _tensor_file(text)}).open("x"), name))
+        else:
+            self._read("hf", {"model.safetensors": _tensor_file(text)})
+
+    def manifest(self, data: bytes) -> None:
+        """A manifest, an index, the manifest of a round, a config, a claim or a layout."""
+        kind, text = data[:1], data[1:]
+        tensors = {"model.safetensors": _tensor_file(_HEADER)}
+        if kind == b"i":
+            self._read("hf", {**tensors, "model.safetensors.index.json": text})
+        elif kind == b"w":
+            store = self._store_of({"manifest.json": _with_own_digest(text)})
+            self._try(lambda: self._workspace._manifest_in(store, "manifest.json", "job", 1))
+        elif kind == b"v":
+            self._try(lambda: self._json.decode_stored(text.decode(errors="replace"), "x", leaf=str))
+        elif kind == b"c":
+            self._try(lambda: self._claim.parse(text, "x"))
+        elif kind == b"l":
+            self._try(lambda: self._layout.parse(self._json.parse_json(text, "x")))
+        else:
+            self._read("hf", {**tensors, "statexchange.json": text})
+
+    def _read(self, kind: str, files: dict[str, bytes]) -> None:
+        """Open a checkpoint, and read its tensors if they are small."""
+        place = self._place("x", self._store_of(files), None)
+
+        def read() -> None:
+            source = self._formats[kind].read(place, strict=False)
+            found = self._open(source)
+            for name in list(found)[:10]:
+                if found[name].nbytes < 1 << 16:
+                    self._try(found[name].read)
+
+        self._try(read)
+
+    def _try(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except self._error as error:
+            str(error)
+
+
+def _memory_stores(base: type[Any], file_base: type[Any], absent: type[Exception]) -> Callable[[dict[str, bytes]], Any]:
+    """A directory in memory, as a Store."""
+
+    class File(file_base):  # type: ignore[misc]
+        version, local_identity, shared_identity = ["x"], ["x"], None
+
+        def __init__(self, path: str, data: bytes) -> None:
+            self.path, self.size, self._data = path, len(data), data
+
+        def read_into(self, buffer: memoryview, offset: int) -> None:
+            assert offset + len(buffer) <= self.size
+            buffer[:] = self._data[offset : offset + len(buffer)]
+
+        def check_unchanged(self) -> None: ...
+
+    class Directory(base):  # type: ignore[misc]
+        path = "/x"
+
+        def __init__(self, files: dict[str, bytes]) -> None:
+            self._files = files
+
+        def _list(self) -> dict[str, str]:
+            return dict.fromkeys(self._files, "file")
+
+        def open(self, name: str) -> File:
+            if name not in self._files:
+                raise absent("no such file", path=name)
+            return File(self.path_of(name), self._files[name])
+
+        def below(self, name: str, *, private: bool = False) -> NoReturn:
+            raise absent("no such directory", path=name)
+
+        def is_current(self) -> bool:
+            return True
+
+        def close(self) -> None: ...
+
+    return Directory
+
+
+_RANK_FILE = "job/000001/rank-00000-of-00001.0000000000000000.safetensors"
+_HEADER = b'{"w":{"dtype":"U8","shape":[2,4],"data_offsets":[0,8]}}'
+_ENTRY = b""
+
+
+def _tensor_file(header: bytes) -> bytes:
+    """A safetensors file of a header, with the bytes that its tensors need if they are few."""
+    ends = [int(found) for found in re.findall(rb'"data_offsets":\s*\[\d{1,5},\s*(\d{1,5})\]', header)]
+    return struct.pack("<Q", len(header)) + header + bytes(max(ends, default=0))
+
+
+def _zip(pickled: bytes) -> bytes:
+    found = io.BytesIO()
+    with zipfile.ZipFile(found, "w") as file:
+        for name, content in (("data.pkl", pickled), ("data/0", bytes(16)), ("data/1", bytes(96))):
+            file.writestr(f"archive/{name}", content)
+    return found.getvalue()
+
+
+def _with_own_digest(text: bytes) -> bytes:
+    from mutate import with_own_digest
+
+    return with_own_digest(text.decode(errors="replace")).encode("utf-8", "surrogatepass")
+
+
+def _seeds(target: str) -> list[bytes]:
+    """Inputs from the sources of the corpus, as far as they can be made here: some need torch."""
+    from corpus import SECTION_E, SOURCES
+
+    found: list[bytes] = []
+    with tempfile.TemporaryDirectory() as root:
+        for number, source in enumerate([*SOURCES.values(), *SECTION_E.values()]):
+            folder = Path(root, str(number))
+            folder.mkdir()
+            try:
+                source.make(folder)
+            except ModuleNotFoundError:
+                continue
+            for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+                if path.stat().st_size < _MAX_BYTES:
+                    found += _inputs(target, path)
+    return [data for data in found if len(data) < _MAX_BYTES]
+
+
+def _inputs(target: str, path: Path) -> list[bytes]:
+    """The inputs that a file of a source is for a target."""
+    data, name = path.read_bytes(), path.name
+    if target == "pickle":
+        if name == ".metadata":
+            return [b"d" + data]
+        if not data.startswith(b"PK") or zipfile.is_zipfile(path) is False:
+            return []
+        with zipfile.ZipFile(path) as file:
+            return [b"t" + file.read(member) for member in file.namelist() if member.endswith("data.pkl")]
+    if name.endswith(".safetensors") and target == "header":
+        header = data[8 : 8 + struct.unpack("<Q", data[:8])[0]]
+        return [b"r" + data, b"h" + header.rstrip(), b"w" + header.rstrip()]
+    if target != "manifest":
+        return []
+    if name.endswith(".safetensors") and b"config" in data:
+        metadata = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]]).get("__metadata__", {})
+        return [b"v" + json.loads(metadata["statexchange"])["config"].encode()]
+    kinds = {"statexchange.json": b"m", "manifest.json": b"w", "layout.json": b"l", ".statexchange-claim.json": b"c"}
+    kind = b"i" if name.endswith(".index.json") else kinds.get(name)
+    return [kind + data] if kind is not None else []
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,314 @@
+"""What the fuzzers begin with, made anew in each run: small valid sources of every kind, and the files of section E.
+
+A source is a directory with what lies at the path to open, and perhaps a layout file and the state to load it into.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from hostile_manifests import MANIFESTS
+from hostile_pickles import PICKLES
+from pickled import PLACEMENTS, archive, dtensor, integer, made, named, numbers, several, symbol, tensor, text
+from safetensors.numpy import save_file
+
+import statexchange as sx
+from statexchange import values
+from statexchange.sharding.shards import Box, Shard
+from statexchange.storage.claim import CLAIM_NAME, Claim
+from statexchange.storage.tensorfile import Held
+from statexchange.storage.workspace import Workspace
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["LAYOUT", "SECTION_E", "SOURCES", "Source", "State"]
+
+LAYOUT = "layout.json"
+State = Callable[[], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """How to make a source: `make` fills an empty directory; what is to be opened is `path` with its name.
+
+    `state` makes what it is to be loaded into; without one it is loaded into the tensors that it had when it was whole.
+    A source that is `slow` takes long to make.
+    """
+
+    make: Callable[[Path], object]
+    path: str = "{}/x"
+    state: State | None = None
+    slow: bool = False
+
+
+def _weights() -> dict[str, Any]:
+    floats = np.arange(24, dtype="f4").reshape(6, 4)
+    return {
+        "model.embed.weight": floats,
+        "model.0.weight": floats[:2] * 2,
+        "model.0.bias": np.arange(4, dtype="i8"),
+        "scale": np.array(3.0, "f2"),
+    }
+
+
+def _tensors() -> dict[str, torch.Tensor]:
+    import torch
+
+    return {name: torch.from_numpy(array.copy()) for name, array in _weights().items()}
+
+
+# Safetensors
+
+
+def one_file(folder: Path) -> None:
+    save_file(_weights(), folder / "x.safetensors", {"format": "pt"})
+
+
+def _two_files(folder: Path, pattern: str, save: Callable[[dict[str, Any], Path], object], index: str) -> None:
+    folder.mkdir()
+    weights = _tensors() if index.startswith("pytorch") else _weights()
+    parts = [dict(list(weights.items())[:2]), dict(list(weights.items())[2:])]
+    weight_map = {}
+    for number, part in enumerate(parts, 1):
+        name = pattern.format(number)
+        save(part, folder / name)
+        weight_map |= dict.fromkeys(part, name)
+    (folder / index).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+
+
+def indexed(folder: Path) -> None:
+    name = "model-0000{}-of-00002.safetensors"
+    _two_files(folder / "x", name, save_file, "model.safetensors.index.json")
+
+
+def published(folder: Path) -> None:
+    """Of two ranks' parts, in two files, with a tensor in two boxes."""
+    workspace(folder / "from")
+    sx.merge_checkpoint(folder / "from" / "x", folder / "x", max_shard_size=100)
+
+
+def zipped(folder: Path) -> None:
+    published(folder / "in")
+    with zipfile.ZipFile(folder / "x.zip", "w") as file:
+        for path in sorted((folder / "in" / "x").iterdir()):
+            file.write(path, f"hf/{path.name}")
+
+
+def torch_shards(folder: Path) -> None:
+    """Two parts of a tensor, as torch's HuggingFaceStorageWriter names and describes them."""
+    (folder / "x").mkdir()
+    floats = _weights()["model.embed.weight"]
+    for rank in range(2):
+        said = json.dumps({"w": {"saved_offsets": [3 * rank, 0]}})
+        name = f"shard-0000{rank + 1}-model-00001-of-00001.safetensors"
+        save_file({"w": floats[3 * rank :][:3]}, folder / "x" / name, {"DCP_SHARDING_INFO": said, "DCP_VERSION": "1.0"})
+
+
+def rank_files(folder: Path) -> None:
+    (folder / "x").mkdir()
+    for rank in range(2):
+        weights = _weights()
+        weights["model.embed.weight"] = weights["model.embed.weight"][3 * rank :][:3]
+        save_file(weights, folder / "x" / f"rank_{rank}.safetensors")
+    rules = {
+        "grid": {"dp": 1, "tp": 2},
+        "rules": {"*.embed.weight": {"dim": 0, "axis": "tp"}, "scale": {"reduce": "max"}},
+    }
+    (folder / LAYOUT).write_text(json.dumps(rules))
+
+
+def claimed(folder: Path) -> None:
+    """What a publisher to an object store leaves that was interrupted."""
+    indexed(folder)
+    (folder / "x" / CLAIM_NAME).write_bytes(Claim.new("0" * 32, "0" * 32, ("a",)).to_bytes())
+
+
+# Workspaces
+
+
+def workspace(folder: Path, *, commit: bool = True) -> None:
+    """Two ranks' parts of one tensor, one that both have, one of rank 1 alone, and configs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    space = Workspace(folder / "x")
+    weights = _weights()
+    receipts = []
+    for rank in range(2):
+        rows = weights["model.embed.weight"][3 * rank :][:3]
+        boxes = (Box((3 * rank, 0), (1, 4)), Box((3 * rank + 1, 0), (2, 4)))
+        held = [
+            Held(Shard("model.embed.weight", "F32", (6, 4), boxes), memoryview(rows.tobytes())),
+            Held(Shard("model.0.bias", "I64", (4,), (Box((0,), (4,)),)), memoryview(weights["model.0.bias"].tobytes())),
+        ]
+        if rank:
+            dtype = "C64" if commit else "C128"  # which safetensors has not, and so no merge
+            pairs = Shard("pairs", dtype, (2,), (Box((0,), (2,)),))
+            held.append(Held(pairs, memoryview(bytes(range(pairs.nbytes)))))
+        config = values.encode({"rank": rank, "shape": (1, 2), "lr": float("nan"), 3: {"a", "b"}})
+        written = space.write(
+            held, run="job", round=1, rank=rank, world_size=2, config=config, extra={"aliases": {}}, pending=commit
+        )
+        receipts.append(written)
+    if commit:
+        space.commit(receipts, keep=2)
+
+
+def _saved_state() -> dict[str, Any]:
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "step": 7,
+        "rng": torch.get_rng_state()[:16].clone(),
+        "more": {"shape": (1, 2), "loss": float("nan"), "set": {1, 2}, "list": [{"a": torch.ones(2)}]},
+    }
+
+
+def saved(folder: Path) -> None:
+    sx.save_checkpoint(_saved_state(), folder / "x")
+
+
+# Files of torch.save
+
+
+class Opaque:
+    """An object that no reader knows."""
+
+    def __init__(self, value: object = "opaque") -> None:
+        self.value = value
+
+
+def _torch_state() -> dict[str, Any]:
+    import torch
+
+    tensors = _tensors()
+    embed = tensors["model.embed.weight"]
+    return {
+        "model": {**tensors, "tied": embed, "turned": embed.t(), "row": embed[1], "empty": torch.empty(0, 3)},
+        "parameter": torch.nn.Parameter(embed[:1].clone()),
+        "list": [torch.ones(2, dtype=torch.bfloat16), 3, (1, 2.5, None, True)],
+        "groups": [{"lr": 0.1, "params": [0, 1]}],
+        "opaque": Opaque(),
+        "big": 1 << 80,
+    }
+
+
+def torch_save(folder: Path) -> None:
+    import torch
+
+    torch.save(_torch_state(), folder / "x.pt")
+
+
+def torch_save_protocol_5(folder: Path) -> None:
+    """With tensors that cannot be read."""
+    import torch
+
+    state = {**_torch_state(), "sparse": torch.eye(2).to_sparse(), "of a class": Opaque(torch.ones(1))}
+    torch.save(state, folder / "x.pt", pickle_protocol=5)
+
+
+def torch_legacy(folder: Path) -> None:
+    import torch
+
+    torch.save(_tensors(), folder / "x.pt", _use_new_zipfile_serialization=False)
+
+
+def torch_indexed(folder: Path) -> None:
+    import torch
+
+    _two_files(folder / "x", "pytorch_model-0000{}-of-00002.bin", torch.save, "pytorch_model.bin.index.json")
+
+
+def torch_ranks(folder: Path) -> None:
+    """Two ranks' parts of DTensors: rows on a mesh of two, of both ways in which torch has described a mesh."""
+    (folder / "x").mkdir()
+    space = "torch.distributed."
+    for rank in range(2):
+        layout = made(space + "_mesh_layout._MeshLayout", shape=numbers(2), stride=numbers(1))
+        new = made(
+            space + "device_mesh.DeviceMesh",
+            _layout=layout,
+            _flatten_rank_map=numbers(0, 1),
+            _coordinate_on_dim=numbers(rank),
+        )
+        old = made(
+            space + "device_mesh.DeviceMesh",
+            mesh=tensor(numbers(2), key=text("1")),
+            _flatten_mesh_list=numbers(0, 1),
+            _coordinate_on_dim=numbers(rank),
+        )
+        cuts = [made(PLACEMENTS + "Shard", dim=integer(0))]
+        strided = [made(PLACEMENTS + "_StridedShard", dim=integer(0), split_factor=integer(2))]
+        spec = space + "tensor._dtensor_spec.DTensorSpec"
+        specs = [made(spec, mesh=mesh, placements=several(c)) for mesh, c in ((new, cuts), (old, strided))]
+        local = tensor(numbers(2, 2), numbers(2, 1), numel=4)
+        wrapped = several([symbol(space + "tensor.DTensor"), symbol("torch.FloatStorage"), numbers(4, 2)])
+        parts = [dtensor(wrapped, b"N" + named({"_spec": s, "_local_tensor": local}) + b"\x86") for s in specs]
+        state = named({"new": parts[0], "old": parts[1], "step": integer(7)})
+        archive(folder / "x" / f"model_rank_{rank}.pt", state, {"0": bytes(range(16)), "1": bytes(8)})
+
+
+def distributed_checkpoint(folder: Path) -> None:
+    """What torch.distributed.checkpoint writes."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    state = {"model": _tensors(), "step": 7, "rng": [torch.ones(3)], "groups": {"lr": 0.1}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        dcp.save(state, checkpoint_id=folder / "x", no_dist=True)
+
+
+SOURCES: dict[str, Source] = {
+    "safetensors": Source(one_file, "{}/x.safetensors"),
+    "hf index": Source(indexed),
+    "published": Source(published),
+    "published, URL": Source(zipped, "zip://hf::{}/x.zip"),
+    "torch's hf shards": Source(torch_shards),
+    "rank files": Source(rank_files),
+    "claimed": Source(claimed),
+    "workspace": Source(workspace),
+    "workspace, not committed": Source(lambda folder: workspace(folder, commit=False)),
+    "save": Source(saved, state=_saved_state, slow=True),
+    "pt": Source(torch_save, "{}/x.pt"),
+    "pt, protocol 5": Source(torch_save_protocol_5, "{}/x.pt"),
+    "pt, legacy": Source(torch_legacy, "{}/x.pt"),
+    "bin index": Source(torch_indexed),
+    "pt of ranks": Source(torch_ranks),
+    "dcp": Source(distributed_checkpoint, slow=True),
+}
+
+
+# Section E
+
+
+def _of_pickles(build: Callable[[Path], Path]) -> Source:
+    return Source(lambda folder: build(folder).rename(folder / "x"), slow=True)
+
+
+def _of_manifests(write: Callable[[Path], None]) -> Source:
+    def make(folder: Path) -> None:
+        (folder / "x").mkdir()
+        write(folder / "x")
+
+    return Source(make, slow=True)
+
+
+SECTION_E: dict[str, Source] = {
+    **{f"E {row} {name}": _of_pickles(build) for row, files in PICKLES.items() for name, build in files.items()},
+    **{f"E {write.__name__}": _of_manifests(write) for write in MANIFESTS},
+}

@@ -1,0 +1,35 @@
+"""Changed sources of every kind under every reader and command: a few with a fixed seed, more under `slow`."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mutate import mutated_json, mutated_pickle
+from pickled import pairs
+from sweeps import slow
+
+import statexchange
+
+HOME = os.fspath(Path(statexchange.__file__).parents[1])
+
+
+@pytest.mark.parametrize("options", [["--cases", "16", "--quick"], slow(["--cases", "500"])], ids=["few", "many"])
+def test_whatever_a_source_holds_the_outcome_has_a_name(tmp_path: Path, options: list[str]) -> None:
+    command = [sys.executable, str(Path(__file__).parent), "--seed", "14", "--findings", str(tmp_path), *options]
+    environment = {**os.environ, "PYTHONPATH": HOME, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=230, env=environment, check=False)
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
+    assert "\n0 findings in " in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mutator_does_the_same_with_the_same_random_numbers() -> None:
+    for mutator, source in ((mutated_json, '{"a":[1,"{}"],"b":{"c":null}}'), (mutated_pickle, pairs(5))):
+        found = [[mutator(source, random.Random(number)) for number in range(50)] for _ in range(2)]
+        assert found[0] == found[1]
+        assert len({str(new) for new, _ in found[0]}) > 25
