@@ -6,6 +6,7 @@ Exits with 1 if there are findings.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -47,7 +48,8 @@ def main() -> int:
             fuzzer.replay(Path(options.replay))
         else:
             cases = range(options.first, options.first + options.cases)
-            fuzzer.fuzz(_names(options.source, quick=options.quick), options.seed, cases, 60 * options.minutes)
+            with contextlib.suppress(KeyboardInterrupt):
+                fuzzer.fuzz(_names(options.source, quick=options.quick), options.seed, cases, 60 * options.minutes)
         fuzzer.show()
         return 1 if fuzzer.found else 0
 

@@ -40,7 +40,7 @@ from statexchange.storage.regions import within
 __all__ = ["FoundError", "Outcome", "preload", "run"]
 
 SPARE_BYTES, BYTES_PER_BYTE = 512 << 20, 64  # of memory: over what this process has, and for each byte of the files
-CPU_S, CPU_S_PER_BYTE = 1.0, 10e-6  # of processor time, for each step
+CPU_S, CPU_S_PER_BYTE = 2.0, 20e-6  # of processor time, for each step: one may open the source several times
 HANG_S = 300
 MAX_READ_BYTES = 32 << 20  # of a tensor that is read here
 SECRET = "PASSWORD"
