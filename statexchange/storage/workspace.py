@@ -653,9 +653,13 @@ def _parse_manifest(raw: Any, run: str, number: int) -> Manifest:
     """The manifest of a round from parsed JSON; one that contradicts itself or the round is a ValueError."""
     if not isinstance(raw, dict) or raw.pop("digest") != _digest_of(raw):
         raise ValueError("it differs from its own digest")
-    receipts = tuple(Receipt(os.path.join(run, f"{number:06d}", name), size) for name, size in raw["files"])
+    files = [(name, size) for name, size in raw["files"]]
+    if any(type(name) is not str or type(size) is not int or size < 0 for name, size in files):
+        raise ValueError("its files are not listed by name and size")
+    receipts = tuple(Receipt(os.path.join(run, f"{number:06d}", name), size) for name, size in files)
     names = [receipt.rank_name for receipt in receipts]
     known = [raw["schema"], raw["run"], raw["round"], type(raw["generation"])] == [SCHEMA, run, number, int]
+    known = known and isinstance(raw["extra"], dict)
     if not known or not names or not _is_whole(names) or raw["world_size"] != names[0].world_size:
         raise ValueError("it is of another schema or round, or does not list all ranks")
     return Manifest(run, number, raw["generation"], raw["world_size"], receipts, raw["extra"])

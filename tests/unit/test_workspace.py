@@ -32,7 +32,7 @@ from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.storage import atomic, files
 from statexchange.storage.local import local_path
 from statexchange.storage.tensorfile import Held
-from statexchange.storage.workspace import MANIFEST, Manifest, RankName, Receipt, Workspace, WorkspaceView
+from statexchange.storage.workspace import MANIFEST, Manifest, RankName, Receipt, Workspace, WorkspaceView, _digest_of
 
 WRITE_CALLS = ("mkdir", "mkdirat", "fallocate", "pwrite64", "ftruncate", "fsync", "rename", "renameat", "renameat2")
 WRITE_CALLS += ("link", "linkat", "unlink", "unlinkat", "rmdir")
@@ -113,6 +113,22 @@ def two_rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for value in (1, 2):
         write_value(path, value)
     return path
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("files", [[None, 5]]), ("files", [["rank-00000-of-00001.x.safetensors", []]]), ("files", [5]), ("extra", [])],
+)
+def test_a_manifest_of_other_types_is_broken_whatever_its_digest(
+    two_rounds: Path, tmp_path: Path, field: str, value: Any
+) -> None:
+    shutil.copytree(two_rounds, tmp_path / "ws")
+    newest = max((tmp_path / "ws").rglob(MANIFEST))
+    record = {**json.loads(newest.read_text()), field: value}
+    del record["digest"]
+    newest.write_text(json.dumps({**record, "digest": _digest_of(record)}))
+    with pytest.raises(CorruptError, match="broken manifest"), Workspace(tmp_path / "ws").view() as view:
+        view.manifests(view.places())
 
 
 @EVERY
