@@ -653,6 +653,8 @@ def _parse_manifest(raw: Any, run: str, number: int) -> Manifest:
     """The manifest of a round from parsed JSON; one that contradicts itself or the round is a ValueError."""
     if not isinstance(raw, dict) or raw.pop("digest") != _digest_of(raw):
         raise ValueError("it differs from its own digest")
+    if any(type(size) is not int for _, size in raw["files"]):
+        raise ValueError("the size of a file is no number")
     receipts = tuple(Receipt(os.path.join(run, f"{number:06d}", name), size) for name, size in raw["files"])
     names = [receipt.rank_name for receipt in receipts]
     known = [raw["schema"], raw["run"], raw["round"], type(raw["generation"])] == [SCHEMA, run, number, int]
