@@ -200,12 +200,16 @@ def an_index_of_absent_torch_files(path: Path) -> None:
     (path / "1.bin").touch()
 
 
-def a_round_of_absent_files(path: Path) -> None:
-    ranks, folder = 1000, path / "job" / "000001"
+def a_round_of_absent_files(path: Path, size: Any = 100, ranks: int = 1000) -> None:
+    folder = path / "job" / "000001"
     names = [f"job/000001/rank-{rank:05d}-of-{ranks:05d}.{rank:016x}.safetensors" for rank in range(ranks)]
     folder.mkdir(parents=True)
-    receipts = tuple(Receipt(name, 100) for name in names)
+    receipts = tuple(Receipt(name, size) for name in names)
     (folder / MANIFEST).write_bytes(_manifest_text(Manifest("job", 1, 1, ranks, receipts, {})))
+
+
+def a_file_of_no_size(path: Path) -> None:
+    a_round_of_absent_files(path, size=[100], ranks=1)
 
 
 def long_facts(path: Path) -> None:
@@ -252,6 +256,7 @@ MANIFESTS = (
     an_index_of_absent_files,
     an_index_of_absent_torch_files,
     a_round_of_absent_files,
+    a_file_of_no_size,
     long_facts,
     a_long_dotted_name,
     negative_rank,

@@ -9,6 +9,7 @@ which was refused has changed, and values that contradict their digest or what a
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -71,6 +72,7 @@ def preload() -> None:
     for name in ("memory", "zip"):
         import_module(f"fsspec.implementations.{name}")
     torch.set_num_threads(1)
+    gc.freeze()  # so that a child can collect what its steps leave
 
 
 def nbytes_of(folder: Path) -> int:
@@ -143,6 +145,7 @@ def _in_child(send: int, folder: Path, path: str, source: Source, expected: dict
             _limit_cpu(allowed)
             os.write(send, json.dumps(name).encode() + b"\n")
             os.write(send, json.dumps([name, *_outcome(step, allowed)]).encode() + b"\n")
+            gc.collect()  # errors refer to the frames in which they arose
         code = 0
     except BaseException:  # noqa: BLE001 (the parent fails with what is printed)
         traceback.print_exc(file=sys.__stderr__)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from hostile_manifests import (
+    a_file_of_no_size,
     a_little_expanded,
     a_long_dotted_name,
     a_mesh_of_many_axes,
@@ -53,7 +54,7 @@ from statexchange.errors import NotFoundError, PeerError, StorageError, without_
 from statexchange.storage.workspace import Workspace
 
 HOME = os.fspath(Path(statexchange.__file__).parents[1])
-MEMORY_BYTES, CPU_SECONDS = 1 << 30, 14
+MEMORY_BYTES, CPU_SECONDS = 1 << 30, 17
 CHILD = f"""
 import contextlib, io, json, resource, sys
 resource.setrlimit(resource.RLIMIT_AS, ({MEMORY_BYTES}, {MEMORY_BYTES}))
@@ -110,6 +111,7 @@ CASES = [
     Case(an_index_of_absent_files, "info IN", 5, "10,000 tensors, listed but not to be read"),
     Case(an_index_of_absent_torch_files, "info IN", 4, "10,000 tensors, listed but not to be read"),
     Case(a_round_of_absent_files, "info IN", 5, "this rank's file is missing"),
+    Case(a_file_of_no_size, "info IN", 4, "broken manifest: the size of a file is no number"),
     Case(long_facts, "verify IN", 4, "its facts are of another version: expected 1, found 'a.a."),
     Case(a_long_dotted_name, "merge IN OUT", 4, "does not fit its placements"),
     Case(aliases_of_lists, "info IN", 4, "its aliases do not map names to names"),
