@@ -63,7 +63,14 @@ def _follow(arguments: list[str], options: argparse.Namespace) -> int:
     edges = features = rate = 0
     last_lines: deque[str] = deque(maxlen=60)  # with the error, if one ends it
     reader = _Lines(subprocess.Popen(command, stderr=subprocess.PIPE, env=environment))
-    while (line := reader.next()) is not None:
+    while True:
+        try:
+            line = reader.next()
+        except KeyboardInterrupt:
+            reader.end()
+            continue
+        if line is None:
+            break
         now = time.monotonic()
         found = _COVERAGE.search(line)
         if found is not None:

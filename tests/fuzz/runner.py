@@ -72,7 +72,6 @@ def preload() -> None:
     for name in ("memory", "zip"):
         import_module(f"fsspec.implementations.{name}")
     torch.set_num_threads(1)
-    gc.freeze()  # so that a child can collect what its steps leave
 
 
 def nbytes_of(folder: Path) -> int:
@@ -91,6 +90,7 @@ def run(folder: Path, path: str, source: Source, expected: dict[str, Any]) -> li
     gone afterwards.
     """
     receive, send = os.pipe()
+    gc.freeze()  # so that the child can collect what its steps leave, and nothing else
     pid = os.fork()
     if not pid:
         os.close(receive)
