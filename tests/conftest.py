@@ -28,14 +28,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # several test processes share th
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """Run the tests of one file in this process, which starts sooner than a worker; others by three workers a core.
+    """Run the tests of one file in this process, which starts sooner than a worker; others by two workers a core.
 
     Tests wait for more than half of their time: for ranks that start, for disks, and for deadlines.
     """
     paths = {argument.partition("::")[0] for argument in config.args}
     if len(paths) == 1 and all(path.endswith(".py") for path in paths):
         return 0
-    return 3 * usable_cores()
+    return 2 * usable_cores()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
