@@ -152,7 +152,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]
     environment = {**os.environ, "PYTHONPATH": HOME, "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, "-c", CHILD]
     done = subprocess.run(
-        command, input="\n".join(lines), capture_output=True, text=True, timeout=60, env=environment, check=False
+        command, input="\n".join(lines), capture_output=True, text=True, timeout=200, env=environment, check=False
     )
     found = [tuple(json.loads(line)) for line in done.stdout.splitlines()]
     missing = [(None, f"the process ended with {done.returncode}: {done.stderr}")] * (len(lines) - len(found))
@@ -177,7 +177,7 @@ def run_closed(redirections: str, *arguments: object) -> tuple[int, str]:
     shell = ["sh", "-c", f'exec "$@" {redirections}', "sh", sys.executable, "-m", "statexchange"]
     environment = {**os.environ, "PYTHONPATH": HOME, "OPENBLAS_NUM_THREADS": "1"}
     command = [*shell, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -90,7 +90,7 @@ def test_a_small_file_takes_little(tmp_path: Path, row: str) -> None:
         options = ["--layout", str(layout)] if layout.exists() else []
         calls += [["info", path, "--json"], ["verify", path], ["merge", path, str(folder / "merged"), *options]]
     command = [sys.executable, "-c", COMMANDS, str(MEMORY_BYTES), str(CPU_S)]
-    done = subprocess.run(command, input=json.dumps(calls), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, input=json.dumps(calls), capture_output=True, text=True, timeout=200)
     codes = iter(json.loads(done.stdout))
     found = {case: [next(codes), next(codes), next(codes)] for case in PICKLES[row]}
     expected = {case: [looking, looking, merging] for case, (looking, merging) in CODES[row].items()}
