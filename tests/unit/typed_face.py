@@ -5,7 +5,6 @@ Checked by mypy alone; nothing here runs.
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +16,8 @@ import statexchange as sx
 def sense(net: torch.nn.Linear) -> None:
     """Calls as users write them."""
     done: str = sx.export_checkpoint(net, "x", dtype=torch.bfloat16, rename=[("a", "b")]).path
-    later: Future[object] = sx.export_checkpoint({"w": torch.ones(1)}, Path(done), dtype="bf16", background=True)
-    later.result()
-    sx.export_checkpoint([net, net], "x", dtype=np.dtype("float32"), comm=sx.get_communicator())
+    later: int = sx.export_checkpoint({"w": torch.ones(1)}, Path(done), dtype="bf16", background=True).result().nbytes
+    sx.export_checkpoint([net, net], f"x{later}", dtype=np.dtype("float32"), comm=sx.get_communicator())
     sx.load_checkpoint({"model": net, "step": 1}, "x", dtype="state")
     sx.save_checkpoint({"model": net}, "x")
     sx.merge_checkpoint("x", Path("y"), dtype="float16")
