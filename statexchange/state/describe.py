@@ -12,17 +12,17 @@ from statexchange.sharding.rules import Layout, Part, Rule
 from statexchange.sharding.shards import Shard, full_box
 from statexchange.sharding.spread import Placement
 from statexchange.state.dtensors import chunks_of
-from statexchange.state.megatron import MegatronTensor, holds_sharded, kind_of, leaves
+from statexchange.state.megatron import MegatronTensor, holds_sharded, sharded_kind, leaves
 from statexchange.state.modules import is_extra_state, is_module, is_plain_entry, model_items
 from statexchange.tensors import dtype_name, is_tensor, same_memory, settled
 
-__all__ = ["Description", "HeldTensor", "describe", "describe_entry", "named_tensors"]
+__all__ = ["Description", "LocalTensor", "describe", "describe_entry", "named_tensors"]
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class HeldTensor:
+class LocalTensor:
     """One tensor of this rank's: its shard, and for each box the tensor that holds it.
 
     `part` is set for a plain tensor that has a layout rule: its shard says where the boxes lie in this rank's tensor,
@@ -37,7 +37,7 @@ class HeldTensor:
     placement: Placement | None = None
     reduce: str | None = None
 
-    def renamed(self, name: str) -> HeldTensor:
+    def renamed(self, name: str) -> LocalTensor:
         """The same under another name."""
         part = None if self.part is None else replace(self.part, name=name)
         return replace(self, shard=replace(self.shard, name=name), part=part)
@@ -51,7 +51,7 @@ class Description:
     `sources` maps a name that a layout made of another to that one.
     """
 
-    held: Mapping[str, HeldTensor]
+    held: Mapping[str, LocalTensor]
     aliases: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -70,7 +70,7 @@ def describe(state: Any, layout: Layout | None = None, rank: int = 0) -> Descrip
     Raises UnsupportedError, naming the tensor, for what has no faithful representation: a Partial placement, sparse,
     quantised or meta tensors. `rank` is this one's, where a layout gives boxes by rank.
     """
-    held: dict[str, HeldTensor] = {}
+    held: dict[str, LocalTensor] = {}
     aliases: dict[str, str] = {}
     sources: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
@@ -88,7 +88,7 @@ def describe(state: Any, layout: Layout | None = None, rank: int = 0) -> Descrip
     return Description(held, aliases, tuple(sorted(rules.unused)), sources)
 
 
-def describe_entry(name: str, value: Any, layout: Layout, rank: int = 0) -> list[HeldTensor]:
+def describe_entry(name: str, value: Any, layout: Layout, rank: int = 0) -> list[LocalTensor]:
     """Describe one entry of a state, as `describe` does: several tensors where the layout splits it. Not collective."""
     if is_tensor(value) and layout.rule_for(name) is None:
         return _hold(name, settled(value), None, rank)
@@ -109,7 +109,7 @@ def named_tensors(state: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
             continue
         for path, leaf in leaves(value, name) if holds_sharded(value) else [(name, value)]:
-            kind = kind_of(leaf)
+            kind = sharded_kind(leaf)
             if kind == "tensor":
                 _add_sharded(sharded, leaf)
             elif kind is None and is_tensor(leaf):
@@ -158,7 +158,7 @@ def _items(state: Any) -> Iterator[tuple[Any, Any]]:
             raise InvalidArgumentError(f"state must be a module, a mapping or a list of modules, not {type(part)!r}")
 
 
-def _hold(name: str, tensor: Any, rule: Rule | None, rank: int) -> list[HeldTensor]:
+def _hold(name: str, tensor: Any, rule: Rule | None, rank: int) -> list[LocalTensor]:
     dtype = dtype_name(tensor, name)
     shape = tuple(int(size) for size in tensor.shape)
     reduce = rule.reduce if rule is not None else None
@@ -169,19 +169,19 @@ def _hold(name: str, tensor: Any, rule: Rule | None, rank: int) -> list[HeldTens
             )
         held = [_hold_chunks(name, dtype, shape, tensor, rank)]
     elif rule is None:
-        held = [HeldTensor(Shard(name, dtype, shape, (full_box(shape),)), (tensor,))]
+        held = [LocalTensor(Shard(name, dtype, shape, (full_box(shape),)), (tensor,))]
     else:
         held = [_hold_part(part, dtype, tensor) for part in rule.parts(name, shape, rank)]
     return held if reduce is None else [replace(one, reduce=reduce) for one in held]
 
 
-def _hold_part(part: Part, dtype: str, tensor: Any) -> HeldTensor:
+def _hold_part(part: Part, dtype: str, tensor: Any) -> LocalTensor:
     boxes = part.local_boxes()
     parts = [tensor[tuple(slice(o, e) for o, e in zip(box.offsets, box.ends, strict=True))] for box in boxes]
-    return HeldTensor(Shard(part.name, dtype, part.shape, boxes), tuple(parts) if part.cuts else (tensor,), part)
+    return LocalTensor(Shard(part.name, dtype, part.shape, boxes), tuple(parts) if part.cuts else (tensor,), part)
 
 
-def _hold_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Any, rank: int) -> HeldTensor:
+def _hold_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Any, rank: int) -> LocalTensor:
     """A tensor that tells its own chunks by torch's protocol, as DTensor and its placements do."""
     boxes = []
     parts = []
@@ -196,4 +196,4 @@ def _hold_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Any, ran
             )
         boxes.append(box)
         parts.append(part)
-    return HeldTensor(Shard(name, dtype, shape, tuple(boxes)), tuple(parts), placement=placement)
+    return LocalTensor(Shard(name, dtype, shape, tuple(boxes)), tuple(parts), placement=placement)

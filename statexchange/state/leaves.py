@@ -6,16 +6,16 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
-from statexchange.state.megatron import kind_of
+from statexchange.state.megatron import sharded_kind
 from statexchange.state.modules import is_module
 from statexchange.state.optimizers import is_optimizer
 from statexchange.state.tree import contains
 from statexchange.tensors import is_tensor
 
-__all__ = ["holds_state", "is_leaf", "keeps_state"]
+__all__ = ["contains_state", "is_leaf", "is_stateful"]
 
 
-def keeps_state(value: Any) -> bool:
+def is_stateful(value: Any) -> bool:
     """Whether `value` is an object whose state can be taken and given, as LR schedulers are. Not collective."""
     if isinstance(value, type | Mapping):
         return False
@@ -29,11 +29,11 @@ def is_leaf(value: Any) -> bool:
         or isinstance(value, enum.Enum)
         or is_module(value)
         or is_optimizer(value)
-        or keeps_state(value)
-        or kind_of(value) is not None
+        or is_stateful(value)
+        or sharded_kind(value) is not None
     )
 
 
-def holds_state(value: Any) -> bool:
+def contains_state(value: Any) -> bool:
     """Whether `value` is, or contains, what is filled in place: a tensor or an object with a state. Not collective."""
     return contains(value, lambda item: is_leaf(item) and not isinstance(item, enum.Enum))

@@ -15,7 +15,7 @@ from statexchange.errors import CorruptError, InvalidArgumentError, UnsupportedE
 from statexchange.state.tree import contains, walk
 from statexchange.tensors import is_tensor
 
-__all__ = ["Kind", "MegatronTensor", "holds_sharded", "kind_of", "leaves"]
+__all__ = ["Kind", "MegatronTensor", "holds_sharded", "sharded_kind", "leaves"]
 
 Kind = Literal["tensor", "factory", "object", "local"]
 
@@ -24,7 +24,7 @@ _TENSOR = (*_OBJECT, "local_shape", "dtype", "prepend_axis_num")
 _FACTORY = ("key", "data", "build_fn", "merge_fn", "replica_id")
 
 
-def kind_of(value: Any) -> Kind | None:
+def sharded_kind(value: Any) -> Kind | None:
     """Which of Megatron-Core's classes `value` is one of, if any.
 
     ShardedTensor, ShardedTensorFactory (a parameter that is built into some), ShardedObject (what is no tensor of the
@@ -45,13 +45,13 @@ def _has(value: Any, names: tuple[str, ...]) -> bool:
 
 def holds_sharded(value: Any) -> bool:
     """Whether `value` is, or a container in it has, something of Megatron-Core's."""
-    return not is_tensor(value) and contains(value, lambda item: kind_of(item) is not None)
+    return not is_tensor(value) and contains(value, lambda item: sharded_kind(item) is not None)
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """What lies in a nested state dict, by dotted path; in place of factories what they build."""
-    for place in walk(value, lambda _, item: kind_of(item) is None, path):
-        if kind_of(place.value) == "factory":
+    for place in walk(value, lambda _, item: sharded_kind(item) is None, path):
+        if sharded_kind(place.value) == "factory":
             yield from leaves(place.value.build(), place.path)
         elif place.is_leaf:
             yield place.path, place.value

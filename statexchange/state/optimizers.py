@@ -95,8 +95,8 @@ def optimizer_tree(optimizer: Any, names: Mapping[int, str], path: str) -> dict[
     named = list(named_parameters(optimizer, names))
     begin = 0
     groups = []
-    for group, told in zip(optimizer.param_groups, held["param_groups"], strict=True):
-        groups.append({**told, "params": named[begin : begin + len(group["params"])]})
+    for group, decoded in zip(optimizer.param_groups, held["param_groups"], strict=True):
+        groups.append({**decoded, "params": named[begin : begin + len(group["params"])]})
         begin += len(group["params"])
     state = {named[number]: entries for number, entries in held["state"].items()}
     return {"state": {**state, **held["shared"]}, "param_groups": groups}

@@ -29,17 +29,17 @@ from statexchange.comm.work import Work
 from statexchange.comm.world import as_communicator
 from statexchange.errors import InvalidArgumentError, MismatchError, StateExchangeError
 from statexchange.processes import usable_cores
-from statexchange.train.declarations import (
-    Declaration,
+from statexchange.train.parameter_specs import (
+    ParameterSpec,
     Source,
-    compare_declarations,
-    declare,
+    compare_specs,
+    specs_of,
     local_part,
     named_parameters,
     shortened,
     split_buckets,
 )
-from statexchange.train.freed_memory import give_back_freed_memory, keep_freed_memory
+from statexchange.train.malloc_tuning import trim_malloc, raise_malloc_thresholds
 from statexchange.train.reducers import Reducer, average_sparse, operation, same_kind
 from statexchange.train.slots import Bucket, Slot, copy_in
 
@@ -215,15 +215,15 @@ class BucketReducer(Reducer):
             if self._communicate is not None and not callable(self._communicate):
                 raise InvalidArgumentError(f"communicate is a function or None, not {self._communicate!r}")
             named = named_parameters(self._source)
-            self._declared = declare(named)
+            self._specs = specs_of(named)
             self._slots = [Slot(i, name, param) for i, (name, param) in enumerate(named.items())]
             self._index = {id(slot.param): slot.index for slot in self._slots}
             self._settings = replace(self._settings, buckets=self._explicit_names())
             self._check_owners()
         about = f"reducer {self._number}, {self._settings}, its own communicate: {self._communicate is not None}"
-        self._digest = compare_declarations(self._comm, self._declared, about)
+        self._digest = compare_specs(self._comm, self._specs, about)
         self._sends_early = not self._settings.delay_reduce and self._may_overlap()
-        keep_freed_memory()
+        raise_malloc_thresholds()
         self._rounds = 0
         self._set_plan([])
         self.eager = True
@@ -242,7 +242,7 @@ class BucketReducer(Reducer):
     def _explicit_names(self) -> tuple[tuple[str, ...], ...] | None:
         if self._explicit is None:
             return None
-        declared = {d.name: d for d in self._declared}
+        declared = {d.name: d for d in self._specs}
         names = tuple(tuple(self._name_of(item, declared) for item in bucket) for bucket in self._explicit)
         for bucket in names:
             kinds = {(declared[name].dtype, declared[name].device): name for name in bucket}
@@ -254,9 +254,9 @@ class BucketReducer(Reducer):
             raise InvalidArgumentError("a parameter lies in one bucket only", name=twice)
         return names
 
-    def _name_of(self, item: str | torch.Tensor, declared: Mapping[str, Declaration]) -> str:
+    def _name_of(self, item: str | torch.Tensor, declared: Mapping[str, ParameterSpec]) -> str:
         if isinstance(item, torch.Tensor) and id(item) in self._index:
-            return self._declared[self._index[id(item)]].name
+            return self._specs[self._index[id(item)]].name
         if isinstance(item, str) and item in declared:
             return item
         what = f"of shape {list(item.shape)}" if isinstance(item, torch.Tensor) else f"named {item!r}"
@@ -338,7 +338,7 @@ class BucketReducer(Reducer):
     def _may_overlap(self) -> bool:
         if self._overlap is not None:
             return self._overlap
-        on_desks = self._comm.backend in ("shm", "threads") and all(d.device[:3] == "cpu" for d in self._declared)
+        on_desks = self._comm.backend in ("shm", "threads") and all(d.device[:3] == "cpu" for d in self._specs)
         return not on_desks or usable_cores() >= 2 * self._comm.world_size
 
     # The plan
@@ -346,7 +346,7 @@ class BucketReducer(Reducer):
     def _split(self, slots: Sequence[Slot]) -> list[list[Slot]]:
         """Buckets of `slots`, in the order in which they are full if `slots` arrive as given."""
         arrival = {slot.name: i for i, slot in enumerate(slots)}
-        split = split_buckets([self._declared[slot.index] for slot in slots], self._settings.bucket_bytes)
+        split = split_buckets([self._specs[slot.index] for slot in slots], self._settings.bucket_bytes)
         buckets = [[slots[arrival[d.name]] for d in bucket] for bucket in split]
         return sorted(buckets, key=lambda bucket: max(arrival[slot.name] for slot in bucket))
 
@@ -664,7 +664,7 @@ class BucketReducer(Reducer):
                 self._send(bucket, share, async_op=False)
                 bucket.wait()
         if dense:
-            give_back_freed_memory()
+            trim_malloc()
         for slot in (self._slots[i] for i in order if self._slots[i].bucket is None):
             grad = slot.param.grad if weight else None
             facts = met.sparse(slot.index)

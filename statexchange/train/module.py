@@ -17,7 +17,7 @@ from statexchange.comm.communicator import Communicator
 from statexchange.comm.session import public_call
 from statexchange.comm.world import as_communicator
 from statexchange.errors import InvalidArgumentError, MismatchError
-from statexchange.state.content import tensors_of
+from statexchange.state.spec import module_tensors
 from statexchange.train.algorithms import Algorithm, GradientAllReduce, Run, as_algorithm
 from statexchange.train.buckets import BucketReducer
 from statexchange.train.optimizer import DistributedOptimizer
@@ -194,7 +194,7 @@ class DistributedModule(nn.Module):
 
 def _check_ignored(module: nn.Module) -> None:
     ignored: Collection[str] = getattr(module, "statexchange_ignore", ())
-    unknown = {ignored} if isinstance(ignored, str) else set(ignored) - tensors_of(module).keys()
+    unknown = {ignored} if isinstance(ignored, str) else set(ignored) - module_tensors(module).keys()
     if unknown:
         raise InvalidArgumentError(
             f"statexchange_ignore is a collection of names of parameters and buffers, not {min(unknown)!r}"

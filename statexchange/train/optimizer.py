@@ -17,7 +17,7 @@ from statexchange.comm.world import as_communicator
 from statexchange.errors import InvalidArgumentError
 from statexchange.state.optimizers import parameters_of, placed_parameters
 from statexchange.train.buckets import BucketReducer
-from statexchange.train.declarations import compare_declarations, declare, local_part, named_parameters, shortened
+from statexchange.train.parameter_specs import compare_specs, specs_of, local_part, named_parameters, shortened
 from statexchange.train.reducers import CoalescingReducer, Reducer, average_sparse, densified, same_kind
 from statexchange.train.synchronize import synchronize
 
@@ -287,8 +287,8 @@ def average_gradients(module: Any, comm: Any = None) -> None:
     communicator = as_communicator(comm)
     with communicator.checking("average_gradients"):
         named = named_parameters(module)
-        declared = declare(named)
-    compare_declarations(communicator, declared, "average_gradients")
+        declared = specs_of(named)
+    compare_specs(communicator, declared, "average_gradients")
     with communicator.checking("average_gradients"):
         facts = [_fact(name, parameter.grad) for name, parameter in named.items()]
     answers = [json.loads(answer) for answer in communicator.exchange(json.dumps(facts).encode(), doing=_PHASE)]

@@ -10,7 +10,7 @@ import torch
 from statexchange.comm.work import Work
 from statexchange.errors import InvalidArgumentError
 from statexchange.tensors import is_dtensor
-from statexchange.train.declarations import local_part
+from statexchange.train.parameter_specs import local_part
 from statexchange.train.reducers import densified
 
 __all__ = ["Bucket", "Slot", "copy_in"]

@@ -18,9 +18,9 @@ from statexchange.comm.communicator import Communicator
 from statexchange.comm.session import public_call
 from statexchange.comm.world import as_communicator
 from statexchange.errors import MismatchError, UnsupportedError
-from statexchange.state.content import Content, Memory, device_type_of, module_content
+from statexchange.state.spec import StateSpec, TensorLike, device_type_of, module_spec
 from statexchange.state.leaves import is_leaf
-from statexchange.state.letter import Reader, letter_of, prepared, state_of
+from statexchange.state.payload import PayloadReader, encode_payload, install_callback, state_of
 from statexchange.state.tree import rebuild
 from statexchange.tensors import byte_view
 
@@ -57,10 +57,10 @@ def synchronize(tree: T, *, root: int = 0, comm: Any = None) -> T:
     """
     communicator = as_communicator(comm)
 
-    def describe(*, written: bool) -> Content:
-        content = Content(written=written)
-        content.add_tree(tree)
-        return content
+    def describe(*, written: bool) -> StateSpec:
+        spec = StateSpec(written=written)
+        spec.add_tree(tree)
+        return spec
 
     with communicator.phase("filling it"):
         filled: T = rebuild(tree, _fill(communicator, root, describe), is_leaf)
@@ -75,8 +75,8 @@ def broadcast_parameters(module: nn.Module, *, broadcast_buffers: bool = True, r
     """
     communicator = as_communicator(comm)
 
-    def describe(*, written: bool) -> Content:
-        return module_content(module, written=written, buffers=broadcast_buffers)
+    def describe(*, written: bool) -> StateSpec:
+        return module_spec(module, written=written, buffers=broadcast_buffers)
 
     with communicator.phase("filling them"):
         _fill(communicator, root, describe)
@@ -91,16 +91,16 @@ def allreduce_parameters(module: nn.Module, *, comm: Any = None) -> None:
     """
     communicator = as_communicator(comm)
 
-    def describe(*, written: bool) -> Content:  # noqa: ARG001 (the mean is written on every rank)
-        content = module_content(module, written=True)
-        for name, tensor in content.memories.items():
+    def describe(*, written: bool) -> StateSpec:  # noqa: ARG001 (the mean is written on every rank)
+        spec = module_spec(module, written=True)
+        for name, tensor in spec.tensors.items():
             if tensor.is_floating_point() and tensor.itemsize == 1:
                 raise UnsupportedError(f"{tensor.dtype} cannot be averaged", name=name)
-        return content
+        return spec
 
     with communicator.phase("averaging them"):
-        content, _ = _compare(communicator, 0, describe)
-        tensors = list(content.memories.values())
+        spec, _ = _compare(communicator, 0, describe)
+        tensors = list(spec.tensors.values())
         inexact = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
         exact = [tensor for tensor in tensors if not (tensor.is_floating_point() or tensor.is_complex())]
         _broadcast(communicator, exact, 0)
@@ -111,14 +111,14 @@ def allreduce_parameters(module: nn.Module, *, comm: Any = None) -> None:
 # The comparison
 
 
-def _compare(comm: Communicator, root: int, describe: Callable[..., Content]) -> tuple[Content, Any]:
-    """What this rank holds, once all ranks are known to hold the same, and root's letter. Collective."""
-    content, note = Content(written=False), None
+def _compare(comm: Communicator, root: int, describe: Callable[..., StateSpec]) -> tuple[StateSpec, Any]:
+    """What this rank holds, once all ranks are known to hold the same, and root's payload. Collective."""
+    spec, note = StateSpec(written=False), None
     failure: Exception | None = None
     try:
         comm.check_root(root)
-        content = describe(written=comm.rank != root)
-        note = [root, content.digest, content.kinds, letter_of(content) if comm.rank == root else None]
+        spec = describe(written=comm.rank != root)
+        note = [root, spec.digest, spec.kinds, encode_payload(spec) if comm.rank == root else None]
     except Exception as error:  # noqa: BLE001 (it is raised on all ranks)
         failure = error
     notes = comm.agree(failure, phase="looking at what it holds", note=note)
@@ -128,10 +128,10 @@ def _compare(comm: Communicator, root: int, describe: Callable[..., Content]) ->
     wanted = notes[root]
     different = [rank for rank, (_, digest, kinds, _) in enumerate(notes) if not _agree(digest, kinds, *wanted[1:3])]
     if different:
-        told = comm.broadcast_object(content.places() if comm.rank == root else None, root=root)
-        failure = _difference(content.places(), told, comm.rank, root, different) if comm.rank in different else None
+        decoded = comm.broadcast_object(spec.details() if comm.rank == root else None, root=root)
+        failure = _difference(spec.details(), decoded, comm.rank, root, different) if comm.rank in different else None
         comm.agree(failure, phase="comparing what ranks hold")
-    return content, wanted[3]
+    return spec, wanted[3]
 
 
 def _agree(digest: str, kinds: Sequence[str | None], roots_digest: str, roots_kinds: Sequence[str | None]) -> bool:
@@ -149,16 +149,16 @@ def _difference(
     """The error that shows root's side and this rank's at the first path where they differ."""
     nothing = (None, "", None, "nothing")
     pairs = itertools.zip_longest(ours, theirs, fillvalue=nothing)
-    own, told = next((own, told) for own, told in pairs if own[:2] != told[:2] or not _alike(own[2], told[2]))
-    if own[0] != told[0]:  # the other side has nothing there
-        only_ours = told is nothing or told[0] in {place[0] for place in ours}
-        own, told = (own, nothing) if only_ours else (nothing, told)
+    own, decoded = next((own, decoded) for own, decoded in pairs if own[:2] != decoded[:2] or not _alike(own[2], decoded[2]))
+    if own[0] != decoded[0]:  # the other side has nothing there
+        only_ours = decoded is nothing or decoded[0] in {place[0] for place in ours}
+        own, decoded = (own, nothing) if only_ours else (nothing, decoded)
     ranks = ", ".join(map(str, different[:_SHOWN])) + (", ..." if len(different) > _SHOWN else "")
     return MismatchError(
         f"not all ranks hold what root holds (rank {root}; different on: {ranks})",
         rank=rank,
-        name=(own[0] if told is nothing else told[0]) or "(the whole)",
-        expected=f"{told[3]} (rank {root})",
+        name=(own[0] if decoded is nothing else decoded[0]) or "(the whole)",
+        expected=f"{decoded[3]} (rank {root})",
         found=f"{own[3]} (rank {rank})",
     )
 
@@ -166,45 +166,45 @@ def _difference(
 # The travel
 
 
-def _fill(comm: Communicator, root: int, describe: Callable[..., Content]) -> dict[str, Any]:
+def _fill(comm: Communicator, root: int, describe: Callable[..., StateSpec]) -> dict[str, Any]:
     """Give this rank root's tensors and states; returns the values that differ here, by path. Collective."""
-    content, letter = _compare(comm, root, describe)
-    memories = list(content.memories.values())
+    spec, payload = _compare(comm, root, describe)
+    tensors = list(spec.tensors.values())
     taken: dict[str, Any] = {}
-    deeds: list[Callable[[], None]] = []
+    callbacks: list[Callable[[], None]] = []
     with comm.phase("reading what root says"):
         if comm.rank != root:
-            taken, deeds = _read(letter, content, comm.device, memories)
-    _broadcast(comm, memories, root)
-    for deed in deeds:
-        deed()
+            taken, callbacks = _read(payload, spec, comm.device, tensors)
+    _broadcast(comm, tensors, root)
+    for callback in callbacks:
+        callback()
     return taken
 
 
 def _read(
-    letter: Any, content: Content, device: torch.device, memories: list[Memory]
+    payload: Any, spec: StateSpec, device: torch.device, tensors: list[TensorLike]
 ) -> tuple[dict[str, Any], list[Callable[[], None]]]:
-    """Root's values where they are others, and what is to be done once `memories`, which grow, are filled."""
-    plain, states = letter
-    told = Reader(plain, content.values, "", device).told
-    deeds = []
-    for path, keeper in content.keepers.items():
-        own = state_of(keeper, path)
-        reader = Reader(states[path], own, path, device)
-        deeds.append(prepared(keeper, own, reader))
-        memories += reader.memories
-    return {path: value for path, value in told.items() if not _same(value, content.values[path])}, deeds
+    """Root's values where they are others, and what is to be done once `tensors`, which grow, are filled."""
+    plain, states = payload
+    decoded = PayloadReader(plain, spec.values, "", device).decoded
+    callbacks = []
+    for path, obj in spec.stateful.items():
+        own = state_of(obj, path)
+        reader = PayloadReader(states[path], own, path, device)
+        callbacks.append(install_callback(obj, own, reader))
+        tensors += reader.tensors
+    return {path: value for path, value in decoded.items() if not _same(value, spec.values[path])}, callbacks
 
 
 def _same(value: Any, other: Any) -> bool:
     return type(value) is type(other) and value == other
 
 
-def _broadcast(comm: Communicator, memories: Sequence[Memory], root: int) -> None:
-    """Root's bytes in every rank's memories. Collective; all ranks give the same shapes, dtypes and kinds of device."""
+def _broadcast(comm: Communicator, tensors: Sequence[TensorLike], root: int) -> None:
+    """Root's bytes in every rank's tensors. Collective; all ranks give the same shapes, dtypes and kinds of device."""
     if comm.world_size == 1:
         return
-    for window in _windows(memories):
+    for window in _windows(tensors):
         run = _one_run(window[0]) if len(window) == 1 else None
         if run is not None:
             comm.broadcast(run, root=root)
@@ -219,12 +219,12 @@ def _broadcast(comm: Communicator, memories: Sequence[Memory], root: int) -> Non
                 _copy(piece, part, back=True)
 
 
-def _windows(memories: Sequence[Memory]) -> Iterator[list[Memory]]:
+def _windows(tensors: Sequence[TensorLike]) -> Iterator[list[TensorLike]]:
     """What travels together, cut by shapes and dtypes alone, since ranks must cut alike and strides may differ."""
-    for kind in sorted({device_type_of(memory) for memory in memories}):
-        window: list[Memory] = []
+    for kind in sorted({device_type_of(memory) for memory in tensors}):
+        window: list[TensorLike] = []
         nbytes = 0
-        for piece in itertools.chain.from_iterable(_pieces(m) for m in memories if device_type_of(m) == kind):
+        for piece in itertools.chain.from_iterable(_pieces(m) for m in tensors if device_type_of(m) == kind):
             if piece.nbytes >= _ALONE_BYTES:
                 yield [piece]
                 continue
@@ -237,7 +237,7 @@ def _windows(memories: Sequence[Memory]) -> Iterator[list[Memory]]:
             yield window
 
 
-def _pieces(memory: Memory) -> Iterator[Memory]:
+def _pieces(memory: TensorLike) -> Iterator[TensorLike]:
     """A memory in pieces of at most a window, cut along its first dimensions; none of an empty one."""
     rows = len(memory) * _WINDOW_BYTES // memory.nbytes if memory.nbytes > _WINDOW_BYTES else 0
     if rows:
@@ -253,7 +253,7 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
-def _one_run(piece: Memory) -> torch.Tensor | None:
+def _one_run(piece: TensorLike) -> torch.Tensor | None:
     """The bytes of `piece` where they lie, if they do so in one run and in order."""
     if isinstance(piece, np.ndarray):
         in_order = piece.flags.c_contiguous and piece.flags.writeable
@@ -261,7 +261,7 @@ def _one_run(piece: Memory) -> torch.Tensor | None:
     return byte_view(piece)  # type: ignore[no-any-return]
 
 
-def _laid_flat(window: Sequence[Memory]) -> tuple[list[torch.Tensor], torch.Tensor]:
+def _laid_flat(window: Sequence[TensorLike]) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Room for each piece of a window in one run of bytes, and that run."""
     ends = list(itertools.accumulate(_aligned(piece.nbytes) for piece in window))
     begins = [0, *ends[:-1]]
@@ -270,7 +270,7 @@ def _laid_flat(window: Sequence[Memory]) -> tuple[list[torch.Tensor], torch.Tens
     return [flat[begin : begin + piece.nbytes] for begin, piece in zip(begins, window, strict=True)], flat
 
 
-def _copy(piece: Memory, part: torch.Tensor, *, back: bool) -> None:
+def _copy(piece: TensorLike, part: torch.Tensor, *, back: bool) -> None:
     """Copy `piece` into the bytes `part`, or back."""
     if isinstance(piece, np.ndarray):
         array = part.numpy().view(piece.dtype).reshape(piece.shape)

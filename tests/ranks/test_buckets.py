@@ -19,7 +19,7 @@ from statexchange.errors import InvalidArgumentError, MismatchError, PeerError, 
 from statexchange.testing import run_ranks
 from statexchange.train import buckets
 from statexchange.train.buckets import BucketReducer
-from statexchange.train.declarations import Declaration, split_buckets
+from statexchange.train.parameter_specs import ParameterSpec, split_buckets
 
 MIB = 1 << 20
 SETTINGS: list[dict[str, Any]] = [
@@ -63,9 +63,9 @@ def grads(params: Params) -> dict[str, Any]:
 
 def declared(
     dtypes: dict[str, str], order: str = "ABCDE", sizes: tuple[int, ...] = (1, 2, 3, 4, 5)
-) -> list[Declaration]:
+) -> list[ParameterSpec]:
     numels = dict(zip("ABCDE", sizes, strict=True))
-    return [Declaration(name, dtypes.get(name, "float32"), (numels[name] * MIB,)) for name in order]
+    return [ParameterSpec(name, dtypes.get(name, "float32"), (numels[name] * MIB,)) for name in order]
 
 
 @pytest.mark.parametrize(
@@ -78,20 +78,20 @@ def declared(
         ([], []),
     ],
 )
-def test_baguas_bucket_splits(tensors: list[Declaration], expected: list[str]) -> None:
+def test_baguas_bucket_splits(tensors: list[ParameterSpec], expected: list[str]) -> None:
     found = split_buckets(tensors, 20 * MIB)
     assert ["".join(t.name for t in bucket) for bucket in found] == expected
 
 
 def test_a_bucket_is_as_near_to_its_size_as_tensors_allow() -> None:
-    tensors = [Declaration(str(i), "float32", (n,)) for i, n in enumerate([1, 1, 1, 100, 3, 0, 50])]
+    tensors = [ParameterSpec(str(i), "float32", (n,)) for i, n in enumerate([1, 1, 1, 100, 3, 0, 50])]
     sizes = [[t.shape[0] for t in bucket] for bucket in split_buckets(tensors, 16)]
     assert sizes == [[1, 1, 1], [100], [3, 0], [50]]
 
 
 def test_devices_and_dtypes_do_not_mix() -> None:
-    tensors = [Declaration("a", "float32", (1,), "cuda 0"), Declaration("b", "float32", (1,), "cuda 1")]
-    tensors += [Declaration("c", "float32", (1,), "cuda 0"), Declaration("d", "bfloat16", (1,), "cuda 1")]
+    tensors = [ParameterSpec("a", "float32", (1,), "cuda 0"), ParameterSpec("b", "float32", (1,), "cuda 1")]
+    tensors += [ParameterSpec("c", "float32", (1,), "cuda 0"), ParameterSpec("d", "bfloat16", (1,), "cuda 1")]
     assert [[t.name for t in b] for b in split_buckets(tensors, MIB)] == [["d"], ["a", "c"], ["b"]]
 
 

@@ -1,4 +1,4 @@
-"""The letter: what root says in JSON, its values and states, and how another rank reads it into what it holds."""
+"""The payload: what root says in JSON, its values and states, and how another rank reads it into what it holds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from statexchange import values
 from statexchange.errors import UnsupportedError
-from statexchange.state.content import Content, Memory, kind_of, memory_of
+from statexchange.state.spec import StateSpec, TensorLike, value_kind, dense_tensor
 from statexchange.state.optimizers import (
     hyperparameters,
     is_optimizer,
@@ -23,14 +23,14 @@ from statexchange.state.optimizers import (
 from statexchange.state.tree import alike, flatten, rebuild
 from statexchange.tensors import same_memory
 
-__all__ = ["Reader", "letter_of", "prepared", "state_of"]
+__all__ = ["PayloadReader", "encode_payload", "install_callback", "state_of"]
 
 
 class _Writer:
-    """A state in JSON text; what has no text is kept out and described by specs, tensors among it in `memories`."""
+    """A state in JSON text; what has no text is kept out and described by specs, tensors among it in `tensors`."""
 
     def __init__(self, path: str) -> None:
-        self.memories: list[Memory] = []
+        self.tensors: list[TensorLike] = []
         self._specs: list[list[Any]] = []
         self._path = path
         self._kept: dict[int, tuple[str, Any]] = {}
@@ -50,12 +50,12 @@ class _Writer:
 
     def _spec(self, value: Any, path: str) -> list[Any] | None:
         if isinstance(value, torch.Tensor | np.ndarray):
-            memory = memory_of(value, path, written=False)
-            self.memories.append(memory)
+            memory = dense_tensor(value, path, written=False)
+            self.tensors.append(memory)
             if isinstance(memory, np.ndarray):
                 return ["array", memory.dtype.str, list(memory.shape)]
             return ["tensor", str(memory.dtype)[6:], list(memory.shape), memory.device.type]
-        return None if kind_of(value) is not None or _has_parts(value) else ["own"]
+        return None if value_kind(value) is not None or _has_parts(value) else ["own"]
 
 
 def _has_parts(value: Any) -> bool:
@@ -64,60 +64,60 @@ def _has_parts(value: Any) -> bool:
     return isinstance(value, Mapping) or type(value) in (list, tuple) or hasattr(value, "_fields")
 
 
-def letter_of(content: Content) -> Any:
+def encode_payload(spec: StateSpec) -> Any:
     """Root's values and states; their tensors join what travels."""
-    plain = _Writer("").write(content.values)
+    plain = _Writer("").write(spec.values)
     states = {}
-    for path, keeper in content.keepers.items():
+    for path, obj in spec.stateful.items():
         writer = _Writer(path)
-        states[path] = writer.write(state_of(keeper, path))
-        content.memories.update({f"{path}#{i}": memory for i, memory in enumerate(writer.memories)})
+        states[path] = writer.write(state_of(obj, path))
+        spec.tensors.update({f"{path}#{i}": memory for i, memory in enumerate(writer.tensors)})
     return [plain, states]
 
 
-def state_of(keeper: Any, path: str) -> Any:
+def state_of(obj: Any, path: str) -> Any:
     """The state of an optimizer, by the numbers of its parameters, or of an object that has a `state_dict`."""
-    return state_of_optimizer(keeper, path) if is_optimizer(keeper) else keeper.state_dict()
+    return state_of_optimizer(obj, path) if is_optimizer(obj) else obj.state_dict()
 
 
-class _Told:
+class _Placeholder:
     """A place in root's text for what has none: its spec has this number."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
-class Reader:
-    """Root's text on a rank that holds `own`; `fill` puts in what has no text, and `memories` are to be filled."""
+class PayloadReader:
+    """Root's text on a rank that holds `own`; `fill` puts in what has no text, and `tensors` are to be filled."""
 
-    def __init__(self, letter: Sequence[Any], own: Any, path: str, device: torch.device) -> None:
-        text, self._specs, types = letter
+    def __init__(self, payload: Sequence[Any], own: Any, path: str, device: torch.device) -> None:
+        text, self._specs, types = payload
         self._path = path
         self._device = device
-        self._rooms: dict[int, Memory] = {}
+        self._rooms: dict[int, TensorLike] = {}
         self._reused: set[tuple[Any, ...] | None] = {None}
-        self.told = values.decode(text, types=values.types_of(own), leaf=self._leaf)
-        unknown = set(types) - values.types_of(self.told).keys()
+        self.decoded = values.decode(text, types=values.types_of(own), leaf=self._leaf)
+        unknown = set(types) - values.types_of(self.decoded).keys()
         if unknown:
             raise UnsupportedError(
                 f"root holds a {min(unknown)}, which this rank does not know: give it to register_config", name=path
             )
 
     @property
-    def memories(self) -> list[Memory]:
+    def tensors(self) -> list[TensorLike]:
         """What is to be filled, in root's order."""
         rooms = [self._rooms[number] for number in sorted(self._rooms)]
-        return [memory_of(room, self._path, written=True) for room in rooms]
+        return [dense_tensor(room, self._path, written=True) for room in rooms]
 
     def _leaf(self, name: str) -> Any:
-        return _Told(int(name))
+        return _Placeholder(int(name))
 
-    def fill(self, told: Any, own: Any, like: torch.Tensor | None = None) -> Any:
-        """`told` with tensors: those of `own` in the same places where they fit, else new ones, `like` a parameter."""
+    def fill(self, decoded: Any, own: Any, like: torch.Tensor | None = None) -> Any:
+        """`decoded` with tensors: those of `own` in the same places where they fit, else new ones, `like` a parameter."""
         held = dict(flatten(own))
-        gaps = {path: leaf.number for path, leaf in flatten(told) if isinstance(leaf, _Told)}
+        gaps = {path: leaf.number for path, leaf in flatten(decoded) if isinstance(leaf, _Placeholder)}
         filled = {path: self._filling(number, path, held, like) for path, number in gaps.items()}
-        return alike(own, rebuild(told, filled))
+        return alike(own, rebuild(decoded, filled))
 
     def _filling(self, number: int, path: str, held: Mapping[str, Any], like: torch.Tensor | None) -> Any:
         spec = self._specs[number]
@@ -129,7 +129,7 @@ class Reader:
             raise UnsupportedError(f"root has an object at {path} that cannot be sent, this rank none", name=self._path)
         return held[path]
 
-    def _room(self, spec: Sequence[Any], own: Any, like: torch.Tensor | None) -> Memory:
+    def _room(self, spec: Sequence[Any], own: Any, like: torch.Tensor | None) -> TensorLike:
         """Memory for what `spec` describes: `own` if it fits and serves no other place already, else new."""
         near = self._device if like is None else like.device
         place = torch.device("cpu") if spec[3:] == ["cpu"] else near
@@ -147,7 +147,7 @@ def _fits(own: Any, spec: Sequence[Any], place: torch.device) -> bool:
     return isinstance(own, torch.Tensor) and (own.dtype, list(own.shape), own.device) == wanted
 
 
-def _new(spec: Sequence[Any], like: torch.Tensor | None, place: torch.device) -> Memory:
+def _new(spec: Sequence[Any], like: torch.Tensor | None, place: torch.device) -> TensorLike:
     """Memory for what `spec` describes, laid out like a parameter of that shape."""
     kind, name, shape, *_ = spec
     if kind == "array":
@@ -158,19 +158,19 @@ def _new(spec: Sequence[Any], like: torch.Tensor | None, place: torch.device) ->
     return torch.empty(shape, dtype=dtype, device=place)
 
 
-def prepared(keeper: Any, own: Any, reader: Reader) -> Callable[[], None]:
-    """What gives `keeper`, whose state is `own`, root's once the reader's memories are filled."""
-    told = reader.told
-    if not is_optimizer(keeper):
-        return functools.partial(keeper.load_state_dict, reader.fill(told, own))
-    parameters = parameters_of(keeper)
+def install_callback(obj: Any, own: Any, reader: PayloadReader) -> Callable[[], None]:
+    """What gives `obj`, whose state is `own`, root's once the reader's tensors are filled."""
+    decoded = reader.decoded
+    if not is_optimizer(obj):
+        return functools.partial(obj.load_state_dict, reader.fill(decoded, own))
+    parameters = parameters_of(obj)
     groups = [
         reader.fill(its, hyperparameters(group), next(iter(group["params"]), None))
-        for its, group in zip(told["param_groups"], keeper.param_groups, strict=True)
+        for its, group in zip(decoded["param_groups"], obj.param_groups, strict=True)
     ]
     state = {
-        parameters[i]: reader.fill(its, own["state"].get(i, {}), parameters[i]) for i, its in told["state"].items()
+        parameters[i]: reader.fill(its, own["state"].get(i, {}), parameters[i]) for i, its in decoded["state"].items()
     }
-    shared = {key: reader.fill(its, own["shared"].get(key, {})) for key, its in told["shared"].items()}
-    dropped = [key for key in keeper.state if key not in state and key not in shared]
-    return functools.partial(set_optimizer, keeper, groups, {**state, **shared}, dropped)
+    shared = {key: reader.fill(its, own["shared"].get(key, {})) for key, its in decoded["shared"].items()}
+    dropped = [key for key in obj.state if key not in state and key not in shared]
+    return functools.partial(set_optimizer, obj, groups, {**state, **shared}, dropped)

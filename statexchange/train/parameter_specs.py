@@ -17,10 +17,10 @@ from statexchange.errors import InvalidArgumentError, MismatchError, Unsupported
 from statexchange.tensors import is_dtensor, replicated_part
 
 __all__ = [
-    "Declaration",
+    "ParameterSpec",
     "Source",
-    "compare_declarations",
-    "declare",
+    "compare_specs",
+    "specs_of",
     "local_part",
     "named_parameters",
     "shortened",
@@ -33,7 +33,7 @@ _SHOWN_NAMES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Declaration:
+class ParameterSpec:
     """What ranks must agree on of a tensor. `device` is its type and a number that counts the devices of one rank."""
 
     name: str
@@ -91,7 +91,7 @@ def local_part(tensor: Any, name: str) -> torch.Tensor:
     return replicated_part(tensor, name, advice)  # type: ignore[no-any-return]
 
 
-def declare(named: Mapping[str, torch.Tensor]) -> list[Declaration]:
+def specs_of(named: Mapping[str, torch.Tensor]) -> list[ParameterSpec]:
     """The declarations of parameters; UnsupportedError for those that cannot be reduced. Not collective."""
     devices: dict[torch.device, str] = {}
     declared = []
@@ -104,11 +104,11 @@ def declare(named: Mapping[str, torch.Tensor]) -> list[Declaration]:
             raise InvalidArgumentError("only leaves of the graph keep a gradient, and this is none", name=name)
         local = local_part(parameter, name)
         place = devices.setdefault(local.device, f"{local.device.type} {len(devices)}")
-        declared.append(Declaration(name, str(local.dtype)[6:], tuple(local.shape), place))
+        declared.append(ParameterSpec(name, str(local.dtype)[6:], tuple(local.shape), place))
     return declared
 
 
-def compare_declarations(comm: Communicator, declared: Sequence[Declaration], about: str) -> bytes:
+def compare_specs(comm: Communicator, declared: Sequence[ParameterSpec], about: str) -> bytes:
     """A digest of the declarations and of `about`; a MismatchError on all ranks unless all give the same. Collective.
 
     The error names the first parameter that differs, and the lowest rank where it does.
@@ -142,14 +142,14 @@ def shortened(names: Sequence[str]) -> str:
     return shown if len(names) <= _SHOWN_NAMES else f"{shown} and {len(names) - _SHOWN_NAMES} more"
 
 
-def split_buckets(tensors: Sequence[Declaration], bucket_bytes: int) -> list[list[Declaration]]:
+def split_buckets(tensors: Sequence[ParameterSpec], bucket_bytes: int) -> list[list[ParameterSpec]]:
     """Buckets of tensors of one dtype and device, in the order of dtypes, then as given. Not collective.
 
     A tensor joins the running bucket if that brings its size nearer to `bucket_bytes`, or else begins the next.
     """
     buckets = []
     for kind in sorted({(t.dtype, t.device) for t in tensors}):
-        running: list[Declaration] = []
+        running: list[ParameterSpec] = []
         size = 0
         for tensor in tensors:
             if (tensor.dtype, tensor.device) != kind:

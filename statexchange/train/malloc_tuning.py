@@ -8,13 +8,13 @@ import os
 
 import torch
 
-__all__ = ["give_back_freed_memory", "keep_freed_memory"]
+__all__ = ["trim_malloc", "raise_malloc_thresholds"]
 
 _LARGEST_OF_HEAP_BYTES = (32 << 20) - (64 << 10)  # above, glibc maps a block by itself and learns nothing from it
 
 
 @functools.cache
-def keep_freed_memory() -> None:
+def raise_malloc_thresholds() -> None:
     """Let the C library keep the memory of gradients that have been copied, for those which come next.
 
     glibc gives back to the kernel what is freed at the end of its heap, to fault it in again in each step, until it
@@ -23,7 +23,7 @@ def keep_freed_memory() -> None:
     torch.empty(_LARGEST_OF_HEAP_BYTES, dtype=torch.uint8, device="cpu")
 
 
-def give_back_freed_memory() -> None:
+def trim_malloc() -> None:
     """Have the C library give back the memory of gradients that have just moved into new buckets, if it can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:

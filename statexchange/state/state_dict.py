@@ -2,7 +2,7 @@
 
 In the tree a module is its tensors by their names without wrappers, and an optimizer's state goes by the names of its
 parameters, where the state holds their module: so both mean the same on any number of ranks. So do Megatron-Core's
-ShardedTensors, which go by their keys, wherever in the state they lie. `restore` is the way back.
+ShardedTensors, which go by their keys, wherever in the state they lie. `load_plan` is the way back.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError
-from statexchange.state.leaves import holds_state, is_leaf, keeps_state
-from statexchange.state.megatron import Kind, MegatronTensor, kind_of
+from statexchange.state.leaves import contains_state, is_leaf, is_stateful
+from statexchange.state.megatron import Kind, MegatronTensor, sharded_kind
 from statexchange.state.modules import check_module, is_module, module_items
 from statexchange.state.optimizers import is_optimizer, optimizer_tree
 from statexchange.state.tree import children, nodes, with_children
 from statexchange.tensors import is_tensor
 
-__all__ = ["modules_of", "parameter_names", "tree_of"]
+__all__ = ["encode_state", "modules_of", "parameter_names"]
 
 
-def tree_of(state: Any) -> tuple[str, dict[str, Any]]:
+def encode_state(state: Any) -> tuple[str, dict[str, Any]]:
     """The JSON text of `state`, and its tensors by their dotted paths, to which the text refers. Not collective.
 
     Raises:
@@ -84,7 +84,7 @@ def _plain(value: Any, path: str, known: _Known, depth: int = 0) -> Any:
     def inner(child: Any, key: object = "") -> Any:
         return _plain(child, f"{path}.{key}" if key != "" else path, known, depth + 1)
 
-    kind = kind_of(value)
+    kind = sharded_kind(value)
     if kind is not None:
         return _plain_sharded(value, kind, known, inner)
     if is_tensor(value):
@@ -93,15 +93,15 @@ def _plain(value: Any, path: str, known: _Known, depth: int = 0) -> Any:
         return inner(module_items(value))
     if is_optimizer(value):
         return inner(optimizer_tree(value, known.names, path.removeprefix(".")))
-    if keeps_state(value):
+    if is_stateful(value):
         return inner(value.state_dict())
     if isinstance(value, Mapping):
-        return {key: inner(item, key) for key, item in value.items() if kind_of(item) != "local"}
+        return {key: inner(item, key) for key, item in value.items() if sharded_kind(item) != "local"}
     found = children(value)
     if found is None:
         return value
     if dataclasses.is_dataclass(value):  # a value as it is, or if it holds state the mapping of its fields
-        return {key: inner(item, key) for key, item in found.items()} if holds_state(value) else value
+        return {key: inner(item, key) for key, item in found.items()} if contains_state(value) else value
     items = {key: inner(item, key) for key, item in found.items()}
     return list(items.values()) if isinstance(value, list) else with_children(value, items)
 

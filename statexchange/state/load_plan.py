@@ -13,10 +13,10 @@ from typing import Any
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError
-from statexchange.state.leaves import holds_state, is_leaf, keeps_state
-from statexchange.state.megatron import Kind, MegatronTensor, holds_sharded, kind_of, leaves
+from statexchange.state.leaves import contains_state, is_leaf, is_stateful
+from statexchange.state.megatron import Kind, MegatronTensor, holds_sharded, sharded_kind, leaves
 from statexchange.state.modules import is_module, live_items, load_extra_state
-from statexchange.state.nested import modules_of, parameter_names
+from statexchange.state.state_dict import modules_of, parameter_names
 from statexchange.state.optimizers import (
     hyperparameters,
     is_optimizer,
@@ -28,10 +28,10 @@ from statexchange.state.optimizers import (
 from statexchange.state.tree import alike, children, contains, flatten, is_mutable, rebuild, with_children
 from statexchange.tensors import is_tensor
 
-__all__ = ["Restoration", "Saved", "merged", "restoration", "tree_of_names"]
+__all__ = ["LoadPlan", "SavedTensor", "merge_trees", "plan_load", "tree_from_names"]
 
 
-class Saved:
+class SavedTensor:
     """In a decoded tree, the place of a tensor of this name."""
 
     __slots__ = ("name",)
@@ -40,7 +40,7 @@ class Saved:
         self.name = name
 
 
-def merged(trees: Sequence[Any]) -> Any:
+def merge_trees(trees: Sequence[Any]) -> Any:
     """One tree of what several ranks saved: all that any has, and where they differ, what the first has."""
     first, *others = trees
     for other in others:
@@ -62,15 +62,15 @@ def _are_groups(value: Any) -> bool:
 
 
 @dataclass(slots=True)
-class Restoration:
+class LoadPlan:
     """What is to be done so that a live state becomes the saved one.
 
-    `targets` are (name, live tensor, path) of tensors to be read; `deeds` what is to be done afterwards, in order.
+    `targets` are (name, live tensor, path) of tensors to be read; `callbacks` what is to be done afterwards, in order.
     `missing` are paths of the live state that were not saved, `unexpected` those that the live state has no place for.
     """
 
     targets: list[tuple[str, Any, str]] = field(default_factory=list)
-    deeds: list[Callable[[], None]] = field(default_factory=list)
+    callbacks: list[Callable[[], None]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
 
@@ -78,7 +78,7 @@ class Restoration:
 Make = Callable[[str, Any, Any], Any]
 
 
-def restoration(state: Any, saved: Any, make: Make) -> Restoration:
+def plan_load(state: Any, saved: Any, make: Make) -> LoadPlan:
     """How `state` becomes the decoded tree `saved`. Nothing is changed yet. Not collective.
 
     `make(name, own, like)` gives memory for a tensor in whose place the live state has `own`, if anything; new memory
@@ -90,7 +90,7 @@ def restoration(state: Any, saved: Any, make: Make) -> Restoration:
         raise InvalidArgumentError(
             f"the state is a {type(state).__name__}, which cannot be changed in place: give a mapping that holds it"
         )
-    return found.restoration
+    return found.plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,36 +105,36 @@ class _Keys:
         """What a live state and a saved tree have."""
         if not holds_sharded(state):
             return cls(frozenset(), frozenset())
-        keys = frozenset(leaf.key for _, leaf in leaves(state) if kind_of(leaf) == "tensor")
-        return cls(keys, frozenset(leaf.name for _, leaf in flatten(saved) if isinstance(leaf, Saved)))
+        keys = frozenset(leaf.key for _, leaf in leaves(state) if sharded_kind(leaf) == "tensor")
+        return cls(keys, frozenset(leaf.name for _, leaf in flatten(saved) if isinstance(leaf, SavedTensor)))
 
 
 class _Restorer:
     """Walks a live state and a saved tree together."""
 
     def __init__(self, make: Make, names: Mapping[int, str], keys: _Keys) -> None:
-        self.restoration = Restoration()
+        self.plan = LoadPlan()
         self._make = make
         self._names = names
         self._keys = keys
 
     def visit(self, live: Any, saved: Any, path: str) -> Any:
         """One place of both; returns what is to stand there: `live` itself where that can be changed in place."""
-        kind = kind_of(live)
+        kind = sharded_kind(live)
         if kind is not None:
             self._sharded(live, kind, saved, path)
         elif is_tensor(live):
-            self._expect(isinstance(saved, Saved), "a tensor", saved, path)
-            self.restoration.targets.append((saved.name, live, path.removeprefix(".")))
+            self._expect(isinstance(saved, SavedTensor), "a tensor", saved, path)
+            self.plan.targets.append((saved.name, live, path.removeprefix(".")))
         elif is_module(live):
             self._module(live, saved, path)
         elif is_optimizer(live):
             self._optimizer(live, saved, path)
-        elif keeps_state(live):
+        elif is_stateful(live):
             self._expect(isinstance(saved, Mapping), f"the state of a {type(live).__name__}", saved, path)
             made = self._made(saved)
-            self.restoration.deeds.append(lambda: live.load_state_dict(alike(live.state_dict(), made)))
-        elif children(live) is not None and holds_state(live):
+            self.plan.callbacks.append(lambda: live.load_state_dict(alike(live.state_dict(), made)))
+        elif children(live) is not None and contains_state(live):
             return self._container(live, saved, path)
         else:
             return self._value(live, self._made(saved))
@@ -143,7 +143,7 @@ class _Restorer:
     def _value(self, live: Any, made: Any) -> Any:
         """What stands in the place of a value without state."""
         if isinstance(live, MutableMapping) and isinstance(made, Mapping):
-            self.restoration.deeds.append(functools.partial(_refill, live, made))
+            self.plan.callbacks.append(functools.partial(_refill, live, made))
             return live
         made = alike(live, made)
         return live if type(made) is type(live) and not contains(made, is_tensor) and made == live else made
@@ -151,64 +151,64 @@ class _Restorer:
     def _sharded(self, live: Any, kind: Kind, saved: Any, path: str) -> None:
         """What is Megatron-Core's: tensors by key, a factory's put together again, an object's data."""
         if kind == "tensor" and live.key in self._keys.saved:
-            self.restoration.targets.append((live.key, MegatronTensor(live), live.key))
+            self.plan.targets.append((live.key, MegatronTensor(live), live.key))
         elif kind == "tensor":
-            self.restoration.missing.append(live.key)
+            self.plan.missing.append(live.key)
         elif kind == "factory":
             built = live.build()
-            parts = [(inner, part) for inner, part in leaves(built) if kind_of(part) == "tensor"]
+            parts = [(inner, part) for inner, part in leaves(built) if sharded_kind(part) == "tensor"]
             for inner, part in parts:
                 self.visit(part, None, f"{path}.{inner}")
             if all(part.key in self._keys.saved for _, part in parts):
-                self.restoration.deeds.append(functools.partial(_merge_built, live, built))
+                self.plan.callbacks.append(functools.partial(_merge_built, live, built))
         elif kind == "object":
-            self.restoration.deeds.append(functools.partial(setattr, live, "data", self._made(saved)))
+            self.plan.callbacks.append(functools.partial(setattr, live, "data", self._made(saved)))
 
     def _container(self, live: Any, saved: Any, path: str) -> Any:
         """A container that holds state: its children are visited, and those that others are to replace are replaced."""
         by_index = isinstance(live, list | tuple) and not hasattr(live, "_fields")
-        told = children(saved)
+        decoded = children(saved)
         if by_index and holds_sharded(live):
-            told = told or {}
+            decoded = decoded or {}
         elif by_index:
             fits = isinstance(saved, list | tuple) and len(saved) == len(live)
             self._expect(fits, f"{len(live)} items", saved, path)
         else:
-            self._expect(told is not None and not isinstance(saved, list), "a mapping", saved, path)
-        assert told is not None  # else it would have been refused
+            self._expect(decoded is not None and not isinstance(saved, list), "a mapping", saved, path)
+        assert decoded is not None  # else it would have been refused
         changed = {}
         items = children(live) or {}
         for key, value in items.items():
             inner = f"{path}[{key}]" if by_index else f"{path}.{key}"
-            is_object = kind_of(value) == "object"
+            is_object = sharded_kind(value) == "object"
             if not is_object and holds_sharded(value):
-                self.visit(value, told.get(key, {}), inner)
-            elif key in told:
-                new = self.visit(value, told[key], inner)
+                self.visit(value, decoded.get(key, {}), inner)
+            elif key in decoded:
+                new = self.visit(value, decoded[key], inner)
                 if new is not value:
                     changed[key] = new
             elif not is_object or value.data is not None:  # an object of nothing lacks nothing
-                self.restoration.missing.append(inner.removeprefix("."))
-        left = {key: value for key, value in told.items() if key not in items}
+                self.plan.missing.append(inner.removeprefix("."))
+        left = {key: value for key, value in decoded.items() if key not in items}
         self._unexpected(path, [key for key, value in left.items() if not self._goes_by_key(value)])
         if changed and is_mutable(live):
-            self.restoration.deeds.append(functools.partial(with_children, live, changed))
+            self.plan.callbacks.append(functools.partial(with_children, live, changed))
             return live
         return with_children(live, changed) if changed else live
 
-    def _goes_by_key(self, told: Any) -> bool:
+    def _goes_by_key(self, decoded: Any) -> bool:
         """Whether a saved entry of no place is nothing, or tensors that go by keys; those of no place are noted."""
         if not self._keys.live:
             return False
-        found = [leaf for _, leaf in flatten(told) if leaf is not None]
-        if not all(isinstance(leaf, Saved) for leaf in found):
+        found = [leaf for _, leaf in flatten(decoded) if leaf is not None]
+        if not all(isinstance(leaf, SavedTensor) for leaf in found):
             return False
-        known = {*self._keys.live, *self.restoration.unexpected}
-        self.restoration.unexpected += dict.fromkeys(leaf.name for leaf in found if leaf.name not in known)
+        known = {*self._keys.live, *self.plan.unexpected}
+        self.plan.unexpected += dict.fromkeys(leaf.name for leaf in found if leaf.name not in known)
         return True
 
     def _unexpected(self, path: str, names: Iterable[Any]) -> None:
-        self.restoration.unexpected += [f"{path}.{name}".removeprefix(".") for name in names]
+        self.plan.unexpected += [f"{path}.{name}".removeprefix(".") for name in names]
 
     def _module(self, module: Any, saved: Any, path: str) -> None:
         self._expect(isinstance(saved, Mapping), "the tensors of a module", saved, path)
@@ -218,9 +218,9 @@ class _Restorer:
             if name in saved:
                 self.visit(tensor, saved[name], f"{path}.{name}")
             elif id(tensor) not in there:  # a tied tensor is there under any of its names
-                self.restoration.missing.append(f"{path}.{name}".removeprefix("."))
+                self.plan.missing.append(f"{path}.{name}".removeprefix("."))
         extra = {name: self._made(saved[name]) for name in rest if name in saved}
-        self.restoration.missing += [f"{path}.{name}".removeprefix(".") for name in rest if name not in saved]
+        self.plan.missing += [f"{path}.{name}".removeprefix(".") for name in rest if name not in saved]
         for name, made in extra.items():
             if is_tensor(rest[name]) and (tuple(rest[name].shape), rest[name].dtype) != (tuple(made.shape), made.dtype):
                 raise InvalidArgumentError(
@@ -231,7 +231,7 @@ class _Restorer:
                 )
         if extra:
             given = {name: alike(rest[name], made) for name, made in extra.items()}
-            self.restoration.deeds.append(functools.partial(load_extra_state, module, given))
+            self.plan.callbacks.append(functools.partial(load_extra_state, module, given))
         self._unexpected(path, [name for name in saved if name not in live and name not in rest])
 
     def _optimizer(self, optimizer: Any, saved: Any, path: str) -> None:
@@ -243,19 +243,19 @@ class _Restorer:
             for name in group["params"]:
                 groups.setdefault(str(name), group)
         states: dict[Any, Any] = {}
-        for name, told in saved["state"].items():
+        for name, decoded in saved["state"].items():
             parameter = parameters.get(str(name))
             if parameter is not None:
                 held = optimizer.state.get(parameter, {})
-                states[parameter] = {k: self._entry(v, held.get(k), parameter) for k, v in told.items()}
+                states[parameter] = {k: self._entry(v, held.get(k), parameter) for k, v in decoded.items()}
             elif str(name) not in groups:  # what the optimizer keeps for itself
-                states[name] = self._made(told)
-        self.restoration.missing += [f"{path}.{name}".removeprefix(".") for name in parameters if name not in groups]
+                states[name] = self._made(decoded)
+        self.plan.missing += [f"{path}.{name}".removeprefix(".") for name in parameters if name not in groups]
         others = [key for key in saved if key not in ("state", "param_groups")]
         self._unexpected(path, [*(name for name in groups if name not in parameters), *others])
         gone = [parameter for name, parameter in parameters.items() if name in groups and name not in saved["state"]]
         made = [self._group(group, groups, parameters) for group in optimizer.param_groups]
-        self.restoration.deeds.append(functools.partial(set_optimizer, optimizer, made, states, gone))
+        self.plan.callbacks.append(functools.partial(set_optimizer, optimizer, made, states, gone))
 
     def _group(
         self, live: Mapping[str, Any], groups: Mapping[str, Any], parameters: Mapping[str, Any]
@@ -263,31 +263,31 @@ class _Restorer:
         """What a param group is to say: as the saved group of its first parameter that was saved; None as it does."""
         names = {id(parameter): name for name, parameter in parameters.items()}
         ours = [names[id(parameter)] for parameter in live["params"]]
-        told = next((groups[name] for name in ours if name in groups), None)
-        if told is None:
+        decoded = next((groups[name] for name in ours if name in groups), None)
+        if decoded is None:
             return None
         own = hyperparameters(live)
-        return {**own, **{key: alike(own.get(key), self._made(v)) for key, v in hyperparameters(told).items()}}
+        return {**own, **{key: alike(own.get(key), self._made(v)) for key, v in hyperparameters(decoded).items()}}
 
-    def _entry(self, told: Any, own: Any, parameter: Any) -> Any:
-        if not isinstance(told, Saved):
-            return alike(own, self._made(told))
-        live = self._make(told.name, own, parameter)
-        self.restoration.targets.append((told.name, live, told.name))
+    def _entry(self, decoded: Any, own: Any, parameter: Any) -> Any:
+        if not isinstance(decoded, SavedTensor):
+            return alike(own, self._made(decoded))
+        live = self._make(decoded.name, own, parameter)
+        self.plan.targets.append((decoded.name, live, decoded.name))
         return live
 
     def _made(self, saved: Any) -> Any:
         """A subtree with new tensors, which are to be read."""
         made = {}
         for path, leaf in flatten(saved):
-            if isinstance(leaf, Saved):
+            if isinstance(leaf, SavedTensor):
                 made[path] = self._make(leaf.name, None, None)
-                self.restoration.targets.append((leaf.name, made[path], leaf.name))
+                self.plan.targets.append((leaf.name, made[path], leaf.name))
         return rebuild(saved, made)
 
     def _expect(self, holds: bool, wanted: str, saved: Any, path: str) -> None:
         if not holds:
-            found = "a tensor" if isinstance(saved, Saved) else f"a {type(saved).__name__}"
+            found = "a tensor" if isinstance(saved, SavedTensor) else f"a {type(saved).__name__}"
             found = f"{len(saved)} items" if isinstance(saved, list | tuple) else found
             what = f"state{path} was saved as something else"
             raise InvalidArgumentError(what, name=path.removeprefix("."), expected=wanted, found=found)
@@ -315,10 +315,10 @@ def _data_of(built: Any) -> Any:
         return {key: _data_of(item) for key, item in built.items()}
     if type(built) in (list, tuple):
         return type(built)(map(_data_of, built))
-    return built.data if kind_of(built) == "tensor" else built
+    return built.data if sharded_kind(built) == "tensor" else built
 
 
-def tree_of_names(
+def tree_from_names(
     state: Any,
     has: Callable[[str], bool],
     listed: Iterable[str] = (),
@@ -352,11 +352,11 @@ class _Names:
         if is_module(state):
             live, rest = live_items(state)
             tensors = [*live, *(name for name, value in rest.items() if is_tensor(value))]
-            return {name: Saved(prefix + name) for name in tensors if self.has(prefix + name)}
+            return {name: SavedTensor(prefix + name) for name in tensors if self.has(prefix + name)}
         if is_tensor(state):
-            return Saved(prefix.removesuffix("."))
-        if kind_of(state) in ("factory", "tensor"):
-            return [Saved(part.key) for _, part in leaves(state) if self.has(part.key)]
+            return SavedTensor(prefix.removesuffix("."))
+        if sharded_kind(state) in ("factory", "tensor"):
+            return [SavedTensor(part.key) for _, part in leaves(state) if self.has(part.key)]
         if is_optimizer(state):
             return self._optimizer(state, prefix)
         if isinstance(state, list | tuple) and all(is_module(part) for part in state):
@@ -364,7 +364,7 @@ class _Names:
         if isinstance(state, Mapping) and all(isinstance(key, str) for key in state):
             there = {k: v for k, v in state.items() if self.keeps(prefix + k, v)}
             there = {k: v for k, v in there.items() if not is_tensor(v) or self.has(prefix + k)}
-            there = {k: v for k, v in there.items() if kind_of(v) not in ("object", "local")}
+            there = {k: v for k, v in there.items() if sharded_kind(v) not in ("object", "local")}
             return {key: self._entry(value, prefix + key) for key, value in there.items()}
         what = f"is a {type(state).__name__}, but this source holds tensors only"
         if not prefix:
@@ -389,7 +389,7 @@ class _Names:
         for name in self.listed:
             beginning, dot, key = name.rpartition(".")
             if beginning + dot in beginnings:
-                state.setdefault(known[beginnings[beginning + dot]], {})[key] = Saved(name)
+                state.setdefault(known[beginnings[beginning + dot]], {})[key] = SavedTensor(name)
         groups = self._groups(prefix, known)
         of_live = optimizer_tree(optimizer, {key: name for key, (name, _) in self.parameters.items()}, prefix[:-1])
         for group in of_live["param_groups"]:
@@ -401,14 +401,14 @@ class _Names:
 
         torch's checkpoint has them by number of a group, which lists its ``params``, or flattened by parameter.
         """
-        told: dict[str, dict[str, Any]] = {}
+        decoded: dict[str, dict[str, Any]] = {}
         beginning = f"{prefix}param_groups."
         for name, text in self.texts.items():
             if name.startswith(beginning):
                 owner, _, key = name.removeprefix(beginning).rpartition(".")
-                told.setdefault(owner, {})[key] = values.decode(text)
+                decoded.setdefault(owner, {})[key] = values.decode(text)
         found = {}
-        for owner, group in told.items():
+        for owner, group in decoded.items():
             for name in group.get("params", [owner]):
                 if name in known:
                     found[known[name]] = group

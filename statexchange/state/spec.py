@@ -1,4 +1,4 @@
-"""What a rank holds of a tree: its memories, plain values and states, in words that ranks can compare."""
+"""What a rank holds of a tree: its tensors, plain values and states, in words that ranks can compare."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt
-from statexchange.state.leaves import is_leaf, keeps_state
+from statexchange.state.leaves import is_leaf, is_stateful
 from statexchange.state.modules import check_module, is_extra_state, is_plain_entry, model_items
 from statexchange.state.optimizers import check_optimizer, is_optimizer
 from statexchange.state.tree import nodes
@@ -28,30 +28,30 @@ from statexchange.tensors import (
 )
 
 __all__ = [
-    "Content",
-    "Memory",
+    "StateSpec",
+    "TensorLike",
     "device_type_of",
-    "kind_of",
-    "memory_of",
-    "module_content",
-    "tensors_of",
+    "value_kind",
+    "dense_tensor",
+    "module_spec",
+    "module_tensors",
 ]
 
-Memory = Any  # a dense torch tensor, detached, or a numpy array
+TensorLike = Any  # a dense torch tensor, detached, or a numpy array
 _VALUE, _OBJECT = "a value", "an object"
 
 
-class Content:
+class StateSpec:
     """What one rank holds, sorted by how it travels; `lines` say it in words that ranks can compare.
 
-    `written` says that this rank's memory will be filled. Each memory is listed once, in an order that all ranks share.
+    `written` says that this rank's tensor will be filled. Each tensor is listed once, in an order that all ranks share.
     """
 
     def __init__(self, *, written: bool) -> None:
-        self.lines: list[tuple[str, str]] = []
-        self.memories: dict[str, Memory] = {}
+        self.entries: list[tuple[str, str]] = []
+        self.tensors: dict[str, TensorLike] = {}
         self.values: dict[str, Any] = {}
-        self.keepers: dict[str, Any] = {}
+        self.stateful: dict[str, Any] = {}
         """Optimizers and other objects that keep a state, by path."""
         self._written = written
         self._seen: dict[tuple[Any, ...], str] = {}
@@ -59,82 +59,82 @@ class Content:
     @property
     def digest(self) -> str:
         """Equal on ranks that hold the same."""
-        text = "\n".join(f"{path}\t{line}" for path, line in self.lines)
+        text = "\n".join(f"{path}\t{line}" for path, line in self.entries)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
     def kinds(self) -> list[str | None]:
         """The kinds of the plain values, in an order that all ranks share."""
-        return [kind_of(value) for value in self.values.values()]
+        return [value_kind(value) for value in self.values.values()]
 
-    def places(self) -> list[tuple[str, str, str | None, str]]:
+    def details(self) -> list[tuple[str, str, str | None, str]]:
         """Of each line the path, the line, the kind of its value if it is one, and the words to show it in."""
         return [
-            (path, line, kind_of(self.values[path]), f"{line}, {excerpt(self.values[path], 60)}")
+            (path, line, value_kind(self.values[path]), f"{line}, {excerpt(self.values[path], 60)}")
             if line == _VALUE
             else (path, line, None, line)
-            for path, line in self.lines
+            for path, line in self.entries
         ]
 
     def add_tree(self, tree: Any) -> None:
         """All that lies in `tree`."""
         for node in nodes(tree, is_leaf):
             if node.container is not None:
-                self.lines.append((node.path, node.container))
+                self.entries.append((node.path, node.container))
             else:
                 self._add_leaf(node.path, node.value)
 
     def _add_leaf(self, path: str, leaf: Any) -> None:
         if isinstance(leaf, torch.Tensor | np.ndarray):
-            self._add_memory(path, leaf)
+            self._add_tensor(path, leaf)
         elif isinstance(leaf, nn.Module):
             self.add_module(path, leaf, buffers=True)
         elif is_optimizer(leaf):
             self._add_optimizer(path, leaf)
-        elif keeps_state(leaf):
-            self.lines.append((path, f"the state of a {type(leaf).__name__}"))
-            self.keepers[path] = leaf
-        elif kind_of(leaf) is not None:
-            self.lines.append((path, _VALUE))
+        elif is_stateful(leaf):
+            self.entries.append((path, f"the state of a {type(leaf).__name__}"))
+            self.stateful[path] = leaf
+        elif value_kind(leaf) is not None:
+            self.entries.append((path, _VALUE))
             self.values[path] = leaf
         elif isinstance(leaf, Generator | MappingView):
             raise InvalidArgumentError(f"a {type(leaf).__name__} has no places to fill: give a list", name=path)
         else:
-            self.lines.append((path, _OBJECT))
+            self.entries.append((path, _OBJECT))
 
     def add_module(self, path: str, module: nn.Module, *, buffers: bool) -> None:
         """The parameters of a module and, if asked, its buffers."""
         check_module(module)
-        self.lines.append((path, "a module"))
-        named = tensors_of(module, buffers=buffers)
+        self.entries.append((path, "a module"))
+        named = module_tensors(module, buffers=buffers)
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         _check_entries(module, path)
         for name in sorted(named.keys() - ignored):
-            self._add_memory(f"{path}.{name}" if path else name, named[name])
+            self._add_tensor(f"{path}.{name}" if path else name, named[name])
 
-    def _add_memory(self, path: str, given: Any) -> None:
-        memory = memory_of(given, path, written=self._written)
-        key = same_memory(memory)
+    def _add_tensor(self, path: str, given: Any) -> None:
+        tensor = dense_tensor(given, path, written=self._written)
+        key = same_memory(tensor)
         first = path if key is None else self._seen.setdefault(key, path)
         if first == path:
-            self.lines.append((path, _text(memory)))
-            self.memories[path] = memory
+            self.entries.append((path, _text(tensor)))
+            self.tensors[path] = tensor
         else:
-            self.lines.append((path, f"the same as {first}"))
+            self.entries.append((path, f"the same as {first}"))
 
     def _add_optimizer(self, path: str, optimizer: Any) -> None:
         check_optimizer(optimizer, path)
         groups = optimizer.param_groups
-        self.lines.append((path, f"an optimizer {type(optimizer).__name__}"))
-        self.lines.append((f"{path}.param_groups", f"list of {len(groups)}"))
+        self.entries.append((path, f"an optimizer {type(optimizer).__name__}"))
+        self.entries.append((f"{path}.param_groups", f"list of {len(groups)}"))
         for i, group in enumerate(groups):
             at = f"{path}.param_groups[{i}].params"
-            self.lines.append((at, f"list of {len(group['params'])}"))
+            self.entries.append((at, f"list of {len(group['params'])}"))
             for j, parameter in enumerate(group["params"]):
                 if is_dtensor(parameter):
                     raise UnsupportedError("the state of a DTensor lies on many ranks", name=f"{at}[{j}]")
-                self.lines.append((f"{at}[{j}]", f"parameter {_text(parameter)}"))
-        self.keepers[path] = optimizer
+                self.entries.append((f"{at}[{j}]", f"parameter {_text(parameter)}"))
+        self.stateful[path] = optimizer
 
 
 def _check_entries(module: nn.Module, path: str) -> None:
@@ -153,7 +153,7 @@ def _check_entries(module: nn.Module, path: str) -> None:
             )
 
 
-def tensors_of(module: nn.Module, *, buffers: bool = True) -> dict[str, torch.Tensor]:
+def module_tensors(module: nn.Module, *, buffers: bool = True) -> dict[str, torch.Tensor]:
     """A module's parameters and, if asked, its buffers, under each of their names. Not collective."""
     named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     if buffers:
@@ -161,16 +161,16 @@ def tensors_of(module: nn.Module, *, buffers: bool = True) -> dict[str, torch.Te
     return named
 
 
-def module_content(module: Any, *, written: bool, buffers: bool = True) -> Content:
+def module_spec(module: Any, *, written: bool, buffers: bool = True) -> StateSpec:
     """What lies in a module; InvalidArgumentError if it is none. Not collective."""
     if not isinstance(module, nn.Module):
         raise InvalidArgumentError(f"a module is wanted, not {type(module).__name__}")
-    content = Content(written=written)
-    content.add_module("", module, buffers=buffers)
-    return content
+    spec = StateSpec(written=written)
+    spec.add_module("", module, buffers=buffers)
+    return spec
 
 
-def kind_of(value: Any) -> str | None:
+def value_kind(value: Any) -> str | None:
     """The kind of a plain value, which root's must have too; None for what is no plain value."""
     if value is None:
         return "None"
@@ -181,11 +181,11 @@ def kind_of(value: Any) -> str | None:
     return {str: "str", torch.dtype: "dtype"}.get(type(value))
 
 
-# Memory
+# Tensors
 
 
-def memory_of(given: Any, path: str, *, written: bool) -> Memory:
-    """The dense memory of a tensor or array; what has none, or cannot be written, is an error naming `path`."""
+def dense_tensor(given: Any, path: str, *, written: bool) -> TensorLike:
+    """The dense tensor of a tensor or array; what has none, or cannot be written, is an error naming `path`."""
     if is_array(given):
         check_dense(given, path)
         if written:
@@ -200,14 +200,14 @@ def memory_of(given: Any, path: str, *, written: bool) -> Memory:
     return given.detach()
 
 
-def device_type_of(memory: Memory) -> str:
-    """Where the memory is. Not collective."""
-    return "cpu" if isinstance(memory, np.ndarray) else memory.device.type
+def device_type_of(tensor: TensorLike) -> str:
+    """Where the tensor is. Not collective."""
+    return "cpu" if isinstance(tensor, np.ndarray) else tensor.device.type
 
 
-def _text(memory: Memory) -> str:
+def _text(tensor: TensorLike) -> str:
     """Kind, dtype, shape and device in words."""
-    if isinstance(memory, np.ndarray):
-        return f"array {memory.dtype}{list(memory.shape)}"
-    where = "" if memory.device.type == "cpu" else f" on {memory.device.type}"
-    return f"{str(memory.dtype)[6:]}{list(memory.shape)}{where}"
+    if isinstance(tensor, np.ndarray):
+        return f"array {tensor.dtype}{list(tensor.shape)}"
+    where = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
+    return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}{where}"
