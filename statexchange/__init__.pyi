@@ -46,13 +46,13 @@ from statexchange.exchange.save import save_checkpoint as save_checkpoint
 from statexchange.formats.registry import open_checkpoint as open_checkpoint
 from statexchange.storage.workspace import Workspace as Workspace
 from statexchange.train import algorithms as algorithms
-from statexchange.train.buckets import BucketReducer as BucketReducer
+from statexchange.train.averaging import average_gradients as average_gradients
+from statexchange.train.buckets.reducer import BucketReducer as BucketReducer
 from statexchange.train.data import DistributedDataContainer as DistributedDataContainer
+from statexchange.train.ddp_hook import as_comm_hook as as_comm_hook
 from statexchange.train.module import DistributedModule as DistributedModule
 from statexchange.train.module import data_parallel as data_parallel
 from statexchange.train.optimizer import DistributedOptimizer as DistributedOptimizer
-from statexchange.train.optimizer import as_comm_hook as as_comm_hook
-from statexchange.train.optimizer import average_gradients as average_gradients
 from statexchange.train.reducers import CoalescingReducer as CoalescingReducer
 from statexchange.train.reducers import InlineReducer as InlineReducer
 from statexchange.train.reducers import Reducer as Reducer

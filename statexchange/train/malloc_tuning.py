@@ -1,4 +1,4 @@
-"""What becomes of the memory of gradients that have been copied into buckets."""
+"""Tuning of the C library's malloc for gradients, which are freed and allocated again in every step."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ import os
 
 import torch
 
-__all__ = ["trim_malloc", "raise_malloc_thresholds"]
+__all__ = ["raise_malloc_thresholds", "trim_malloc"]
 
-_LARGEST_OF_HEAP_BYTES = (32 << 20) - (64 << 10)  # above, glibc maps a block by itself and learns nothing from it
+# glibc allocates larger blocks by mmap whatever it has learned (DEFAULT_MMAP_THRESHOLD_MAX is 32 MiB).
+_LARGEST_HEAP_BLOCK_BYTES = (32 << 20) - (64 << 10)
 
 
 @functools.cache
 def raise_malloc_thresholds() -> None:
-    """Let the C library keep the memory of gradients that have been copied, for those which come next.
+    """Let glibc keep the memory of gradients that were copied into buckets for those of the next step.
 
-    glibc gives back to the kernel what is freed at the end of its heap, to fault it in again in each step, until it
-    has seen a block as large as this one freed.
+    glibc returns free memory at the end of its heap to the kernel, so that every step would fault the same pages in
+    again. It raises that threshold, and the one for mmap, to the size of the largest block that was freed so far; so
+    one large block is allocated and freed here.
     """
-    torch.empty(_LARGEST_OF_HEAP_BYTES, dtype=torch.uint8, device="cpu")
+    torch.empty(_LARGEST_HEAP_BLOCK_BYTES, dtype=torch.uint8, device="cpu")
 
 
 def trim_malloc() -> None:
-    """Have the C library give back the memory of gradients that have just moved into new buckets, if it can."""
+    """Return free heap memory to the kernel, if the C library can: gradients have just moved into new buckets."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)

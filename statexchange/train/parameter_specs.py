@@ -1,4 +1,4 @@
-"""Declarations: what ranks must agree on of parameters before they reduce them, and how these fall into buckets."""
+"""Parameter specs: what ranks must agree on about parameters before they reduce them or their gradients."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ __all__ = [
     "ParameterSpec",
     "Source",
     "compare_specs",
-    "specs_of",
     "local_part",
     "named_parameters",
     "shortened",
-    "split_buckets",
+    "specs_of",
 ]
 
 Source = Any  # a module, a mapping from names to parameters, or parameters with or without names
@@ -34,7 +33,10 @@ _SHOWN_NAMES = 4
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """What ranks must agree on of a tensor. `device` is its type and a number that counts the devices of one rank."""
+    """A parameter's name, dtype, shape and device.
+
+    `device` is a type and a number that counts the devices of one rank: ranks may use devices of other numbers.
+    """
 
     name: str
     dtype: str
@@ -43,7 +45,7 @@ class ParameterSpec:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The size in bytes."""
         return math.prod(self.shape) * int(getattr(torch, self.dtype).itemsize)
 
     def __str__(self) -> str:
@@ -51,22 +53,18 @@ class ParameterSpec:
 
 
 def named_parameters(source: Source) -> dict[str, torch.Tensor]:
-    """The parameters in `source` that can have a gradient, by name; tied ones once. Not collective.
+    """Return the parameters in `source` that can have a gradient, by name; tied ones once. Not collective.
 
-    `source` is a module, a mapping from names, or parameters, or (name, parameter) pairs; or a list of modules, whose
-    names begin with their number.
+    Args:
+        source: A module, a mapping from names, parameters or (name, parameter) pairs, or a list of modules, whose
+            parameters get names that begin with the number of the module.
+
+    Raises:
+        InvalidArgumentError: `source` is something else, or two parameters have one name.
     """
-    if isinstance(source, torch.nn.Module):
-        pairs: Iterable[tuple[str, Any]] = source.named_parameters()
-    elif isinstance(source, Mapping):
-        pairs = source.items()
-    elif not isinstance(source, Iterable) or isinstance(source, torch.Tensor):
-        raise InvalidArgumentError(f"a module, or parameters of it, are wanted, not {type(source).__name__}")
-    else:
-        pairs = itertools.chain.from_iterable(_named(i, item) for i, item in enumerate(source))
     named: dict[str, torch.Tensor] = {}
     known: set[int] = set()
-    for name, parameter in pairs:
+    for name, parameter in _pairs(source):
         if not isinstance(parameter, torch.Tensor):
             raise InvalidArgumentError(f"parameters are wanted, not {type(parameter).__name__}", name=name)
         if name in named:
@@ -77,24 +75,44 @@ def named_parameters(source: Source) -> dict[str, torch.Tensor]:
     return named
 
 
-def _named(number: int, item: Any) -> Iterable[tuple[str, Any]]:
+def _pairs(source: Source) -> Iterable[tuple[str, Any]]:
+    """The names and parameters in `source`, as they come."""
+    if isinstance(source, torch.nn.Module):
+        return source.named_parameters()
+    if isinstance(source, Mapping):
+        return source.items()
+    if not isinstance(source, Iterable) or isinstance(source, torch.Tensor):
+        raise InvalidArgumentError(f"a module, or parameters of it, are wanted, not {type(source).__name__}")
+    return itertools.chain.from_iterable(_pairs_of_item(i, item) for i, item in enumerate(source))
+
+
+def _pairs_of_item(number: int, item: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(item, torch.nn.Module):
         return item.named_parameters(prefix=str(number))
     return [item] if isinstance(item, tuple) else [(_NAMELESS.format(number), item)]
 
 
-def local_part(tensor: Any, name: str) -> torch.Tensor:
-    """`tensor` itself, or this rank's copy of a replicated DTensor; any other placement is refused. Not collective."""
+def local_part(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Return a tensor itself, or this rank's copy of a replicated DTensor. Not collective.
+
+    Raises:
+        UnsupportedError: The DTensor has another placement.
+    """
     if not is_dtensor(tensor):
-        return tensor  # type: ignore[no-any-return]
+        return tensor
     advice = "its gradients are reduced by what sharded it, so give only replicated parameters"
-    return replicated_part(tensor, name, advice)  # type: ignore[no-any-return]
+    return replicated_part(tensor, name, advice)
 
 
 def specs_of(named: Mapping[str, torch.Tensor]) -> list[ParameterSpec]:
-    """The declarations of parameters; UnsupportedError for those that cannot be reduced. Not collective."""
+    """Return the specs of parameters. Not collective.
+
+    Raises:
+        UnsupportedError: A parameter is lazy, a meta tensor, or a DTensor that is not replicated.
+        InvalidArgumentError: A tensor is no leaf of the graph.
+    """
     devices: dict[torch.device, str] = {}
-    declared = []
+    specs = []
     for name, parameter in named.items():
         if torch.nn.parameter.is_lazy(parameter):
             raise UnsupportedError("a lazy parameter has no shape yet: run a forward first", name=name)
@@ -103,61 +121,47 @@ def specs_of(named: Mapping[str, torch.Tensor]) -> list[ParameterSpec]:
         if not parameter.is_leaf:
             raise InvalidArgumentError("only leaves of the graph keep a gradient, and this is none", name=name)
         local = local_part(parameter, name)
-        place = devices.setdefault(local.device, f"{local.device.type} {len(devices)}")
-        declared.append(ParameterSpec(name, str(local.dtype)[6:], tuple(local.shape), place))
-    return declared
+        device = devices.setdefault(local.device, f"{local.device.type} {len(devices)}")
+        specs.append(ParameterSpec(name, str(local.dtype).removeprefix("torch."), tuple(local.shape), device))
+    return specs
 
 
-def compare_specs(comm: Communicator, declared: Sequence[ParameterSpec], about: str) -> bytes:
-    """A digest of the declarations and of `about`; a MismatchError on all ranks unless all give the same. Collective.
+def compare_specs(comm: Communicator, specs: Sequence[ParameterSpec], about: str) -> bytes:
+    """Return a digest of `specs` and of the text `about`, which are equal on all ranks. Collective.
 
-    The error names the first parameter that differs, and the lowest rank where it does.
+    Raises:
+        MismatchError: They differ, on all ranks; it names the lowest rank that differs from rank 0 and the first
+            parameter where it does.
     """
-    text = json.dumps([about, [[d.name, str(d), d.device] for d in declared]]).encode()
+    text = json.dumps([about, [[spec.name, str(spec), spec.device] for spec in specs]]).encode()
     digest = hashlib.blake2b(text, digest_size=8).digest()
-    if all(answer == digest for answer in comm.exchange(digest, doing="comparing parameters")):
+    if all(theirs == digest for theirs in comm.exchange(digest, doing="comparing parameters")):
         return digest
-    answers = [json.loads(answer) for answer in comm.exchange(text, doing="telling of parameters that differ")]
-    for rank, theirs in enumerate(answers):
-        if theirs != answers[0]:
-            raise _difference(rank, answers[0], theirs)
+    texts = [json.loads(theirs) for theirs in comm.exchange(text, doing="comparing parameters that differ")]
+    for rank, theirs in enumerate(texts):
+        if theirs != texts[0]:
+            raise _difference(rank, texts[0], theirs)
     raise AssertionError("digests differ where texts do not")
 
 
 def _difference(rank: int, root: list[Any], theirs: list[Any]) -> MismatchError:
     for expected, found in itertools.zip_longest(root[1], theirs[1]):
         if expected != found:
-            name = (expected or found)[0]
-            sides = [None if side is None else " ".join(side) for side in (expected, found)]
-            sides = ["no parameter here" if side is None else side for side in sides]
             return MismatchError(
-                "parameters differ between rank 0 and others", rank=rank, name=name, expected=sides[0], found=sides[1]
+                "parameters differ between rank 0 and others",
+                rank=rank,
+                name=(expected or found)[0],
+                expected=_side_text(expected),
+                found=_side_text(found),
             )
     return MismatchError("reducers differ between rank 0 and others", rank=rank, expected=root[0], found=theirs[0])
 
 
+def _side_text(side: list[str] | None) -> str:
+    return "no parameter here" if side is None else " ".join(side)
+
+
 def shortened(names: Sequence[str]) -> str:
-    """The first few of `names`, and how many more there are. Not collective."""
+    """Return the first few of `names`, and the number of the others. Not collective."""
     shown = ", ".join(names[:_SHOWN_NAMES])
     return shown if len(names) <= _SHOWN_NAMES else f"{shown} and {len(names) - _SHOWN_NAMES} more"
-
-
-def split_buckets(tensors: Sequence[ParameterSpec], bucket_bytes: int) -> list[list[ParameterSpec]]:
-    """Buckets of tensors of one dtype and device, in the order of dtypes, then as given. Not collective.
-
-    A tensor joins the running bucket if that brings its size nearer to `bucket_bytes`, or else begins the next.
-    """
-    buckets = []
-    for kind in sorted({(t.dtype, t.device) for t in tensors}):
-        running: list[ParameterSpec] = []
-        size = 0
-        for tensor in tensors:
-            if (tensor.dtype, tensor.device) != kind:
-                continue
-            if running and abs(size + tensor.nbytes - bucket_bytes) > abs(size - bucket_bytes):
-                buckets.append(running)
-                running, size = [], 0
-            running.append(tensor)
-            size += tensor.nbytes
-        buckets.append(running)
-    return buckets

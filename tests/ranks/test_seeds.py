@@ -31,7 +31,8 @@ from statexchange.errors import InvalidArgumentError, MissingExtraError, NotFoun
 from statexchange.testing import run_ranks
 from statexchange.testing.worlds import mpi_missing
 from statexchange.train.algorithms import Decentralized, dequantize, quantize
-from statexchange.train.parameter_specs import ParameterSpec, split_buckets
+from statexchange.train.buckets.plan import split_buckets
+from statexchange.train.parameter_specs import ParameterSpec
 
 Row = Callable[[Communicator, Path], Any]
 ROWS: dict[str, Row] = {}
