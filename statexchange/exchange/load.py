@@ -287,7 +287,9 @@ class _Load:
         with self._comm.phase("naming its tensors"):
             if of_names and any(rule.renumber for rule in layout.rules.values()):
                 live = [
-                    leaf.name for _, leaf in flatten(tree_from_names(state, lambda _: True)) if isinstance(leaf, SavedTensor)
+                    leaf.name
+                    for _, leaf in flatten(tree_from_names(state, lambda _: True))
+                    if isinstance(leaf, SavedTensor)
                 ]
                 for name in live:
                     rule = layout.rule_for(name)

@@ -1,11 +1,11 @@
-"""What a rank holds of a tree: its tensors, plain values and states, in words that ranks can compare."""
+"""StateSpec: what a rank holds of a tree, in a form that ranks can compare."""
 
 from __future__ import annotations
 
 import enum
 import hashlib
 from collections.abc import Generator, MappingView
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,38 +28,52 @@ from statexchange.tensors import (
 )
 
 __all__ = [
+    "EntryDetail",
     "StateSpec",
     "TensorLike",
-    "device_type_of",
-    "value_kind",
     "dense_tensor",
+    "device_type_of",
     "module_spec",
     "module_tensors",
+    "value_kind",
 ]
 
 TensorLike = Any  # a dense torch tensor, detached, or a numpy array
 _VALUE, _OBJECT = "a value", "an object"
 
 
-class StateSpec:
-    """What one rank holds, sorted by how it travels; `lines` say it in words that ranks can compare.
+class EntryDetail(NamedTuple):
+    """An entry of a StateSpec for messages: its path, the entry, the kind of a plain value, and the text to show."""
 
-    `written` says that this rank's tensor will be filled. Each tensor is listed once, in an order that all ranks share.
+    path: str | None
+    entry: str
+    kind: str | None
+    text: str
+
+
+class StateSpec:
+    """What one rank holds, by how it travels.
+
+    Attributes:
+        entries: (path, text) of everything, in an order that all ranks share. Equal entries are alike on all ranks.
+        tensors: The dense tensors by path; tied ones once.
+        values: The plain values by path.
+        stateful: The optimizers and other objects with a state, by path.
     """
 
     def __init__(self, *, written: bool) -> None:
+        """`written` says that this rank's tensors will be filled, and so have to be writable."""
         self.entries: list[tuple[str, str]] = []
         self.tensors: dict[str, TensorLike] = {}
         self.values: dict[str, Any] = {}
         self.stateful: dict[str, Any] = {}
-        """Optimizers and other objects that keep a state, by path."""
         self._written = written
         self._seen: dict[tuple[Any, ...], str] = {}
 
     @property
     def digest(self) -> str:
-        """Equal on ranks that hold the same."""
-        text = "\n".join(f"{path}\t{line}" for path, line in self.entries)
+        """A digest of the entries."""
+        text = "\n".join(f"{path}\t{entry}" for path, entry in self.entries)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
@@ -67,17 +81,19 @@ class StateSpec:
         """The kinds of the plain values, in an order that all ranks share."""
         return [value_kind(value) for value in self.values.values()]
 
-    def details(self) -> list[tuple[str, str, str | None, str]]:
-        """Of each line the path, the line, the kind of its value if it is one, and the words to show it in."""
-        return [
-            (path, line, value_kind(self.values[path]), f"{line}, {excerpt(self.values[path], 60)}")
-            if line == _VALUE
-            else (path, line, None, line)
-            for path, line in self.entries
-        ]
+    def details(self) -> list[EntryDetail]:
+        """Return all entries with the kinds and excerpts of plain values."""
+        found = []
+        for path, entry in self.entries:
+            if entry == _VALUE:
+                value = self.values[path]
+                found.append(EntryDetail(path, entry, value_kind(value), f"{entry}, {excerpt(value, 60)}"))
+            else:
+                found.append(EntryDetail(path, entry, None, entry))
+        return found
 
     def add_tree(self, tree: Any) -> None:
-        """All that lies in `tree`."""
+        """Add everything in `tree`."""
         for node in nodes(tree, is_leaf):
             if node.container is not None:
                 self.entries.append((node.path, node.container))
@@ -103,7 +119,7 @@ class StateSpec:
             self.entries.append((path, _OBJECT))
 
     def add_module(self, path: str, module: nn.Module, *, buffers: bool) -> None:
-        """The parameters of a module and, if asked, its buffers."""
+        """Add the parameters of a module and, if asked, its buffers."""
         check_module(module)
         self.entries.append((path, "a module"))
         named = module_tensors(module, buffers=buffers)
@@ -128,12 +144,12 @@ class StateSpec:
         self.entries.append((path, f"an optimizer {type(optimizer).__name__}"))
         self.entries.append((f"{path}.param_groups", f"list of {len(groups)}"))
         for i, group in enumerate(groups):
-            at = f"{path}.param_groups[{i}].params"
-            self.entries.append((at, f"list of {len(group['params'])}"))
+            params_path = f"{path}.param_groups[{i}].params"
+            self.entries.append((params_path, f"list of {len(group['params'])}"))
             for j, parameter in enumerate(group["params"]):
                 if is_dtensor(parameter):
-                    raise UnsupportedError("the state of a DTensor lies on many ranks", name=f"{at}[{j}]")
-                self.entries.append((f"{at}[{j}]", f"parameter {_text(parameter)}"))
+                    raise UnsupportedError("the state of a DTensor lies on many ranks", name=f"{params_path}[{j}]")
+                self.entries.append((f"{params_path}[{j}]", f"parameter {_text(parameter)}"))
         self.stateful[path] = optimizer
 
 
@@ -141,11 +157,9 @@ def _check_entries(module: nn.Module, path: str) -> None:
     """Raise UnsupportedError if a module's state dict has tensors that are no parameters or buffers of it."""
     known = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
     for name, value in model_items(module, keep_vars=True).items():
-        if (
-            id(value) not in known
-            and not is_extra_state(name)
-            and (is_tensor(value) or not is_plain_entry(name, value))
-        ):
+        if id(value) in known or is_extra_state(name):
+            continue
+        if is_tensor(value) or not is_plain_entry(name, value):
             raise UnsupportedError(
                 f"the module's state dict has a {type(value).__name__} here that is no parameter or buffer, as those "
                 "of quantized modules: it cannot be changed in place",
@@ -154,7 +168,7 @@ def _check_entries(module: nn.Module, path: str) -> None:
 
 
 def module_tensors(module: nn.Module, *, buffers: bool = True) -> dict[str, torch.Tensor]:
-    """A module's parameters and, if asked, its buffers, under each of their names. Not collective."""
+    """Return a module's parameters and, if asked, its buffers, under each of their names. Not collective."""
     named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     if buffers:
         named.update(module.named_buffers(remove_duplicate=False))
@@ -162,7 +176,7 @@ def module_tensors(module: nn.Module, *, buffers: bool = True) -> dict[str, torc
 
 
 def module_spec(module: Any, *, written: bool, buffers: bool = True) -> StateSpec:
-    """What lies in a module; InvalidArgumentError if it is none. Not collective."""
+    """Return the spec of a module; raise InvalidArgumentError if it is none. Not collective."""
     if not isinstance(module, nn.Module):
         raise InvalidArgumentError(f"a module is wanted, not {type(module).__name__}")
     spec = StateSpec(written=written)
@@ -171,7 +185,7 @@ def module_spec(module: Any, *, written: bool, buffers: bool = True) -> StateSpe
 
 
 def value_kind(value: Any) -> str | None:
-    """The kind of a plain value, which root's must have too; None for what is no plain value."""
+    """Return the kind of a plain value, which must be the same on all ranks; None for anything else."""
     if value is None:
         return "None"
     if values.is_number(value):
@@ -185,7 +199,12 @@ def value_kind(value: Any) -> str | None:
 
 
 def dense_tensor(given: Any, path: str, *, written: bool) -> TensorLike:
-    """The dense tensor of a tensor or array; what has none, or cannot be written, is an error naming `path`."""
+    """Return the dense memory of a tensor or array, detached; of a replicated DTensor this rank's copy.
+
+    Raises:
+        UnsupportedError: It has no dense memory; the error names `path`.
+        InvalidArgumentError: It is to be `written` and cannot be; the error names `path`.
+    """
     if is_array(given):
         check_dense(given, path)
         if written:
@@ -201,13 +220,13 @@ def dense_tensor(given: Any, path: str, *, written: bool) -> TensorLike:
 
 
 def device_type_of(tensor: TensorLike) -> str:
-    """Where the tensor is. Not collective."""
+    """Return the type of a tensor's device. Not collective."""
     return "cpu" if isinstance(tensor, np.ndarray) else tensor.device.type
 
 
 def _text(tensor: TensorLike) -> str:
-    """Kind, dtype, shape and device in words."""
+    """Return kind, dtype, shape and device as text."""
     if isinstance(tensor, np.ndarray):
         return f"array {tensor.dtype}{list(tensor.shape)}"
     where = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
-    return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}{where}"
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{where}"

@@ -1,8 +1,8 @@
-"""Nested state, as a training job keeps it, as one tree of JSON values and named tensors.
+"""A training job's nested state as one tree of JSON values and named tensors; `load_plan` is the way back.
 
-In the tree a module is its tensors by their names without wrappers, and an optimizer's state goes by the names of its
-parameters, where the state holds their module: so both mean the same on any number of ranks. So do Megatron-Core's
-ShardedTensors, which go by their keys, wherever in the state they lie. `load_plan` is the way back.
+In the tree a module is its tensors by their names without wrappers. An optimizer's state goes by the names of its
+parameters, where the state holds their module. So both mean the same on any number of ranks. Megatron-Core's
+ShardedTensors go by their keys, wherever in the state they lie.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError
@@ -21,15 +21,15 @@ from statexchange.state.optimizers import is_optimizer, optimizer_tree
 from statexchange.state.tree import children, nodes, with_children
 from statexchange.tensors import is_tensor
 
-__all__ = ["encode_state", "modules_of", "parameter_names"]
+__all__ = ["ParameterName", "encode_state", "modules_of", "parameter_names"]
 
 
 def encode_state(state: Any) -> tuple[str, dict[str, Any]]:
-    """The JSON text of `state`, and its tensors by their dotted paths, to which the text refers. Not collective.
+    """Return the JSON text of `state`, and the tensors to which it refers by their dotted paths. Not collective.
 
     Raises:
-        UnsupportedError: a value has no JSON text, or a module is FSDP1's; both name the path.
-        InvalidArgumentError: the state contains itself, or two tensors have one name.
+        UnsupportedError: A value has no JSON text, or a module is FSDP1's; both name the path.
+        InvalidArgumentError: The state contains itself, or two tensors have one name.
     """
     tensors: dict[str, Any] = {}
 
@@ -43,56 +43,60 @@ def encode_state(state: Any) -> tuple[str, dict[str, Any]]:
     modules = modules_of(state)
     for _, module in modules:
         check_module(module)
-    names = {key: name for key, (name, _) in parameter_names(modules).items()}
-    return values.encode(_plain(state, "", _Known(names)), keep), tensors
+    names = {key: name.in_state for key, name in parameter_names(modules).items()}
+    return values.encode(_plain(state, "", _Context(names)), keep), tensors
 
 
 def modules_of(state: Any) -> list[tuple[str, Any]]:
-    """The modules in a state by their paths. Not collective."""
+    """Return the modules in a state with their paths. Not collective."""
     return [(node.path, node.value) for node in nodes(state, is_leaf) if is_module(node.value)]
 
 
-def parameter_names(modules: Iterable[tuple[str, Any]]) -> dict[int, tuple[str, str]]:
-    """Of every parameter of `modules_of` a state its first name there and in its module, by identity. Not collective.
+class ParameterName(NamedTuple):
+    """The name of a parameter in the whole state, which begins with its module's path, and in its module."""
 
-    The name in the state begins with the module's path.
-    """
-    names: dict[int, tuple[str, str]] = {}
+    in_state: str
+    in_module: str
+
+
+def parameter_names(modules: Iterable[tuple[str, Any]]) -> dict[int, ParameterName]:
+    """Return the first name of every parameter of `modules_of` a state, by identity. Not collective."""
+    names: dict[int, ParameterName] = {}
     for path, module in modules:
         parameters = {id(parameter) for parameter in module.parameters()}
         for name, value in module_items(module, keep_vars=True).items():
             if id(value) in parameters:
-                names.setdefault(id(value), (f"{path}.{name}" if path else name, name))
+                names.setdefault(id(value), ParameterName(f"{path}.{name}" if path else name, name))
     return names
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """What is known while a state becomes a tree: names of parameters by identity, ShardedTensors so far by key."""
+class _Context:
+    """The names of parameters by identity, and the ShardedTensors met so far by key."""
 
     names: Mapping[int, str]
     sharded: dict[str, MegatronTensor] = field(default_factory=dict)
 
 
-def _plain(value: Any, path: str, known: _Known, depth: int = 0) -> Any:
-    """`value` with mappings in place of what has a state."""
+def _plain(value: Any, path: str, context: _Context, depth: int = 0) -> Any:
+    """Return `value` with mappings in place of the objects that have a state."""
     if depth > values.MAX_DEPTH:
         raise InvalidArgumentError(
             f"the state at {path[:80]}... is nested deeper than {values.MAX_DEPTH}, or contains itself"
         )
 
     def inner(child: Any, key: object = "") -> Any:
-        return _plain(child, f"{path}.{key}" if key != "" else path, known, depth + 1)
+        return _plain(child, f"{path}.{key}" if key != "" else path, context, depth + 1)
 
     kind = sharded_kind(value)
     if kind is not None:
-        return _plain_sharded(value, kind, known, inner)
+        return _plain_sharded(value, kind, context, inner)
     if is_tensor(value):
         return value
     if is_module(value):
         return inner(module_items(value))
     if is_optimizer(value):
-        return inner(optimizer_tree(value, known.names, path.removeprefix(".")))
+        return inner(optimizer_tree(value, context.names, path.removeprefix(".")))
     if is_stateful(value):
         return inner(value.state_dict())
     if isinstance(value, Mapping):
@@ -100,20 +104,20 @@ def _plain(value: Any, path: str, known: _Known, depth: int = 0) -> Any:
     found = children(value)
     if found is None:
         return value
-    if dataclasses.is_dataclass(value):  # a value as it is, or if it holds state the mapping of its fields
+    if dataclasses.is_dataclass(value):  # stays a value, or becomes the mapping of its fields if it holds state
         return {key: inner(item, key) for key, item in found.items()} if contains_state(value) else value
     items = {key: inner(item, key) for key, item in found.items()}
     return list(items.values()) if isinstance(value, list) else with_children(value, items)
 
 
-def _plain_sharded(value: Any, kind: Kind, known: _Known, inner: Callable[[Any], Any]) -> Any:
-    """Of what is Megatron-Core's: one tensor for all parts of one key, an object's data."""
+def _plain_sharded(value: Any, kind: Kind, context: _Context, inner: Callable[[Any], Any]) -> Any:
+    """Return what an object of Megatron-Core holds: one tensor for all parts of a key, or an object's data."""
     if kind == "factory":
         return inner(value.build())
     if kind == "tensor":
-        if value.key in known.sharded:
-            known.sharded[value.key].add(value)
+        if value.key in context.sharded:
+            context.sharded[value.key].add(value)
         else:
-            known.sharded[value.key] = MegatronTensor(value)
-        return known.sharded[value.key]
+            context.sharded[value.key] = MegatronTensor(value)
+        return context.sharded[value.key]
     return inner(value.data) if kind == "object" else None
