@@ -12,18 +12,16 @@ __version__ = "0.1.0"
 
 _ROOMS = {
     "statexchange.comm.communicator": ("Communicator",),
-    "statexchange.comm.world": (
-        "from_mpi",
-        "from_process_group",
+    "statexchange.comm.adopt": ("from_mpi", "from_process_group"),
+    "statexchange.comm.defaults": (
         "get_backend",
         "get_communicator",
         "get_local_rank",
         "get_rank",
         "get_world_size",
-        "init",
         "is_initialized",
-        "shutdown",
     ),
+    "statexchange.comm.init": ("init", "shutdown"),
     "statexchange.errors": (
         "CorruptError",
         "ForkedError",

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from statexchange.comm.calls import call_site, public_call
 from statexchange.comm.communicator import Communicator
-from statexchange.comm.session import call_site, public_call
-from statexchange.comm.world import as_communicator
+from statexchange.comm.defaults import as_communicator
 from statexchange.errors import StateExchangeError, excerpt, without_secrets
 from statexchange.exchange.export import ExportReport, ExportRequest, export_described
 from statexchange.state.describe import Description, describe

@@ -16,9 +16,9 @@ from typing import Any
 from statexchange.checkpoint.extra_files import FilesFrom, extra_files
 from statexchange.checkpoint.index import BoxFact
 from statexchange.checkpoint.publication import PlannedFile, Publication, target_path
+from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import Communicator
-from statexchange.comm.session import public_call
-from statexchange.comm.world import as_communicator
+from statexchange.comm.defaults import as_communicator
 from statexchange.errors import InvalidArgumentError, MismatchError, ReplicaError
 from statexchange.exchange.rank_metadata import (
     RankMetadata,

@@ -23,10 +23,10 @@ from typing import Any, Literal
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from statexchange.comm.calls import about
 from statexchange.comm.communicator import Communicator
-from statexchange.comm.session import about
+from statexchange.comm.defaults import as_communicator
 from statexchange.comm.work import Work
-from statexchange.comm.world import as_communicator
 from statexchange.errors import InvalidArgumentError, MismatchError, StateExchangeError
 from statexchange.processes import usable_cores
 from statexchange.train.declarations import (

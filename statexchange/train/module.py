@@ -13,9 +13,9 @@ from typing import Any, overload
 import torch
 from torch import nn
 
+from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import Communicator
-from statexchange.comm.session import public_call
-from statexchange.comm.world import as_communicator
+from statexchange.comm.defaults import as_communicator
 from statexchange.errors import InvalidArgumentError, MismatchError
 from statexchange.state.content import tensors_of
 from statexchange.train.algorithms import Algorithm, GradientAllReduce, Run, as_algorithm

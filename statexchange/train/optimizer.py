@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from statexchange.comm.calls import about, public_call
 from statexchange.comm.communicator import Communicator
-from statexchange.comm.session import about, public_call
-from statexchange.comm.world import as_communicator
+from statexchange.comm.defaults import as_communicator
 from statexchange.errors import InvalidArgumentError
 from statexchange.state.optimizers import parameters_of, placed_parameters
 from statexchange.train.buckets import BucketReducer

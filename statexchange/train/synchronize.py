@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import Communicator
-from statexchange.comm.session import public_call
-from statexchange.comm.world import as_communicator
+from statexchange.comm.defaults import as_communicator
 from statexchange.errors import MismatchError, UnsupportedError
 from statexchange.state.content import Content, Memory, device_type_of, module_content
 from statexchange.state.leaves import is_leaf
