@@ -21,11 +21,15 @@ from statexchange.shared_memory import Kind
 
 if TYPE_CHECKING:
     import torch
+    from mpi4py import MPI
+    from torch.distributed.device_mesh import DeviceMesh
 
     from statexchange.comm.backends.backend import Between
 
-__all__ = ["AbandonedError", "Communicator"]
+__all__ = ["AbandonedError", "CommLike", "Communicator"]
 
+# What callers may pass as `comm`.
+CommLike: TypeAlias = "Communicator | torch.distributed.ProcessGroup | DeviceMesh | MPI.Comm"
 Buffer = Any  # a torch tensor or a numpy array
 Former: TypeAlias = Callable[[Backend, float], "Communicator"]
 """What forms the communicator of a group, from a backend over which its ranks exchange bytes, and a deadline."""

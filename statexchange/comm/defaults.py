@@ -11,7 +11,7 @@ from typing import Any
 from statexchange.comm import adopt
 from statexchange.comm.adopt import from_mpi, from_process_group, torch_default_group
 from statexchange.comm.bootstrap import launchers_local_rank
-from statexchange.comm.communicator import Communicator
+from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.errors import InvalidArgumentError, NotInitializedError
 from statexchange.settings import detect_launch
 
@@ -58,7 +58,7 @@ def set_default(comm: Communicator | None) -> None:
         _of_process = comm
 
 
-def as_communicator(comm: Any = None) -> Communicator:
+def as_communicator(comm: CommLike | None = None) -> Communicator:
     """What `comm=` means: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; None is the default.
 
     The default is `init`'s; else torch.distributed's default group if it is initialised; else, if a launcher speaks
