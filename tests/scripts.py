@@ -77,7 +77,7 @@ def run_script(
 
 def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a command line of a page in `folder`; its programs are those of this environment, and it must succeed."""
-    environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "80"}
     started = ["bash", "-o", "pipefail", "-c", command]
     done = subprocess.run(started, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, (command, done.stdout, done.stderr)

@@ -108,7 +108,7 @@ def test_the_readme_is_short_and_its_links_lead_to_files() -> None:
 
 
 def test_no_page_has_code_that_is_not_fenced() -> None:
-    """But for the two commands of the README, which CI runs, and what mkdocs reads in the reference."""
+    """But for the two commands of the README, which CI runs."""
     for page in PAGES:
         text = re.sub(r"^```.*?^```$", "", page_text(page), flags=re.MULTILINE | re.DOTALL)
         indented = re.findall(r"(?<=\n\n) {4}\S.*", text)

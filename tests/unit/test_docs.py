@@ -57,8 +57,8 @@ def test_the_reference_lists_every_public_name(package: str) -> None:
 
 
 def public(home: ModuleType) -> set[str]:
-    """Names for users: no packages, and of errors only the classes."""
-    names = {name for name in home.__all__ if not isinstance(getattr(home, name), ModuleType)}
+    """Names for users: no packages, which have pages of their own, and of errors only the classes."""
+    names = {name for name in home.__all__ if not hasattr(getattr(home, name), "__path__") and name != "errors"}
     if home is errors:
         return {name for name in names if name.endswith("Error")}
     return names - {"StateExchangeError"}  # which the page of errors has
