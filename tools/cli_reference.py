@@ -17,9 +17,9 @@ from statexchange.cli.main import cli
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
 HEAD = """# Command line
 
-`statexchange`, also `python -m statexchange`. Data goes to stdout, messages to stderr. No colour, no progress and no truncation in
-pipes; `NO_COLOR` is honoured. [Errors](../errors.md#exit-codes) has the exit codes, [inspecting](../how-to/inspecting.md) and
-[merging](../how-to/merging.md) show the commands at work. `tools/cli_reference.py` has written this page.
+`statexchange`, also `python -m statexchange`. Data goes to stdout, messages to stderr. No colour, no progress and no
+truncation in pipes; `NO_COLOR` is honoured. [Errors](../errors.md#exit-codes) has the exit codes,
+[inspecting](../how-to/inspecting.md) and [merging](../how-to/merging.md) show the commands at work. `tools/cli_reference.py` has written this page.
 """
 
 
@@ -33,6 +33,5 @@ def section(*words: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(
-        HEAD + section() + "".join(section(name) for name in cli.list_commands(click.Context(cli))), encoding="utf-8"
-    )
+    names = cli.list_commands(click.Context(cli))
+    PAGE.write_text(HEAD + section() + "".join(section(name) for name in names), encoding="utf-8")
