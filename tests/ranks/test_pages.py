@@ -6,6 +6,7 @@ A comment before each block says what becomes of it:
 * ``prints``: what the block before it has printed.
 * ``writes: NAME``: a file.
 * ``console``: commands, each with what it prints where the page shows that.
+* ``layout``: a layout file, which the parser of layouts accepts.
 * ``programs``: commands that take too long, or need what few machines have: their programs and options exist.
 * ``block: NAME``, ``output: NAME``, ``commands``, ``commands: NAME``: a test of its own runs it.
 
@@ -14,6 +15,7 @@ The blocks of a page share a directory, and run in the order in which they stand
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -22,7 +24,9 @@ import pytest
 from scripts import HOME, PAGES, page_blocks, page_text, run_commands, shell
 from sweeps import slow
 
-HERE = {"runs", "prints", "writes", "console", "programs"}
+from statexchange.sharding.rules import Layout
+
+HERE = {"runs", "prints", "writes", "console", "layout", "programs"}
 OF_OTHER_TESTS = {
     "block: train.py": "test_readme",
     "output: torchrun": "test_readme",
@@ -82,6 +86,8 @@ def test_the_blocks_of_a_page_do_what_it_says(page: str, tmp_path: Path) -> None
             assert printed == text
         elif kind == "console":
             run_commands(text, tmp_path)
+        elif kind == "layout":
+            assert Layout.parse(json.loads(text)).rules
         elif kind == "programs":
             for line in text.splitlines():
                 check_program(line.removeprefix("$ "))
