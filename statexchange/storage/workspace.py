@@ -438,7 +438,7 @@ class Workspace:
         Raises:
             InvalidArgumentError: receipts of different rounds, or not one per rank in rank order.
             TargetExistsError: the round is already committed.
-            StorageError.
+            StorageError: the system refused a write.
         """
         names = [receipt.rank_name for receipt in receipts]
         if keep < 1 or not names or not _is_whole(names):
