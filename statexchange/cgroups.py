@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Room", "memory_room"]
+__all__ = ["Headroom", "memory_headroom"]
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Headroom:
     """How many bytes may still be used, and the directory of the cgroup that sets this limit."""
 
     nbytes: int
@@ -36,18 +36,18 @@ _UNLIMITED = 1 << 62  # cgroup v1 reports no limit as 2**63 rounded down to a pa
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
-def memory_room(proc: str = "/proc/self") -> Room | None:
+def memory_headroom(proc: str = "/proc/self") -> Headroom | None:
     """Return the least room of all memory cgroups, of version 1 and 2, above the process of `proc`; None without limit.
 
-    Room is the limit less what is in use, where file pages do not count: the kernel drops them when it needs memory.
+    Headroom is the limit less what is in use, where file pages do not count: the kernel drops them when it needs memory.
     Those of tmpfs and shared memory, which it cannot drop, count.
     """
     rooms = []
     for version, mount, directory in _memory_cgroups(proc):
         for ancestor in _up_to(mount, directory):
-            room = _room_of(ancestor, _FILES[version])
+            room = _headroom_of(ancestor, _FILES[version])
             if room is not None:
-                rooms.append(Room(room, ancestor))
+                rooms.append(Headroom(room, ancestor))
     return min(rooms, key=lambda room: room.nbytes, default=None)
 
 
@@ -88,7 +88,7 @@ def _paths_of(proc: str) -> dict[str, str]:
     return paths
 
 
-def _room_of(directory: str, files: _Files) -> int | None:
+def _headroom_of(directory: str, files: _Files) -> int | None:
     """Return what the limit of one cgroup leaves; None if it has none, or has gone."""
     try:
         with open(f"{directory}/{files.limit}", encoding="ascii") as file:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from statexchange.sharding.shards import Box, intersect
-from statexchange.storage.regions import BoxReader, within
+from statexchange.storage.regions import BoxReader, slices_within
 from statexchange.tensors import ITEMSIZE, array_over, converted
 
 __all__ = ["ConvertingReader", "reduce_into"]
@@ -56,7 +56,7 @@ class ConvertingReader:
         given = np.ascontiguousarray(converted(values, self._given) if self._given != self._held else values)
         raw = given.reshape(-1).view(np.uint8)
         self._hasher.update(raw)
-        array_over(buffer, self._given, window.shape)[within(part, window)] = given.reshape(part.shape)
+        array_over(buffer, self._given, window.shape)[slices_within(part, window)] = given.reshape(part.shape)
         return part.numel * ITEMSIZE[self._given]
 
     def hexdigest(self) -> str:

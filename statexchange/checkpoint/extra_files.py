@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from statexchange.checkpoint.index import index_name, single_file_name
 from statexchange.errors import InvalidArgumentError, excerpt
 from statexchange.formats.huggingface import MANIFEST
-from statexchange.storage.place import open_place
-from statexchange.storage.store import given_path
+from statexchange.storage.opened_path import open_path
+from statexchange.storage.store import resolve_path
 
 if TYPE_CHECKING:
     from statexchange.sharding.plan import Plan
@@ -61,7 +61,7 @@ def _given_files(given: FilesFrom) -> Iterator[tuple[str, bytes]]:
             f"files_from must be a path, a list of paths or a mapping of names to text, not {excerpt(given)}"
         )
     for one in named:
-        with open_place(given_path(one, "a path of files_from")) as place:
-            names = [name for name in place.names if not _LEFT_OUT.fullmatch(name)]
-            for name in names if place.file is None else [place.file]:
-                yield name, place.store.read_small(name)
+        with open_path(resolve_path(one, "a path of files_from")) as opened:
+            names = [name for name in opened.names if not _LEFT_OUT.fullmatch(name)]
+            for name in names if opened.file is None else [opened.file]:
+                yield name, opened.store.read_small(name)

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from statexchange.sharding.plan import FilePlan, Plan, TensorPlan
     from statexchange.storage.store import Store
 
-__all__ = ["BoxFact", "index_name", "index_text", "listed_files", "manifest_text", "single_file_name"]
+__all__ = ["BoxProvenance", "index_name", "index_text", "listed_files", "manifest_text", "single_file_name"]
 
 _SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True)
-class BoxFact:
+class BoxProvenance:
     """Provenance of one published box: rank and digest."""
 
     rank: int
@@ -45,8 +45,8 @@ def index_text(plan: Plan) -> bytes:
     return (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def manifest_text(plan: Plan, facts: Mapping[str, Sequence[BoxFact]], names: Sequence[str], source: str) -> bytes:
-    """Return the manifest: `names` of all other files, and for each tensor its boxes with their facts."""
+def manifest_text(plan: Plan, provenance: Mapping[str, Sequence[BoxProvenance]], names: Sequence[str], source: str) -> bytes:
+    """Return the manifest: `names` of all other files, and for each tensor its boxes with their provenance."""
     record = {
         "schema": _SCHEMA,
         "plan": plan.digest,
@@ -54,7 +54,7 @@ def manifest_text(plan: Plan, facts: Mapping[str, Sequence[BoxFact]], names: Seq
         "digest": "xxh3-128",
         "files": sorted(names),
         "aliases": dict(plan.aliases),
-        "tensors": {t.name: _tensor_record(f, t, facts[t.name]) for f in plan.files for t in f.tensors},
+        "tensors": {t.name: _tensor_record(f, t, provenance[t.name]) for f in plan.files for t in f.tensors},
     }
     text = json.dumps(record, separators=(",", ":"), ensure_ascii=False)
     data = text.encode()
@@ -63,10 +63,10 @@ def manifest_text(plan: Plan, facts: Mapping[str, Sequence[BoxFact]], names: Seq
     return data
 
 
-def _tensor_record(file: FilePlan, tensor: TensorPlan, facts: Sequence[BoxFact]) -> dict[str, Any]:
+def _tensor_record(file: FilePlan, tensor: TensorPlan, provenance: Sequence[BoxProvenance]) -> dict[str, Any]:
     boxes = []
-    for piece, fact in zip(tensor.pieces, facts, strict=True):
-        boxes.append([*piece.box.to_json(), fact.digest, fact.rank])
+    for piece, box in zip(tensor.pieces, provenance, strict=True):
+        boxes.append([*piece.box.to_json(), box.digest, box.rank])
     return {
         "file": file.name,
         "dtype": tensor.dtype,

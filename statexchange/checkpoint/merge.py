@@ -19,7 +19,7 @@ import xxhash
 
 from statexchange.checkpoint.convert import ConvertingReader
 from statexchange.checkpoint.extra_files import FilesFrom, extra_files
-from statexchange.checkpoint.index import BoxFact
+from statexchange.checkpoint.index import BoxProvenance
 from statexchange.checkpoint.notes import check_readable, kept_metadata, notes_about
 from statexchange.checkpoint.publication import PlannedFile, Publication, check_publication, target_path
 from statexchange.errors import (
@@ -31,19 +31,19 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.formats import rank_files
-from statexchange.formats.registry import open_source, opened, read_place
-from statexchange.formats.source import Holder, Source, SourceTensor
+from statexchange.formats.registry import open_source, opened, read_opened
+from statexchange.formats.source import ShardFile, Source, SourceTensor
 from statexchange.sharding.copies import check_copies, replica_error
 from statexchange.sharding.options import ExportOptions, Rename, Replicas
-from statexchange.sharding.plan import FilePlan, Holding, Piece, Plan, TensorPlan, plan_merge
+from statexchange.sharding.plan import FilePlan, RankShards, Piece, Plan, TensorPlan, plan_merge
 from statexchange.sharding.rules import Layout
 from statexchange.sharding.shards import Box
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.files import WINDOW_BYTES
 from statexchange.storage.json_text import parse_json
-from statexchange.storage.place import Place, open_place
-from statexchange.storage.regions import AHEAD_BYTES, BoxReader, windows
-from statexchange.storage.store import given_path, is_url
+from statexchange.storage.opened_path import OpenedPath, open_path
+from statexchange.storage.regions import READ_AHEAD_BYTES, BoxReader, windows
+from statexchange.storage.store import resolve_path, is_url
 from statexchange.tensors import ITEMSIZE
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class MergeReport:
 
 def merge_checkpoint(
     source: str | os.PathLike[str],
-    out: str | os.PathLike[str],
+    path: str | os.PathLike[str],
     *,
     layout: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     include: str | Sequence[str] = (),
@@ -155,23 +155,23 @@ def merge_checkpoint(
 
     def _merged(opened: Source, reductions: Mapping[str, str]) -> MergeReport:
         check_readable(opened, options)
-        holdings = opened.holdings()
-        chosen, notes = _unwrapped(opened.kind, holdings, options)
-        plan = plan_merge(holdings, chosen, basis=_basis(opened, options, reductions), reductions=reductions)
+        rank_shards = opened.rank_shards()
+        chosen, notes = _unwrapped(opened.kind, rank_shards, options)
+        plan = plan_merge(rank_shards, chosen, basis=_basis(opened, options, reductions), reductions=reductions)
         if options.replicas == "equal":
             check_replicas(opened, plan)
         extra = extra_files(files_from, plan)
         metadata, lost = kept_metadata(opened)
         sources = [tensor.source for file in plan.files for tensor in file.tensors]
         notes += (*notes_about(opened, sources, options), *lost)
-        path = target_path(out)
+        target = target_path(path)
         reused: tuple[str, ...] = ()
-        _check_apart(opened, path)
+        _check_apart(opened, target)
         if dry_run:
-            check_publication(path, plan, extra=extra, metadata=metadata, overwrite=overwrite, resume=resume)
+            check_publication(target, plan, extra=extra, metadata=metadata, overwrite=overwrite, resume=resume)
         else:
             with Publication(
-                path,
+                target,
                 plan,
                 source=opened.kind,
                 extra=extra,
@@ -180,13 +180,13 @@ def merge_checkpoint(
                 reuse=True,
                 resume=resume,
             ) as publication:
-                path = publication.path
+                target = publication.path
                 reused = tuple(sorted(publication.finished))
-                facts = _Merge(opened, plan, publication, on_progress).run(threads)
+                provenance = _Merge(opened, plan, publication, on_progress).run(threads)
                 opened.check_unchanged()  # what was changed in place while it was copied is half old, half new
-                publication.commit(facts)
+                publication.commit(provenance)
         return MergeReport(
-            path,
+            target,
             tuple((file.name, file.data_nbytes) for file in plan.files),
             plan.nbytes,
             plan.num_tensors,
@@ -207,7 +207,7 @@ def merge_checkpoint(
 def _check_apart(source: Source, path: str) -> None:
     """A store has no second name under which a checkpoint could be built while its old objects are read."""
     below = f"{without_secrets(path)}/"
-    if is_url(path) and any(extent.path.startswith(below) for _, t in source.shards() for extent in t.extents):
+    if is_url(path) and any(byte_range.path.startswith(below) for _, t in source.shards() for byte_range in t.byte_ranges):
         raise UnsafeError("refused: the source lies in the target, whose objects would be replaced", path=path)
 
 
@@ -215,29 +215,29 @@ def _read_layout(layout: Mapping[str, Any] | str | os.PathLike[str] | None) -> A
     """The layout as it was given, or parsed from its file if that is a path."""
     if not isinstance(layout, str | os.PathLike):
         return layout
-    with open_place(given_path(layout, "a layout file")) as place:
-        if place.file is None:
-            raise InvalidArgumentError("a layout is a JSON file, and this is a directory", path=place.path)
-        return Layout.parse(parse_json(place.store.read_small(place.file), place.path))
+    with open_path(resolve_path(layout, "a layout file")) as opened:
+        if opened.file is None:
+            raise InvalidArgumentError("a layout is a JSON file, and this is a directory", path=opened.path)
+        return Layout.parse(parse_json(opened.store.read_small(opened.file), opened.path))
 
 
 def _open(source: str | os.PathLike[str], options: ExportOptions) -> tuple[Source, Mapping[str, str]]:
     """The source, laid out if a layout is given, and how copies of its tensors are reduced, by name."""
     if options.layout is None:
         return open_source(source), {}
-    return rank_files.lay_out(opened(source, _read_plain, strict=True), options.new_layout())
+    return rank_files.apply_layout(opened(source, _read_plain, strict=True), options.new_layout())
 
 
-def _read_plain(place: Place, *, strict: bool) -> Source:
+def _read_plain(opened: OpenedPath, *, strict: bool) -> Source:
     """Read the files of a directory that say nothing of parts as one rank's each, anything else as what it is."""
-    if rank_files.matches(place):
-        return rank_files.read(place, strict=strict)
-    return read_place(place, strict=strict)
+    if rank_files.matches(opened):
+        return rank_files.read(opened, strict=strict)
+    return read_opened(opened, strict=strict)
 
 
-def _unwrapped(kind: str, holdings: Sequence[Holding], options: ExportOptions) -> tuple[ExportOptions, tuple[str, ...]]:
+def _unwrapped(kind: str, rank_shards: Sequence[RankShards], options: ExportOptions) -> tuple[ExportOptions, tuple[str, ...]]:
     """Options that remove wrappers which begin every selected name, and what to say about it."""
-    names = {shard.name for holding in holdings for shard in holding.shards if options.wants(shard.name)}
+    names = {shard.name for holding in rank_shards for shard in holding.shards if options.wants(shard.name)}
     ends = (min(names, default=""), max(names, default=""))  # what both begin with, all names begin with
     shortest, end = min(map(len, names), default=0), 0
     while found := [w for w in _WRAPPERS if end + len(w) < shortest and all(n.startswith(w, end) for n in ends)]:
@@ -264,21 +264,21 @@ def _basis(source: Source, options: ExportOptions, reductions: Mapping[str, str]
     """A digest of all that the merged bytes depend on beside the names: the sources' headers, sizes and times."""
     hasher = hashlib.blake2b(digest_size=16)
 
-    def add(fact: Any) -> None:
-        hasher.update(json.dumps(fact, separators=(",", ":")).encode())
+    def add(one: Any) -> None:
+        hasher.update(json.dumps(one, separators=(",", ":")).encode())
 
     add([options.replicas, options.dtype, sorted(reductions.items())])
-    for holder in source.holders:
-        add([holder.rank, sorted(holder.aliases.items())])
-        for tensor in holder.tensors.values():
-            add([tensor.shard.to_json(), [[e.begin, e.nbytes, e.digest, e.strides] for e in tensor.extents]])
-        add(holder.file.version)
+    for shard_file in source.files:
+        add([shard_file.rank, sorted(shard_file.aliases.items())])
+        for tensor in shard_file.tensors.values():
+            add([tensor.shard.to_json(), [[e.begin, e.nbytes, e.digest, e.strides] for e in tensor.byte_ranges]])
+        add(shard_file.file.version)
     return hasher.hexdigest()
 
 
 def _planned(source: Source, plan: Plan) -> tuple[PlannedTensor, ...]:
     def ranks(tensor: TensorPlan) -> tuple[int, ...]:
-        return tuple(sorted({source.holders[piece.holder].rank for piece in tensor.pieces}))
+        return tuple(sorted({source.files[piece.holder].rank for piece in tensor.pieces}))
 
     return tuple(
         PlannedTensor(t.name, t.source, t.dtype, t.shape, file.name, len(t.pieces), ranks(t))
@@ -287,9 +287,9 @@ def _planned(source: Source, plan: Plan) -> tuple[PlannedTensor, ...]:
     )
 
 
-def extent_of(source: Source, tensor: TensorPlan, holder: int, box_index: int) -> ByteRange:
+def byte_range_of(source: Source, tensor: TensorPlan, holder: int, box_index: int) -> ByteRange:
     """Return the byte range of a piece."""
-    return source.holders[holder].tensors[tensor.source].extents[box_index]
+    return source.files[holder].tensors[tensor.source].byte_ranges[box_index]
 
 
 def check_replicas(source: Source, plan: Plan) -> None:
@@ -298,41 +298,41 @@ def check_replicas(source: Source, plan: Plan) -> None:
         for tensor in file.tensors:
 
             def digest_of(holder: int, index: int, name: str = tensor.source) -> str:
-                return source.holders[holder].tensors[name].digest_of(index)
+                return source.files[holder].tensors[name].digest_of(index)
 
             def error(tensor: TensorPlan, box: Box, holder: int, other: int) -> ReplicaError:
                 advice = (
                     f'if each holds a part, a layout says so (--layout): {{"{tensor.source}": {{"dim": 0}}}}; to take '
                     'the lowest rank\'s, replicas="root" (--replicas root)'
                 )
-                ranks = source.holders[holder].rank, source.holders[other].rank
-                return replica_error(tensor.source, box, *ranks, advice, path=source.holders[other].path)
+                ranks = source.files[holder].rank, source.files[other].rank
+                return replica_error(tensor.source, box, *ranks, advice, path=source.files[other].path)
 
             for piece in tensor.pieces:
                 check_copies(tensor, piece, digest_of, error)
-    for holder in source.holders:
-        for alias, kept in holder.aliases.items():
-            _check_tied(holder, alias, kept)
+    for shard_file in source.files:
+        for alias, kept in shard_file.aliases.items():
+            _check_tied(shard_file, alias, kept)
 
 
-def _check_tied(holder: Holder, alias: str, kept: str) -> None:
-    one, other = holder.tensors.get(alias), holder.tensors.get(kept)
-    if one is None or other is None or one.extents == other.extents:  # one thing under two names
+def _check_tied(shard_file: ShardFile, alias: str, kept: str) -> None:
+    one, other = shard_file.tensors.get(alias), shard_file.tensors.get(kept)
+    if one is None or other is None or one.byte_ranges == other.byte_ranges:  # one thing under two names
         return
     if _digests(one) != _digests(other):
-        raise ReplicaError(f"is called tied to {kept!r}, but differs", name=alias, rank=holder.rank, path=holder.path)
+        raise ReplicaError(f"is called tied to {kept!r}, but differs", name=alias, rank=shard_file.rank, path=shard_file.path)
 
 
 def _digests(tensor: SourceTensor) -> list[str]:
-    return [tensor.digest_of(index) for index in range(len(tensor.extents))]
+    return [tensor.digest_of(index) for index in range(len(tensor.byte_ranges))]
 
 
 _Reader = BoxReader | ConvertingReader
 
 
-def _facts_of(plan: FilePlan, recorded: Any) -> dict[str, list[BoxFact]]:
-    """The facts of a file that a killed merge had finished."""
-    return {t.name: [BoxFact(*fact) for fact in facts] for t, facts in zip(plan.tensors, recorded, strict=True)}
+def _provenance_of(plan: FilePlan, recorded: Any) -> dict[str, list[BoxProvenance]]:
+    """The provenance of a file that a killed merge had finished."""
+    return {t.name: [BoxProvenance(*one) for one in provenance] for t, provenance in zip(plan.tensors, recorded, strict=True)}
 
 
 class _Merge:
@@ -353,12 +353,12 @@ class _Merge:
         self._lock = threading.Lock()
         self._stop = threading.Event()
 
-    def run(self, threads: int | None) -> dict[str, list[BoxFact]]:
-        """Write all files; returns the facts of every box."""
-        facts: dict[str, list[BoxFact]] = {}
+    def run(self, threads: int | None) -> dict[str, list[BoxProvenance]]:
+        """Write all files; returns the provenance of every box."""
+        provenance: dict[str, list[BoxProvenance]] = {}
         for file in self._plan.files:
             if file.name in self._publication.finished:
-                facts |= _facts_of(file, self._publication.finished[file.name])
+                provenance |= _provenance_of(file, self._publication.finished[file.name])
                 self._count(file.data_nbytes)
         todo = [file for file in self._plan.files if file.name not in self._publication.finished]
         with ThreadPoolExecutor(max(1, min(threads or os.cpu_count() or 1, len(todo)))) as pool:
@@ -366,22 +366,22 @@ class _Merge:
             writing = [pool.submit(self._write_file, *pair) for pair in zip(todo, opened, strict=True)]
             try:
                 for written in as_completed(writing):
-                    facts |= written.result()
+                    provenance |= written.result()
             except BaseException:
                 self._stop.set()  # the others end at their next window
                 raise
-        return facts
+        return provenance
 
-    def _write_file(self, plan: FilePlan, opened: PlannedFile) -> dict[str, list[BoxFact]]:
+    def _write_file(self, plan: FilePlan, opened: PlannedFile) -> dict[str, list[BoxProvenance]]:
         memory = memoryview(bytearray(4 * WINDOW_BYTES))
-        facts = {tensor.name: self._write_tensor(tensor, opened, memory) for tensor in plan.tensors}
+        provenance = {tensor.name: self._write_tensor(tensor, opened, memory) for tensor in plan.tensors}
         opened.finish()
         self._publication.record(
-            plan.name, [[[fact.rank, fact.digest] for fact in facts[t.name]] for t in plan.tensors]
+            plan.name, [[[one.rank, one.digest] for one in provenance[t.name]] for t in plan.tensors]
         )
-        return facts
+        return provenance
 
-    def _write_tensor(self, tensor: TensorPlan, opened: PlannedFile, memory: memoryview) -> list[BoxFact]:
+    def _write_tensor(self, tensor: TensorPlan, opened: PlannedFile, memory: memoryview) -> list[BoxProvenance]:
         readers = [self._reader(tensor, piece) for piece in tensor.pieces]
         waiting = deque(readers)
         at = opened.offset_of(tensor)
@@ -405,7 +405,7 @@ class _Merge:
 
     def _held_dtype(self, tensor: TensorPlan, piece: Piece) -> str:
         """The dtype in which a piece's supplier has it."""
-        return self._source.holders[piece.holder].tensors[tensor.source].shard.dtype
+        return self._source.files[piece.holder].tensors[tensor.source].shard.dtype
 
     def _reader(self, tensor: TensorPlan, piece: Piece) -> _Reader:
         held = self._held_dtype(tensor, piece)
@@ -416,18 +416,18 @@ class _Merge:
         return ConvertingReader(readers, held, tensor.dtype, tensor.reduce, xxhash.xxh3_128())
 
     def _box_reader(self, tensor: TensorPlan, piece: Piece, holder: int, box_index: int) -> BoxReader:
-        extent = extent_of(self._source, tensor, holder, box_index)
-        dtype = self._source.holders[holder].tensors[tensor.source].shard.dtype
+        byte_range = byte_range_of(self._source, tensor, holder, box_index)
+        dtype = self._source.files[holder].tensors[tensor.source].shard.dtype
         copies = 1 + len(piece.replicas) if tensor.reduce is not None else 1
-        ahead = AHEAD_BYTES // (len(tensor.pieces) * copies)
-        return BoxReader(extent, piece.box, dtype, ahead)
+        ahead = READ_AHEAD_BYTES // (len(tensor.pieces) * copies)
+        return BoxReader(byte_range, piece.box, dtype, ahead)
 
-    def _fact(self, tensor: TensorPlan, piece: Piece, reader: _Reader) -> BoxFact:
+    def _fact(self, tensor: TensorPlan, piece: Piece, reader: _Reader) -> BoxProvenance:
         suppliers = [(piece.holder, piece.box_index), *piece.replicas]
         readers = reader.readers if isinstance(reader, ConvertingReader) else [reader]
         for (holder, _), one in zip(suppliers, readers, strict=False):
-            one.digest.check(tensor.source, self._source.holders[holder].rank)
-        return BoxFact(self._source.holders[piece.holder].rank, reader.hexdigest())
+            one.digest.check(tensor.source, self._source.files[holder].rank)
+        return BoxProvenance(self._source.files[piece.holder].rank, reader.hexdigest())
 
     def _count(self, nbytes: int) -> None:
         with self._lock:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from statexchange.checkpoint.publication import FORMAT_METADATA
 from statexchange.errors import UnsupportedError, excerpt
-from statexchange.formats.source import listing
+from statexchange.formats.source import abbreviated_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,8 +34,8 @@ def check_readable(source: Source, options: ExportOptions) -> None:
             raise error
     if source.kind != "torch" or not any(name.startswith(_DEEPSPEED) for name in source.others):
         return
-    for holder in source.holders:
-        empty = [t.shard.name for t in holder.tensors.values() if t.shard.global_shape == (0,)]
+    for shard_file in source.files:
+        empty = [t.shard.name for t in shard_file.tensors.values() if t.shard.global_shape == (0,)]
         partitioned = list(filter(options.wants, empty))
         if partitioned:
             raise UnsupportedError(
@@ -43,7 +43,7 @@ def check_readable(source: Source, options: ExportOptions) -> None:
                 "*_optim_states.pt files: run DeepSpeed's zero_to_fp32.py there, or leave them out with exclude "
                 "(--exclude)",
                 name=partitioned[0],
-                path=holder.path,
+                path=shard_file.path,
             )
 
 
@@ -55,7 +55,7 @@ def kept_metadata(source: Source) -> tuple[dict[str, str], tuple[str, ...]]:
     notes = []
     if lost:
         reasons = {key: "files differ" if key in source.differing else "not valid text" for key in lost}
-        notes.append(f"metadata keys that are not kept: {listing(reasons)}")
+        notes.append(f"metadata keys that are not kept: {abbreviated_list(reasons)}")
     given, written = source.metadata.get("format"), FORMAT_METADATA["format"]
     if given not in (None, written):
         notes.append(f"the metadata key format becomes {written!r}; it was {excerpt(given, 60)}")
@@ -77,7 +77,7 @@ def notes_about(source: Source, names: Iterable[str], options: ExportOptions) ->
     others = {name: what for name, what in source.others.items() if options.wants(name)}
     if others:
         count = "1 entry is no tensor" if len(others) == 1 else f"{len(others):,} entries are no tensors"
-        notes.append(f"{count}, not written: {listing(others)}")
+        notes.append(f"{count}, not written: {abbreviated_list(others)}")
     groups = Counter(map(_optimizer_group, names))
     rest = groups.pop("", 0)
     if groups and rest:

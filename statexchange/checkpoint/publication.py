@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from statexchange.checkpoint.index import index_name, index_text, listed_files, manifest_text
 from statexchange.errors import InvalidArgumentError, UnsafeError, UnsupportedError
 from statexchange.formats.huggingface import MANIFEST
-from statexchange.storage.build import OutputFile, check_build, open_build
-from statexchange.storage.store import Store, given_path, is_url
+from statexchange.storage.build import OutputFile
+from statexchange.storage.open_build import check_build, open_build
+from statexchange.storage.store import Store, resolve_path, is_url
 from statexchange.storage.tensorfile import encode_header
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from statexchange.checkpoint.index import BoxFact
+    from statexchange.checkpoint.index import BoxProvenance
     from statexchange.sharding.plan import FilePlan, Plan, TensorPlan
     from statexchange.storage.files import Buffer
 
@@ -32,7 +33,7 @@ FORMAT_METADATA = {"format": "pt"}  # what save_file is given for tensors of tor
 
 def target_path(path: str | os.PathLike[str]) -> str:
     """Return the absolute path of a directory to publish, or its URL without a slash at the end."""
-    name = given_path(path, "a target")
+    name = resolve_path(path, "a target")
     if is_url(name):
         return name.rstrip("/")
     if "://" in name:
@@ -139,7 +140,7 @@ class Publication:
         metadata: text metadata of the tensor files; "format" alone unless given.
         overwrite: replace a checkpoint of ours that lies at the target.
         reuse: keep output files of this very plan that a dead publisher had finished: `finished` maps their names to
-            the facts that `record` was given. It is for plans whose digest stands for every byte.
+            the metadata that `record` was given. It is for plans whose digest stands for every byte.
         resume: the user says that publishers of other hosts that have left something at the target are dead.
 
     Raises:
@@ -193,26 +194,26 @@ class Publication:
         header = self._draft.headers[file.name]
         return PlannedFile(file, self._build.create(file.name, len(header) + file.data_nbytes, header))
 
-    def record(self, name: str, facts: Any) -> None:
-        """Record that an output file is finished, with facts (JSON), for whoever resumes after a kill."""
-        self._build.record(name, facts)
+    def record(self, name: str, metadata: Any) -> None:
+        """Record that an output file is finished, with metadata (JSON), for whoever resumes after a kill."""
+        self._build.record(name, metadata)
 
     def make_probe(self) -> str:
         """Return a path that exists where the files are seen, and nowhere else, until `commit`."""
         return self._build.make_probe()
 
-    def commit(self, facts: Mapping[str, Sequence[BoxFact]]) -> list[tuple[str, int]]:
+    def commit(self, provenance: Mapping[str, Sequence[BoxProvenance]]) -> list[tuple[str, int]]:
         """Write extra files, index and manifest, and give the directory its name; return these files with their sizes.
 
         The sizes are those written: the name may lead to another checkpoint a moment later.
 
-        `facts` has one BoxFact per piece of each output tensor. When this returns the checkpoint is there, whole and
+        `provenance` has one BoxProvenance per piece of each output tensor. When this returns the checkpoint is there, whole and
         durable. Raises TargetExistsError if another publisher was first.
         """
         texts = self._draft.texts
         for name, data in texts.items():
             self._build.put(name, data)
-        manifest = manifest_text(self._plan, facts, self._draft.names, self._source)
+        manifest = manifest_text(self._plan, provenance, self._draft.names, self._source)
         self._build.commit(MANIFEST, manifest)
         return [*((name, len(data)) for name, data in texts.items()), (MANIFEST, len(manifest))]
 

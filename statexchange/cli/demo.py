@@ -13,7 +13,7 @@ from statexchange.cli import command as commands
 from statexchange.cli.output import Output, fields_of
 from statexchange.cli.text import format_seconds
 from statexchange.errors import TargetExistsError
-from statexchange.storage.store import given_path
+from statexchange.storage.store import resolve_path
 
 if TYPE_CHECKING:
     from statexchange.demo import DemoReport
@@ -35,7 +35,7 @@ def command(output: Output, ranks: int, keep: str | None, steps: int) -> int:
 
     commands.refuse_other_ranks()
     picture = _picture_path(keep)
-    watch = _Watch(output, steps, picture)
+    watch = _DemoProgress(output, steps, picture)
     try:
         report = run_demo(ranks, keep=keep, steps=steps, on_progress=watch)
     finally:
@@ -48,13 +48,13 @@ def command(output: Output, ranks: int, keep: str | None, steps: int) -> int:
 def _picture_path(keep: str | None) -> str | None:
     if keep is None:
         return None
-    path = os.path.join(given_path(keep, "--keep"), _PICTURE)
+    path = os.path.join(resolve_path(keep, "--keep"), _PICTURE)
     if os.path.lexists(path):
         raise TargetExistsError("the demo's picture is already there: remove it, or keep another", path=path)
     return path
 
 
-class _Watch:
+class _DemoProgress:
     """Follows a demo: shows its steps, and draws the merged checkpoint while it is there."""
 
     def __init__(self, output: Output, steps: int, picture: str | None) -> None:
@@ -63,18 +63,18 @@ class _Watch:
         self._picture = picture
         self._began = time.monotonic()
         self.bars: list[str] = []
-        self._tell("starting the ranks")
+        self._show_status("starting the ranks")
 
     def __call__(self, event: dict[str, Any]) -> None:
         if event["phase"] == "train":
             self._step(event["step"] + 1, event["loss"], event["seconds"])
         elif event["phase"] == "export":
-            self._tell("exporting the merged checkpoint, comparing it with the shards")
+            self._show_status("exporting the merged checkpoint, comparing it with the shards")
         else:
-            self._tell("loading it in one process")
+            self._show_status("loading it in one process")
             self._draw(event["path"])
 
-    def _tell(self, text: str) -> None:
+    def _show_status(self, text: str) -> None:
         if not self._output.live(text):
             self._output.message(text)
 
@@ -131,7 +131,7 @@ def _show_checks(output: Output, report: DemoReport) -> None:
     rate = format_bytes(report.export_bytes / report.export_seconds)
     grown, root = format_bytes(report.root_peak_growth_bytes), format_bytes(report.root_peak_bytes)
     output.line()
-    output.facts(
+    output.fields(
         [
             ("tensors bit-equal", f"{report.tensors_equal}/{report.tensors_total}"),
             *(("not equal", name) for name in report.mismatches),

@@ -102,14 +102,14 @@ def _run(output: Output, arguments: Sequence[str]) -> int:
         return _refuse_usage(output, error)
     except StateExchangeError as error:
         if error.code == "INTERNAL":
-            return _apologise(output, error)
+            return _report_internal_error(output, error)
         return output.fail(error, error.code, _hint(error, arguments))
     except OSError as error:
         if error.errno not in _REFUSALS:
-            return _apologise(output, error)
+            return _report_internal_error(output, error)
         return output.fail(StorageError.of(error, "go on", path=error.filename), "IO")
     except Exception as error:  # noqa: BLE001 (the last resort: nothing is hidden, the traceback is shown)
-        return _apologise(output, error)
+        return _report_internal_error(output, error)
 
 
 def _refuse_usage(output: Output, error: click.ClickException) -> int:
@@ -124,7 +124,7 @@ def _hint(error: StateExchangeError, arguments: Sequence[str]) -> str | None:
     return None
 
 
-def _apologise(output: Output, error: Exception) -> int:
+def _report_internal_error(output: Output, error: Exception) -> int:
     import traceback
 
     text = "".join(traceback.format_exception(error))

@@ -93,7 +93,7 @@ def command(output: Output, source: str, out: str, **options: Any) -> int:
 
     \b
     A layout file maps name patterns to rules; the first that matches wins:
-      {"grid": {"pp": 2, "ep": 2, "tp": 4},         the ranks, slowest axis first
+      {"mesh": {"pp": 2, "ep": 2, "tp": 4},         the ranks, slowest axis first
        "rules": {
          "*.o_proj.weight": {"dim": 1, "axis": "tp"},
          "*.gate_up.weight": {"dim": 0, "axis": "tp", "blocks": [1, 1]},
@@ -101,7 +101,7 @@ def command(output: Output, source: str, out: str, **options: Any) -> int:
                           "split": {"qkv": {"q": 4, "k": 1, "v": 1}}},
          "*.experts.*": {"renumber": "experts", "axis": "ep"},
          "*.scale": {"reduce": "max"}}}
-    Without a grid the rules alone do. Words of transformers' tp_plan are rules too.
+    Without a mesh the rules alone do. Words of transformers' tp_plan are rules too.
     All of it: python -m pydoc statexchange.sharding.rules
     """
     from statexchange.checkpoint.merge import merge_checkpoint

@@ -25,7 +25,7 @@ __all__ = [
     "code_of",
     "error_record",
     "fields_of",
-    "gravest",
+    "most_severe",
     "printable",
 ]
 
@@ -45,7 +45,7 @@ EXIT_CODES = {
     "INTERNAL": 70,
     "INTERRUPTED": 130,
 }
-_GRAVEST_FIRST = (
+_MOST_SEVERE_FIRST = (
     "INTERNAL",
     "CORRUPT",
     "INCOMPLETE",
@@ -66,9 +66,9 @@ def code_of(finding: StateExchangeError) -> str:
     return "FINDINGS" if isinstance(finding, ReplicaError) else finding.code
 
 
-def gravest(findings: Iterable[StateExchangeError]) -> StateExchangeError | None:
+def most_severe(findings: Iterable[StateExchangeError]) -> StateExchangeError | None:
     """The finding that decides the exit code; of equally grave ones the first."""
-    return min(findings, key=lambda finding: _GRAVEST_FIRST.index(code_of(finding)), default=None)
+    return min(findings, key=lambda finding: _MOST_SEVERE_FIRST.index(code_of(finding)), default=None)
 
 
 def printable(text: str) -> str:
@@ -116,9 +116,9 @@ class Output:
         if self.human:
             self._write(sys.stdout, printable(text))
 
-    def facts(self, facts: Iterable[tuple[str, str]]) -> None:
+    def fields(self, fields: Iterable[tuple[str, str]]) -> None:
         """Keys and values, one pair a line."""
-        rows = list(facts)
+        rows = list(fields)
         width = max((len(key) for key, _ in rows), default=0)
         for key, value in rows:
             self.line(f"{key:<{width}}  {value}")

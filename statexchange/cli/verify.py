@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from statexchange.cli import command as commands
-from statexchange.cli.output import Output, code_of, error_record, fields_of, gravest
+from statexchange.cli.output import Output, code_of, error_record, fields_of, most_severe
 from statexchange.cli.progress import Progress
 from statexchange.cli.text import format_seconds
 from statexchange.report.pictures import format_bytes
@@ -30,7 +30,7 @@ def command(output: Output, path: str) -> int:
     with Progress(output, "verify") as progress:
         report = verify(path, on_progress=progress)
     _show(output, report, time.perf_counter() - began)
-    worst = gravest(report.findings)
+    worst = most_severe(report.findings)
     rows = [error_record(finding, code_of(finding)) for finding in report.findings]
     data = {key: value for key, value in fields_of(report).items() if key != "findings"}
     return output.finish(code_of(worst) if worst else "OK", data, rows=("findings", rows), error=worst)

@@ -20,12 +20,12 @@ from statexchange.errors import (
     excerpt,
 )
 from statexchange.formats.budget import Budget
-from statexchange.formats.pickles import MAX_PICKLE_BYTES, Made, Symbol, read_pickle
-from statexchange.formats.source import Holder, ListedTensor, Source, SourceTensor
-from statexchange.formats.torch_archive import Archive, View, described, dtype_of, holds_tensor, plain, view_of
+from statexchange.formats.pickles import MAX_PICKLE_BYTES, OpaqueObject, GlobalRef, read_pickle
+from statexchange.formats.source import ShardFile, UnreadableTensor, Source, SourceTensor
+from statexchange.formats.torch_archive import Archive, TensorView, describe, dtype_of, holds_tensor, unwrap_tensor, view_of
 from statexchange.sharding.shards import Box, Shard, shape_from_json, sizes_from_json
 from statexchange.storage.byte_range import ByteRange
-from statexchange.storage.place import Place
+from statexchange.storage.opened_path import OpenedPath
 from statexchange.storage.store import Store, StoredFile
 
 __all__ = ["METADATA", "matches", "read"]
@@ -58,26 +58,26 @@ class _Stored:
     length: int
 
 
-def matches(place: Place) -> bool:
+def matches(opened: OpenedPath) -> bool:
     """Whether a DCP directory lies at a place, perhaps without its metadata."""
-    if place.file is not None:
+    if opened.file is not None:
         return False
-    return METADATA in place.store.listing or any(map(_FILE_NAME.fullmatch, place.store.files))
+    return METADATA in opened.store.listing or any(map(_FILE_NAME.fullmatch, opened.store.files))
 
 
-def read(place: Place, *, strict: bool = True) -> Source:
-    """Return the source at a place: each .distcp file is a holder, its rank that of its name.
+def read(opened: OpenedPath, *, strict: bool = True) -> Source:
+    """Return the source at a place: each .distcp file is a shard_file, its rank that of its name.
 
     What is broken in the metadata itself is an error in any case; all else is named by its file.
     """
-    store = place.store
+    store = opened.store
     metadata = store.path_of(METADATA)
     if METADATA not in store.listing:
         text = f"{METADATA} is missing, which torch writes last: the save did not end, or hidden files were not copied"
         problem = IncompleteError(text, path=store.path)
         if strict:
             raise problem
-        return Source("dcp", place, (), problems=(problem,))
+        return Source("dcp", opened, (), problems=(problem,))
     try:
         data = store.read_small(METADATA, MAX_PICKLE_BYTES)
         budget = Budget(len(data), metadata)
@@ -87,28 +87,28 @@ def read(place: Place, *, strict: bool = True) -> Source:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptError(f"not what torch writes: {excerpt(error, 200)}", path=metadata) from None
     problems = _unstored(tensors, by_file, metadata)
-    holders: list[Holder] = []
+    shard_files: list[ShardFile] = []
     others: dict[str, str] = {}
     texts: dict[str, str] = {}
     listed = list(unsupported)
-    views: dict[bytes, View] = {}
+    views: dict[bytes, TensorView] = {}
     for file in sorted(by_file, key=_order):
-        reader = _File(store.path_of(file), _order(file)[0], tensors, views)
+        reader = _DcpFileReader(store.path_of(file), _order(file)[0], tensors, views)
         try:
-            holders.append(reader.read(_opened(store, file, by_file[file]), by_file[file]))
+            shard_files.append(reader.read(_opened(store, file, by_file[file]), by_file[file]))
             others |= reader.others
             texts |= reader.texts
             listed += reader.unsupported
         except StateExchangeError as error:
             problems.append(error)
             listed += [
-                ListedTensor(name, tensors[name].dtype, tensors[name].shape, store.path_of(file))
+                UnreadableTensor(name, tensors[name].dtype, tensors[name].shape, store.path_of(file))
                 for name in {entry.name: None for entry in by_file[file] if entry.name in tensors}
             ]
     if problems and strict:
         raise problems[0]
     return Source(
-        "dcp", place, tuple(holders), others=others, texts=texts, problems=tuple(problems), listed=tuple(listed)
+        "dcp", opened, tuple(shard_files), others=others, texts=texts, problems=tuple(problems), unreadable=tuple(listed)
     )
 
 
@@ -133,75 +133,75 @@ def _order(file: str) -> tuple[int, int]:
 
 def _parsed(
     metadata: Any, budget: Budget, path: str
-) -> tuple[dict[str, _Tensor], dict[str, list[_Stored]], list[ListedTensor]]:
+) -> tuple[dict[str, _Tensor], dict[str, list[_Stored]], list[UnreadableTensor]]:
     """Return the tensors by name, the entries of each file, and the tensors of dtypes that are not supported."""
     _expect(metadata, "Metadata")
     tensors = {}
     others = set()
-    unsupported: dict[str, ListedTensor] = {}
-    for name, fact in metadata.state["state_dict_metadata"].items():
+    unsupported: dict[str, UnreadableTensor] = {}
+    for name, record in metadata.state["state_dict_metadata"].items():
         if type(name) is not str:
             raise ValueError(f"a {type(name).__name__} as a name")
-        if fact.name == "BytesStorageMetadata":
+        if record.name == "BytesStorageMetadata":
             others.add(name)
         else:
             try:
-                tensors[name] = _tensor(name, fact, budget)
+                tensors[name] = _tensor(name, record, budget)
             except UnsupportedError as error:
-                unsupported[name] = _unsupported(name, fact, error, path)
+                unsupported[name] = _unsupported(name, record, error, path)
     by_file: dict[str, list[_Stored]] = {}
-    for index, place in (metadata.state["storage_data"] or {}).items():
+    for index, storage_info in (metadata.state["storage_data"] or {}).items():
         _expect(index, "MetadataIndex")
-        _expect(place, "_StorageInfo")
+        _expect(storage_info, "_StorageInfo")
         name, offsets = index.state["fqn"], index.state.get("offset")
         if type(name) is str and name in unsupported:
             continue
         if type(name) is not str or (name not in tensors and name not in others):
             text = f"{METADATA} stores this entry but does not describe it: the save is damaged, save again"
             raise CorruptError(text, name=name if type(name) is str else None)
-        stored = _stored(name, offsets if name in tensors else None, place.state)
+        stored = _stored(name, offsets if name in tensors else None, storage_info.state)
         if name in tensors and stored.offsets not in tensors[name].chunks:
             raise CorruptError(f"part at {stored.offsets} is stored but not described in {METADATA}", name=name)
-        by_file.setdefault(_file_name(place.state, name), []).append(stored)
+        by_file.setdefault(_file_name(storage_info.state, name), []).append(stored)
     return tensors, by_file, list(unsupported.values())
 
 
-def _unsupported(name: str, fact: Made, error: UnsupportedError, path: str) -> ListedTensor:
-    symbol = fact.state["properties"].state[0]
-    dtype = symbol.name if type(symbol) is Symbol else None
-    return ListedTensor(name, dtype, shape_from_json(fact.state["size"]), path, error.located(name=name, path=path))
+def _unsupported(name: str, record: OpaqueObject, error: UnsupportedError, path: str) -> UnreadableTensor:
+    symbol = record.state["properties"].state[0]
+    dtype = symbol.name if type(symbol) is GlobalRef else None
+    return UnreadableTensor(name, dtype, shape_from_json(record.state["size"]), path, error.located(name=name, path=path))
 
 
 def _expect(made: Any, name: str) -> None:
-    if type(made) is not Made or made.name != name:
+    if type(made) is not OpaqueObject or made.name != name:
         raise ValueError(f"no {name}")
 
 
-def _tensor(name: str, fact: Made, budget: Budget) -> _Tensor:
-    _expect(fact, "TensorStorageMetadata")
-    budget.spend(_STEPS_PER_BOX * len(fact.state["chunks"]))
-    shape = shape_from_json(fact.state["size"])
+def _tensor(name: str, record: OpaqueObject, budget: Budget) -> _Tensor:
+    _expect(record, "TensorStorageMetadata")
+    budget.spend(_STEPS_PER_BOX * len(record.state["chunks"]))
+    shape = shape_from_json(record.state["size"])
     chunks: dict[tuple[int, ...], Box] = {}
-    for chunk in fact.state["chunks"]:
+    for chunk in record.state["chunks"]:
         box = Box.from_json([chunk.state["offsets"], chunk.state["sizes"]])
         # Empty parts may begin where a real one does.
         if chunks.setdefault(box.offsets, box) != box and box.numel:
             if chunks[box.offsets].numel:
                 raise CorruptError(f"two parts begin at {box.offsets}", name=name)
             chunks[box.offsets] = box
-    return _Tensor(dtype_of(fact.state["properties"].state[0]), shape, chunks)
+    return _Tensor(dtype_of(record.state["properties"].state[0]), shape, chunks)
 
 
-def _stored(name: str, offsets: Any, place: dict[str, Any]) -> _Stored:
-    if place.get("transform_descriptors"):
-        shown = excerpt(place["transform_descriptors"])
+def _stored(name: str, offsets: Any, storage_info: dict[str, Any]) -> _Stored:
+    if storage_info.get("transform_descriptors"):
+        shown = excerpt(storage_info["transform_descriptors"])
         raise UnsupportedError(f"its bytes went through {shown}: save it without extensions", name=name)
-    begin, length = sizes_from_json((place["offset"], place["length"]))
+    begin, length = sizes_from_json((storage_info["offset"], storage_info["length"]))
     return _Stored(name, None if offsets is None else sizes_from_json(offsets), begin, length)
 
 
-def _file_name(place: dict[str, Any], name: str) -> str:
-    file = place["relative_path"]
+def _file_name(storage_info: dict[str, Any], name: str) -> str:
+    file = storage_info["relative_path"]
     if type(file) is not str or not _FILE_NAME.fullmatch(file):
         raise CorruptError(f"{METADATA} names the file {excerpt(file)}, which is not a DCP file name", name=name)
     return file
@@ -238,20 +238,20 @@ def _is_plain(value: Any) -> bool:
     return False
 
 
-class _File:
+class _DcpFileReader:
     """Reads the entries of one .distcp file. `views` remembers what equal pickles of entries mean."""
 
-    def __init__(self, path: str, rank: int, tensors: dict[str, _Tensor], views: dict[bytes, View]) -> None:
+    def __init__(self, path: str, rank: int, tensors: dict[str, _Tensor], views: dict[bytes, TensorView]) -> None:
         self._path = path
         self._rank = rank
         self._tensors = tensors
         self._views = views
         self.others: dict[str, str] = {}
         self.texts: dict[str, str] = {}
-        self.unsupported: list[ListedTensor] = []
+        self.unsupported: list[UnreadableTensor] = []
 
-    def read(self, file: StoredFile, entries: list[_Stored]) -> Holder:
-        """Return the holder with all tensors of the file. No bytes are read for two entries."""
+    def read(self, file: StoredFile, entries: list[_Stored]) -> ShardFile:
+        """Return the shard_file with all tensors of the file. No bytes are read for two entries."""
         end = 0
         for entry in sorted(entries, key=lambda e: e.begin):
             if entry.begin < end:
@@ -264,7 +264,7 @@ class _File:
                 self._entry(file, entry, parts)
             except _REFUSALS as error:
                 raise error.located(rank=self._rank, name=entry.name, path=self._path) from None
-        return Holder(self._rank, file, {n: self._joined(n, p) for n, p in parts.items()})
+        return ShardFile(self._rank, file, {n: self._joined(n, p) for n, p in parts.items()})
 
     def _entry(self, file: StoredFile, entry: _Stored, parts: dict[str, list[tuple[Box, ByteRange]]]) -> None:
         archive = Archive(file, entry.begin, entry.length)
@@ -277,12 +277,12 @@ class _File:
         for what, expected, found in (("dtype", tensor.dtype, view.dtype), ("shape", box.shape, view.shape)):
             if expected != found:
                 raise CorruptError(f"{what} in {METADATA} differs from the file", expected=expected, found=found)
-        parts.setdefault(entry.name, []).append((box, archive.extent(view)))
+        parts.setdefault(entry.name, []).append((box, archive.byte_range(view)))
 
-    def _view(self, data: bytes) -> View:
+    def _view(self, data: bytes) -> TensorView:
         if data not in self._views:
             try:
-                self._views[data] = view_of(plain(read_pickle(data, self._path)))
+                self._views[data] = view_of(unwrap_tensor(read_pickle(data, self._path)))
             except _REFUSALS:
                 raise
             except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -298,21 +298,21 @@ class _File:
         data = archive.pickle()
         budget = Budget(len(data), self._path)
         try:
-            value = read_pickle(data, self._path, budget, opaque=True)
+            value = read_pickle(data, self._path, budget, unknown_classes=True)
         except UnsafeError as error:
             self.others[name] = error.message
             return
-        what = described(value)
+        what = describe(value)
         if _is_plain(value):
             self.others[name], self.texts[name] = what, values.encode(value)
         elif not holds_tensor(value, budget, set()):
             self.others[name] = what
-        elif type(value) is not Made:
+        elif type(value) is not OpaqueObject:
             self.others[name] = f"{what}, with tensors in it"
         else:
             text = f"this holds tensors and is not understood: {what}"
             refusal = UnsupportedError(text, rank=self._rank, name=name, path=self._path)
-            self.unsupported.append(ListedTensor(name, None, None, self._path, refusal))
+            self.unsupported.append(UnreadableTensor(name, None, None, self._path, refusal))
 
     def _joined(self, name: str, parts: list[tuple[Box, ByteRange]]) -> SourceTensor:
         tensor = self._tensors[name]
@@ -320,4 +320,4 @@ class _File:
             shard = Shard(name, tensor.dtype, tensor.shape, tuple(box for box, _ in parts))
         except ValueError as error:
             raise CorruptError(str(error), name=name, rank=self._rank, path=self._path) from None
-        return SourceTensor(shard, tuple(extent for _, extent in parts))
+        return SourceTensor(shard, tuple(byte_range for _, byte_range in parts))

@@ -1,7 +1,7 @@
 """Pickles that torch writes, read as plain data: nothing in them is imported, called or built but what is here.
 
 A small machine of its own for the opcodes that Python's pickler emits since protocol 2. What the pickle would construct
-becomes a `Made`, which names its class and does nothing. Which names a pickle may use:
+becomes a `OpaqueObject`, which names its class and does nothing. Which names a pickle may use:
 
 1. The names that are known here. A pickle of which each object must be understood (the metadata of a DCP directory, the
    entry of a tensor) may use no others.
@@ -28,7 +28,7 @@ from statexchange.errors import CorruptError, StateExchangeError, UnsafeError, e
 from statexchange.formats.budget import Budget
 from statexchange.tensors import DTYPE_NAMES
 
-__all__ = ["MAX_PICKLE_BYTES", "Made", "Symbol", "contents", "read_pickle"]
+__all__ = ["MAX_PICKLE_BYTES", "OpaqueObject", "GlobalRef", "contents", "read_pickle"]
 
 MAX_PICKLE_BYTES = 512 << 20
 _MAX_LONG_BYTES = 1024
@@ -40,7 +40,7 @@ _STOP, _MEMOIZE, _BINGET, _BININT1, _LONG_BINGET = b".\x94hKj"
 
 
 @dataclass(frozen=True, slots=True)
-class Symbol:
+class GlobalRef:
     """A class, function or dtype by its name, not the thing itself.
 
     Names that are known are short, and other spellings of one share it. Others have their module: "numpy.ndarray".
@@ -49,7 +49,7 @@ class Symbol:
     name: str
 
     @property
-    def is_opaque(self) -> bool:
+    def is_unknown(self) -> bool:
         """Whether it is not known here."""
         return "." in self.name
 
@@ -60,7 +60,7 @@ class Symbol:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Made:
+class OpaqueObject:
     """An object that the pickle would construct: name of its class, arguments, state, items. Never constructed.
 
     Only opaque objects, whose class is not known here, have items.
@@ -75,7 +75,7 @@ class Made:
         return f"<{self.name}>"
 
     @property
-    def is_opaque(self) -> bool:
+    def is_unknown(self) -> bool:
         """Whether its class is not known here."""
         return "." in self.name
 
@@ -84,7 +84,7 @@ class Made:
         """The name of its class; if a function would construct it, that of the class that the function is given."""
         is_function = self.name == "getattr" or self.name.rpartition(".")[2] in _CONSTRUCTING
         given = self.args[0] if is_function and self.args else None
-        return given.name if type(given) is Symbol else self.name
+        return given.name if type(given) is GlobalRef else self.name
 
 
 # Every name that is understood, by the modules that have had it.
@@ -126,7 +126,7 @@ _SPELLINGS = {
     "__builtin__": "set frozenset bytearray complex dict list tuple int float str bool getattr",
     "_codecs": "encode",
 }
-_KNOWN = {(module, name): Symbol(name) for module, names in _SPELLINGS.items() for name in names.split()}
+_KNOWN = {(module, name): GlobalRef(name) for module, names in _SPELLINGS.items() for name in names.split()}
 # Classes whose names do not begin with a capital letter, and functions that construct objects of the class they are
 # given, where that is all they do.
 _CONSTRUCTING = ("_reconstruct", "_reconstructor")
@@ -162,20 +162,20 @@ _RUNS_CODE = frozenset(_MODULES_THAT_RUN_CODE.split())
 _BUILTINS_THAT_RUN_CODE = {"__import__", "breakpoint", "compile", "eval", "exec", "globals", "input", "open"}
 _ONLY_DATA = {("types", "SimpleNamespace"), ("_io", "BytesIO"), ("_io", "StringIO")}  # of these modules
 _MAX_NAME = 200  # characters of a module's name, and of a class's
-_SCALARS = {str, int, float, bool, bytes, type(None), Symbol}
-_HOLDING = {dict, list, tuple, set, frozenset, Made}
+_SCALARS = {str, int, float, bool, bytes, type(None), GlobalRef}
+_HOLDING = {dict, list, tuple, set, frozenset, OpaqueObject}
 
 
-def read_pickle(data: bytes, path: str, budget: Budget | None = None, *, opaque: bool = False) -> Any:
-    """Parse a pickle into builtins, Made and Symbol without importing or calling anything.
+def read_pickle(data: bytes, path: str, budget: Budget | None = None, *, unknown_classes: bool = False) -> Any:
+    """Parse a pickle into builtins, OpaqueObject and GlobalRef without importing or calling anything.
 
     `path` is for messages; `budget` is what the reading of these bytes, and what follows from it, may take; with
     `opaque` objects of classes that are not known are read too. torch.Size becomes a tuple and an OrderedDict a dict; a
-    persistent id becomes a `Made` called "persistent". A name that is refused (see the top of this file), or an opcode
+    persistent id becomes a `OpaqueObject` called "persistent". A name that is refused (see the top of this file), or an opcode
     that no pickler of today emits, is an UnsafeError; broken bytes are a CorruptError. Memory and time are proportional
     to `data`, whatever it claims and repeats.
     """
-    machine = _Machine(data, path, Budget(len(data), path) if budget is None else budget, opaque=opaque)
+    machine = _Machine(data, path, Budget(len(data), path) if budget is None else budget, unknown_classes=opaque)
     try:
         return machine.run()
     except StateExchangeError:
@@ -197,7 +197,7 @@ def contents(values: Iterable[Any], budget: Budget, seen: set[int], without: Con
             if id(item) in without or id(item) in seen:
                 continue
             seen.add(id(item))
-            if kind is Made:
+            if kind is OpaqueObject:
                 below: Any = (item.args, item.state, item.items)
             else:
                 below = (*item.keys(), *item.values()) if kind is dict else item
@@ -219,12 +219,12 @@ class _Machine:
         "functions",
         "given",
         "memo",
-        "opaque",
+        "unknown_classes",
         "path",
         "stack",
     )
 
-    def __init__(self, data: bytes, path: str, budget: Budget, *, opaque: bool) -> None:
+    def __init__(self, data: bytes, path: str, budget: Budget, *, unknown_classes: bool) -> None:
         self.at = 0
         self.budget = budget
         self.by_hash: dict[int, list[Any]] = {}  # keys that a pickle can make to share a hash
@@ -233,8 +233,8 @@ class _Machine:
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
-        self.opaque = opaque
-        self.classes: dict[tuple[str, str], Symbol] = {}  # names that are not known, by module and name
+        self.unknown_classes = opaque
+        self.classes: dict[tuple[str, str], GlobalRef] = {}  # names that are not known, by module and name
         self.functions: set[str] = set()  # those that are functions unless NEWOBJ makes an object of them
         self.given: list[Any] = []  # the arguments of all that the pickle would call
 
@@ -266,7 +266,7 @@ class _Machine:
             raise ValueError("a mark is left")
         if self.functions:
             for item in contents(self.given, self.budget, set()):
-                if type(item) is Symbol and item.name in self.functions:
+                if type(item) is GlobalRef and item.name in self.functions:
                     raise self.unsafe(item.name)
         return value
 
@@ -295,23 +295,23 @@ class _Machine:
         return items
 
     def symbol(self, module: Any, name: Any) -> None:
-        """Push the Symbol of a name."""
+        """Push the GlobalRef of a name."""
         found = None
         if type(module) is type(name) is str:
-            found = _KNOWN.get((module, name)) or self.classes.get((module, name)) or self.opaque_symbol(module, name)
+            found = _KNOWN.get((module, name)) or self.classes.get((module, name)) or self.unknown_global(module, name)
         if found is None:
             raise self.unsafe(f"{_plain_text(module)}.{_plain_text(name)}")
         self.stack.append(found)
 
-    def opaque_symbol(self, module: str, name: str) -> Symbol | None:
-        """The Symbol of a name that is not known; None if the pickle may not use it."""
-        if not self.opaque or len(module) > _MAX_NAME or len(name) > _MAX_NAME:
+    def unknown_global(self, module: str, name: str) -> GlobalRef | None:
+        """The GlobalRef of a name that is not known; None if the pickle may not use it."""
+        if not self.unknown_classes or len(module) > _MAX_NAME or len(name) > _MAX_NAME:
             return None
         if module.partition(".")[0] in _RUNS_CODE and (module, name) not in _ONLY_DATA:
             return None
         if module in ("builtins", "__builtin__") and name in _BUILTINS_THAT_RUN_CODE:
             return None
-        found = self.classes[module, name] = Symbol(f"{module}.{name}")
+        found = self.classes[module, name] = GlobalRef(f"{module}.{name}")
         if not _is_class_name(name) and (module, name) not in _HARMLESS_NAMES:
             self.functions.add(found.name)
         return found
@@ -440,7 +440,7 @@ def _extend(machine: _Machine) -> None:
 
 def _add(machine: _Machine) -> None:
     items = machine.above_mark()
-    if _is_opaque(machine.stack[-1]):
+    if _is_unknown(machine.stack[-1]):
         _list_of(machine).extend(items)
         return
     for item in items:
@@ -450,7 +450,7 @@ def _add(machine: _Machine) -> None:
 
 def _set_item(machine: _Machine) -> None:
     value, key = machine.stack.pop(), machine.stack.pop()
-    if _is_opaque(machine.stack[-1]):
+    if _is_unknown(machine.stack[-1]):
         _list_of(machine).extend((key, value))
         return
     machine.check_key(key)
@@ -461,7 +461,7 @@ def _set_items(machine: _Machine) -> None:
     items = machine.above_mark()
     if len(items) % 2:
         raise ValueError("a key without a value")
-    if _is_opaque(machine.stack[-1]):
+    if _is_unknown(machine.stack[-1]):
         _list_of(machine).extend(items)
         return
     keys = items[::2]
@@ -471,14 +471,14 @@ def _set_items(machine: _Machine) -> None:
     _of(machine, dict).update(zip(keys, items[1::2], strict=True))
 
 
-def _is_opaque(value: Any) -> bool:
-    return type(value) is Made and value.is_opaque
+def _is_unknown(value: Any) -> bool:
+    return type(value) is OpaqueObject and value.is_unknown
 
 
 def _list_of(machine: _Machine) -> list[Any]:
     """The list on top of the stack; of an opaque object its items, which are the keys and values of a mapping."""
     made: Any = machine.stack[-1]
-    if not _is_opaque(made):
+    if not _is_unknown(made):
         found: list[Any] = _of(machine, list)
         return found
     if made.items is None:
@@ -511,26 +511,26 @@ def _stack_global(machine: _Machine) -> None:
 
 
 def _persistent(machine: _Machine) -> None:
-    machine.stack.append(Made("persistent", (machine.stack.pop(),)))
+    machine.stack.append(OpaqueObject("persistent", (machine.stack.pop(),)))
 
 
 def _new_object(machine: _Machine) -> None:
     """NEWOBJ: as REDUCE, of what must be a class."""
     symbol = machine.stack[-2]
-    if type(symbol) is Symbol:
+    if type(symbol) is GlobalRef:
         machine.functions.discard(symbol.name)
     _call(machine)
 
 
 def _call(machine: _Machine) -> None:
-    """REDUCE: push a Made instead of calling."""
+    """REDUCE: push a OpaqueObject instead of calling."""
     args, symbol = machine.stack.pop(), machine.stack.pop()
-    if type(symbol) is not Symbol or type(args) is not tuple:
+    if type(symbol) is not GlobalRef or type(args) is not tuple:
         raise UnsafeError(f"refused: the pickle calls a {type(symbol).__name__}", path=machine.path)
     if symbol.name in machine.functions:
         raise machine.unsafe(symbol.name)
     machine.given.append(args)
-    if symbol.name == "getattr" and [type(arg) for arg in args] != [Symbol, str]:
+    if symbol.name == "getattr" and [type(arg) for arg in args] != [GlobalRef, str]:
         # Early releases of Python 3.11 pickle a member of an enum as getattr(class, name).
         raise UnsafeError("refused: the pickle calls getattr on something that is not a known class", path=machine.path)
     if symbol.name == "Size" and len(args) == 1 and type(args[0]) is tuple:
@@ -538,7 +538,7 @@ def _call(machine: _Machine) -> None:
     elif symbol.name in ("OrderedDict", "defaultdict", "Counter"):
         machine.stack.append(_dict(machine, args))
     else:
-        machine.stack.append(Made(symbol.name, args))
+        machine.stack.append(OpaqueObject(symbol.name, args))
 
 
 def _dict(machine: _Machine, args: tuple[Any, ...]) -> dict[Any, Any]:
@@ -551,17 +551,17 @@ def _dict(machine: _Machine, args: tuple[Any, ...]) -> dict[Any, Any]:
 
 
 def _build(machine: _Machine) -> None:
-    """BUILD: store the state of a Made; ignore attributes of a dict, as a state dict's `_metadata`."""
+    """BUILD: store the state of a OpaqueObject; ignore attributes of a dict, as a state dict's `_metadata`."""
     state = machine.stack.pop()
     target = machine.stack[-1]
-    if type(target) is Made:
+    if type(target) is OpaqueObject:
         target.state = state
     elif type(target) is not dict:
         raise UnsafeError(f"refused: the pickle sets attributes of a {type(target).__name__}", path=machine.path)
 
 
 _Operation = Callable[[_Machine], None]
-_KEYS = {*_SCALARS, Made}
+_KEYS = {*_SCALARS, OpaqueObject}
 _OPERATIONS: dict[int, _Operation] = {
     ord(code): operation
     for code, operation in {

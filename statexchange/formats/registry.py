@@ -17,8 +17,8 @@ from statexchange.errors import (
     UnsupportedError,
 )
 from statexchange.formats.source import OpenCheckpoint, Source
-from statexchange.storage.place import Place, reading_again
-from statexchange.storage.store import given_path
+from statexchange.storage.opened_path import OpenedPath, read_with_retry
+from statexchange.storage.store import resolve_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,10 +29,10 @@ __all__ = ["FORMATS", "Format", "open_checkpoint", "open_source"]
 class Format(Protocol):
     """A module that reads one kind of checkpoint."""
 
-    def matches(self, place: Place) -> bool:
+    def matches(self, opened: OpenedPath) -> bool:
         """Whether this format lies at a place, by its listing and at most the first bytes of a file."""
 
-    def read(self, place: Place, *, strict: bool = True) -> Source:
+    def read(self, opened: OpenedPath, *, strict: bool = True) -> Source:
         """Return the source, from headers only. With `strict`, what is missing or broken is raised, else it is in the
         source's `problems`."""
 
@@ -53,25 +53,25 @@ def open_source(path: str | os.PathLike[str], *, strict: bool = True) -> Source:
     known lies there; with `strict`, IncompleteError or CorruptError for what is missing or broken, else such things
     become the source's `problems`. The source holds its files open until it is closed.
     """
-    return opened(path, read_place, strict=strict)
+    return opened(path, read_opened, strict=strict)
 
 
 def opened(path: str | os.PathLike[str], read: Callable[..., Source], *, strict: bool) -> Source:
     """Open the source at `path` with `read`, again if it was replaced meanwhile."""
-    path = given_path(path, "a source")
+    path = resolve_path(path, "a source")
 
-    def read_once(place: Place) -> Source:
-        source = read(place, strict=strict)
+    def read_once(opened: OpenedPath) -> Source:
+        source = read(opened, strict=strict)
         try:
             _check_not_repeated(source)
         except UnsupportedError:
             source.close()
             raise
-        if source.problems and not place.is_current():
+        if source.problems and not opened.is_current():
             raise ReplacedError("replaced while it was read", path=path) from source.problems[0]
         return source
 
-    return reading_again(path, read_once)
+    return read_with_retry(path, read_once)
 
 
 def _check_not_repeated(source: Source) -> None:
@@ -79,52 +79,52 @@ def _check_not_repeated(source: Source) -> None:
 
     A tensor whose strides are 0, or tensors that share a storage, may have any number of elements in a small file.
     """
-    files = {(holder.path, holder.nbytes) for holder in source.holders}
+    files = {(shard_file.path, shard_file.nbytes) for shard_file in source.files}
     limit = _FREE_BYTES + _MAX_REPETITION * sum(nbytes for _, nbytes in files)
     total = 0
-    for holder, tensor in source.shards():
-        total += sum(extent.nbytes for extent in tensor.extents)
+    for shard_file, tensor in source.shards():
+        total += sum(byte_range.nbytes for byte_range in tensor.byte_ranges)
         if total > limit:
             text = (
                 f"refused: its tensors would be {total} bytes, more than {_MAX_REPETITION} times those of its files, "
                 "which hold expanded or shared ones: save them with .contiguous()"
             )
-            raise UnsupportedError(text, name=tensor.shard.name, path=holder.path)
+            raise UnsupportedError(text, name=tensor.shard.name, path=shard_file.path)
 
 
-def read_place(place: Place, *, strict: bool = True) -> Source:
+def read_opened(opened: OpenedPath, *, strict: bool = True) -> Source:
     """Return the source at an open place."""
     for name in FORMATS:
         known: Format = import_module(f"statexchange.formats.{name}")
-        if known.matches(place):
+        if known.matches(opened):
             if name == "torch_file":
-                _check_not_above(place)
-            return known.read(place, strict=strict)
-    _check_not_above(place)
-    _check_not_a_part(place)
-    raise NotFoundError(_UNKNOWN, path=place.path)
+                _check_not_above(opened)
+            return known.read(opened, strict=strict)
+    _check_not_above(opened)
+    _check_not_a_part(opened)
+    raise NotFoundError(_UNKNOWN, path=opened.path)
 
 
-def _check_not_above(place: Place) -> None:
+def _check_not_above(opened: OpenedPath) -> None:
     """accelerate puts DCP directories below a directory of its own, beside files of torch.save that are no model."""
-    if place.file is not None:
+    if opened.file is not None:
         return
-    below = [name for name in place.store.directories if _is_dcp(place, name)]
+    below = [name for name in opened.store.directories if _is_dcp(opened, name)]
     if below:
         text = f"torch DCP directories lie here, name one of them: {', '.join(below)}"
-        raise InvalidArgumentError(text, path=place.path)
+        raise InvalidArgumentError(text, path=opened.path)
 
 
-def _check_not_a_part(place: Place) -> None:
+def _check_not_a_part(opened: OpenedPath) -> None:
     """An index or the metadata of a checkpoint is not read by itself."""
-    if place.file is not None and place.file.endswith(_DESCRIPTIONS):
-        text = f"this file describes a checkpoint: give the directory in which it lies, {place.store.path}"
-        raise InvalidArgumentError(text, path=place.path)
+    if opened.file is not None and opened.file.endswith(_DESCRIPTIONS):
+        text = f"this file describes a checkpoint: give the directory in which it lies, {opened.store.path}"
+        raise InvalidArgumentError(text, path=opened.path)
 
 
-def _is_dcp(place: Place, name: str) -> bool:
+def _is_dcp(opened: OpenedPath, name: str) -> bool:
     try:
-        return ".metadata" in place.store.below(name).listing
+        return ".metadata" in opened.store.below(name).listing
     except StateExchangeError:  # gone meanwhile, or not to be looked at
         return False
 

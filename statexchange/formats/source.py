@@ -1,4 +1,4 @@
-"""A source: a sharded checkpoint as holders with shards, and for every box the byte range that holds it."""
+"""A source: a sharded checkpoint as shard_files with shards, and for every box the byte range that holds it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from statexchange.errors import (
     UnsupportedError,
     excerpt,
 )
-from statexchange.sharding.plan import Holding, prove_cover
+from statexchange.sharding.plan import RankShards, prove_cover
 from statexchange.sharding.shards import Box, Shard, full_box, intersect
 from statexchange.storage.byte_range import ByteRange
-from statexchange.storage.place import Place
+from statexchange.storage.opened_path import OpenedPath
 from statexchange.storage.store import StoredFile
 from statexchange.storage.tensorfile import Header
 from statexchange.tensors import ITEMSIZE
@@ -27,45 +27,45 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
-    "Holder",
-    "Kind",
-    "ListedTensor",
+    "ShardFile",
+    "FormatName",
+    "UnreadableTensor",
     "OpenCheckpoint",
     "Source",
     "SourceTensor",
     "StoredTensor",
-    "listing",
+    "abbreviated_list",
     "merged_metadata",
     "unknown_dtypes",
 ]
 
 _MAX_LISTED, _MAX_NAME = 8, 100
-Kind = Literal["workspace", "huggingface", "dcp", "torch", "rank files"]
+FormatName = Literal["workspace", "huggingface", "dcp", "torch", "rank files"]
 
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A holder's shard of one tensor, with one byte range per box."""
+    """A shard_file's shard of one tensor, with one byte range per box."""
 
     shard: Shard
-    extents: tuple[ByteRange, ...]
+    byte_ranges: tuple[ByteRange, ...]
 
     def digest_of(self, index: int) -> str:
         """Return the digest of a box: the one that is known, else that of its bytes, which are read."""
         from statexchange.storage import regions  # and with it numpy, for which looking does not wait
 
-        stored, box = self.extents[index], self.shard.boxes[index]
+        stored, box = self.byte_ranges[index], self.shard.boxes[index]
         if stored.digest is not None:
             return stored.digest
         digest = regions.BoxDigest(stored, box, self.shard.dtype, always=True)
         for window, data in regions.blocks(stored, box.shape, self.shard.dtype):
-            digest.update(regions.shifted(window, box), data)
+            digest.update(regions.to_global(window, box), data)
         digest.check(self.shard.name)
         return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
-class ListedTensor:
+class UnreadableTensor:
     """A tensor that is known, and whose bytes are missing or cannot be read.
 
     `dtype` and `shape` are None where only the name is known; `path` is the file that should have it. `unsupported` is
@@ -79,18 +79,18 @@ class ListedTensor:
     unsupported: UnsupportedError | None = None
 
 
-def listing(entries: Mapping[str, str]) -> str:
+def abbreviated_list(entries: Mapping[str, str]) -> str:
     """Return the first names, what each one is, and how many more there are, for a message."""
     shown = [f"{excerpt(name, _MAX_NAME)[1:-1]} ({what})" for name, what in islice(entries.items(), _MAX_LISTED)]
     hidden = len(entries) - len(shown)
     return ", ".join(shown) + (f" and {hidden:,} more" if hidden else "")
 
 
-def unknown_dtypes(header: Header, path: str) -> list[ListedTensor]:
+def unknown_dtypes(header: Header, path: str) -> list[UnreadableTensor]:
     """Return the tensors of a safetensors file that have dtypes of which nothing is known."""
     text = "dtype {} is not supported: leave this tensor out with exclude (--exclude)"
     return [
-        ListedTensor(
+        UnreadableTensor(
             name, entry.dtype, entry.shape, path, UnsupportedError(text.format(entry.dtype), name=name, path=path)
         )
         for name, entry in header.unknown.items()
@@ -108,7 +108,7 @@ def merged_metadata(files: Sequence[Mapping[str, str]]) -> tuple[dict[str, str],
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class ShardFile:
     """A rank's file, or a file that stands for one."""
 
     rank: int
@@ -139,9 +139,9 @@ class Source:
     `close` or a with block releases it.
     """
 
-    kind: Kind
-    place: Place
-    holders: tuple[Holder, ...]
+    kind: FormatName
+    opened: OpenedPath
+    files: tuple[ShardFile, ...]
     run: str | None = None
     round: int | None = None
     world_size: int | None = None
@@ -150,7 +150,7 @@ class Source:
     others: Mapping[str, str] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     problems: tuple[StateExchangeError, ...] = ()
-    listed: tuple[ListedTensor, ...] = ()
+    listed: tuple[UnreadableTensor, ...] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)
     differing: tuple[str, ...] = ()
 
@@ -158,7 +158,7 @@ class Source:
     def unsupported(self) -> dict[str, UnsupportedError]:
         """Why tensors cannot be read, by name, of those whose files can."""
         found: dict[str, UnsupportedError] = {}
-        for one in self.listed:
+        for one in self.unreadable:
             if one.unsupported is not None:
                 found.setdefault(one.name, one.unsupported)
         return found
@@ -166,31 +166,31 @@ class Source:
     @property
     def path(self) -> str:
         """The path or URL that was opened."""
-        return self.place.path
+        return self.opened.path
 
     @property
     def nbytes(self) -> int:
         """Bytes of all files."""
-        return sum(holder.nbytes for holder in self.holders)
+        return sum(shard_file.nbytes for shard_file in self.files)
 
-    def holdings(self) -> list[Holding]:
+    def rank_shards(self) -> list[RankShards]:
         """Return each rank's shards for the merge plan."""
-        return [Holding(h.rank, [t.shard for t in h.tensors.values()], h.aliases) for h in self.holders]
+        return [RankShards(h.rank, [t.shard for t in h.tensors.values()], h.aliases) for h in self.files]
 
-    def shards(self) -> Iterator[tuple[Holder, SourceTensor]]:
-        """Every holder's tensors."""
-        for holder in self.holders:
-            for tensor in holder.tensors.values():
-                yield holder, tensor
+    def shards(self) -> Iterator[tuple[ShardFile, SourceTensor]]:
+        """Every shard_file's tensors."""
+        for shard_file in self.files:
+            for tensor in shard_file.tensors.values():
+                yield shard_file, tensor
 
     def check_unchanged(self) -> None:
         """Raise ReplacedError if bytes of any file may have changed since it was opened."""
-        for holder in self.holders:
-            holder.file.check_unchanged()
+        for shard_file in self.files:
+            shard_file.file.check_unchanged()
 
     def close(self) -> None:
         """Release all files."""
-        self.place.close()
+        self.opened.close()
 
     def __enter__(self) -> Self:
         return self
@@ -269,7 +269,7 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
         self._tensors: dict[str, StoredTensor] = {}
         conflicts: dict[str, StateExchangeError] = {}
         boxes: dict[str, dict[Box, tuple[ByteRange, int]]] = {}
-        for holder, tensor in source.shards():
+        for shard_file, tensor in source.shards():
             shard = tensor.shard
             known = self._tensors.get(shard.name)
             if known is None:
@@ -277,15 +277,15 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
                 stored = StoredTensor(shard.name, shard.dtype, shard.global_shape, boxes[shard.name], conflicts)
                 self._tensors[shard.name] = stored
             elif (known.dtype, known.shape) != (shard.dtype, shard.global_shape):
-                raise CorruptError("two files disagree on dtype or shape", name=shard.name, path=holder.path)
+                raise CorruptError("two files disagree on dtype or shape", name=shard.name, path=shard_file.path)
             elif source.kind == "huggingface" and boxes[shard.name].keys() & set(shard.boxes):
-                raise CorruptError("two files have a tensor of this name", name=shard.name, path=holder.path)
-            for box, stored_range in zip(shard.boxes, tensor.extents, strict=True):
-                first, _ = boxes[shard.name].setdefault(box, (stored_range, holder.rank))
+                raise CorruptError("two files have a tensor of this name", name=shard.name, path=shard_file.path)
+            for box, stored_range in zip(shard.boxes, tensor.byte_ranges, strict=True):
+                first, _ = boxes[shard.name].setdefault(box, (stored_range, shard_file.rank))
                 if None not in (first.digest, stored_range.digest) and first.digest != stored_range.digest:
                     text = f"two ranks hold different values for region {box}: open one rank's file"
-                    conflicts[shard.name] = ReplicaError(text, name=shard.name, rank=holder.rank, path=holder.path)
-        for listed in source.listed:
+                    conflicts[shard.name] = ReplicaError(text, name=shard.name, rank=shard_file.rank, path=shard_file.path)
+        for listed in source.unreadable:
             if listed.unsupported is not None:
                 conflicts.setdefault(listed.name, listed.unsupported)
                 unread = StoredTensor(listed.name, listed.dtype or "?", listed.shape or (), {}, conflicts)

@@ -10,13 +10,13 @@ from typing import Any
 
 from statexchange.errors import CorruptError, UnsupportedError, excerpt
 from statexchange.formats.budget import Budget
-from statexchange.formats.pickles import MAX_PICKLE_BYTES, Made, Symbol, contents
+from statexchange.formats.pickles import MAX_PICKLE_BYTES, OpaqueObject, GlobalRef, contents
 from statexchange.sharding.shards import c_strides, sizes_from_json
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.store import StoredFile
 from statexchange.tensors import DTYPE_NAMES, ITEMSIZE
 
-__all__ = ["Archive", "View", "described", "dtype_of", "holds_tensor", "is_tensor", "plain", "strides_of", "view_of"]
+__all__ = ["Archive", "TensorView", "describe", "dtype_of", "holds_tensor", "is_tensor", "strides_of", "unwrap_tensor", "view_of"]
 
 _END, _END64, _LOCATOR64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")
 _ENTRY, _LOCAL = struct.Struct("<4s6H3L5H2L"), struct.Struct("<4s5H3L2H")
@@ -39,7 +39,7 @@ _MAX_CLASSES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class TensorView:
     """A strided tensor as the pickle describes it: a part of the storage `key`, which has `storage_nbytes`.
 
     `begin` counts bytes of the storage, `strides` elements.
@@ -87,7 +87,7 @@ class Archive:
         """Return the bytes of the pickle."""
         return self._content(self._root + "data.pkl", limit)
 
-    def extent(self, view: View) -> ByteRange:
+    def byte_range(self, view: TensorView) -> ByteRange:
         """Return the byte range of a tensor; CorruptError if the zip contradicts the pickle."""
         name = f"{self._root}data/{view.key}"
         if name not in self._entries:
@@ -129,10 +129,10 @@ class Archive:
         try:
             at = 0
             for _ in range(count):
-                name, place, at = self._entry(data, at)
+                name, position, at = self._entry(data, at)
                 if name in entries:
                     raise CorruptError(f"the zip has two members {excerpt(name)}", path=self._path)
-                entries[name] = place
+                entries[name] = position
         except (struct.error, UnicodeDecodeError):
             raise CorruptError("its zip directory is broken", path=self._path) from None
         return entries
@@ -197,35 +197,35 @@ def _wide_numbers(extra: bytes) -> Any:
 
 
 def strides_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The strides of an extent: None if elements follow in C order; that of a dim of size 1 means nothing."""
+    """The strides of an byte_range: None if elements follow in C order; that of a dim of size 1 means nothing."""
     expected = c_strides(shape)
     run = not math.prod(shape) or all(n == 1 or a == b for n, a, b in zip(shape, strides, expected, strict=True))
     return None if run else strides
 
 
-def plain(made: Made) -> Made:
+def unwrap_tensor(made: OpaqueObject) -> OpaqueObject:
     """A tensor without what makes it a parameter or a subclass with attributes of its own.
 
     ValueError if it is wrapped more often than torch does.
     """
     for _ in range(_MAX_WRAPPERS):
-        if made.name in _WRAPPING and made.args and type(made.args[0]) is Made:
+        if made.name in _WRAPPING and made.args and type(made.args[0]) is OpaqueObject:
             made = made.args[0]
         elif made.name in _FROM_TYPE and len(made.args) == 4 and _is_plain_type(made.args[1]):
             function, _, args, _ = made.args
-            made = Made(function.name, args) if type(function) is Symbol and type(args) is tuple else Made("", ())
+            made = OpaqueObject(function.name, args) if type(function) is GlobalRef and type(args) is tuple else OpaqueObject("", ())
         else:
             return made
     raise ValueError(f"a tensor in more than {_MAX_WRAPPERS} parameters or subclasses")
 
 
 def _is_plain_type(kind: Any) -> bool:
-    return type(kind) is Symbol and kind.name in ("Tensor", "Parameter", "Buffer")
+    return type(kind) is GlobalRef and kind.name in ("Tensor", "Parameter", "Buffer")
 
 
 def is_tensor(value: Any) -> bool:
     """Whether a value from a pickle would be a tensor of any kind."""
-    return type(value) is Made and value.name.startswith("_rebuild_") and not value.is_opaque
+    return type(value) is OpaqueObject and value.name.startswith("_rebuild_") and not value.is_unknown
 
 
 def holds_tensor(value: Any, budget: Budget, without: set[int]) -> bool:
@@ -235,19 +235,19 @@ def holds_tensor(value: Any, budget: Budget, without: set[int]) -> bool:
     """
     seen: set[int] = set()
     for item in contents([value], budget, seen, without):
-        if is_tensor(item) or (type(item) is Made and item.name == "persistent"):
+        if is_tensor(item) or (type(item) is OpaqueObject and item.name == "persistent"):
             return True
     without |= seen
     return False
 
 
-def described(value: Any) -> str:
+def describe(value: Any) -> str:
     """Describe a non-tensor value in a few words, for listings."""
-    if type(value) in (Made, Symbol) and value.is_opaque:
+    if type(value) in (OpaqueObject, GlobalRef) and value.is_unknown:
         return f"opaque {value.class_name}"
-    if type(value) is Made:
+    if type(value) is OpaqueObject:
         return f"a {value.class_name}"
-    if type(value) is Symbol:
+    if type(value) is GlobalRef:
         return value.name
     if type(value) is bytes:
         return f"{len(value)} bytes"
@@ -255,7 +255,7 @@ def described(value: Any) -> str:
         shown = excerpt(value, 80)
         return shown if value is None else f"{type(value).__name__} {shown}"
     items = value.values() if type(value) is dict else value
-    classes = {item.class_name: None for item in items if type(item) in (Made, Symbol) and item.is_opaque}
+    classes = {item.class_name: None for item in items if type(item) in (OpaqueObject, GlobalRef) and item.is_unknown}
     more = "" if len(classes) <= _MAX_CLASSES else ", ..."
     opaque = f" (opaque {', '.join(islice(classes, _MAX_CLASSES))}{more})" if classes else ""
     return f"{type(value).__name__} of {len(value)}{opaque}"
@@ -263,13 +263,13 @@ def described(value: Any) -> str:
 
 def dtype_of(symbol: Any) -> str:
     """The safetensors name of a torch dtype (UnsupportedError where there is none)."""
-    name = symbol.name if type(symbol) is Symbol else excerpt(symbol, 60)
+    name = symbol.name if type(symbol) is GlobalRef else excerpt(symbol, 60)
     if name not in DTYPE_NAMES:
         raise UnsupportedError(f"dtype {name} is not supported")
     return DTYPE_NAMES[name]
 
 
-def view_of(made: Made) -> View:
+def view_of(made: OpaqueObject) -> TensorView:
     """Return dtype, shape, strides and storage of a strided tensor.
 
     Raises UnsupportedError for other kinds of tensor, ValueError for contradictory arguments.
@@ -294,15 +294,15 @@ def view_of(made: Made) -> View:
     reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1 if all(shape) else 0
     if reach and (offset + reach) * itemsize > storage_nbytes:
         raise ValueError("the tensor is larger than its storage")
-    return View(dtype, shape, strides, offset * itemsize if reach else 0, key, storage_nbytes)
+    return TensorView(dtype, shape, strides, offset * itemsize if reach else 0, key, storage_nbytes)
 
 
 def _storage(made: Any) -> tuple[str, str, int]:
     """The type, key and number of elements of a storage."""
-    if type(made) is not Made or made.name != "persistent":
+    if type(made) is not OpaqueObject or made.name != "persistent":
         raise ValueError("a tensor without a storage")
     mark, kind, key, _, numel = made.args[0]
-    if mark != "storage" or type(kind) is not Symbol or type(key) is not str or len(key) > _MAX_KEY:
+    if mark != "storage" or type(kind) is not GlobalRef or type(key) is not str or len(key) > _MAX_KEY:
         raise ValueError("not a storage")
     (numel,) = sizes_from_json((numel,))
     return kind.name, key, numel

@@ -72,18 +72,18 @@ def _open(source: Source | str | os.PathLike[str]) -> Source:
 
 
 def _published(manifest: Mapping[str, Any]) -> Iterator[Supplied]:
-    for name, fact in manifest["tensors"].items():
-        boxes = tuple((Box.from_json([offsets, shape]), rank) for offsets, shape, _, rank in fact["boxes"])
-        yield Supplied(name, fact["dtype"], tuple(fact["shape"]), boxes)
+    for name, record in manifest["tensors"].items():
+        boxes = tuple((Box.from_json([offsets, shape]), rank) for offsets, shape, _, rank in record["boxes"])
+        yield Supplied(name, record["dtype"], tuple(record["shape"]), boxes)
 
 
 def _held(source: Source) -> Iterator[Supplied]:
     boxes: dict[tuple[str, str, tuple[int, ...]], dict[Box, int]] = {}
-    for holder, tensor in source.shards():
+    for shard_file, tensor in source.shards():
         shard = tensor.shard
         first = boxes.setdefault((shard.name, shard.dtype, shard.global_shape), {})
         for box in shard.boxes:
-            first.setdefault(box, holder.rank)
+            first.setdefault(box, shard_file.rank)
     for (name, dtype, shape), ranks in boxes.items():
         yield Supplied(name, dtype, shape, tuple(ranks.items()))
 

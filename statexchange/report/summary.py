@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from statexchange.errors import without_secrets
 from statexchange.formats.registry import open_source
-from statexchange.formats.source import Holder, Source
+from statexchange.formats.source import ShardFile, Source
 from statexchange.sharding.shards import Shard, full_box
 from statexchange.tensors import ITEMSIZE
 
@@ -81,12 +81,12 @@ def _summary(path: str, source: Source) -> Summary:
         num_parameters=sum(full_box(row.shape).numel for row in rows if row.dtype in ITEMSIZE),
         nbytes=sum(row.nbytes for row in rows),
         dtypes=dict(sorted(dtypes.items())),
-        num_files=len(source.holders),
+        num_files=len(source.files),
         file_nbytes=source.nbytes,
         run=source.run,
         round=source.round,
         world_size=source.world_size,
-        ranks=tuple(dict.fromkeys(holder.rank for holder in source.holders)) if by_rank else (),
+        ranks=tuple(dict.fromkeys(shard_file.rank for shard_file in source.files)) if by_rank else (),
         aliases=_aliases(source),
         num_unreadable=sum(not row.holders for row in rows),
         proven=_proven(source),
@@ -98,25 +98,25 @@ def _summary(path: str, source: Source) -> Summary:
 
 def _proven(source: Source) -> bool:
     """Whether digests cover all bytes: nothing is said of what is broken, or is not there."""
-    if source.problems or not source.holders:
+    if source.problems or not source.files:
         return False
-    return all(extent.is_proven for _, tensor in source.shards() for extent in tensor.extents)
+    return all(byte_range.is_proven for _, tensor in source.shards() for byte_range in tensor.byte_ranges)
 
 
 def _aliases(source: Source) -> dict[str, str]:
     if source.manifest is not None:
         return {str(k): str(v) for k, v in source.manifest.get("aliases", {}).items()}
-    return {alias: kept for holder in source.holders for alias, kept in holder.aliases.items()}
+    return {alias: kept for shard_file in source.files for alias, kept in shard_file.aliases.items()}
 
 
 def tensor_rows(source: Source) -> list[TensorRow]:
     """Every tensor of a source, in its order."""
-    held_by: dict[str, list[Holder]] = {}
+    held_by: dict[str, list[ShardFile]] = {}
     last: dict[str, Shard] = {}
     num_boxes: Counter[str] = Counter()
-    for holder, tensor in source.shards():
+    for shard_file, tensor in source.shards():
         shard = last[tensor.shard.name] = tensor.shard
-        held_by.setdefault(shard.name, []).append(holder)
+        held_by.setdefault(shard.name, []).append(shard_file)
         num_boxes[shard.name] += len(shard.boxes)
     found: dict[str, TensorRow] = {}
     for name, holders in held_by.items():
@@ -126,11 +126,11 @@ def tensor_rows(source: Source) -> list[TensorRow]:
             shard.dtype,
             shard.global_shape,
             full_box(shard.global_shape).numel * ITEMSIZE[shard.dtype],
-            tuple(holder.rank for holder in holders),
+            tuple(shard_file.rank for shard_file in holders),
             num_boxes[name],
             os.path.basename(holders[0].path),
         )
-    for listed in source.listed:
+    for listed in source.unreadable:
         if listed.name not in found:
             dtype, shape = listed.dtype or "?", listed.shape or ()
             nbytes = full_box(shape).numel * ITEMSIZE[dtype] if dtype in ITEMSIZE else 0

@@ -11,8 +11,8 @@ from statexchange.errors import ReplacedError, ReplicaError, StateExchangeError,
 from statexchange.formats.registry import open_source
 from statexchange.formats.source import Source, SourceTensor
 from statexchange.sharding.options import ExportOptions
-from statexchange.sharding.plan import Holding, TensorPlan, plan_merge, prove_cover
-from statexchange.storage.regions import BoxDigest, blocks, shifted
+from statexchange.sharding.plan import RankShards, TensorPlan, plan_merge, prove_cover
+from statexchange.storage.regions import BoxDigest, blocks, to_global
 
 __all__ = ["VerifyReport", "verify"]
 
@@ -56,7 +56,7 @@ class _Check:
     def __init__(self, source: Source, on_progress: Callable[[int, int], None] | None) -> None:
         self._source = source
         self._on_progress = on_progress
-        self._total = sum(extent.nbytes for _, tensor in source.shards() for extent in tensor.extents)
+        self._total = sum(byte_range.nbytes for _, tensor in source.shards() for byte_range in tensor.byte_ranges)
         self.done = 0
         self.num_boxes = 0
         self.num_unproven = 0
@@ -65,9 +65,9 @@ class _Check:
 
     def run(self) -> None:
         """Check everything; ReplacedError if something was replaced or changed meanwhile."""
-        for number, holder in enumerate(self._source.holders):
-            for tensor in holder.tensors.values():
-                for index in range(len(tensor.extents)):
+        for number, shard_file in enumerate(self._source.files):
+            for tensor in shard_file.tensors.values():
+                for index in range(len(tensor.byte_ranges)):
                     self._guard(self._box, number, tensor, index)
         self._cover()
         self._source.check_unchanged()
@@ -82,33 +82,33 @@ class _Check:
 
     def _box(self, number: int, tensor: SourceTensor, index: int) -> None:
         """Read a box and compare its digests, or those of its parts."""
-        stored, box, shard = tensor.extents[index], tensor.shard.boxes[index], tensor.shard
+        stored, box, shard = tensor.byte_ranges[index], tensor.shard.boxes[index], tensor.shard
         self.num_boxes += len(stored.parts) or 1
         digest = BoxDigest(stored, box, shard.dtype, always=not stored.parts)
         for window, data in blocks(stored, box.shape, shard.dtype):
-            digest.update(shifted(window, box), data)
+            digest.update(to_global(window, box), data)
             self._count(len(data))
         if stored.parts:
             prove_cover(shard.name, shard.global_shape, {part: [0] for part, _ in stored.parts})
         elif stored.digest is None:
             self.num_unproven += 1
             self._found[number, shard.name, index] = digest.hexdigest()
-        rank = self._source.holders[number].rank if self._source.kind == "workspace" else None
+        rank = self._source.files[number].rank if self._source.kind == "workspace" else None
         for problem in digest.problems(shard.name, rank):
             self.findings.append(problem)
 
     def _cover(self) -> None:
         """Prove the cover of each tensor by itself, so that every flaw is found, and compare replicas."""
         by_name: dict[str, list[int]] = {}
-        for number, holder in enumerate(self._source.holders):
-            for name in holder.tensors:
+        for number, shard_file in enumerate(self._source.files):
+            for name in shard_file.tensors:
                 by_name.setdefault(name, []).append(number)
         for name, numbers in by_name.items():
             self._guard(self._cover_of, name, numbers)
 
     def _cover_of(self, name: str, numbers: list[int]) -> None:
-        held = [self._source.holders[number] for number in numbers]
-        plan = plan_merge([Holding(holder.rank, [holder.tensors[name].shard]) for holder in held], ExportOptions())
+        held = [self._source.files[number] for number in numbers]
+        plan = plan_merge([RankShards(shard_file.rank, [shard_file.tensors[name].shard]) for shard_file in held], ExportOptions())
         for tensor in plan.files[0].tensors:
             self._replicas(tensor, numbers)
 
@@ -118,7 +118,7 @@ class _Check:
             for holder, index in piece.replicas:
                 theirs = self._digest(numbers[holder], tensor.source, index)
                 if ours is not None and theirs is not None and ours != theirs:
-                    one, other = (self._source.holders[numbers[h]].rank for h in (piece.holder, holder))
+                    one, other = (self._source.files[numbers[h]].rank for h in (piece.holder, holder))
                     self.findings.append(
                         ReplicaError(
                             f"ranks {one} and {other} hold different values for region {piece.box}",
@@ -129,7 +129,7 @@ class _Check:
 
     def _digest(self, number: int, name: str, index: int) -> str | None:
         """The digest of a box; None if it could not be read, which is a finding of its own."""
-        known = self._source.holders[number].tensors[name].extents[index].digest
+        known = self._source.files[number].tensors[name].byte_ranges[index].digest
         return known if known is not None else self._found.get((number, name, index))
 
     def _count(self, nbytes: int) -> None:

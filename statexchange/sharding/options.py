@@ -22,7 +22,7 @@ __all__ = [
     "Rename",
     "Replicas",
     "check_replicas_option",
-    "grid_option",
+    "mesh_option",
     "name_patterns",
     "rename_rules",
     "renamed",
@@ -121,7 +121,7 @@ class ExportOptions:
             "dtype": repr(None if self.dtype is None else LONG_NAMES[self.dtype]),
             "max_shard_size": repr(self.max_shard_size),
             "filename_pattern": repr(self.filename_pattern),
-            **grid_option(self.layout),
+            **mesh_option(self.layout),
         }
 
 
@@ -183,13 +183,13 @@ class LoadOptions:
             "strict": repr(bool(self.strict)),
             "dtype": repr(self.dtype),
             "replicas": repr(self.replicas),
-            **grid_option(self.layout),
+            **mesh_option(self.layout),
         }
 
 
-def grid_option(layout: Layout | None) -> dict[str, str]:
+def mesh_option(layout: Layout | None) -> dict[str, str]:
     """The part of a layout that all ranks must be given alike, as text by name."""
-    return {"layout's grid": excerpt({} if layout is None else dict(layout.grid), _COMPARED)}
+    return {"layout's mesh": excerpt({} if layout is None else dict(layout.mesh), _COMPARED)}
 
 
 def name_patterns(option: str, given: Any) -> tuple[str, ...]:

@@ -27,12 +27,12 @@ from statexchange.errors import (
 from statexchange.processes import collector_paused
 from statexchange.sharding.options import ExportOptions
 from statexchange.sharding.shards import Box, Shard, full_box, intersect, region_text
-from statexchange.sharding.spread import Placement, Spread, SpreadBox, SpreadBoxes, tiles
+from statexchange.sharding.sharding_spec import Placement, ShardingSpec, SpecBox, SpecBoxes, covers_exactly
 from statexchange.tensors import ITEMSIZE
 
 __all__ = [
     "FilePlan",
-    "Holding",
+    "RankShards",
     "Piece",
     "Plan",
     "TensorPlan",
@@ -48,14 +48,14 @@ _MAX_LOOKS = 64  # at each box and dim, to split many boxes into few
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class RankShards:
     """What one holder has. `rank` names it in errors; `aliases` maps a tied name to the name that is kept.
 
-    A `Spread` among the shards of one holding speaks for all holdings.
+    A `ShardingSpec` among the shards of one holding speaks for all rank_shards.
     """
 
     rank: int
-    shards: Sequence[Shard | Spread]
+    shards: Sequence[Shard | ShardingSpec]
     aliases: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -130,13 +130,13 @@ class Plan:
 
 
 def plan_merge(
-    holdings: Sequence[Holding],
+    rank_shards: Sequence[RankShards],
     options: ExportOptions | None = None,
     *,
     basis: str = "",
     reductions: Mapping[str, str] | None = None,
 ) -> Plan:
-    """The plan that merges `holdings`. Not collective. `basis` is what else the bytes depend on, for the digest.
+    """The plan that merges `rank_shards`. Not collective. `basis` is what else the bytes depend on, for the digest.
 
     `reductions` are the operations by the name, at the holders, of each tensor of which copies are reduced.
 
@@ -147,35 +147,35 @@ def plan_merge(
     `rename` that gives two tensors one name is an UnsafeError.
     """
     with collector_paused():
-        return _plan(holdings, options or ExportOptions(), basis, reductions or {})
+        return _plan(rank_shards, options or ExportOptions(), basis, reductions or {})
 
 
-def _plan(holdings: Sequence[Holding], options: ExportOptions, basis: str, reductions: Mapping[str, str]) -> Plan:
-    chosen = _select(_by_name(holdings), options)
-    aliases = _aliases(holdings, chosen)
+def _plan(rank_shards: Sequence[RankShards], options: ExportOptions, basis: str, reductions: Mapping[str, str]) -> Plan:
+    chosen = _select(_by_name(rank_shards), options)
+    aliases = _aliases(rank_shards, chosen)
     for alias in aliases:
         chosen.pop(alias, None)
     renamed = _renamed(chosen, options)
-    load = [0] * len(holdings)
+    load = [0] * len(rank_shards)
     tensors = []
     for number, (new, old) in enumerate(renamed.items()):
         held, reduce = chosen[old], reductions.get(old)
         if reduce is not None:
-            _check_reducible(reduce, held, holdings)
-        if isinstance(held, Spread):
-            tensor = _plan_spread(new, held, options, number)
+            _check_reducible(reduce, held, rank_shards)
+        if isinstance(held, ShardingSpec):
+            tensor = _plan_spec(new, held, options, number)
         else:
-            tensor = _plan_tensor(new, held, holdings, options, load)
+            tensor = _plan_tensor(new, held, rank_shards, options, load)
         tensors.append(tensor if reduce is None else replace(tensor, reduce=reduce))
     files = _deal(tensors, options)
     written = {options.renamed(alias): options.renamed(kept) for alias, kept in aliases.items()}
     return Plan(files, written, _digest(files, written, basis))
 
 
-def _check_reducible(reduce: str, held: Sequence[tuple[int, Shard]] | Spread, holdings: Sequence[Holding]) -> None:
+def _check_reducible(reduce: str, held: Sequence[tuple[int, Shard]] | ShardingSpec, rank_shards: Sequence[RankShards]) -> None:
     """Raise unless all copies are of one dtype, whose values have an order."""
-    shards = [(0, held)] if isinstance(held, Spread) else held
-    first: Shard | Spread = shards[0][1]
+    shards = [(0, held)] if isinstance(held, ShardingSpec) else held
+    first: Shard | ShardingSpec = shards[0][1]
     if first.dtype.startswith("C"):
         raise UnsupportedError(f"complex numbers have no {reduce}", name=first.name)
     for holder, shard in shards:
@@ -183,16 +183,16 @@ def _check_reducible(reduce: str, held: Sequence[tuple[int, Shard]] | Spread, ho
             raise CorruptError(
                 "copies to be reduced differ in dtype",
                 name=first.name,
-                rank=holdings[holder].rank,
+                rank=rank_shards[holder].rank,
                 expected=first.dtype,
                 found=shard.dtype,
             )
 
 
-class _SpreadPieces(Sequence[Piece]):
+class _SpecPieces(Sequence[Piece]):
     """The pieces of a spread tensor; of equal replicas each tensor takes the next ones in turn."""
 
-    def __init__(self, boxes: SpreadBoxes, turn: int) -> None:
+    def __init__(self, boxes: SpecBoxes, turn: int) -> None:
         self._boxes = boxes
         self._turn = turn
 
@@ -206,32 +206,32 @@ class _SpreadPieces(Sequence[Piece]):
         found = self._boxes[index]
         return list(map(self._piece, found)) if isinstance(index, slice) else self._piece(found)
 
-    def _piece(self, found: SpreadBox) -> Piece:
+    def _piece(self, found: SpecBox) -> Piece:
         chosen = found.owners[self._turn % len(found.owners)]
         return Piece(found.box, *chosen, tuple(owner for owner in found.owners if owner != chosen))
 
 
 @functools.lru_cache(1024)  # a model has many tensors of few shapes and placements
 def _few_pieces(shape: tuple[int, ...], placement: Placement, turn: int) -> tuple[Piece, ...]:
-    return tuple(_SpreadPieces(SpreadBoxes(shape, placement), turn))
+    return tuple(_SpecPieces(SpecBoxes(shape, placement), turn))
 
 
-def _plan_spread(new: str, held: Spread, options: ExportOptions, number: int) -> TensorPlan:
-    if not tiles(held.global_shape, held.placement):
+def _plan_spec(new: str, held: ShardingSpec, options: ExportOptions, number: int) -> TensorPlan:
+    if not covers_exactly(held.global_shape, held.placement):
         raise IncompleteError(f"{held.placement} does not cover shape {held.global_shape}", name=held.name)
     turn = 0 if options.replicas == "root" else number
-    pieces: Sequence[Piece] = _SpreadPieces(SpreadBoxes(held.global_shape, held.placement), turn)
+    pieces: Sequence[Piece] = _SpecPieces(SpecBoxes(held.global_shape, held.placement), turn)
     num_ranks = math.prod(held.placement.mesh_shape)
     if num_ranks <= _FEW_RANKS:
         pieces = _few_pieces(held.global_shape, held.placement, turn % num_ranks)
     return TensorPlan(new, held.name, options.output_dtype(held.dtype), held.global_shape, 0, pieces)
 
 
-def _by_name(holdings: Sequence[Holding]) -> dict[str, list[tuple[int, Shard]] | Spread]:
-    found: dict[str, list[tuple[int, Shard]] | Spread] = {}
-    for holder, holding in enumerate(holdings):
+def _by_name(rank_shards: Sequence[RankShards]) -> dict[str, list[tuple[int, Shard]] | ShardingSpec]:
+    found: dict[str, list[tuple[int, Shard]] | ShardingSpec] = {}
+    for holder, holding in enumerate(rank_shards):
         for shard in holding.shards:
-            held = found.setdefault(shard.name, shard if isinstance(shard, Spread) else [])
+            held = found.setdefault(shard.name, shard if isinstance(shard, ShardingSpec) else [])
             if isinstance(held, list) and isinstance(shard, Shard):
                 held.append((holder, shard))
             elif held is not shard:
@@ -240,8 +240,8 @@ def _by_name(holdings: Sequence[Holding]) -> dict[str, list[tuple[int, Shard]] |
 
 
 def _select(
-    by_name: Mapping[str, list[tuple[int, Shard]] | Spread], options: ExportOptions
-) -> dict[str, list[tuple[int, Shard]] | Spread]:
+    by_name: Mapping[str, list[tuple[int, Shard]] | ShardingSpec], options: ExportOptions
+) -> dict[str, list[tuple[int, Shard]] | ShardingSpec]:
     for pattern in options.include:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in by_name):
             raise InvalidArgumentError(f"include pattern {pattern!r} matches no tensor")
@@ -251,10 +251,10 @@ def _select(
     return chosen
 
 
-def _aliases(holdings: Sequence[Holding], by_name: Mapping[str, list[tuple[int, Shard]] | Spread]) -> dict[str, str]:
+def _aliases(rank_shards: Sequence[RankShards], by_name: Mapping[str, list[tuple[int, Shard]] | ShardingSpec]) -> dict[str, str]:
     """Tied names that may be dropped: every holder of the alias says so, and the kept name is written."""
     tied_to: dict[str, set[str]] = {}
-    for holding in holdings:
+    for holding in rank_shards:
         # An empty part cannot tell what it is tied to.
         parts = {
             s.name: (s.dtype, s.global_shape, s.boxes) for s in holding.shards if isinstance(s, Shard) and s.nbytes
@@ -264,13 +264,13 @@ def _aliases(holdings: Sequence[Holding], by_name: Mapping[str, list[tuple[int, 
             tied_to.setdefault(name, set()).add(kept if parts.get(kept) == part else name)
         for name, kept in holding.aliases.items():
             one, other = by_name.get(name), by_name.get(kept)
-            if isinstance(one, Spread):
-                same = isinstance(other, Spread) and replace(other, name=name) == one
+            if isinstance(one, ShardingSpec):
+                same = isinstance(other, ShardingSpec) and replace(other, name=name) == one
                 tied_to.setdefault(name, set()).add(kept if same else name)
     for name, held in by_name.items():
-        if isinstance(held, Spread):
+        if isinstance(held, ShardingSpec):
             says = tied_to.setdefault(name, set())
-            if not says or any(name not in h.aliases and held.shard_of(n).nbytes for n, h in enumerate(holdings)):
+            if not says or any(name not in h.aliases and held.shard_of(n).nbytes for n, h in enumerate(rank_shards)):
                 says.add(name)
     only = {name: next(iter(kept)) for name, kept in tied_to.items() if len(kept) == 1}
     return {a: k for a, k in only.items() if a != k and a in by_name and k in by_name and only.get(k) == k}
@@ -289,7 +289,7 @@ def _renamed(names: Iterable[str], options: ExportOptions) -> dict[str, str]:
 def _plan_tensor(
     new: str,
     held: Sequence[tuple[int, Shard]],
-    holdings: Sequence[Holding],
+    rank_shards: Sequence[RankShards],
     options: ExportOptions,
     load: list[int],
 ) -> TensorPlan:
@@ -304,9 +304,9 @@ def _plan_tensor(
                 plain = all(s.boxes == (full_box(s.global_shape),) for s in (first, shard)) and what == "global_shape"
                 hint = f'; if each holds a part, a layout says so: {{"{first.name}": {{"dim": 0}}}}' if plain else ""
                 raise CorruptError(
-                    f"ranks {holdings[held[0][0]].rank} and {holdings[holder].rank} disagree on the {what}{hint}",
+                    f"ranks {rank_shards[held[0][0]].rank} and {rank_shards[holder].rank} disagree on the {what}{hint}",
                     name=first.name,
-                    rank=holdings[holder].rank,
+                    rank=rank_shards[holder].rank,
                     expected=ours,
                     found=theirs,
                 )
@@ -317,7 +317,7 @@ def _plan_tensor(
                 owners.setdefault(box, []).append((holder, index))
     at = _flaw(first.name, first.global_shape, owners)
     if at is not None:
-        ranks = {box: [holdings[holder].rank for holder, _ in who] for box, who in owners.items()}
+        ranks = {box: [rank_shards[holder].rank for holder, _ in who] for box, who in owners.items()}
         raise _flaw_error(first.name, first.global_shape, ranks, at)
     pieces = tuple(_piece(box, who, options, load, ITEMSIZE[dtype]) for box, who in _in_order(owners))
     return TensorPlan(new, first.name, dtype, first.global_shape, 0, pieces)
@@ -542,6 +542,6 @@ def _file_plan(index: int, count: int, tensors: list[TensorPlan], options: Expor
 
 
 def _digest(files: tuple[FilePlan, ...], aliases: Mapping[str, str], basis: str) -> str:
-    facts = [[f.name, [[t.name, t.source, t.dtype, t.shape, t.begin] for t in f.tensors]] for f in files]
-    text = json.dumps([facts, sorted(aliases.items()), *([basis] if basis else [])], separators=(",", ":"))
+    described = [[f.name, [[t.name, t.source, t.dtype, t.shape, t.begin] for t in f.tensors]] for f in files]
+    text = json.dumps([described, sorted(aliases.items()), *([basis] if basis else [])], separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

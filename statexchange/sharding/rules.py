@@ -1,10 +1,10 @@
 """Layout rules: which part of which tensor a rank's plain tensor is, where the tensors do not say it themselves.
 
-A layout maps name patterns (shell patterns; the first that matches wins) to rules, and may name the axes of the grid
+A layout maps name patterns (shell patterns; the first that matches wins) to rules, and may name the axes of the mesh
 in which the ranks stand, slowest first. `statexchange merge --layout FILE` reads it as JSON::
 
     {
-      "grid": {"pp": 2, "tp": 4},
+      "mesh": {"pp": 2, "tp": 4},
       "rules": {
         "*.embed_tokens.weight":   {"dim": 0, "axis": "tp"},
         "*.o_proj.weight":         {"dim": 1, "axis": "tp"},
@@ -15,14 +15,14 @@ in which the ranks stand, slowest first. `statexchange merge --layout FILE` read
       }
     }
 
-Without a grid the rules alone do: ``{"*.o_proj.weight": {"dim": 1}}``. A rule is one of these, or a list of several:
+Without a mesh the rules alone do: ``{"*.o_proj.weight": {"dim": 1}}``. A rule is one of these, or a list of several:
 
 ``"replicate"``
     Every rank has the whole tensor. Copies must be equal. So it is for tensors without a rule.
 ``{"dim": 1}``
     The ranks' tensors lie one after another along dim 1, in the order of ranks. Their sizes may differ.
 ``{"dim": 1, "axis": "tp"}``
-    The same along one axis of the grid; ranks that differ in other axes only have copies. A list of axes, slowest
+    The same along one axis of the mesh; ranks that differ in other axes only have copies. A list of axes, slowest
     first, cuts along all of them; an empty list cuts nothing.
 ``{"dim": 0, "blocks": [32, 8, 8]}``
     A fused tensor (QKV, gate and up): each rank has its part of each block, one after another. Sizes or ratios.
@@ -39,8 +39,8 @@ Without a grid the rules alone do: ``{"*.o_proj.weight": {"dim": 1}}``. A rule i
 ``{"global_shape": [8, 4], "offsets": [2, 0], "shape": [2, 4]}``
     The box of the rank that says it, for live ranks.
 ``"colwise"``, ``"rowwise"``, ``"packed_colwise"``, ...
-    transformers' words: `model.tp_plan` may be given as it is. Such a pattern may also name the tensor's module. The
-    axis is "tp" ("ep" for "grouped_gemm") where the grid has it. A plan also has patterns for what the files lack (a
+    transformers' keywords: `model.tp_plan` may be given as it is. Such a pattern may also name the tensor's module. The
+    axis is "tp" ("ep" for "grouped_gemm") where the mesh has it. A plan also has patterns for what the files lack (a
     tied lm_head, modules without tensors of their own), so that one match is enough for all of them.
 
 torch's ``Shard(dim)`` and ``Replicate()`` are understood too.
@@ -59,7 +59,7 @@ from statexchange.errors import IncompleteError, InvalidArgumentError, excerpt
 from statexchange.sharding import records
 from statexchange.sharding.shards import Box, full_box, shape_from_json, sizes_from_json
 
-__all__ = ["Cut", "Layout", "Part", "Rule", "place", "renumbered"]
+__all__ = ["DimSegments", "Layout", "Part", "Rule", "place_parts", "renumber_names"]
 
 _SHOWN = 8
 _MAX_RUNS = 1 << 20  # along one dim; of heads there are far fewer
@@ -68,18 +68,18 @@ _BOXES_KEYS = {"global_shape", "boxes", "dim"}
 _OWN_BOX_KEYS = {"global_shape", "offsets", "shape"}
 _REDUCTIONS = ("max", "min")
 
-# transformers' words: which dim of a tensor with n dims they cut (None: none), and into how many packed blocks.
+# transformers' keywords: which dim of a tensor with n dims they cut (None: none), and into how many packed blocks.
 _COLWISE = ("colwise", "colwise_rep", "colwise_gather_output", "local_colwise")
 _ROWWISE = ("rowwise", "rowwise_rep", "rowwise_split_input", "local_rowwise")
 _PACKED_ROWWISE = ("packed_rowwise", "local_packed_rowwise")
 _WHOLE = {"replicate", "replicated_with_grad_allreduce", "sequence_parallel", "mla_kv_a_proj", "all_reduce", "local"}
 _WHOLE |= {"local_params", "gather", "moe_tp_experts", "moe_identity_expert", "ep_dispatch_experts"}
-_WORDS = {*_COLWISE, *_ROWWISE, "embedding_rowwise", "embedding_colwise", "packed_colwise", *_PACKED_ROWWISE}
-_WORDS |= {"grouped_gemm"} | _WHOLE
+_KEYWORDS = {*_COLWISE, *_ROWWISE, "embedding_rowwise", "embedding_colwise", "packed_colwise", *_PACKED_ROWWISE}
+_KEYWORDS |= {"grouped_gemm"} | _WHOLE
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class DimSegments:
     """How a rank's tensor lies along one dim: `segments` are (block, begin in the rank's tensor, size).
 
     Over all ranks along `axes` (None: all that hold the tensor, in order) block after block makes the dim.
@@ -99,7 +99,7 @@ class Part:
 
     name: str
     shape: tuple[int, ...]
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[DimSegments, ...] = ()
     fixed: tuple[tuple[int, ...], tuple[Box, ...]] | None = None
 
     def local_boxes(self) -> tuple[Box, ...]:
@@ -122,7 +122,7 @@ class Part:
         """The part that `to_json` wrote; anything else is a ValueError."""
         name, raw_shape, raw_cuts, raw_fixed = records.items(raw, lambda part: part, 4)
         shape = sizes_from_json(raw_shape)
-        cuts = records.items(raw_cuts, lambda cut: _cut_from_json(cut, shape))
+        cuts = records.items(raw_cuts, lambda cut: _segments_from_json(cut, shape))
         fixed = records.optional(raw_fixed, _fixed_from_json)
         segments = math.prod(len(cut.segments) for cut in cuts)
         if fixed is not None and len(fixed[1]) != segments:
@@ -130,7 +130,7 @@ class Part:
         return cls(records.text(name), shape, cuts, fixed)
 
 
-def _cut_from_json(raw: Any, shape: tuple[int, ...]) -> Cut:
+def _segments_from_json(raw: Any, shape: tuple[int, ...]) -> DimSegments:
     raw_dim, raw_axes, raw_segments = records.items(raw, lambda part: part, 3)
     dim = records.count(raw_dim, len(shape))
     axes = records.optional(raw_axes, lambda axes: records.items(axes, records.text))
@@ -140,7 +140,7 @@ def _cut_from_json(raw: Any, shape: tuple[int, ...]) -> Cut:
         if begin + size > shape[dim]:
             raise ValueError(f"a segment ends at {begin + size} of {shape[dim]}")
         segments.append((block, begin, size))
-    return Cut(dim, axes, tuple(segments))
+    return DimSegments(dim, axes, tuple(segments))
 
 
 def _fixed_from_json(raw: Any) -> tuple[tuple[int, ...], tuple[Box, ...]]:
@@ -149,7 +149,7 @@ def _fixed_from_json(raw: Any) -> tuple[tuple[int, ...], tuple[Box, ...]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _RuleCut:
     """One cut of a rule: `split` is (part of the name, new parts) where each block becomes a tensor of its own."""
 
     dim: int
@@ -161,14 +161,14 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One parsed rule: how the tensor is cut (`steps`, a `word` of transformers along `word_axes`, or `boxes` by rank),
+    """One parsed rule: how the tensor is cut (`steps`, a transformers `keyword` along `keyword_axes`, or `boxes` by rank),
     what is counted on in its name (`renumber`), and what is done with copies that differ (`reduce`).
     """
 
     pattern: str
-    steps: tuple[_Step, ...] = ()
-    word: str | None = None
-    word_axes: tuple[str, ...] | None = None
+    steps: tuple[_RuleCut, ...] = ()
+    keyword: str | None = None
+    keyword_axes: tuple[str, ...] | None = None
     boxes: Mapping[str, Any] | None = None
     renumber: tuple[tuple[str, tuple[str, ...] | None], ...] = ()
     reduce: str | None = None
@@ -194,12 +194,12 @@ class Rule:
             raise InvalidArgumentError(f"layout rule for {self.pattern!r}: {error}", name=name) from None
 
     @property
-    def of_plan(self) -> bool:
+    def is_tp_keyword(self) -> bool:
         """Whether it is a word that only transformers' plans have."""
-        return self.word is not None and self.word != "replicate"
+        return self.keyword is not None and self.keyword != "replicate"
 
     @property
-    def says_where(self) -> bool:
+    def is_explicit(self) -> bool:
         """Whether it says, in no word that a whole plan has, which part of a tensor a rank's is."""
         return bool(self.steps) or self.boxes is not None
 
@@ -208,7 +208,7 @@ class Rule:
         try:
             if self.boxes is not None:
                 return [_fixed_part(name, shape, rank, self.boxes)]
-            steps = self.steps if self.word is None else _word_steps(self.word, self.word_axes, name, len(shape))
+            steps = self.steps if self.keyword is None else _keyword_cuts(self.keyword, self.keyword_axes, name, len(shape))
             return _cut_parts(name, shape, steps)
         except (ValueError, TypeError, IndexError, KeyError) as error:
             raise InvalidArgumentError(f"layout rule for {self.pattern!r}: {error}", name=name, rank=rank) from None
@@ -216,14 +216,14 @@ class Rule:
 
 @dataclass(slots=True)
 class Layout:
-    """Rules by name pattern, in order, and the grid of ranks.
+    """Rules by name pattern, in order, and the mesh of ranks.
 
     `unused` are patterns that should have matched a name and so far have not. `like` are names, as of an optimizer's
     state, that go by the rule of another name, as of its parameter, if that has one.
     """
 
     rules: Mapping[str, Rule]
-    grid: Mapping[str, int] = field(default_factory=dict)
+    mesh: Mapping[str, int] = field(default_factory=dict)
     unused: set[str] = field(default_factory=set)
     like: Mapping[str, str] = field(default_factory=dict)
 
@@ -232,17 +232,18 @@ class Layout:
         """The layout that this module's text describes; anything else is an InvalidArgumentError saying where."""
         if not isinstance(raw, Mapping):
             raise InvalidArgumentError(f"layout must map name patterns to rules, not be a {type(raw).__name__}")
-        with_grid = "grid" in raw or isinstance(raw.get("rules"), Mapping)
-        unknown = sorted(str(key) for key in set(raw) - {"grid", "rules"}) if with_grid else []
+        axes_key = "grid" if "grid" in raw else "mesh"  # 0.1 called it a grid
+        has_sections = axes_key in raw or isinstance(raw.get("rules"), Mapping)
+        unknown = sorted(str(key) for key in set(raw) - {axes_key, "rules"}) if has_sections else []
         if unknown:
-            raise InvalidArgumentError(f"layout has the unknown key {unknown[0]!r} beside 'grid' and 'rules'")
-        rules, grid = (raw.get("rules", {}), raw.get("grid", {})) if with_grid else (raw, {})
+            raise InvalidArgumentError(f"layout has the unknown key {unknown[0]!r} beside 'mesh' and 'rules'")
+        rules, mesh = (raw.get("rules", {}), raw.get(axes_key, {})) if has_sections else (raw, {})
         if not isinstance(rules, Mapping):
             raise InvalidArgumentError(f'layout "rules" must map name patterns to rules, not be {excerpt(rules)}')
-        if not isinstance(grid, Mapping) or any(type(size) is not int or size < 1 for size in grid.values()):
-            raise InvalidArgumentError(f'layout grid must be like {{"pp": 2, "tp": 4}}, not {excerpt(grid)}')
-        parsed = {str(pattern): _parse_rule(str(pattern), rule, grid) for pattern, rule in rules.items()}
-        return cls(parsed, dict(grid), set(parsed))
+        if not isinstance(mesh, Mapping) or any(type(size) is not int or size < 1 for size in mesh.values()):
+            raise InvalidArgumentError(f'layout mesh must be like {{"pp": 2, "tp": 4}}, not {excerpt(mesh)}')
+        parsed = {str(pattern): _parse_rule(str(pattern), rule, mesh) for pattern, rule in rules.items()}
+        return cls(parsed, dict(mesh), set(parsed))
 
     def rule_for(self, name: str) -> Rule | None:
         """The first rule whose pattern matches the name, else the first word that matches the name of its module."""
@@ -252,54 +253,54 @@ class Layout:
     def _rule_for(self, name: str) -> Rule | None:
         module = name.rpartition(".")[0]
         named = [rule for pattern, rule in self.rules.items() if fnmatch.fnmatchcase(name, pattern)]
-        named = named or [r for pattern, r in self.rules.items() if r.word and fnmatch.fnmatchcase(module, pattern)]
+        named = named or [r for pattern, r in self.rules.items() if r.keyword and fnmatch.fnmatchcase(module, pattern)]
         if not named:
             return None
         if named[0].pattern in self.unused:
-            self.unused -= {p for p, r in self.rules.items() if r.of_plan} if named[0].of_plan else {named[0].pattern}
+            self.unused -= {p for p, r in self.rules.items() if r.is_tp_keyword} if named[0].is_tp_keyword else {named[0].pattern}
         return named[0]
 
     def unmatched(self) -> Layout:
         """The same layout, none of whose patterns has matched a name yet."""
-        return Layout(self.rules, self.grid, set(self.rules))
+        return Layout(self.rules, self.mesh, set(self.rules))
 
     def check_ranks(self, ranks: Sequence[int]) -> None:
-        """InvalidArgumentError unless these are all ranks of the grid, if there is one."""
-        wanted = math.prod(self.grid.values())
-        if self.grid and (len(ranks) != wanted or sorted(ranks) != list(range(wanted))):
-            shape = " x ".join(f"{axis} {size}" for axis, size in self.grid.items())
-            raise InvalidArgumentError(f"the layout's grid ({shape}) is of {wanted} ranks; there are {len(ranks)}")
+        """InvalidArgumentError unless these are all ranks of the mesh, if there is one."""
+        wanted = math.prod(self.mesh.values())
+        if self.mesh and (len(ranks) != wanted or sorted(ranks) != list(range(wanted))):
+            shape = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
+            raise InvalidArgumentError(f"the layout's mesh ({shape}) is of {wanted} ranks; there are {len(ranks)}")
 
 
-def _parse_rule(pattern: str, raw: Any, grid: Mapping[str, int]) -> Rule:
-    steps: list[_Step] = []
-    words: list[str] = []
+def _parse_rule(pattern: str, raw: Any, mesh: Mapping[str, int]) -> Rule:
+    steps: list[_RuleCut] = []
+    keywords: list[str] = []
     boxes: list[Mapping[str, Any]] = []
     renumber: list[tuple[str, tuple[str, ...] | None]] = []
     reduce: str | None = None
     for one in raw if isinstance(raw, list) else [raw]:
         keys = one.keys() if isinstance(one, Mapping) else set()
-        if isinstance(one, str) and one in _WORDS:
-            words.append(one)
+        if isinstance(one, str) and one in _KEYWORDS:
+            keywords.append(one)
         elif type(one).__name__ == "Shard":
-            steps.append(_Step(int(one.dim), _axes(pattern, {}, grid)))
+            steps.append(_RuleCut(int(one.dim), _axes(pattern, {}, mesh)))
         elif type(one).__name__ == "Replicate":
-            words.append("replicate")
+            keywords.append("replicate")
         elif keys == {"reduce"} and one["reduce"] in _REDUCTIONS:
             reduce = one["reduce"]
         elif "renumber" in keys and keys <= {"renumber", "axis"}:
-            renumber.append((str(one["renumber"]), _axes(pattern, one, grid)))
+            renumber.append((str(one["renumber"]), _axes(pattern, one, mesh)))
         elif "dim" in keys and keys <= _CUT_KEYS:
-            steps.append(_parse_step(pattern, one, grid))
+            steps.append(_parse_cut(pattern, one, mesh))
         elif "global_shape" in keys and (keys <= _BOXES_KEYS or keys == _OWN_BOX_KEYS):
             boxes.append(one)
         else:
             raise _no_rule(pattern, one)
-    if len(words) + len(boxes) + bool(steps) > 1 or len({step.dim for step in steps}) < len(steps):
+    if len(keywords) + len(boxes) + bool(steps) > 1 or len({step.dim for step in steps}) < len(steps):
         raise InvalidArgumentError(f"layout rule for {pattern!r} says twice how a tensor is cut: {excerpt(raw, 200)}")
-    word = words[0] if words else None
-    axes = _word_axes(pattern, word, grid) if word is not None and word not in _WHOLE else None
-    return Rule(pattern, tuple(steps), word, axes, boxes[0] if boxes else None, tuple(renumber), reduce)
+    keyword = keywords[0] if keywords else None
+    axes = _keyword_axes(pattern, keyword, mesh) if keyword is not None and keyword not in _WHOLE else None
+    return Rule(pattern, tuple(steps), keyword, axes, boxes[0] if boxes else None, tuple(renumber), reduce)
 
 
 def _no_rule(pattern: str, raw: Any) -> InvalidArgumentError:
@@ -316,29 +317,29 @@ def _no_rule(pattern: str, raw: Any) -> InvalidArgumentError:
     )
 
 
-def _axes(pattern: str, raw: Mapping[str, Any], grid: Mapping[str, int]) -> tuple[str, ...] | None:
-    """The axes that a rule names; of a grid with one axis that one; without a grid None."""
+def _axes(pattern: str, raw: Mapping[str, Any], mesh: Mapping[str, int]) -> tuple[str, ...] | None:
+    """The axes that a rule names; of a mesh with one axis that one; without a mesh None."""
     if "axis" not in raw:
-        if len(grid) > 1:
-            raise InvalidArgumentError(f'layout rule for {pattern!r} must say its "axis": one of {list(grid)}')
-        return tuple(grid) or None
+        if len(mesh) > 1:
+            raise InvalidArgumentError(f'layout rule for {pattern!r} must say its "axis": one of {list(mesh)}')
+        return tuple(mesh) or None
     said = raw["axis"]
     axes = (said,) if isinstance(said, str) else tuple(said) if isinstance(said, list | tuple) else (said,)
     for axis in axes:
-        if not isinstance(axis, str) or axis not in grid:
-            text = f'layout rule for {pattern!r}: axis {excerpt(axis)} is not in the "grid" {dict(grid)}'
+        if not isinstance(axis, str) or axis not in mesh:
+            text = f'layout rule for {pattern!r}: axis {excerpt(axis)} is not in the "mesh" {dict(mesh)}'
             raise InvalidArgumentError(text)
     return axes
 
 
-def _word_axes(pattern: str, word: str, grid: Mapping[str, int]) -> tuple[str, ...] | None:
-    usual = "ep" if word == "grouped_gemm" else "tp"
-    return (usual,) if usual in grid else _axes(pattern, {}, grid)
+def _keyword_axes(pattern: str, keyword: str, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
+    usual = "ep" if keyword == "grouped_gemm" else "tp"
+    return (usual,) if usual in mesh else _axes(pattern, {}, mesh)
 
 
-def _parse_step(pattern: str, raw: Mapping[str, Any], grid: Mapping[str, int]) -> _Step:
+def _parse_cut(pattern: str, raw: Mapping[str, Any], mesh: Mapping[str, int]) -> _RuleCut:
     dim, blocks, split = raw["dim"], raw.get("blocks"), raw.get("split")
-    axes = _axes(pattern, raw, grid)
+    axes = _axes(pattern, raw, mesh)
     name: tuple[str, tuple[str, ...]] | None = None
     try:
         if split is not None:
@@ -353,28 +354,28 @@ def _parse_step(pattern: str, raw: Mapping[str, Any], grid: Mapping[str, int]) -
             f'layout rule for {pattern!r}: a cut is like {{"dim": 0, "blocks": [32, 8, 8]}} or {{"dim": 0, "split": '
             f'{{"qkv": {{"q": 32, "k": 8, "v": 8}}}}, "interleaved": true}}, not {excerpt(raw, 200)}'
         ) from None
-    return _Step(dim, axes, sizes, name, bool(raw.get("interleaved", False)))
+    return _RuleCut(dim, axes, sizes, name, bool(raw.get("interleaved", False)))
 
 
-def _word_steps(word: str, axes: tuple[str, ...] | None, name: str, dims: int) -> tuple[_Step, ...]:
+def _keyword_cuts(keyword: str, axes: tuple[str, ...] | None, name: str, dims: int) -> tuple[_RuleCut, ...]:
     """What transformers' tensor parallel styles do with a parameter of so many dims."""
     is_bias = name.rpartition(".")[2] == "bias"
-    if word in _WHOLE or not dims:
+    if keyword in _WHOLE or not dims:
         return ()
-    if word in _COLWISE:
-        return (_Step(max(dims - 2, 0), axes),)
-    if word in _ROWWISE:
-        return () if is_bias else (_Step(dims - 1, axes),)
-    if word == "packed_colwise":
-        return (_Step(max(dims - 2, 0), axes, (1, 1) if dims > 1 else (1,)),)
-    if word in _PACKED_ROWWISE:
-        return (_Step(dims - 1, axes, (1, 1)),) if dims > 1 else ()
-    return (_Step(1 if word == "embedding_colwise" else 0, axes),)
+    if keyword in _COLWISE:
+        return (_RuleCut(max(dims - 2, 0), axes),)
+    if keyword in _ROWWISE:
+        return () if is_bias else (_RuleCut(dims - 1, axes),)
+    if keyword == "packed_colwise":
+        return (_RuleCut(max(dims - 2, 0), axes, (1, 1) if dims > 1 else (1,)),)
+    if keyword in _PACKED_ROWWISE:
+        return (_RuleCut(dims - 1, axes, (1, 1)),) if dims > 1 else ()
+    return (_RuleCut(1 if keyword == "embedding_colwise" else 0, axes),)
 
 
-def _cut_parts(name: str, shape: tuple[int, ...], steps: Sequence[_Step]) -> list[Part]:
+def _cut_parts(name: str, shape: tuple[int, ...], steps: Sequence[_RuleCut]) -> list[Part]:
     """The parts that the product of all cuts makes of a tensor; a split gives several of different names."""
-    named: list[tuple[str, tuple[Cut, ...]]] = [(name, ())]
+    named: list[tuple[str, tuple[DimSegments, ...]]] = [(name, ())]
     for step in steps:
         if not -len(shape) <= step.dim < len(shape):
             raise ValueError(f"dim {step.dim}, but the shape is {shape}")
@@ -382,13 +383,13 @@ def _cut_parts(name: str, shape: tuple[int, ...], steps: Sequence[_Step]) -> lis
         runs = list(_runs(shape[dim], step))
         if step.split is None:
             segments = tuple((block, begin, size) for block, begin, size in runs)
-            named = [(known, (*cuts, Cut(dim, step.axes, segments))) for known, cuts in named]
+            named = [(known, (*cuts, DimSegments(dim, step.axes, segments))) for known, cuts in named]
             continue
         replaced, news = step.split
         named = [
             (
                 _replaced(known, replaced, new),
-                (*cuts, Cut(dim, step.axes, tuple((0, b, s) for k, b, s in runs if k == i))),
+                (*cuts, DimSegments(dim, step.axes, tuple((0, b, s) for k, b, s in runs if k == i))),
             )
             for known, cuts in named
             for i, new in enumerate(news)
@@ -396,7 +397,7 @@ def _cut_parts(name: str, shape: tuple[int, ...], steps: Sequence[_Step]) -> lis
     return [Part(known, shape, cuts) for known, cuts in named]
 
 
-def _runs(length: int, step: _Step) -> Iterator[tuple[int, int, int]]:
+def _runs(length: int, step: _RuleCut) -> Iterator[tuple[int, int, int]]:
     """(block, begin, size) along a rank's dim of this length."""
     total = sum(step.blocks)
     repeats, unit = (length // total, total) if step.interleaved else (1, length)
@@ -445,27 +446,27 @@ def _fixed_part(name: str, shape: tuple[int, ...], rank: int, raw: Mapping[str, 
     if not shape:
         return Part(name, shape)
     segments = tuple((0, begin, box.shape[dim]) for begin, box in zip(begins, boxes, strict=False))
-    return Part(name, shape, (Cut(dim, (), segments),), (global_shape, boxes))
+    return Part(name, shape, (DimSegments(dim, (), segments),), (global_shape, boxes))
 
 
-def _coordinates(rank: int, grid: Mapping[str, int]) -> dict[str, int]:
+def _coordinates(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:
     found = {}
-    for axis, size in reversed(tuple(grid.items())):
+    for axis, size in reversed(tuple(mesh.items())):
         rank, found[axis] = divmod(rank, size)
     return found
 
 
-def _index(rank: int, axes: tuple[str, ...], grid: Mapping[str, int]) -> int:
+def _index(rank: int, axes: tuple[str, ...], mesh: Mapping[str, int]) -> int:
     """The place of a rank along some axes, the first of which is the slowest."""
-    at = _coordinates(rank, grid)
+    at = _coordinates(rank, mesh)
     index = 0
     for axis in axes:
-        index = index * grid[axis] + at[axis]
+        index = index * mesh[axis] + at[axis]
     return index
 
 
-def place(
-    parts: Mapping[int, Part], grid: Mapping[str, int], paths: Mapping[int, str] | None = None
+def place_parts(
+    parts: Mapping[int, Part], mesh: Mapping[str, int], paths: Mapping[int, str] | None = None
 ) -> dict[int, tuple[tuple[int, ...], tuple[Box, ...]]]:
     """For each rank the global shape of one tensor and the rank's boxes, from all ranks' parts of it.
 
@@ -492,7 +493,7 @@ def place(
     shape = list(first.shape)
     spans: dict[int, list[list[tuple[int, int]]]] = {rank: [] for rank in parts}  # by rank, cut, segment
     for number in range(len(first.cuts)):
-        length = _place_cut(parts, number, grid, paths, spans)
+        length = _place_cut(parts, number, mesh, paths, spans)
         shape[first.cuts[number].dim] = length
     return {rank: (tuple(shape), _boxes(part, spans[rank])) for rank, part in parts.items()}
 
@@ -512,14 +513,14 @@ def _boxes(part: Part, spans: Sequence[Sequence[tuple[int, int]]]) -> tuple[Box,
 def _place_cut(
     parts: Mapping[int, Part],
     number: int,
-    grid: Mapping[str, int],
+    mesh: Mapping[str, int],
     paths: Mapping[int, str],
     spans: dict[int, list[list[tuple[int, int]]]],
 ) -> int:
     """Add where each segment of one cut begins in the tensor to `spans`; returns the length of the dim."""
     first = next(iter(parts.values()))
     axes, dim = first.cuts[number].axes, first.cuts[number].dim
-    order = {rank: n if axes is None else _index(rank, axes, grid) for n, rank in enumerate(sorted(parts))}
+    order = {rank: n if axes is None else _index(rank, axes, mesh) for n, rank in enumerate(sorted(parts))}
     sizes: dict[int, dict[int, int]] = {}  # by place along the axes, by block
     speaker: dict[int, int] = {}
     for rank in sorted(parts):
@@ -536,7 +537,7 @@ def _place_cut(
                 path=paths.get(rank),
             )
         speaker.setdefault(order[rank], rank)
-    wanted = len(parts) if axes is None else math.prod(grid[axis] for axis in axes)
+    wanted = len(parts) if axes is None else math.prod(mesh[axis] for axis in axes)
     absent = sorted(set(range(wanted)) - set(sizes))
     if absent:
         raise IncompleteError(
@@ -565,7 +566,7 @@ def _some(numbers: Sequence[int]) -> str:
     return f"[{shown}, ... {len(numbers)} of them]" if len(numbers) > _SHOWN else f"[{shown}]"
 
 
-def renumbered(names: Mapping[int, Mapping[str, str]], layout: Layout) -> dict[int, dict[str, str]]:
+def renumber_names(names: Mapping[int, Mapping[str, str]], layout: Layout) -> dict[int, dict[str, str]]:
     """For each rank its tensors' names with the numbers that rules count on over the ranks; others unchanged.
 
     `names` maps each name to the one by which its rule is found: another for what a rule has split.
@@ -607,5 +608,5 @@ def _numbered(
     tail = "".join("." + part for part in parts[at + 1 :])
     if axes is None:
         return (head,), rank, int(parts[at]), (head, tail)
-    others = tuple((axis, c) for axis, c in _coordinates(rank, layout.grid).items() if axis not in axes)
-    return (head, others), _index(rank, axes, layout.grid), int(parts[at]), (head, tail)
+    others = tuple((axis, c) for axis, c in _coordinates(rank, layout.mesh).items() if axis not in axes)
+    return (head, others), _index(rank, axes, layout.mesh), int(parts[at]), (head, tail)

@@ -11,7 +11,7 @@ from statexchange.sharding.plan import Piece
 from statexchange.sharding.shards import Box, shape_from_json
 from statexchange.tensors import ITEMSIZE, itemsize_of
 
-__all__ = ["BoxReceipt", "BoxReceipts", "Reduction", "WriteFile", "WritePlan", "WriteTensor", "assign_hosts"]
+__all__ = ["BoxReceipt", "BoxReceipts", "BoxReduction", "WriteFile", "WritePlan", "WriteTensor", "assign_hosts"]
 
 _REDUCTIONS = ("max", "min")
 
@@ -35,7 +35,7 @@ class WriteFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
+class BoxReduction:
     """One box of the tensor `name`: box `index` of rank `holder` becomes the `op` ("max", "min") of it and of `copies`.
 
     The copies are (rank, index of the box there).
@@ -126,10 +126,10 @@ class WritePlan:
     probe: str
     compares: bool
 
-    def reductions(self) -> list[Reduction]:
+    def reductions(self) -> list[BoxReduction]:
         """The boxes of which copies are reduced."""
         return [
-            Reduction(tensor.source, tensor.reduce, piece.holder, piece.box_index, piece.replicas)
+            BoxReduction(tensor.source, tensor.reduce, piece.holder, piece.box_index, piece.replicas)
             for tensor in self.tensors
             if tensor.reduce is not None
             for piece in tensor.pieces

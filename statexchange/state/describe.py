@@ -163,7 +163,7 @@ def _hold(name: str, tensor: Any, rule: Rule | None, rank: int) -> list[HeldTens
     shape = tuple(int(size) for size in tensor.shape)
     reduce = rule.reduce if rule is not None else None
     if hasattr(tensor, "__create_chunk_list__"):
-        if rule is not None and rule.says_where:
+        if rule is not None and rule.is_explicit:
             raise InvalidArgumentError(
                 f"layout rule for {rule.pattern!r} matches a tensor that says itself which part it is", name=name
             )

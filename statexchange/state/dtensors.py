@@ -8,7 +8,7 @@ from operator import add
 from typing import Any
 
 from statexchange.errors import UnsupportedError
-from statexchange.sharding.placements import Cut, local_boxes
+from statexchange.sharding.placements import DimSplit, local_boxes
 from statexchange.sharding.shards import Box
 from statexchange.sharding.spread import Placement, coordinate_of
 from statexchange.tensors import settled
@@ -79,7 +79,7 @@ def _find(tensor: Any, mesh: Any, coordinate: Any, rank: int) -> _Lies:
             return _Lies(problem=f"placement {placement} holds an unfinished sum; redistribute it first")
     ranks = mesh.mesh
     shape, mesh_shape = tuple(tensor.shape), tuple(ranks.shape)
-    cuts = [Cut(p.dim, getattr(p, "split_factor", 1)) if hasattr(p, "dim") else None for p in tensor.placements]
+    cuts = [DimSplit(p.dim, getattr(p, "split_factor", 1)) if hasattr(p, "dim") else None for p in tensor.placements]
     if coordinate is None:  # this rank is not in the tensor's mesh
         return _Lies(placement=_record(ranks, shape, cuts, (), rank))
     for axis, cut in enumerate(cuts):
@@ -96,7 +96,7 @@ def _find(tensor: Any, mesh: Any, coordinate: Any, rank: int) -> _Lies:
     return _Lies(boxes, None, _record(ranks, shape, cuts, boxes, rank))
 
 
-def _record(ranks: Any, shape: tuple[int, ...], cuts: list[Cut | None], boxes: tuple[Box, ...], rank: int) -> Any:
+def _record(ranks: Any, shape: tuple[int, ...], cuts: list[DimSplit | None], boxes: tuple[Box, ...], rank: int) -> Any:
     """The record of a DTensor on a mesh of ranks 0, 1, ..., if `rank` holds just what follows from it."""
     mesh_shape = tuple(ranks.shape)
     if ranks.flatten().tolist() != list(range(ranks.numel())) or rank >= ranks.numel() or len(boxes) > 1:

@@ -45,10 +45,10 @@ __all__ = [
     "identity_of",
     "is_abandoned",
     "is_temporary",
-    "look_up_anew",
+    "invalidate_lookups",
     "new_nonce",
     "rename_new",
-    "settle",
+    "invalidate_listings",
     "write_new",
 ]
 
@@ -205,7 +205,7 @@ def exchange_names(one: str, other: str, *, dir_fd: int, path: str) -> bool:
     return not code
 
 
-def look_up_anew(dir_fd: int, path: str) -> None:
+def invalidate_lookups(dir_fd: int, path: str) -> None:
     """Make this host look names up anew in a directory that it has just changed (NFS).
 
     A client renames on the server by name, but in its cache it moves the entry that it knew: if another host had given
@@ -218,7 +218,7 @@ def look_up_anew(dir_fd: int, path: str) -> None:
             os.utime(dir_fd)
 
 
-def settle(*dir_fds: int, path: str) -> None:
+def invalidate_listings(*dir_fds: int, path: str) -> None:
     """Change directories once more after a change that others wait for, where their listings may be cached (NFS).
 
     A client of NFS 3 keeps a listing while the directory's modification time is the same, and two changes within one

@@ -1,6 +1,6 @@
 """A build: one checkpoint directory under construction, which appears under its name as a whole or not at all.
 
-`open_build` begins one at a local path (directory_build.py) or at an fsspec URL (object_build.py); the two have
+open_build.py begins one at a local path (directory_build.py) or at an fsspec URL (object_build.py); the two have
 protocols of their own, explained at the top of their files.
 
 Guarantees of every build:
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from statexchange.errors import StorageError, TargetExistsError
 from statexchange.processes import Owner
 from statexchange.storage.files import Buffer
-from statexchange.storage.store import Store, is_url
+from statexchange.storage.store import Store
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,8 +36,6 @@ __all__ = [
     "ReplaceCheck",
     "active_builds",
     "busy_error",
-    "check_build",
-    "open_build",
     "removed_error",
     "target_exists",
 ]
@@ -119,7 +117,7 @@ class OutputFile(ABC):
 class Build(ABC):
     """One directory under construction. Ends in `commit` or `abandon`, which is the default of a with block.
 
-    Attributes: `path` (of the target), `building_path` (where its files lie now), `finished` (facts by name of the
+    Attributes: `path` (of the target), `building_path` (where its files lie now), `finished` (metadata by name of the
     output files that an interrupted publisher of the same plan had finished). Root only.
     """
 
@@ -136,8 +134,8 @@ class Build(ABC):
         """Write a small file, whose name must be free."""
 
     @abstractmethod
-    def record(self, name: str, facts: Any) -> None:
-        """Record that an output file is finished, with facts (JSON), for whoever resumes after a kill."""
+    def record(self, name: str, metadata: Any) -> None:
+        """Record that an output file is finished, with metadata (JSON), for whoever resumes after a kill."""
 
     @abstractmethod
     def make_probe(self) -> str:
@@ -159,52 +157,3 @@ class Build(ABC):
 
     def __exit__(self, *exception: object) -> None:
         self.abandon()
-
-
-def open_build(
-    path: str,
-    plan_digest: str,
-    names: Sequence[str],
-    *,
-    check: ReplaceCheck | None,
-    reuse: bool = False,
-    resume: bool = False,
-) -> Build:
-    """Begin to build the directory `path` (an absolute path or a URL), which will hold files of these `names`.
-
-    Args:
-        path: the target.
-        plan_digest: 32 hex digits; with `reuse` they must stand for every byte of the output files.
-        names: of all files; the last one is the one that `commit` writes.
-        check: called with a directory that is at `path`, before it is replaced; None if none may be replaced.
-        reuse: keep the output files that a killed publisher of the same plan had finished.
-        resume: the user says that all publishers that have left something here are dead; else that must be proved.
-
-    Raises:
-        TargetExistsError: the target exists and `check` is None, or another process is publishing to it.
-        UnsafeError: something lies there that is no directory of ours.
-        UnsupportedError: the store cannot be written.
-        StorageError, InvalidArgumentError.
-    """
-    if is_url(path):
-        from statexchange.storage.object_build import ObjectBuild  # and with it fsspec, only for a URL
-
-        return ObjectBuild(path, plan_digest, names, check=check, resume=resume)
-    from statexchange.storage.directory_build import DirectoryBuild
-
-    return DirectoryBuild(path, plan_digest, check=check, reuse=reuse, resume=resume)
-
-
-def check_build(path: str, manifest: str, *, check: ReplaceCheck | None, nbytes: int, resume: bool) -> None:
-    """Check, without changing anything, whether `open_build` would accept the target. Raises what it would raise.
-
-    `manifest` is the name of the file that `commit` writes; `nbytes` is the room that all files together need.
-    """
-    if is_url(path):
-        from statexchange.storage.object_build import check_url
-
-        check_url(path, manifest, check)
-        return
-    from statexchange.storage.directory_build import check_directory
-
-    check_directory(path, check, nbytes, resume=resume)

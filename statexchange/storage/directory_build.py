@@ -1,7 +1,7 @@
 """Build a directory on a file system: under a hidden name beside the target, then renamed; whole or not there.
 
 Names, all in the target's parent directory, `nonce` being 64 random bits that each publisher draws; a long name is cut
-in them (`files.hidden_stem`):
+in them (`files.hidden_prefix`):
 
 * ``.<name>.<nonce>.owner``: the owner record, a symbolic link that leads nowhere. Its target is JSON text that says
   which process on which host the nonce belongs to. It is durable before anything else of that nonce is made, and
@@ -55,10 +55,10 @@ from statexchange.storage import files
 from statexchange.storage.atomic import (
     exchange_names,
     identity_of,
-    look_up_anew,
+    invalidate_lookups,
     new_nonce,
     rename_new,
-    settle,
+    invalidate_listings,
     write_new,
 )
 from statexchange.storage.build import (
@@ -71,7 +71,7 @@ from statexchange.storage.build import (
     target_exists,
 )
 from statexchange.storage.json_text import MAX_MANIFEST_BYTES, parse_json
-from statexchange.storage.local import open_path
+from statexchange.storage.local import open_local
 from statexchange.storage.mounts import Mount, mount_of, warn_of_options
 
 if TYPE_CHECKING:
@@ -117,12 +117,12 @@ class _Leftover:
 def _leftovers(name: str, dir_fd: int, parent: str) -> list[_Leftover]:
     """Return what publishers have under hidden names beside the target `name`, by nonce."""
     pattern = re.compile(
-        re.escape(files.hidden_stem(name))
+        re.escape(files.hidden_prefix(name))
         + r"\.(?:(?P<plan>[0-9a-f]{32})\.(?P<of>[0-9a-f]{16})\.partial"
         + r"|(?P<nonce>[0-9a-f]{16})\.(?P<kind>owner|replaced|discarded))"
     )
     found: dict[str, _Leftover] = {}
-    for entry in files.names_in(dir_fd, parent):
+    for entry in files.list_names(dir_fd, parent):
         match = pattern.fullmatch(entry)
         if match is None:
             continue
@@ -207,7 +207,7 @@ def _room_of(leftover: _Leftover, dir_fd: int, parent: str) -> int:
     for name in leftover.partials.values():
         path = os.path.join(parent, name)
         with contextlib.suppress(StateExchangeError), files.directory(name, dir_fd, path) as partial_fd:
-            for entry in files.names_in(partial_fd, path):
+            for entry in files.list_names(partial_fd, path):
                 found = files.stat_of(entry, partial_fd, path)
                 taken += 0 if found is None else getattr(found, "st_blocks", 0) * _STAT_BLOCK_BYTES
     return taken
@@ -250,7 +250,7 @@ def _check_target(path: str, dir_fd: int, check: ReplaceCheck | None) -> tuple[i
     fd = files.open_directory(name, dir_fd, path)
     try:
         identity = _identity(files.fstat_of(fd, path))
-        store, _ = open_path(parent)
+        store, _ = open_local(parent)
         try:
             check(store.below(name))
         finally:
@@ -337,7 +337,7 @@ class DirectoryBuild(Build):
     def __init__(self, path: str, plan_digest: str, *, check: ReplaceCheck | None, reuse: bool, resume: bool) -> None:
         self.path = path
         self._parent, self._name = _parts(path)
-        self._stem = files.hidden_stem(self._name)
+        self._stem = files.hidden_prefix(self._name)
         self._nonce = new_nonce()
         self._partial = f"{self._stem}.{plan_digest}.{self._nonce}.partial"
         self._replaced, self._discarded, self._record = (
@@ -548,7 +548,7 @@ class DirectoryBuild(Build):
         deadline = time.monotonic() + (_EMPTYING_S if self._mount.is_network else 0.0)
         while files.stat_of(discarded, self._parent_fd, path) is not None:
             with files.directory(discarded, self._parent_fd, path) as dir_fd:
-                for entry in files.names_in(dir_fd, path):
+                for entry in files.list_names(dir_fd, path):
                     if not entry.startswith(".nfs"):  # a file that somebody has open, gone when it is closed
                         files.remove_file(entry, os.path.join(path, entry), dir_fd)
             if files.remove_directory(discarded, self._parent_fd, path):
@@ -561,28 +561,28 @@ class DirectoryBuild(Build):
 
     def _keep_finished(self) -> None:
         """Keep the finished files of a directory that was taken over, each with its receipt, and nothing else."""
-        names = files.names_in(self._dir_fd, self.building_path)
+        names = files.list_names(self._dir_fd, self.building_path)
         for name in names:
             if _receipt(name) in names:
-                facts = self._finished_facts(name)
-                if facts is not None:
-                    self.finished[name] = facts
+                metadata = self._finished_metadata(name)
+                if metadata is not None:
+                    self.finished[name] = metadata
         kept = {*self.finished, *map(_receipt, self.finished)}
         for name in set(names) - kept:
             files.remove_file(name, os.path.join(self.building_path, name), self._dir_fd)
 
-    def _finished_facts(self, name: str) -> Any:
-        """Return the facts of a finished output file; None unless its receipt is whole and fits."""
+    def _finished_metadata(self, name: str) -> Any:
+        """Return the metadata of a finished output file; None unless its receipt is whole and fits."""
         path = os.path.join(self.building_path, name)
         try:
             data = files.read_small(_receipt(name), self._dir_fd, path, MAX_MANIFEST_BYTES)
             raw: Any = parse_json(data, path)
-            size, mtime_ns, facts = raw
+            size, mtime_ns, metadata = raw
             found = files.stat_of(name, self._dir_fd, path)
         except (CorruptError, UnsafeError, NotFoundError, TypeError, ValueError):
             return None
         is_same = found is not None and stat.S_ISREG(found.st_mode) and _size_and_time(found) == [size, mtime_ns]
-        return facts if is_same else None
+        return metadata if is_same else None
 
     # Building
 
@@ -615,14 +615,14 @@ class DirectoryBuild(Build):
         path = os.path.join(self.building_path, name)
         write_new(self._dir_fd, name, [data], nbytes=memoryview(data).nbytes, path=path, mode=0o666)
 
-    def record(self, name: str, facts: Any) -> None:
+    def record(self, name: str, metadata: Any) -> None:
         """Write the receipt of an output file beside it."""
         path = os.path.join(self.building_path, name)
         found = files.stat_of(name, self._dir_fd, path)
         if found is None:
             raise removed_error(path)
-        self.put(_receipt(name), json.dumps([*_size_and_time(found), facts], separators=(",", ":")).encode())
-        self.finished[name] = facts
+        self.put(_receipt(name), json.dumps([*_size_and_time(found), metadata], separators=(",", ":")).encode())
+        self.finished[name] = metadata
 
     def make_probe(self) -> str:
         """Make an empty file with a random name."""
@@ -706,7 +706,7 @@ class DirectoryBuild(Build):
             if error.errno == errno.ENOENT:
                 return  # removed, or moved aside by another publisher: the next rename decides
             raise
-        look_up_anew(self._parent_fd, self._parent)  # else the old directory is seen, whatever was moved
+        invalidate_lookups(self._parent_fd, self._parent)  # else the old directory is seen, whatever was moved
         if _identity_at(self._replaced, self._parent_fd, self.path) != self._old:
             self._put_back()
             raise _another(self.path, "replaced the target meanwhile")
@@ -763,7 +763,7 @@ class DirectoryBuild(Build):
         try:
             self._clear_own()
             if self._is_published:  # other hosts are to see neither the old names nor those that were just removed
-                self._settle()
+                self._invalidate_listings()
         finally:
             self._has_ended = True
             active_builds.discard(self._nonce)
@@ -785,9 +785,9 @@ class DirectoryBuild(Build):
         except StateExchangeError as error:
             _log.warning("a directory that is not needed any more stays until the next publication: %s", error)
 
-    def _settle(self) -> None:
+    def _invalidate_listings(self) -> None:
         try:
-            settle(self._parent_fd, path=self._parent)
+            invalidate_listings(self._parent_fd, path=self._parent)
         except StateExchangeError as error:  # it is published; another host may see it a little later
             _log.warning("hosts that listed the directory meanwhile may see %s late: %s", self.path, error)
 
@@ -811,7 +811,7 @@ class DirectoryBuild(Build):
 
 def _receipt(name: str) -> str:
     """Return the name of the file beside an output file that says that it is finished."""
-    return f"{files.hidden_stem(name)}.finished"
+    return f"{files.hidden_prefix(name)}.finished"
 
 
 def _size_and_time(found: os.stat_result) -> list[int]:

@@ -35,11 +35,11 @@ __all__ = [
     "create_file",
     "directory",
     "fstat_of",
-    "hidden_stem",
+    "hidden_prefix",
     "libc",
     "make_directory",
     "make_path",
-    "names_in",
+    "list_names",
     "open_directory",
     "open_file",
     "open_nearest",
@@ -77,7 +77,7 @@ def audit(call: str, path: str) -> None:
     sys.audit("statexchange.storage", call, path)
 
 
-def hidden_stem(name: str) -> str:
+def hidden_prefix(name: str) -> str:
     """Return how hidden names beside a file or directory begin: with a dot and its name.
 
     A name that is too long for the endings of hidden names is cut, and a digest of all of it added.
@@ -147,7 +147,7 @@ def directory(path: str, dir_fd: int | None = None, shown: str | None = None) ->
         os.close(fd)
 
 
-def names_in(dir_fd: int, path: str) -> list[str]:
+def list_names(dir_fd: int, path: str) -> list[str]:
     """Return the names in an open directory, sorted."""
     audit("list", path)
     try:

@@ -32,7 +32,7 @@ from statexchange.storage.files import (
     audit,
     check_private,
     directory,
-    hidden_stem,
+    hidden_prefix,
     open_directory,
     open_file,
     open_parent,
@@ -41,21 +41,21 @@ from statexchange.storage.files import (
     stat_of,
 )
 from statexchange.storage.mounts import mount_of, warn_of_options
-from statexchange.storage.store import Kind, Store, StoredFile, absolute, plain
+from statexchange.storage.store import EntryKind, Store, StoredFile, absolute_path, strip_file_scheme
 
-__all__ = ["LocalFile", "LocalStore", "local_path", "open_path", "replacement_of"]
+__all__ = ["LocalFile", "LocalStore", "local_path", "open_local", "replacement_of"]
 
 _FILE_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
-_LOOKS = 40  # at a name that is absent while its directory shows that it is being replaced
-_BETWEEN_LOOKS_S = 0.01
+_MAX_LOOKUPS = 40  # at a name that is absent while its directory shows that it is being replaced
+_LOOKUP_INTERVAL_S = 0.01
 _DIRECTORY_FLAGS = _FILE_FLAGS | getattr(os, "O_DIRECTORY", 0)
 
 
 def local_path(url: str) -> str:
     """Return the absolute path that a local path, ``file:///path`` or ``shm://name`` (on tmpfs) means."""
-    scheme, separator, rest = plain(url).partition("://")
+    scheme, separator, rest = strip_file_scheme(url).partition("://")
     if not separator:
-        return absolute(plain(url))
+        return absolute_path(strip_file_scheme(url))
     if scheme == "shm":
         if not _is_plain_name(rest):
             raise InvalidArgumentError(
@@ -81,7 +81,7 @@ class _Pinned(Protocol):
         """Return a new descriptor of the same file or directory."""
 
 
-class _Budget:
+class _DescriptorBudget:
     """How many descriptors all opened paths of this process hold, and may hold: a quarter of those it may open."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class _Budget:
 
 
 _LEAST_HELD = 4
-_budget = _Budget()
+_budget = _DescriptorBudget()
 
 
 class _Descriptors:
@@ -364,9 +364,9 @@ class LocalStore(Store):
             self._is_shared = mount_of(self.path).is_network
         return self._is_shared
 
-    def _list(self) -> dict[str, Kind]:
+    def _list(self) -> dict[str, EntryKind]:
         audit("list", self.path)
-        found: dict[str, Kind] = {}
+        found: dict[str, EntryKind] = {}
         try:
             with self.descriptor() as fd, os.scandir(fd) as entries:
                 for entry in entries:
@@ -429,7 +429,7 @@ def _unpickled_store(path: str, follow: bool, identity: tuple[int, int]) -> Loca
     return store
 
 
-def _kind_of(entry: os.DirEntry[str]) -> Kind:
+def _kind_of(entry: os.DirEntry[str]) -> EntryKind:
     """Return the kind of an entry; of a link to a file, and of one that leads nowhere and so lacks its file, "file"."""
     if entry.is_dir(follow_symlinks=False):
         return "directory"
@@ -442,21 +442,21 @@ def _kind_of(entry: os.DirEntry[str]) -> Kind:
     return "file" if stat.S_ISREG(mode) else "other"
 
 
-class _BetweenNamesError(Exception):
+class _BeingReplacedError(Exception):
     """A name is absent, and there are signs that it is being replaced at this moment."""
 
 
-def open_path(path: str) -> tuple[LocalStore, str | None]:
+def open_local(path: str) -> tuple[LocalStore, str | None]:
     """Open the directory at a local path, or, for a file, its parent directory and the file's name.
 
     The caller closes the store. Raises NotFoundError, UnsafeError (neither file nor directory), StorageError.
     """
     is_absent = False
-    for _ in range(_LOOKS):
+    for _ in range(_MAX_LOOKUPS):
         try:
             return _open_path(path)
-        except _BetweenNamesError:
-            time.sleep(_BETWEEN_LOOKS_S)
+        except _BeingReplacedError:
+            time.sleep(_LOOKUP_INTERVAL_S)
         except NotFoundError:
             # A listing that spans both renames of a replacement can lack all their names: only a second one counts.
             if is_absent:
@@ -492,7 +492,7 @@ def _open_path(path: str) -> tuple[LocalStore, str | None]:
         try:
             fd = os.open(name, _DIRECTORY_FLAGS, dir_fd=parent_fd)
         except FileNotFoundError:  # it was there a moment ago
-            raise _BetweenNamesError from None
+            raise _BeingReplacedError from None
         return LocalStore(shown, fd, descriptors), None
     except BaseException as error:
         descriptors.close()
@@ -507,19 +507,19 @@ def replacement_of(name: str, dir_fd: int) -> str | None:
     """Return the hidden name of the directory that waits to get `name`, which is absent; None if none does.
 
     atomic.py explains how a directory is replaced. If the new one is not there, it may have got its name meanwhile, or
-    an NFS client still shows the names from before: then the old one is not taken, and _BetweenNamesError is raised,
+    an NFS client still shows the names from before: then the old one is not taken, and _BeingReplacedError is raised,
     since the next look will find the new one.
     """
     try:
         names = os.listdir(dir_fd)
     except OSError:  # a directory that may not be listed
         return None
-    stem = re.escape(hidden_stem(name))
+    stem = re.escape(hidden_prefix(name))
     replaced = re.compile(rf"{stem}\.([0-9a-f]{{16}})\.replaced")
     for found in filter(None, map(replaced.fullmatch, names)):
         partial = re.compile(rf"{stem}\.[0-9a-f]{{32}}\.{found[1]}\.partial")
         for waiting in filter(partial.fullmatch, names):
             return waiting
     if name in names or any(map(replaced.fullmatch, names)):
-        raise _BetweenNamesError
+        raise _BeingReplacedError
     return None

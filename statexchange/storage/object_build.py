@@ -56,7 +56,7 @@ from statexchange.storage.build import (
 )
 from statexchange.storage.claim import CLAIM_NAME, Claim
 from statexchange.storage.files import audit
-from statexchange.storage.fsspec_store import FsspecStore, file_system, storage_errors, version_in
+from statexchange.storage.fsspec_store import FsspecStore, file_system, storage_errors, version_of_info
 from statexchange.storage.json_text import read_json
 from statexchange.storage.store import Store
 
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from statexchange.storage.files import Buffer
-    from statexchange.storage.store import Kind, StoredFile
+    from statexchange.storage.store import EntryKind, StoredFile
 
 __all__ = ["ObjectBuild", "check_url"]
 
@@ -110,7 +110,7 @@ class _Objects:
         """Return the directory as it is now; NotFoundError from its listing if nothing lies there."""
         return FsspecStore(self.url, self._system, self._base)
 
-    def facts(self) -> dict[str, Mapping[str, Any]]:
+    def list_infos(self) -> dict[str, Mapping[str, Any]]:
         """List the directory: what the store says of each object."""
         audit("list", self.path)
         try:
@@ -121,12 +121,12 @@ class _Objects:
             if "bucket" in error.message:
                 raise
             return {}
-        found = {str(facts["name"]).rstrip("/").rpartition("/")[2]: facts for facts in entries}
+        found = {str(info["name"]).rstrip("/").rpartition("/")[2]: info for info in entries}
         if set(found) == {self._base.rpartition("/")[2]} and entries[0].get("type") == "file":
             same = str(entries[0]["name"]).strip("/") == self._base.strip("/")
             if same:
                 raise TargetExistsError("the target is an object, not a directory", path=self.path)
-        return {name: facts for name, facts in found.items() if name}
+        return {name: info for name, info in found.items() if name}
 
     def version(self, name: str) -> str | None:
         """Return what tells an object from all others that had its name; None if there is none."""
@@ -204,7 +204,7 @@ class _Without(Store):
         self._store = store
         self._hidden = hidden
 
-    def _list(self) -> dict[str, Kind]:
+    def _list(self) -> dict[str, EntryKind]:
         return {name: kind for name, kind in self._store.listing.items() if name not in self._hidden}
 
     def open(self, name: str) -> StoredFile:
@@ -237,7 +237,7 @@ def _list_target(
 
     Raises for anything else that lies there, and for a whole checkpoint that may not be replaced.
     """
-    there = set(objects.facts()) - {CLAIM_NAME}
+    there = set(objects.list_infos()) - {CLAIM_NAME}
     old: list[str] = []
     if manifest in there or there - inherited:
         if check is None:
@@ -498,7 +498,7 @@ class ObjectBuild(Build):
         """Put a small object."""
         self.put_object(name, lambda: self._objects.create(name, bytes(data)))
 
-    def record(self, name: str, facts: Any) -> None:
+    def record(self, name: str, info: Any) -> None:
         """Do nothing: what a killed publisher has put is removed, not taken over."""
 
     def make_probe(self) -> str:
@@ -511,7 +511,7 @@ class ObjectBuild(Build):
         """Check that all objects are those that were put, put the last one, remove the claim."""
         assert name == self._manifest
         self.renew(at_once=True)
-        there = self._objects.facts()
+        there = self._objects.list_infos()
         for found, version in self._versions.items():
             now = _etag(there.get(found, {}))
             if found in there and not now:  # only ETags are the same in a listing and in a look at one object
@@ -571,10 +571,10 @@ def _is_dead(claim: Claim) -> bool:
     return claim.owner.is_dead
 
 
-def _etag(facts: Mapping[str, Any]) -> str:
-    return str(facts.get("ETag") or facts.get("etag") or "")
+def _etag(info: Mapping[str, Any]) -> str:
+    return str(info.get("ETag") or info.get("etag") or "")
 
 
-def _version(facts: Mapping[str, Any]) -> str:
+def _version(info: Mapping[str, Any]) -> str:
     """Return an object's ETag; else what else its store says of its version."""
-    return _etag(facts) or version_in(facts) or ""
+    return _etag(info) or version_of_info(info) or ""

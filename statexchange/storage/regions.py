@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from statexchange.storage.store import StoredFile
 
 __all__ = [
-    "AHEAD_BYTES",
+    "READ_AHEAD_BYTES",
     "BoxDigest",
     "BoxReader",
     "blocks",
     "read_block",
     "read_part",
-    "relative",
-    "shifted",
+    "to_local",
+    "to_global",
     "windows",
-    "within",
+    "slices_within",
     "write_box",
 ]
 
 _LONG_RUN_BYTES = 32 << 10  # from here on a write costs less than the page faults of a mapping
 _SPAN_BYTES = 4 << 20
-AHEAD_BYTES, _LEAST_AHEAD_BYTES = 16 << 20, 64 << 10
+READ_AHEAD_BYTES, _LEAST_READ_AHEAD_BYTES = 16 << 20, 64 << 10
 
 
 def windows(shape: Sequence[int], itemsize: int, budget: int = WINDOW_BYTES) -> Iterator[Box]:
@@ -59,7 +59,7 @@ def windows(shape: Sequence[int], itemsize: int, budget: int = WINDOW_BYTES) -> 
             yield Box((*prefix, begin, *(0,) * len(rest)), (*(1,) * dim, size, *rest))
 
 
-def within(inner: Box, outer: Box) -> tuple[slice, ...]:
+def slices_within(inner: Box, outer: Box) -> tuple[slice, ...]:
     """The index of `inner` in an array that holds `outer`."""
     return tuple(slice(i - o, i - o + s) for i, o, s in zip(inner.offsets, outer.offsets, inner.shape, strict=True))
 
@@ -137,7 +137,7 @@ def _assign_strided(map_: mmap.mmap, first: int, strides: Sequence[int], source:
 
 def _assign(memory: memoryview, dtype: str, window: Box, part: Box, source: Any) -> None:
     """Put `part` into the bytes of `window`."""
-    elements(memory, dtype, window.shape)[within(part, window)] = source
+    elements(memory, dtype, window.shape)[slices_within(part, window)] = source
 
 
 def read_block(
@@ -176,7 +176,7 @@ def _read_strided(file: StoredFile, begin: int, target: Any, strides: tuple[int,
 
 
 def blocks(
-    stored: ByteRange, shape: tuple[int, ...], dtype: str, ahead_bytes: int = AHEAD_BYTES
+    stored: ByteRange, shape: tuple[int, ...], dtype: str, ahead_bytes: int = READ_AHEAD_BYTES
 ) -> Iterator[tuple[Box, memoryview]]:
     """Yield the bytes of a stored block of `shape` in C order, part by part, each with its place in the block.
 
@@ -186,7 +186,7 @@ def blocks(
     the block spans.
     """
     itemsize, strides = ITEMSIZE[dtype], stored.strides
-    budget = WINDOW_BYTES if strides is None else max(_LEAST_AHEAD_BYTES, ahead_bytes)
+    budget = WINDOW_BYTES if strides is None else max(_LEAST_READ_AHEAD_BYTES, ahead_bytes)
     memory = memoryview(bytearray(min(budget, math.prod(shape) * itemsize)))
     source_strides = c_strides(shape) if strides is None else strides
     for window in windows(shape, itemsize, budget) if memory else ():
@@ -221,22 +221,22 @@ def read_part(
         return
     itemsize = ITEMSIZE[dtype]
     source_strides = c_strides(box.shape) if stored.strides is None else stored.strides
-    source_box = relative(part, box)
+    source_box = to_local(part, box)
     source_is_contiguous = stored.strides is None and c_contiguous(source_box, box.shape)
     strides = None if source_is_contiguous else source_strides
-    target_box = relative(part, target)
+    target_box = to_local(part, target)
     target_is_contiguous = c_contiguous(target_box, target.shape)
     # A store answers late, so it is asked for more at a time.
-    budget = WINDOW_BYTES if stored.strides is None and not stored.file.is_remote else AHEAD_BYTES
+    budget = WINDOW_BYTES if stored.strides is None and not stored.file.is_remote else READ_AHEAD_BYTES
     bounce = memoryview(bytearray(0 if target_is_contiguous else min(budget, part.numel * itemsize)))
     target_offset = linear_offset(target_box, target.shape) * itemsize
     for window in windows(part.shape, itemsize, budget):
         nbytes = window.numel * itemsize
-        first = shifted(window, source_box).offsets
+        first = to_global(window, source_box).offsets
         source_offset = stored.begin + itemsize * sum(map(operator.mul, first, source_strides))
         data = memory[target_offset : target_offset + nbytes] if target_is_contiguous else bounce[:nbytes]
         read_block(stored.file, source_offset, window.shape, strides, dtype, data)
-        placed = shifted(window, part)
+        placed = to_global(window, part)
         if digest:
             digest.update(placed, data)
         if not target_is_contiguous:
@@ -246,12 +246,12 @@ def read_part(
         target_offset += nbytes
 
 
-def shifted(inner: Box, outer: Box) -> Box:
+def to_global(inner: Box, outer: Box) -> Box:
     """Return a block that is given in coordinates of `outer` in those of the tensor."""
     return Box(tuple(map(operator.add, inner.offsets, outer.offsets)), inner.shape)
 
 
-def relative(inner: Box, outer: Box) -> Box:
+def to_local(inner: Box, outer: Box) -> Box:
     """Return a block that is given in the tensor's coordinates in those of `outer`."""
     return Box(tuple(map(operator.sub, inner.offsets, outer.offsets)), inner.shape)
 
@@ -300,13 +300,13 @@ class BoxDigest:
                 heapq.heapreplace(self._waiting, (following, number))
 
     def _update_part(self, hasher: xxhash.xxh3_128, shared: Box, window: Box, data: memoryview) -> None:
-        inside = relative(shared, window)
+        inside = to_local(shared, window)
         if c_contiguous(inside, window.shape):
             itemsize = ITEMSIZE[self._dtype]
             first = linear_offset(inside, window.shape) * itemsize
             hasher.update(data[first : first + shared.numel * itemsize])
         else:
-            hasher.update(elements(data, self._dtype, window.shape)[within(shared, window)].tobytes())
+            hasher.update(elements(data, self._dtype, window.shape)[slices_within(shared, window)].tobytes())
 
     def hexdigest(self) -> str:
         """Return the digest of all bytes."""
@@ -360,7 +360,7 @@ class BoxReader:
         stored: ByteRange,
         box: Box,
         dtype: str,
-        ahead_bytes: int = AHEAD_BYTES,
+        ahead_bytes: int = READ_AHEAD_BYTES,
     ) -> None:
         self.box = box
         self.digest = BoxDigest(stored, box, dtype, always=True)
@@ -387,7 +387,7 @@ class BoxReader:
             return 0
         itemsize = ITEMSIZE[self._dtype]
         nbytes = part.numel * itemsize
-        inside = relative(part, window)
+        inside = to_local(part, window)
         is_contiguous = c_contiguous(inside, window.shape)
         begin = linear_offset(inside, window.shape) * itemsize if is_contiguous else 0
         target = (buffer if is_contiguous else bounce)[begin : begin + nbytes]

@@ -1,6 +1,6 @@
 """The store: a directory, local or at an fsspec URL, from which files are opened once and read as they were opened.
 
-Every reader opens what it reads through a `Place` (place.py). Opening it lists its directory once, pins the directory
+Every reader opens what it reads through an `OpenedPath` (opened_path.py). Opening it lists its directory once, pins the directory
 and pins each file: a local file by its descriptor and its identity (device, inode, size, modification time), an object
 by its ETag or what else its store says of a version. Data is read from the pinned file, never by opening a path again
 with offsets of an earlier look. So a directory that is replaced by a rename is read as it was; what cannot be read as
@@ -19,9 +19,9 @@ from urllib.parse import unquote
 from statexchange.errors import InvalidArgumentError, excerpt, without_secrets
 from statexchange.storage.files import bytes_of, check_size
 
-__all__ = ["Kind", "Store", "StoredFile", "absolute", "given_path", "is_url", "plain"]
+__all__ = ["EntryKind", "Store", "StoredFile", "absolute_path", "is_url", "resolve_path", "strip_file_scheme"]
 
-Kind = Literal["file", "directory", "other"]
+EntryKind = Literal["file", "directory", "other"]
 
 
 def is_url(path: str) -> bool:
@@ -29,19 +29,19 @@ def is_url(path: str) -> bool:
     return "://" in path and not path.startswith(("shm://", "file://"))
 
 
-def plain(path: str) -> str:
+def strip_file_scheme(path: str) -> str:
     """Return `path` itself; of ``file:///a/path`` the path that it means."""
     return unquote(path.removeprefix("file://")) if path.startswith("file:///") else path
 
 
-def absolute(path: str) -> str:
+def absolute_path(path: str) -> str:
     """Return an absolute path; ``..`` after a symbolic link means the parent of the link's target, so it stays."""
     if ".." not in path.split(os.sep):
         return os.path.abspath(path)
     return os.path.join(os.getcwd(), path).rstrip(os.sep)
 
 
-def given_path(path: object, what: str) -> str:
+def resolve_path(path: object, what: str) -> str:
     """Return the absolute path, the URL or the ``shm://name`` that a caller's path means.
 
     Every public call takes its paths here: ``~`` is the home directory, ``file:///a/path`` a local path, and messages
@@ -50,11 +50,11 @@ def given_path(path: object, what: str) -> str:
     given = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(given, str) or not given:
         raise InvalidArgumentError(f"{what} is a path or a URL, not {excerpt(path)}")
-    name = plain(given)
+    name = strip_file_scheme(given)
     if "\0" in name:
         shown = excerpt(without_secrets(given))
         raise InvalidArgumentError(f"{what} is a path or a URL without null characters, not {shown}")
-    return name if "://" in name else absolute(os.path.expanduser(name))
+    return name if "://" in name else absolute_path(os.path.expanduser(name))
 
 
 class StoredFile(ABC):
@@ -104,7 +104,7 @@ class Store(ABC):
     path: str
 
     @cached_property
-    def listing(self) -> Mapping[str, Kind]:
+    def listing(self) -> Mapping[str, EntryKind]:
         """The kind of each name that lies in the directory, sorted by name. The directory is read once."""
         found = self._list()
         return {name: found[name] for name in sorted(found)}
@@ -124,7 +124,7 @@ class Store(ABC):
         return f"{self.path.rstrip('/')}/{name}"
 
     @abstractmethod
-    def _list(self) -> dict[str, Kind]:
+    def _list(self) -> dict[str, EntryKind]:
         """Read the directory."""
 
     @abstractmethod

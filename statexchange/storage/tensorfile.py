@@ -1,4 +1,4 @@
-"""The tensor file: safetensors with our facts in its metadata, read by rules stricter than the format's.
+"""The tensor file: safetensors with our metadata in its metadata, read by rules stricter than the format's.
 
 Layout: 8 bytes little-endian header length, JSON header, tensor bytes in C order, without gaps.
 """
@@ -29,22 +29,22 @@ __all__ = [
     "TORCH_SHARDING_KEY",
     "Entry",
     "Header",
-    "Held",
+    "ShardData",
     "check_name",
     "digest",
     "encode_header",
     "read_header",
-    "stored",
+    "storage_form",
     "write_tensor_file",
 ]
 
 MAX_HEADER_BYTES = 100_000_000
 _MAX_NAME_BYTES = 512
 _METADATA_KEY = "__metadata__"
-FACTS_KEY = "statexchange"
+WORKSPACE_KEY = "statexchange"
 # torch's Hugging Face storage keeps a shard's offsets under this key, and its version beside it.
 TORCH_SHARDING_KEY, _TORCH_VERSION_KEY, _TORCH_VERSION = "DCP_SHARDING_INFO", "DCP_VERSION", "1.0"
-_OF_ONE_FILE = (FACTS_KEY, TORCH_SHARDING_KEY, _TORCH_VERSION_KEY)
+_OF_ONE_FILE = (WORKSPACE_KEY, TORCH_SHARDING_KEY, _TORCH_VERSION_KEY)
 _NO_DIGEST = "0" * 32
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 _DTYPE = re.compile(r"[A-Z][A-Z0-9_]{0,31}")
@@ -91,19 +91,19 @@ class Header:
         """The metadata without what says which parts of tensors this file has, and which file of a workspace it is."""
         return {key: value for key, value in self.metadata.items() if key not in _OF_ONE_FILE}
 
-    def facts(self, path: str) -> dict[str, Any] | None:
-        """Our facts, if this is a tensor file of a workspace."""
-        text = self.metadata.get(FACTS_KEY)
+    def workspace_metadata(self, path: str) -> dict[str, Any] | None:
+        """Our metadata, if this is a tensor file of a workspace."""
+        text = self.metadata.get(WORKSPACE_KEY)
         if text is None:
             return None
-        facts = parse_json(text, path)
-        if not isinstance(facts, dict):
-            raise CorruptError("facts are no JSON object", path=path)
-        return facts
+        metadata = parse_json(text, path)
+        if not isinstance(metadata, dict):
+            raise CorruptError("metadata is no JSON object", path=path)
+        return metadata
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ShardData:
     """One tensor that a rank holds: the shard, and its bytes.
 
     `data` are the boxes one after another, each in C order, or a function that gives the bytes of the n-th box part by
@@ -122,7 +122,7 @@ class Held:
         return (self.data[at : min(at + WINDOW_BYTES, end)] for at in range(begin, end, WINDOW_BYTES))
 
 
-def stored(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+def storage_form(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
     """The dtype and shape that a file says: C128, which safetensors cannot name, becomes pairs of F64."""
     return ("F64", (*shape, 2)) if dtype == "C128" else (dtype, tuple(shape))
 
@@ -158,7 +158,7 @@ def encode_header(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: M
         if name in entries:
             raise InvalidArgumentError("two tensors of one file use this name", name=name)
         end = begin + math.prod(shape) * ITEMSIZE[dtype]
-        stored_dtype, stored_shape = stored(dtype, shape)
+        stored_dtype, stored_shape = storage_form(dtype, shape)
         entries[name] = {"dtype": stored_dtype, "shape": stored_shape, "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
@@ -246,7 +246,7 @@ def _check_contiguous(entries: Sequence[Entry], start: int, size: int | None, pa
         )
 
 
-def _metadata(held: Sequence[Held], digests: Sequence[Sequence[str]], facts: Mapping[str, Any]) -> dict[str, str]:
+def _header_metadata(held: Sequence[ShardData], digests: Sequence[Sequence[str]], metadata: Mapping[str, Any]) -> dict[str, str]:
     """The metadata of a file of these tensors, whose boxes have these digests."""
     tensors = {
         h.shard.name: {
@@ -258,9 +258,9 @@ def _metadata(held: Sequence[Held], digests: Sequence[Sequence[str]], facts: Map
         for h, of_boxes in zip(held, digests, strict=True)
     }
     offsets = {h.shard.name: {"saved_offsets": _saved_offsets(h.shard)} for h in held if len(h.shard.boxes) == 1}
-    ours = json.dumps({**facts, "tensors": tensors}, separators=(",", ":"))
+    ours = json.dumps({**metadata, "tensors": tensors}, separators=(",", ":"))
     torchs = json.dumps(offsets, separators=(",", ":"))
-    return {FACTS_KEY: ours, "format": "pt", TORCH_SHARDING_KEY: torchs, _TORCH_VERSION_KEY: _TORCH_VERSION}
+    return {WORKSPACE_KEY: ours, "format": "pt", TORCH_SHARDING_KEY: torchs, _TORCH_VERSION_KEY: _TORCH_VERSION}
 
 
 def _saved_offsets(shard: Shard) -> list[int]:
@@ -269,9 +269,9 @@ def _saved_offsets(shard: Shard) -> list[int]:
 
 
 def write_tensor_file(
-    dir_fd: int, name: str, path: str, held: Sequence[Held], facts: Mapping[str, Any], *, durable: bool
+    dir_fd: int, name: str, path: str, held: Sequence[ShardData], metadata: Mapping[str, Any], *, durable: bool
 ) -> int:
-    """Write one rank's tensors and facts as a new file, durably if asked; returns its size in bytes."""
+    """Write one rank's tensors and metadata as a new file, durably if asked; returns its size in bytes."""
     order = list(ITEMSIZE)
     kept = sorted(held, key=lambda h: (-order.index(h.shard.dtype), h.shard.name))
     digests = [[_NO_DIGEST for _ in h.shard.boxes] for h in kept]
@@ -279,7 +279,7 @@ def write_tensor_file(
 
     def header() -> bytes:
         with collector_paused():
-            return encode_header(entries, _metadata(kept, digests, facts))
+            return encode_header(entries, _header_metadata(kept, digests, metadata))
 
     begin = len(header())  # digests are of one length: it is so long whatever they are
     nbytes = begin + sum(h.shard.nbytes for h in kept)
@@ -288,7 +288,7 @@ def write_tensor_file(
     return nbytes
 
 
-def _digested(held: Sequence[Held], digests: Sequence[list[str]]) -> Iterator[memoryview]:
+def _digested(held: Sequence[ShardData], digests: Sequence[list[str]]) -> Iterator[memoryview]:
     """The bytes of all tensors; when all have been asked for, the digests of all boxes are there."""
     import xxhash
 

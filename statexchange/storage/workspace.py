@@ -37,9 +37,9 @@ from statexchange.storage import atomic, files
 from statexchange.storage.json_text import parse_json
 from statexchange.storage.local import local_path
 from statexchange.storage.mounts import mount_of
-from statexchange.storage.place import Place, open_place
-from statexchange.storage.store import Store, StoredFile, given_path, is_url
-from statexchange.storage.tensorfile import Header, Held, digest, read_header, stored, write_tensor_file
+from statexchange.storage.opened_path import OpenedPath, open_path
+from statexchange.storage.store import Store, StoredFile, resolve_path, is_url
+from statexchange.storage.tensorfile import Header, ShardData, digest, read_header, storage_form, write_tensor_file
 from statexchange.tensors import ITEMSIZE
 
 if TYPE_CHECKING:
@@ -222,14 +222,14 @@ class WorkspaceView:
             if MANIFEST in names or DROPPED in names:
                 return temporary
             written = self.rank_names(run, round)
-            dead = all(_is_dead(self.open(name).facts.get("pending")) for name in written)
+            dead = all(_is_dead(self.open(name).metadata.get("pending")) for name in written)
         except StateExchangeError:  # removed meanwhile, or nothing to go by
             return []
         return [*temporary, *(name.file for name in written if dead)]
 
-    def all_abandoned(self, places: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Return those of `places` (run, round) in which there is something that was abandoned, or nothing at all."""
-        return [place for place in places if self.abandoned(*place) or self._is_empty(*place)]
+    def all_abandoned(self, rounds: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Return those of `rounds` (run, round) in which there is something that was abandoned, or nothing at all."""
+        return [one for one in rounds if self.abandoned(*one) or self._is_empty(*one)]
 
     def _is_empty(self, run: str, number: int) -> bool:
         try:
@@ -240,26 +240,26 @@ class WorkspaceView:
     def readable_manifests(self) -> list[Manifest]:
         """Return the committed rounds, oldest first, without those whose manifest is broken: a reader must see that."""
         found = []
-        for run, number in self.places():
+        for run, number in self.all_rounds():
             with contextlib.suppress(*_REMOVED, CorruptError, UnsafeError):
                 found.append(self.manifest(run, number))
         return sorted(found, key=_age)
 
-    def places(self, only: str | None = None) -> Iterator[tuple[str, int]]:
+    def all_rounds(self, only: str | None = None) -> Iterator[tuple[str, int]]:
         """Yield (run, round) of all rounds that have a directory, or of those of the run `only`."""
         for run in self.runs() if only is None else [only]:
             with contextlib.suppress(*_REMOVED):  # removed meanwhile
                 yield from ((run, number) for number in self.rounds(run))
 
-    def manifests(self, places: Iterable[tuple[str, int]]) -> list[Manifest]:
-        """Return the manifests of those of `places` (run, round) that are committed, oldest first."""
+    def manifests(self, rounds: Iterable[tuple[str, int]]) -> list[Manifest]:
+        """Return the manifests of those of `rounds` (run, round) that are committed, oldest first."""
         found = []
-        for run, number in places:
+        for run, number in rounds:
             with contextlib.suppress(NotFoundError):  # not committed, or dropped meanwhile
                 found.append(self.manifest(run, number))
         return sorted(found, key=_age)
 
-    def open(self, receipt: Receipt | RankName, *, owner: Place | None = None) -> RankFile:
+    def open(self, receipt: Receipt | RankName, *, owner: OpenedPath | None = None) -> RankFile:
         """Open a rank's file; NotFoundError if it is not there. Closing the file closes `owner`."""
         name = receipt.rank_name
         try:
@@ -274,8 +274,8 @@ class WorkspaceView:
         gone, or, of files that no manifest lists, one of their names."""
         first = absent[0].rank_name
         try:
-            with open_place(self.path) as place:
-                now = WorkspaceView(place.store)
+            with open_path(self.path) as opened:
+                now = WorkspaceView(opened.store)
                 if isinstance(absent[0], Receipt):
                     return not set(absent) <= set(now.manifest(first.run, first.round).receipts)
                 return not set(absent) <= set(now.rank_names(first.run, first.round))
@@ -291,17 +291,17 @@ class Workspace:
     """
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
-        self.url = given_path(url, "a workspace")
-        self.path = self.url.rstrip("/") if is_url(self.url) else local_path(self.url)
-        self._in_memory = self.url.startswith("shm://")
+        self._given = resolve_path(path, "a workspace")
+        self.path = self._given.rstrip("/") if is_url(self._given) else local_path(self._given)
+        self._in_memory = self._given.startswith("shm://")
         self._durable: bool | None = None
 
     def __repr__(self) -> str:
-        return f"Workspace({without_secrets(self.url)!r})"
+        return f"Workspace({without_secrets(self._given)!r})"
 
     def write(
         self,
-        held: Sequence[Held],
+        held: Sequence[ShardData],
         *,
         run: str,
         round: int,  # noqa: A002 (the workspace's own word)
@@ -318,7 +318,7 @@ class Workspace:
         that failed.
         """
         name = RankName.new(run, round, rank, world_size)
-        facts = {
+        metadata = {
             **(extra or {}),
             "schema": SCHEMA,
             "run": run,
@@ -329,18 +329,18 @@ class Workspace:
             **({"pending": Owner.current().to_json()} if pending else {}),
         }
         path = os.path.join(self.path, name.relative)
-        nbytes = self._retried(lambda: self._write(name, path, held, facts))
+        nbytes = self._retried(lambda: self._write(name, path, held, metadata))
         return Receipt(name.relative, nbytes)
 
-    def _write(self, name: RankName, path: str, held: Sequence[Held], facts: Mapping[str, Any]) -> int:
-        if is_url(self.url):
+    def _write(self, name: RankName, path: str, held: Sequence[ShardData], metadata: Mapping[str, Any]) -> int:
+        if is_url(self._given):
             text = "ranks write a workspace into a directory, which may be copied here"
             raise InvalidArgumentError(text, path=self.path)
         files.make_path(self.path)
         try:
             with self._round_directories(name.run, name.round, make=True) as dir_fds:
-                nbytes = write_tensor_file(dir_fds[-1], name.file, path, held, facts, durable=self.durable)
-                atomic.settle(*dir_fds, path=self.path)
+                nbytes = write_tensor_file(dir_fds[-1], name.file, path, held, metadata, durable=self.durable)
+                atomic.invalidate_listings(*dir_fds, path=self.path)
                 return nbytes
         except BaseException:
             self._remove_empty(name.run, name.round)
@@ -386,17 +386,17 @@ class Workspace:
     @contextlib.contextmanager
     def view(self) -> Iterator[WorkspaceView]:
         """A look at the workspace as it lies now, for a with block; NotFoundError if there is none."""
-        with self._place() as place:
-            yield WorkspaceView(place.store)
+        with self._open() as opened:
+            yield WorkspaceView(opened.store)
 
-    def _place(self) -> Place:
+    def _open(self) -> OpenedPath:
         if self._in_memory:
             self._check_base()
-        place = open_place(self.path)
-        if place.file is not None:
-            place.close()
+        opened = open_path(self.path)
+        if opened.file is not None:
+            opened.close()
             raise NotFoundError("not a directory", path=self.path)
-        return place
+        return opened
 
     def _check_base(self) -> None:
         """Refuse a directory on tmpfs that somebody else could have made, or may write in."""
@@ -412,13 +412,13 @@ class Workspace:
         """
         deadline = time.monotonic() + check_timeout(timeout_s, zero=True)
         while True:
-            place = None
+            opened = None
             try:
-                place = self._place()
-                return WorkspaceView(place.store).open(receipt, owner=place)
+                opened = self._open()
+                return WorkspaceView(opened.store).open(receipt, owner=opened)
             except BaseException as error:
-                if place is not None:
-                    place.close()
+                if opened is not None:
+                    opened.close()
                 gone = isinstance(error, NotFoundError | ReplacedError)
                 if not gone or time.monotonic() >= deadline:
                     if isinstance(error, NotFoundError) and error.rank is None:
@@ -449,14 +449,14 @@ class Workspace:
         with self.view() as view:
             older = view.readable_manifests()
             half_dropped = view.dropped(first.run)
-            abandoned = view.all_abandoned(view.places())
+            abandoned = view.all_abandoned(view.all_rounds())
         generation = max((m.generation for m in older), default=0) + 1
         manifest = Manifest(first.run, first.round, generation, first.world_size, tuple(receipts), dict(extra or {}))
         text = _manifest_text(manifest)
         path = os.path.join(self.path, first.run, f"{first.round:06d}", MANIFEST)
         with self._round_directories(first.run, first.round) as dir_fds:
             atomic.write_new(dir_fds[-1], MANIFEST, [text], nbytes=len(text), path=path, durable=self.durable)
-            atomic.settle(*dir_fds, path=self.path)
+            atomic.invalidate_listings(*dir_fds, path=self.path)
         for old in [m for m in [*older, manifest] if m.run == first.run][:-keep]:
             self._drop(old)
         for old in half_dropped:
@@ -470,7 +470,7 @@ class Workspace:
         collective."""
         try:
             with self.view() as view:
-                abandoned = view.all_abandoned(view.places(only))
+                abandoned = view.all_abandoned(view.all_rounds(only))
         except _REMOVED:
             return
         self._sweep(abandoned)
@@ -550,7 +550,7 @@ class Workspace:
         path = os.path.join(self.path, run, f"{number:06d}")
         try:
             with self._round_directories(run, number) as dir_fds:
-                names = files.names_in(dir_fds[-1], path)
+                names = files.list_names(dir_fds[-1], path)
                 if MANIFEST in names:
                     atomic.rename_new(MANIFEST, DROPPED, dir_fd=dir_fds[-1], path=os.path.join(path, DROPPED))
                     files.sync_directory(dir_fds[-1], path)
@@ -666,13 +666,13 @@ def _parse_manifest(raw: Any, run: str, number: int) -> Manifest:
 
 
 class RankFile:
-    """One rank's open file: its facts, shards and digests, and their bytes on demand. A context manager.
+    """One rank's open file: its metadata, shards and digests, and their bytes on demand. A context manager.
 
     close() closes `owner` if given; a file from `WorkspaceView.open` is closed with the view.
     """
 
     def __init__(
-        self, file: StoredFile, name: RankName, size: int | None = None, *, owner: Place | None = None
+        self, file: StoredFile, name: RankName, size: int | None = None, *, owner: OpenedPath | None = None
     ) -> None:
         self.file = file
         self.path = path = file.path
@@ -686,35 +686,35 @@ class RankFile:
                 expected=size,
                 found=self.header.nbytes,
             )
-        facts = self.header.facts(path)
-        if facts is None:
+        metadata = self.header.workspace_metadata(path)
+        if metadata is None:
             raise CorruptError("no file of a statexchange workspace", path=path)
-        if facts.get("schema") != SCHEMA:
+        if metadata.get("schema") != SCHEMA:
             raise CorruptError(
-                "its facts are of another version", path=path, expected=SCHEMA, found=facts.get("schema")
+                "its metadata is of another version", path=path, expected=SCHEMA, found=metadata.get("schema")
             )
-        self.facts = facts
-        self.config = facts.get("config", "null")
+        self.metadata = metadata
+        self.config = metadata.get("config", "null")
         """The config as JSON text for `values.decode`."""
         if not isinstance(self.config, str):
             raise CorruptError("its config is no text", path=path, rank=name.rank)
-        self.shards, self.digests = _shards(self.header, facts, path)
+        self.shards, self.digests = _shards(self.header, metadata, path)
         for key, expected in (
             ("run", name.run),
             ("round", name.round),
             ("rank", name.rank),
             ("world_size", name.world_size),
         ):
-            if facts.get(key) != expected:
+            if metadata.get(key) != expected:
                 raise CorruptError(
-                    f"its facts name another {key}",
+                    f"its metadata names another {key}",
                     path=path,
                     rank=name.rank,
                     expected=expected,
-                    found=facts.get(key),
+                    found=metadata.get(key),
                 )
 
-    def extents(self, name: str) -> list[tuple[int, int]]:
+    def byte_ranges(self, name: str) -> list[tuple[int, int]]:
         """First byte in the file, and number of bytes, of each box of a tensor."""
         shard = self.shards[name]
         sizes = [box.numel * ITEMSIZE[shard.dtype] for box in shard.boxes]
@@ -726,7 +726,7 @@ class RankFile:
         data = bytearray(entry.nbytes)
         view = memoryview(data)
         self.file.read_into(view, entry.begin)
-        for expected, (begin, nbytes) in zip(self.digests[name], self.extents(name), strict=True):
+        for expected, (begin, nbytes) in zip(self.digests[name], self.byte_ranges(name), strict=True):
             found = digest(view[begin - entry.begin :][:nbytes])
             if found != expected:
                 self.file.check_unchanged()  # what was changed while it was read is no corruption
@@ -734,7 +734,7 @@ class RankFile:
                     "bytes differ from their digest",
                     path=self.path,
                     name=name,
-                    rank=self.facts["rank"],
+                    rank=self.metadata["rank"],
                     expected=expected,
                     found=found,
                 )
@@ -752,13 +752,13 @@ class RankFile:
         self.close()
 
 
-def _shards(header: Header, facts: dict[str, Any], path: str) -> tuple[dict[str, Shard], dict[str, tuple[str, ...]]]:
-    tensors = facts.get("tensors")
+def _shards(header: Header, metadata: dict[str, Any], path: str) -> tuple[dict[str, Shard], dict[str, tuple[str, ...]]]:
+    tensors = metadata.get("tensors")
     if header.unknown:
         entry = next(iter(header.unknown.values()))
         raise CorruptError(f"unknown dtype {entry.dtype}", path=path, name=entry.name)
     if not isinstance(tensors, dict) or tensors.keys() != header.entries.keys():
-        raise CorruptError("facts and header list different tensors", path=path)
+        raise CorruptError("metadata and header list different tensors", path=path)
     shards, digests = {}, {}
     for name, raw in tensors.items():
         try:
@@ -766,10 +766,10 @@ def _shards(header: Header, facts: dict[str, Any], path: str) -> tuple[dict[str,
             shard = Shard(name, raw["dtype"], sizes_from_json(raw["global_shape"]), boxes)
             kept = tuple(str(known) for known in raw["digests"])
             entry = header.entries[name]
-            fits = stored(shard.dtype, shard.local_shape) == (entry.dtype, entry.shape) and len(kept) == len(boxes)
+            fits = storage_form(shard.dtype, shard.local_shape) == (entry.dtype, entry.shape) and len(kept) == len(boxes)
         except (KeyError, TypeError, ValueError) as error:
-            raise CorruptError(f"broken facts: {error}", path=path, name=name) from None
+            raise CorruptError(f"broken metadata: {error}", path=path, name=name) from None
         if not fits:
-            raise CorruptError("facts do not fit the header", path=path, name=name)
+            raise CorruptError("metadata does not fit the header", path=path, name=name)
         shards[name], digests[name] = shard, kept
     return shards, digests

@@ -19,12 +19,12 @@ import statexchange
 from statexchange import demo
 from statexchange.cli import progress as progress_module
 from statexchange.cli.main import cli, main
-from statexchange.cli.output import EXIT_CODES, Output, gravest, printable
+from statexchange.cli.output import EXIT_CODES, Output, most_severe, printable
 from statexchange.cli.progress import Progress
 from statexchange.cli.text import format_seconds, ranges
 from statexchange.errors import CorruptError, IncompleteError, ReplicaError, StorageError
 from statexchange.sharding.shards import Box, Shard
-from statexchange.storage.tensorfile import Held
+from statexchange.storage.tensorfile import ShardData
 from statexchange.storage.workspace import Workspace
 from statexchange.testing import run_ranks
 
@@ -45,12 +45,12 @@ def shell(*arguments: object, **more: str) -> Ran:
     return done.returncode, done.stdout, done.stderr
 
 
-def held(name: str, dtype: str, shape: Sequence[int], offsets: Sequence[int], size: Sequence[int], fill: int) -> Held:
+def held(name: str, dtype: str, shape: Sequence[int], offsets: Sequence[int], size: Sequence[int], fill: int) -> ShardData:
     shard = Shard(name, dtype, tuple(shape), (Box(tuple(offsets), tuple(size)),))
-    return Held(shard, memoryview(Random(fill).randbytes(shard.nbytes)))
+    return ShardData(shard, memoryview(Random(fill).randbytes(shard.nbytes)))
 
 
-def rank_tensors(rank: int) -> list[Held]:
+def rank_tensors(rank: int) -> list[ShardData]:
     return [
         held("rows.weight", "F32", (8, 6), (2 * rank, 0), (2, 6), rank),
         held("columns.weight", "BF16", (4, 8), (0, 2 * rank), (4, 2), 10 + rank),
@@ -58,7 +58,7 @@ def rank_tensors(rank: int) -> list[Held]:
     ]
 
 
-def write_workspace(root: Path, tensors: Sequence[list[Held]]) -> list[Path]:
+def write_workspace(root: Path, tensors: Sequence[list[ShardData]]) -> list[Path]:
     """One committed round; returns the files of the ranks."""
     workspace = Workspace(root)
     receipts = [
@@ -591,10 +591,10 @@ def test_a_dry_run_says_what_the_target_cannot_take(namespace: Path, workspace: 
 LEAVE = """
 import os, sys
 from statexchange.checkpoint.publication import Publication
-from statexchange.sharding.plan import Holding, plan_merge
+from statexchange.sharding.plan import RankShards, plan_merge
 from statexchange.sharding.shards import Shard, full_box
 
-plan = plan_merge([Holding(0, [Shard("w", "U8", (2 << 20,), (full_box((2 << 20,)),))])])
+plan = plan_merge([RankShards(0, [Shard("w", "U8", (2 << 20,), (full_box((2 << 20,)),))])])
 opened = Publication(sys.argv[1], plan, source="test").create(plan.files[0])
 opened.write(bytes(2 << 20), opened.offset_of(plan.files[0].tensors[0]))
 os._exit(0)
@@ -651,7 +651,7 @@ def test_ctrl_c_leaves_nothing(memory_directory: Path) -> None:
     if shutil.disk_usage(memory_directory).free < 2 << 30:
         pytest.skip("an interruption needs a merge that takes a while: 1 GiB of room in memory")
     shard = Shard("w", "U8", (400 << 20,), (Box((0,), (400 << 20,)),))
-    write_workspace(memory_directory / "ws", [[Held(shard, memoryview(bytes(shard.nbytes)))]])
+    write_workspace(memory_directory / "ws", [[ShardData(shard, memoryview(bytes(shard.nbytes)))]])
     before = sorted(os.listdir(memory_directory))
     # Where the tests run in the background, SIGINT is ignored, and children inherit that.
     program = (
@@ -798,10 +798,10 @@ def test_numbers_for_people() -> None:
 
 def test_the_gravest_finding_decides() -> None:
     replica, missing, broken = ReplicaError("r"), IncompleteError("i"), CorruptError("c")
-    assert gravest([replica, missing, broken]) is broken
-    assert gravest([replica, missing]) is missing
-    assert gravest([replica]) is replica
-    assert gravest([]) is None
+    assert most_severe([replica, missing, broken]) is broken
+    assert most_severe([replica, missing]) is missing
+    assert most_severe([replica]) is replica
+    assert most_severe([]) is None
     assert all(cls.code in EXIT_CODES for cls in (ReplicaError, IncompleteError, CorruptError, StorageError))
 
 
@@ -968,5 +968,5 @@ def test_the_help_of_merge_shows_a_layout_that_is_one(call: Call) -> None:
     from statexchange.sharding.rules import Layout
 
     text = call("merge", "--help")[1]
-    lines = text[text.index('  {"grid"') : text.index("Without a grid")].replace("the ranks, slowest axis first", "")
+    lines = text[text.index('  {"mesh"') : text.index("Without a mesh")].replace("the ranks, slowest axis first", "")
     assert len(Layout.parse(json.loads(lines)).rules) == 5

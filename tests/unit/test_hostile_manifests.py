@@ -112,7 +112,7 @@ CASES = [
     Case(an_index_of_absent_torch_files, "info IN", 4, "10,000 tensors, listed but not to be read"),
     Case(a_round_of_absent_files, "info IN", 5, "this rank's file is missing"),
     Case(a_file_of_no_size, "info IN", 4, "broken manifest: its files are not listed by name and size"),
-    Case(long_facts, "verify IN", 4, "its facts are of another version: expected 1, found 'a.a."),
+    Case(long_facts, "verify IN", 4, "its metadata is of another version: expected 1, found 'a.a."),
     Case(a_long_dotted_name, "merge IN OUT", 4, "does not fit its placements"),
     Case(aliases_of_lists, "info IN", 4, "its aliases do not map names to names"),
     Case(negative_rank, "info IN", 4, "not a box: ['00"),

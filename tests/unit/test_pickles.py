@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from statexchange.errors import CorruptError, StateExchangeError, UnsafeError
-from statexchange.formats.pickles import Made, Symbol, read_pickle
+from statexchange.formats.pickles import OpaqueObject, GlobalRef, read_pickle
 
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary(max_size=300)
@@ -73,7 +73,7 @@ def test_torchs_classes_are_told_and_not_made(protocol: int) -> None:
     }
     found = read_pickle(pickle.dumps(value, protocol), "x")
     assert found["size"] == (2, 3)
-    assert found["dtype"] == Symbol("float8_e4m3fn")
+    assert found["dtype"] == GlobalRef("float8_e4m3fn")
     assert (found["device"].name, found["device"].args) == ("device", ("cuda", 1))
     assert (found["ordered"], found["default"], found["counter"]) == ({"a": 1}, {"a": [1]}, {"a": 2, "b": 1})
     assert found["path"].name == "PurePosixPath"
@@ -129,7 +129,7 @@ def test_a_function_that_is_a_value_is_opaque(protocol: int) -> None:
 def test_what_numpy_writes_is_opaque(protocol: int) -> None:
     values = [np.arange(3), np.float64(1), np.dtype("f4"), np.float32, np.random.default_rng(1), np.array([None])]
     made = opaque(values, protocol)
-    names = [one.name if type(one) is Symbol else one.class_name for one in made]
+    names = [one.name if type(one) is GlobalRef else one.class_name for one in made]
     assert [name.rpartition(".")[2] for name in names] == [
         "ndarray", "scalar", "dtype", "float32", "__generator_ctor", "ndarray"
     ]  # fmt: skip
@@ -166,7 +166,7 @@ def test_a_member_of_an_enum_may_be_written_by_name() -> None:
 
 def test_attributes_are_kept_apart() -> None:
     found = read_pickle(pickle.dumps(ChunkStorageMetadata(torch.Size((0,)), torch.Size((3,)))), "x")
-    assert (type(found), found.name, found.state) == (Made, "ChunkStorageMetadata", {"offsets": (0,), "sizes": (3,)})
+    assert (type(found), found.name, found.state) == (OpaqueObject, "ChunkStorageMetadata", {"offsets": (0,), "sizes": (3,)})
 
 
 REFUSED = {

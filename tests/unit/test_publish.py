@@ -24,9 +24,9 @@ from statexchange.checkpoint.index import index_name
 from statexchange.errors import CorruptError, InvalidArgumentError, StorageError, TargetExistsError, UnsafeError
 from statexchange.processes import Owner
 from statexchange.sharding.options import ExportOptions
-from statexchange.sharding.plan import Holding, plan_merge
+from statexchange.sharding.plan import RankShards, plan_merge
 from statexchange.sharding.shards import Shard, full_box
-from statexchange.storage.build import open_build
+from statexchange.storage.open_build import open_build
 from statexchange.storage.files import hidden_stem
 
 NO_EXCHANGE = "inject=renameat2:error=EINVAL"
@@ -612,5 +612,5 @@ def test_the_index_is_named_after_the_files() -> None:
         ("x{suffix}.fp16.safetensors", "x.fp16.safetensors.index.json"),
     ]:
         options = ExportOptions(max_shard_size=8, filename_pattern=pattern)
-        assert index_name(plan_merge([Holding(0, shards)], options)) == name
-    assert index_name(plan_merge([Holding(0, shards)])) is None
+        assert index_name(plan_merge([RankShards(0, shards)], options)) == name
+    assert index_name(plan_merge([RankShards(0, shards)])) is None

@@ -14,34 +14,34 @@ from typing import Any
 
 from statexchange.errors import excerpt
 from statexchange.sharding import records
-from statexchange.sharding.placements import Cut, local_boxes
+from statexchange.sharding.placements import DimSplit, local_boxes
 from statexchange.sharding.shards import Box, Shard, sizes_from_json
 
-__all__ = ["Placement", "Spread", "SpreadBox", "SpreadBoxes", "coordinate_of", "tiles"]
+__all__ = ["Placement", "ShardingSpec", "SpecBox", "SpecBoxes", "coordinate_of", "covers_exactly"]
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The axes of a mesh whose ranks are numbered in C order, and what each axis cuts (None: it replicates)."""
+    """The axes of a mesh whose ranks are numbered in C order, and what each axis splits (None: it replicates)."""
 
     mesh_shape: tuple[int, ...]
-    cuts: tuple[Cut | None, ...]
+    splits: tuple[DimSplit | None, ...]
 
     def to_json(self) -> list[Any]:
         """A JSON value that `from_json` reads."""
-        return [self.mesh_shape, [None if cut is None else [cut.dim, cut.split_factor] for cut in self.cuts]]
+        return [self.mesh_shape, [None if split is None else [split.dim, split.split_factor] for split in self.splits]]
 
     @classmethod
     def from_json(cls, raw: Any) -> Placement:
         """The placement that `to_json` wrote; anything else is a ValueError."""
-        mesh_shape, cuts = records.items(raw, lambda part: part, 2)
+        mesh_shape, splits = records.items(raw, lambda part: part, 2)
         shape = sizes_from_json(mesh_shape)
-        return cls(shape, records.items(cuts, lambda cut: records.optional(cut, _cut_from_json), len(shape)))
+        return cls(shape, records.items(splits, lambda split: records.optional(split, _split_from_json), len(shape)))
 
 
-def _cut_from_json(raw: Any) -> Cut:
+def _split_from_json(raw: Any) -> DimSplit:
     dim, split_factor = records.items(raw, _whole_number, 2)
-    return Cut(dim, records.count(split_factor))
+    return DimSplit(dim, records.count(split_factor))
 
 
 def _whole_number(raw: Any) -> int:
@@ -61,7 +61,7 @@ def coordinate_of(rank: int, mesh_shape: Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class ShardingSpec:
     """One tensor, spread over the holders 0, 1, ... of a mesh."""
 
     name: str
@@ -73,12 +73,12 @@ class Spread:
         """What one rank holds, as explicit boxes."""
         mesh_shape = self.placement.mesh_shape
         at = coordinate_of(rank, mesh_shape)
-        boxes = local_boxes(self.global_shape, mesh_shape, at, self.placement.cuts)
+        boxes = local_boxes(self.global_shape, mesh_shape, at, self.placement.splits)
         return Shard(self.name, self.dtype, self.global_shape, tuple(box for box, _ in boxes))
 
 
 @dataclass(frozen=True, slots=True)
-class SpreadBox:
+class SpecBox:
     """One box, and the (rank, index among the rank's boxes) of each that holds it."""
 
     box: Box
@@ -97,11 +97,11 @@ class _Run:
 
 
 @lru_cache(maxsize=4096)
-def _runs(size: int, mesh_shape: tuple[int, ...], cuts: tuple[Cut | None, ...]) -> tuple[_Run, ...]:
-    """All runs of a dim of `size`, in order; `cuts` has an entry for each axis that cuts this dim, None for others."""
-    axes = [axis for axis, cut in enumerate(cuts) if cut is not None]
+def _runs(size: int, mesh_shape: tuple[int, ...], splits: tuple[DimSplit | None, ...]) -> tuple[_Run, ...]:
+    """All runs of a dim of `size`, in order; `splits` has an entry for each axis that splits this dim, None for others."""
+    axes = [axis for axis, cut in enumerate(splits) if split is not None]
     shape = tuple(mesh_shape[axis] for axis in axes)
-    along = tuple(Cut(0, cut.split_factor) for cut in cuts if cut is not None)
+    along = tuple(DimSplit(0, split.split_factor) for split in splits if split is not None)
     found = []
     for index in product(*map(range, shape)):
         boxes = local_boxes((size,), shape, index, along)
@@ -113,12 +113,12 @@ def _runs(size: int, mesh_shape: tuple[int, ...], cuts: tuple[Cut | None, ...]) 
 def _by_dim(shape: tuple[int, ...], placement: Placement) -> list[tuple[_Run, ...]]:
     of_dim = []
     for dim, size in enumerate(shape):
-        cuts = tuple(cut if cut is not None and cut.dim % len(shape) == dim else None for cut in placement.cuts)
-        of_dim.append(_runs(size, placement.mesh_shape, cuts))
+        splits = tuple(split if split is not None and split.dim % len(shape) == dim else None for split in placement.splits)
+        of_dim.append(_runs(size, placement.mesh_shape, splits))
     return of_dim
 
 
-def tiles(shape: tuple[int, ...], placement: Placement) -> bool:
+def covers_exactly(shape: tuple[int, ...], placement: Placement) -> bool:
     """Whether the boxes of all ranks, without replicas, cover a tensor of `shape` exactly once.
 
     Each dim is cut by axes of its own, so the boxes are all products of the dims' runs: they tile the tensor exactly
@@ -136,7 +136,7 @@ def _tiles(runs: Sequence[_Run], size: int) -> bool:
     return at == size
 
 
-class SpreadBoxes(Sequence[SpreadBox]):
+class SpecBoxes(Sequence[SpecBox]):
     """The boxes of a tensor in the order of their first elements, made when they are asked for."""
 
     def __init__(self, shape: tuple[int, ...], placement: Placement) -> None:
@@ -148,7 +148,7 @@ class SpreadBoxes(Sequence[SpreadBox]):
     def __len__(self) -> int:
         return math.prod(map(len, self._runs))
 
-    def __iter__(self) -> Iterator[SpreadBox]:
+    def __iter__(self) -> Iterator[SpecBox]:
         return (self._box(chosen) for chosen in product(*self._runs))
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
@@ -161,7 +161,7 @@ class SpreadBoxes(Sequence[SpreadBox]):
             chosen.append(runs[number])
         return self._box(tuple(reversed(chosen)))
 
-    def _box(self, chosen: tuple[_Run, ...]) -> SpreadBox:
+    def _box(self, chosen: tuple[_Run, ...]) -> SpecBox:
         box = Box(tuple(run.begin for run in chosen), tuple(run.size for run in chosen))
         index = 0
         for run in chosen:
@@ -173,4 +173,4 @@ class SpreadBoxes(Sequence[SpreadBox]):
             for axis, size in enumerate(self._mesh_shape):
                 rank = rank * size + fixed.get(axis, free[axis])
             ranks.append(rank)
-        return SpreadBox(box, tuple((rank, index) for rank in ranks))
+        return SpecBox(box, tuple((rank, index) for rank in ranks))

@@ -21,7 +21,7 @@ from statexchange.storage.store import Store, is_url
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Place", "open_place", "reading_again"]
+__all__ = ["OpenedPath", "open_path", "read_with_retry"]
 
 T = TypeVar("T")
 _ATTEMPTS = 40  # of opening a place that others replace meanwhile
@@ -29,7 +29,7 @@ _DOUBT_S = 1.0  # how long a client of NFS 3 may show a directory under its old 
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class OpenedPath:
     """What a path leads to: a directory (`file` is None), or the file of this name in it."""
 
     path: str
@@ -61,7 +61,7 @@ class Place:
         self.close()
 
 
-def open_place(path: str) -> Place:
+def open_path(path: str) -> OpenedPath:
     """Open what lies at `path`: a local path, ``file:///path``, ``shm://name`` or an fsspec URL. Not collective.
 
     Raises NotFoundError if nothing lies there, StorageError. While a checkpoint is being replaced on a file system
@@ -70,12 +70,12 @@ def open_place(path: str) -> Place:
     if is_url(path):
         from statexchange.storage import fsspec_store  # and with it fsspec, only for a URL
 
-        return Place(without_secrets(path), *fsspec_store.open_url(path))
-    return Place(path, *local.open_path(path))
+        return OpenedPath(without_secrets(path), *fsspec_store.open_url(path))
+    return OpenedPath(path, *local.open_local(path))
 
 
-def reading_again(path: str, read: Callable[[Place], T]) -> T:
-    """Open path, call read(place) and return its result; retry while the path is being replaced.
+def read_with_retry(path: str, read: Callable[[OpenedPath], T]) -> T:
+    """Open path, call read(opened) and return its result; retry while the path is being replaced.
 
     The place stays open after success (the caller closes it) and is closed after an error. Raises NotFoundError;
     ReplacedError after 40 attempts; what `read` raises while the path still leads to the same directory.
@@ -90,26 +90,26 @@ def reading_again(path: str, read: Callable[[Place], T]) -> T:
         if attempt:
             time.sleep(min(0.001 * 2**attempt, 0.05))
         try:
-            place = open_place(path)
+            opened = open_path(path)
         except NotFoundError as error:
             if last is None:
                 raise
             last = error  # between two publications, or gone for good: the next attempts show which
             continue
         try:
-            return read(place)
+            return read(opened)
         except StateExchangeError as error:
-            again = isinstance(error, ReplacedError) or not place.is_current()
-            if not again and place.is_shared and isinstance(error, (NotFoundError, IncompleteError, CorruptError)):
+            again = isinstance(error, ReplacedError) or not opened.is_current()
+            if not again and opened.is_shared and isinstance(error, (NotFoundError, IncompleteError, CorruptError)):
                 if doubt_ends is None:
                     doubt_ends = time.monotonic() + _DOUBT_S
                 again = time.monotonic() < doubt_ends
-            place.close()
+            opened.close()
             if not again:
                 raise
             last = error
         except BaseException:
-            place.close()
+            opened.close()
             raise
     assert last is not None
     if isinstance(last, NotFoundError):
