@@ -89,7 +89,7 @@ class settings_of_old:  # noqa: N801 (its name is that of a function)
 
 
 def opaque(value: Any, protocol: int = 2) -> Any:
-    return read_pickle(pickle.dumps(value, protocol), "x", opaque=True)
+    return read_pickle(pickle.dumps(value, protocol), "x", unknown_classes=True)
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
@@ -101,7 +101,7 @@ def test_objects_of_any_class_are_opaque_and_what_they_hold_is_kept(protocol: in
     values = [settings, lower, collections.deque([1, 2]), argparse.Namespace(lr=0.5), dt.date(2020, 1, 2)]
     made = opaque(values, protocol)
     home = Settings.__module__
-    assert [(one.class_name, one.is_opaque) for one in made] == [
+    assert [(one.class_name, one.is_unknown) for one in made] == [
         (f"{home}.Settings", True),
         (f"{home}.settings_of_old", True),
         ("collections.deque", True),
@@ -119,7 +119,7 @@ def test_a_function_that_is_a_value_is_opaque(protocol: int) -> None:
     settings = argparse.Namespace(activation=read_pickle)
     found = opaque({"direct": os.path.join, "in": [read_pickle], "object": settings}, protocol)
     name = "statexchange.formats.pickles.read_pickle"
-    assert (found["direct"].class_name, found["direct"].is_opaque) == ("posixpath.join", True)
+    assert (found["direct"].class_name, found["direct"].is_unknown) == ("posixpath.join", True)
     assert (found["in"][0].class_name, found["object"].state["activation"].class_name) == (name, name)
     with pytest.raises(UnsafeError, match="read_pickle, which is not known to be harmless"):
         read_pickle(pickle.dumps(read_pickle, protocol), "x")
@@ -140,7 +140,7 @@ def test_a_member_of_an_enum_that_is_not_known_is_opaque() -> None:
     assert found["by value"].class_name == f"{Colour.__module__}.Colour"
     written = io.BytesIO()
     _EnumsByName(written, 4).dump(Colour.RED)
-    assert read_pickle(written.getvalue(), "x", opaque=True).class_name == f"{Colour.__module__}.Colour"
+    assert read_pickle(written.getvalue(), "x", unknown_classes=True).class_name == f"{Colour.__module__}.Colour"
 
 
 class Colour(enum.Enum):
@@ -238,7 +238,7 @@ REFUSED_AMONG_OPAQUE = {
 @pytest.mark.parametrize("data", [*REFUSED.values(), *REFUSED_AMONG_OPAQUE.values()])
 def test_what_could_run_or_recurse_is_refused(data: bytes, opaque: bool) -> None:
     with pytest.raises(StateExchangeError, match="refused") as caught:
-        read_pickle(data, "x", opaque=opaque)
+        read_pickle(data, "x", unknown_classes=opaque)
     assert (type(caught.value), caught.value.path) == (UnsafeError, "x")
 
 

@@ -27,7 +27,7 @@ from statexchange.sharding.options import ExportOptions
 from statexchange.sharding.plan import RankShards, plan_merge
 from statexchange.sharding.shards import Shard, full_box
 from statexchange.storage.open_build import open_build
-from statexchange.storage.files import hidden_stem
+from statexchange.storage.files import hidden_prefix
 
 NO_EXCHANGE = "inject=renameat2:error=EINVAL"
 PUBLISHER = f"""
@@ -585,7 +585,7 @@ def test_every_name_that_a_file_system_takes_will_do(place: Path, name: str) -> 
 
 def test_what_a_dead_publisher_of_a_long_name_left_is_read_and_taken_over(place: Path) -> None:
     name = "x" * 255
-    left = leave(place, A, dead(), "partial", "replaced", value=5, stem=hidden_stem(name))
+    left = leave(place, A, dead(), "partial", "replaced", value=5, stem=hidden_prefix(name))
     assert value_at(place / name) == 5
     publish(place / name, 2)
     assert not any(path.exists() for path in left.values())
