@@ -221,7 +221,7 @@ def decode(
     dtype is torch's if torch has been imported, else ``"torch.float32"``; so with a device (``"cuda:0"``) and a size (a
     tuple). `leaf(name)` supplies what
     `encode`'s leaf kept. Text that `encode` cannot have written is a ValueError. `parse` makes JSON values of the text:
-    what was read from a file goes through `json_text.decode_stored`.
+    what was read from a file goes through `stored_values.decode_stored`.
     """
     try:
         return _Decoder({**_registered, **(types or {})}, leaf).value(parse(text))

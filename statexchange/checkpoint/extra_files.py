@@ -1,4 +1,4 @@
-"""Small files that go along with the weights of a published checkpoint: config, tokenizer."""
+"""Read the extra files of a published checkpoint, such as its config and tokenizer."""
 
 from __future__ import annotations
 
@@ -26,9 +26,15 @@ _LEFT_OUT = re.compile(
 
 
 def extra_files(given: FilesFrom, plan: Plan) -> dict[str, bytes]:
-    """Return the content of each extra file by name: of a directory all small files, else those named or given whole.
+    """Return the content of each extra file by name.
 
-    Names that are no plain ones, or those of the checkpoint's own files, are an InvalidArgumentError.
+    Args:
+        given: a directory, of which all files but weights and indexes are taken; paths of files; or a mapping of names
+            to contents.
+        plan: the checkpoint's plan.
+
+    Raises:
+        InvalidArgumentError: a name is not a plain file name, occurs twice, or is a file of the checkpoint itself.
     """
     if given is None:
         return {}

@@ -1,4 +1,4 @@
-"""The small files of a published checkpoint that say what lies in it: Hugging Face's index, and our manifest."""
+"""Write and read the index (Hugging Face's) and the manifest (ours) of a published checkpoint."""
 
 from __future__ import annotations
 
@@ -22,31 +22,37 @@ _SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class BoxProvenance:
-    """Provenance of one published box: rank and digest."""
+    """Where a published box comes from, its rank, and its digest."""
 
     rank: int
     digest: str
 
 
 def single_file_name(plan: Plan) -> str:
-    """Return what the weights would be called if they were one file: readers look for it first."""
+    """Return the name that the weights would have as one file; readers look for it first."""
     return plan.files[0].name.replace(f"-00001-of-{len(plan.files):05d}", "", 1) if plan.files else ""
 
 
 def index_name(plan: Plan) -> str | None:
-    """Return the name of the index that a plan's directory needs; None for a single file."""
+    """Return the name of a plan's index; None for a single file."""
     return None if len(plan.files) == 1 else f"{single_file_name(plan)}.index.json"
 
 
 def index_text(plan: Plan) -> bytes:
-    """Return Hugging Face's index: which file has which tensor."""
+    """Return Hugging Face's index, which maps tensor names to files."""
     weight_map = {tensor.name: file.name for file in plan.files for tensor in file.tensors}
     record = {"metadata": {"total_size": plan.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def manifest_text(plan: Plan, provenance: Mapping[str, Sequence[BoxProvenance]], names: Sequence[str], source: str) -> bytes:
-    """Return the manifest: `names` of all other files, and for each tensor its boxes with their provenance."""
+def manifest_text(
+    plan: Plan, provenance: Mapping[str, Sequence[BoxProvenance]], names: Sequence[str], source: str
+) -> bytes:
+    """Return the manifest: the names of all other files, and for each tensor its boxes with their provenance.
+
+    Raises:
+        UnsafeError: the manifest would be larger than readers accept.
+    """
     record = {
         "schema": _SCHEMA,
         "plan": plan.digest,
@@ -77,8 +83,14 @@ def _tensor_record(file: FilePlan, tensor: TensorPlan, provenance: Sequence[BoxP
 
 
 def listed_files(store: Store) -> list[str]:
-    """Return the files that a directory's own manifest lists, in the order in which they are to be removed: the
-    manifest itself, indexes, all others. Without a manifest none; a broken one is a CorruptError."""
+    """Return the files that a directory's manifest lists, in the order of their removal; [] without a manifest.
+
+    The manifest comes first, so that the directory is no checkpoint from the first removal on; then indexes, then the
+    others.
+
+    Raises:
+        CorruptError: the manifest is broken.
+    """
     path = store.path_of(MANIFEST)
     try:
         raw: Any = read_json(store.open(MANIFEST))

@@ -1,4 +1,4 @@
-"""Say what a merge does not write, or should perhaps not write: nothing is dropped or taken along in silence."""
+"""Notes for the user of a merge about entries that are not written and tensors that may not be wanted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["check_readable", "kept_metadata", "notes_about"]
 
 _OPTIMIZERS = ("optim", "optimizer", "optimizers", "optim_state", "optimizer_state", "optimizer_states")
-_BY_NUMBER = re.compile(r"state\.[0-9]+\.[^.]+")  # of an optimizer's state dict
+_BY_NUMBER = re.compile(r"state\.[0-9]+\.[^.]+")  # names in an optimizer's state dict
 _SLOTS = (
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"
 )  # fmt: skip
@@ -28,7 +28,7 @@ _DEEPSPEED = ("ds_version", "ds_config", "param_shapes")
 
 
 def check_readable(source: Source, options: ExportOptions) -> None:
-    """Raise UnsupportedError for a selected tensor whose bytes are not supported, or lie elsewhere."""
+    """Raise UnsupportedError for a selected tensor that is unsupported, or that DeepSpeed ZeRO-3 keeps elsewhere."""
     for name, error in source.unsupported.items():
         if options.wants(name):
             raise error
@@ -48,7 +48,7 @@ def check_readable(source: Source, options: ExportOptions) -> None:
 
 
 def kept_metadata(source: Source) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the text metadata of the output files, and what to say of the source's that is not kept."""
+    """Return the text metadata of the output files, and notes about the source's metadata that is not kept."""
     others = {key: value for key, value in source.metadata.items() if key != "format"}
     kept = {key: value for key, value in others.items() if _is_text(key) and _is_text(value)}
     lost = [*source.differing, *(key for key in others if key not in kept)]
@@ -63,7 +63,7 @@ def kept_metadata(source: Source) -> tuple[dict[str, str], tuple[str, ...]]:
 
 
 def _is_text(value: str) -> bool:
-    """Whether this has no half of a surrogate pair, which JSON can name."""
+    """Whether a string can be encoded: JSON can contain half of a surrogate pair."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -72,7 +72,7 @@ def _is_text(value: str) -> bool:
 
 
 def notes_about(source: Source, names: Iterable[str], options: ExportOptions) -> tuple[str, ...]:
-    """Return what to say about entries that are no tensors, and about optimizer state among the tensors `names`."""
+    """Return notes about entries that are no tensors, and about optimizer state among the tensors `names`."""
     notes = []
     others = {name: what for name, what in source.others.items() if options.wants(name)}
     if others:
@@ -92,7 +92,7 @@ def notes_about(source: Source, names: Iterable[str], options: ExportOptions) ->
 
 
 def _optimizer_group(name: str) -> str:
-    """Return the pattern of the optimizer state to which a tensor seems to belong; "" if it seems to be no such."""
+    """Return a pattern of the optimizer state to which a tensor seems to belong; "" if to none."""
     first, _, _ = name.partition(".")
     if first in _OPTIMIZERS:
         return f"{first}.*"

@@ -39,7 +39,9 @@ def command(output: Output, path: str, include: tuple[str, ...]) -> int:
     if source.others:
         output.message(f"entries that are no tensors: {abbreviated_list(source.others)}")
     if source.unsupported:
-        output.warning(f"tensors that cannot be read: {abbreviated_list({n: e.message for n, e in source.unsupported.items()})}")
+        output.warning(
+            f"tensors that cannot be read: {abbreviated_list({n: e.message for n, e in source.unsupported.items()})}"
+        )
     for problem in source.problems:
         output.warning(str(problem))
     worst = most_severe(source.problems)

@@ -36,11 +36,11 @@ from statexchange.settings import check_timeout
 from statexchange.sharding import records
 from statexchange.sharding.copies import check_copies, replica_error
 from statexchange.sharding.options import ExportOptions, Rename, Replicas
-from statexchange.sharding.plan import RankShards, Plan, TensorPlan, plan_merge
+from statexchange.sharding.plan import Plan, RankShards, TensorPlan, plan_merge
 from statexchange.sharding.shards import Box
 from statexchange.sharding.write_plan import BoxReceipts, WriteFile, WritePlan, WriteTensor
 from statexchange.state.describe import Description, describe
-from statexchange.storage.store import resolve_path, is_url
+from statexchange.storage.store import is_url, resolve_path
 from statexchange.tensors import ITEMSIZE
 
 __all__ = ["ExportReport", "ExportRequest", "export_checkpoint", "export_described"]

@@ -31,12 +31,12 @@ from statexchange.processes import collector_paused
 from statexchange.sharding import records
 from statexchange.sharding.options import FLOATS, LoadOptions, Rename, Replicas
 from statexchange.sharding.plan import prove_cover
-from statexchange.sharding.rules import Layout, renumbered
+from statexchange.sharding.rules import Layout, renumber_names
 from statexchange.state.describe import Description, HeldTensor, describe_entry
 from statexchange.state.restore import Restoration, Saved, merged, restoration, tree_of_names
 from statexchange.state.tree import flatten
-from statexchange.storage.json_text import decode_stored
 from statexchange.storage.store import is_url
+from statexchange.storage.stored_values import decode_stored
 from statexchange.storage.tensorfile import digest
 from statexchange.tensors import DTYPE_NAMES, check_writable, dtype_name, mark_changed, torch_dtype
 

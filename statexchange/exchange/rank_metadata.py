@@ -11,8 +11,8 @@ from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, MismatchError
 from statexchange.sharding import records
 from statexchange.sharding.rules import Layout, Part, place_parts, renumber_names
-from statexchange.sharding.shards import Box, Shard, shape_from_json
 from statexchange.sharding.sharding_spec import Placement, ShardingSpec
+from statexchange.sharding.shards import Box, Shard, shape_from_json
 from statexchange.state.describe import Description
 from statexchange.storage.tensorfile import digest
 from statexchange.tensors import itemsize_of

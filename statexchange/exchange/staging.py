@@ -13,7 +13,7 @@ import numpy as np
 from statexchange.sharding.shards import Box, full_box
 from statexchange.state.describe import HeldTensor
 from statexchange.storage.files import WINDOW_BYTES
-from statexchange.storage.regions import windows, slices_within
+from statexchange.storage.regions import slices_within, windows
 from statexchange.storage.tensorfile import ShardData
 from statexchange.tensors import ITEMSIZE, converted, dtype_name, numpy_dtype, own_bytes, torch_dtype, unify_nans
 

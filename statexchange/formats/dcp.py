@@ -1,6 +1,7 @@
-"""torch.distributed.checkpoint (DCP), which FSDP and accelerate write too: ``.metadata`` and ``__R_N.distcp`` files.
+"""Read a directory of torch.distributed.checkpoint (DCP), which FSDP and accelerate write too.
 
-Each entry of a .distcp file is a file of torch.save of its own. Names are the flattened keys of the saved state.
+It has a ``.metadata`` pickle and files ``__R_N.distcp``. Each entry of a .distcp file is a complete torch.save archive.
+Names are the flattened keys of the saved state.
 """
 
 from __future__ import annotations
@@ -20,9 +21,17 @@ from statexchange.errors import (
     excerpt,
 )
 from statexchange.formats.budget import Budget
-from statexchange.formats.pickles import MAX_PICKLE_BYTES, OpaqueObject, GlobalRef, read_pickle
-from statexchange.formats.source import ShardFile, UnreadableTensor, Source, SourceTensor
-from statexchange.formats.torch_archive import Archive, TensorView, describe, dtype_of, holds_tensor, unwrap_tensor, view_of
+from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, read_pickle
+from statexchange.formats.source import ShardFile, Source, SourceTensor, UnreadableTensor
+from statexchange.formats.torch_archive import (
+    Archive,
+    TensorView,
+    describe,
+    dtype_of,
+    holds_tensor,
+    unwrap_tensor,
+    view_of,
+)
 from statexchange.sharding.shards import Box, Shard, shape_from_json, sizes_from_json
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.opened_path import OpenedPath
@@ -33,15 +42,15 @@ __all__ = ["METADATA", "matches", "read"]
 METADATA = ".metadata"
 _FILE_NAME = re.compile(r"__([0-9]{1,9})_([0-9]{1,9})\.distcp")
 _REFUSALS = (CorruptError, UnsafeError, UnsupportedError)
-_STEPS_PER_BOX = 64  # it takes about 500 bytes; in a pickle, with where it is stored, 130
-_MAX_ENTRY_PICKLE_BYTES = 1 << 20  # of a tensor, about 200 bytes
+_STEPS_PER_BOX = 64  # a box takes about 500 bytes of memory, and 130 bytes of the pickle
+_MAX_ENTRY_PICKLE_BYTES = 1 << 20  # a tensor's pickle has about 200 bytes
 _PLAIN = {bool, float, int, str, type(None)}
-_MAX_PLAIN_VALUES, _MAX_PLAIN_CHARACTERS = 10_000, 1000  # of param groups and the like
+_MAX_PLAIN_VALUES, _MAX_PLAIN_CHARACTERS = 10_000, 1000  # limits of a plain value, such as param groups
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor by the metadata: its boxes by their offsets."""
+    """A tensor of the metadata, with its boxes by their offsets."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -50,7 +59,7 @@ class _Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """One entry of a .distcp file; no `offsets` if it is no tensor."""
+    """One entry of a .distcp file; `offsets` is None if it is no tensor."""
 
     name: str
     offsets: tuple[int, ...] | None
@@ -59,21 +68,23 @@ class _Stored:
 
 
 def matches(opened: OpenedPath) -> bool:
-    """Whether a DCP directory lies at a place, perhaps without its metadata."""
+    """Whether a path is a DCP directory, perhaps without its metadata."""
     if opened.file is not None:
         return False
     return METADATA in opened.store.listing or any(map(_FILE_NAME.fullmatch, opened.store.files))
 
 
 def read(opened: OpenedPath, *, strict: bool = True) -> Source:
-    """Return the source at a place: each .distcp file is a shard_file, its rank that of its name.
+    """Return the source at a path; each .distcp file has the rank in its name.
 
-    What is broken in the metadata itself is an error in any case; all else is named by its file.
+    Broken metadata raises even without `strict`.
     """
     store = opened.store
     metadata = store.path_of(METADATA)
     if METADATA not in store.listing:
-        text = f"{METADATA} is missing, which torch writes last: the save did not end, or hidden files were not copied"
+        text = (
+            f"{METADATA} is missing, which torch writes last: the save did not finish, or hidden files were not copied"
+        )
         problem = IncompleteError(text, path=store.path)
         if strict:
             raise problem
@@ -108,7 +119,13 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     if problems and strict:
         raise problems[0]
     return Source(
-        "dcp", opened, tuple(shard_files), others=others, texts=texts, problems=tuple(problems), unreadable=tuple(listed)
+        "dcp",
+        opened,
+        tuple(shard_files),
+        others=others,
+        texts=texts,
+        problems=tuple(problems),
+        unreadable=tuple(listed),
     )
 
 
@@ -127,14 +144,14 @@ def _opened(store: Store, file: str, entries: list[_Stored]) -> StoredFile:
 
 def _order(file: str) -> tuple[int, int]:
     match = _FILE_NAME.fullmatch(file)
-    assert match is not None  # only such names come this far
+    assert match is not None  # `_file_name` accepts only such names
     return int(match[1]), int(match[2])
 
 
 def _parsed(
     metadata: Any, budget: Budget, path: str
 ) -> tuple[dict[str, _Tensor], dict[str, list[_Stored]], list[UnreadableTensor]]:
-    """Return the tensors by name, the entries of each file, and the tensors of dtypes that are not supported."""
+    """Return the tensors by name, the entries of each file, and the tensors of unsupported dtypes."""
     _expect(metadata, "Metadata")
     tensors = {}
     others = set()
@@ -169,7 +186,9 @@ def _parsed(
 def _unsupported(name: str, record: OpaqueObject, error: UnsupportedError, path: str) -> UnreadableTensor:
     symbol = record.state["properties"].state[0]
     dtype = symbol.name if type(symbol) is GlobalRef else None
-    return UnreadableTensor(name, dtype, shape_from_json(record.state["size"]), path, error.located(name=name, path=path))
+    return UnreadableTensor(
+        name, dtype, shape_from_json(record.state["size"]), path, error.located(name=name, path=path)
+    )
 
 
 def _expect(made: Any, name: str) -> None:
@@ -184,7 +203,7 @@ def _tensor(name: str, record: OpaqueObject, budget: Budget) -> _Tensor:
     chunks: dict[tuple[int, ...], Box] = {}
     for chunk in record.state["chunks"]:
         box = Box.from_json([chunk.state["offsets"], chunk.state["sizes"]])
-        # Empty parts may begin where a real one does.
+        # An empty part may begin where another part does.
         if chunks.setdefault(box.offsets, box) != box and box.numel:
             if chunks[box.offsets].numel:
                 raise CorruptError(f"two parts begin at {box.offsets}", name=name)
@@ -195,7 +214,7 @@ def _tensor(name: str, record: OpaqueObject, budget: Budget) -> _Tensor:
 def _stored(name: str, offsets: Any, storage_info: dict[str, Any]) -> _Stored:
     if storage_info.get("transform_descriptors"):
         shown = excerpt(storage_info["transform_descriptors"])
-        raise UnsupportedError(f"its bytes went through {shown}: save it without extensions", name=name)
+        raise UnsupportedError(f"its bytes are transformed by {shown}: save it without extensions", name=name)
     begin, length = sizes_from_json((storage_info["offset"], storage_info["length"]))
     return _Stored(name, None if offsets is None else sizes_from_json(offsets), begin, length)
 
@@ -208,7 +227,7 @@ def _file_name(storage_info: dict[str, Any], name: str) -> str:
 
 
 def _unstored(tensors: dict[str, _Tensor], by_file: dict[str, list[_Stored]], path: str) -> list[StateExchangeError]:
-    """Return an error for each part that is described but stored in no file: nothing else would notice it."""
+    """Return an error for each part that the metadata describes but that no file has."""
     stored = {(entry.name, entry.offsets) for entries in by_file.values() for entry in entries}
     return [
         IncompleteError(
@@ -223,7 +242,7 @@ def _unstored(tensors: dict[str, _Tensor], by_file: dict[str, list[_Stored]], pa
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value consists of few plain ones: a pickle can name one object many times, and text would repeat it."""
+    """Whether a value consists of a few plain ones. A pickle can repeat an object, and so make its text huge."""
     left = [value]
     for _ in range(_MAX_PLAIN_VALUES):
         if not left:
@@ -239,7 +258,7 @@ def _is_plain(value: Any) -> bool:
 
 
 class _DcpFileReader:
-    """Reads the entries of one .distcp file. `views` remembers what equal pickles of entries mean."""
+    """Reads the entries of one .distcp file. `views` caches the parsed pickles of entries, many of which are equal."""
 
     def __init__(self, path: str, rank: int, tensors: dict[str, _Tensor], views: dict[bytes, TensorView]) -> None:
         self._path = path
@@ -251,11 +270,11 @@ class _DcpFileReader:
         self.unsupported: list[UnreadableTensor] = []
 
     def read(self, file: StoredFile, entries: list[_Stored]) -> ShardFile:
-        """Return the shard_file with all tensors of the file. No bytes are read for two entries."""
+        """Return the file with all its tensors; entries must not overlap."""
         end = 0
         for entry in sorted(entries, key=lambda e: e.begin):
             if entry.begin < end:
-                problem = f"it overlaps another entry of the file by {METADATA}: the save is damaged, save again"
+                problem = f"by {METADATA} it overlaps another entry of the file: the save is damaged, save again"
                 raise CorruptError(problem, name=entry.name, rank=self._rank, path=self._path)
             end = entry.begin + entry.length
         parts: dict[str, list[tuple[Box, ByteRange]]] = {}
@@ -290,10 +309,10 @@ class _DcpFileReader:
         return self._views[data]
 
     def _other(self, name: str, archive: Archive) -> None:
-        """Describe an entry that is no tensor, and keep a plain value; what is refused in its pickle is named too.
+        """Describe an entry that is no tensor, and keep it if it is a plain value.
 
-        Tensors in lists and dicts, as the states of random generators are saved, are named as what they are part of;
-        those in an object that is not understood are unsupported.
+        Tensors in lists and dicts, such as the states of random generators, belong to the entry's description. Tensors
+        in an object of an unknown class make the entry unsupported. A refused pickle is described by its error.
         """
         data = archive.pickle()
         budget = Budget(len(data), self._path)

@@ -1,11 +1,11 @@
-"""Hugging Face checkpoints: one safetensors file, or a directory of them with or without an index.
+"""Read Hugging Face checkpoints: one safetensors file, or a directory of them with or without an index.
 
-Files in which torch's HuggingFaceStorageWriter says where each tensor's part begins are shards. They do not say how
-large a tensor is: it ends where the last part that is there ends.
+Files of torch's HuggingFaceStorageWriter are shards: their metadata has the offsets of each tensor's part, but not the
+tensor's global shape, which is taken from the ends of all parts.
 
-A directory that we published has a manifest, which lists for each tensor its boxes and the digest of each. Where the
-boxes are runs of the file, the tensor is read as these boxes; else it is read whole, and their digests are checked on
-the way (`ByteRange.parts`).
+A directory that statexchange published has a manifest with each tensor's boxes and their digests. If the boxes are
+contiguous in the file, the tensor is read as these boxes; otherwise it is read whole, and the boxes' digests are
+checked on the way (`ByteRange.parts`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, StateExchangeError, excerpt
 from statexchange.formats.source import (
     ShardFile,
-    UnreadableTensor,
     Source,
     SourceTensor,
+    UnreadableTensor,
     merged_metadata,
     unknown_dtypes,
 )
@@ -53,12 +53,14 @@ _NUMBERED = re.compile(r"(.*?)([0-9]{5,9})-of-([0-9]{5,9})(\.[a-z]+)")
 
 
 def matches(opened: OpenedPath) -> bool:
-    """Whether the path is a safetensors file, or a directory with safetensors files, an index, our manifest or a
-    publisher's claim. Workspace rank files do not match."""
+    """Whether a path is a safetensors file, or a directory with such files, an index, our manifest or a claim.
+
+    Rank files of a workspace do not match.
+    """
     if opened.file is not None:
         return not is_rank_file(opened.file) and (opened.file.endswith(_SUFFIX) or _has_header(opened))
     names = opened.store.listing
-    others = ".metadata" in names or any(map(is_rank_file, names))  # of a torch DCP directory, or a workspace's round
+    others = ".metadata" in names or any(map(is_rank_file, names))  # a torch DCP directory, or a workspace's round
     ours = (MANIFEST, CLAIM_NAME)
     return not others and any(name in ours or name.endswith((_SUFFIX, INDEX_SUFFIX)) for name in names)
 
@@ -72,7 +74,7 @@ def _has_header(opened: OpenedPath) -> bool:
 
 
 def read(opened: OpenedPath, *, strict: bool = True) -> Source:
-    """Return the source at a place: each file is a shard_file of whole tensors."""
+    """Return the source at a path."""
     store = opened.store
     problems: list[StateExchangeError] = []
     manifest: dict[str, Any] | None = None
@@ -125,9 +127,9 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
 
 
 def check_numbers(names: Sequence[str], path: str) -> list[StateExchangeError]:
-    """Return an IncompleteError for each set of files numbered "i-of-n" of which some are missing.
+    """Return an IncompleteError for each incomplete set of files that are numbered "i-of-n".
 
-    Without an index nothing else says how many there should be.
+    Without an index nothing else tells how many files there should be.
     """
     found: dict[tuple[str, int, str], set[int]] = {}
     for name in names:
@@ -158,9 +160,10 @@ def names_by_file(weight_map: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _listed_in(store: Store, file: str, names: Sequence[str], published: Mapping[str, Any]) -> list[UnreadableTensor]:
-    """Return the tensors of an unreadable file, with what the manifest or the header of a truncated file says of them.
+    """Return the tensors of an unreadable file.
 
-    `names` are those that the manifest or an index assigns to it.
+    dtype and shape come from the manifest, or from the header if the file is only truncated. `names` are those that the
+    manifest or an index assigns to the file.
     """
     path = store.path_of(file)
     known: dict[str, tuple[str | None, tuple[int, ...] | None]]
@@ -176,7 +179,7 @@ def _listed_in(store: Store, file: str, names: Sequence[str], published: Mapping
 
 
 def _shard_file(number: int, file: StoredFile, header: Header, published: Mapping[str, Any]) -> ShardFile:
-    """A file; a tensor of which it has a part is taken to end with that part."""
+    """Return a file with its tensors; a part's tensor ends with this part until `_whole` compares all parts."""
     parts = _parts(header, file.path)
     tensors = {}
     for name, entry in header.entries.items():
@@ -197,7 +200,7 @@ def _shard_file(number: int, file: StoredFile, header: Header, published: Mappin
 
 
 def _published(shard: Shard, stored: ByteRange, raw: Sequence[Any]) -> SourceTensor:
-    """A merged tensor with the digests of the boxes that its manifest lists."""
+    """Return a published tensor with the digests of the boxes that its manifest lists."""
     shape, itemsize = shard.global_shape, ITEMSIZE[shard.dtype]
     boxes = {Box.from_json([offsets, sizes]): digest for offsets, sizes, digest, _ in raw}
     if list(boxes) == [full_box(shape)]:
@@ -212,7 +215,7 @@ def _published(shard: Shard, stored: ByteRange, raw: Sequence[Any]) -> SourceTen
 
 
 def _parts(header: Header, path: str) -> dict[str, tuple[int, ...]]:
-    """Return the offsets of each tensor's part, as torch's writer recorded them."""
+    """Return the offsets of each tensor's part from the metadata of torch's writer."""
     text = header.metadata.get(TORCH_SHARDING_KEY)
     found = parse_json(text, path) if text is not None else {}
     try:
@@ -228,7 +231,7 @@ def _parts(header: Header, path: str) -> dict[str, tuple[int, ...]]:
 
 
 def _whole(shard_files: list[ShardFile]) -> list[ShardFile]:
-    """Return the shard_files with the global shapes of tensors whose parts are in several files."""
+    """Return the files with global shapes that reach to the end of the last part of each tensor."""
     ends: dict[str, tuple[int, ...]] = {}
     for shard_file in shard_files:
         for name, tensor in shard_file.tensors.items():
@@ -256,12 +259,12 @@ def _unfinished(store: Store, manifest: Mapping[str, Any] | None) -> list[StateE
     claim = claim_of(store) if manifest is None else None
     if claim is None:
         return []
-    text = f"no complete checkpoint: {claim}. Wait until it finishes, or, if that process is dead, publish again"
+    text = f"no complete checkpoint: {claim}. Wait until it finishes; if that process is dead, publish again"
     return [IncompleteError(text, path=store.path)]
 
 
 def _manifest(store: Store) -> dict[str, Any] | None:
-    """The content of statexchange.json, checked; None where there is none."""
+    """Return the checked content of statexchange.json; None without one."""
     if MANIFEST not in store.listing:
         return None
     path = store.path_of(MANIFEST)
@@ -282,8 +285,10 @@ def _manifest(store: Store) -> dict[str, Any] | None:
 
 
 def _check_record(record: Any) -> None:
-    """Raise ValueError, KeyError or TypeError unless this is one tensor's record: file, dtype, shape, and boxes as
-    (offsets, shape, digest, rank)."""
+    """Raise ValueError, KeyError or TypeError unless this is a tensor's record of a manifest.
+
+    It has file, dtype, shape, and boxes as (offsets, shape, digest, rank).
+    """
     itemsize_of(record["dtype"])
     shape = shape_from_json(record["shape"])
     for offsets, sizes, known, rank in record["boxes"]:
@@ -312,11 +317,15 @@ def _weight_map(store: Store, manifest: Mapping[str, Any] | None) -> dict[str, s
 def _check_names(weight_map: Mapping[str, str], suffix: str, path: str) -> None:
     for file in weight_map.values():
         if not isinstance(file, str) or not _PLAIN_NAME.fullmatch(file) or not file.endswith(suffix):
-            raise CorruptError(f"a tensor is said to lie in {excerpt(file)}, which is no plain file name", path=path)
+            raise CorruptError(f"a tensor is listed in {excerpt(file)}, which is no plain file name", path=path)
 
 
 def read_index(store: Store, index: str, suffix: str = _SUFFIX) -> dict[str, str]:
-    """Return the file of each tensor by an index; a name that is not plain and ends otherwise is a CorruptError."""
+    """Return the file of each tensor by an index.
+
+    Raises:
+        CorruptError: a file name is not plain, or has another suffix.
+    """
     path = store.path_of(index)
     raw = read_json(store.open(index))
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
@@ -333,14 +342,16 @@ def _misplaced(
     has = {shard_file.path.rpartition("/")[2]: shard_file for shard_file in shard_files}
     unsupported = {(one.name, one.path) for one in listed}
     return [
-        IncompleteError("this file should have the tensor, but has not", name=name, path=has[file].path)
+        IncompleteError(
+            "the index assigns this tensor to the file, which does not have it", name=name, path=has[file].path
+        )
         for name, file in weight_map.items()
         if file in has and name not in has[file].tensors and (name, has[file].path) not in unsupported
     ]
 
 
 def _contradicted(published: Mapping[str, Any], shard_files: Sequence[ShardFile]) -> list[StateExchangeError]:
-    """Return an error for each tensor whose dtype or shape differs from the manifest, or that it does not list."""
+    """Return an error for each tensor that the manifest does not list, or lists with another dtype or shape."""
     if not published:
         return []
     problems: list[StateExchangeError] = []
@@ -349,7 +360,9 @@ def _contradicted(published: Mapping[str, Any], shard_files: Sequence[ShardFile]
             record, shard = published.get(name), tensor.shard
             if record is None:
                 problems.append(
-                    CorruptError("the manifest does not list this tensor: publish again", name=name, path=shard_file.path)
+                    CorruptError(
+                        "the manifest does not list this tensor: publish again", name=name, path=shard_file.path
+                    )
                 )
             elif (record["dtype"], tuple(record["shape"])) != (shard.dtype, shard.global_shape):
                 problems.append(

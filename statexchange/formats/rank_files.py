@@ -1,4 +1,4 @@
-"""Read plain safetensors files, one per rank, whose sharding a layout file describes."""
+"""Read plain safetensors files, one per rank, whose sharding a layout describes (sharding/rules.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from statexchange.errors import IncompleteError, InvalidArgumentError
-from statexchange.formats.source import ShardFile, UnreadableTensor, Source, SourceTensor, merged_metadata, unknown_dtypes
+from statexchange.formats.source import (
+    ShardFile,
+    Source,
+    SourceTensor,
+    UnreadableTensor,
+    merged_metadata,
+    unknown_dtypes,
+)
 from statexchange.sharding.rules import Layout, Part, place_parts, renumber_names
 from statexchange.sharding.shards import Box, Shard, c_strides, full_box
 from statexchange.storage.byte_range import ByteRange
@@ -25,8 +32,7 @@ _TOTAL = re.compile(r"[-_.]of[-_.]?0*([0-9]+)")
 
 
 def matches(opened: OpenedPath) -> bool:
-    """Whether a directory of safetensors files lies at a place that say nothing of parts, as workspaces and torch's
-    do."""
+    """Whether a path is a directory of safetensors files without sharding metadata of their own."""
     names = _names(opened)
     if not names or any(map(is_rank_file, names)):
         return False
@@ -38,9 +44,10 @@ def _names(opened: OpenedPath) -> list[str]:
 
 
 def read(opened: OpenedPath, *, strict: bool = True) -> Source:  # noqa: ARG001 (nothing can be read of a set with holes)
-    """Return the safetensors files of a directory, one per rank, in the order of the numbers in their names.
+    """Return the safetensors files of a directory as a source, one rank each, in the order of the numbers in names.
 
-    IncompleteError if the names leave out a number, or say "of n" and there are not n.
+    Raises:
+        IncompleteError: a number is missing among the names, or they say "of n" and there are not n files.
     """
     names = sorted(_names(opened), key=_in_order)
     _check_whole(names, opened.path)
@@ -70,7 +77,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:  # noqa: ARG001 
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
-    """A key by which 10 comes after 9."""
+    """Return a sort key that compares digits as numbers."""
     return [(int(piece), "") if _NUMBER.fullmatch(piece) else (-1, piece) for piece in _NUMBER.split(name)]
 
 
@@ -80,7 +87,7 @@ def _check_whole(names: list[str], path: str) -> None:
     if len({len(row) for row in numbers}) == 1 and len(varying) == 1:
         (column,) = varying
         present, begin = set(column), min(1, *column)
-        if len(present) < max(column) + 1 - begin:  # a name may hold any number: it is not counted up to
+        if len(present) < max(column) + 1 - begin:  # a number in a name may be huge, so no range is built
             absent = next(number for number in range(begin, max(column) + 1) if number not in present)
             raise IncompleteError(f"files are numbered, but number {absent} is missing", path=path)
     totals = {int(found[1]) for name in names if (found := _TOTAL.search(name))}
@@ -89,14 +96,17 @@ def _check_whole(names: list[str], path: str) -> None:
 
 
 def apply_layout(source: Source, layout: Layout) -> tuple[Source, dict[str, str]]:
-    """`source` with its plain tensors placed where `layout` says, and the operation by name of those to be reduced.
+    """Return the source with its plain tensors as shards, as the layout says, and the reductions by tensor name.
 
-    InvalidArgumentError for a rule that matches no tensor, does not fit one, or contradicts what a tensor says itself;
-    IncompleteError for a part that no rank holds.
+    Raises:
+        InvalidArgumentError: a rule matches no tensor, does not fit one, or matches one with sharding of its own.
+        IncompleteError: no rank holds some part.
     """
     layout.check_ranks([shard_file.rank for shard_file in source.files])
     paths = {shard_file.rank: shard_file.path for shard_file in source.files}
-    names = renumber_names({shard_file.rank: {name: name for name in shard_file.tensors} for shard_file in source.files}, layout)
+    names = renumber_names(
+        {shard_file.rank: {name: name for name in shard_file.tensors} for shard_file in source.files}, layout
+    )
     parts: dict[str, dict[int, tuple[Part, SourceTensor]]] = {}
     reductions: dict[str, str] = {}
     for shard_file in source.files:
@@ -104,7 +114,7 @@ def apply_layout(source: Source, layout: Layout) -> tuple[Source, dict[str, str]
             for part in _parts(shard_file, tensor, names[shard_file.rank][name], layout, reductions):
                 if shard_file.rank in parts.setdefault(part.name, {}):
                     raise InvalidArgumentError(
-                        "the layout makes two tensors of one rank this one",
+                        "the layout gives this name to two tensors of one rank",
                         name=part.name,
                         rank=shard_file.rank,
                         path=shard_file.path,
@@ -121,13 +131,15 @@ def apply_layout(source: Source, layout: Layout) -> tuple[Source, dict[str, str]
     return replace(source, files=shard_files), reductions
 
 
-def _parts(shard_file: ShardFile, tensor: SourceTensor, name: str, layout: Layout, reductions: dict[str, str]) -> list[Part]:
+def _parts(
+    shard_file: ShardFile, tensor: SourceTensor, name: str, layout: Layout, reductions: dict[str, str]
+) -> list[Part]:
     shard = tensor.shard
     rule = layout.rule_for(shard.name)
     if rule is None or shard.boxes != (full_box(shard.global_shape),):
         if rule is not None:
             raise InvalidArgumentError(
-                f"layout rule for {rule.pattern!r} matches a tensor that says itself which part it is",
+                f"layout rule for {rule.pattern!r} matches a tensor whose file already has its sharding",
                 name=shard.name,
                 rank=shard_file.rank,
                 path=shard_file.path,
@@ -149,12 +161,12 @@ def _kept(shard_file: ShardFile, tensors: Mapping[str, SourceTensor]) -> dict[st
 def _placed(
     name: str, held: Mapping[int, tuple[Part, SourceTensor]], layout: Layout, paths: Mapping[int, str]
 ) -> dict[int, SourceTensor]:
-    """Every rank's part of one tensor, as boxes and where their bytes lie."""
+    """Return each rank's shard of one tensor with its byte ranges."""
     found = {}
     ruled = {rank: part for rank, (part, _) in held.items() if part.cuts or part.fixed is None}
     boxes = place_parts(ruled, layout.mesh, paths) if ruled else {}
     for rank, (part, tensor) in held.items():
-        if rank not in boxes:  # it says itself which part it is
+        if rank not in boxes:  # its file has its sharding
             found[rank] = replace(tensor, shard=replace(tensor.shard, name=name))
             continue
         global_shape, whole = boxes[rank]

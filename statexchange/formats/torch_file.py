@@ -1,8 +1,8 @@
-"""Files of torch.save (.pt, .pth, .bin): one, or a directory of them, one per rank or one per part of a model.
+"""Read files of torch.save (.pt, .pth, .bin): one file, or a directory with one file per rank or per part of a model.
 
 Nested dicts and lists become dotted names. A DTensor's pickle has its placements, its mesh and the coordinate of the
-rank that saved it, so that its boxes follow from the file alone; a plain tensor counts as whole. An object of a class
-that is not known is opaque: it is named, and nothing of it runs (pickles.py). If it holds tensors it is unsupported.
+rank that saved it, so its boxes follow from the file alone; a plain tensor counts as whole. An object of an unknown
+class is listed by its class and never constructed (pickles.py); if it contains tensors, it is unsupported.
 """
 
 from __future__ import annotations
@@ -22,15 +22,24 @@ from statexchange.errors import (
 )
 from statexchange.formats.budget import Budget
 from statexchange.formats.huggingface import check_numbers, names_by_file, read_index
-from statexchange.formats.pickles import OpaqueObject, GlobalRef, read_pickle
-from statexchange.formats.source import ShardFile, UnreadableTensor, Source, SourceTensor
-from statexchange.formats.torch_archive import Archive, describe, holds_tensor, is_tensor, strides_of, unwrap_tensor, view_of
+from statexchange.formats.pickles import GlobalRef, OpaqueObject, read_pickle
+from statexchange.formats.source import ShardFile, Source, SourceTensor, UnreadableTensor
+from statexchange.formats.torch_archive import (
+    Archive,
+    describe,
+    holds_tensor,
+    is_tensor,
+    strides_of,
+    unwrap_tensor,
+    view_of,
+)
 from statexchange.sharding.placements import DimSplit, local_boxes
 from statexchange.sharding.shards import MAX_DIMS, Shard, c_strides, full_box, sizes_from_json
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.opened_path import OpenedPath
 from statexchange.storage.store import StoredFile
 from statexchange.tensors import ITEMSIZE
+from statexchange.values import MAX_DEPTH
 
 __all__ = ["matches", "read"]
 
@@ -38,13 +47,12 @@ _SUFFIXES = (".pt", ".pth", ".bin")
 _INDEX_SUFFIX = ".bin.index.json"
 _RANK = re.compile(r"(?<![A-Za-z])rank[_-]?([0-9]{1,9})(?![0-9])", re.IGNORECASE)
 _ZIP, _LEGACY = b"PK\3\4", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-_MAX_DEPTH = 100
 _STEPS_PER_REFUSAL = 256  # an error takes about 2,000 bytes; a tensor's pickle has 200
 _MAX_KEY_TEXT = 512  # characters by which a key stands in a name, if it is no text
 
 
 def matches(opened: OpenedPath) -> bool:
-    """Whether a file of torch.save or a directory with such files lies at a place."""
+    """Whether a path is a file of torch.save or a directory with such files."""
     if opened.file is None:
         return any(name.endswith(_SUFFIXES) for name in opened.store.files)
     return opened.file.endswith(_SUFFIXES) or _start_of(opened.store.open(opened.file)).startswith((_ZIP, _LEGACY))
@@ -57,10 +65,10 @@ def _start_of(file: StoredFile) -> bytes:
 
 
 def read(opened: OpenedPath, *, strict: bool = True) -> Source:
-    """Return the source at a place: each file is a shard_file.
+    """Return the source at a path.
 
-    In a directory with an index (``*.bin.index.json``) these are the files that it names, else all of them. Their ranks
-    are the numbers N in names that all have exactly one ``rankN``, else the files are numbered in the order of names.
+    In a directory with an index (``*.bin.index.json``) the files that it names are read, else all of them. If all names
+    have exactly one ``rankN``, N is the file's rank; otherwise the files are numbered in the order of their names.
     """
     store = opened.store
     problems: list[StateExchangeError] = []
@@ -88,11 +96,13 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
         listed += [UnreadableTensor(key, None, None, store.path_of(name)) for key in names_in.get(name, [])]
     if problems and strict:
         raise problems[0]
-    return Source("torch", opened, tuple(shard_files), others=others, problems=tuple(problems), unreadable=tuple(listed))
+    return Source(
+        "torch", opened, tuple(shard_files), others=others, problems=tuple(problems), unreadable=tuple(listed)
+    )
 
 
 def _ranked(opened: OpenedPath, indexed: list[str]) -> list[tuple[int, str]]:
-    """The files to read with their ranks."""
+    """Return (rank, name) of the files to read."""
     if opened.file is not None:
         return [(0, opened.file)]
     names = indexed or [name for name in opened.store.files if name.endswith(_SUFFIXES)]
@@ -102,7 +112,7 @@ def _ranked(opened: OpenedPath, indexed: list[str]) -> list[tuple[int, str]]:
 
 
 class _TorchFileReader:
-    """One file's tensors, and what else it has."""
+    """Reads one file: its tensors, its other entries, and its unsupported tensors."""
 
     def __init__(self, file: StoredFile, rank: int) -> None:
         self._file = file
@@ -143,7 +153,7 @@ class _TorchFileReader:
         self.shard_file = ShardFile(rank, file, tensors, aliases)
 
     def _refuse(self, name: str, error: UnsupportedError) -> None:
-        """List a tensor that cannot be read."""
+        """List an unsupported tensor."""
         self._budget.spend(_STEPS_PER_REFUSAL)
         located = error.located(rank=self._rank, name=name, path=self._path)
         self.unsupported.append(UnreadableTensor(name, None, None, self._path, located))
@@ -164,7 +174,7 @@ class _TorchFileReader:
             ) from None
 
     def _distributed(self, name: str, made: OpaqueObject) -> SourceTensor:
-        """A DTensor: the boxes of its placements, each a part of the local tensor."""
+        """Return a DTensor's shard: the boxes of its placements, each with its part of the local tensor."""
         _, _, wrapped, state = made.args
         slots = state[1] if type(state) is tuple else state
         shape, spec = sizes_from_json(wrapped[2]), slots["_spec"].state
@@ -173,7 +183,7 @@ class _TorchFileReader:
         mesh = spec["mesh"].state
         splits = [_dim_split(placement) for placement in _few(spec["placements"])]
         if "_coordinate_on_dim" not in mesh:
-            raise UnsupportedError("its mesh does not say which coordinate the saving rank had")
+            raise UnsupportedError("its mesh does not have the coordinate of the rank that saved it")
         boxes = []
         self._budget.spend(sum(min(split.split_factor, max(shape, default=0)) for split in splits if split is not None))
         if mesh["_coordinate_on_dim"] is not None:
@@ -183,9 +193,13 @@ class _TorchFileReader:
         self._budget.spend(len(boxes))
         shard = Shard(name, local.dtype, shape, tuple(box for box, _ in boxes))
         ends = [tuple(map(operator.add, local_offsets, box.shape)) for box, local_offsets in boxes]
-        expected = tuple(map(max, *ends)) if len(ends) > 1 else (ends or [local.shape])[0]
+        expected = local.shape
+        if len(ends) > 1:
+            expected = tuple(map(max, *ends))
+        elif ends:
+            expected = ends[0]
         if shard.nbytes != local.nbytes or expected != local.shape:
-            problem = "its local part does not fit its placements"
+            problem = "its local tensor does not fit its placements"
             raise CorruptError(problem, name=name, path=self._path, expected=expected, found=local.shape)
         if len(boxes) == 1:
             return SourceTensor(shard, (whole,))
@@ -210,15 +224,15 @@ def _archive(file: StoredFile) -> Archive:
 
 
 def _leaves(root: Any, path: str, budget: Budget) -> Iterator[tuple[str, Any]]:
-    """Dotted names and what is no container, in order. A sequence without tensors is one leaf.
+    """Yield (dotted name, value) of everything but containers, in order. A sequence without tensors is one leaf.
 
-    A pickle can name one list many times, so what is visited, and the text of names, is counted.
+    A pickle can refer to one list many times, so visits and the text of names are counted against the budget.
     """
     waiting = [(("tensor" if is_tensor(root) else ""), root, 0)]
     while waiting:
         name, value, depth = waiting.pop()
-        if depth > _MAX_DEPTH:
-            raise CorruptError("its nesting is deeper than anything real", name=name[:80], path=path)
+        if depth > MAX_DEPTH:
+            raise CorruptError(f"refused: it is nested more than {MAX_DEPTH} levels deep", name=name[:80], path=path)
         if type(value) in (dict, list, tuple, set, frozenset):
             budget.spend(len(value))
         children = _children(value)
@@ -235,7 +249,7 @@ def _leaves(root: Any, path: str, budget: Budget) -> Iterator[tuple[str, Any]]:
 
 def _children(value: Any) -> list[tuple[Any, Any]] | None:
     if type(value) is dict:
-        if any(type(key) is OpaqueObject for key in value):  # an object gives no name
+        if any(type(key) is OpaqueObject for key in value):  # a name cannot be made of an object
             return None
         return list(value.items()) or None
     if type(value) in (list, tuple) and any(type(item) in (dict, list, tuple) or is_tensor(item) for item in value):
@@ -254,14 +268,17 @@ def _dim_split(placement: OpaqueObject) -> DimSplit | None:
     if placement.name in ("Shard", "_StridedShard"):
         factor = placement.state["split_factor"] if placement.name == "_StridedShard" else 1
         return DimSplit(*sizes_from_json((placement.state["dim"], factor)))
-    raise UnsupportedError(f"placement {placement.name} holds an unfinished sum; redistribute it before it is saved")
+    raise UnsupportedError(f"placement {placement.name} is a pending reduction: redistribute the tensor, then save it")
 
 
-_Axis = tuple[tuple[int, int], ...]  # (size, stride) of its parts, in numbers of entries of the rank map
+_Axis = tuple[tuple[int, int], ...]  # (size, stride) of the parts of a mesh axis, in entries of the rank map
 
 
 class _MeshShapes:
-    """The shapes of a pickle's meshes. What is checked is remembered by ids: the pickle's root keeps all alive."""
+    """The shapes of a pickle's meshes.
+
+    Checked meshes and axes are cached by id, which stays valid because the pickle's root keeps all values alive.
+    """
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
@@ -269,13 +286,16 @@ class _MeshShapes:
         self._sizes: dict[Any, int] = {}
 
     def shape_of(self, mesh: OpaqueObject, splits: list[DimSplit | None]) -> list[int]:
-        """A mesh is checked once for all tensors that are cut along the same axes of it, an axis once for all meshes
-        that share their list of ranks."""
+        """Return the shape of a mesh; `splits` says which axes split a tensor.
+
+        A mesh is checked once for all tensors that are split along the same axes, an axis once for all meshes that
+        share their list of ranks.
+        """
         is_split = tuple(split is not None for split in splits)
         key = id(mesh), is_split
         if key not in self._shapes:
             ranks, axes = _ranks_and_axes(mesh.state)
-            self._shapes[key] = [self._size(ranks, axis, cut) for axis, split in zip(axes, is_split, strict=True)]
+            self._shapes[key] = [self._size(ranks, axis, split) for axis, split in zip(axes, is_split, strict=True)]
         return self._shapes[key]
 
     def _size(self, ranks: Any, axis: _Axis, is_split: bool) -> int:
@@ -293,7 +313,7 @@ def _ranks_and_axes(mesh: dict[str, Any]) -> tuple[Any, list[_Axis]]:
 
 
 def _checked_axis(ranks: Any, axis: _Axis, budget: Budget, *, is_split: bool) -> int:
-    """The size of a mesh's axis. Ranks must ascend along one that splits, as in live tensors (state.dtensors)."""
+    """Return the size of a mesh axis. Along an axis that splits, ranks must ascend, as in state/dtensors.py."""
     steps = [0]
     for size, stride in axis:
         if size * len(steps) > len(ranks):
@@ -304,22 +324,20 @@ def _checked_axis(ranks: Any, axis: _Axis, budget: Budget, *, is_split: bool) ->
         return len(steps)
     budget.spend(len(ranks))
     for first in range(len(ranks) - max(steps)):
-        for size, stride in axis:
-            if (first // stride) % size:
-                break  # not where a line of this axis begins
-        else:
+        is_start = all((first // stride) % size == 0 for size, stride in axis)
+        if is_start:  # the coordinate along this axis is 0
             budget.spend(len(steps))
-            _check_line([ranks[first + step] for step in steps])
+            _check_ascending([ranks[first + step] for step in steps])
     return len(steps)
 
 
-def _check_line(ranks: list[Any]) -> None:
-    """Refuse ranks along an axis that do not ascend."""
+def _check_ascending(ranks: list[Any]) -> None:
+    """Raise unless the ranks along an axis ascend."""
     if any(type(rank) is not int for rank in ranks):
         raise ValueError("a rank of a mesh is no number")
     if ranks != sorted(ranks):
         raise UnsupportedError(
-            "its mesh lists ranks out of order, and torch itself is of two minds about who then holds what"
+            "its mesh lists ranks out of order, for which torch itself is inconsistent about which rank has which part"
         )
 
 
@@ -332,7 +350,7 @@ def _axes(layout: dict[str, Any]) -> list[_Axis]:
 
 
 def _few(axes: Sequence[Any]) -> Sequence[Any]:
-    """Return `axes`, of which a mesh has few: a pickle may use one long list for many tensors."""
+    """Return `axes`; raise ValueError for too many, as a pickle may use one long list for many tensors."""
     if len(axes) > MAX_DIMS:
         raise ValueError(f"a mesh of {len(axes)} axes")
     return axes

@@ -1,4 +1,4 @@
-"""A workspace as a source: the newest committed round, or the newest in which every rank has written."""
+"""Read a workspace as a source: its newest committed round, else its newest complete round."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _SHOWN_RANKS = 20
 
 
 def matches(opened: OpenedPath) -> bool:
-    """Whether a workspace lies at a place, or one run, round or rank's file of it."""
+    """Whether a path is a workspace, or one run, round or rank's file of it."""
     return is_rank_file(opened.file) if opened.file is not None else _depth(opened) is not None
 
 
 def _depth(opened: OpenedPath) -> int | None:
-    """How far below a workspace's root a directory lies: 2 for a round, 1 for a run, 0 for the root itself."""
+    """Return the depth of a directory below a workspace's root: 0 for the root, 1 for a run, 2 for a round."""
     if _is_round(opened.store, opened.path):
         return 2
     if any(_is_round(store, store.path) for store in _below(opened.store, is_round_name)):
@@ -54,28 +54,31 @@ def _depth(opened: OpenedPath) -> int | None:
 
 
 def _below(store: Store, is_wanted: Callable[[str], bool]) -> Iterator[Store]:
-    """Yield the directories in one whose names may be those of runs or rounds.
+    """Yield the subdirectories whose names are wanted.
 
-    ReplacedError if one is gone meanwhile: a round may have been dropped for a newer one.
+    Raises:
+        ReplacedError: one was removed meanwhile; its round may have been dropped for a newer one.
     """
     for name in filter(is_wanted, store.directories):
         try:
             yield store.below(name)
         except NotFoundError:
-            raise ReplacedError("removed while it was looked at", path=store.path_of(name)) from None
+            raise ReplacedError("removed while it was opened", path=store.path_of(name)) from None
 
 
 def _is_round(store: Store, path: str) -> bool:
     name = path.rstrip("/").rpartition("/")[2]
     if is_round_name(name) and not store.listing and not store.is_current():
-        raise ReplacedError("removed while it was looked at", path=path)
+        raise ReplacedError("removed while it was opened", path=path)
     return is_round_name(name) and any(is_rank_file(found) or found in (MANIFEST, DROPPED) for found in store.listing)
 
 
 def read(opened: OpenedPath, *, strict: bool = True) -> Source:
-    """Return the source at a place. Ranks that are missing are an IncompleteError naming them and their files.
+    """Return the source at a path.
 
-    A round that is dropped while it is read is a ReplacedError: another one is the newest by then.
+    Raises:
+        IncompleteError: ranks are missing; the error names them and their files.
+        ReplacedError: the round was dropped meanwhile, so that another one is the newest.
     """
     root, run, number = _position(opened)
     try:
@@ -96,15 +99,16 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
 
 
 def _position(opened: OpenedPath) -> tuple[OpenedPath, str | None, int | None]:
-    """The place of the workspace's root, and the run and round that `place` means.
+    """Return the workspace's opened root, and the run and round that `opened` stands for.
 
-    InvalidArgumentError for a rank's file that does not lie in a round's directory.
+    Raises:
+        InvalidArgumentError: a rank's file does not lie in a round's directory.
     """
     if opened.file is not None:
         folder, number = os.path.split(opened.store.path)
         root, run = os.path.split(folder)
         if not is_round_name(number) or not is_run_name(run):
-            text = "a rank's file is read where it was written, in <workspace>/<run>/<round>, and this is another place"
+            text = "a rank's file can only be read where it was written, in <workspace>/<run>/<round>"
             raise InvalidArgumentError(text, path=os.path.join(opened.store.path, opened.file))
         return _open_root(root, opened), run, int(number)
     depth = _depth(opened)
@@ -118,7 +122,7 @@ def _position(opened: OpenedPath) -> tuple[OpenedPath, str | None, int | None]:
 
 
 def _open_root(root: str, opened: OpenedPath) -> OpenedPath:
-    """The root, opened under the path by which the user asked for a part of it."""
+    """Open the root; messages show the path that the user gave."""
     opened = open_path(root)
     return OpenedPath(opened.path, opened.store, None)
 
@@ -184,7 +188,7 @@ def _choose(
     rounds = [names for name, n in candidates if (names := _rank_names(view, name, n))]
     if not rounds:
         if view.has_changed:
-            raise ReplacedError("its rounds were dropped while they were looked at", path=view.path)
+            raise ReplacedError("its rounds were dropped while they were opened", path=view.path)
         text = "no rank has written to this workspace yet: check the path, or wait for the writers"
         raise NotFoundError(text, path=view.path)
     whole = [names for names in rounds if not _missing_ranks(view, names, None)]
@@ -208,14 +212,14 @@ def _rank_names(view: WorkspaceView, run: str, number: int) -> list[RankName]:
 def _missing_ranks(
     view: WorkspaceView, names: Sequence[Receipt | RankName], manifest: Manifest | None
 ) -> list[StateExchangeError]:
-    """Return why a round does not have exactly one file per rank; [] if it has."""
+    """Return the error of a round that does not have exactly one file per rank; [] if it has."""
     if manifest is not None:
         return []
     parsed = [name.rank_name for name in names]
     first, ranks = parsed[0], {name.rank for name in parsed}
     where = os.path.join(view.path, os.path.dirname(first.relative))
     if len(ranks) < first.world_size:
-        # A file's name may claim any number of ranks: no more is counted than is shown.
+        # A file's name may claim any number of ranks, so no more are counted than are shown.
         absent = list(islice((rank for rank in range(first.world_size) if rank not in ranks), _SHOWN_RANKS))
         more = "" if len(ranks) + len(absent) == first.world_size else " and more"
         text = f"ranks {absent}{more} of {first.world_size} have no file"

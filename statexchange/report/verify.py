@@ -1,4 +1,4 @@
-"""Verify a checkpoint: recompute every digest, prove that boxes cover every tensor exactly, compare replicas."""
+"""Verify a checkpoint: recompute all digests, prove that boxes cover each tensor exactly once, compare replicas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,17 @@ __all__ = ["VerifyReport", "verify"]
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was checked and what was found. `num_unproven` counts boxes of which no digest is known."""
+    """The result of `verify`.
+
+    Attributes:
+        path: the verified path.
+        kind: its format.
+        num_tensors: number of tensors.
+        num_boxes: number of boxes read.
+        num_unproven: number of boxes without a known digest, whose bytes cannot be checked.
+        nbytes: bytes read.
+        findings: an error for each problem.
+    """
 
     path: str
     kind: str
@@ -31,22 +41,48 @@ class VerifyReport:
 
 
 def verify(path: str | os.PathLike[str], *, on_progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-    """Read and check everything at `path`; what is wrong becomes a finding, not an exception. Not collective.
+    """Read and check a whole checkpoint.
 
-    `on_progress(done, total)` counts bytes. Raises NotFoundError if there is nothing to verify.
+    Not collective. Problems become findings, not exceptions.
+
+    Args:
+        path: a path or URL of any format that `open_checkpoint` reads.
+        on_progress: called with (bytes done, bytes in total).
+
+    Returns:
+        The report.
+
+    Raises:
+        NotFoundError: no checkpoint lies at the path.
+        ReplacedError: the checkpoint was replaced twice while it was read.
+
+    Example:
+        >>> import numpy
+        >>> from safetensors.numpy import save_file
+        >>> save_file({"w": numpy.zeros(4)}, "model.safetensors")
+        >>> report = verify("model.safetensors")
+        >>> report.num_tensors, report.nbytes, report.findings
+        (1, 32, ())
     """
     for last in (False, True):
         with open_source(path, strict=False) as source:
             check = _Check(source, on_progress)
             try:
                 check.run()
-            except ReplacedError:  # it is read again once
+            except ReplacedError:  # read it again, once
                 if last:
                     raise
                 continue
             names = {tensor.shard.name for _, tensor in source.shards()}
-            counts = (len(names), check.num_boxes, check.num_unproven, check.done)
-            return VerifyReport(without_secrets(os.fspath(path)), source.kind, *counts, tuple(check.findings))
+            return VerifyReport(
+                path=without_secrets(os.fspath(path)),
+                kind=source.kind,
+                num_tensors=len(names),
+                num_boxes=check.num_boxes,
+                num_unproven=check.num_unproven,
+                nbytes=check.done,
+                findings=tuple(check.findings),
+            )
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -61,10 +97,10 @@ class _Check:
         self.num_boxes = 0
         self.num_unproven = 0
         self.findings: list[StateExchangeError] = [*source.problems, *source.unsupported.values()]
-        self._found: dict[tuple[int, str, int], str] = {}  # digests that nobody knew before
+        self._computed: dict[tuple[int, str, int], str] = {}  # digests that are not stored: by file, tensor, box
 
     def run(self) -> None:
-        """Check everything; ReplacedError if something was replaced or changed meanwhile."""
+        """Check everything; raise ReplacedError if a file was replaced or changed meanwhile."""
         for number, shard_file in enumerate(self._source.files):
             for tensor in shard_file.tensors.values():
                 for index in range(len(tensor.byte_ranges)):
@@ -92,13 +128,13 @@ class _Check:
             prove_cover(shard.name, shard.global_shape, {part: [0] for part, _ in stored.parts})
         elif stored.digest is None:
             self.num_unproven += 1
-            self._found[number, shard.name, index] = digest.hexdigest()
+            self._computed[number, shard.name, index] = digest.hexdigest()
         rank = self._source.files[number].rank if self._source.kind == "workspace" else None
         for problem in digest.problems(shard.name, rank):
             self.findings.append(problem)
 
     def _cover(self) -> None:
-        """Prove the cover of each tensor by itself, so that every flaw is found, and compare replicas."""
+        """Prove the cover of each tensor separately, so that every problem is found, and compare replicas."""
         by_name: dict[str, list[int]] = {}
         for number, shard_file in enumerate(self._source.files):
             for name in shard_file.tensors:
@@ -108,7 +144,9 @@ class _Check:
 
     def _cover_of(self, name: str, numbers: list[int]) -> None:
         held = [self._source.files[number] for number in numbers]
-        plan = plan_merge([RankShards(shard_file.rank, [shard_file.tensors[name].shard]) for shard_file in held], ExportOptions())
+        plan = plan_merge(
+            [RankShards(shard_file.rank, [shard_file.tensors[name].shard]) for shard_file in held], ExportOptions()
+        )
         for tensor in plan.files[0].tensors:
             self._replicas(tensor, numbers)
 
@@ -128,9 +166,9 @@ class _Check:
                     )
 
     def _digest(self, number: int, name: str, index: int) -> str | None:
-        """The digest of a box; None if it could not be read, which is a finding of its own."""
+        """Return the digest of a box; None if it could not be read, which is another finding."""
         known = self._source.files[number].tensors[name].byte_ranges[index].digest
-        return known if known is not None else self._found.get((number, name, index))
+        return known if known is not None else self._computed.get((number, name, index))
 
     def _count(self, nbytes: int) -> None:
         self.done += nbytes

@@ -1,4 +1,4 @@
-"""Which boxes a rank of a device mesh holds: torch's DTensor placements, computed without torch."""
+"""Compute the boxes of a rank of a device mesh from torch's DTensor placements, without torch."""
 
 from __future__ import annotations
 
@@ -34,11 +34,14 @@ class DimSplit:
 def local_boxes(
     shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], splits: Sequence[DimSplit | None]
 ) -> list[tuple[Box, tuple[int, ...]]]:
-    """The boxes that the rank at `coordinate` holds, each with its offsets in the local tensor.
+    """Return the boxes of the rank at `coordinate`, each with its offsets in the local tensor.
 
-    `splits` has one entry per mesh axis, None for Replicate, applied from the first axis on. All sizes follow
-    `torch.chunk`: parts are as large as the first, the last ones smaller or empty. A local tensor without elements
-    has no boxes. What cannot be a placement is a ValueError.
+    `splits` has one entry per mesh axis, None for Replicate, and is applied from the first axis on. Sizes follow
+    `torch.chunk`: all parts are as large as the first, the last ones smaller or empty. A local tensor without elements
+    has no boxes.
+
+    Raises:
+        ValueError: the arguments are no placement.
     """
     if not len(mesh_shape) == len(coordinate) == len(splits):
         raise ValueError(f"{len(splits)} placements for a mesh of {len(mesh_shape)} axes")
@@ -88,7 +91,10 @@ def _part(runs: list[Run], parts: int, index: int, split_factor: int) -> list[Ru
 
 
 def _between(runs: Sequence[Run], wanted: Sequence[Run]) -> list[Run]:
-    """Return the runs at ascending positions, which count `runs` as if they were one. Each run is looked at once."""
+    """Return the parts of `runs` at ascending positions, which number the elements of all runs in order.
+
+    Each run is visited once.
+    """
     found: list[Run] = []
     number = position = 0  # the run, and the position at which it begins
     for first, last in wanted:

@@ -1,7 +1,7 @@
-"""Layout rules: which part of which tensor a rank's plain tensor is, where the tensors do not say it themselves.
+"""Layout rules: the sharding of plain tensors, which carry no sharding of their own.
 
-A layout maps name patterns (shell patterns; the first that matches wins) to rules, and may name the axes of the mesh
-in which the ranks stand, slowest first. `statexchange merge --layout FILE` reads it as JSON::
+A layout maps name patterns (shell patterns; the first match wins) to rules, and may name the axes of the mesh of ranks,
+slowest first. `statexchange merge --layout FILE` reads it as JSON::
 
     {
       "mesh": {"pp": 2, "tp": 4},
@@ -15,35 +15,39 @@ in which the ranks stand, slowest first. `statexchange merge --layout FILE` read
       }
     }
 
-Without a mesh the rules alone do: ``{"*.o_proj.weight": {"dim": 1}}``. A rule is one of these, or a list of several:
+Without a mesh, the layout may be the rules alone: ``{"*.o_proj.weight": {"dim": 1}}``. Version 0.1 wrote "grid" for
+"mesh", which is still read. A rule is one of these, or a list of several:
 
 ``"replicate"``
-    Every rank has the whole tensor. Copies must be equal. So it is for tensors without a rule.
+    Every rank has the whole tensor; copies must be equal. This is the default for tensors without a rule.
 ``{"dim": 1}``
-    The ranks' tensors lie one after another along dim 1, in the order of ranks. Their sizes may differ.
+    The ranks' tensors are concatenated along dim 1, in the order of ranks. Their sizes may differ.
 ``{"dim": 1, "axis": "tp"}``
-    The same along one axis of the mesh; ranks that differ in other axes only have copies. A list of axes, slowest
-    first, cuts along all of them; an empty list cuts nothing.
+    The same along one axis of the mesh; ranks that differ only in other axes have copies. A list of axes, slowest
+    first, shards along all of them; an empty list shards nothing.
 ``{"dim": 0, "blocks": [32, 8, 8]}``
-    A fused tensor (QKV, gate and up): each rank has its part of each block, one after another. Sizes or ratios.
+    A fused tensor (QKV, gate and up): each rank has its part of each block, one after another. The numbers are sizes or
+    ratios.
 ``{"dim": 0, "split": {"qkv": {"q_proj": 32, "k_proj": 8, "v_proj": 8}}}``
-    The same, and each block becomes a tensor of its own: this part of the name is replaced. With
-    ``"interleaved": true`` the blocks, now in whole sizes, repeat along the dim (Megatron's groups of heads).
+    The same, and each block becomes a tensor of its own, in whose name the part "qkv" is replaced. With
+    ``"interleaved": true`` the blocks, in whole sizes, repeat along the dim (Megatron's groups of heads).
 ``{"dim": 0, "axis": "ep"}`` and ``{"renumber": "experts", "axis": "ep"}``
-    Experts: stacked along a dim; or one tensor each, whose number after the name's part ``experts`` is the rank's own
-    and is counted on over the ranks. ``{"renumber": "layers", "axis": "pp"}`` does it for layers of pipeline stages.
+    Experts: stacked along a dim; or one tensor each, numbered in its name after the part ``experts``, on each rank from
+    0 on; the numbers then continue over the ranks. ``{"renumber": "layers", "axis": "pp"}`` does the same for layers of
+    pipeline stages.
 ``{"reduce": "max"}``
-    Copies differ, and the largest (or "min", the smallest) value of each element is right: scales of float8 weights.
+    Copies differ; take the largest (or "min", the smallest) value of each element, as for scales of float8 weights.
 ``{"global_shape": [8, 4], "boxes": [[[[0, 0], [2, 4]]], ...]}``
-    Explicit: for each rank its list of boxes, each (offsets, shape); several lie one after another along "dim" (0).
+    Explicit: for each rank a list of boxes, each (offsets, shape). Several boxes of one rank are concatenated along
+    "dim" (by default 0).
 ``{"global_shape": [8, 4], "offsets": [2, 0], "shape": [2, 4]}``
-    The box of the rank that says it, for live ranks.
+    The box of the rank that gives this rule, for live ranks.
 ``"colwise"``, ``"rowwise"``, ``"packed_colwise"``, ...
     transformers' keywords: `model.tp_plan` may be given as it is. Such a pattern may also name the tensor's module. The
-    axis is "tp" ("ep" for "grouped_gemm") where the mesh has it. A plan also has patterns for what the files lack (a
-    tied lm_head, modules without tensors of their own), so that one match is enough for all of them.
+    axis is "tp" ("ep" for "grouped_gemm") if the mesh has it. A plan also has patterns without tensors in the files (a
+    tied lm_head, modules without tensors of their own), so one match is enough for all of them.
 
-torch's ``Shard(dim)`` and ``Replicate()`` are understood too.
+torch's ``Shard(dim)`` and ``Replicate()`` are accepted too.
 """
 
 from __future__ import annotations
@@ -80,9 +84,10 @@ _KEYWORDS |= {"grouped_gemm"} | _WHOLE
 
 @dataclass(frozen=True, slots=True)
 class DimSegments:
-    """How a rank's tensor lies along one dim: `segments` are (block, begin in the rank's tensor, size).
+    """How a rank's tensor is sharded along one dim: `segments` are (block, begin in the rank's tensor, size).
 
-    Over all ranks along `axes` (None: all that hold the tensor, in order) block after block makes the dim.
+    The global dim is the concatenation, block after block, of the segments of all ranks along `axes` (None: of all
+    ranks that have the tensor, in order).
     """
 
     dim: int
@@ -92,9 +97,10 @@ class DimSegments:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One rank's plain tensor, or a slice of it, as a part of the tensor `name`; `shape` is the rank's tensor's.
+    """One rank's plain tensor, or a slice of it, as a part of the tensor `name`.
 
-    `fixed` is set where a rule gives the boxes themselves: the global shape and, for each segment, its box.
+    `shape` is that of the rank's tensor. `fixed` is set if a rule has explicit boxes: the global shape, and the box of
+    each segment.
     """
 
     name: str
@@ -103,7 +109,7 @@ class Part:
     fixed: tuple[tuple[int, ...], tuple[Box, ...]] | None = None
 
     def local_boxes(self) -> tuple[Box, ...]:
-        """Where each box's elements lie in the rank's tensor, in the order of the boxes that `place` gives."""
+        """Return each box's block of the rank's tensor, in the order of the boxes that `place_parts` returns."""
         found = []
         for segments in product(*(cut.segments for cut in self.cuts)):
             offsets, sizes = [0] * len(self.shape), list(self.shape)
@@ -113,13 +119,13 @@ class Part:
         return tuple(found)
 
     def to_json(self) -> list[Any]:
-        """A JSON value that `from_json` reads."""
+        """Return a JSON value for `from_json`."""
         fixed = [list(self.fixed[0]), [box.to_json() for box in self.fixed[1]]] if self.fixed else None
         return [self.name, list(self.shape), [[c.dim, c.axes, c.segments] for c in self.cuts], fixed]
 
     @classmethod
     def from_json(cls, raw: Any) -> Part:
-        """The part that `to_json` wrote; anything else is a ValueError."""
+        """Return the part that `to_json` encoded; raise ValueError for anything else."""
         name, raw_shape, raw_cuts, raw_fixed = records.items(raw, lambda part: part, 4)
         shape = sizes_from_json(raw_shape)
         cuts = records.items(raw_cuts, lambda cut: _segments_from_json(cut, shape))
@@ -150,7 +156,10 @@ def _fixed_from_json(raw: Any) -> tuple[tuple[int, ...], tuple[Box, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class _RuleCut:
-    """One cut of a rule: `split` is (part of the name, new parts) where each block becomes a tensor of its own."""
+    """One sharded dim of a rule.
+
+    If each block becomes a tensor of its own, `split` is (part of the name, its replacements).
+    """
 
     dim: int
     axes: tuple[str, ...] | None
@@ -161,8 +170,16 @@ class _RuleCut:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One parsed rule: how the tensor is cut (`steps`, a transformers `keyword` along `keyword_axes`, or `boxes` by rank),
-    what is counted on in its name (`renumber`), and what is done with copies that differ (`reduce`).
+    """One parsed rule.
+
+    Attributes:
+        pattern: the name pattern.
+        steps: how the tensor is divided, one step for each dim.
+        keyword: a tp_plan keyword of transformers, instead of steps.
+        keyword_axes: the mesh axes of the keyword; None for all ranks.
+        boxes: the explicit boxes of the rule, instead of steps.
+        renumber: (name part, mesh axes) of each number in the name that continues over the ranks.
+        reduce: "max" or "min" of copies that differ.
     """
 
     pattern: str
@@ -175,11 +192,11 @@ class Rule:
 
     @property
     def renames(self) -> bool:
-        """Whether tensors get other names by it."""
+        """Whether the rule changes names of tensors."""
         return bool(self.renumber) or any(step.split is not None for step in self.steps)
 
     def names(self, name: str) -> list[str]:
-        """The names of the tensors that it makes of tensor `name`, before any are counted on over the ranks."""
+        """Return the names of the tensors that tensor `name` becomes, before numbers continue over the ranks."""
         found = [name]
         for step in self.steps:
             if step.split is not None:
@@ -195,20 +212,26 @@ class Rule:
 
     @property
     def is_tp_keyword(self) -> bool:
-        """Whether it is a word that only transformers' plans have."""
+        """Whether this is a tp_plan keyword that only transformers uses."""
         return self.keyword is not None and self.keyword != "replicate"
 
     @property
     def is_explicit(self) -> bool:
-        """Whether it says, in no word that a whole plan has, which part of a tensor a rank's is."""
+        """Whether the sharding is explicit rather than a tp_plan keyword."""
         return bool(self.steps) or self.boxes is not None
 
     def parts(self, name: str, shape: tuple[int, ...], rank: int) -> list[Part]:
-        """What rank `rank`'s tensor of `shape` is a part of; a rule that does not fit it is an InvalidArgumentError."""
+        """Return the tensors of which a rank's tensor of `shape` is a part.
+
+        Raises:
+            InvalidArgumentError: the rule does not fit the tensor.
+        """
         try:
             if self.boxes is not None:
                 return [_fixed_part(name, shape, rank, self.boxes)]
-            steps = self.steps if self.keyword is None else _keyword_cuts(self.keyword, self.keyword_axes, name, len(shape))
+            steps = (
+                self.steps if self.keyword is None else _keyword_cuts(self.keyword, self.keyword_axes, name, len(shape))
+            )
             return _cut_parts(name, shape, steps)
         except (ValueError, TypeError, IndexError, KeyError) as error:
             raise InvalidArgumentError(f"layout rule for {self.pattern!r}: {error}", name=name, rank=rank) from None
@@ -218,8 +241,11 @@ class Rule:
 class Layout:
     """Rules by name pattern, in order, and the mesh of ranks.
 
-    `unused` are patterns that should have matched a name and so far have not. `like` are names, as of an optimizer's
-    state, that go by the rule of another name, as of its parameter, if that has one.
+    Attributes:
+        rules: the rules by pattern.
+        mesh: sizes of the mesh's axes by name, slowest first.
+        unused: patterns that have not matched a name yet.
+        like: names, such as those of an optimizer's state, with the name (the parameter's) whose rule they use.
     """
 
     rules: Mapping[str, Rule]
@@ -229,7 +255,7 @@ class Layout:
 
     @classmethod
     def parse(cls, raw: Any) -> Layout:
-        """The layout that this module's text describes; anything else is an InvalidArgumentError saying where."""
+        """Return the layout described at the top of this module; raise InvalidArgumentError for anything else."""
         if not isinstance(raw, Mapping):
             raise InvalidArgumentError(f"layout must map name patterns to rules, not be a {type(raw).__name__}")
         axes_key = "grid" if "grid" in raw else "mesh"  # 0.1 called it a grid
@@ -246,7 +272,7 @@ class Layout:
         return cls(parsed, dict(mesh), set(parsed))
 
     def rule_for(self, name: str) -> Rule | None:
-        """The first rule whose pattern matches the name, else the first word that matches the name of its module."""
+        """Return the first rule whose pattern matches the name, else the first keyword for its module."""
         rule = self._rule_for(name)
         return self._rule_for(self.like[name]) or rule if name in self.like else rule
 
@@ -257,19 +283,21 @@ class Layout:
         if not named:
             return None
         if named[0].pattern in self.unused:
-            self.unused -= {p for p, r in self.rules.items() if r.is_tp_keyword} if named[0].is_tp_keyword else {named[0].pattern}
+            self.unused -= (
+                {p for p, r in self.rules.items() if r.is_tp_keyword} if named[0].is_tp_keyword else {named[0].pattern}
+            )
         return named[0]
 
     def unmatched(self) -> Layout:
-        """The same layout, none of whose patterns has matched a name yet."""
+        """Return a copy in which no pattern has matched a name yet."""
         return Layout(self.rules, self.mesh, set(self.rules))
 
     def check_ranks(self, ranks: Sequence[int]) -> None:
-        """InvalidArgumentError unless these are all ranks of the mesh, if there is one."""
+        """Raise InvalidArgumentError if there is a mesh and these are not all of its ranks."""
         wanted = math.prod(self.mesh.values())
         if self.mesh and (len(ranks) != wanted or sorted(ranks) != list(range(wanted))):
             shape = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
-            raise InvalidArgumentError(f"the layout's mesh ({shape}) is of {wanted} ranks; there are {len(ranks)}")
+            raise InvalidArgumentError(f"the layout's mesh ({shape}) has {wanted} ranks, but there are {len(ranks)}")
 
 
 def _parse_rule(pattern: str, raw: Any, mesh: Mapping[str, int]) -> Rule:
@@ -297,7 +325,7 @@ def _parse_rule(pattern: str, raw: Any, mesh: Mapping[str, int]) -> Rule:
         else:
             raise _no_rule(pattern, one)
     if len(keywords) + len(boxes) + bool(steps) > 1 or len({step.dim for step in steps}) < len(steps):
-        raise InvalidArgumentError(f"layout rule for {pattern!r} says twice how a tensor is cut: {excerpt(raw, 200)}")
+        raise InvalidArgumentError(f"layout rule for {pattern!r} shards a tensor in two ways: {excerpt(raw, 200)}")
     keyword = keywords[0] if keywords else None
     axes = _keyword_axes(pattern, keyword, mesh) if keyword is not None and keyword not in _WHOLE else None
     return Rule(pattern, tuple(steps), keyword, axes, boxes[0] if boxes else None, tuple(renumber), reduce)
@@ -318,13 +346,13 @@ def _no_rule(pattern: str, raw: Any) -> InvalidArgumentError:
 
 
 def _axes(pattern: str, raw: Mapping[str, Any], mesh: Mapping[str, int]) -> tuple[str, ...] | None:
-    """The axes that a rule names; of a mesh with one axis that one; without a mesh None."""
+    """Return the axes that a rule names; by default the only axis of the mesh; None without a mesh."""
     if "axis" not in raw:
         if len(mesh) > 1:
-            raise InvalidArgumentError(f'layout rule for {pattern!r} must say its "axis": one of {list(mesh)}')
+            raise InvalidArgumentError(f'layout rule for {pattern!r} needs an "axis": one of {list(mesh)}')
         return tuple(mesh) or None
-    said = raw["axis"]
-    axes = (said,) if isinstance(said, str) else tuple(said) if isinstance(said, list | tuple) else (said,)
+    given = raw["axis"]
+    axes = tuple(given) if isinstance(given, list | tuple) else (given,)
     for axis in axes:
         if not isinstance(axis, str) or axis not in mesh:
             text = f'layout rule for {pattern!r}: axis {excerpt(axis)} is not in the "mesh" {dict(mesh)}'
@@ -358,7 +386,7 @@ def _parse_cut(pattern: str, raw: Mapping[str, Any], mesh: Mapping[str, int]) ->
 
 
 def _keyword_cuts(keyword: str, axes: tuple[str, ...] | None, name: str, dims: int) -> tuple[_RuleCut, ...]:
-    """What transformers' tensor parallel styles do with a parameter of so many dims."""
+    """Return how transformers' tensor parallel style `keyword` shards a parameter with so many dims."""
     is_bias = name.rpartition(".")[2] == "bias"
     if keyword in _WHOLE or not dims:
         return ()
@@ -374,7 +402,7 @@ def _keyword_cuts(keyword: str, axes: tuple[str, ...] | None, name: str, dims: i
 
 
 def _cut_parts(name: str, shape: tuple[int, ...], steps: Sequence[_RuleCut]) -> list[Part]:
-    """The parts that the product of all cuts makes of a tensor; a split gives several of different names."""
+    """Return the parts into which the product of all steps divides a tensor; a split makes several names."""
     named: list[tuple[str, tuple[DimSegments, ...]]] = [(name, ())]
     for step in steps:
         if not -len(shape) <= step.dim < len(shape):
@@ -398,7 +426,7 @@ def _cut_parts(name: str, shape: tuple[int, ...], steps: Sequence[_RuleCut]) -> 
 
 
 def _runs(length: int, step: _RuleCut) -> Iterator[tuple[int, int, int]]:
-    """(block, begin, size) along a rank's dim of this length."""
+    """Yield (block, begin, size) along a rank's dim of this length."""
     total = sum(step.blocks)
     repeats, unit = (length // total, total) if step.interleaved else (1, length)
     if (step.interleaved and length % total) or any(unit * block % total for block in step.blocks):
@@ -423,7 +451,7 @@ def _replaced(name: str, part: str, new: str) -> str:
 
 
 def _fixed_part(name: str, shape: tuple[int, ...], rank: int, raw: Mapping[str, Any]) -> Part:
-    """The boxes that a rule gives, which lie one after another along a dim of the rank's tensor."""
+    """Return the part of a rule with explicit boxes, which are concatenated along a dim of the rank's tensor."""
     global_shape = sizes_from_json(raw["global_shape"])
     if "boxes" in raw:
         if not isinstance(raw["boxes"], list | tuple):
@@ -457,7 +485,7 @@ def _coordinates(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:
 
 
 def _index(rank: int, axes: tuple[str, ...], mesh: Mapping[str, int]) -> int:
-    """The place of a rank along some axes, the first of which is the slowest."""
+    """Return the index of a rank along some axes, the first of which is the slowest."""
     at = _coordinates(rank, mesh)
     index = 0
     for axis in axes:
@@ -468,10 +496,13 @@ def _index(rank: int, axes: tuple[str, ...], mesh: Mapping[str, int]) -> int:
 def place_parts(
     parts: Mapping[int, Part], mesh: Mapping[str, int], paths: Mapping[int, str] | None = None
 ) -> dict[int, tuple[tuple[int, ...], tuple[Box, ...]]]:
-    """For each rank the global shape of one tensor and the rank's boxes, from all ranks' parts of it.
+    """Return, for each rank, the global shape of one tensor and the rank's boxes, from all ranks' parts of it.
 
-    InvalidArgumentError where shapes do not fit each other, IncompleteError where a place along an axis has no rank;
     `paths` are the ranks' files, for messages.
+
+    Raises:
+        InvalidArgumentError: the shapes of parts do not fit each other.
+        IncompleteError: a coordinate along an axis has no rank.
     """
     one, first = next(iter(parts.items()))
     paths = paths or {}
@@ -517,35 +548,35 @@ def _place_cut(
     paths: Mapping[int, str],
     spans: dict[int, list[list[tuple[int, int]]]],
 ) -> int:
-    """Add where each segment of one cut begins in the tensor to `spans`; returns the length of the dim."""
+    """Compute the global begin of each segment along one dim, append it to `spans`, and return the dim's length."""
     first = next(iter(parts.values()))
     axes, dim = first.cuts[number].axes, first.cuts[number].dim
     order = {rank: n if axes is None else _index(rank, axes, mesh) for n, rank in enumerate(sorted(parts))}
-    sizes: dict[int, dict[int, int]] = {}  # by place along the axes, by block
-    speaker: dict[int, int] = {}
+    sizes: dict[int, dict[int, int]] = {}  # by index along the axes, by block
+    first_rank: dict[int, int] = {}  # by index along the axes
     for rank in sorted(parts):
         ours: dict[int, int] = {}
         for block, _, size in parts[rank].cuts[number].segments:
             ours[block] = ours.get(block, 0) + size
         if sizes.setdefault(order[rank], ours) != ours:
-            other = speaker[order[rank]]
+            other = first_rank[order[rank]]
             raise InvalidArgumentError(
-                f"ranks {other} and {rank} are at the same place along {list(axes or ())}, but have shapes "
-                f'{parts[other].shape} and {parts[rank].shape}: its "axis" must name all axes that cut dim {dim}',
+                f"ranks {other} and {rank} have the same index along {list(axes or ())}, but shapes "
+                f'{parts[other].shape} and {parts[rank].shape}: its "axis" must name all axes that shard dim {dim}',
                 name=first.name,
                 rank=rank,
                 path=paths.get(rank),
             )
-        speaker.setdefault(order[rank], rank)
+        first_rank.setdefault(order[rank], rank)
     wanted = len(parts) if axes is None else math.prod(mesh[axis] for axis in axes)
     absent = sorted(set(range(wanted)) - set(sizes))
     if absent:
         raise IncompleteError(
-            f"no rank at place {_some(absent)} along {list(axes or ())} holds a part; ranks {_some(sorted(parts))} do",
+            f"no rank with index {_some(absent)} along {list(axes or ())} has a part; ranks {_some(sorted(parts))} do",
             name=first.name,
         )
     blocks = sorted({block for ours in sizes.values() for block in ours})
-    begins: dict[tuple[int, int], int] = {}  # by block, place
+    begins: dict[tuple[int, int], int] = {}  # by block and index along the axes
     at = 0
     for block in blocks:
         for index in range(wanted):
@@ -567,9 +598,9 @@ def _some(numbers: Sequence[int]) -> str:
 
 
 def renumber_names(names: Mapping[int, Mapping[str, str]], layout: Layout) -> dict[int, dict[str, str]]:
-    """For each rank its tensors' names with the numbers that rules count on over the ranks; others unchanged.
+    """Return each rank's names, in which the numbers of `renumber` rules continue over the ranks.
 
-    `names` maps each name to the one by which its rule is found: another for what a rule has split.
+    `names` maps each name to the one by which its rule is found, which differs for tensors that a rule has split.
     """
     found = {rank: {name: name for name in ours} for rank, ours in names.items()}
     for component in sorted({c for rule in layout.rules.values() for c, _ in rule.renumber}):
@@ -594,7 +625,10 @@ def renumber_names(names: Mapping[int, Mapping[str, str]], layout: Layout) -> di
 def _numbered(
     name: str, now: str, component: str, layout: Layout, rank: int
 ) -> tuple[tuple[Any, ...], int, int, tuple[str, str]] | None:
-    """(who counts together, place among them, number, text around it) of a name `now` that is counted on."""
+    """Return how a name is renumbered; None if it is not.
+
+    The result is (group of ranks whose numbers continue, index in the group, number, text before and after it).
+    """
     rule = layout.rule_for(name)
     said = [axes for counted, axes in rule.renumber if counted == component] if rule is not None else []
     if not said:

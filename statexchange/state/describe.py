@@ -9,8 +9,8 @@ from typing import Any
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt
 from statexchange.sharding.rules import Layout, Part, Rule
+from statexchange.sharding.sharding_spec import Placement
 from statexchange.sharding.shards import Shard, full_box
-from statexchange.sharding.spread import Placement
 from statexchange.state.dtensors import chunks_of
 from statexchange.state.megatron import MegatronTensor, holds_sharded, kind_of, leaves
 from statexchange.state.modules import is_extra_state, is_module, is_plain_entry, model_items

@@ -9,8 +9,8 @@ from typing import Any
 
 from statexchange.errors import UnsupportedError
 from statexchange.sharding.placements import DimSplit, local_boxes
+from statexchange.sharding.sharding_spec import Placement, coordinate_of
 from statexchange.sharding.shards import Box
-from statexchange.sharding.spread import Placement, coordinate_of
 from statexchange.tensors import settled
 
 __all__ = ["chunks_of"]

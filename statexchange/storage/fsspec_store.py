@@ -1,7 +1,8 @@
-"""Objects of an fsspec file system: ranges of them are read as they are asked for, from one version of each.
+"""Read objects of an fsspec file system, byte range by byte range.
 
-An object is pinned by what its store says of its version (an ETag, a generation, a time). Stores answer a range of
-whatever version is the newest, so the version is looked at again after reading (`check_unchanged`).
+An object is pinned by the version that its store gives (an ETag, a generation or a time). A store answers a range
+request from the newest version, whatever was opened; so the reader compares the version again after reading
+(`check_unchanged`).
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def storage_errors(doing: str, url: str) -> Iterator[None]:
     except OSError as error:
         why = _without(f"{error.strerror or error}", url)
         raise StorageError(f"cannot {doing}: {why}", errno=error.errno, path=url) from _cause(error, url)
-    except Exception as error:  # noqa: BLE001 (it is raised again, in our terms)
+    except Exception as error:  # noqa: BLE001 (it is translated)
         why = _without(f"{type(error).__name__}: {error}", url)
         raise StorageError(f"cannot {doing}: {why}", path=url) from _cause(error, url)
 
@@ -67,7 +68,7 @@ def _without(text: str, url: str) -> str:
 
 
 def _cause(error: Exception, url: str) -> Exception | None:
-    """Return the error as the cause to be shown in a traceback; None where it could show secrets of the URL."""
+    """Return the error as the cause for a traceback; None if it could show secrets of the URL."""
     return None if secrets_of(url) else error
 
 
@@ -77,7 +78,7 @@ def file_system(url: str) -> tuple[Any, str]:
 
     for inner in url.split("::")[1:]:
         _check_regular(inner.removeprefix("file://"), url)
-    with storage_errors("open", url):  # of a chain of URLs the inner ones may be opened at once
+    with storage_errors("open", url):  # in a chain of URLs, fsspec may open the inner ones here
         try:
             found: tuple[Any, str] = url_to_fs(url)
             return found
@@ -103,7 +104,7 @@ def _check_regular(path: str, url: str) -> None:
 
 
 def version_of_info(info: Mapping[str, Any]) -> str | None:
-    """Return what a store's info say of an object's version; None if they say nothing."""
+    """Return the version in a store's info about an object; None if it has none."""
     tags = [str(info[key]) for key in _TAGS if info.get(key) is not None]
     found = tags or [str(info[key]) for key in _TIMES if info.get(key) is not None]
     return " ".join(found) if found else None
@@ -120,7 +121,9 @@ class FsspecFile(StoredFile):
         self._path = path
         self._url = url
         if info.get("size") is None:
-            raise UnsupportedError("this server does not say how large the file is: copy it here first", path=self.path)
+            raise UnsupportedError(
+                "this server does not report the file's size: copy the file here first", path=self.path
+            )
         self.size = int(info["size"])
         self._version = version_of_info(info)
 
@@ -153,7 +156,7 @@ class FsspecFile(StoredFile):
 
     @property
     def version(self) -> list[str | int]:
-        # Where the store says nothing of versions, no later look can be known to find the same one.
+        # Without a version from the store, equality with a later version can never be proved.
         return [self.path, self.size, self._version or secrets.token_hex(8)]
 
     @property
@@ -178,7 +181,7 @@ class FsspecStore(Store):
         self._opened: dict[str, FsspecFile] = {}
 
     def add(self, name: str, file: FsspecFile) -> None:
-        """Have `open` return this file, whose URL may hold more than its name (a query)."""
+        """Make `open(name)` return this file, whose URL may have a query after the name."""
         self._opened[name] = file
 
     def _list(self) -> dict[str, EntryKind]:
@@ -200,17 +203,17 @@ class FsspecStore(Store):
         info = self._infos.get(name)
         url = f"{self._url}/{name}"
         if info is None or not any(info.get(key) is not None for key in _TAGS):
-            # A listing may write a time otherwise than a look at the object itself does.
+            # A listing may format a time differently than the info of a single object does.
             with storage_errors("look up", url):
                 info = self._system.info(f"{self._path}/{name}")
         return FsspecFile(self._system, f"{self._path}/{name}", url, info)
 
     def below(self, name: str, *, private: bool = False) -> FsspecStore:  # noqa: ARG002 (a store has no such rights)
-        """The objects below one more name."""
+        """Return the store of the objects below `name`; nothing is requested."""
         return FsspecStore(f"{self._url}/{name}", self._system, f"{self._path}/{name}")
 
     def is_current(self) -> bool:
-        """Whether what was listed or opened is still there unchanged: a store has no directory that could be pinned."""
+        """Whether all listed and opened objects are unchanged: an object store has no directory to pin."""
         before = {name: (info.get("size"), version_of_info(info)) for name, info in self._infos.items()}
         try:
             for file in self._opened.values():
@@ -224,11 +227,11 @@ class FsspecStore(Store):
         return before == {name: (info.get("size"), version_of_info(info)) for name, info in again._infos.items()}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no descriptors are open."""
 
 
 def open_url(url: str) -> tuple[FsspecStore, str | None]:
-    """Open what lies below a URL; of an object what holds it, and the object's name."""
+    """Open the directory at a URL, or, for an object, its parent and the object's name."""
     system, path = file_system(url)
     with storage_errors("look up", url):
         system.invalidate_cache()

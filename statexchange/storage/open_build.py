@@ -26,24 +26,27 @@ def open_build(
     reuse: bool = False,
     resume: bool = False,
 ) -> Build:
-    """Begin to build the directory `path` (an absolute path or a URL), which will hold files of these `names`.
+    """Open a build of the directory `path`. Root only.
 
     Args:
-        path: the target.
-        plan_digest: 32 hex digits; with `reuse` they must stand for every byte of the output files.
-        names: of all files; the last one is the one that `commit` writes.
-        check: called with a directory that is at `path`, before it is replaced; None if none may be replaced.
+        path: the target, an absolute path or a URL.
+        plan_digest: 32 hex digits; with `reuse`, equal digests must mean equal bytes of all output files.
+        names: names of all files; `commit` writes the last one.
+        check: called with the directory at `path` before it is replaced; None if it may not be replaced.
         reuse: keep the output files that a killed publisher of the same plan had finished.
-        resume: the user says that all publishers that have left something here are dead; else that must be proved.
+        resume: treat every other publisher to this target as dead; without it a publisher's death must be proved.
+
+    Returns:
+        The open build.
 
     Raises:
         TargetExistsError: the target exists and `check` is None, or another process is publishing to it.
-        UnsafeError: something lies there that is no directory of ours.
+        UnsafeError: the target is no directory that statexchange published.
         UnsupportedError: the store cannot be written.
         StorageError, InvalidArgumentError.
     """
     if is_url(path):
-        from statexchange.storage.object_build import ObjectBuild  # and with it fsspec, only for a URL
+        from statexchange.storage.object_build import ObjectBuild  # imports fsspec, which local paths do not need
 
         return ObjectBuild(path, plan_digest, names, check=check, resume=resume)
     from statexchange.storage.directory_build import DirectoryBuild
@@ -52,9 +55,9 @@ def open_build(
 
 
 def check_build(path: str, manifest: str, *, check: ReplaceCheck | None, nbytes: int, resume: bool) -> None:
-    """Check, without changing anything, whether `open_build` would accept the target. Raises what it would raise.
+    """Raise what `open_build` would raise for this target, without changing anything.
 
-    `manifest` is the name of the file that `commit` writes; `nbytes` is the room that all files together need.
+    `manifest` is the name of the file that `commit` writes; `nbytes` is the size of all files together.
     """
     if is_url(path):
         from statexchange.storage.object_build import check_url

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 __all__ = ["OpenedPath", "open_path", "read_with_retry"]
 
 T = TypeVar("T")
-_ATTEMPTS = 40  # of opening a place that others replace meanwhile
-_DOUBT_S = 1.0  # how long a client of NFS 3 may show a directory under its old name while its files are removed
+_ATTEMPTS = 40  # to open a path that other processes keep replacing
+_STALE_S = 1.0  # how long an NFS 3 client may show a removed directory under its old name
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedPath:
-    """What a path leads to: a directory (`file` is None), or the file of this name in it."""
+    """An opened path: a directory (`file` is None), or the file of that name in it."""
 
     path: str
     store: Store
@@ -38,12 +38,12 @@ class OpenedPath:
 
     @property
     def names(self) -> list[str]:
-        """Names of the files to read: those of the directory, or the one."""
+        """Names of the files to read: all files of the directory, or the one file."""
         return self.store.files if self.file is None else [self.file]
 
     @property
     def is_shared(self) -> bool:
-        """Whether it is a directory that other hosts may change."""
+        """Whether other hosts may change the directory."""
         return isinstance(self.store, local.LocalStore) and self.store.is_shared
 
     def is_current(self) -> bool:
@@ -62,30 +62,41 @@ class OpenedPath:
 
 
 def open_path(path: str) -> OpenedPath:
-    """Open what lies at `path`: a local path, ``file:///path``, ``shm://name`` or an fsspec URL. Not collective.
+    """Open a local path, ``file:///path``, ``shm://name`` or an fsspec URL. Not collective.
 
-    Raises NotFoundError if nothing lies there, StorageError. While a checkpoint is being replaced on a file system
-    that cannot exchange two names, its path leads nowhere for a moment: then the new one is opened where it waits.
+    A file system that cannot exchange two names replaces a checkpoint in two renames (atomic.py). Between them the path
+    is absent; then the new checkpoint is opened under its hidden name.
+
+    Raises:
+        NotFoundError: nothing lies at the path.
+        StorageError: the path cannot be read.
     """
     if is_url(path):
-        from statexchange.storage import fsspec_store  # and with it fsspec, only for a URL
+        from statexchange.storage import fsspec_store  # imports fsspec, which local paths do not need
 
         return OpenedPath(without_secrets(path), *fsspec_store.open_url(path))
     return OpenedPath(path, *local.open_local(path))
 
 
 def read_with_retry(path: str, read: Callable[[OpenedPath], T]) -> T:
-    """Open path, call read(opened) and return its result; retry while the path is being replaced.
+    """Open a path, call `read` with it and return the result; retry while the path is being replaced.
 
-    The place stays open after success (the caller closes it) and is closed after an error. Raises NotFoundError;
-    ReplacedError after 40 attempts; what `read` raises while the path still leads to the same directory.
+    An error of `read` counts only if the path still leads to the directory in which it arose: otherwise another
+    process has replaced the directory meanwhile. On shared storage a missing or broken file must also stay so for a
+    second, because an NFS client may go on showing a directory that another host has removed.
 
-    Between two looks another host may have removed what the first one found, and on NFS a directory that is gone is
-    still seen for a while: only what is missing or broken in a directory that the path still leads to is an error, on
-    shared storage if that stays so for a second.
+    Args:
+        path: the path or URL.
+        read: called with the opened path. After success the path stays open and the caller closes it; after an error
+            it is closed.
+
+    Raises:
+        NotFoundError: nothing lies at the path.
+        ReplacedError: the path was replaced in each of 40 attempts.
+        StateExchangeError: what `read` raised.
     """
     last: StateExchangeError | None = None
-    doubt_ends: float | None = None
+    stale_until: float | None = None
     for attempt in range(_ATTEMPTS):
         if attempt:
             time.sleep(min(0.001 * 2**attempt, 0.05))
@@ -94,16 +105,16 @@ def read_with_retry(path: str, read: Callable[[OpenedPath], T]) -> T:
         except NotFoundError as error:
             if last is None:
                 raise
-            last = error  # between two publications, or gone for good: the next attempts show which
+            last = error  # between two publications, or removed for good: the next attempts decide
             continue
         try:
             return read(opened)
         except StateExchangeError as error:
             again = isinstance(error, ReplacedError) or not opened.is_current()
             if not again and opened.is_shared and isinstance(error, (NotFoundError, IncompleteError, CorruptError)):
-                if doubt_ends is None:
-                    doubt_ends = time.monotonic() + _DOUBT_S
-                again = time.monotonic() < doubt_ends
+                if stale_until is None:
+                    stale_until = time.monotonic() + _STALE_S
+                again = time.monotonic() < stale_until
             opened.close()
             if not again:
                 raise
@@ -114,4 +125,4 @@ def read_with_retry(path: str, read: Callable[[OpenedPath], T]) -> T:
     assert last is not None
     if isinstance(last, NotFoundError):
         raise last
-    raise ReplacedError("replaced again and again while it was read: read it again", path=path) from last
+    raise ReplacedError("replaced again and again while it was read: try again later", path=path) from last

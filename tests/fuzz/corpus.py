@@ -146,7 +146,9 @@ def workspace(folder: Path, *, commit: bool = True) -> None:
         boxes = (Box((3 * rank, 0), (1, 4)), Box((3 * rank + 1, 0), (2, 4)))
         held = [
             ShardData(Shard("model.embed.weight", "F32", (6, 4), boxes), memoryview(rows.tobytes())),
-            ShardData(Shard("model.0.bias", "I64", (4,), (Box((0,), (4,)),)), memoryview(weights["model.0.bias"].tobytes())),
+            ShardData(
+                Shard("model.0.bias", "I64", (4,), (Box((0,), (4,)),)), memoryview(weights["model.0.bias"].tobytes())
+            ),
         ]
         if rank:
             dtype = "C64" if commit else "C128"  # which safetensors has not, and so no merge

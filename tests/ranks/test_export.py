@@ -547,7 +547,7 @@ def test_copies_on_one_rank_must_be_equal_too(ranks: int, tmp_path: Path) -> Non
 
 
 def exports_copies(out: str, layout: Any) -> None:
-    with pytest.raises(sx.ReplicaError, match="rank 0 twice holds different values"):
+    with pytest.raises(sx.ReplicaError, match="two copies of rank 0 have different values"):
         sx.export_checkpoint({"w": torch.arange(4.0).reshape(2, 2)}, out, layout=layout)
     sx.export_checkpoint({"w": torch.ones(2, 2)}, out, layout=layout)
 

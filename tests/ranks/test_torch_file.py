@@ -307,7 +307,7 @@ def write_partial(out: str) -> None:
 
 def test_an_unfinished_sum_is_refused_by_name(tmp_path: Path) -> None:
     run_ranks(write_partial, 2, backend="gloo", args=(str(tmp_path),))
-    with pytest.raises(UnsupportedError, match="unfinished sum") as caught:
+    with pytest.raises(UnsupportedError, match="pending reduction") as caught:
         merged(tmp_path)
     assert (caught.value.name, caught.value.rank, caught.value.path) == ("w", 0, str(tmp_path / "rank0.pt"))
 

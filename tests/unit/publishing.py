@@ -27,7 +27,7 @@ from statexchange.checkpoint.publication import Publication
 from statexchange.errors import StateExchangeError
 from statexchange.formats.registry import open_checkpoint, open_source
 from statexchange.sharding.options import ExportOptions
-from statexchange.sharding.plan import RankShards, Plan, plan_merge
+from statexchange.sharding.plan import Plan, RankShards, plan_merge
 from statexchange.sharding.shards import Shard, full_box
 from statexchange.storage.claim import CLAIM_NAME
 from statexchange.storage.object_build import ObjectBuild

@@ -45,7 +45,9 @@ def shell(*arguments: object, **more: str) -> Ran:
     return done.returncode, done.stdout, done.stderr
 
 
-def held(name: str, dtype: str, shape: Sequence[int], offsets: Sequence[int], size: Sequence[int], fill: int) -> ShardData:
+def held(
+    name: str, dtype: str, shape: Sequence[int], offsets: Sequence[int], size: Sequence[int], fill: int
+) -> ShardData:
     shard = Shard(name, dtype, tuple(shape), (Box(tuple(offsets), tuple(size)),))
     return ShardData(shard, memoryview(Random(fill).randbytes(shard.nbytes)))
 

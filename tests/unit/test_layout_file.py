@@ -334,7 +334,7 @@ def test_layout_is_for_workspaces_too_but_not_for_tensors_that_know_their_place(
     merge_checkpoint(tmp_path / "ws", tmp_path / "out", layout={"w": {"dim": 0}})
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], w)
     save(tmp_path / "cut", *[[part("w", w, Box((4 * r,), (4,)))] for r in range(2)])
-    with pytest.raises(InvalidArgumentError, match="says itself which part") as caught:
+    with pytest.raises(InvalidArgumentError, match="whose file already has its sharding") as caught:
         merge_checkpoint(tmp_path / "cut", tmp_path / "new", layout={"w": {"dim": 0}})
     assert (caught.value.name, caught.value.rank) == ("w", 0)
 
@@ -391,8 +391,8 @@ WRONG: list[tuple[Any, str]] = [
     ({"w": "colwise", "v": {"dim": 0}}, "'v' matches no tensor"),
     ({"w": {"dim": 0}, "lm_head": "colwise"}, "'lm_head' matches no tensor"),
     ({"w": {"dim": 0, "axis": "tp"}}, "axis 'tp' is not in the \"mesh\""),
-    ({"mesh": {"tp": 2, "pp": 1}, "rules": {"w": {"dim": 0}}}, 'must say its "axis": one of'),
-    ({"mesh": {"tp": 3}, "rules": {"w": {"dim": 0}}}, r"mesh \(tp 3\) is of 3 ranks; there are 2"),
+    ({"mesh": {"tp": 2, "pp": 1}, "rules": {"w": {"dim": 0}}}, 'needs an "axis": one of'),
+    ({"mesh": {"tp": 3}, "rules": {"w": {"dim": 0}}}, r"mesh \(tp 3\) has 3 ranks, but there are 2"),
     ({"mesh": [2], "rules": {}}, "layout mesh must be like"),
     (["w"], "must map name patterns"),
     ({"mesh": {"tp": 2}, "rules": [["w"]]}, 'layout "rules" must map name patterns'),
@@ -430,7 +430,7 @@ def test_copies_along_an_axis_must_have_one_size(tmp_path: Path) -> None:
 def test_a_part_that_no_rank_holds(tmp_path: Path) -> None:
     states = [{"w": torch.zeros(2)}, {"w": torch.ones(2)}, {"v": torch.zeros(1)}]
     layout = {"mesh": {"tp": 3}, "rules": {"w": {"dim": 0}}}
-    error = refuse(IncompleteError, r"no rank at place \[2\] along \['tp'\]", tmp_path, layout, *states)
+    error = refuse(IncompleteError, r"no rank with index \[2\] along \['tp'\]", tmp_path, layout, *states)
     assert error.name == "w"
 
 

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from statexchange.errors import CorruptError, StateExchangeError, UnsafeError
-from statexchange.formats.pickles import OpaqueObject, GlobalRef, read_pickle
+from statexchange.formats.pickles import GlobalRef, OpaqueObject, read_pickle
 
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary(max_size=300)
@@ -166,7 +166,11 @@ def test_a_member_of_an_enum_may_be_written_by_name() -> None:
 
 def test_attributes_are_kept_apart() -> None:
     found = read_pickle(pickle.dumps(ChunkStorageMetadata(torch.Size((0,)), torch.Size((3,)))), "x")
-    assert (type(found), found.name, found.state) == (OpaqueObject, "ChunkStorageMetadata", {"offsets": (0,), "sizes": (3,)})
+    assert (type(found), found.name, found.state) == (
+        OpaqueObject,
+        "ChunkStorageMetadata",
+        {"offsets": (0,), "sizes": (3,)},
+    )
 
 
 REFUSED = {

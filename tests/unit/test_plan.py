@@ -28,7 +28,7 @@ from statexchange.errors import (
     UnsupportedError,
 )
 from statexchange.sharding.options import ExportOptions
-from statexchange.sharding.plan import RankShards, Plan, TensorPlan, plan_merge, prove_cover
+from statexchange.sharding.plan import Plan, RankShards, TensorPlan, plan_merge, prove_cover
 from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.tensors import ITEMSIZE
 

@@ -20,8 +20,8 @@ from statexchange.sharding import records
 from statexchange.sharding.placements import DimSplit
 from statexchange.sharding.plan import Piece
 from statexchange.sharding.rules import Layout
-from statexchange.sharding.shards import Box
 from statexchange.sharding.sharding_spec import Placement
+from statexchange.sharding.shards import Box
 from statexchange.sharding.write_plan import BoxReceipt, BoxReceipts, WriteFile, WritePlan, WriteTensor, assign_hosts
 from statexchange.state.describe import describe
 from statexchange.storage.workspace import RankName, Receipt

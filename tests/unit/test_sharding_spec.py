@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from statexchange.errors import CorruptError, IncompleteError
 from statexchange.sharding.options import ExportOptions
 from statexchange.sharding.placements import DimSplit
-from statexchange.sharding.plan import RankShards, Plan, TensorPlan, plan_merge
-from statexchange.sharding.shards import Box, Shard, full_box
+from statexchange.sharding.plan import Plan, RankShards, TensorPlan, plan_merge
 from statexchange.sharding.sharding_spec import Placement, ShardingSpec, coordinate_of, covers_exactly
+from statexchange.sharding.shards import Box, Shard, full_box
 
 
 @st.composite
@@ -31,7 +31,7 @@ def placements(draw: st.DrawFn) -> tuple[tuple[int, ...], Placement]:
 def torch_elements(shape: tuple[int, ...], placement: Placement, at: tuple[int, ...]) -> Any:
     """The numbers of the elements that a rank holds, as torch's own chunking of a whole tensor gives them."""
     local = torch.arange(math.prod(shape)).reshape(shape)
-    for parts, index, cut in zip(placement.mesh_shape, at, placement.cuts, strict=True):
+    for parts, index, cut in zip(placement.mesh_shape, at, placement.splits, strict=True):
         if cut is not None:
             pieces = local.chunk(cut.split_factor, cut.dim) if local.shape[cut.dim] else [local]
             chosen = [piece.chunk(parts, cut.dim)[index : index + 1] for piece in pieces]
@@ -42,7 +42,9 @@ def torch_elements(shape: tuple[int, ...], placement: Placement, at: tuple[int, 
 
 def planned(shape: tuple[int, ...], placement: Placement, **options: Any) -> TensorPlan:
     ranks = range(math.prod(placement.mesh_shape))
-    rank_shards = [RankShards(rank, [ShardingSpec("w", "F32", shape, placement)] if rank == 0 else ()) for rank in ranks]
+    rank_shards = [
+        RankShards(rank, [ShardingSpec("w", "F32", shape, placement)] if rank == 0 else ()) for rank in ranks
+    ]
     return plan_merge(rank_shards, ExportOptions(**options)).files[0].tensors[0]
 
 
@@ -85,7 +87,7 @@ def test_a_record_plans_what_its_boxes_plan(case: tuple[tuple[int, ...], Placeme
     assume(math.prod(shape))
     rank_shards = []
     for rank, at in enumerate(product(*map(range, placement.mesh_shape))):
-        boxes = tuple(box for box, _ in local_boxes(shape, placement.mesh_shape, at, placement.cuts))
+        boxes = tuple(box for box, _ in local_boxes(shape, placement.mesh_shape, at, placement.splits))
         rank_shards.append(RankShards(rank, [Shard("w", "F32", shape, boxes)]))
     explicit = plan_merge(rank_shards, ExportOptions(replicas="root")).files[0].tensors[0]
     assert list(planned(shape, placement, replicas="root").pieces) == list(explicit.pieces)
@@ -144,19 +146,19 @@ def test_a_record_and_its_json_mean_the_same(case: tuple[tuple[int, ...], Placem
 
 def test_runs_that_leave_a_gap_are_no_cover(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof does not take the arithmetic of placements on trust."""
-    from statexchange.sharding import spread
+    from statexchange.sharding import sharding_spec
 
     mesh = Placement((3,), (DimSplit(0),))
     assert covers_exactly((7, 2), mesh)
-    spread._runs.cache_clear()
+    sharding_spec._runs.cache_clear()
     wrong = [[], [(Box((0,), (3,)), (0,))], [(Box((4,), (3,)), (0,))]]
     monkeypatch.setattr(
-        spread, "local_boxes", lambda shape, mesh, at, cuts: wrong[at[0]] if cuts else [(full_box(shape), (0,))]
+        sharding_spec, "local_boxes", lambda shape, mesh, at, cuts: wrong[at[0]] if cuts else [(full_box(shape), (0,))]
     )
     assert not covers_exactly((7, 2), mesh)
     with pytest.raises(IncompleteError, match="does not cover"):
         planned((7, 2), mesh)
-    spread._runs.cache_clear()
+    sharding_spec._runs.cache_clear()
 
 
 @pytest.mark.slow
@@ -165,7 +167,9 @@ def test_a_plan_does_not_grow_with_the_number_of_ranks() -> None:
 
     sizes = []
     for ranks in (64, 1024):
-        spread = [ShardingSpec(f"layers.{i}.w", "BF16", (4096, 64), Placement((ranks,), (DimSplit(0),))) for i in range(2000)]
+        spread = [
+            ShardingSpec(f"layers.{i}.w", "BF16", (4096, 64), Placement((ranks,), (DimSplit(0),))) for i in range(2000)
+        ]
         rank_shards = [RankShards(rank, spread if rank == 0 else ()) for rank in range(ranks)]
         start()
         plan = plan_merge(rank_shards)

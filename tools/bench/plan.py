@@ -21,8 +21,8 @@ from machine import machine_text
 
 from statexchange.sharding.placements import DimSplit
 from statexchange.sharding.plan import RankShards, plan_merge
-from statexchange.sharding.shards import Box, Shard
 from statexchange.sharding.sharding_spec import Placement, ShardingSpec
+from statexchange.sharding.shards import Box, Shard
 
 
 def one_tensor(boxes: int) -> list[RankShards]:
