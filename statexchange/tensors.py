@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt
 
@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     import numpy as np
+    import torch
 
 __all__ = [
     "DTYPE_NAMES",
     "ITEMSIZE",
     "LONG_NAMES",
+    "DType",
     "array_over",
     "as_numpy",
     "as_torch",
@@ -45,6 +47,9 @@ __all__ = [
     "torch_dtype",
     "unify_nans",
 ]
+
+# A dtype as callers give it: torch's, numpy's, or a name such as "bfloat16" or "BF16".
+DType: TypeAlias = "str | np.dtype[Any] | torch.dtype"
 
 # Bytes per element by safetensors dtype name, in the order in which safetensors ranks them in a file.
 # C128 is ours: safetensors has no name for it, so files store it as pairs of F64.

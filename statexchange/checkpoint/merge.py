@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import threading
@@ -48,12 +49,15 @@ from statexchange.storage.json_text import parse_json
 from statexchange.storage.opened_path import OpenedPath, open_path
 from statexchange.storage.regions import READ_AHEAD_BYTES, BoxReader, windows
 from statexchange.storage.store import is_url, resolve_path
-from statexchange.tensors import ITEMSIZE
+from statexchange.tensors import ITEMSIZE, DType
+from statexchange.units import format_transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 __all__ = ["MergeReport", "PlannedTensor", "merge_checkpoint"]
+
+_log = logging.getLogger(__name__)
 
 # Prefixes that wrappers (DistributedDataParallel, torch.compile) put before all names, and that no model uses itself.
 _WRAPPERS = ("module.", "_orig_mod.")
@@ -102,6 +106,10 @@ class MergeReport:
     reused: tuple[str, ...] = ()
     tensors: tuple[PlannedTensor, ...] = ()
 
+    def __str__(self) -> str:
+        dry = "dry run: " if self.dry_run else ""
+        return f"{dry}{format_transfer(self.num_tensors, self.nbytes, self.seconds)} -> {self.path}"
+
 
 def merge_checkpoint(
     source: str | os.PathLike[str],
@@ -112,7 +120,7 @@ def merge_checkpoint(
     exclude: str | Sequence[str] = (),
     rename: Rename = (),
     replicas: Replicas = "equal",
-    dtype: Any = None,
+    dtype: DType | None = None,
     max_shard_size: int | str = "5GB",
     filename_pattern: str = "model{suffix}.safetensors",
     files_from: FilesFrom = None,
@@ -234,7 +242,7 @@ def merge_checkpoint(
                 provenance = _Merge(opened, plan, publication, on_progress).run(threads)
                 opened.check_unchanged()  # what was changed in place while it was copied is half old, half new
                 publication.commit(provenance)
-        return MergeReport(
+        report = MergeReport(
             target,
             tuple((file.name, file.data_nbytes) for file in plan.files),
             plan.nbytes,
@@ -246,6 +254,8 @@ def merge_checkpoint(
             reused,
             _planned(opened, plan) if dry_run else (),
         )
+        _log.info("merged %s", report)
+        return report
 
     try:
         return merge_once()

@@ -330,7 +330,7 @@ Hook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
 
 
 def as_comm_hook(reducer: Any = None) -> Hook:
-    """A communication hook for torch DDP: ``ddp.register_comm_hook(None, sx.as_comm_hook(reducer))``.
+    """A communication hook for torch DDP: ``ddp.register_comm_hook(None, sx.train.as_comm_hook(reducer))``.
 
     Collective where the communicator has to be made. `reducer` is a Reducer, whose `add` and `finalize` every bucket of
     DDP goes through, or what `comm=` means everywhere: then buckets are averaged while backward goes on. What goes
