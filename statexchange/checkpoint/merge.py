@@ -374,7 +374,7 @@ def check_replicas(source: Source, plan: Plan) -> None:
 
             def error(tensor: TensorPlan, box: Box, holder: int, other: int) -> ReplicaError:
                 advice = (
-                    f'if each holds a part, a layout says so (--layout): {{"{tensor.source}": {{"dim": 0}}}}; to take '
+                    f'if each holds a part, give a layout (--layout): {{"{tensor.source}": {{"dim": 0}}}}; to take '
                     'the lowest rank\'s, replicas="root" (--replicas root)'
                 )
                 ranks = source.files[holder].rank, source.files[other].rank

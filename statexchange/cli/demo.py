@@ -1,4 +1,4 @@
-"""``statexchange demo``: the main job on a small model, and what came of it."""
+"""``statexchange demo``: train, export and load a small model, and show the result."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ _LINE_EVERY = 10
 
 @commands.command
 @click.option("--ranks", "-n", default=4, show_default=True, type=click.IntRange(min=1), help="Processes to train on.")
-@click.option("--keep", metavar="DIR", help="Leave the merged checkpoint in DIR/merged, and a picture beside it.")
+@click.option("--keep", metavar="DIR", help="Keep the merged checkpoint in DIR/merged, with a picture beside it.")
 @click.option("--steps", default=100, show_default=True, type=click.IntRange(min=1), help="Training steps.")
 def command(output: Output, ranks: int, keep: str | None, steps: int) -> int:
-    """Train a small model on several ranks, export its sharded state, load it in one process, compare.
+    """Train a small model on several ranks, export it, load it, and compare.
 
-    Needs torch. Exits with 1 if a tensor is not bit-equal, or the logits differ by more than 1e-5.
+    Needs torch. Exits with 1 if a tensor is not bit-equal, or the logits differ by
+    more than 1e-5.
     """
     from statexchange.demo import run_demo
 
@@ -55,7 +56,7 @@ def _picture_path(keep: str | None) -> str | None:
 
 
 class _DemoProgress:
-    """Follows a demo: shows its steps, and draws the merged checkpoint while it is there."""
+    """Shows a demo's steps, and draws the merged checkpoint before it is removed."""
 
     def __init__(self, output: Output, steps: int, picture: str | None) -> None:
         self._output = output

@@ -1,4 +1,4 @@
-"""``statexchange info``: what lies at a path, in a few lines."""
+"""``statexchange info``: a summary of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ if TYPE_CHECKING:
 @commands.command
 @click.argument("path")
 def command(output: Output, path: str) -> int:
-    """Say what lies at PATH, from headers alone: kind, tensors, dtypes, bytes, ranks."""
+    """Summarize the checkpoint at PATH: kind, tensors, dtypes, bytes, ranks.
+
+    Reads headers only. PATH is a Hugging Face directory or file, a workspace, a
+    torch DCP directory, or files of torch.save; a local path or a URL.
+    """
     from statexchange.report.summary import summarize
 
     summary = summarize(path)
-    for problem in summary.problems:  # the reason comes first
+    for problem in summary.problems:  # before the summary, which may be partial because of them
         output.warning(str(problem))
     if summary.unsupported:
         output.warning(f"tensors that cannot be read: {abbreviated_list(summary.unsupported)}")
@@ -57,7 +61,7 @@ def _fields(summary: Summary) -> list[tuple[str, str]]:
         fields.append(("others", f"{len(summary.others):,}: {abbreviated_list(summary.others)}"))
     fields.append(("digests", "known, not checked here" if summary.proven else "not known"))
     if summary.num_unreadable:
-        fields.append(("unreadable", f"{summary.num_unreadable:,} tensors, listed but not to be read"))
+        fields.append(("unreadable", f"{summary.num_unreadable:,} tensors are listed but cannot be read"))
     return fields
 
 

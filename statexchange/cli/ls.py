@@ -1,4 +1,4 @@
-"""``statexchange ls``: every tensor at a path."""
+"""``statexchange ls``: the tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _HEADER = ("NAME", "DTYPE", "SHAPE", "BYTES", "HELD-BY")
     "--include", "-i", multiple=True, metavar="GLOB", help="Only tensors whose name matches; may be repeated."
 )
 def command(output: Output, path: str, include: tuple[str, ...]) -> int:
-    """List the tensors at PATH: name, dtype, global shape, bytes, and which ranks or which file hold them."""
+    """List the tensors at PATH: name, dtype, global shape, bytes, ranks or file.
+
+    Reads headers only. HELD-BY is the file, or the ranks that have a part.
+    """
     from statexchange.formats.registry import open_source
     from statexchange.formats.source import abbreviated_list
     from statexchange.report.summary import tensor_rows

@@ -1,4 +1,4 @@
-"""``statexchange verify``: read everything at a path and check it."""
+"""``statexchange verify``: read and check a whole checkpoint."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 @commands.command
 @click.argument("path")
 def command(output: Output, path: str) -> int:
-    """Read and check everything at PATH: digests, that boxes cover every tensor exactly, that copies agree.
+    """Read and check everything at PATH: digests, complete tensors, equal copies.
 
-    Exits with 1 if copies of one region differ, 4 if something is broken, 5 if something is missing.
+    Exits with 1 if copies of one region differ, 4 if something is broken, 5 if
+    something is missing.
     """
     from statexchange.report.verify import verify
 

@@ -108,7 +108,7 @@ class Archive:
         begin, nbytes = self._member(name)
         if nbytes != view.storage_nbytes:
             raise CorruptError(
-                f"storage {excerpt(view.key, 60)} has another size than the pickle says",
+                f"storage {excerpt(view.key, 60)} has another size than in the pickle",
                 path=self._path,
                 expected=f"{view.storage_nbytes} bytes",
                 found=f"{nbytes} bytes",
@@ -185,7 +185,7 @@ class Archive:
         encoded = name.encode()
         begin += _LOCAL.size
         if mark != b"PK\3\4" or self._read(begin, name_length) != encoded:
-            raise CorruptError(f"the zip has no member {excerpt(name)} where it says", path=self._path)
+            raise CorruptError(f"the zip has no member {excerpt(name)} at the offset in its directory", path=self._path)
         begin += name_length + extra_length
         if begin + nbytes > self._length:
             raise CorruptError(f"member {excerpt(name)} ends outside of the file", path=self._path)

@@ -342,8 +342,9 @@ def _plan_tensor(
             ("global_shape", first.global_shape, shard.global_shape),
         ):
             if ours != theirs:
-                plain = all(s.boxes == (full_box(s.global_shape),) for s in (first, shard)) and what == "global_shape"
-                hint = f'; if each holds a part, a layout says so: {{"{first.name}": {{"dim": 0}}}}' if plain else ""
+                hint = ""
+                if what == "global_shape" and all(s.boxes == (full_box(s.global_shape),) for s in (first, shard)):
+                    hint = f'; if each holds a part, give a layout: {{"{first.name}": {{"dim": 0}}}}'
                 raise CorruptError(
                     f"ranks {rank_shards[held[0][0]].rank} and {rank_shards[holder].rank} disagree on the {what}{hint}",
                     name=first.name,
@@ -358,9 +359,9 @@ def _plan_tensor(
                 owners.setdefault(box, []).append((holder, index))
     at = _first_flaw(first.name, first.global_shape, owners)
     if at is not None:
-        ranks = {box: [rank_shards[holder].rank for holder, _ in who] for box, who in owners.items()}
+        ranks = {box: [rank_shards[holder].rank for holder, _ in copies] for box, copies in owners.items()}
         raise _flaw_error(first.name, first.global_shape, ranks, at)
-    pieces = tuple(_piece(box, who, options, load, ITEMSIZE[dtype]) for box, who in _in_order(owners))
+    pieces = tuple(_piece(box, copies, options, load, ITEMSIZE[dtype]) for box, copies in _in_order(owners))
     return TensorPlan(new, first.name, dtype, first.global_shape, 0, pieces)
 
 
@@ -369,14 +370,14 @@ def _in_order(owners: Mapping[Box, list[tuple[int, int]]]) -> list[tuple[Box, li
     return sorted(owners.items(), key=lambda item: item[0].offsets)
 
 
-def _piece(box: Box, who: list[tuple[int, int]], options: ExportOptions, load: list[int], itemsize: int) -> Piece:
+def _piece(box: Box, copies: list[tuple[int, int]], options: ExportOptions, load: list[int], itemsize: int) -> Piece:
     """Return a box's piece: the least loaded holder of a replica writes it; with replicas="root", the first one."""
-    if len(who) == 1:
-        load[who[0][0]] += box.numel * itemsize
-        return Piece(box, *who[0])
-    chosen = who[0] if options.replicas == "root" else min(who, key=lambda h: load[h[0]])
+    if len(copies) == 1:
+        load[copies[0][0]] += box.numel * itemsize
+        return Piece(box, *copies[0])
+    chosen = copies[0] if options.replicas == "root" else min(copies, key=lambda h: load[h[0]])
     load[chosen[0]] += box.numel * itemsize
-    return Piece(box, *chosen, tuple(h for h in who if h != chosen))
+    return Piece(box, *chosen, tuple(h for h in copies if h != chosen))
 
 
 def prove_cover(name: str, shape: tuple[int, ...], boxes: Mapping[Box, Sequence[int]]) -> None:

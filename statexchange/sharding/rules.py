@@ -514,7 +514,7 @@ def place_parts(
             where = odd[0] if odd else 0
             raise InvalidArgumentError(
                 f"ranks {one} and {rank} have shapes {first.shape} and {part.shape}: if each rank holds a part, the "
-                f'layout must say so, {{"{first.name}": {{"dim": {where}}}}}',
+                f'layout needs a rule, {{"{first.name}": {{"dim": {where}}}}}',
                 name=first.name,
                 rank=rank,
                 path=paths.get(rank),
@@ -630,10 +630,10 @@ def _numbered(
     The result is (group of ranks whose numbers continue, index in the group, number, text before and after it).
     """
     rule = layout.rule_for(name)
-    said = [axes for counted, axes in rule.renumber if counted == component] if rule is not None else []
-    if not said:
+    found = [axes for counted, axes in rule.renumber if counted == component] if rule is not None else []
+    if not found:
         return None
-    axes = said[0]
+    axes = found[0]
     parts = now.split(".")
     at = parts.index(component) + 1 if component in parts else len(parts)
     if at >= len(parts) or not parts[at].isdecimal():

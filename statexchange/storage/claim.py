@@ -2,7 +2,7 @@
 
 An object store can neither rename a directory nor lock one, so the claim stands for both:
 
-* absent: nobody publishes here. A manifest, if there is one, describes a whole checkpoint.
+* absent: no process publishes here. A manifest, if there is one, describes a whole checkpoint.
 * present, no manifest: a publisher is writing, or died while it wrote. Readers refuse the directory.
 * present, manifest present: a publisher is about to remove the claim, or died just before. The checkpoint is whole.
 

@@ -430,8 +430,8 @@ class DirectoryBuild(Build):
         """Make the owner record durably and return its attributes.
 
         It is a symbolic link, because a link is created with its content. A file could be left empty by a writer that
-        dies, and then nobody could prove whose it is. File systems without symbolic links (FAT, some network and
-        user-space ones) get a file.
+        dies, and its owner could not be proved. File systems without symbolic links (FAT, some network and user-space
+        ones) get a file.
         """
         path = os.path.join(self._parent, self._record)
         text = json.dumps(Owner.current().to_json())
@@ -546,7 +546,7 @@ class DirectoryBuild(Build):
         try:
             for name in leftover.directories:
                 self._discard(name, f"{self._stem}.{leftover.nonce}.discarded")
-            self._remove_record_of(leftover)  # last: without it nobody could prove whose the directories are
+            self._remove_record_of(leftover)  # last: it proves the owner of the directories
         except StateExchangeError as error:
             _log.warning("cannot remove what an interrupted publisher left: %s", error)
 

@@ -343,7 +343,7 @@ def test_a_rename_without_a_replacement_is_refused(call: Call, workspace: Path, 
 def test_of_many_ranks_only_the_first_writes(command: list[str]) -> None:
     code, out, err = shell(*command, RANK="2", WORLD_SIZE="4")
     assert (code, out) == (7, "")
-    assert err == "error: only rank 0 runs this command, and WORLD_SIZE speaks of 4 ranks [rank 2]\n"
+    assert err == "error: only rank 0 runs this command, and WORLD_SIZE is 4: start it once [rank 2]\n"
 
 
 # --- bad arguments ---
@@ -687,7 +687,7 @@ def test_our_own_fault_says_where_to_report_it(call: Call, monkeypatch: pytest.M
     code, out, err = call("info", workspace)
     assert (code, out) == (70, "")
     assert "Traceback" in err
-    assert "error: the moon is full\nhint: this is a fault of statexchange: report this, with the text above, " in err
+    assert "error: the moon is full\nhint: this is a bug in statexchange: report this, with the text above, " in err
     code, envelope = call.json("info", workspace)
     assert (code, envelope["error"]["message"]) == (70, "the moon is full")
 
@@ -707,7 +707,7 @@ def test_the_fault_of_another_package_is_not_called_ours(
     assert "LinAlgError: Singular matrix" in err
     hint = err.splitlines()[-1]
     assert hint.startswith(f"hint: numpy {np.__version__} raised this: try another version of it, else report this, ")
-    assert "fault of statexchange" not in err
+    assert "bug in statexchange" not in err
 
 
 INTERRUPTED = """

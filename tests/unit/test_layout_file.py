@@ -277,7 +277,7 @@ def test_a_plan_may_speak_of_more_than_the_files_have(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()  # and what it misses is found by the copies, which differ
     both = [{**state, "b.weight": state["a.weight"]} for state in states]
     assert (
-        refuse(ReplicaError, "if each holds a part, a layout says so", tmp_path / "b", plan, *both).name == "b.weight"
+        refuse(ReplicaError, "if each holds a part, give a layout", tmp_path / "b", plan, *both).name == "b.weight"
     )
 
 
