@@ -612,7 +612,7 @@ class BucketReducer(Reducer):
         mark = self._rounds if step is None else step
         tail = json.dumps(details).encode() if details else b""
         ours = _HEADER.pack(self._mark, mark, weight, done) + states + tail
-        answers = self._comm.exchange(ours, doing=_PHASE)
+        answers = self._comm.all_gather_bytes(ours, operation=_PHASE)
         heads = [_HEADER.unpack_from(answer) for answer in answers]
         if any(head[0] != self._mark for head in heads):
             raise MismatchError("ranks average the gradients of different reducers, or by different plans")

@@ -115,9 +115,11 @@ def compare_declarations(comm: Communicator, declared: Sequence[Declaration], ab
     """
     text = json.dumps([about, [[d.name, str(d), d.device] for d in declared]]).encode()
     digest = hashlib.blake2b(text, digest_size=8).digest()
-    if all(answer == digest for answer in comm.exchange(digest, doing="comparing parameters")):
+    if all(answer == digest for answer in comm.all_gather_bytes(digest, operation="comparing parameters")):
         return digest
-    answers = [json.loads(answer) for answer in comm.exchange(text, doing="telling of parameters that differ")]
+    answers = [
+        json.loads(answer) for answer in comm.all_gather_bytes(text, operation="telling of parameters that differ")
+    ]
     for rank, theirs in enumerate(answers):
         if theirs != answers[0]:
             raise _difference(rank, answers[0], theirs)

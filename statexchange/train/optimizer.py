@@ -291,7 +291,9 @@ def average_gradients(module: Any, comm: Any = None) -> None:
     compare_declarations(communicator, declared, "average_gradients")
     with communicator.checking("average_gradients"):
         facts = [_fact(name, parameter.grad) for name, parameter in named.items()]
-    answers = [json.loads(answer) for answer in communicator.exchange(json.dumps(facts).encode(), doing=_PHASE)]
+    answers = [
+        json.loads(answer) for answer in communicator.all_gather_bytes(json.dumps(facts).encode(), operation=_PHASE)
+    ]
     with torch.no_grad(), CoalescingReducer(communicator) as reducer:
         for i, (name, parameter) in enumerate(named.items()):
             _average_one(communicator, reducer, name, parameter, [answer[i] for answer in answers])
