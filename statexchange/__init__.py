@@ -17,7 +17,7 @@ _HOMES = {
     "NFSWorkspace": "statexchange.exchange.nfs_workspace",
     "StateExchangeError": "statexchange.errors",
     "Workspace": "statexchange.storage.workspace",
-    "average_gradients": "statexchange.train.optimizer",
+    "average_gradients": "statexchange.train.averaging",
     "comm": "",
     "errors": "",
     "export_checkpoint": "statexchange.exchange.export",

@@ -19,8 +19,8 @@ from statexchange.exchange.nfs_workspace import NFSWorkspace as NFSWorkspace
 from statexchange.exchange.save import save_checkpoint as save_checkpoint
 from statexchange.formats.registry import open_checkpoint as open_checkpoint
 from statexchange.storage.workspace import Workspace as Workspace
+from statexchange.train.averaging import average_gradients as average_gradients
 from statexchange.train.optimizer import DistributedOptimizer as DistributedOptimizer
-from statexchange.train.optimizer import average_gradients as average_gradients
 from statexchange.train.synchronize import synchronize as synchronize
 from statexchange.values import register_config as register_config
 

@@ -36,8 +36,8 @@ from statexchange.tensors import (
     is_tensor,
     itemsize_of,
     same_memory,
-    settled,
     torch_dtype,
+    wait_tensor,
 )
 
 __all__ = ["GatheredState", "gather_state", "get_configs_parallel", "get_tensors_parallel"]
@@ -538,7 +538,7 @@ def get_tensors_parallel(
             if not is_tensor(tensor):
                 raise InvalidArgumentError(f"get_tensors_parallel wants a tensor, not {type(tensor)!r}")
     with _gathered(
-        "get_tensors_parallel", communicator, 0, {"tensor": settled(tensor)}, None, workspace_path
+        "get_tensors_parallel", communicator, 0, {"tensor": wait_tensor(tensor)}, None, workspace_path
     ) as blocks:
         yield [_the_tensor(rank, block) for rank, (block, _) in enumerate(blocks)]
 

@@ -22,7 +22,7 @@ from statexchange.settings import check_timeout
 from statexchange.sharding import records
 from statexchange.sharding.rules import Layout
 from statexchange.state.describe import State, describe
-from statexchange.state.nested import tree_of
+from statexchange.state.state_dict import encode_state
 from statexchange.storage.workspace import Workspace
 from statexchange.units import format_shares, format_transfer
 
@@ -104,7 +104,7 @@ def save_checkpoint(
             check_timeout(stall_timeout_s, "stall_timeout_s")
             workspace = Workspace(path)
             with collector_paused():
-                config, tensors = tree_of(state)
+                config, tensors = encode_state(state)
                 rules = _parse_layout(layout, tensors)
                 held = describe(tensors, rules, communicator.rank)
         with communicator.phase("choosing a round"):

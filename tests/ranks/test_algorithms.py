@@ -34,7 +34,7 @@ from statexchange.train.algorithms import (
     dequantize,
     quantize,
 )
-from statexchange.train.buckets import BucketReducer
+from statexchange.train.buckets.reducer import BucketReducer
 from statexchange.train.module import DistributedModule, data_parallel
 from statexchange.train.tuner import Setting, Tuner
 
@@ -622,7 +622,11 @@ WRONG: list[tuple[Prepare, type[Exception], str]] = [
     (lambda rank, m, o: weighted("allreduce").switch_to("decentralize"), InvalidArgumentError, "weight="),
     (lambda rank, m, o: ignoring(["0.weigth"]), InvalidArgumentError, "0.weigth"),
     (lambda rank, m, o: ignoring("0.weight"), InvalidArgumentError, "0.weight"),
-    (lambda rank, m, o: data_parallel(net(), sgd(net()), scale=2.0), InvalidArgumentError, "scale is the algorithm's"),
+    (
+        lambda rank, m, o: data_parallel(net(), sgd(net()), scale=2.0),
+        InvalidArgumentError,
+        "scale is set by the algorithm",
+    ),
     (lambda rank, m, o: data_parallel(net(), sgd(net()), tune_every=0), InvalidArgumentError, "tune_every"),
 ]
 

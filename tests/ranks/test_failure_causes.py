@@ -22,9 +22,10 @@ from statexchange.comm.backends import torch_groups
 from statexchange.errors import InvalidArgumentError, MismatchError, PeerError
 from statexchange.testing import run_ranks
 from statexchange.train.algorithms import Decentralized
-from statexchange.train.buckets import BucketReducer
+from statexchange.train.buckets.reducer import BucketReducer
+from statexchange.train.ddp_hook import as_comm_hook
 from statexchange.train.module import data_parallel
-from statexchange.train.optimizer import DistributedOptimizer, as_comm_hook
+from statexchange.train.optimizer import DistributedOptimizer
 from statexchange.train.reducers import InlineReducer
 
 

@@ -32,7 +32,8 @@ from statexchange.errors import InvalidArgumentError, MissingExtraError, NotFoun
 from statexchange.testing import run_ranks
 from statexchange.testing.worlds import mpi_missing
 from statexchange.train.algorithms import Decentralized, dequantize, quantize
-from statexchange.train.declarations import Declaration, split_buckets
+from statexchange.train.buckets.plan import split_buckets
+from statexchange.train.parameter_specs import ParameterSpec
 
 Row = Callable[[Communicator, Path], Any]
 ROWS: dict[str, Row] = {}
@@ -513,9 +514,9 @@ def test_bagua_reducer_arguments_and_bucket_types(comm: Communicator, directory:
         reducer.close()
 
 
-def declared(kinds: dict[str, str]) -> list[Declaration]:
+def declared(kinds: dict[str, str]) -> list[ParameterSpec]:
     sizes = dict(zip("ABCDE", range(1, 6), strict=True))
-    return [Declaration(name, kinds.get(name, "float32"), (sizes[name] << 20,)) for name in kinds]
+    return [ParameterSpec(name, kinds.get(name, "float32"), (sizes[name] << 20,)) for name in kinds]
 
 
 @pytest.mark.parametrize(
