@@ -368,7 +368,7 @@ def own_bytes(tensor: Any) -> memoryview | None:
     if not tensor.numel():
         return memoryview(bytearray())
     run = byte_view(tensor)
-    return None if run is None else memoryview(run.numpy())
+    return None if run is None else memoryview(run.numpy().data)
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -93,7 +93,7 @@ def _compute_layout(tensor: Any, mesh: Any, coordinate: Any, rank: int) -> _Loca
     for axis, cut in enumerate(cuts):
         if cut is not None and bool((ranks.diff(dim=axis) <= 0).any()):
             return _LocalLayout(
-                problem="its mesh lists ranks out of order, and torch's own functions then disagree about who holds what"
+                problem="its mesh lists ranks out of order, and torch's functions then disagree about who holds what"
             )
     if any(cut is not None and cut.split_factor > 1 for cut in cuts):
         # Several runs of rows: torch's chunk has the beginning of the first and the size of all together.
