@@ -1,92 +1,45 @@
 """Gather, export, merge and inspect sharded model state, through shared memory and shared storage.
 
-Public names are loaded on first use: ``import statexchange`` imports neither torch nor numpy.
+State in, state out, and ranks are at the top; `statexchange.comm` has communicators, `statexchange.train` gradients and
+parameters, `statexchange.errors` the errors, `statexchange.testing` ranks for tests.
+
+``import statexchange`` imports neither torch nor numpy: names are loaded on first use.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from statexchange.lazy import lazy_names
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
-_ROOMS = {
-    "statexchange.comm.communicator": ("Communicator",),
-    "statexchange.comm.world": (
-        "from_mpi",
-        "from_process_group",
-        "get_backend",
-        "get_communicator",
-        "get_local_rank",
-        "get_rank",
-        "get_world_size",
-        "init",
-        "is_initialized",
-        "shutdown",
-    ),
-    "statexchange.errors": (
-        "CorruptError",
-        "ForkedError",
-        "IncompleteError",
-        "InvalidArgumentError",
-        "MismatchError",
-        "MissingExtraError",
-        "NotFoundError",
-        "NotInitializedError",
-        "NumericOverflowError",
-        "OutcomeUnknownError",
-        "OverlapError",
-        "PeerError",
-        "ReplacedError",
-        "ReplicaError",
-        "StallError",
-        "StateExchangeError",
-        "StorageError",
-        "TargetExistsError",
-        "UnsafeError",
-        "UnsupportedError",
-    ),
-    "statexchange.exchange.background": ("export_checkpoint_async",),
-    "statexchange.exchange.export": ("ExportReport", "export_checkpoint"),
-    "statexchange.exchange.gather": (
-        "GatheredState",
-        "gather_state",
-        "get_configs_parallel",
-        "get_tensors_parallel",
-    ),
-    "statexchange.exchange.load": ("LoadReport", "load_checkpoint"),
-    "statexchange.exchange.nfs_workspace": ("NFSWorkspace",),
-    "statexchange.exchange.save": ("save_checkpoint",),
-    "statexchange.checkpoint.merge": ("MergeReport", "merge_checkpoint"),
-    "statexchange.formats.registry": ("open_checkpoint",),
-    "statexchange.storage.workspace": ("Workspace",),
-    "statexchange.train.buckets.reducer": ("BucketReducer",),
-    "statexchange.train.data": ("DistributedDataContainer",),
-    "statexchange.train.module": ("DistributedModule", "data_parallel"),
-    "statexchange.train.averaging": ("average_gradients",),
-    "statexchange.train.ddp_hook": ("as_comm_hook",),
-    "statexchange.train.optimizer": ("DistributedOptimizer",),
-    "statexchange.train.reducers": ("CoalescingReducer", "InlineReducer", "Reducer"),
-    "statexchange.train.synchronize": ("allreduce_parameters", "broadcast_parameters", "synchronize"),
-    "statexchange.values": ("register_config",),
+_HOMES = {
+    "DistributedOptimizer": "statexchange.train.optimizer",
+    "NFSWorkspace": "statexchange.exchange.nfs_workspace",
+    "StateExchangeError": "statexchange.errors",
+    "Workspace": "statexchange.storage.workspace",
+    "average_gradients": "statexchange.train.averaging",
+    "comm": "",
+    "errors": "",
+    "export_checkpoint": "statexchange.exchange.export",
+    "gather_state": "statexchange.exchange.gather",
+    "get_communicator": "statexchange.comm.world",
+    "get_configs_parallel": "statexchange.exchange.gather",
+    "get_rank": "statexchange.comm.world",
+    "get_tensors_parallel": "statexchange.exchange.gather",
+    "get_world_size": "statexchange.comm.world",
+    "init": "statexchange.comm.world",
+    "is_initialized": "statexchange.comm.world",
+    "load_checkpoint": "statexchange.exchange.load",
+    "merge_checkpoint": "statexchange.checkpoint.merge",
+    "open_checkpoint": "statexchange.formats.registry",
+    "register_config": "statexchange.values",
+    "save_checkpoint": "statexchange.exchange.save",
+    "shutdown": "statexchange.comm.world",
+    "synchronize": "statexchange.train.synchronize",
+    "testing": "",
+    "train": "",
 }
-_HOME = {name: room for room, names in _ROOMS.items() for name in names}
 
-_MODULES = {"algorithms": "statexchange.train.algorithms", "testing": "statexchange.testing"}
-
-__all__ = sorted([*_HOME, *_MODULES])  # noqa: PLE0605 (a list of str, put together above)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME and name not in _MODULES:
-        raise AttributeError(f"module 'statexchange' has no attribute {name!r}")
-    from statexchange.errors import needing_torch
-
-    with needing_torch(name):
-        value = import_module(_MODULES[name]) if name in _MODULES else getattr(import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__, _HOMES, need_torch=("DistributedOptimizer", "average_gradients", "synchronize")
+)

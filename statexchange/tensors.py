@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt
 
@@ -22,6 +22,7 @@ __all__ = [
     "DTYPE_NAMES",
     "ITEMSIZE",
     "LONG_NAMES",
+    "DType",
     "array_over",
     "as_numpy",
     "as_torch",
@@ -46,6 +47,9 @@ __all__ = [
     "unify_nans",
     "wait_tensor",
 ]
+
+# A dtype as callers give it: torch's, numpy's, or a name such as "bfloat16" or "BF16".
+DType: TypeAlias = "str | np.dtype[Any] | torch.dtype"
 
 # Bytes per element by safetensors dtype name, in the order in which safetensors sorts tensors in a file.
 # C128 is our own name: safetensors has none for it, so files store it as pairs of F64.

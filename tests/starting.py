@@ -11,7 +11,7 @@ LAUNCHED_AS = {"threads": "threads", "shm": "processes", "gloo": "gloo", "mpi": 
 HOSTS = {3: "aba", 4: "abbb"}  # on which the ranks of a hierarchical world seem to be: unequal, and not in order
 
 
-def start(backend: str, directory: str, hosts: str | None = None) -> sx.Communicator:
+def start(backend: str, directory: str, hosts: str | None = None) -> sx.comm.Communicator:
     """This rank's communicator; the ranks were launched as LAUNCHED_AS says.
 
     The ranks of a hierarchical world, 3 or 4 unless `hosts` says otherwise, seem to be on the hosts of these letters.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import threading
@@ -44,12 +45,15 @@ from statexchange.storage.json_text import parse_json
 from statexchange.storage.place import Place, open_place
 from statexchange.storage.regions import AHEAD_BYTES, BoxReader, windows
 from statexchange.storage.store import given_path, is_url
-from statexchange.tensors import ITEMSIZE
+from statexchange.tensors import ITEMSIZE, DType
+from statexchange.units import format_transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 __all__ = ["MergeReport", "PlannedTensor", "merge_checkpoint"]
+
+_log = logging.getLogger(__name__)
 
 # What wrappers put before every name (DistributedDataParallel, torch.compile), and no model calls a part of its own.
 _WRAPPERS = ("module.", "_orig_mod.")
@@ -89,17 +93,21 @@ class MergeReport:
     reused: tuple[str, ...] = ()
     tensors: tuple[PlannedTensor, ...] = ()
 
+    def __str__(self) -> str:
+        dry = "dry run: " if self.dry_run else ""
+        return f"{dry}{format_transfer(self.num_tensors, self.nbytes, self.seconds)} -> {self.path}"
+
 
 def merge_checkpoint(
     source: str | os.PathLike[str],
-    out: str | os.PathLike[str],
+    path: str | os.PathLike[str],
     *,
     layout: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     rename: Rename = (),
     replicas: Replicas = "equal",
-    dtype: Any = None,
+    dtype: DType | None = None,
     max_shard_size: int | str = "5GB",
     filename_pattern: str = "model{suffix}.safetensors",
     files_from: FilesFrom = None,
@@ -164,14 +172,14 @@ def merge_checkpoint(
         metadata, lost = kept_metadata(opened)
         sources = [tensor.source for file in plan.files for tensor in file.tensors]
         notes += (*notes_about(opened, sources, options), *lost)
-        path = target_path(out)
+        target = target_path(path)
         reused: tuple[str, ...] = ()
-        _check_apart(opened, path)
+        _check_apart(opened, target)
         if dry_run:
-            check_publication(path, plan, extra=extra, metadata=metadata, overwrite=overwrite, resume=resume)
+            check_publication(target, plan, extra=extra, metadata=metadata, overwrite=overwrite, resume=resume)
         else:
             with Publication(
-                path,
+                target,
                 plan,
                 source=opened.kind,
                 extra=extra,
@@ -180,13 +188,13 @@ def merge_checkpoint(
                 reuse=True,
                 resume=resume,
             ) as publication:
-                path = publication.path
+                target = publication.path
                 reused = tuple(sorted(publication.finished))
                 facts = _Merge(opened, plan, publication, on_progress).run(threads)
                 opened.check_unchanged()  # what was changed in place while it was copied is half old, half new
                 publication.commit(facts)
-        return MergeReport(
-            path,
+        report = MergeReport(
+            target,
             tuple((file.name, file.data_nbytes) for file in plan.files),
             plan.nbytes,
             plan.num_tensors,
@@ -197,6 +205,8 @@ def merge_checkpoint(
             reused,
             _planned(opened, plan) if dry_run else (),
         )
+        _log.info("merged %s", report)
+        return report
 
     try:
         return merge_once()

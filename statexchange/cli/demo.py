@@ -11,9 +11,9 @@ import click
 
 from statexchange.cli import command as commands
 from statexchange.cli.output import Output, fields_of
-from statexchange.cli.text import format_seconds
 from statexchange.errors import TargetExistsError
 from statexchange.storage.store import given_path
+from statexchange.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from statexchange.demo import DemoReport
@@ -125,7 +125,6 @@ def _show_loss(output: Output, report: DemoReport) -> None:
 
 
 def _show_checks(output: Output, report: DemoReport) -> None:
-    from statexchange.report.pictures import format_bytes
 
     written = textwrap.wrap(repr(report.prompt + report.text), 90)
     rate = format_bytes(report.export_bytes / report.export_seconds)
@@ -151,7 +150,6 @@ def _show_checks(output: Output, report: DemoReport) -> None:
 
 
 def _show_files(output: Output, report: DemoReport, picture: str | None) -> None:
-    from statexchange.report.pictures import format_bytes
 
     title = f"files in {report.path}" if report.path else "files (not kept; --keep DIR does)"
     _section(output, title, [f"{format_bytes(nbytes):>8}  {name}" for name, nbytes in report.files])

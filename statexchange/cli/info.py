@@ -10,7 +10,7 @@ from statexchange.cli import command as commands
 from statexchange.cli.output import Output, code_of, fields_of, gravest
 from statexchange.cli.text import ranges
 from statexchange.formats.source import listing
-from statexchange.report.pictures import format_bytes
+from statexchange.units import format_bytes
 
 if TYPE_CHECKING:
     from statexchange.report.summary import Summary

@@ -11,7 +11,8 @@ from statexchange.cli import command as commands
 from statexchange.cli.output import Output, code_of, fields_of, gravest
 from statexchange.cli.text import ranges
 from statexchange.errors import InvalidArgumentError, without_secrets
-from statexchange.report.pictures import format_bytes, shape_text
+from statexchange.report.pictures import shape_text
+from statexchange.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,9 +10,10 @@ import click
 from statexchange.cli import command as commands
 from statexchange.cli.output import Output, fields_of
 from statexchange.cli.progress import Progress
-from statexchange.cli.text import format_seconds, ranges
-from statexchange.report.pictures import format_bytes, shape_text
+from statexchange.cli.text import ranges
+from statexchange.report.pictures import shape_text
 from statexchange.sharding.options import CAST_DTYPES, REPLICAS, ExportOptions
+from statexchange.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from statexchange.checkpoint.merge import MergeReport, PlannedTensor

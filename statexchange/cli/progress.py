@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from statexchange.cli.text import format_seconds
-from statexchange.report.pictures import format_bytes
+from statexchange.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -10,8 +10,7 @@ import click
 from statexchange.cli import command as commands
 from statexchange.cli.output import Output, code_of, error_record, fields_of, gravest
 from statexchange.cli.progress import Progress
-from statexchange.cli.text import format_seconds
-from statexchange.report.pictures import format_bytes
+from statexchange.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from statexchange.report.verify import VerifyReport

@@ -1,1 +1,16 @@
-"""Ranks in agreement: who we are, exchange of small values, and failure that reaches everyone."""
+"""Ranks in agreement: communicators over shared memory, Gloo, NCCL and MPI, and failure that reaches every rank."""
+
+from __future__ import annotations
+
+from statexchange.lazy import lazy_names
+
+_HOMES = {
+    "Communicator": "statexchange.comm.communicator",
+    "Work": "statexchange.comm.work",
+    "from_mpi": "statexchange.comm.world",
+    "from_process_group": "statexchange.comm.world",
+    "get_backend": "statexchange.comm.world",
+    "get_local_rank": "statexchange.comm.world",
+}
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, _HOMES)

@@ -8,7 +8,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from statexchange import values
 from statexchange.comm.backend import AbandonedError, check_ranks
@@ -19,11 +19,15 @@ from statexchange.shared_memory import Arena, ArenaPool, Attached, Kind
 
 if TYPE_CHECKING:
     import torch
+    from mpi4py import MPI
+    from torch.distributed.device_mesh import DeviceMesh
 
     from statexchange.comm.backend import Between
 
-__all__ = ["AbandonedError", "Communicator"]
+__all__ = ["AbandonedError", "CommLike", "Communicator"]
 
+# What callers may pass as `comm`.
+CommLike: TypeAlias = "Communicator | torch.distributed.ProcessGroup | DeviceMesh | MPI.Comm"
 Buffer = Any  # a torch tensor or a numpy array
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from statexchange.comm import forks
 from statexchange.comm.backend import Backend, Look, Wait
 from statexchange.comm.board import open_board
-from statexchange.comm.communicator import Communicator
+from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.control_page import ControlPage, meet
 from statexchange.comm.devices import Devices, check_devices, choose
 from statexchange.comm.session import Place, Session, making, public_call
@@ -496,7 +496,7 @@ def _adopt(group: object, make: Callable[[float], Communicator], timeout_s: floa
     return _adopted[id(group)][1]
 
 
-def as_communicator(comm: Any = None) -> Communicator:
+def as_communicator(comm: CommLike | None = None) -> Communicator:
     """What `comm=` means: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; None is the default.
 
     The default is `init`'s; else torch.distributed's default group if it is initialised; else, if a launcher speaks

@@ -1,4 +1,4 @@
-"""Export in the background: a snapshot of what this rank holds, published by a thread while training goes on."""
+"""Export in the background: copy this rank's tensors, and publish the copy in a thread while training goes on."""
 
 from __future__ import annotations
 
@@ -18,60 +18,52 @@ import numpy as np
 
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.session import call_site, public_call
-from statexchange.comm.world import as_communicator
 from statexchange.errors import StateExchangeError, excerpt, without_secrets
-from statexchange.exchange.export import ExportReport, ExportRequest, export_described
-from statexchange.state.describe import Description, describe
+from statexchange.exchange.exporting import ExportReport, ExportRequest, export_described
+from statexchange.state.describe import Description, State, describe
 from statexchange.tensors import same_memory
 
-__all__ = ["export_checkpoint_async"]
+__all__ = ["export_in_background"]
 
 _log = logging.getLogger(__name__)
 _ALIGN_BYTES = 64
 _numbers = itertools.count()
 
 
-@public_call("export_checkpoint_async")
-def export_checkpoint_async(
-    state: Any, out: str | os.PathLike[str], *, comm: Any = None, layout: Any = None, **options: Any
+def export_in_background(
+    state: State, path: str | os.PathLike[str], request: Callable[[], ExportRequest], comm: Communicator
 ) -> Future[ExportReport]:
-    """As `export_checkpoint`, which has the same options, of `state` as it is now; the report comes later.
+    """Copy this rank's tensors of `state` and export the copy in a thread. Collective.
 
-    Collective over `comm`, but it waits for no other rank, except the first time; it returns once all that this rank
-    holds is copied into memory that the next export uses again. The state may be changed then, and collectives of
-    `comm` go on: a thread exports over a communicator of its own. An export that is called while one goes on waits for
-    that one first, and so does the interpreter's end; it cannot be cancelled. `on_progress` is called in the thread.
-
-    A failure on any rank is logged on all, and raised by `result()` on all. Where nobody has asked for it, the next
-    call raises it, and exports nothing on any rank; at the interpreter's end it is logged once more.
+    `request` checks the arguments of the call; a failure in it, or in describing the state, is raised on all ranks by
+    the thread, so that this call waits for no rank.
     """
-    communicator = as_communicator(comm)
     site = call_site()
-    known = _backgrounds.get(communicator)
+    known = _backgrounds.get(comm)
     failure = None if known is None else known.take_failure()
     if known is None or known.comm.is_closed:  # looked at after the wait, so that all ranks see the same
-        known = _backgrounds[communicator] = _Background(communicator.duplicate())
+        known = _backgrounds[comm] = _Background(comm.duplicate())
     try:
-        if failure is not None:  # the other ranks may have heard of it, and go on: they are to raise it, too
-            raise failure.located() if isinstance(failure, StateExchangeError) else failure  # not as the one they know
-        request = ExportRequest.of(out, layout=layout, **options)
-        described = describe(state, request.options.new_layout(), communicator.rank)
-        taken: tuple[Description, ExportRequest] | Exception = (known.snapshot(described), request)
+        if failure is not None:  # the other ranks may know of it already and go on: this makes them raise it, too
+            raise failure.located() if isinstance(failure, StateExchangeError) else failure
+        checked = request()
+        described = describe(state, checked.options.new_layout(), comm.rank)
+        snapshot: tuple[Description, ExportRequest] | Exception = (known.snapshot(described), checked)
     except Exception as error:  # noqa: BLE001 (the thread raises it, on all ranks)
-        taken = error
+        snapshot = error
     except BaseException as error:
         known.comm.close(error)
         raise
 
     def export() -> ExportReport:
-        with public_call("export_checkpoint_async", site):
+        with public_call("export_checkpoint", site):
             with known.comm.phase("taking a snapshot"):
-                if isinstance(taken, Exception):
-                    raise taken
-            return export_described(*taken, known.comm)
+                if isinstance(snapshot, Exception):
+                    raise snapshot
+            return export_described(*snapshot, known.comm)
 
-    shown = str(out) if isinstance(out, (str, os.PathLike)) else excerpt(out)
-    result = _Result(without_secrets(shown), is_told=failure is not None)
+    shown = str(path) if isinstance(path, (str, os.PathLike)) else excerpt(path)
+    result = _Result(without_secrets(shown), is_reported=failure is not None)
     known.start(export, result)
     if failure is not None:
         raise failure.with_traceback(None)
@@ -79,62 +71,58 @@ def export_checkpoint_async(
 
 
 class _Result(Future[ExportReport]):
-    """The result of an export, which runs from the beginning: it cannot be cancelled.
+    """The result of an export. It is running from the start, so that it cannot be cancelled.
 
-    `is_told` says that whoever called has been told of a failure, or needs not be.
+    `is_reported`: the caller has received the failure, or has received an earlier one in its place.
     """
 
-    def __init__(self, out: str, *, is_told: bool) -> None:
+    def __init__(self, path: str, *, is_reported: bool) -> None:
         super().__init__()
-        self.out = out
-        self.is_told = is_told
+        self.path = path
+        self.is_reported = is_reported
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> ExportReport:
-        """Wait for the report; raise what the export has failed of."""
+        """Wait for the report; raise the failure of the export."""
         self.exception(timeout)
         return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the end; return what the export has failed of."""
+        """Wait for the end; return the failure of the export, or None."""
         failure = super().exception(timeout)
-        self.tell()
+        self.is_reported = True
+        _unreported.discard(self)
         return failure
 
-    def tell(self) -> None:
-        """Count a failure as told."""
-        self.is_told = True
-        _untold.discard(self)
-
     def fail(self, error: BaseException) -> None:
-        """End with `error`, which is logged, and kept until somebody is told."""
-        if not self.is_told:
-            _untold.add(self)
-            _log.warning("the export to %s in the background has failed: %s", self.out, _said(error))
+        """End with `error`: log it, and keep it until the caller asks for it."""
+        if not self.is_reported:
+            _unreported.add(self)
+            _log.warning("the export to %s in the background has failed: %s", self.path, _text(error))
         self.set_exception(error)
 
 
-_untold: set[_Result] = set()
+_unreported: set[_Result] = set()
 
 
 @functools.cache
 def _log_at_exit() -> None:
-    """Have failures that nobody has asked for logged at the interpreter's end, once the threads have ended."""
-    atexit.register(_log_untold)
+    """Log unreported failures at the interpreter's exit, after the threads have ended."""
+    atexit.register(_log_unreported)
 
 
-def _log_untold() -> None:
-    for result in list(_untold):
+def _log_unreported() -> None:
+    for result in list(_unreported):
         error = result.exception()
         _log.warning(
-            "nobody has asked how the export to %s went, and it has failed: call result() of what "
-            "export_checkpoint_async returns (%s)",
-            result.out,
-            _said(error),
+            "the export to %s in the background has failed, and its result was never asked for: call result() of the "
+            "Future that export_checkpoint(..., background=True) returns (%s)",
+            result.path,
+            _text(error),
         )
 
 
-def _said(error: BaseException | None) -> str:
+def _text(error: BaseException | None) -> str:
     return str(error) if isinstance(error, StateExchangeError) else repr(error)
 
 
@@ -150,12 +138,12 @@ class _Background:
         self._memory: Any = None
 
     def take_failure(self) -> BaseException | None:
-        """Wait for the end of the last export; return what it has failed of, if nobody was told, who now is."""
+        """Wait for the end of the last export; return its failure if the caller has not received it yet."""
         last, self._last = self._last, None
         if last is None:
             return None
         wait_for([last])
-        return None if last.is_told else last.exception()
+        return None if last.is_reported else last.exception()
 
     def start(self, export: Callable[[], ExportReport], result: _Result) -> None:
         """Run `export` in the thread."""
@@ -164,7 +152,7 @@ class _Background:
         def run() -> None:
             try:
                 report = export()
-            except BaseException as error:  # noqa: BLE001 (it is raised where the result is asked for)
+            except BaseException as error:  # noqa: BLE001 (result() raises it)
                 result.fail(error)
             else:
                 result.set_result(report)
@@ -172,24 +160,24 @@ class _Background:
         self._pool.submit(run)
 
     def snapshot(self, described: Description) -> Description:
-        """`described` with all tensors copied; what is one tensor is copied once."""
+        """Return the description over copies of its tensors; tied tensors are copied once."""
         unique: dict[Any, Any] = {}
         for held in described.held.values():
             for tensor in held.tensors:
                 unique.setdefault(_key(tensor), tensor)
-        sizes = {key: _room(tensor) for key, tensor in unique.items()}
-        memory = self._room_for(sum(sizes.values()))
+        sizes = {key: _aligned_bytes(tensor) for key, tensor in unique.items()}
+        memory = self._memory_of(sum(sizes.values()))
         copies, at = {}, 0
         for key, tensor in unique.items():
             copies[key] = _copied(tensor, memory[at : at + sizes[key]])
             at += sizes[key]
-        _settle(unique.values())
+        _synchronize(unique.values())
         return replace(
             described,
             held={n: replace(h, tensors=tuple(copies[_key(t)] for t in h.tensors)) for n, h in described.held.items()},
         )
 
-    def _room_for(self, nbytes: int) -> Any:
+    def _memory_of(self, nbytes: int) -> Any:
         import torch
 
         if self._memory is None or self._memory.numel() < nbytes:
@@ -203,32 +191,32 @@ _backgrounds: weakref.WeakKeyDictionary[Communicator, _Background] = weakref.Wea
 
 
 def _key(tensor: Any) -> Any:
-    """What tied tensors share."""
+    """Return a key that is equal for tied tensors."""
     return same_memory(tensor) or id(tensor)
 
 
-def _room(tensor: Any) -> int:
-    """Bytes that a copy takes, up to where the next one may begin."""
+def _aligned_bytes(tensor: Any) -> int:
+    """Return the bytes of a copy, rounded up to where the next copy may begin."""
     return -(-int(tensor.nbytes) // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
-def _copied(tensor: Any, room: Any) -> Any:
-    """A copy of `tensor` on the host, in `room`; of a GPU's it is complete only after `_settle`."""
+def _copied(tensor: Any, memory: Any) -> Any:
+    """Copy `tensor` into host `memory`; a copy from a GPU is complete only after `_synchronize`."""
     if isinstance(tensor, np.ndarray):
-        copy = room.numpy()[: tensor.nbytes].view(tensor.dtype).reshape(tensor.shape)
+        copy = memory.numpy()[: tensor.nbytes].view(tensor.dtype).reshape(tensor.shape)
         copy[...] = tensor
         return copy
     import torch
 
     if not tensor.numel():
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    copy = room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    copy = memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
     with torch.no_grad():
         return copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
 
 
-def _settle(tensors: Iterable[Any]) -> None:
-    """Return when copies from GPUs are complete."""
+def _synchronize(tensors: Iterable[Any]) -> None:
+    """Wait until copies from GPUs are complete."""
     for device in {str(tensor.device) for tensor in tensors if not isinstance(tensor, np.ndarray)}:
         if device.startswith("cuda"):
             import torch

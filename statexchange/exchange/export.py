@@ -1,189 +1,151 @@
-"""Export live sharded state as one Hugging Face checkpoint.
-
-Root plans and keeps the metadata; every rank writes its own bytes in place. Nobody holds the model.
-"""
+"""Export live sharded state as one Hugging Face checkpoint, now or in the background."""
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import partial
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, Literal, overload
 
-from statexchange.checkpoint.extra_files import FilesFrom, extra_files
-from statexchange.checkpoint.index import BoxFact
-from statexchange.checkpoint.publication import PlannedFile, Publication, target_path
-from statexchange.comm.communicator import Communicator
+from statexchange.checkpoint.extra_files import FilesFrom
+from statexchange.comm.communicator import CommLike
 from statexchange.comm.session import public_call
 from statexchange.comm.world import as_communicator
-from statexchange.errors import InvalidArgumentError, MismatchError, ReplicaError
-from statexchange.exchange.rank_metadata import (
-    RankMetadata,
-    check_equal_options,
-    gather_metadata,
-    operations,
-    parse_metadata,
-    rank_shards,
-    renames,
-)
-from statexchange.exchange.reducing import reduce_copies
-from statexchange.exchange.writing import write_boxes, writing_nodes
+from statexchange.exchange.background import export_in_background
+from statexchange.exchange.exporting import ExportReport, ExportRequest, export_described
 from statexchange.processes import collector_paused
-from statexchange.settings import check_timeout
-from statexchange.sharding import records
-from statexchange.sharding.copies import check_copies, replica_error
-from statexchange.sharding.options import ExportOptions, Rename, Replicas
-from statexchange.sharding.plan import Holding, Plan, TensorPlan, plan_merge
-from statexchange.sharding.shards import Box
-from statexchange.sharding.write_plan import BoxReceipts, WriteFile, WritePlan, WriteTensor
-from statexchange.state.describe import Description, describe
-from statexchange.storage.store import given_path, is_url
-from statexchange.tensors import ITEMSIZE
+from statexchange.sharding.options import Rename, Replicas
+from statexchange.state.describe import State, describe
+from statexchange.tensors import DType
 
-__all__ = ["ExportReport", "ExportRequest", "export_checkpoint", "export_described"]
+__all__ = ["ExportReport", "export_checkpoint"]
 
 
-@dataclass(frozen=True, slots=True)
-class ExportReport:
-    """What an export did. `files` are (name, bytes); `rank_nbytes` bytes of tensors by the rank that supplied them.
-
-    By phase, `phases` has seconds and `phase_nbytes` bytes: what ranks told root ("describe"), what root told them
-    ("plan"), tensors ("write") and receipts ("publish").
-    """
-
-    path: str
-    files: tuple[tuple[str, int], ...]
-    nbytes: int
-    num_tensors: int
-    aliases: Mapping[str, str]
-    seconds: float
-    phases: Mapping[str, float]
-    phase_nbytes: Mapping[str, int]
-    rank_nbytes: tuple[int, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON value that `from_json` reads."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {**found, "files": [{"name": name, "nbytes": nbytes} for name, nbytes in self.files]}
-
-    @classmethod
-    def from_json(cls, raw: Any) -> ExportReport:
-        """The report that `to_json` wrote; anything else is a ValueError."""
-        names = [field.name for field in fields(cls)]
-        path, files, nbytes, num_tensors, aliases, seconds, phases, phase_nbytes, rank_nbytes = records.fields(
-            raw, *names
-        )
-        return cls(
-            records.text(path),
-            records.items(files, _file_from_json),
-            records.count(nbytes),
-            records.count(num_tensors),
-            records.texts(aliases),
-            records.number(seconds),
-            records.mapping(phases, records.number),
-            records.mapping(phase_nbytes, records.count),
-            records.items(rank_nbytes, records.count),
-        )
-
-
-def _file_from_json(raw: Any) -> tuple[str, int]:
-    name, nbytes = records.fields(raw, "name", "nbytes")
-    return records.text(name), records.count(nbytes)
-
-
-@dataclass(frozen=True, slots=True)
-class ExportRequest:
-    """What a call of `export_checkpoint` asks for beside the state."""
-
-    path: str
-    options: ExportOptions
-    files_from: FilesFrom = None
-    overwrite: bool = False
-    stall_timeout_s: float = 300.0
-    on_progress: Callable[[int, int], None] | None = None
-
-    @classmethod
-    def of(
-        cls,
-        out: str | os.PathLike[str],
-        *,
-        files_from: FilesFrom = None,
-        overwrite: bool = False,
-        stall_timeout_s: float = 300.0,
-        on_progress: Callable[[int, int], None] | None = None,
-        **options: Any,
-    ) -> ExportRequest:
-        """Check and keep the arguments of a call; `options` are those of `ExportOptions`."""
-        path = given_path(out, "a target")
-        check_timeout(stall_timeout_s, "stall_timeout_s")
-        return cls(path, ExportOptions(**options), files_from, overwrite, stall_timeout_s, on_progress)
-
-
-class _Clock:
-    """Seconds and bytes by phase."""
-
-    def __init__(self) -> None:
-        self.began = self._last = time.perf_counter()
-        self.phases: dict[str, float] = {}
-        self.nbytes: dict[str, int] = {}
-
-    def lap(self, phase: str, nbytes: int = 0) -> None:
-        now = time.perf_counter()
-        self.phases[phase] = now - self._last
-        self.nbytes[phase] = nbytes
-        self._last = now
-
-
-@public_call("export_checkpoint")
+@overload
 def export_checkpoint(
-    state: Any,
-    out: str | os.PathLike[str],
+    state: State,
+    path: str | os.PathLike[str],
     *,
-    comm: Any = None,
+    comm: CommLike | None = None,
     layout: Mapping[str, Any] | None = None,
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     rename: Rename = (),
     replicas: Replicas = "equal",
-    dtype: Any = None,
+    dtype: DType | None = None,
+    max_shard_size: int | str = "5GB",
+    filename_pattern: str = "model{suffix}.safetensors",
+    files_from: FilesFrom = None,
+    overwrite: bool = False,
+    background: Literal[False] = False,
+    stall_timeout_s: float = 300.0,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> ExportReport: ...
+
+
+@overload
+def export_checkpoint(
+    state: State,
+    path: str | os.PathLike[str],
+    *,
+    background: Literal[True],
+    comm: CommLike | None = None,
+    layout: Mapping[str, Any] | None = None,
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    rename: Rename = (),
+    replicas: Replicas = "equal",
+    dtype: DType | None = None,
     max_shard_size: int | str = "5GB",
     filename_pattern: str = "model{suffix}.safetensors",
     files_from: FilesFrom = None,
     overwrite: bool = False,
     stall_timeout_s: float = 300.0,
     on_progress: Callable[[int, int], None] | None = None,
-) -> ExportReport:
-    """Write the ranks' sharded `state` as one merged checkpoint directory `out`; the same report on every rank.
+) -> Future[ExportReport]: ...
 
-    Collective over `comm`. Only root's host has to see `out`: what others hold is sent there; hosts that see it, too,
-    share the files. The directory appears when it is whole and durable, or not
-    at all, and any rank's failure is raised on all ranks. No rank holds more than its own shard.
 
-    `state`: a module, a mapping of names to tensors, or a list of such. DTensors, and Megatron-Core's ShardedTensors in
-    its nested state dicts, say where they belong (the latter by their keys, and with the padding of a vocabulary); a
-    plain tensor counts as a replica unless `layout` has a rule for its name pattern: torch's ``Shard(dim)`` or
-    ``Replicate()``, ``{"dim": 0}``, transformers' `model.tp_plan`, or what else `statexchange.sharding.rules` tells.
-    Where copies are reduced (``{"reduce": "max"}``), the rank that writes them holds them once more.
+@public_call("export_checkpoint")
+def export_checkpoint(
+    state: State,
+    path: str | os.PathLike[str],
+    *,
+    comm: CommLike | None = None,
+    layout: Mapping[str, Any] | None = None,
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    rename: Rename = (),
+    replicas: Replicas = "equal",
+    dtype: DType | None = None,
+    max_shard_size: int | str = "5GB",
+    filename_pattern: str = "model{suffix}.safetensors",
+    files_from: FilesFrom = None,
+    overwrite: bool = False,
+    background: bool = False,
+    stall_timeout_s: float = 300.0,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> ExportReport | Future[ExportReport]:
+    """Write the ranks' sharded `state` as one merged checkpoint directory at `path`; the same report on every rank.
 
-    `include` and `exclude` are shell patterns, one or several; `rename` a function or (regex, replacement) pairs;
-    `dtype` casts floating tensors; `replicas="root"` takes the first holder's copy where copies differ; `files_from`
-    names a directory (its small files go along) or files, or maps names to texts; `on_progress(done, total)` is called
-    with this rank's bytes. `stall_timeout_s` limits the time in which nobody moves a byte, not the total.
+    Collective; blocks until the directory is published. It appears when it is whole and durable, or not at all. A
+    failure on any rank is raised on all ranks. No rank holds more than its own shard. Only root's host must see `path`:
+    the bytes of other hosts are sent there, unless they see it too and write their own.
 
-    `out`, `files_from` and `overwrite` are root's: give the same on all ranks. All other options must be the same, but
-    for the rules of a layout; one that differs is an InvalidArgumentError that names it and both values.
+    In the background, the call returns once this rank's tensors are copied into memory that the next export uses again,
+    and waits for no other rank except the first time. The state may change then, and collectives of `comm` go on: a
+    thread exports over a communicator of its own. An export that is called while another one runs waits for it first,
+    and so does the interpreter's exit; an export cannot be cancelled. `on_progress` is called in the thread. A failure
+    on any rank is logged on all ranks and raised by `result()` on all ranks. If `result()` was not called, the next
+    export in the background raises the failure instead of exporting, and at exit it is logged again.
 
-    Raises TargetExistsError, UnsafeError, IncompleteError, OverlapError, CorruptError, ReplicaError, UnsupportedError,
-    InvalidArgumentError, NotFoundError (`files_from`), StorageError, StallError, PeerError.
+    Args:
+        state: a module, a mapping of names to tensors, or a list of such. DTensors and Megatron-Core's ShardedTensors
+            carry their sharding (the latter also their keys, and the padding of a vocabulary); a plain tensor counts as
+            a replica unless `layout` has a rule for its name.
+        path: a local directory. `path`, `files_from` and `overwrite` are root's; pass the same on all ranks. All other
+            options must be equal on all ranks, except the rules of a layout.
+        comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current communicator.
+        layout: sharding rules by name pattern: torch's ``Shard(dim)`` or ``Replicate()``, ``{"dim": 0}``, the words of
+            transformers' `model.tp_plan`, or any rule of `statexchange.sharding.rules`. With ``{"reduce": "max"}`` the
+            rank that writes the copies holds them once more.
+        include: shell patterns of the names to export, one or several; by default all.
+        exclude: shell patterns of the names to leave out.
+        rename: a function of a name, or (regex, replacement) pairs that are applied in order.
+        replicas: "equal" raises ReplicaError if copies differ; "root" takes the lowest rank's copy.
+        dtype: the dtype to which floating tensors are cast; by default none is.
+        max_shard_size: limit of a file's bytes: an int, or text such as "5GB".
+        filename_pattern: the files' names; ``{suffix}`` becomes ``-00001-of-00004`` where there are several.
+        files_from: a directory whose small files are copied along (config, tokenizer), or files, or a mapping of names
+            to texts.
+        overwrite: replace what is at `path`; else an existing target is a TargetExistsError.
+        background: export a snapshot in a thread, and return a Future.
+        stall_timeout_s: limit of the time in which no rank moves a byte, in seconds; the total time is not limited.
+        on_progress: called with the bytes that this rank has written and those that it will write.
+
+    Returns:
+        The report, or with `background` a Future of it.
+
+    Raises:
+        InvalidArgumentError: an option is not accepted, or differs between ranks; nothing is left to export.
+        TargetExistsError: `path` exists and `overwrite` is false, or another process is writing there.
+        IncompleteError, OverlapError: the ranks' shards do not cover a tensor exactly once.
+        ReplicaError: copies of a region differ.
+        UnsafeError, UnsupportedError, CorruptError, StorageError.
+        NotFoundError: a file of `files_from` does not exist.
+        StallError: no rank has moved a byte for `stall_timeout_s`.
+        PeerError: another rank has failed.
+
+    Example:
+        >>> report = statexchange.export_checkpoint({"w": torch.zeros(2, 3)}, directory / "merged")
+        >>> report.num_tensors, report.nbytes
+        (1, 24)
     """
     communicator = as_communicator(comm)
-    clock = _Clock()
-    with communicator.phase("describing its state"):
-        request = ExportRequest.of(
-            out,
+
+    def request() -> ExportRequest:
+        return ExportRequest.of(
+            path,
             include=include,
             exclude=exclude,
             rename=rename,
@@ -197,204 +159,12 @@ def export_checkpoint(
             stall_timeout_s=stall_timeout_s,
             on_progress=on_progress,
         )
+
+    if background:
+        return export_in_background(state, path, request, communicator)
+    began = time.perf_counter()
+    with communicator.phase("describing its state"):
+        checked = request()
         with collector_paused():
-            described = describe(state, request.options.new_layout(), communicator.rank)
-    return _Export(communicator, described, request, clock).run()
-
-
-def export_described(described: Description, request: ExportRequest, comm: Communicator) -> ExportReport:
-    """Export what a rank has described, as `export_checkpoint` does. Collective."""
-    return _Export(comm, described, request, _Clock()).run()
-
-
-class _Export:
-    """One export, from descriptions to the published directory."""
-
-    def __init__(self, comm: Communicator, described: Description, request: ExportRequest, clock: _Clock) -> None:
-        self._comm = comm
-        self._described = described
-        self._request = request
-        self._options = request.options
-        self._layout = request.options.new_layout()
-        self._stall_timeout_s = request.stall_timeout_s
-        self._clock = clock
-        self._publication: Publication | None = None
-        self._plan: Plan | None = None
-        self._open: list[PlannedFile] = []
-        self._probe = ""
-        self._renames: list[dict[str, str]] = []
-
-    def run(self) -> ExportReport:
-        """Export; collective."""
-        comm = self._comm
-        try:
-            with collector_paused():
-                order = self._agreed_plan()
-            nodes = writing_nodes(comm, order)
-            self._prepare_values(order)
-            with comm.phase("writing", timeout_s=self._stall_timeout_s):
-                headers = [opened.header for opened in self._open]
-                written = write_boxes(comm, self._described, order, nodes, headers, self._request.on_progress)
-            self._clock.lap("write", self._plan.nbytes if self._plan is not None else 0)
-            receipts = comm.exchange(records.encoded(written), root=0, doing="the receipts")
-            report: ExportReport | None = None
-            with comm.phase("publishing", timeout_s=self._stall_timeout_s):
-                if comm.rank == 0:
-                    with collector_paused():
-                        report = self._publish(receipts, nodes)
-            return self._shared(report)
-        finally:
-            if self._publication is not None:
-                self._publication.abandon()
-
-    def _agreed_plan(self) -> WritePlan:
-        """Every rank: the plan that root has made of what all ranks hold. Collective."""
-        comm = self._comm
-        ours = RankMetadata.of(self._described, self._options.texts())
-        metadata, nbytes = gather_metadata(comm, ours, root=0)
-        self._clock.lap("describe", nbytes)
-        plan: WritePlan | None = None
-        data = b""
-        with comm.phase("planning"):
-            if comm.rank == 0:
-                self._prepare(parse_metadata(metadata, comm.rank, ours))
-                plan = self._write_plan()
-                data = records.encoded(plan)
-        sent = comm.exchange(data, doing="the plan")[0]
-        with comm.phase("reading the plan"):
-            if plan is None:
-                plan = records.decoded(sent, lambda raw: WritePlan.from_json(raw, comm.world_size), "the plan", 0)
-        self._clock.lap("plan", len(sent))
-        return plan
-
-    def _prepare(self, metadata: list[RankMetadata]) -> None:
-        """Root: prove the cover, take the target, and make the files."""
-        check_equal_options([one.options for one in metadata])
-        self._layout.check_ranks(range(len(metadata)))
-        unused = set.intersection(*(set(one.unused) for one in metadata))
-        if unused:
-            raise InvalidArgumentError(f"layout pattern {min(unused)!r} matches no tensor")
-        self._renames = renames(metadata, self._layout)
-        metadata = [
-            one.renamed(names, rank) if names else one
-            for rank, (one, names) in enumerate(zip(metadata, self._renames, strict=True))
-        ]
-        shards = rank_shards(metadata, self._layout)
-        holdings = [Holding(rank, shards[rank], one.aliases) for rank, one in enumerate(metadata)]
-        self._plan = plan_merge(holdings, self._options, reductions=operations(metadata))
-        if not self._plan.num_tensors:
-            why = "include and exclude leave out every tensor" if any(shards) else "no rank's state has a tensor"
-            raise InvalidArgumentError(f"there is nothing to export: {why}")
-        path = target_path(self._request.path)
-        if is_url(path):
-            raise InvalidArgumentError(f"a checkpoint goes to a directory, not to {path!r}")
-        extra = extra_files(self._request.files_from, self._plan)
-        self._publication = Publication(
-            path, self._plan, source="export", extra=extra, overwrite=self._request.overwrite
-        )
-        self._open = [self._publication.create(file) for file in self._plan.files]
-        if self._comm.num_nodes > 1:
-            self._probe = self._publication.make_probe()
-
-    def _write_plan(self) -> WritePlan:
-        """Root: what every rank must know to write its part."""
-        assert self._plan is not None
-        distinct: dict[str, int] = {}
-        numbers = [distinct.setdefault(json.dumps(names, sort_keys=True), len(distinct)) for names in self._renames]
-        tensors = [
-            WriteTensor(number, opened.offset_of(t), t.shape, t.dtype, t.source, t.reduce, t.pieces)
-            for number, (file, opened) in enumerate(zip(self._plan.files, self._open, strict=True))
-            for t in file.tensors
-        ]
-        files = [WriteFile(opened.path, opened.is_reserved) for opened in self._open]
-        compares = self._options.replicas == "equal"
-        maps = tuple(json.loads(text) for text in distinct)
-        return WritePlan(tuple(files), tuple(tensors), maps, tuple(numbers), self._probe, compares)
-
-    def _prepare_values(self, order: WritePlan) -> None:
-        """Every rank: names as the plan has them, and results in place of copies that are reduced."""
-        comm = self._comm
-        self._described = self._described.renamed(order.renames[order.rename_of[comm.rank]])
-        reductions = order.reductions()
-        if reductions:
-            with comm.phase("reducing copies", timeout_s=self._stall_timeout_s):
-                self._described = reduce_copies(comm, self._described, reductions)
-            self._clock.lap("reduce")
-
-    def _publish(self, receipts: Sequence[bytes], nodes: Sequence[int]) -> ExportReport:
-        """Root: compare replicas, finish files, write the manifest, rename."""
-        plan, publication = self._plan, self._publication
-        assert plan is not None
-        assert publication is not None
-        tensors = [tensor for file in plan.files for tensor in file.tensors]
-        found = [
-            records.decoded(receipt, BoxReceipts.from_json, "the digests", rank)
-            for rank, receipt in enumerate(receipts)
-        ]
-        facts = _box_facts(tensors, found, compares=self._options.replicas == "equal")
-        for opened, node in zip(self._open, nodes, strict=True):
-            opened.finish(writes_header=node == self._comm.node_rank)
-        small_files = publication.commit(facts)
-        files = [(file.name, opened.nbytes) for file, opened in zip(plan.files, self._open, strict=True)]
-        self._clock.lap("publish", sum(map(len, receipts)))
-        return ExportReport(
-            publication.path,
-            tuple(sorted(files + small_files)),
-            plan.nbytes,
-            plan.num_tensors,
-            plan.aliases,
-            time.perf_counter() - self._clock.began,
-            self._clock.phases,
-            self._clock.nbytes,
-            _supplied(tensors, self._comm.world_size),
-        )
-
-    def _shared(self, report: ExportReport | None) -> ExportReport:
-        """Root's report on every rank."""
-        sent = self._comm.broadcast_object(None if report is None else report.to_json())
-        return records.parsed(sent, ExportReport.from_json, "the report", 0)
-
-
-def _supplied(tensors: Sequence[TensorPlan], world_size: int) -> tuple[int, ...]:
-    supplied = [0] * world_size
-    for tensor in tensors:
-        for piece in tensor.pieces:
-            supplied[piece.holder] += piece.box.numel * ITEMSIZE[tensor.dtype]
-    return tuple(supplied)
-
-
-def _box_facts(
-    tensors: Sequence[TensorPlan], receipts: Sequence[BoxReceipts], *, compares: bool
-) -> dict[str, list[BoxFact]]:
-    """For each tensor the supplier and digest of each piece; replicas that differ are a ReplicaError."""
-    found = {
-        (box.tensor, box.piece, rank, box.index): box.digest for rank, receipt in enumerate(receipts) for box in receipt
-    }
-    facts: dict[str, list[BoxFact]] = {}
-    for number, tensor in enumerate(tensors):
-        facts[tensor.name] = []
-        for index, piece in enumerate(tensor.pieces):
-            digest_of = partial(_digest_of, found, tensor.name, number, index)
-            if compares:
-                check_copies(tensor, piece, digest_of, _replica_error)
-            facts[tensor.name].append(BoxFact(piece.holder, digest_of(piece.holder, piece.box_index)))
-    return facts
-
-
-def _digest_of(
-    found: Mapping[tuple[int, int, int, int], str], name: str, tensor: int, piece: int, rank: int, box: int
-) -> str:
-    key = (tensor, piece, rank, box)
-    if key not in found:
-        text = "this rank has not sent the digest of a box: run the same version of statexchange on all ranks"
-        raise MismatchError(text, name=name, rank=rank)
-    return found[key]
-
-
-def _replica_error(tensor: TensorPlan, box: Box, rank: int, other: int) -> ReplicaError:
-    advice = (
-        f'if each rank holds a part, say so with layout={{"{tensor.source}": Shard(0)}}; to take rank '
-        f'{min(rank, other)}\'s copy, replicas="root"; tensors that are not the same, as of pipeline stages that each '
-        "count their layers from 0, need names of their own"
-    )
-    return replica_error(tensor.name, box, rank, other, advice)
+            described = describe(state, checked.options.new_layout(), communicator.rank)
+    return export_described(described, checked, communicator, began)

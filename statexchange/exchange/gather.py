@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from statexchange import values
-from statexchange.comm.communicator import Communicator
+from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.session import public_call
 from statexchange.comm.world import as_communicator, members
 from statexchange.errors import InvalidArgumentError, MismatchError, StateExchangeError, UnsupportedError, excerpt
@@ -25,7 +25,7 @@ from statexchange.exchange.staging import Staging
 from statexchange.sharding import records
 from statexchange.sharding.shards import Shard, full_box, shape_from_json
 from statexchange.shared_memory import Arena, attach
-from statexchange.state.describe import describe
+from statexchange.state.describe import State, describe
 from statexchange.storage.tensorfile import Held
 from statexchange.storage.workspace import RankFile, Receipt, Workspace
 from statexchange.tensors import (
@@ -496,9 +496,9 @@ class GatheredState(Mapping[str, Any]):
 
 @contextlib.contextmanager
 def gather_state(
-    state: Any,
+    state: State,
     *,
-    comm: Any = None,
+    comm: CommLike | None = None,
     root: int = 0,
     workspace: Workspace | str | os.PathLike[str] | None = None,
 ) -> Iterator[tuple[GatheredState, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from statexchange import values
-from statexchange.comm.communicator import Communicator
+from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.session import public_call
 from statexchange.comm.world import as_communicator
 from statexchange.errors import (
@@ -32,16 +33,18 @@ from statexchange.sharding import records
 from statexchange.sharding.options import FLOATS, LoadOptions, Rename, Replicas
 from statexchange.sharding.plan import prove_cover
 from statexchange.sharding.rules import Layout, renumbered
-from statexchange.state.describe import Description, LocalTensor, describe_entry
+from statexchange.state.describe import Description, LocalTensor, State, describe_entry
 from statexchange.state.load_plan import LoadPlan, SavedTensor, merge_trees, plan_load, tree_from_names
 from statexchange.state.tree import flatten
 from statexchange.storage.json_text import decode_stored
 from statexchange.storage.store import is_url
 from statexchange.storage.tensorfile import digest
 from statexchange.tensors import DTYPE_NAMES, check_writable, dtype_name, mark_changed, torch_dtype
+from statexchange.units import format_transfer
 
 __all__ = ["LoadReport", "load_checkpoint"]
 
+_log = logging.getLogger(__name__)
 _SHOWN = 5
 
 
@@ -60,13 +63,17 @@ class LoadReport:
     unexpected: tuple[str, ...]
     seconds: float
 
+    def __str__(self) -> str:
+        counts = [f", {len(n)} {w}" for n, w in ((self.missing, "missing"), (self.unexpected, "unexpected")) if n]
+        return f"{format_transfer(self.num_tensors, self.nbytes, self.seconds)} <- {self.path}{''.join(counts)}"
+
 
 @public_call("load_checkpoint")
 def load_checkpoint(
-    state: Any,
+    state: State,
     path: str | os.PathLike[str],
     *,
-    comm: Any = None,
+    comm: CommLike | None = None,
     strict: bool = True,
     layout: Mapping[str, Any] | None = None,
     include: str | Sequence[str] = (),
@@ -269,7 +276,10 @@ class _Load:
             for callback in wanted.callbacks:
                 callback()
         names = (tuple(wanted.missing), tuple(wanted.unexpected))
-        return LoadReport(source.path, len(wanted.targets), read, *names, time.perf_counter() - self._began)
+        report = LoadReport(source.path, len(wanted.targets), read, *names, time.perf_counter() - self._began)
+        if comm.rank == 0:
+            _log.info("loaded %s", report)
+        return report
 
     def _laid_out(self, state: Any, catalog: Catalog, tree: _SavedTree | None) -> tuple[LoadPlan, list[Job]]:
         """What is wanted, and the jobs, where any rank has a layout. Collective."""

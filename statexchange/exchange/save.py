@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from statexchange.comm.communicator import Communicator
+from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.session import public_call
 from statexchange.comm.world import as_communicator
 from statexchange.errors import InvalidArgumentError, NotFoundError
@@ -19,57 +21,88 @@ from statexchange.processes import collector_paused
 from statexchange.settings import check_timeout
 from statexchange.sharding import records
 from statexchange.sharding.rules import Layout
-from statexchange.state.describe import describe
+from statexchange.state.describe import State, describe
 from statexchange.state.state_dict import encode_state
-from statexchange.storage.workspace import Manifest, Workspace
+from statexchange.storage.workspace import Workspace
+from statexchange.units import format_shares, format_transfer
 
-__all__ = ["save_checkpoint"]
+__all__ = ["SaveReport", "save_checkpoint"]
 
+_log = logging.getLogger(__name__)
 _KEPT_ROUNDS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """The result of a save.
+
+    `num_tensors` is the number of tensors of which this rank holds a part; `nbytes` are the bytes of all ranks' files,
+    `rank_nbytes` those of each rank's file. `generation` grows with each save in the workspace.
+    """
+
+    path: str
+    run: str
+    round: int
+    generation: int
+    num_tensors: int
+    nbytes: int
+    seconds: float
+    rank_nbytes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        done = format_transfer(self.num_tensors, self.nbytes, self.seconds)
+        return f"{done} -> {self.path} ({format_shares(self.rank_nbytes)})"
 
 
 @public_call("save_checkpoint")
 def save_checkpoint(
-    state: Mapping[str, Any],
-    url: str | os.PathLike[str],
+    state: State,
+    path: str | os.PathLike[str],
     *,
-    comm: Any = None,
+    comm: CommLike | None = None,
     layout: Mapping[str, Any] | None = None,
     stall_timeout_s: float = 300.0,
-) -> Manifest:
-    """Save nested `state` (modules, optimizers' state dicts, tensors, numbers ...) in a workspace, sharded as it lies.
+) -> SaveReport:
+    """Save nested `state` (modules, optimizers, tensors, numbers ...) at `path` with the sharding that it has.
 
-    Collective over `comm`. All hosts must see `url`: a NotFoundError names one that does not. Each rank
-    writes what it holds as one durable file, tensors by their dotted path; then root commits the round, and this job's
-    newest two rounds stay. Everything that is no tensor is kept as JSON values. A failure on any rank is raised on all,
-    and the earlier rounds stay as they were.
+    Collective; blocks until all ranks' files are durable. All hosts must see `path`; if one does not, a NotFoundError
+    names it. Each rank writes its tensors as one file, under their dotted paths; then root commits the round, and this
+    job's newest two rounds stay. Values that are not tensors are kept as JSON. A failure on any rank is raised on all
+    ranks, and earlier rounds stay as they were.
 
     Args:
         state: a nested mapping, as ``{"model": ..., "optimizer": ..., "step": 7}``, or a module.
-        url: a directory or URL that all hosts see.
-        comm: the communicator; by default the current one.
+        path: a directory or URL that all hosts see.
+        comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current communicator.
         layout: rules for plain tensors that are parts of whole ones, as in `export_checkpoint`, by their dotted paths:
-            ``{"*.up.weight": Shard(0)}``. What an optimizer holds in the shape of a parameter goes by the parameter's
-            rule. Rules that rename (split, renumber) or reduce are refused: tensors are saved as they are.
-        stall_timeout_s: limit of the time in which no rank moves a byte; the total time is not limited.
+            ``{"*.up.weight": Shard(0)}``. Optimizer state of a parameter's shape follows the parameter's rule. Rules
+            that rename (split, renumber) or reduce are refused: tensors are saved as they are.
+        stall_timeout_s: limit of the time in which no rank moves a byte, in seconds; the total time is not limited.
+
+    Returns:
+        The report, with this rank's number of tensors.
 
     Raises:
         InvalidArgumentError: a rule does not fit a tensor, or matches none.
-        NotFoundError: a host does not see what others have saved.
+        NotFoundError: a host does not see the files of the others.
         UnsupportedError, IncompleteError, StorageError.
         StallError: no rank has moved a byte for `stall_timeout_s`.
         PeerError: another rank has failed.
 
     Example:
-        statexchange.save_checkpoint({"model": model, "optimizer": optimizer, "step": 7}, "/shared/run-7")
+        >>> state = {"model": model, "optimizer": optimizer, "step": 7}
+        >>> report = statexchange.save_checkpoint(state, directory / "saved")
+        >>> report.round
+        0
     """
+    began = time.perf_counter()
     communicator = as_communicator(comm)
     ours: list[str] = []
     number: Any = None
     try:
         with communicator.phase("describing its state"):
             check_timeout(stall_timeout_s, "stall_timeout_s")
-            workspace = Workspace(url)
+            workspace = Workspace(path)
             with collector_paused():
                 config, tensors = encode_state(state)
                 rules = _parse_layout(layout, tensors)
@@ -109,7 +142,21 @@ def save_checkpoint(
                 committed = CommittedRound(manifest.generation, manifest.receipts).to_json()
         sent = communicator.broadcast_object(committed)
         kept = records.parsed(sent, CommittedRound.from_json, "the committed round", 0)
-        return Manifest(communicator.run, number, kept.generation, communicator.world_size, kept.receipts, {})
+        rank_nbytes = tuple(receipt.nbytes for receipt in kept.receipts)
+        seconds = time.perf_counter() - began
+        report = SaveReport(
+            workspace.path,
+            communicator.run,
+            int(number),
+            kept.generation,
+            len(held.held),
+            sum(rank_nbytes),
+            seconds,
+            rank_nbytes,
+        )
+        if communicator.rank == 0:
+            _log.info("saved %s", report)
+        return report
     except BaseException:
         if communicator.rank == 0 and number is not None:
             with contextlib.suppress(NotFoundError):  # nobody has written yet

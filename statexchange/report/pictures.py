@@ -13,6 +13,7 @@ from statexchange.formats.registry import open_source
 from statexchange.formats.source import Source
 from statexchange.sharding.shards import Box, full_box
 from statexchange.tensors import ITEMSIZE
+from statexchange.units import format_bytes
 
 if TYPE_CHECKING:
     import os
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Supplied",
     "curve",
-    "format_bytes",
     "shape_text",
     "supplied_tensors",
     "supply_bars",
@@ -93,21 +93,6 @@ def _total(tensors: Sequence[Supplied]) -> Counter[int]:
     for tensor in tensors:
         total.update(tensor.nbytes_by_rank())
     return total
-
-
-def format_bytes(nbytes: float) -> str:
-    """A size for people, in powers of 1000 and three digits: ``4.21 MB``."""
-    if nbytes < 999.5:
-        return f"{nbytes:.0f} B"
-    for unit in ("kB", "MB", "GB"):
-        nbytes /= 1000
-        if nbytes < 999.5:
-            return f"{_three_digits(nbytes)} {unit}"
-    return f"{_three_digits(nbytes / 1000)} TB"
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:,.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
 
 
 def shape_text(shape: Sequence[int]) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt
 from statexchange.sharding.rules import Layout, Part, Rule
@@ -16,7 +16,13 @@ from statexchange.state.megatron import MegatronTensor, holds_sharded, leaves, s
 from statexchange.state.modules import is_extra_state, is_module, is_plain_entry, model_items
 from statexchange.tensors import dtype_name, is_tensor, same_memory, wait_tensor
 
-__all__ = ["Description", "LocalTensor", "describe", "describe_entry", "named_tensors"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Description", "LocalTensor", "State", "describe", "describe_entry", "named_tensors"]
+
+# State as callers give it: a module, a mapping of names to tensors (nested where a call says so), or a list of such.
+State: TypeAlias = "torch.nn.Module | Mapping[str, Any] | Sequence[torch.nn.Module | Mapping[str, Any]]"
 
 _log = logging.getLogger(__name__)
 

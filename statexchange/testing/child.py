@@ -121,6 +121,7 @@ def _serve_task(task: dict[str, Any], line: _Line) -> bytes:
         before = _state_before(task)
         if task["backend"] == "gloo":
             group.enter_context(_gloo(task))
+        line.send("ready", None)
         line.send("ok", function(*values.decode(task["args"])))
     except BaseException as error:  # noqa: BLE001 - SystemExit and pytest's outcomes must reach the launcher too
         line.send("raised", describe(error))

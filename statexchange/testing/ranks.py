@@ -15,6 +15,7 @@ from statexchange.testing.worlds import BACKENDS, World, open_world
 
 __all__ = ["RankFailure", "RankOutcome", "RankOutcomes", "report", "run_ranks"]
 
+_START_S = 60.0  # for all ranks to import what they run: on a busy machine torch takes its time
 _GRACE_S = 2.0  # for the peers of a failed rank to fail by themselves
 _EXIT_S = 8.0  # for a process to end after its work: on a busy machine torch and MPI take their time
 
@@ -138,7 +139,8 @@ def run_ranks(
     """Run ``fn(*args)`` on `world_size` ranks and return what they returned, in rank order.
 
     Not collective; blocks until all ranks have ended, about `timeout_s` at most; leaves no process behind
-    unless `reuse` is given.
+    unless `reuse` is given. The time counts from when all ranks have imported `fn`, for which they get a minute: on a
+    busy machine the import of torch takes longer than most tests.
 
     `backend`: "threads" of this process, each with a communicator of its own as its default; "processes",
     which find RANK and WORLD_SIZE in their environment; "gloo", the same with torch.distributed's default
@@ -178,18 +180,23 @@ def _watch(
 ) -> RankOutcomes:
     """Follow the ranks to their ends, and see that they come to one."""
     ends: dict[int, RankOutcome] = {}
-    limit = f"did not finish within {timeout_s:g} s"
-    deadline = time.monotonic() + timeout_s
+    ready: set[int] = set()
+    limit = f"was not ready within {_START_S:g} s"
+    deadline = time.monotonic() + _START_S
     while len(ends) < world_size and (left_s := deadline - time.monotonic()) > 0:
         for rank, kind, payload in world.events(left_s):
-            if kind == "report":
+            ready.add(rank)
+            if kind == "ready":
+                if len(ready) == world_size and all(end.state == "ok" for end in ends.values()):
+                    limit, deadline = f"did not finish within {timeout_s:g} s", time.monotonic() + timeout_s
+            elif kind == "report":
                 if on_message is not None:
                     on_message(rank, payload)
             elif rank not in ends:
                 ends[rank] = _outcome(rank, kind, payload)
-                if kind != "ok" and not patient and time.monotonic() + _GRACE_S < deadline:
-                    deadline = time.monotonic() + _GRACE_S
-                    limit = f"did not finish within {_GRACE_S:g} s of the failure of rank {rank}"
+                given_s, since = (timeout_s, "") if patient else (_GRACE_S, f" of the failure of rank {rank}")
+                if kind != "ok" and time.monotonic() + given_s < deadline:
+                    limit, deadline = f"did not finish within {given_s:g} s{since}", time.monotonic() + given_s
     running = set(range(world_size)) - ends.keys()
     if all(end.state == "ok" for end in ends.values()) and not running and world.keep():
         return RankOutcomes(end for _, end in sorted(ends.items()))

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["BACKENDS", "World", "dismiss_kept", "mpi_missing", "open_world"]
 
 BACKENDS = ("threads", "processes", "gloo", "mpi")
-Event = tuple[int, str, Any]  # rank; "report", "ok", "raised" or "exited"; what it sent
+Event = tuple[int, str, Any]  # rank; "ready", "report", "ok", "raised" or "exited"; what it sent
 
 _POLL_S = 0.05
 _STACK_S = 1.0
@@ -181,6 +181,7 @@ class _Threads:
 
         communicator = self._communicators[rank]
         child.sender.set(lambda value: self._events.put((rank, "report", values.decode(values.encode(value)))))
+        self._events.put((rank, "ready", None))
         try:
             with world.use(communicator):
                 value = self._fn(*self._args)

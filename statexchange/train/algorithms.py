@@ -109,7 +109,7 @@ class GradientAllReduce(Algorithm):
 
     Example:
         >>> import statexchange as sx
-        >>> sx.algorithms.GradientAllReduce()
+        >>> sx.train.algorithms.GradientAllReduce()
         GradientAllReduce(hierarchical=None)
     """
 
@@ -130,7 +130,7 @@ class ScatterGatherAllReduce(Algorithm):
 
     Example:
         >>> import statexchange as sx
-        >>> sx.algorithms.ScatterGatherAllReduce().name
+        >>> sx.train.algorithms.ScatterGatherAllReduce().name
         'sg-allreduce'
     """
 
@@ -175,7 +175,7 @@ class QuantizedAllReduce(Algorithm):
 
     Example:
         >>> import statexchange as sx
-        >>> sx.algorithms.QuantizedAllReduce(error_feedback=True).error_feedback
+        >>> sx.train.algorithms.QuantizedAllReduce(error_feedback=True).error_feedback
         True
     """
 
@@ -313,7 +313,7 @@ class Decentralized(Algorithm):
 
     Example:
         >>> import statexchange as sx
-        >>> ring = sx.algorithms.Decentralized(peers="ring", interval=4)
+        >>> ring = sx.train.algorithms.Decentralized(peers="ring", interval=4)
         >>> [step for step in range(9) if ring.is_due(step)]
         [0, 4, 8]
         >>> ring.peers_of(0, world_size=4, communication=0)

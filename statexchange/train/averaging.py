@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from statexchange.comm.communicator import Communicator
+from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.session import public_call
 from statexchange.comm.world import as_communicator
 from statexchange.train.parameter_specs import Source, compare_specs, local_part, named_parameters, specs_of
@@ -22,7 +22,7 @@ GradientKind = SparseShape | Literal["dense"] | None  # of one rank's gradient; 
 
 
 @public_call("average_gradients")
-def average_gradients(module: Source, comm: object = None) -> None:
+def average_gradients(module: Source, comm: CommLike | None = None) -> None:
     """Replace the gradients of `module` by their averages over ranks, in place.
 
     Collective. Blocks until all ranks have called. A gradient that is None on some ranks counts as zeros there; one
@@ -31,7 +31,7 @@ def average_gradients(module: Source, comm: object = None) -> None:
 
     Args:
         module: A module, or parameters with or without names, or a list of modules.
-        comm: The communicator, as everywhere; None is the default one.
+        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
 
     Raises:
         MismatchError: Parameters differ between ranks; the first that differs is named.

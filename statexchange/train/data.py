@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
+from statexchange.comm.communicator import CommLike
 from statexchange.comm.world import as_communicator, get_rank, get_world_size
 from statexchange.errors import InvalidArgumentError
 
@@ -67,7 +68,7 @@ class DistributedDataContainer(Dataset[Any]):
     Args:
         data: A dataset with a length and numbered samples. Or a tuple or mapping of such (arrays, tensors, lists; also
             nested), all of one length: its samples are tuples or dicts of one sample of each.
-        comm: The communicator, as everywhere; None is the default one.
+        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
         uneven: What happens where the ranks do not divide the samples: "short", "pad", "drop" or "balanced"; see
             `part_of`.
         shuffle: Cut an order into parts that follows from `seed` and the epoch, instead of the order of `data`.
@@ -78,18 +79,18 @@ class DistributedDataContainer(Dataset[Any]):
 
     Example:
         >>> import statexchange as sx
-        >>> part = sx.DistributedDataContainer({"x": [1, 2, 3], "y": [4, 5, 6]})
+        >>> part = sx.train.DistributedDataContainer({"x": [1, 2, 3], "y": [4, 5, 6]})
         >>> len(part), part[1]  # a world of one has all samples
         (3, {'x': 2, 'y': 5})
         >>> part.advance(2)
-        >>> rest = sx.DistributedDataContainer({"x": [1, 2, 3], "y": [4, 5, 6]})
+        >>> rest = sx.train.DistributedDataContainer({"x": [1, 2, 3], "y": [4, 5, 6]})
         >>> rest.load_state_dict(part.state_dict())
         >>> list(rest)
         [{'x': 3, 'y': 6}]
     """
 
     def __init__(
-        self, data: Any, comm: Any = None, *, uneven: Uneven = "short", shuffle: bool = False, seed: int = 0
+        self, data: Any, comm: CommLike | None = None, *, uneven: Uneven = "short", shuffle: bool = False, seed: int = 0
     ) -> None:
         if uneven not in get_args(Uneven):
             raise InvalidArgumentError(f"uneven is one of {', '.join(get_args(Uneven))}, not {uneven!r}")
@@ -216,7 +217,7 @@ class DistributedDataContainer(Dataset[Any]):
         return int(self._part[self._skipped + index % len(self)]) % self.num_samples
 
 
-def _rank_and_world_size(comm: Any) -> tuple[int, int]:
+def _rank_and_world_size(comm: CommLike | None) -> tuple[int, int]:
     """Return this rank and the number of ranks, without making a communicator for the default."""
     if comm is None and get_world_size() > 1:
         return get_rank(), get_world_size()

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from statexchange.comm.communicator import Communicator
+from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.session import about
 from statexchange.comm.world import as_communicator
 from statexchange.errors import InvalidArgumentError
@@ -29,7 +29,7 @@ __all__ = ["as_comm_hook"]
 Hook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
 
 
-def as_comm_hook(reducer: Any = None) -> Hook:
+def as_comm_hook(reducer: Reducer | CommLike | None = None) -> Hook:
     """Return a hook for ``DistributedDataParallel.register_comm_hook``, which averages DDP's buckets.
 
     Collective where a communicator has to be made of what is given; the hook itself is called by all ranks in backward.
@@ -37,7 +37,7 @@ def as_comm_hook(reducer: Any = None) -> Hook:
     calls.
 
     Args:
-        reducer: A communicator, as everywhere: buckets are averaged while backward goes on. Or a Reducer: every bucket
+        reducer: What `comm` is elsewhere: buckets are averaged while backward goes on. Or a Reducer: every bucket
             goes through its `add` and `finalize`, and backward waits.
 
     Returns:
@@ -48,7 +48,7 @@ def as_comm_hook(reducer: Any = None) -> Hook:
 
     Example:
         >>> import statexchange as sx
-        >>> hook = sx.as_comm_hook(sx.InlineReducer())
+        >>> hook = sx.train.as_comm_hook(sx.train.InlineReducer())
         >>> callable(hook)  # ddp.register_comm_hook(None, hook)
         True
     """

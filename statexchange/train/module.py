@@ -10,6 +10,7 @@ from typing import Any, overload
 import torch
 from torch import nn
 
+from statexchange.comm.communicator import CommLike
 from statexchange.comm.session import public_call
 from statexchange.comm.world import as_communicator
 from statexchange.errors import InvalidArgumentError
@@ -40,7 +41,7 @@ class DistributedModule(nn.Module):
 
     Args:
         module: The module.
-        comm: The communicator, as everywhere; None is the default one.
+        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
 
     Raises:
         InvalidArgumentError: `statexchange_ignore` has a name that the module does not have.
@@ -48,14 +49,14 @@ class DistributedModule(nn.Module):
     Example:
         >>> import torch
         >>> import statexchange as sx
-        >>> wrapped = sx.DistributedModule(torch.nn.Linear(2, 1))
+        >>> wrapped = sx.train.DistributedModule(torch.nn.Linear(2, 1))
         >>> sorted(wrapped.state_dict())
         ['bias', 'weight']
         >>> wrapped.in_features
         2
     """
 
-    def __init__(self, module: nn.Module, comm: Any = None) -> None:
+    def __init__(self, module: nn.Module, comm: CommLike | None = None) -> None:
         super().__init__()
         self._comm = as_communicator(comm)
         _check_ignored(module)
@@ -227,7 +228,7 @@ def data_parallel(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     algorithm: Algorithm | str = ...,
-    comm: Any = ...,
+    comm: CommLike | None = ...,
     *,
     root: int = ...,
     broadcast_buffers: bool = ...,
@@ -241,7 +242,7 @@ def data_parallel(
     module: nn.Module,
     optimizer: Sequence[torch.optim.Optimizer],
     algorithm: Algorithm | str = ...,
-    comm: Any = ...,
+    comm: CommLike | None = ...,
     *,
     root: int = ...,
     broadcast_buffers: bool = ...,
@@ -257,7 +258,7 @@ def data_parallel(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     algorithm: Algorithm | str = GradientAllReduce(),  # noqa: B008 (a value)
-    comm: Any = None,
+    comm: CommLike | None = None,
     *,
     root: int = 0,
     broadcast_buffers: bool = True,
@@ -278,7 +279,7 @@ def data_parallel(
             parameters, so that they may step unequally often; all ranks step them in the same order.
         algorithm: An Algorithm, or "allreduce", "sg-allreduce", "quantize" or "decentralize". `switch_to` of the
             returned module takes another one later.
-        comm: The communicator, as everywhere; None is the default one.
+        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
         root: The rank whose parameters and buffers all ranks begin with.
         broadcast_buffers: Whether buffers become root's, too; otherwise they stay each rank's own until `switch_to`
             averages them.
@@ -300,7 +301,7 @@ def data_parallel(
         >>> import torch
         >>> import statexchange as sx
         >>> model = torch.nn.Linear(2, 1)
-        >>> model, optimizer = sx.data_parallel(model, torch.optim.SGD(model.parameters(), lr=0.1), "allreduce")
+        >>> model, optimizer = sx.train.data_parallel(model, torch.optim.SGD(model.parameters(), lr=0.1), "allreduce")
         >>> model(torch.ones(4, 2)).sum().backward()
         >>> optimizer.step()
         >>> model.switch_to("decentralize").algorithm.name

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from statexchange.comm.communicator import CommLike
 from statexchange.comm.world import as_communicator
 from statexchange.errors import InvalidArgumentError
 from statexchange.state.optimizers import parameters_of, placed_parameters
@@ -42,7 +43,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: Any torch optimizer. If it was constructed with named parameters, messages use the names.
-        comm: The communicator, as everywhere; None is the default one.
+        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
         module: The module, or list of modules, that has the optimizer's parameters; messages use its names.
         reducer: A BucketReducer of all parameters, made by the caller.
         accumulate: Average after every `accumulate`-th backward; gradients are sums over these.
@@ -76,7 +77,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        comm: Any = None,
+        comm: CommLike | None = None,
         *,
         module: torch.nn.Module | list[torch.nn.Module] | None = None,
         reducer: BucketReducer | None = None,

@@ -6,10 +6,11 @@ import logging
 import weakref
 from abc import ABC, abstractmethod
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
+from statexchange.comm.communicator import CommLike
 from statexchange.comm.session import call_site
 from statexchange.comm.work import Work
 from statexchange.comm.world import as_communicator
@@ -32,7 +33,7 @@ class Reducer(ABC):
         >>> import torch
         >>> import statexchange as sx
         >>> tensor = torch.tensor([1.0, 2.0])
-        >>> with sx.CoalescingReducer() as reducer:
+        >>> with sx.train.CoalescingReducer() as reducer:
         ...     reducer.add(tensor)
         >>> tensor  # the average over ranks, here one
         tensor([1., 2.])
@@ -78,7 +79,7 @@ class InlineReducer(Reducer):
     Not collective itself; `add` is. The way of Flashlight's InlineReducer.
 
     Args:
-        comm: The communicator, as everywhere; None is the default one.
+        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
         scale: Multiplies the sum over ranks; None averages.
 
     Raises:
@@ -88,12 +89,12 @@ class InlineReducer(Reducer):
         >>> import torch
         >>> import statexchange as sx
         >>> tensor = torch.tensor([1.0, 2.0])
-        >>> sx.InlineReducer(scale=0.5).add(tensor)
+        >>> sx.train.InlineReducer(scale=0.5).add(tensor)
         >>> tensor
         tensor([0.5000, 1.0000])
     """
 
-    def __init__(self, comm: Any = None, scale: float | None = None) -> None:
+    def __init__(self, comm: CommLike | None = None, scale: float | None = None) -> None:
         self._comm = as_communicator(comm)
         self._op, self._scale = operation(scale)
 
@@ -135,7 +136,7 @@ class CoalescingReducer(Reducer):
     are and logs a warning.
 
     Args:
-        comm: The communicator, as everywhere; None is the default one.
+        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
         scale: Multiplies the sum over ranks; None averages.
         async_op: Let the caller go on while what was sent is reduced.
         contiguous: Send the cached tensors of one dtype and device as one message.
@@ -148,7 +149,7 @@ class CoalescingReducer(Reducer):
         >>> import torch
         >>> import statexchange as sx
         >>> tensors = [torch.ones(2), torch.ones(3)]
-        >>> reducer = sx.CoalescingReducer(scale=2.0)
+        >>> reducer = sx.train.CoalescingReducer(scale=2.0)
         >>> for tensor in tensors:
         ...     reducer.add(tensor)
         >>> reducer.finalize()
@@ -158,7 +159,7 @@ class CoalescingReducer(Reducer):
 
     def __init__(
         self,
-        comm: Any = None,
+        comm: CommLike | None = None,
         scale: float | None = None,
         *,
         async_op: bool = True,

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from statexchange.comm.communicator import Communicator
+from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.session import public_call
 from statexchange.comm.world import as_communicator
 from statexchange.errors import MismatchError, UnsupportedError
@@ -45,7 +45,7 @@ _MAX_SHOWN_RANKS = 8
 
 
 @public_call("synchronize")
-def synchronize(tree: T, *, root: int = 0, comm: Any = None) -> T:
+def synchronize(tree: T, *, root: int = 0, comm: CommLike | None = None) -> T:
     """Give every rank root's values: in place where that is possible, else in the tree that is returned.
 
     Collective. Blocks until all ranks have called. The name and the idea are those of Lux.jl's `synchronize!!`. Memory
@@ -66,7 +66,7 @@ def synchronize(tree: T, *, root: int = 0, comm: Any = None) -> T:
 
             Any other object stays each rank's own. So do devices, paths, bytes and functions.
         root: The rank whose values all ranks take.
-        comm: The communicator, as everywhere; None is the default one.
+        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
 
     Returns:
         The tree: the same object unless it is a plain value or an immutable container that changed.
@@ -98,7 +98,9 @@ def synchronize(tree: T, *, root: int = 0, comm: Any = None) -> T:
 
 
 @public_call("broadcast_parameters")
-def broadcast_parameters(module: nn.Module, *, broadcast_buffers: bool = True, root: int = 0, comm: Any = None) -> None:
+def broadcast_parameters(
+    module: nn.Module, *, broadcast_buffers: bool = True, root: int = 0, comm: CommLike | None = None
+) -> None:
     """Give every rank root's parameters and buffers of `module`, in place.
 
     Collective. Blocks until all ranks have called. As `synchronize`, for one module; names in torch's
@@ -108,7 +110,7 @@ def broadcast_parameters(module: nn.Module, *, broadcast_buffers: bool = True, r
         module: The module.
         broadcast_buffers: Whether buffers become root's, too.
         root: The rank whose tensors all ranks take.
-        comm: The communicator, as everywhere; None is the default one.
+        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
 
     Raises:
         MismatchError: Modules differ between ranks; nothing has changed.
@@ -117,7 +119,7 @@ def broadcast_parameters(module: nn.Module, *, broadcast_buffers: bool = True, r
     Example:
         >>> import torch
         >>> import statexchange as sx
-        >>> sx.broadcast_parameters(torch.nn.Linear(2, 1))
+        >>> sx.train.broadcast_parameters(torch.nn.Linear(2, 1))
     """
     communicator = as_communicator(comm)
 
@@ -129,7 +131,7 @@ def broadcast_parameters(module: nn.Module, *, broadcast_buffers: bool = True, r
 
 
 @public_call("allreduce_parameters")
-def allreduce_parameters(module: nn.Module, *, comm: Any = None) -> None:
+def allreduce_parameters(module: nn.Module, *, comm: CommLike | None = None) -> None:
     """Replace every parameter and buffer of `module` by its mean over all ranks, in place.
 
     Collective. Blocks until all ranks have called. Integers and bools become rank 0's. Tied tensors count once; names
@@ -137,7 +139,7 @@ def allreduce_parameters(module: nn.Module, *, comm: Any = None) -> None:
 
     Args:
         module: The module.
-        comm: The communicator, as everywhere; None is the default one.
+        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
 
     Raises:
         MismatchError: Modules differ between ranks; nothing has changed.
@@ -147,7 +149,7 @@ def allreduce_parameters(module: nn.Module, *, comm: Any = None) -> None:
     Example:
         >>> import torch
         >>> import statexchange as sx
-        >>> sx.allreduce_parameters(torch.nn.Linear(2, 1))
+        >>> sx.train.allreduce_parameters(torch.nn.Linear(2, 1))
     """
     communicator = as_communicator(comm)
 

@@ -47,7 +47,7 @@ def bytes_of_a_step() -> list[int]:
         parameter = torch.nn.Parameter(torch.full((NUMEL,), 1.0 + comm.rank))
         module = torch.nn.ParameterList([parameter])
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        _, optimizer = sx.data_parallel(module, optimizer, algorithm, comm, bucket_bytes=BUCKET)
+        _, optimizer = sx.train.data_parallel(module, optimizer, algorithm, comm, bucket_bytes=BUCKET)
         for _ in range(2):  # the first step makes the buckets
             comm.barrier()
             before = sent_bytes()

@@ -111,7 +111,7 @@ def fails(out: str, how: str) -> Any:
     if how == "exists" and comm.rank == 0:
         os.makedirs(out)
     options: dict[str, Any] = {"on_progress": trip} if how == "raises" else {}
-    with pytest.raises((sx.PeerError, sx.TargetExistsError)) as caught:
+    with pytest.raises((sx.errors.PeerError, sx.errors.TargetExistsError)) as caught:
         sx.export_checkpoint(state, out, layout=LAYOUT, **options)
     report("failed")
     left = os.listdir(os.path.dirname(out)) if comm.rank == 0 else []

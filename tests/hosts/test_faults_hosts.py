@@ -44,7 +44,7 @@ def meets(verb: str, out: str, how: str, rank: int) -> Any:
     sees = os.path.isdir(out)
     before = content(Path(out)) if sees else {}
     comm.barrier()
-    with pytest.raises(sx.PeerError) as caught:
+    with pytest.raises(sx.errors.PeerError) as caught:
         act(verb, out, 2.0, how, rank)
     told = [str(caught.value)]
     if comm.rank == 0:

@@ -25,7 +25,7 @@ def whole(name: str) -> torch.Tensor:
     return torch.arange(1.0 + torch.Size(SIZES[name]).numel())[1:].reshape(SIZES[name])
 
 
-def begin(folder: str) -> tuple[sx.Communicator, Any]:
+def begin(folder: str) -> tuple[sx.comm.Communicator, Any]:
     """Ours over both hosts, and a mesh of torch's for the DTensors."""
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -35,7 +35,7 @@ def begin(folder: str) -> tuple[sx.Communicator, Any]:
     return comm, init_device_mesh("cpu", (comm.world_size,))
 
 
-def end(comm: sx.Communicator) -> None:
+def end(comm: sx.comm.Communicator) -> None:
     comm.barrier()
     dist.barrier()
     dist.destroy_process_group()

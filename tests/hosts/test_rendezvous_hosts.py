@@ -12,7 +12,7 @@ import statexchange as sx
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
-def by_hand(directory: str, timeout_s: float = 30.0) -> sx.Communicator:
+def by_hand(directory: str, timeout_s: float = 30.0) -> sx.comm.Communicator:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return sx.init(rendezvous=f"file://{directory}", rank=rank, world_size=size, timeout_s=timeout_s)
 
@@ -37,7 +37,7 @@ def test_ranks_of_two_hosts_meet_in_a_directory(tmp_path: Path) -> None:
 def cannot_reach(directory: str) -> str:
     if os.environ["RANK"] == "0":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # where only ranks of its own host reach it
-    with pytest.raises(sx.NotInitializedError) as caught:
+    with pytest.raises(sx.errors.NotInitializedError) as caught:
         by_hand(directory)
     return str(caught.value)
 
@@ -54,7 +54,7 @@ def test_a_rank_that_cannot_reach_rank_0_is_named_on_all_ranks(tmp_path: Path) -
 def has_no_interface(directory: str) -> str:
     if os.environ["RANK"] == "0":
         os.environ["GLOO_SOCKET_IFNAME"] = "absent0"
-    with pytest.raises(sx.NotInitializedError) as caught:
+    with pytest.raises(sx.errors.NotInitializedError) as caught:
         by_hand(directory)
     return str(caught.value)
 

@@ -19,10 +19,10 @@ from statexchange.testing import conformance
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 TIMEOUT_S = 3.0
-Act = Callable[[sx.Communicator], Any]
+Act = Callable[[sx.comm.Communicator], Any]
 
 
-def start(timeout_s: float = 30.0) -> sx.Communicator:
+def start(timeout_s: float = 30.0) -> sx.comm.Communicator:
     torch.set_num_threads(1)
     comm = sx.init("auto", timeout_s=timeout_s)
     assert comm.backend in ("hierarchical", "gloo"), comm.backend  # one rank on each host leaves nothing to do locally
@@ -113,7 +113,7 @@ def test_sums_and_averages_are_of_ranks_not_of_hosts(counts: tuple[int, int]) ->
 CALLS = ("big all_reduce", "barrier", "broadcast")
 
 
-def call(comm: sx.Communicator, verb: str) -> Any:
+def call(comm: sx.comm.Communicator, verb: str) -> Any:
     if verb == "all_reduce":
         return comm.all_reduce(torch.ones(100))
     if verb == "big all_reduce":
@@ -123,7 +123,7 @@ def call(comm: sx.Communicator, verb: str) -> Any:
     return comm.barrier() if verb == "barrier" else comm.all_gather_object(comm.rank)
 
 
-def failure_of(comm: sx.Communicator, verb: str) -> sx.StateExchangeError | None:
+def failure_of(comm: sx.comm.Communicator, verb: str) -> sx.StateExchangeError | None:
     try:
         call(comm, verb)
     except sx.StateExchangeError as error:
@@ -131,7 +131,7 @@ def failure_of(comm: sx.Communicator, verb: str) -> sx.StateExchangeError | None
     return None
 
 
-def caught(comm: sx.Communicator, verb: str) -> list[Any]:
+def caught(comm: sx.comm.Communicator, verb: str) -> list[Any]:
     """What the call raised, when; and that the next raises the same."""
     error = failure_of(comm, verb)
     when = time.monotonic()
@@ -347,7 +347,7 @@ def disagree(odd: int) -> dict[str, Any]:
             act(comm)
         comm.barrier()
         begun = time.monotonic()
-        with pytest.raises(sx.MismatchError) as caught:
+        with pytest.raises(sx.errors.MismatchError) as caught:
             (other if comm.rank == odd else call)(comm)
         found[what] = [time.monotonic() - begun, str(caught.value)]
         assert float(comm.all_reduce(torch.ones(1))[0]) == comm.world_size  # all know, and go on

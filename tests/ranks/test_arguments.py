@@ -23,7 +23,7 @@ def ones() -> torch.Tensor:
     return torch.ones(4)
 
 
-def comm() -> sx.Communicator:
+def comm() -> sx.comm.Communicator:
     return sx.get_communicator()
 
 
@@ -37,11 +37,11 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
 
 def parallel(wrong: bool, **settings: Any) -> Any:
     module = net()
-    return sx.data_parallel(module, sgd(module), **(settings if wrong else {}))
+    return sx.train.data_parallel(module, sgd(module), **(settings if wrong else {}))
 
 
 def optimizers(wrong: bool, given: Any) -> Any:
-    return sx.data_parallel(net(), given) if wrong else parallel(False)
+    return sx.train.data_parallel(net(), given) if wrong else parallel(False)
 
 
 def optimizer(wrong: bool, **settings: Any) -> Any:
@@ -49,7 +49,7 @@ def optimizer(wrong: bool, **settings: Any) -> Any:
 
 
 def buckets(wrong: bool, **settings: Any) -> Any:
-    return sx.BucketReducer(net(), **(settings if wrong else {}))
+    return sx.train.BucketReducer(net(), **(settings if wrong else {}))
 
 
 def added(reducer: Any, tensor: Any) -> None:
@@ -76,7 +76,7 @@ CALLS: dict[str, Call] = {
     "average_gradients of a number": lambda w: sx.average_gradients(5 if w else net()),
     "average_gradients of triples": lambda w: sx.average_gradients([(1, 2, 3)] if w else net()),
     "average_gradients of nothing": lambda w: sx.average_gradients(None if w else net()),
-    "allreduce_parameters": lambda w: sx.allreduce_parameters(None if w else net()),
+    "allreduce_parameters": lambda w: sx.train.allreduce_parameters(None if w else net()),
     "synchronize": lambda w: sx.synchronize(ones(), root="x" if w else 0),
     "an optimizer that is none": lambda w: sx.DistributedOptimizer(5 if w else sgd(net())),
     "module": lambda w: optimizer(w, module=5),
@@ -86,8 +86,8 @@ CALLS: dict[str, Call] = {
     "reducer": lambda w: optimizer(w, reducer=5),
     "weight of a step": lambda w: sx.DistributedOptimizer(sgd(net()), delay_reduce=True).step(weight="x" if w else 1),
     "add_param_group": lambda w: optimizer(False).add_param_group(5 if w else {"params": [nn.Parameter(ones())]}),
-    "parameters": lambda w: sx.BucketReducer(5 if w else net()),
-    "no parameters": lambda w: sx.BucketReducer(None if w else net()),
+    "parameters": lambda w: sx.train.BucketReducer(5 if w else net()),
+    "no parameters": lambda w: sx.train.BucketReducer(None if w else net()),
     "bucket_bytes": lambda w: buckets(w, bucket_bytes="x"),
     "half a byte": lambda w: buckets(w, bucket_bytes=1.5),
     "align_bytes": lambda w: buckets(w, align_bytes="8"),
@@ -98,19 +98,19 @@ CALLS: dict[str, Call] = {
     "scale of buckets": lambda w: buckets(w, scale="x"),
     "communicate": lambda w: buckets(w, communicate=5),
     "reset": lambda w: buckets(False).reset(5 if w else None),
-    "a module that is none": lambda w: sx.data_parallel(5, sgd(net())) if w else parallel(False),
+    "a module that is none": lambda w: sx.train.data_parallel(5, sgd(net())) if w else parallel(False),
     "a number for an optimizer": lambda w: optimizers(w, 5),
     "no optimizers": lambda w: optimizers(w, []),
     "numbers for optimizers": lambda w: optimizers(w, [5]),
     "algorithm": lambda w: parallel(w, algorithm=[]),
-    "an algorithm's class": lambda w: parallel(w, algorithm=sx.algorithms.GradientAllReduce),
+    "an algorithm's class": lambda w: parallel(w, algorithm=sx.train.algorithms.GradientAllReduce),
     "root": lambda w: parallel(w, root=9),
     "bucket_bytes of data_parallel": lambda w: parallel(w, bucket_bytes="x"),
     "tune_every": lambda w: parallel(w, tune_every="x"),
     "an unknown setting of data_parallel": lambda w: parallel(w, message_size=1),
     "weight of data_parallel": lambda w: parallel(w, weight=5),
-    "add": lambda w: added(sx.CoalescingReducer(), 5 if w else ones()),
-    "add at once": lambda w: added(sx.InlineReducer(), 5 if w else ones()),
+    "add": lambda w: added(sx.train.CoalescingReducer(), 5 if w else ones()),
+    "add at once": lambda w: added(sx.train.InlineReducer(), 5 if w else ones()),
     "root of gather_state": lambda w: entered(sx.gather_state(net(), root="x" if w else 0)),
     "workspace": lambda w: entered(sx.gather_state(net(), workspace=5 if w else None)),
     "workspace_path": lambda w: entered(sx.get_tensors_parallel(ones(), [0, 1], None, 5 if w else None)),

@@ -217,7 +217,7 @@ def all_of_it(b: Backend) -> None:
     promised_reductions(b)
     wide_halves(b)
     if b.name == "store":
-        with pytest.raises(sx.UnsupportedError):
+        with pytest.raises(sx.errors.UnsupportedError):
             b.send(torch.ones(1, dtype=torch.uint8), 0, 0, wait())
     else:
         equal_bits(b)
@@ -278,7 +278,7 @@ def meets_by_mpi(b: Backend) -> None:
     carrier = torch_backend.StoreCarrier(shared.store, shared.rank, shared.world_size, server=shared.server)
     assert carrier.exchange(bytes([b.rank]), wait()) == [b"\0", b"\1", b"\2"]
     b.exchange(b"", wait())  # rank 0 serves the store until all are done with it
-    with pytest.raises(sx.NotInitializedError, match="THE_VARIABLE says 4 ranks, but MPI sees 3"):
+    with pytest.raises(sx.errors.NotInitializedError, match="THE_VARIABLE says 4 ranks, but MPI sees 3"):
         mpi_backend.world(launch("mpich", 4))
 
 
@@ -289,7 +289,7 @@ def leaves_the_callers_messages_alone(b: Backend) -> None:
     theirs = MPI.COMM_WORLD.Dup()
     into, status = bytearray(5), MPI.Status()
     request = theirs.Irecv([into, MPI.BYTE], MPI.ANY_SOURCE, MPI.ANY_TAG)
-    sx.from_mpi(theirs, timeout_s=10).barrier()
+    sx.comm.from_mpi(theirs, timeout_s=10).barrier()
     theirs.Send([b"hello", MPI.BYTE], (b.rank + 1) % b.world_size, 32_767)
     request.Wait(status)
     assert (bytes(into), status.Get_source(), status.Get_tag()) == (b"hello", (b.rank - 1) % b.world_size, 32_767)
@@ -304,7 +304,7 @@ def peer_dies(kind: str, path: str, verb: str) -> str:
     if b.rank == 1:
         time.sleep(0.2)
         os._exit(3)
-    with pytest.raises(sx.PeerError, match="failed in a test"):
+    with pytest.raises(sx.errors.PeerError, match="failed in a test"):
         if verb == "recv":
             b.recv(torch.empty(10, dtype=torch.uint8), 1, 2, wait())
         elif verb == "exchange":
@@ -326,7 +326,7 @@ def test_a_peer_that_dies_is_an_error_at_once(kind: str, verb: str, tmp_path: An
 def stalls(seconds: float) -> Iterator[SimpleNamespace]:
     found = SimpleNamespace(missing=())
     began = time.monotonic()
-    with pytest.raises(sx.StallError) as caught:
+    with pytest.raises(sx.errors.StallError) as caught:
         yield found
     assert time.monotonic() - began >= seconds  # not before the deadline
     found.missing = caught.value.missing
@@ -366,7 +366,7 @@ class _Told:
     """Somebody else knows that rank 7 has failed."""
 
     def failed(self, doing: str) -> None:
-        raise sx.PeerError(7, "its own work", "no more fuel")
+        raise sx.errors.PeerError(7, "its own work", "no more fuel")
 
     def departure_of(self, rank: int, doing: str) -> None: ...
 
@@ -390,7 +390,7 @@ def told_of_failure() -> None:
     if b.rank == 1:
         time.sleep(0.5)
         return
-    with pytest.raises(sx.PeerError, match="rank 7 failed in its own work"):
+    with pytest.raises(sx.errors.PeerError, match="rank 7 failed in its own work"):
         b.exchange(b"", Wait(10, "a test", _Told()))
     assert b._abandoned  # type: ignore[attr-defined]
 
@@ -433,12 +433,12 @@ def launch(launcher: str, size: int) -> Launch:
 
 
 def test_ranks_without_a_place_to_meet_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(sx.NotInitializedError, match="set MASTER_ADDR"):
+    with pytest.raises(sx.errors.NotInitializedError, match="set MASTER_ADDR"):
         rendezvous.store_of(launch("slurm", 2), 1.0)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(sx.NotInitializedError, match="MASTER_ADDR"):
+    with pytest.raises(sx.errors.NotInitializedError, match="MASTER_ADDR"):
         rendezvous.store_of(launch("torchrun", 2), 1.0)
 
 
@@ -464,7 +464,9 @@ def test_torchs_default_group_starts_on_a_store(tmp_path: Any) -> None:
 
 @pytest.mark.skipif(dist.is_nccl_available() and torch.cuda.is_available(), reason="there is a GPU")
 def test_nccl_without_a_gpu_says_what_to_install() -> None:
-    with pytest.raises((sx.MissingExtraError, sx.UnsupportedError), match="NCCL needs a CUDA build of torch and a GPU"):
+    with pytest.raises(
+        (sx.errors.MissingExtraError, sx.errors.UnsupportedError), match="NCCL needs a CUDA build of torch and a GPU"
+    ):
         torch_backend.start_nccl(dist.HashStore(), 0, 1, 1.0)
 
 

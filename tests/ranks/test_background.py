@@ -36,7 +36,7 @@ def goes_on(backend: str, out: str) -> Any:
     state = {"weight": weight, "tied": tied, "norm": torch.ones(4), "array": np.arange(5), "none": torch.zeros(0, 2)}
     futures = []
     for turn in range(3):
-        futures.append(sx.export_checkpoint_async(state, f"{out}-{turn}", layout=LAYOUT))
+        futures.append(sx.export_checkpoint(state, f"{out}-{turn}", layout=LAYOUT, background=True))
         weight.add_(0.5)
         total = comm.all_reduce(torch.ones(70_000))
         assert total.eq(comm.world_size).all()
@@ -62,11 +62,13 @@ def test_training_goes_on_while_what_was_there_is_exported(backend: str, world_s
 
 def test_options_are_those_of_export(tmp_path: Path) -> None:
     state = {"w": torch.full((3,), 1.1), "v": torch.ones(2)}
-    future = sx.export_checkpoint_async(state, tmp_path / "out", dtype="bfloat16", include="w", rename=[("w", "u")])
+    future = sx.export_checkpoint(
+        state, tmp_path / "out", dtype="bfloat16", include="w", rename=[("w", "u")], background=True
+    )
     assert future.result(30).num_tensors == 1
     assert torch.equal(load_file(tmp_path / "out/model.safetensors")["u"], state["w"].bfloat16())
     with pytest.raises(TypeError, match="colour"):
-        sx.export_checkpoint_async(state, tmp_path / "other", colour="blue").result(30)
+        sx.export_checkpoint(state, tmp_path / "other", colour="blue", background=True).result(30)
 
 
 def meets_failures(backend: str, out: str) -> None:
@@ -74,22 +76,22 @@ def meets_failures(backend: str, out: str) -> None:
     os.makedirs(out, exist_ok=True)
     comm.barrier()
     state = {"w": torch.ones(3)}
-    future = sx.export_checkpoint_async(state, out)
-    with pytest.raises(sx.TargetExistsError):
+    future = sx.export_checkpoint(state, out, background=True)
+    with pytest.raises(sx.errors.TargetExistsError):
         future.result(30)
 
     def trip(done: int, total: int) -> None:
         raise KeyError("lost")
 
     options: dict[str, Any] = {"on_progress": trip} if comm.rank == 0 else {}
-    future = sx.export_checkpoint_async(state, f"{out}-2", **options)
-    with pytest.raises(sx.PeerError, match=r"rank 0 .*in export_checkpoint_async \(writing\): KeyError: 'lost'"):
+    future = sx.export_checkpoint(state, f"{out}-2", background=True, **options)
+    with pytest.raises(sx.errors.PeerError, match=r"rank 0 .*in export_checkpoint \(writing\): KeyError: 'lost'"):
         future.result(30)
     bad = {"w": torch.ones(3).to_sparse() if comm.rank else torch.ones(3)}
-    future = sx.export_checkpoint_async(bad, f"{out}-3")
-    with pytest.raises(sx.UnsupportedError, match="'w'"):
+    future = sx.export_checkpoint(bad, f"{out}-3", background=True)
+    with pytest.raises(sx.errors.UnsupportedError, match="'w'"):
         future.result(30)
-    assert sx.export_checkpoint_async(state, f"{out}-4").result(30).num_tensors == 1
+    assert sx.export_checkpoint(state, f"{out}-4", background=True).result(30).num_tensors == 1
     comm.barrier()
 
 
@@ -109,8 +111,8 @@ def dies(out: str) -> str:
             os.kill(os.getpid(), signal.SIGKILL)
         ready.set()
 
-    future = sx.export_checkpoint_async({f"w{comm.rank}": torch.ones(100)}, out, on_progress=wait)
-    with pytest.raises(sx.PeerError, match=r"rank 1 .*died") as caught:
+    future = sx.export_checkpoint({f"w{comm.rank}": torch.ones(100)}, out, on_progress=wait, background=True)
+    with pytest.raises(sx.errors.PeerError, match=r"rank 1 .*died") as caught:
         future.result(30)
     return str(caught.value)
 
@@ -125,7 +127,8 @@ def test_the_end_of_the_interpreter_waits_for_the_export(tmp_path: Path) -> None
     script = """
 import sys, time, torch
 import statexchange as sx
-sx.export_checkpoint_async({"w": torch.ones(1000)}, sys.argv[1], on_progress=lambda done, total: time.sleep(0.5))
+wait = lambda done, total: time.sleep(0.5)
+sx.export_checkpoint({"w": torch.ones(1000)}, sys.argv[1], on_progress=wait, background=True)
 """
     done = subprocess.run([sys.executable, "-c", script, tmp_path / "out"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
@@ -139,10 +142,10 @@ def test_a_snapshot_is_taken_in_the_memory_of_the_last_one(tmp_path: Path) -> No
         fields = Path("/proc/self/statm").read_text().split()
         return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    sx.export_checkpoint_async(state, tmp_path / "first").result(60)
+    sx.export_checkpoint(state, tmp_path / "first", background=True).result(60)
     before = resident()
     for turn in range(3):
-        sx.export_checkpoint_async(state, tmp_path / f"out-{turn}").result(60)
+        sx.export_checkpoint(state, tmp_path / f"out-{turn}", background=True).result(60)
     assert resident() - before < 32 << 20
 
 
@@ -157,15 +160,15 @@ def stalls_and_goes_on(out: str) -> Any:
             time.sleep(0.01)
 
     slow: dict[str, Any] = {"on_progress": wait} if comm.rank == 0 else {}
-    first = sx.export_checkpoint_async(state, f"{out}-1", comm=comm, stall_timeout_s=0.5, **slow)
+    first = sx.export_checkpoint(state, f"{out}-1", comm=comm, stall_timeout_s=0.5, background=True, **slow)
     if comm.rank == 1:
         while not first.done():
             time.sleep(0.01)
         failed.touch()
     with pytest.raises(sx.StateExchangeError) as caught:
-        sx.export_checkpoint_async(state, f"{out}-2", comm=comm)
+        sx.export_checkpoint(state, f"{out}-2", comm=comm, background=True)
     assert str(first.exception(20)) == str(caught.value)
-    assert sx.export_checkpoint_async(state, f"{out}-3", comm=comm).result(20).num_tensors == 1
+    assert sx.export_checkpoint(state, f"{out}-3", comm=comm, background=True).result(20).num_tensors == 1
     return comm.all_reduce(torch.ones(2)).tolist()
 
 
@@ -176,9 +179,9 @@ def test_an_export_after_one_that_stalled_leaves_training_alone(tmp_path: Path) 
 def misspells(out: str) -> None:
     comm = sx.get_communicator()
     options: dict[str, Any] = {"overwirte": True} if comm.rank else {}
-    with pytest.raises(sx.PeerError, match=r"rank 1 .*overwirte"):
-        sx.export_checkpoint_async({"w": torch.ones(2)}, out, **options).result(20)
-    assert sx.export_checkpoint_async({"w": torch.ones(2)}, out).result(20).num_tensors == 1
+    with pytest.raises(sx.errors.PeerError, match=r"rank 1 .*overwirte"):
+        sx.export_checkpoint({"w": torch.ones(2)}, out, background=True, **options).result(20)
+    assert sx.export_checkpoint({"w": torch.ones(2)}, out, background=True).result(20).num_tensors == 1
 
 
 def test_an_option_that_one_rank_misspells_is_told_to_all(tmp_path: Path) -> None:
@@ -189,16 +192,16 @@ def fails_unheard(out: str) -> list[Any]:
     """Only rank 1 asks how the first export went: the second is none on either rank."""
     comm = sx.get_communicator()
     options: dict[str, Any] = {"rename": [("w", "")]}
-    first = sx.export_checkpoint_async({"w": torch.ones(2)}, f"{out}-1", **options)
+    first = sx.export_checkpoint({"w": torch.ones(2)}, f"{out}-1", background=True, **options)
     assert not first.cancel()
     if comm.rank == 1:
         assert isinstance(first.exception(20), sx.StateExchangeError)
-        with pytest.raises(sx.UnsafeError, match="cannot be written under the name ''"):
-            sx.export_checkpoint_async({"w": torch.ones(2)}, f"{out}-2").result(20)
+        with pytest.raises(sx.errors.UnsafeError, match="cannot be written under the name ''"):
+            sx.export_checkpoint({"w": torch.ones(2)}, f"{out}-2", background=True).result(20)
     else:
-        with pytest.raises(sx.UnsafeError, match="cannot be written under the name ''"):
-            sx.export_checkpoint_async({"w": torch.ones(2)}, f"{out}-2")
-    third = sx.export_checkpoint_async({"w": torch.ones(2)}, f"{out}-3")
+        with pytest.raises(sx.errors.UnsafeError, match="cannot be written under the name ''"):
+            sx.export_checkpoint({"w": torch.ones(2)}, f"{out}-2", background=True)
+    third = sx.export_checkpoint({"w": torch.ones(2)}, f"{out}-3", background=True)
     assert (third.result(20).num_tensors, third.cancel()) == (1, False)
     comm.barrier()
     return sorted(os.listdir(os.path.dirname(out)))
@@ -214,7 +217,7 @@ def test_a_failure_that_nobody_has_asked_for_is_raised_by_the_next_call(backend:
 UNHEARD = """
 import sys, torch
 import statexchange as sx
-future = sx.export_checkpoint_async({"w": torch.ones(2)}, sys.argv[1], include="nothing")
+future = sx.export_checkpoint({"w": torch.ones(2)}, sys.argv[1], include="nothing", background=True)
 assert not future.cancel()
 if sys.argv[2] == "asks":
     assert future.exception(30) is not None

@@ -104,7 +104,7 @@ def out_of_order(backend: str) -> list[str]:
         turns[turn].wait(20)
         try:
             comm.all_reduce(torch.ones(4))
-        except sx.MismatchError as error:
+        except sx.errors.MismatchError as error:
             return str(error)
         finally:
             turns[1].set()
@@ -147,7 +147,7 @@ def with_a_reducer(backend: str) -> list[Any]:
     """One thread trains, another one adds up tensors of the size of its bucket."""
     comm = start(backend)
     module = torch.nn.Linear(8, 1, bias=False)
-    reducer = sx.BucketReducer(module, comm, overlap=True)
+    reducer = sx.train.BucketReducer(module, comm, overlap=True)
     wrong: list[float] = []
 
     def train() -> str:
@@ -206,7 +206,7 @@ def called_in_a_call() -> list[str]:
     def handle(*_: Any) -> None:
         try:
             comm.barrier()
-        except sx.InvalidArgumentError as error:
+        except sx.errors.InvalidArgumentError as error:
             said.append(str(error))
 
     signal.signal(signal.SIGALRM, handle)
@@ -261,7 +261,9 @@ def test_hooks_in_autograds_threads_call_as_the_thread_that_trains() -> None:
     comm.barrier()
     in_threads(lambda: comm.caller)
     leaf.grad = None
-    expected = pytest.raises(sx.MismatchError, match=r"rank 0 called .* in autograd's threads; rank 1 .* its thread 0")
+    expected = pytest.raises(
+        sx.errors.MismatchError, match=r"rank 0 called .* in autograd's threads; rank 1 .* its thread 0"
+    )
     with expected:
         (Deep.apply(torch.ones(4, requires_grad=True), 70, [leaf]) if comm.rank == 0 else leaf * 1).sum().backward()
     with comm.called_by(7):

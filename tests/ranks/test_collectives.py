@@ -214,7 +214,7 @@ def waits_for_one_that_fails(backend: str, directory: str) -> list[Any]:
     """Rank 0 receives and rank 1 sends, the one now, the other meanwhile, when rank 2 fails in a phase of its own."""
     comm = start(backend, directory)
     comm.barrier()
-    with pytest.raises(sx.PeerError) as caught:
+    with pytest.raises(sx.errors.PeerError) as caught:
         if comm.rank == 0:
             comm.recv(torch.zeros(3), 2)
         elif comm.rank == 1:
@@ -223,7 +223,9 @@ def waits_for_one_that_fails(backend: str, directory: str) -> list[Any]:
             time.sleep(0.3)
             with comm.phase("cooking"):
                 raise KeyError("salt")
-    with pytest.raises(sx.PeerError, match="salt"):  # what was broken off lies around half: no later call may meet it
+    with pytest.raises(
+        sx.errors.PeerError, match="salt"
+    ):  # what was broken off lies around half: no later call may meet it
         comm.barrier()
     return [str(caught.value), caught.value.host == comm.hosts[2]]
 
@@ -243,14 +245,14 @@ def has_work_under_way(backend: str, directory: str) -> None:
     comm = start(backend, directory)
     comm.barrier()
     work = comm.all_reduce(torch.ones(4), async_op=True) if comm.rank == 0 else None
-    with pytest.raises(sx.PeerError, match=r"rank 0 .*boom"):
+    with pytest.raises(sx.errors.PeerError, match=r"rank 0 .*boom"):
         if comm.rank == 0:
             time.sleep(0.3)
             comm.agree(ValueError("boom"))
         else:
             comm.recv(torch.zeros(3), 0)
     assert work is None or work.is_completed()
-    with pytest.raises(sx.PeerError, match="boom"):
+    with pytest.raises(sx.errors.PeerError, match="boom"):
         comm.barrier()
 
 
@@ -264,11 +266,11 @@ def test_a_failure_overtakes_work_under_way(backend: str, tmp_path: Path) -> Non
 def agrees_twice() -> None:
     """An error that was agreed on long ago, raised again in a later block, is a failure like any other."""
     comm = sx.get_communicator()
-    with pytest.raises(sx.PeerError) as caught, comm.phase("first"):
+    with pytest.raises(sx.errors.PeerError) as caught, comm.phase("first"):
         if comm.rank == 1:
             raise ValueError("old")
     comm.barrier()
-    with pytest.raises(sx.PeerError, match="old"), comm.phase("second"):
+    with pytest.raises(sx.errors.PeerError, match="old"), comm.phase("second"):
         if comm.rank == 0:
             raise caught.value
     comm.barrier()

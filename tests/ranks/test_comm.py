@@ -73,14 +73,14 @@ def test_a_subset_needs_only_its_members_and_keeps_their_order() -> None:
 @pytest.mark.ranks(3, backend=MPI_SLOW, timeout_s=STARTING_S, reuse=True)
 def test_an_error_on_one_rank_is_raised_on_all_and_they_go_on() -> None:
     comm = start()
-    with pytest.raises(sx.PeerError) as caught, comm.phase("cooking"):
+    with pytest.raises(sx.errors.PeerError) as caught, comm.phase("cooking"):
         if comm.rank == 1:
             raise KeyError("salt")
     assert (caught.value.rank, caught.value.phase) == (1, "cooking")
     assert "KeyError: 'salt'" in caught.value.cause
-    with pytest.raises(sx.CorruptError, match=r"bad bytes.*rank 2, /f") as refused, comm.phase("reading"):
+    with pytest.raises(sx.errors.CorruptError, match=r"bad bytes.*rank 2, /f") as refused, comm.phase("reading"):
         if comm.rank == 2:
-            raise sx.CorruptError("bad bytes", path="/f")
+            raise sx.errors.CorruptError("bad bytes", path="/f")
     assert refused.value.rank == 2
     assert comm.all_gather_object(comm.rank) == [0, 1, 2]
 
@@ -111,9 +111,9 @@ def meets_death(how: str) -> str:
             time.sleep(1)
             return ""
         os._exit(5)
-    with pytest.raises(sx.PeerError) as caught:
+    with pytest.raises(sx.errors.PeerError) as caught:
         comm.barrier()
-    with pytest.raises(sx.PeerError, match="rank 1"):
+    with pytest.raises(sx.errors.PeerError, match="rank 1"):
         comm.barrier()  # and so does every later call
     return str(caught.value)
 
@@ -132,7 +132,7 @@ def stalls() -> list[int]:
     if comm.rank == 2:
         time.sleep(1.2)
         return []
-    with pytest.raises(sx.StallError, match=r"ranks \[2\] did not reach barrier 'lunch' in 0.4 s") as caught:
+    with pytest.raises(sx.errors.StallError, match=r"ranks \[2\] did not reach barrier 'lunch' in 0.4 s") as caught:
         comm.barrier(0.4, tag="lunch")
     return list(caught.value.missing)
 
@@ -187,7 +187,7 @@ def test_ranks_that_cannot_share_memory_fall_back_together(kind: str, expected: 
 
 
 def test_outside_any_launcher_there_is_a_world_of_one() -> None:
-    assert (sx.get_rank(), sx.get_world_size(), sx.get_backend(), sx.is_initialized()) == (
+    assert (sx.get_rank(), sx.get_world_size(), sx.comm.get_backend(), sx.is_initialized()) == (
         0,
         1,
         "single",
@@ -209,7 +209,7 @@ def uses_torch_distributed() -> list[Any]:
     assert sx.init() is comm
     assert sx.init("gloo") is comm  # with a warning: the first one stays
     odd = dist.new_group([1, 2])
-    group = sx.from_process_group(odd) if dist.get_rank() else None
+    group = sx.comm.from_process_group(odd) if dist.get_rank() else None
     return [
         comm.world_size,
         comm.rank,
@@ -227,9 +227,9 @@ def test_torch_distributed_is_adopted() -> None:
 
 
 def not_initialized() -> str:
-    with pytest.raises(sx.NotInitializedError, match=r"WORLD_SIZE=2 says.*init_process_group"):
+    with pytest.raises(sx.errors.NotInitializedError, match=r"WORLD_SIZE=2 says.*init_process_group"):
         sx.get_communicator()
-    with pytest.raises(sx.NotInitializedError):
+    with pytest.raises(sx.errors.NotInitializedError):
         sx.export_checkpoint({"w": torch.ones(1)}, "/nowhere")
     return "ok"
 
@@ -341,9 +341,9 @@ def test_twenty_starts_and_stops_leave_nothing(backend: str, tmp_path: Path) -> 
 def test_a_value_that_cannot_be_encoded_is_an_error_on_every_rank() -> None:
     comm = start()
     for call in (comm.gather_object, comm.all_gather_object):
-        with pytest.raises(sx.UnsupportedError, match=r"cannot write a builtins.object.*rank 1"):
+        with pytest.raises(sx.errors.UnsupportedError, match=r"cannot write a builtins.object.*rank 1"):
             call([object() if comm.rank == 1 else 1])
-    with pytest.raises(sx.UnsupportedError, match=r"cannot write.*rank 0"):
+    with pytest.raises(sx.errors.UnsupportedError, match=r"cannot write.*rank 0"):
         comm.broadcast_object(object() if comm.rank == 0 else None)
     comm.barrier()
 
@@ -393,10 +393,12 @@ PUBLIC: dict[str, Callable[[str], Any]] = {
     "get_tensors_parallel": lambda out: ExitStack().enter_context(sx.get_tensors_parallel(STATE["w"], [0, 1])),
     "get_configs_parallel": lambda out: ExitStack().enter_context(sx.get_configs_parallel({"a": 1}, [0, 1])),
     "synchronize": lambda out: sx.synchronize(STATE),
-    "broadcast_parameters": lambda out: sx.broadcast_parameters(torch.nn.Linear(1, 1)),
-    "allreduce_parameters": lambda out: sx.allreduce_parameters(torch.nn.Linear(1, 1)),
+    "broadcast_parameters": lambda out: sx.train.broadcast_parameters(torch.nn.Linear(1, 1)),
+    "allreduce_parameters": lambda out: sx.train.allreduce_parameters(torch.nn.Linear(1, 1)),
     "average_gradients": lambda out: sx.average_gradients(torch.nn.Linear(1, 1)),
-    "data_parallel": lambda out: sx.data_parallel(net := torch.nn.Linear(1, 1), torch.optim.SGD(net.parameters())),
+    "data_parallel": lambda out: sx.train.data_parallel(
+        net := torch.nn.Linear(1, 1), torch.optim.SGD(net.parameters())
+    ),
     "a barrier": lambda out: sx.get_communicator().barrier(),
 }
 
@@ -408,7 +410,7 @@ def meets_in_different_calls(out: str) -> list[list[str]]:
     sx.export_checkpoint(STATE, out)  # to be loaded
     accounts = []
     for names in zip(PUBLIC, [*list(PUBLIC)[1:], next(iter(PUBLIC))], strict=True):
-        with pytest.raises(sx.MismatchError, match="different calls") as caught:
+        with pytest.raises(sx.errors.MismatchError, match="different calls") as caught:
             PUBLIC[names[comm.rank]](f"{out}-2")
         accounts.append([*names, str(caught.value)])
     return accounts
@@ -427,7 +429,7 @@ def leaves_a_block(out: str) -> str:
     """What the user calls inside the block of a gather is no part of the gather."""
     comm = sx.get_communicator()
     comm.barrier()
-    with pytest.raises(sx.MismatchError) as caught, sx.gather_state(STATE):
+    with pytest.raises(sx.errors.MismatchError) as caught, sx.gather_state(STATE):
         if comm.rank == 0:
             comm.barrier(tag="inside")
     return str(caught.value)
@@ -453,11 +455,11 @@ def is_interrupted(out: str) -> list[str]:
             raise KeyboardInterrupt
 
     told = []
-    with pytest.raises((KeyboardInterrupt, sx.PeerError)) as caught:
+    with pytest.raises((KeyboardInterrupt, sx.errors.PeerError)) as caught:
         sx.export_checkpoint({f"w{comm.rank}": torch.ones(3)}, out, on_progress=progress)
     told.append(str(caught.value))
     for again in (comm.barrier, lambda: sx.save_checkpoint(STATE, out), lambda: comm.all_reduce(torch.ones(2))):
-        with pytest.raises(sx.NotInitializedError if comm.rank == 0 else sx.PeerError) as closed:
+        with pytest.raises(sx.errors.NotInitializedError if comm.rank == 0 else sx.errors.PeerError) as closed:
             again()
         told.append(str(closed.value))
     return told
@@ -477,7 +479,7 @@ def test_after_an_interrupt_a_rank_says_of_itself_why_it_is_closed(backend: str,
 def closes() -> str:
     comm = sx.get_communicator()
     comm.close()
-    with pytest.raises(sx.NotInitializedError) as caught:
+    with pytest.raises(sx.errors.NotInitializedError) as caught:
         comm.barrier()
     return str(caught.value)
 

@@ -166,12 +166,12 @@ class Endless(IterableDataset[int]):
     ],
 )
 def test_data_without_samples_are_refused(data: Any, words: str) -> None:
-    with pytest.raises(sx.InvalidArgumentError, match=words):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=words):
         DistributedDataContainer(data)
 
 
 def test_an_unknown_way_lists_the_known() -> None:
-    with pytest.raises(sx.InvalidArgumentError, match="short, pad, drop, balanced, not 'repeat'"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="short, pad, drop, balanced, not 'repeat'"):
         DistributedDataContainer([1], uneven="repeat")
 
 
@@ -186,7 +186,7 @@ def test_numbers_that_no_sample_has_are_index_errors() -> None:
 def test_a_launcher_without_a_communicator_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(sx.NotInitializedError, match="WORLD_SIZE=2"):
+    with pytest.raises(sx.errors.NotInitializedError, match="WORLD_SIZE=2"):
         DistributedDataContainer([1])
 
 
@@ -194,7 +194,7 @@ def test_it_takes_any_communicator_and_keeps_none() -> None:
     def ranks() -> list[Any]:
         comm = sx.get_communicator()
         container = DistributedDataContainer(list(range(6)), comm.subset([comm.rank]))
-        return [list(container), any(isinstance(value, sx.Communicator) for value in vars(container).values())]
+        return [list(container), any(isinstance(value, sx.comm.Communicator) for value in vars(container).values())]
 
     assert run_ranks(ranks, 2) == [[[0, 1, 2, 3, 4, 5], False]] * 2
 
@@ -263,7 +263,7 @@ def test_a_state_loaded_after_workers_began_is_an_error() -> None:
     loader = DataLoader(container, num_workers=1, persistent_workers=True)
     assert len(list(loader)) == 6
     container.load_state_dict({**container.state_dict(), "consumed": [[1, 2]]})
-    with pytest.raises(sx.InvalidArgumentError, match="make the DataLoader after that"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="make the DataLoader after that"):
         list(loader)
     assert torch.cat(list(DataLoader(container, num_workers=1))).tolist() == [2, 3, 4, 5]
 
@@ -398,9 +398,9 @@ def test_the_seed_comes_with_the_state() -> None:
 def test_a_state_of_other_data_is_refused(change: dict[str, Any], words: str) -> None:
     container = DistributedDataContainer(list(range(23)))
     before = container.state_dict()
-    with pytest.raises(sx.InvalidArgumentError, match=words):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=words):
         container.load_state_dict({**before, **change})
-    with pytest.raises(sx.InvalidArgumentError, match="no state of"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="no state of"):
         container.load_state_dict(None)
     assert container.state_dict() == before
 
@@ -409,7 +409,9 @@ def test_more_than_there_is_cannot_be_consumed() -> None:
     container = DistributedDataContainer([1, 2, 3])
     container.advance(2)
     for number in (2, -1):
-        with pytest.raises(sx.InvalidArgumentError, match=r"2 of its 3 samples of epoch 0.*set_epoch begins the next"):
+        with pytest.raises(
+            sx.errors.InvalidArgumentError, match=r"2 of its 3 samples of epoch 0.*set_epoch begins the next"
+        ):
             container.advance(number)
     container.advance(1)
     container.set_epoch(1)

@@ -143,7 +143,7 @@ def partial_placement(out: str) -> None:
 
     mesh = init_device_mesh("cpu", (2,))
     unfinished = DTensor.from_local(torch.ones(2), mesh, [Partial()])
-    with pytest.raises(sx.UnsupportedError, match=r"unfinished sum.*'layer\.w'"):
+    with pytest.raises(sx.errors.UnsupportedError, match=r"unfinished sum.*'layer\.w'"):
         sx.export_checkpoint({"layer.w": unfinished}, out)
 
 
@@ -271,22 +271,22 @@ def test_every_refusal_names_its_reason_on_every_rank(tmp_path: Path) -> None:
     out = tmp_path / "out"
     mine = torch.full((2, 2), float(rank))
     expect(
-        sx.ReplicaError,
+        sx.errors.ReplicaError,
         r"ranks 0 and 1 hold different values.*layout=\{\"w\": Shard\(0\)\}.*replicas=\"root\".*stages.*'w'",
         {"w": mine},
         out,
     )
     expect(
-        sx.CorruptError,
+        sx.errors.CorruptError,
         r"disagree on the dtype: expected F32, found F64.*'w', rank 1",
         {"w": mine if rank == 0 else mine.double()},
         out,
     )
     gap = {"w": {"global_shape": (5, 2), "offsets": (3 * rank, 0), "shape": (2, 2)}}
-    expect(sx.IncompleteError, r"no rank holds region \[2:3, 0:2\].*'w'", {"w": mine}, out, layout=gap)
+    expect(sx.errors.IncompleteError, r"no rank holds region \[2:3, 0:2\].*'w'", {"w": mine}, out, layout=gap)
     overlap = {"w": {"global_shape": (3, 2), "offsets": (rank, 0), "shape": (2, 2)}}
     expect(
-        sx.OverlapError,
+        sx.errors.OverlapError,
         r"region \[1:2, 0:2\] is claimed twice.*rank 0.*rank 1.*'w'",
         {"w": mine},
         out,
@@ -294,7 +294,7 @@ def test_every_refusal_names_its_reason_on_every_rank(tmp_path: Path) -> None:
     )
     expect(ValueError, r"layout pattern 'x' matches no tensor", {"w": mine}, out, layout={"x": {"dim": 0}})
     expect(ValueError, r"include pattern 'x' matches no tensor", {"w": mine}, out, include="x")
-    expect(sx.UnsupportedError, r"complex128.*'w'", {"w": torch.ones(1, dtype=torch.complex128)}, out)
+    expect(sx.errors.UnsupportedError, r"complex128.*'w'", {"w": torch.ones(1, dtype=torch.complex128)}, out)
     expect(ValueError, r"'5 apples' is not a size", {"w": mine}, out, max_shard_size="5 apples")
     assert not out.exists()
     sx.export_checkpoint({"w": mine}, out, replicas="root")
@@ -306,7 +306,7 @@ def test_an_existing_target_is_kept_unless_overwrite_is_said(tmp_path: Path) -> 
     comm = sx.get_communicator()
     out = tmp_path / "out"
     sx.export_checkpoint({"w": torch.ones(2)}, out)
-    expect(sx.TargetExistsError, "overwrite=True", {"w": torch.zeros(2)}, out)
+    expect(sx.errors.TargetExistsError, "overwrite=True", {"w": torch.zeros(2)}, out)
     assert torch.equal(load_file(out / "model.safetensors")["w"], torch.ones(2))
     comm.barrier()
     sx.export_checkpoint({"v": torch.zeros(2)}, out, overwrite=True)
@@ -315,7 +315,7 @@ def test_an_existing_target_is_kept_unless_overwrite_is_said(tmp_path: Path) -> 
     if comm.rank == 0:
         (out / "notes.txt").write_text("mine")
     comm.barrier()
-    expect(sx.UnsafeError, r"'notes.txt' is not listed", {"w": torch.zeros(2)}, out, overwrite=True)
+    expect(sx.errors.UnsafeError, r"'notes.txt' is not listed", {"w": torch.zeros(2)}, out, overwrite=True)
     assert (out / "notes.txt").read_text() == "mine"
 
 
@@ -329,7 +329,7 @@ def test_an_exception_in_on_progress_reaches_all_and_leaves_nothing(tmp_path: Pa
 
     state = {f"w{i}.{comm.rank}": torch.ones(1000) for i in range(5)}
     expect(
-        sx.PeerError,
+        sx.errors.PeerError,
         rf"rank 1 on {platform.node()} failed in export_checkpoint \(writing\): ZeroDivisionError: oops",
         state,
         tmp_path / "out",
@@ -346,7 +346,7 @@ def dies_while_writing(out: str, rank: int) -> str:
 
     try:
         sx.export_checkpoint({f"w{i}.{comm.rank}": torch.ones(1000) for i in range(5)}, out, on_progress=progress)
-    except sx.PeerError as error:
+    except sx.errors.PeerError as error:
         return str(error)
     return "no error"
 
@@ -368,7 +368,7 @@ def test_a_rank_killed_while_writing_leaves_the_old_target_and_the_next_run_is_c
 def full_disk(out: str) -> str:
     try:
         sx.export_checkpoint({"w": torch.ones(1 << 20)}, out)
-    except sx.StorageError as error:
+    except sx.errors.StorageError as error:
         return f"{error.errno} {error}"
     return "no error"
 
@@ -425,7 +425,7 @@ def test_save_checkpoint_keeps_everything_as_it_lies_and_merges_later(tmp_path: 
 def test_what_cannot_be_saved_is_named_and_the_last_round_stays(tmp_path: Path) -> None:
     comm = sx.get_communicator()
     sx.save_checkpoint({"w": torch.ones(2)}, tmp_path / "ckpt")
-    with pytest.raises(sx.UnsupportedError, match=r"cannot write a builtins.object as JSON, at \.x.*rank 1"):
+    with pytest.raises(sx.errors.UnsupportedError, match=r"cannot write a builtins.object as JSON, at \.x.*rank 1"):
         sx.save_checkpoint({"w": torch.ones(2), "x": object() if comm.rank else 1}, tmp_path / "ckpt")
     comm.barrier()
     assert len(list((tmp_path / "ckpt").rglob("*.safetensors"))) == 2
@@ -438,7 +438,7 @@ def odd_meshes(out: str) -> None:
     rank = sx.get_communicator().rank
     whole = torch.arange(10.0).reshape(5, 2)
     swapped = distribute_tensor(whole, DeviceMesh("cpu", [2, 0, 1]), [Shard(0)])
-    with pytest.raises(sx.UnsupportedError, match=r"out of order.*'w'"):
+    with pytest.raises(sx.errors.UnsupportedError, match=r"out of order.*'w'"):
         sx.export_checkpoint({"w": swapped}, f"{out}-swapped")
     pair = distribute_tensor(whole, DeviceMesh("cpu", [0, 1]), [Shard(0)])
     head = {} if rank else {"head": torch.ones(2)}
@@ -519,7 +519,9 @@ def test_of_equal_descriptions_one_travels_and_the_report_counts_by_phase(tmp_pa
     ids=lambda value: value if isinstance(value, str) and len(value) < 20 else "",
 )
 def test_an_option_that_differs_between_ranks_is_named(option: str, values: Any, told: str, tmp_path: Path) -> None:
-    expect(sx.InvalidArgumentError, told, {"w": torch.ones(2)}, tmp_path / "out", **{option: values[sx.get_rank()]})
+    expect(
+        sx.errors.InvalidArgumentError, told, {"w": torch.ones(2)}, tmp_path / "out", **{option: values[sx.get_rank()]}
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -530,7 +532,7 @@ def fails_beside_replicas(out: str) -> None:
     def stop(done: int, total: int) -> None:
         raise RuntimeError("stop")
 
-    with pytest.raises(sx.PeerError, match=r"rank 0 .*stop"):
+    with pytest.raises(sx.errors.PeerError, match=r"rank 0 .*stop"):
         sx.export_checkpoint(state, out, dtype="bfloat16", on_progress=stop if comm.rank == 0 else None)
 
 
@@ -547,7 +549,7 @@ def test_copies_on_one_rank_must_be_equal_too(ranks: int, tmp_path: Path) -> Non
 
 
 def exports_copies(out: str, layout: Any) -> None:
-    with pytest.raises(sx.ReplicaError, match="rank 0 twice holds different values"):
+    with pytest.raises(sx.errors.ReplicaError, match="rank 0 twice holds different values"):
         sx.export_checkpoint({"w": torch.arange(4.0).reshape(2, 2)}, out, layout=layout)
     sx.export_checkpoint({"w": torch.ones(2, 2)}, out, layout=layout)
 
@@ -569,7 +571,7 @@ def exports_copies(out: str, layout: Any) -> None:
 )
 def test_wrong_options_are_told_before_anything_is_written(options: Any, told: str, tmp_path: Path) -> None:
     state = {"a": np.arange(4.0), "b": np.arange(8.0)}
-    with pytest.raises(sx.InvalidArgumentError, match=told):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=told):
         sx.export_checkpoint(state, tmp_path / "out", **options)
     assert [p for p in tmp_path.iterdir() if not p.name.endswith(".lock")] == []
 

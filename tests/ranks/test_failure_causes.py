@@ -262,7 +262,7 @@ def shuts_down_between_backward_and_step(directory: str) -> None:
     optimizer.step()
     sx.shutdown()
     loss_of(trained).backward()
-    with pytest.raises(sx.NotInitializedError, match="closed"):
+    with pytest.raises(sx.errors.NotInitializedError, match="closed"):
         optimizer.step()  # neither is it due nor could it be
 
 
@@ -329,7 +329,7 @@ def dies_in_the_making(backend: str, directory: str, where: str) -> list[Any]:
 
         setattr(place, where, die)
     with pytest.raises(PeerError) as caught:
-        sx.export_checkpoint_async({"w": torch.ones(3)}, f"{directory}/out")
+        sx.export_checkpoint({"w": torch.ones(3)}, f"{directory}/out", background=True)
     with pytest.raises(PeerError):
         comm.barrier()
     return [caught.value.rank, caught.value.cause]

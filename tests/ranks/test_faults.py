@@ -93,7 +93,7 @@ def act(verb: str, out: str, state: Any, options: dict[str, Any]) -> None:
     if verb == "export":
         sx.export_checkpoint(state, out, layout=LAYOUT, overwrite=True, **options)
     elif verb == "async":
-        sx.export_checkpoint_async(state, out, layout=LAYOUT, overwrite=True, **options).result(60)
+        sx.export_checkpoint(state, out, layout=LAYOUT, overwrite=True, background=True, **options).result(60)
     elif verb == "save":
         sx.save_checkpoint(state, out)
     else:
@@ -201,7 +201,7 @@ def needs_strace(at: str, how: str) -> None:
 
 CALLS = {
     "export": "export_checkpoint",
-    "async": "export_checkpoint_async",
+    "async": "export_checkpoint",
     "save": "save_checkpoint",
     "load": "load_checkpoint",
 }

@@ -98,11 +98,11 @@ def entries(comm: Any, made: dict[str, Any]) -> dict[str, Callable[[], Any]]:
         "flat": lambda: comm.flat.barrier(),
         "reducer": lambda: made["reducer"].finalize(),
         "inline reducer": lambda: made["inline"].add(one),
-        "a new reducer": sx.CoalescingReducer,
+        "a new reducer": sx.train.CoalescingReducer,
         "gather_state": lambda: sx.gather_state({"a": one}).__enter__(),
         "save": lambda: sx.save_checkpoint({"a": one}, "/nowhere"),
         "export": lambda: sx.export_checkpoint({"a": one}, "/nowhere", comm=comm),
-        "in the background": lambda: sx.export_checkpoint_async({"a": one}, "/nowhere"),
+        "in the background": lambda: sx.export_checkpoint({"a": one}, "/nowhere", background=True),
         "init": sx.init,
         "get_communicator": lambda: sx.get_communicator().barrier(),
     }
@@ -114,8 +114,8 @@ def tries(backend: str) -> list[Any]:
     module = torch.nn.Linear(2, 2)
     made = {
         "subset": comm.subset(list(reversed(range(comm.world_size)))),
-        "reducer": sx.BucketReducer(module, comm),
-        "inline": sx.InlineReducer(comm),
+        "reducer": sx.train.BucketReducer(module, comm),
+        "inline": sx.train.InlineReducer(comm),
     }
     value = torch.full((4,), float(comm.rank + 1))
     if comm.rank == 1:

@@ -237,7 +237,7 @@ def test_a_state_is_closed_after_its_block() -> None:
     with sx.gather_state({"a": torch.ones(1), "b": torch.ones(1)}) as states:
         pass
     for state in states:
-        with pytest.raises(sx.InvalidArgumentError, match="ended"):
+        with pytest.raises(sx.errors.InvalidArgumentError, match="ended"):
             state["a"]
 
 
@@ -288,7 +288,7 @@ def test_an_exception_in_the_block_reaches_every_member(who: int, tmp_path: Path
     rank = sx.get_communicator().rank
     for workspace in (None, tmp_path / "ws"):
         with (
-            pytest.raises(KeyError if rank == who else sx.PeerError) as caught,
+            pytest.raises(KeyError if rank == who else sx.errors.PeerError) as caught,
             sx.gather_state({"w": torch.ones(3)}, workspace=workspace),
         ):
             if rank == who:
@@ -307,12 +307,12 @@ def test_what_cannot_be_sent_is_named_on_every_rank() -> None:
     rank = sx.get_communicator().rank
     bad = torch.ones(3).to_sparse() if rank == 1 else torch.ones(3)
     with (
-        pytest.raises(sx.UnsupportedError, match=r"sparse.*'layer\.w'.*rank 1"),
+        pytest.raises(sx.errors.UnsupportedError, match=r"sparse.*'layer\.w'.*rank 1"),
         sx.gather_state({"layer.w": bad}),
     ):
         pass
     with (
-        pytest.raises(sx.UnsupportedError, match=r"object.*at \.a\[1\].*rank 2"),
+        pytest.raises(sx.errors.UnsupportedError, match=r"object.*at \.a\[1\].*rank 2"),
         sx.get_configs_parallel({"a": [1, object() if rank == 2 else 2]}, [0, 1, 2]),
     ):
         pass
@@ -326,7 +326,7 @@ def test_a_workspace_that_cannot_be_is_an_error_with_its_path_on_every_rank(tmp_
         target.touch()
     sx.get_communicator().barrier()
     with (
-        pytest.raises(sx.NotFoundError, match=r"not a directory.*rank 1.*/file"),
+        pytest.raises(sx.errors.NotFoundError, match=r"not a directory.*rank 1.*/file"),
         sx.gather_state({"w": torch.ones(3)}, workspace=target / "ws"),
     ):
         pass
@@ -340,7 +340,7 @@ def dies_in_block(how: str) -> str:
                 if how == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 sys.exit(3)
-    except sx.PeerError as error:
+    except sx.errors.PeerError as error:
         return str(error)
     return "no error"
 
@@ -357,12 +357,12 @@ def test_a_rank_that_dies_in_the_block_is_named_by_the_others(how: str) -> None:
 def never_comes(timeout_s: float) -> list[int]:
     import torch.distributed as dist
 
-    comm = sx.from_process_group(dist.group.WORLD, timeout_s=timeout_s)
+    comm = sx.comm.from_process_group(dist.group.WORLD, timeout_s=timeout_s)
     if comm.rank == 1:
         time.sleep(1.5)
         return []
     with (
-        pytest.raises(sx.StallError, match=r"ranks \[1\] did not reach") as caught,
+        pytest.raises(sx.errors.StallError, match=r"ranks \[1\] did not reach") as caught,
         sx.gather_state({"w": torch.ones(3)}, comm=comm),
     ):
         pass
@@ -407,7 +407,7 @@ def test_ranks_stay_in_step_through_many_errors() -> None:
     comm = sx.get_communicator()
     tensor = torch.ones(10)
     for i in range(100):
-        with pytest.raises((sx.PeerError, ZeroDivisionError)), sx.gather_state({"w": tensor}, root=i % 2):
+        with pytest.raises((sx.errors.PeerError, ZeroDivisionError)), sx.gather_state({"w": tensor}, root=i % 2):
             if comm.rank == i % 2:
                 raise ZeroDivisionError
         with sx.get_tensors_parallel(tensor, [0, 1]) as tensors:
@@ -421,10 +421,13 @@ def test_what_has_no_bytes_is_refused_on_every_rank() -> None:
     freed.untyped_storage().resize_(0)
     masked = np.ma.masked_array([1, 2], [0, 1])
     for bad, match in [(freed, "freed"), (masked, "mask"), (torch.empty(2, device="meta"), "meta")]:
-        with pytest.raises(sx.UnsupportedError, match=match), sx.gather_state({"w": bad if rank else torch.ones(2)}):
+        with (
+            pytest.raises(sx.errors.UnsupportedError, match=match),
+            sx.gather_state({"w": bad if rank else torch.ones(2)}),
+        ):
             pass
     nothing = None if rank else torch.ones(1)
-    with pytest.raises(sx.InvalidArgumentError, match="a tensor"), sx.get_tensors_parallel(nothing, [0, 1]):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="a tensor"), sx.get_tensors_parallel(nothing, [0, 1]):
         pass
 
 

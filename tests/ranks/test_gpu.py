@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 
-def verbs(comm: sx.Communicator, device: str) -> None:
+def verbs(comm: sx.comm.Communicator, device: str) -> None:
     """Every verb on tensors of `device`: results lie there too, and staged ones are always copied back."""
     n, rank = comm.world_size, comm.rank
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64):
@@ -121,7 +121,7 @@ def state_goes_to_files_and_back(folder: str) -> None:
         if way == "now":
             sx.export_checkpoint(state, f"{folder}/{way}", **options)
         else:
-            future = sx.export_checkpoint_async(state, f"{folder}/{way}", **options)
+            future = sx.export_checkpoint(state, f"{folder}/{way}", background=True, **options)
             for tensor in state.values():
                 tensor.zero_()
             future.result(60)

@@ -35,12 +35,12 @@ def me() -> tuple[int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def by_hand(url: str, backend: str = "auto", timeout_s: float = 20.0) -> sx.Communicator:
+def by_hand(url: str, backend: str = "auto", timeout_s: float = 20.0) -> sx.comm.Communicator:
     rank, size = me()
     return sx.init(backend, rendezvous=url, rank=rank, world_size=size, timeout_s=timeout_s)
 
 
-def facts(comm: sx.Communicator) -> list[Any]:
+def facts(comm: sx.comm.Communicator) -> list[Any]:
     total = comm.all_reduce(torch.full((5,), float(comm.rank + 1)))
     return [comm.backend, comm.rank, comm.world_size, comm.local_rank, comm.num_nodes, float(total[0])]
 
@@ -101,7 +101,7 @@ def test_what_a_crashed_run_has_left_is_not_taken_for_fresh(tmp_path: Path) -> N
 def waits_in_vain(directory: str) -> list[Any]:
     if me()[0] in (1, 3):
         return []
-    with pytest.raises(sx.StallError) as caught:
+    with pytest.raises(sx.errors.StallError) as caught:
         by_hand(f"file://{directory}", timeout_s=2 + me()[0])
     return [str(caught.value), list(caught.value.missing)]
 
@@ -118,7 +118,7 @@ def test_all_that_wait_name_all_that_never_came_and_nothing_is_left(tmp_path: Pa
 def waits_for_rank_0(kind: str, place: str) -> list[Any]:
     if me()[0] == 0:
         return []
-    with pytest.raises(sx.StallError) as caught:
+    with pytest.raises(sx.errors.StallError) as caught:
         init_as(kind, place, 3.0)
     return [list(caught.value.missing), str(caught.value)]
 
@@ -139,7 +139,7 @@ def comes_and_goes(directory: str) -> list[Any]:
     rank, _ = me()
     if rank == 1:
         time.sleep(2.5)  # comes when rank 0 has given up
-    with pytest.raises(sx.StallError) as caught:
+    with pytest.raises(sx.errors.StallError) as caught:
         by_hand(f"file://{directory}", timeout_s=[1.0, 2.0, 5.0][rank])
     return [list(caught.value.missing), str(caught.value)]
 
@@ -159,7 +159,7 @@ def loses_rank_0(port: int) -> str:
             time.sleep(0.01)
         server.close()  # as it does a second after it has given up, whoever has not run meanwhile
         return ""
-    with pytest.raises(sx.StallError) as caught:
+    with pytest.raises(sx.errors.StallError) as caught:
         by_hand(f"tcp://127.0.0.1:{port}", timeout_s=2)
     assert caught.value.missing == (0,)
     return str(caught.value)
@@ -177,7 +177,7 @@ def test_at_its_deadline_a_rank_waits_a_moment_for_rank_0_to_decide(decision: st
     store = tcp_store.namespaced(tcp_store.connect("127.0.0.1", server.port, 20.0, 5.0), server.nonce)
     for rank in range(3):
         tcp_store.enroll(store, rank, f"process {rank}", "there")
-    record = json.dumps(to_record(sx.StallError("rank 1 came too late", missing=(1,)), 0, "the rendezvous"))
+    record = json.dumps(to_record(sx.errors.StallError("rank 1 came too late", missing=(1,)), 0, "the rendezvous"))
     decides = threading.Timer(0.3, lambda: server.store.set(decision, record))
     if decision is not None:
         decides.start()
@@ -192,7 +192,7 @@ def test_at_its_deadline_a_rank_waits_a_moment_for_rank_0_to_decide(decision: st
             "failed": ("rank 1 came too late", (1,)),
             None: ("all ranks came to there, but rank 0 did not answer in 0.1 s", (0,)),
         }[decision]
-        with pytest.raises(sx.StallError) as caught:
+        with pytest.raises(sx.errors.StallError) as caught:
             waits()
         assert caught.value.message == said
         assert caught.value.missing == missing
@@ -245,7 +245,7 @@ def fails_then_works(url: str) -> list[Any]:
     if rank == 1:
         time.sleep(2)  # comes when rank 0 has given up once
         return [by_hand(url).world_size]
-    with pytest.raises(sx.StallError, match=r"ranks \[1\] did not come to tcp://") as caught:
+    with pytest.raises(sx.errors.StallError, match=r"ranks \[1\] did not come to tcp://") as caught:
         by_hand(url, timeout_s=1)
     assert caught.value.missing == (1,)
     return [by_hand(url).world_size]
@@ -264,7 +264,7 @@ def dies_while_meeting(directory: str, kill: bool) -> list[Any]:
         time.sleep(3)
         return []
     if kill:
-        with pytest.raises(sx.StallError, match=r"ranks \[1, 2\] did not come to .* in 1.5 s"):
+        with pytest.raises(sx.errors.StallError, match=r"ranks \[1, 2\] did not come to .* in 1.5 s"):
             by_hand(f"file://{directory}", timeout_s=1.5)
         return []
     return facts(by_hand(f"file://{directory}"))
@@ -312,7 +312,7 @@ def test_arguments_that_cannot_be_right(arguments: dict[str, Any], message: str)
 
 
 def test_nobody_listens_at_the_address() -> None:
-    with pytest.raises(sx.StallError, match=r"ranks \[0\] did not come to tcp://.* in 1 s: .*refused"):
+    with pytest.raises(sx.errors.StallError, match=r"ranks \[0\] did not come to tcp://.* in 1 s: .*refused"):
         sx.init(rendezvous=f"tcp://127.0.0.1:{free_port()}", rank=1, world_size=2, timeout_s=1)
 
 
@@ -326,7 +326,7 @@ def twice() -> list[Any]:
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("statexchange").addHandler(handler)
-    before = [sx.get_rank(), sx.get_world_size(), sx.get_backend(), sx.is_initialized()]
+    before = [sx.get_rank(), sx.get_world_size(), sx.comm.get_backend(), sx.is_initialized()]
     first = sx.init(devices=False, timeout_s=70)
     assert sx.init() is first
     assert sx.init(timeout_s=70, devices=False) is first
@@ -407,7 +407,7 @@ def test_slurm_needs_to_be_told_where_to_meet(missing: bool, monkeypatch: pytest
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(free_port()))
     expected = "set MASTER_ADDR and MASTER_PORT" if missing else "did not come to tcp://127.0.0.1"
-    with pytest.raises(sx.NotInitializedError if missing else sx.StallError, match=expected):
+    with pytest.raises(sx.errors.NotInitializedError if missing else sx.errors.StallError, match=expected):
         sx.init(timeout_s=1)
 
 
@@ -439,7 +439,7 @@ def test_an_mpiexec_of_another_mpi_is_found_out(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_nccl_without_a_gpu_says_what_to_install() -> None:
-    with pytest.raises((sx.MissingExtraError, sx.UnsupportedError), match="CUDA build of torch"):
+    with pytest.raises((sx.errors.MissingExtraError, sx.errors.UnsupportedError), match="CUDA build of torch"):
         sx.init("nccl")
     assert not sx.is_initialized()
 
@@ -590,7 +590,7 @@ def reduces(url: str) -> list[Any]:
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.prctl(4, 0, 0, 0, 0) == 0
     drop_ptrace(libc)
-    with pytest.raises(sx.UnsupportedError, match="room for some MiB of each rank"):
+    with pytest.raises(sx.errors.UnsupportedError, match="room for some MiB of each rank"):
         by_hand(url, "shm")
     comm = by_hand(url)
     return [comm.backend, float(comm.all_reduce(torch.ones(3_000_000))[-1]), len(said), os.listdir("/dev/shm")]
@@ -662,7 +662,7 @@ def test_ranks_of_different_pid_namespaces_meet_and_fall_back(tmp_path: Path) ->
 # Ranks that never come
 
 
-def init_as(kind: str, place: str, timeout_s: float) -> sx.Communicator:
+def init_as(kind: str, place: str, timeout_s: float) -> sx.comm.Communicator:
     """Meet the other ranks in this way, at `place`."""
     if kind in ("tcp", "file"):
         return by_hand(place, timeout_s=timeout_s)
@@ -690,7 +690,7 @@ def waits_for_rank_1(kind: str, place: str, timeouts_s: list[float]) -> list[Any
         rank = me()[0]
     if rank == 1:
         return []
-    with pytest.raises(sx.StallError) as caught:
+    with pytest.raises(sx.errors.StallError) as caught:
         init_as(kind, place, timeouts_s[rank])
     return [str(caught.value), list(caught.value.missing)]
 
@@ -713,7 +713,7 @@ def dies_in_init(backend: str, directory: str, where: str) -> list[Any]:
             os.kill(os.getpid(), signal.SIGKILL)
 
         setattr(dist.distributed_c10d if where == "_new_process_group_helper" else dist, where, die)
-    with pytest.raises(sx.PeerError) as caught:
+    with pytest.raises(sx.errors.PeerError) as caught:
         start(backend, directory) if backend == "hierarchical" else by_hand(f"file://{directory}", backend, 300.0)
     return [caught.value.rank, caught.value.cause, caught.value.host]
 
@@ -762,10 +762,10 @@ def test_torch_may_meet_at_the_same_master_port() -> None:
 def counts_as_open_mpi_does(directory: str) -> list[Any]:
     rank, size = me()
     os.environ["LOCAL_RANK"] = str([0, 2, 1][rank])  # Open MPI 5 counts like this where cores are shared
-    before = sx.get_local_rank()
+    before = sx.comm.get_local_rank()
     comm = sx.init(rendezvous=f"file://{directory}")
     assert comm.node.world_size == size
-    found = [before, sx.get_local_rank(), comm.local_rank, comm.node.rank, comm.leaders is not None]
+    found = [before, sx.comm.get_local_rank(), comm.local_rank, comm.node.rank, comm.leaders is not None]
     comm.barrier()
     pair = comm.split(0 if rank else None)
     return [*found, None if pair is None else pair.local_rank]
@@ -778,9 +778,9 @@ def test_the_local_rank_is_one_before_and_after_init(tmp_path: Path) -> None:
 
 def says_nonsense_of_hosts(directory: str) -> list[int]:
     os.environ["LOCAL_RANK"] = "0"  # as if each rank had a host of its own
-    before = sx.get_local_rank()
+    before = sx.comm.get_local_rank()
     comm = sx.init(rendezvous=f"file://{directory}")
-    return [before, sx.get_local_rank(), comm.local_rank]
+    return [before, sx.comm.get_local_rank(), comm.local_rank]
 
 
 def test_local_ranks_that_do_not_fit_the_host_still_give_one_answer(tmp_path: Path) -> None:
@@ -798,8 +798,8 @@ def test_no_public_call_takes_a_deadline_that_is_none(wrong: Any, tmp_path: Path
     comm = sx.get_communicator()
     calls: dict[str, Callable[[], Any]] = {
         "init": lambda: sx.init("single", timeout_s=wrong),
-        "from_process_group": lambda: sx.from_process_group(None, timeout_s=wrong),
-        "from_mpi": lambda: sx.from_mpi(None, timeout_s=wrong),
+        "from_process_group": lambda: sx.comm.from_process_group(None, timeout_s=wrong),
+        "from_mpi": lambda: sx.comm.from_mpi(None, timeout_s=wrong),
         "barrier": lambda: comm.barrier(timeout_s=wrong),
         "agree": lambda: comm.agree(timeout_s=wrong),
         "exchange": lambda: comm.exchange(b"", timeout_s=wrong),
@@ -814,7 +814,7 @@ def test_no_public_call_takes_a_deadline_that_is_none(wrong: Any, tmp_path: Path
         workspace = sx.NFSWorkspace(folder)
         calls["NFSWorkspace"] = lambda: workspace.read_configs_and_weights_from_rank(0, timeout_s=wrong)
     for name, call in calls.items():
-        with pytest.raises(sx.InvalidArgumentError, match=r"timeout_s must be a number of seconds"):
+        with pytest.raises(sx.errors.InvalidArgumentError, match=r"timeout_s must be a number of seconds"):
             pytest.fail(f"{name} returned {call()!r}")
     assert not sx.is_initialized()
     assert not (tmp_path / "out").exists()
@@ -824,11 +824,11 @@ def refuses_deadlines() -> str:
     comm = sx.get_communicator()
     for wrong in (0, -1, float("nan"), "5"):
         given: Any = wrong if comm.rank else None
-        with pytest.raises(sx.InvalidArgumentError, match="timeout_s must be a number of seconds above 0"):
+        with pytest.raises(sx.errors.InvalidArgumentError, match="timeout_s must be a number of seconds above 0"):
             comm.barrier(timeout_s=given)
-        with pytest.raises(sx.InvalidArgumentError, match="timeout_s must be a number of seconds above 0"):
+        with pytest.raises(sx.errors.InvalidArgumentError, match="timeout_s must be a number of seconds above 0"):
             comm.agree(timeout_s=given)
-        with pytest.raises(sx.InvalidArgumentError, match="timeout_s must be a number of seconds above 0"):
+        with pytest.raises(sx.errors.InvalidArgumentError, match="timeout_s must be a number of seconds above 0"):
             comm.exchange(b"", timeout_s=given)
     comm.barrier(timeout_s=float("inf"))
     comm.barrier(timeout_s=10**400)
@@ -854,9 +854,9 @@ def test_there_may_be_no_deadline_at_all(backend: str, tmp_path: Path) -> None:
 
 
 def counts_by_the_launcher() -> list[int]:
-    before = sx.get_local_rank()
+    before = sx.comm.get_local_rank()
     comm = sx.init("mpi")
-    found = [before, sx.get_local_rank(), comm.local_rank, comm.node.rank]
+    found = [before, sx.comm.get_local_rank(), comm.local_rank, comm.node.rank]
     assert sorted(comm.all_gather_object(before)) == [*range(comm.world_size)]
     return found
 
@@ -881,7 +881,7 @@ import statexchange as sx
 assert importlib.util.find_spec("torch") is None
 comm = sx.init(sys.argv[1])
 n = comm.world_size
-assert (comm.backend, n, sx.get_local_rank()) == ("mpi", 3, comm.local_rank), comm
+assert (comm.backend, n, sx.comm.get_local_rank()) == ("mpi", 3, comm.local_rank), comm
 assert comm.all_gather_object({"rank": comm.rank}) == [{"rank": rank} for rank in range(n)]
 assert comm.broadcast_object("root's" if comm.rank == 0 else None) == "root's"
 long = ["x" * 100_000 * rank for rank in range(n)]
@@ -893,7 +893,7 @@ comm.barrier()
 for refused in (lambda: comm.all_reduce(np.ones(3)), lambda: comm.device):
     try:
         refused()
-    except sx.MissingExtraError as error:
+    except sx.errors.MissingExtraError as error:
         assert "needs torch: pip install" in str(error)
     else:
         raise AssertionError("no MissingExtraError")
@@ -903,7 +903,7 @@ meeting = {"rendezvous": f"file://{sys.argv[2]}", "rank": 0, "world_size": 2}
 for wish in ({"backend": "shm"}, {"backend": "gloo", **meeting}):
     try:
         sx.init(**wish)
-    except sx.MissingExtraError as error:
+    except sx.errors.MissingExtraError as error:
         assert "needs torch: pip install" in str(error)
     else:
         raise AssertionError("no MissingExtraError")

@@ -182,9 +182,9 @@ def wrapped(kind: str, model: nn.Module) -> nn.Module:
     if kind == "averaged":
         return torch.optim.swa_utils.AveragedModel(model)
     if kind == "distributed":
-        return sx.DistributedModule(model)
+        return sx.train.DistributedModule(model)
     if kind == "distributed, averaged":
-        return torch.optim.swa_utils.AveragedModel(sx.DistributedModule(model))
+        return torch.optim.swa_utils.AveragedModel(sx.train.DistributedModule(model))
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     return torch.optim.swa_utils.AveragedModel(
@@ -391,17 +391,17 @@ def test_a_reduction_with_a_cut_and_a_cast(tmp_path: Path) -> None:
 def test_the_state_stays_as_it_is_and_what_has_no_order_is_refused(tmp_path: Path) -> None:
     rank = sx.get_communicator().rank
     mine = torch.full((3,), float(rank))
-    future = sx.export_checkpoint_async({"s": mine}, tmp_path / "out", layout={"s": {"reduce": "max"}})
+    future = sx.export_checkpoint({"s": mine}, tmp_path / "out", layout={"s": {"reduce": "max"}}, background=True)
     mine += 10
     future.result()
     assert exported(tmp_path / "out")["s"].tolist() == [1, 1, 1]
     assert mine.tolist() == [rank + 10.0] * 3
     layout = {"s": {"reduce": "max"}}
     complex_ = {"s": torch.zeros(2, dtype=torch.complex64)}
-    refused(sx.UnsupportedError, "complex numbers have no max.*'s'", complex_, tmp_path / "x", layout=layout)
+    refused(sx.errors.UnsupportedError, "complex numbers have no max.*'s'", complex_, tmp_path / "x", layout=layout)
     uneven = {"s": mine if rank else mine.bfloat16()}
     told = r"copies to be reduced differ in dtype: expected BF16, found F32.*'s', rank 1"
-    refused(sx.CorruptError, told, uneven, tmp_path / "x", layout=layout, dtype="float16")
+    refused(sx.errors.CorruptError, told, uneven, tmp_path / "x", layout=layout, dtype="float16")
 
 
 def exports_by_rules(layout: Any, states: list[State], out: str) -> None:
@@ -453,8 +453,8 @@ def test_experts_and_layers_are_counted_on_as_they_are_in_files(tmp_path: Path) 
     assert found.keys() == {*names, *(f"model.layers.{n}.{part}" for n in range(3) for part in ("norm", "amax"))}
     states = experts()
     assert torch.equal(found["model.layers.2.experts.4.up"], states[3]["layers.0.experts.1.gate_up"][2:])
-    sx.export_checkpoint_async(
-        states[sx.get_communicator().rank], tmp_path / "later", layout={"grid": GRID, "rules": rules}
+    sx.export_checkpoint(
+        states[sx.get_communicator().rank], tmp_path / "later", layout={"grid": GRID, "rules": rules}, background=True
     ).result()
     assert exported(tmp_path / "later").keys() >= {"layers.2.experts.4.up", "layers.0.amax"}
 
@@ -499,7 +499,7 @@ def batch_norm(out: str) -> list[str]:
     model(torch.randn(8, 3, generator=torch.Generator().manual_seed(rank))).sum().backward()
     try:
         sx.export_checkpoint(model, out)
-    except sx.ReplicaError as error:
+    except sx.errors.ReplicaError as error:
         sx.export_checkpoint(model, out, replicas="root")
         mine = equal(exported(out), dict(model.module.state_dict()))
         return [str(error), str(error.name), str(mine)]

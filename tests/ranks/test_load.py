@@ -125,7 +125,7 @@ def test_bytes_that_changed_are_found(tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-9] ^= 1
     file.write_bytes(data)
-    with pytest.raises(sx.CorruptError, match=r"bytes differ from their digest.*'a'"):
+    with pytest.raises(sx.errors.CorruptError, match=r"bytes differ from their digest.*'a'"):
         sx.load_checkpoint({"a": torch.zeros(1000)}, tmp_path / "out")
 
 
@@ -144,7 +144,7 @@ def test_each_ranks_piece_of_a_merged_tensor_is_checked(rank: int, tmp_path: Pat
     data = bytearray(file.read_bytes())
     data[-81 * 30 * 4 if rank == 0 else -1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(sx.CorruptError, match=r"bytes differ from their digest.*'a'"):
+    with pytest.raises(sx.errors.CorruptError, match=r"bytes differ from their digest.*'a'"):
         sx.load_checkpoint(whole, tmp_path / "out")
 
 
@@ -212,7 +212,7 @@ def test_what_was_not_saved_is_told(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r'under "model": give \{"model": state\}'):
         sx.load_checkpoint(model_of(2), tmp_path / "ckpt")
     with pytest.raises(
-        sx.InvalidArgumentError, match=r"state\.step was saved as something else.*expected a tensor, found a int"
+        sx.errors.InvalidArgumentError, match=r"state\.step was saved as something else.*expected a tensor, found a int"
     ):
         sx.load_checkpoint({"model": model_of(2), "step": torch.zeros(1)}, tmp_path / "ckpt")
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
@@ -294,7 +294,7 @@ def test_a_config_that_holds_no_state_is_none(tmp_path: Path) -> None:
 def test_a_saved_state_with_a_tensor_that_is_in_no_file_is_corrupt(tmp_path: Path) -> None:
     config = encode({"w": [object()]}, lambda value, path: path if type(value) is object else None)
     Workspace(tmp_path).write([], run="job", round=1, rank=0, world_size=1, config=config)
-    with pytest.raises(sx.CorruptError, match=r"no file has it .*'\.w\[0\]'"):
+    with pytest.raises(sx.errors.CorruptError, match=r"no file has it .*'\.w\[0\]'"):
         sx.load_checkpoint({"w": [torch.ones(2)]}, tmp_path)
 
 
@@ -553,7 +553,7 @@ def keeps_its_own(folder: str) -> None:
 
 def test_what_ranks_saved_differently_is_never_mixed_up(tmp_path: Path) -> None:
     run_ranks(keeps_its_own, 2, backend="gloo", args=(str(tmp_path),))
-    with pytest.raises(sx.ReplicaError, match=r"ranks 0 and 1 saved different values.*'rng'"):
+    with pytest.raises(sx.errors.ReplicaError, match=r"ranks 0 and 1 saved different values.*'rng'"):
         sx.load_checkpoint({"rng": torch.zeros(3, dtype=torch.int64), "seed": 0, "same": torch.zeros(2)}, tmp_path)
 
 
@@ -616,7 +616,7 @@ def test_what_ranks_of_a_host_want_alike_is_read_from_a_store_once(backend: str,
 
 def opens_another(backend: str, directory: str, folder: str) -> None:
     comm = start(backend, directory)
-    with pytest.raises(sx.InvalidArgumentError, match=r"rank 0 opened .*one and rank 1 opened .*two: pass"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"rank 0 opened .*one and rank 1 opened .*two: pass"):
         sx.load_checkpoint({"w": torch.zeros(3)}, f"{folder}/{'two' if comm.rank else 'one'}")
     state = {"w": torch.zeros(3)}
     sx.load_checkpoint(state, f"{folder}/one")
@@ -651,15 +651,15 @@ def test_state_without_tensors_comes_back(tmp_path: Path) -> None:
 
 def saves_at_two_places(folder: str) -> None:
     rank = sx.get_rank()
-    with pytest.raises(sx.NotFoundError, match="pass the same shared directory on all ranks"):
+    with pytest.raises(sx.errors.NotFoundError, match="pass the same shared directory on all ranks"):
         sx.save_checkpoint({"w": torch.ones(3)}, f"{folder}/{rank}")
-    with pytest.raises(sx.InvalidArgumentError, match="a workspace is a path or a URL"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="a workspace is a path or a URL"):
         sx.save_checkpoint({"w": torch.ones(3)}, 3 if rank else folder)  # type: ignore[arg-type]
     for wrong in ("3", [1]):
-        with pytest.raises(sx.InvalidArgumentError, match="number of seconds"):
+        with pytest.raises(sx.errors.InvalidArgumentError, match="number of seconds"):
             sx.save_checkpoint({"w": torch.ones(3)}, folder, stall_timeout_s=wrong)  # type: ignore[arg-type]
     sx.save_checkpoint({"w": torch.ones(3)}, folder)
-    with pytest.raises(sx.InvalidArgumentError, match="number of seconds"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="number of seconds"):
         sx.load_checkpoint({"w": torch.ones(3)}, folder, stall_timeout_s="3")  # type: ignore[arg-type]
 
 
@@ -683,7 +683,7 @@ class Copying(nn.Module):
 def test_a_copy_of_another_shape_is_found_before_anything_is_changed(tmp_path: Path) -> None:
     sx.save_checkpoint({"model": Copying(3)}, tmp_path)
     live = Copying(4)
-    with pytest.raises(sx.InvalidArgumentError, match=r"shape or dtype differs.*copy"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"shape or dtype differs.*copy"):
         sx.load_checkpoint({"model": live}, tmp_path)
     assert live.w.tolist() == [4.0, 4.0]
 
@@ -705,7 +705,7 @@ def saves_statistics(folder: str) -> None:
 def test_the_lowest_ranks_copy_is_taken_where_that_is_asked_for(tmp_path: Path) -> None:
     run_ranks(saves_statistics, 2, args=(str(tmp_path),))
     live = nn.BatchNorm1d(3)
-    with pytest.raises(sx.ReplicaError, match=r"to take rank 0's, replicas=\"root\".*running_mean"):
+    with pytest.raises(sx.errors.ReplicaError, match=r"to take rank 0's, replicas=\"root\".*running_mean"):
         sx.load_checkpoint({"model": live}, tmp_path)
     sx.load_checkpoint({"model": live}, tmp_path, replicas="root")
     assert live.running_mean.tolist() == [1.0] * 3
@@ -761,7 +761,7 @@ def cut_by_hand(folder: str) -> list[Any]:
     sx.load_checkpoint(fresh, f"{folder}/two", layout=PARTS)
     assert plain_block(fresh) == plain_block(state)
     assert fresh["step"] == 2
-    with pytest.raises(sx.InvalidArgumentError, match=r'say so with layout=\{"model.gate_up": Shard\(0\)\}'):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r'say so with layout=\{"model.gate_up": Shard\(0\)\}'):
         sx.load_checkpoint(fresh, f"{folder}/two")
     return [plain_block(state)]
 
@@ -810,9 +810,9 @@ def renames_and_splits(folder: str) -> None:
     sx.load_checkpoint(stage, folder, layout={"grid": {"pp": 2}, "rules": {"*.qkv": rules}})
     for number in range(2):
         assert stage[f"layers.{number}.qkv"][:8].tolist() == (q + 1000 * (2 * rank + number)).tolist()
-    with pytest.raises(sx.InvalidArgumentError, match="layout pattern 'other' matches no tensor"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="layout pattern 'other' matches no tensor"):
         sx.load_checkpoint(stage, folder, layout={"other": {"dim": 0}})
-    with pytest.raises(sx.InvalidArgumentError, match=r"grid is \{\} on rank 0 and \{'pp': 2\} on rank 1"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"grid is \{\} on rank 0 and \{'pp': 2\} on rank 1"):
         sx.load_checkpoint(stage, folder, layout={"grid": {"pp": 2}, "rules": {}} if rank else None)
 
 
@@ -835,13 +835,13 @@ def test_a_layout_may_split_and_count_on_what_is_loaded(tmp_path: Path) -> None:
     ],
 )
 def test_a_save_refuses_rules_that_change_what_there_is(rule: Any, told: str, tmp_path: Path) -> None:
-    with pytest.raises(sx.InvalidArgumentError, match=told):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=told):
         sx.save_checkpoint({"x": {"w": torch.ones(2)}}, tmp_path, layout={"x.w": rule})
-    with pytest.raises(sx.InvalidArgumentError, match="layout pattern 'y' matches no tensor"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="layout pattern 'y' matches no tensor"):
         sx.save_checkpoint({"x": {"w": torch.ones(2)}}, tmp_path, layout={"y": {"dim": 0}})
     sx.save_checkpoint({"x": {"w": torch.ones(2)}}, tmp_path)
     if "reduce" not in rule:
-        with pytest.raises(sx.InvalidArgumentError, match="renames tensors, and this source"):
+        with pytest.raises(sx.errors.InvalidArgumentError, match="renames tensors, and this source"):
             sx.load_checkpoint({"x": {"w": torch.zeros(2)}}, tmp_path, layout={"x.w": rule})
 
 
@@ -854,14 +854,18 @@ def test_values_are_cast_to_the_states_dtype_where_that_is_asked_for(tmp_path: P
         "c": np.zeros(6, np.float16),
         "n": torch.zeros(6, dtype=torch.int64),
     }
-    with pytest.raises(sx.InvalidArgumentError, match=r'dtype differs.*dtype="state" casts.*expected F32, found BF16'):
+    with pytest.raises(
+        sx.errors.InvalidArgumentError, match=r'dtype differs.*dtype="state" casts.*expected F32, found BF16'
+    ):
         sx.load_checkpoint(live, tmp_path)
     sx.load_checkpoint(live, tmp_path, dtype="state")
     assert torch.equal(live["a"].view(torch.int16), values.bfloat16().view(torch.int16))
     assert torch.equal(live["b"].view(torch.int32), values.double().float().view(torch.int32))
     assert np.array_equal(live["c"], values.half().numpy(), equal_nan=True)
     assert live["n"].tolist() == list(range(6))
-    with pytest.raises(sx.InvalidArgumentError, match=r"dtype differs from the source's: expected I64, found F32"):
+    with pytest.raises(
+        sx.errors.InvalidArgumentError, match=r"dtype differs from the source's: expected I64, found F32"
+    ):
         sx.load_checkpoint({**live, "n": torch.zeros(6)}, tmp_path, dtype="state")
 
 
@@ -943,9 +947,9 @@ def test_names_of_the_source_become_those_of_the_state(tmp_path: Path) -> None:
             tensor.zero_()
         sx.load_checkpoint({"model": fresh}, tmp_path / "flat", rename=rename)
         assert same(fresh.state_dict(), model.state_dict())
-    with pytest.raises(sx.UnsafeError, match="rename gives one name to both"):
+    with pytest.raises(sx.errors.UnsafeError, match="rename gives one name to both"):
         sx.load_checkpoint({"model": fresh}, tmp_path / "flat", rename=lambda name: "w")
-    with pytest.raises(sx.InvalidArgumentError, match="rename must be"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="rename must be"):
         sx.load_checkpoint({"model": fresh}, tmp_path / "flat", rename=5)  # type: ignore[arg-type]
 
 
@@ -962,7 +966,7 @@ def test_a_saved_tree_is_loaded_under_other_names(tmp_path: Path) -> None:
     assert (state["step"], its.param_groups[0]["lr"]) == (7, 0.5)
     for one, other in zip(model.parameters(), fresh.parameters(), strict=True):
         assert same(optimizer.state[one], its.state[other])
-    with pytest.raises(sx.UnsafeError, match="rename gives one name to two entries"):
+    with pytest.raises(sx.errors.UnsafeError, match="rename gives one name to two entries"):
         sx.load_checkpoint(state, tmp_path, rename=[("^at.step$", "optimizer")])
     alone = model_of(3)
     sx.load_checkpoint(alone, tmp_path, rename=[(r"^net\.old\.", "")], include=["[0-9]*"])
@@ -996,7 +1000,7 @@ def is_given_other_options(folder: str) -> None:
         ({"layout": 5} if rank else {}, "layout must map"),
     ]
     for given_options, told in options:
-        with pytest.raises(sx.InvalidArgumentError, match=told):
+        with pytest.raises(sx.errors.InvalidArgumentError, match=told):
             sx.load_checkpoint({"w": torch.zeros(2)}, folder, **given_options)
 
 

@@ -69,8 +69,8 @@ def verdict(op: str, dtype: str) -> str:
 
 def test_the_matrix_has_its_size() -> None:
     """The README quotes these."""
-    assert issubclass(sx.UnsupportedError, TypeError)
-    assert issubclass(sx.NumericOverflowError, OverflowError)
+    assert issubclass(sx.errors.UnsupportedError, TypeError)
+    assert issubclass(sx.errors.NumericOverflowError, OverflowError)
     verdicts = list(cells().values())
     assert len(verdicts) == len(LAUNCHED_AS) * 11 * 15 == 825
     assert (verdicts.count("right"), verdicts.count("refused")) == (700, 125)
@@ -276,7 +276,7 @@ def outside(found: torch.Tensor, expected: torch.Tensor, slack: torch.Tensor, dt
 # How it is tried
 
 
-def tries(comm: sx.Communicator, op: str, dtype: str) -> Iterator[str]:
+def tries(comm: sx.comm.Communicator, op: str, dtype: str) -> Iterator[str]:
     """What is wrong with a cell."""
     for size, n in elements(op, dtype).items():
         parts = inputs(op, dtype, n, comm.world_size)
@@ -293,7 +293,7 @@ def tries(comm: sx.Communicator, op: str, dtype: str) -> Iterator[str]:
 
 
 def reductions(
-    comm: sx.Communicator, op: str, parts: list[torch.Tensor], dtype: str, verbs: tuple[str, ...]
+    comm: sx.comm.Communicator, op: str, parts: list[torch.Tensor], dtype: str, verbs: tuple[str, ...]
 ) -> Iterator[str]:
     """What is wrong with the results of several verbs, or with what they were given."""
     expected, ours = Expected(op, parts, dtype), parts[comm.rank].clone()
@@ -329,7 +329,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b)
 
 
-def overflows(comm: sx.Communicator, op: str, dtype: str, n: int, row: list[Any]) -> Iterator[str]:
+def overflows(comm: sx.comm.Communicator, op: str, dtype: str, n: int, row: list[Any]) -> Iterator[str]:
     """One element that does not fit, among others that do."""
     ours = torch.ones(n, dtype=torch_dtype(dtype))
     ours[n - 3] = number(row[comm.rank], dtype)
@@ -342,7 +342,7 @@ def overflows(comm: sx.Communicator, op: str, dtype: str, n: int, row: list[Any]
     for what, act in acts.items():
         try:
             act()
-        except sx.NumericOverflowError:
+        except sx.errors.NumericOverflowError:
             pass
         else:
             yield f"{what} of {row} gave {out[n - 3] if 'out' in what else ours[n - 3]} and no NumericOverflowError"
@@ -352,7 +352,7 @@ def overflows(comm: sx.Communicator, op: str, dtype: str, n: int, row: list[Any]
             out.fill_(42)
 
 
-def moves(comm: sx.Communicator, op: str, parts: list[torch.Tensor]) -> Iterator[str]:
+def moves(comm: sx.comm.Communicator, op: str, parts: list[torch.Tensor]) -> Iterator[str]:
     ours, n, last = parts[comm.rank].clone(), comm.world_size, comm.world_size - 1
     expected, found = parts, []
     if op == "broadcast":
@@ -381,12 +381,12 @@ def moves(comm: sx.Communicator, op: str, parts: list[torch.Tensor]) -> Iterator
         yield "what was given has changed"
 
 
-def refusals(comm: sx.Communicator, op: str, dtype: str) -> Iterator[str]:
+def refusals(comm: sx.comm.Communicator, op: str, dtype: str) -> Iterator[str]:
     for n in (1, 97, 70_001):
         yield from refusals_of(comm, op, random_values(comm.rank, n * comm.world_size, dtype).clone())
 
 
-def refusals_of(comm: sx.Communicator, op: str, ours: torch.Tensor) -> Iterator[str]:
+def refusals_of(comm: sx.comm.Communicator, op: str, ours: torch.Tensor) -> Iterator[str]:
     before, out = ours.clone(), torch.zeros_like(ours)
     acts: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: comm.all_reduce(ours, op),
@@ -398,7 +398,7 @@ def refusals_of(comm: sx.Communicator, op: str, ours: torch.Tensor) -> Iterator[
     for what, act in acts.items():
         try:
             act()
-        except sx.UnsupportedError:
+        except sx.errors.UnsupportedError:
             pass
         else:
             yield f"{what} was not refused"
@@ -406,7 +406,7 @@ def refusals_of(comm: sx.Communicator, op: str, ours: torch.Tensor) -> Iterator[
         yield "a refused call changed a buffer"
 
 
-def outcome(comm: sx.Communicator, cell: Cell, expected: str) -> str:
+def outcome(comm: sx.comm.Communicator, cell: Cell, expected: str) -> str:
     """What the cell must do if it does it, else what is wrong on the first rank that sees it. Collective."""
     attempt = refusals if expected == "refused" else tries
     try:
@@ -531,7 +531,7 @@ def test_an_int64_is_exact_and_one_that_does_not_fit_is_an_error(numbers: list[i
         comm = sx.get_communicator()
         try:
             return int(comm.all_reduce(torch.tensor([numbers[comm.rank]]), op, scale=scale))
-        except sx.NumericOverflowError:
+        except sx.errors.NumericOverflowError:
             return None
 
     assert run_ranks(reduces, len(numbers)) == [unscaled * scale if fits else None] * len(numbers)

@@ -213,13 +213,13 @@ def saves(folder: str) -> None:
 def test_an_offset_of_another_length_is_told(tmp_path: Path) -> None:
     wrong = sharded("w", torch.ones(2, 2))
     wrong.global_offset = (0,)
-    with pytest.raises(sx.CorruptError, match=r"do not fit.*'w'"):
+    with pytest.raises(sx.errors.CorruptError, match=r"do not fit.*'w'"):
         sx.export_checkpoint({"w": wrong}, tmp_path / "out")
 
 
 def test_chunks_of_one_rank_that_count_alike_are_told(tmp_path: Path) -> None:
     chunks = {f"model{n}": {"x": sharded("layers.0.w", torch.full((2,), float(n)))} for n in range(2)}
-    with pytest.raises(sx.ReplicaError, match=r"rank 0 twice holds.*layers.0.w"):
+    with pytest.raises(sx.errors.ReplicaError, match=r"rank 0 twice holds.*layers.0.w"):
         sx.export_checkpoint(chunks, tmp_path / "out")
 
 
@@ -228,7 +228,9 @@ def test_a_padded_vocabulary_may_have_other_padding(rows: int, tmp_path: Path) -
     whole = torch.arange(7 * 3.0).reshape(7, 3)
     sx.export_checkpoint({"embedding": sharded("embedding.weight", whole)}, tmp_path / "out")
     live = torch.full((rows, 3), -1.0)
-    with pytest.raises(sx.InvalidArgumentError, match="shape differs") if rows != 7 else contextlib.nullcontext():
+    with (
+        pytest.raises(sx.errors.InvalidArgumentError, match="shape differs") if rows != 7 else contextlib.nullcontext()
+    ):
         sx.load_checkpoint({"embedding": sharded("embedding.weight", live)}, tmp_path / "out")
     sx.load_checkpoint({"e": sharded("embedding.weight", live, allow_shape_mismatch=True)}, tmp_path / "out")
     both = min(rows, 7)
@@ -293,7 +295,7 @@ def test_a_factory_that_copies_is_merged_again(tmp_path: Path) -> None:
 
 def test_a_snapshot_is_exported_while_training_goes_on(tmp_path: Path) -> None:
     state = rank_state(whole(0), 0, 1, 1)
-    future = sx.export_checkpoint_async(state, tmp_path / "out")
+    future = sx.export_checkpoint(state, tmp_path / "out", background=True)
     for part in values_of(state).values():
         part.zero_()
     future.result()
@@ -310,21 +312,21 @@ def test_virtual_stages_and_plain_tensors_beside(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[Any, type[Exception], str]] = [
-    (sharded("k", torch.ones(4), flattened_range=slice(0, 4)), sx.UnsupportedError, "flattened_range.*'k'"),
+    (sharded("k", torch.ones(4), flattened_range=slice(0, 4)), sx.errors.UnsupportedError, "flattened_range.*'k'"),
     (
         ShardedTensor("k", torch.ones(2).half(), torch.float32, (2,), (2,), (0,), (1,)),
-        sx.UnsupportedError,
+        sx.errors.UnsupportedError,
         r"does not fit its box: expected \('F32', \(2,\)\), found \('F16', \(2,\)\).*'k'",
     ),
     (ShardedTensor("k", None, torch.float32, (2,), (2,), (0,), (1,)), ValueError, "has no data.*'k'"),
     (sharded("k", torch.ones(2), (0, 2, 2)), ValueError, r"of shape \(2,\) at \(4,\) lies outside \(4,\).*'k'"),
-    ([sharded("k", torch.ones(2)), sharded("k", torch.ones(2).half())], sx.CorruptError, "differ in dtype.*'k'"),
+    ([sharded("k", torch.ones(2)), sharded("k", torch.ones(2).half())], sx.errors.CorruptError, "differ in dtype.*'k'"),
     (
         [sharded("k", torch.ones(2)), sharded("k", torch.ones(2), (0, 1, 2))],
-        sx.CorruptError,
+        sx.errors.CorruptError,
         r"differ in global_shape: expected \(2,\), found \(4,\).*'k'",
     ),
-    ([sharded("k", torch.ones(2), (0, 1, 2))], sx.IncompleteError, r"no rank holds region \[0:2\].*'k'"),
+    ([sharded("k", torch.ones(2), (0, 1, 2))], sx.errors.IncompleteError, r"no rank holds region \[0:2\].*'k'"),
     ({"w": sharded("k", torch.ones(2)), "step": 3}, ValueError, r"state\['a\.step'\] is a int, not a tensor"),
 ]
 
@@ -340,7 +342,7 @@ def test_what_cannot_be_exported_is_named(state: Any, error: type[Exception], to
 def test_replicas_must_be_equal_here_too(tmp_path: Path) -> None:
     rank = sx.get_communicator().rank
     state = {"w": sharded("norm", torch.full((2,), float(rank)), replica_id=(0, rank, 0))}
-    with pytest.raises(sx.ReplicaError, match=r'ranks 0 and 1 hold different values.*replicas="root"'):
+    with pytest.raises(sx.errors.ReplicaError, match=r'ranks 0 and 1 hold different values.*replicas="root"'):
         sx.export_checkpoint(state, tmp_path / "out")
     sx.export_checkpoint(state, tmp_path / "out", replicas="root")
     assert load_file(tmp_path / "out/model.safetensors")["norm"].tolist() == [0, 0]

@@ -154,7 +154,7 @@ def part_of(whole: torch.Tensor, case: Any, rank: int, world_size: int) -> tuple
     }
 
 
-def joins(backend: str, folder: str) -> sx.Communicator:
+def joins(backend: str, folder: str) -> sx.comm.Communicator:
     """A communicator of the kind asked for; DTensors have torch's own group over Gloo beside it."""
     comm = start(backend, folder)
     if not dist.is_initialized():
@@ -172,7 +172,7 @@ def proves(backend: str, folder: str, placed: list[Any], plain: list[Any], model
     leaves(backend, comm)
 
 
-def proves_placed(folder: str, placed: list[Any], plain: list[Any], comm: sx.Communicator) -> None:
+def proves_placed(folder: str, placed: list[Any], plain: list[Any], comm: sx.comm.Communicator) -> None:
     known: dict[str, Any] = {}
     state, live, wholes, layout = {}, {}, {}, {}
     for number, case in enumerate(placed):
@@ -232,7 +232,7 @@ def local_bits(model: nn.Module) -> dict[str, Any]:
     return {name: bits(t.to_local() if hasattr(t, "to_local") else t) for name, t in model.state_dict().items()}
 
 
-def proves_wrapped(folder: str, cases: list[Any], comm: sx.Communicator) -> None:
+def proves_wrapped(folder: str, cases: list[Any], comm: sx.comm.Communicator) -> None:
     for number, case in enumerate(cases):
         out = f"{folder}/model{number}"
         sx.export_checkpoint(wrapped(layers(case["sizes"], 1), case["before"]), out, comm=comm)
@@ -251,7 +251,7 @@ def is_filled(tensor: Any, whole: torch.Tensor, case: Any, known: dict[str, Any]
     return same and (whole.dtype not in CARRIED or bits(tensor.full_tensor()) == bits(whole))
 
 
-def leaves(backend: str, comm: sx.Communicator) -> None:
+def leaves(backend: str, comm: sx.comm.Communicator) -> None:
     comm.barrier()
     dist.barrier()
     if backend == "mpi":

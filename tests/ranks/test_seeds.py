@@ -140,7 +140,9 @@ def test_modelopt_get_tensors_parallel(comm: Communicator, directory: Path) -> N
 @on_ranks(3)
 def test_modelopt_get_tensors_parallel_when_the_block_raises(comm: Communicator, directory: Path) -> None:
     with (
-        pytest.raises(KeyError if comm.rank == 0 else sx.PeerError, match="mine"),  # there peers never hear of it
+        pytest.raises(
+            KeyError if comm.rank == 0 else sx.errors.PeerError, match="mine"
+        ),  # there peers never hear of it
         sx.get_tensors_parallel(torch.ones(3), [0, 1, 2], **shared(comm, directory)),
     ):
         if comm.rank == 0:
@@ -374,15 +376,15 @@ def test_lux_distributed_optimizer(comm: Communicator, directory: Path) -> None:
 @on_ranks(1, 2, 3, 4)
 def test_lux_distributed_data_container(comm: Communicator, directory: Path) -> None:
     n, data = comm.world_size, torch.arange(10.0)
-    part = sx.DistributedDataContainer(data)
+    part = sx.train.DistributedDataContainer(data)
     chunk = -(-10 // n)
     assert len(part) == max(0, min(chunk, 10 - comm.rank * chunk))
     total = sum(part[i] for i in range(len(part))) + torch.zeros(1)
     assert comm.all_reduce(total).item() == 45
     for count in (0, 1, 5, 9):  # where ceil-chunking yields too few chunks Lux raises BoundsError
-        sizes = comm.all_gather_object(len(sx.DistributedDataContainer(list(range(count)))))
+        sizes = comm.all_gather_object(len(sx.train.DistributedDataContainer(list(range(count)))))
         assert sum(sizes) == count
-    pair = sx.DistributedDataContainer((data, data.view(10, 1)))
+    pair = sx.train.DistributedDataContainer((data, data.view(10, 1)))
     assert len(pair) == len(part)  # samples, not fields
 
 
@@ -415,7 +417,7 @@ def test_flux_differences(comm: Communicator, directory: Path) -> None:
     comm.reduce(integers)
     assert integers.eq(n * (n + 1) // 2 if comm.rank == 0 else comm.rank + 1).all()
     for count in (4 * n, 7, 10):
-        part = sx.DistributedDataContainer(torch.arange(float(count)), uneven="pad")
+        part = sx.train.DistributedDataContainer(torch.arange(float(count)), uneven="pad")
         assert len(part) == -(-count // n)
         total = comm.all_reduce(sum(part[i] for i in range(len(part))) + torch.zeros(1)).item()
         padding = n * len(part) - count
@@ -479,11 +481,11 @@ def test_bagua_allreduce_broadcast_and_their_coalesced(comm: Communicator, direc
 def test_bagua_distributed_module(comm: Communicator, directory: Path) -> None:
     inner = bagua_net(comm.rank)
     inner.statexchange_ignore = ["0.weight"]
-    wrapped = sx.DistributedModule(inner)
+    wrapped = sx.train.DistributedModule(inner)
     data = torch.randn(3, 2)
     assert wrapped.module is wrapped.unwrap() is inner
     assert torch.equal(wrapped(data), inner(data))
-    wrapped, optimizer = sx.data_parallel(inner, sgd(inner))
+    wrapped, optimizer = sx.train.data_parallel(inner, sgd(inner))
     train(wrapped, optimizer, comm.rank, 2)
     parts = comm.all_gather(flat(inner))
     ignored = inner[0].weight.numel()
@@ -495,12 +497,12 @@ def test_bagua_distributed_module(comm: Communicator, directory: Path) -> None:
 def test_bagua_reducer_arguments_and_bucket_types(comm: Communicator, directory: Path) -> None:
     for align_bytes in (7, 12, 4):
         with pytest.raises(ValueError, match="power of two, 8 or more"):
-            sx.BucketReducer(bagua_net(), align_bytes=align_bytes)
+            sx.train.BucketReducer(bagua_net(), align_bytes=align_bytes)
     with pytest.raises(ValueError, match="bucket_type"):
-        sx.BucketReducer(bagua_net(), bucket_type="momentum")  # type: ignore[arg-type] (refused at run time, too)
+        sx.train.BucketReducer(bagua_net(), bucket_type="momentum")  # type: ignore[arg-type] (refused at run time, too)
     for bucket_type in ("gradient", "weight", "parameter"):
         module = nn.ParameterList([nn.Parameter(torch.full((3,), comm.rank + 1.0)) for _ in range(2)])
-        reducer = sx.BucketReducer(module, bucket_type=bucket_type, align_bytes=64)
+        reducer = sx.train.BucketReducer(module, bucket_type=bucket_type, align_bytes=64)
         for parameter in module:
             (parameter * (comm.rank + 1)).sum().backward()
         reducer.finalize()
@@ -535,7 +537,7 @@ def test_bagua_bucket_split(order: str, halves: str, expected: list[str]) -> Non
 def test_bagua_unused_parameters_and_two_backwards(comm: Communicator, directory: Path) -> None:
     """mark_tensor_ready: a parameter without a gradient never makes its bucket ready there, and the step hangs."""
     module = bagua_net()
-    reducer = sx.BucketReducer(module, bucket_bytes=256)
+    reducer = sx.train.BucketReducer(module, bucket_bytes=256)
     for step in range(3):
         for parameter in module.parameters():
             parameter.grad = None
@@ -552,7 +554,7 @@ def test_bagua_unused_parameters_and_two_backwards(comm: Communicator, directory
 @on_ranks(2, 3)
 def test_bagua_switch_to(comm: Communicator, directory: Path) -> None:
     module = bagua_net(comm.rank)
-    wrapped, optimizer = sx.data_parallel(module, torch.optim.Adam(module.parameters(), lr=0.01))
+    wrapped, optimizer = sx.train.data_parallel(module, torch.optim.Adam(module.parameters(), lr=0.01))
     assert torch.equal(flat(module), flat(bagua_net(0)))  # at first root's
     for name in ("sg-allreduce", "decentralize", "quantize", "allreduce"):
         with torch.no_grad():
@@ -568,7 +570,7 @@ def test_bagua_switch_to(comm: Communicator, directory: Path) -> None:
 @on_ranks(1, 2)
 def test_bagua_state_dict_and_forward(comm: Communicator, directory: Path) -> None:
     module = bagua_net()
-    wrapped, optimizer = sx.data_parallel(module, sgd(module), autotune=True, tune_every=3)
+    wrapped, optimizer = sx.train.data_parallel(module, sgd(module), autotune=True, tune_every=3)
     assert list(wrapped.state_dict()) == list(module.state_dict())  # without a prefix
     wrapped.load_state_dict({name: value * 0 for name, value in module.state_dict().items()})
     assert flat(module).eq(0).all()
@@ -586,7 +588,7 @@ def test_bagua_state_dict_and_forward(comm: Communicator, directory: Path) -> No
 @on_ranks(1, 2)
 def test_bagua_report_metrics_and_ask_and_update_hyperparameters(comm: Communicator, directory: Path) -> None:
     module = bagua_net()
-    wrapped, optimizer = sx.data_parallel(module, sgd(module), bucket_bytes=1024)
+    wrapped, optimizer = sx.train.data_parallel(module, sgd(module), bucket_bytes=1024)
     assert wrapped.ask_and_update_hyperparameters() is False  # of an empty list Bagua makes NaN
     train(wrapped, optimizer, comm.rank, 2)
     wrapped.report_metrics([1.0, 1.0])
@@ -608,14 +610,14 @@ def test_bagua_broadcast_parameters_and_allreduce_parameters(comm: Communicator,
 
     n = comm.world_size
     made = module()
-    sx.broadcast_parameters(made, root=n - 1)
+    sx.train.broadcast_parameters(made, root=n - 1)
     assert all(value.eq(n).all() for value in made.state_dict().values())
     made = module()
-    sx.broadcast_parameters(made, broadcast_buffers=False)
+    sx.train.broadcast_parameters(made, broadcast_buffers=False)
     assert made.weight.eq(1).all()
     assert made.running_mean.eq(comm.rank + 1).all()
     made = module()
-    sx.allreduce_parameters(made)
+    sx.train.allreduce_parameters(made)
     assert made.weight.eq((n + 1) / 2).all()
     assert made.running_mean.eq((n + 1) / 2).all()
     assert made.num_batches_tracked.item() == 1  # an integer is root's, and no broken average
@@ -627,7 +629,7 @@ def test_bagua_init(comm: Communicator, directory: Path) -> None:
     made[1].running_mean.fill_(comm.rank)
     first = torch.optim.SGD(made[0].parameters(), lr=0.01)
     second = torch.optim.Adam(made[1].parameters(), lr=0.01)
-    module, optimizers = sx.data_parallel(
+    module, optimizers = sx.train.data_parallel(
         made, [first, second], "allreduce", broadcast_buffers=False, bucket_bytes=1 << 10, delay_reduce=True
     )
     assert [optimizer.inner for optimizer in optimizers] == [first, second]
@@ -656,7 +658,7 @@ def test_bagua_hierarchical_reduce_on_one_host(comm: Communicator, directory: Pa
 def weight_after(peers: Any, comm: Communicator, *, hierarchical: bool) -> float:
     """What a weight of 1, 2, 4, 8 by rank is after a step."""
     module = nn.ParameterList([nn.Parameter(torch.full((5,), 0.0))])
-    _, optimizer = sx.data_parallel(module, sgd(module), Decentralized(peers, hierarchical=hierarchical), comm)
+    _, optimizer = sx.train.data_parallel(module, sgd(module), Decentralized(peers, hierarchical=hierarchical), comm)
     module[0].data.fill_(2.0**comm.rank)
     optimizer.step()
     assert module[0].eq(module[0][0]).all()
@@ -684,7 +686,7 @@ def test_bagua_hierarchical_reduce_on_two_hosts(tmp_path: Path) -> None:
 def test_bagua_gradient_allreduce(comm: Communicator, directory: Path) -> None:
     module = bagua_net(comm.rank)
     train(module, sgd(module), comm.rank, 3)  # apart
-    wrapped, optimizer = sx.data_parallel(module, sgd(module), "allreduce")
+    wrapped, optimizer = sx.train.data_parallel(module, sgd(module), "allreduce")
     train(wrapped, optimizer, comm.rank, 10)
     assert same_everywhere(comm, flat(module))
 
@@ -694,7 +696,7 @@ def test_bagua_decentralized(comm: Communicator, directory: Path) -> None:
     for peers in ("all", "shift_one"):
         module = bagua_net(comm.rank)
         algorithm = Decentralized(peers, hierarchical=False)
-        wrapped, optimizer = sx.data_parallel(module, sgd(module), algorithm)
+        wrapped, optimizer = sx.train.data_parallel(module, sgd(module), algorithm)
         train(wrapped, optimizer, comm.rank, 10)
         optimizer.finalize()  # the communication with which the next step would begin
         parts = comm.all_gather(flat(module))
@@ -711,7 +713,7 @@ def test_bagua_quantize(comm: Communicator, directory: Path) -> None:
     step = (chunk.max() - chunk.min()) / 255
     assert (dequantize(quantize(chunk)[0]) - chunk[0]).abs().max() <= step * 0.5001
     module = bagua_net(comm.rank)
-    wrapped, optimizer = sx.data_parallel(module, sgd(module), "quantize")
+    wrapped, optimizer = sx.train.data_parallel(module, sgd(module), "quantize")
     train(wrapped, optimizer, comm.rank, 10)
     assert same_everywhere(comm, flat(module))
 
@@ -736,9 +738,9 @@ def test_bagua_broadcast_state(comm: Communicator, directory: Path) -> None:
 
 @on_ranks(2)
 def test_bagua_multi_models(comm: Communicator, directory: Path) -> None:
-    algorithm = sx.algorithms.GradientAllReduce()
+    algorithm = sx.train.algorithms.GradientAllReduce()
     nets = [bagua_net(1), bagua_net(2)]
-    pairs = [sx.data_parallel(module, sgd(module), algorithm) for module in nets]
+    pairs = [sx.train.data_parallel(module, sgd(module), algorithm) for module in nets]
     for step in range(5):
         for wrapped, optimizer in pairs:
             optimizer.zero_grad()
@@ -793,14 +795,14 @@ def test_flashlight_distributed_init_twice(comm: Communicator, directory: Path) 
     assert sx.init("auto", timeout_s=5.0) is comm  # and a warning
     assert sx.is_initialized()
     assert (sx.get_rank(), sx.get_world_size()) == (comm.rank, comm.world_size)
-    assert sx.get_backend() == comm.backend
+    assert sx.comm.get_backend() == comm.backend
 
 
 def test_flashlight_uninitialised_values() -> None:
     with world.use(None):
         assert not sx.is_initialized()
         assert (sx.get_rank(), sx.get_world_size()) == (0, 1)
-        assert sx.get_backend() == "single"
+        assert sx.comm.get_backend() == "single"
         scaled = sx.get_communicator().all_reduce(torch.ones(3), scale=2.0)  # no throw, and scaled
         assert scaled.tolist() == [2.0] * 3
 
@@ -891,7 +893,7 @@ def test_flashlight_barrier(comm: Communicator, directory: Path) -> None:
 @on_ranks(1, 2, 3, 4)
 def test_flashlight_inline_reducer(comm: Communicator, directory: Path) -> None:
     n = comm.world_size
-    reducer = sx.InlineReducer(comm, 1 / n)
+    reducer = sx.train.InlineReducer(comm, 1 / n)
     tensor = ones_of(comm.rank, 10, torch.float32)
     reducer.add(tensor)
     assert (tensor * 2 * n).eq(n * (n - 1)).all()
@@ -905,7 +907,7 @@ def test_flashlight_coalescing_reducer(comm: Communicator, directory: Path) -> N
     small = 1 << 10  # of which five fill the cache
     for async_op in (False, True):
         for contiguous in (False, True):
-            reducer = sx.CoalescingReducer(
+            reducer = sx.train.CoalescingReducer(
                 comm, 1 / n, async_op=async_op, contiguous=contiguous, cache_bytes=5 * 4 * small
             )
             tensors = [ones_of(comm.rank + 1, small, torch.float32) for _ in range(100)]
@@ -914,7 +916,7 @@ def test_flashlight_coalescing_reducer(comm: Communicator, directory: Path) -> N
                 if count % 10 == 0:
                     reducer.finalize()
             assert all((tensor * 2 * n).eq(n * (n + 1)).all() for tensor in tensors)
-    reducer = sx.CoalescingReducer(comm, 1.0, async_op=False, cache_bytes=5 * 4 * small)
+    reducer = sx.train.CoalescingReducer(comm, 1.0, async_op=False, cache_bytes=5 * 4 * small)
     fit = [ones_of(1, small, torch.float32) for _ in range(5)]
     for tensor in fit:
         reducer.add(tensor)
@@ -933,17 +935,17 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_flashlight_coalescing_reducer_that_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     """Its destructor finalizes, which communicates; here it says what has not been reduced, and sends nothing."""
     for end in ("finalize", "discard"):
-        reducer = sx.CoalescingReducer()
+        reducer = sx.train.CoalescingReducer()
         reducer.add(torch.ones(3))
         getattr(reducer, end)()
         del reducer
-    with sx.CoalescingReducer() as reducer:
+    with sx.train.CoalescingReducer() as reducer:
         reducer.add(torch.ones(3))
     del reducer
     assert not warned(caplog)
 
     def work() -> list[float]:
-        reducer = sx.CoalescingReducer()
+        reducer = sx.train.CoalescingReducer()
         tensors = [torch.full((3,), float(sx.get_rank())) for _ in range(2)]
         for tensor in tensors:
             reducer.add(tensor)
@@ -960,7 +962,7 @@ def test_flashlight_coalescing_reducer_that_is_dropped(caplog: pytest.LogCapture
 @on_ranks(1, 2)
 def test_flashlight_distribute_module_grads(comm: Communicator, directory: Path) -> None:
     module = nn.Linear(3, 2)
-    reducer = sx.BucketReducer(module)  # 1 / N by default
+    reducer = sx.train.BucketReducer(module)  # 1 / N by default
     (module(torch.ones(1, 3)).sum() * (comm.rank + 1)).backward()
     reducer.finalize()
     assert module.bias.grad.eq((comm.world_size + 1) / 2).all()
@@ -973,13 +975,13 @@ def test_flashlight_all_reduce_parameters_and_gradients(comm: Communicator, dire
     for parameter in module.parameters():
         parameter.data.fill_(comm.rank + 1)
         parameter.grad = torch.full_like(parameter, comm.rank + 1)
-    sx.allreduce_parameters(module)
+    sx.train.allreduce_parameters(module)
     sx.average_gradients(module)
     for parameter in module.parameters():
         assert parameter.eq((n + 1) / 2).all()  # averaged
         assert parameter.grad.eq((n + 1) / 2).all()
     with pytest.raises(InvalidArgumentError):
-        sx.allreduce_parameters(None)  # type: ignore[arg-type]
+        sx.train.allreduce_parameters(None)  # type: ignore[arg-type]
 
 
 @on_ranks(2)
@@ -1000,10 +1002,10 @@ def test_flashlight_example_trains_a_perceptron(comm: Communicator, directory: P
         nn.init.uniform_(parameter, -0.3, 0.3, generator=generator)
     data = torch.rand(1000, 10, generator=generator) * 2 - 1
     target = (data * torch.arange(1.0, 11)).sum(1, keepdim=True)
-    part = sx.DistributedDataContainer((data, target))
+    part = sx.train.DistributedDataContainer((data, target))
     rows = part.__getitems__(list(range(len(part))))
     inputs, targets = (torch.stack(column) for column in zip(*rows, strict=True))
-    sx.broadcast_parameters(module)
+    sx.train.broadcast_parameters(module)
     optimizer = sx.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=1e-2, momentum=0.9))
     losses = []
     for _ in range(100):

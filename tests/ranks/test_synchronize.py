@@ -412,7 +412,7 @@ def test_averages_are_cut_into_windows_too(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("verb", [broadcast_parameters, allreduce_parameters])
 def test_no_module_is_an_error_on_all_ranks(verb: Callable[..., None]) -> None:
     def ranks() -> str:
-        with pytest.raises(sx.InvalidArgumentError) as caught:
+        with pytest.raises(sx.errors.InvalidArgumentError) as caught:
             verb(None if here()[0] == 1 else nn.Linear(1, 1))
         return str(caught.value)
 
@@ -424,7 +424,7 @@ def test_no_module_is_an_error_on_all_ranks(verb: Callable[..., None]) -> None:
 def test_float8_cannot_be_averaged() -> None:
     model = nn.Linear(1, 1)
     model.register_buffer("scale", torch.ones(1, dtype=torch.float8_e4m3fn))
-    with pytest.raises(sx.UnsupportedError, match=r"float8_e4m3fn cannot be averaged.*'scale'"):
+    with pytest.raises(sx.errors.UnsupportedError, match=r"float8_e4m3fn cannot be averaged.*'scale'"):
         allreduce_parameters(model)
 
 
@@ -678,7 +678,7 @@ def test_different_trees_are_one_error_on_all_ranks(case: str, odd: int) -> None
     def ranks() -> list[Any]:
         comm = sx.get_communicator()
         tree = second if comm.rank == max(odd, 1) or (odd == 0 and comm.rank != 0) else first
-        with pytest.raises(sx.MismatchError) as caught:
+        with pytest.raises(sx.errors.MismatchError) as caught:
             synchronize([marks[comm.rank], tree] if path == "" else tree)
         comm.barrier()
         return [str(caught.value), caught.value.rank, caught.value.name, caught.value.expected, caught.value.found]
@@ -727,7 +727,7 @@ def test_a_large_difference_is_told_in_few_words() -> None:
     tree = {f"name{i}": "x" * 10000 for i in range(200)}
     if here()[0]:
         tree["name150"] = torch.ones(1)
-    with pytest.raises(sx.MismatchError) as caught:
+    with pytest.raises(sx.errors.MismatchError) as caught:
         synchronize(tree)
     assert len(str(caught.value)) < 400
 
@@ -746,18 +746,22 @@ class Other(enum.Enum):
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], type, str]] = {
-    "sparse": (lambda: torch.eye(2).to_sparse(), sx.UnsupportedError, "not a sparse_coo one"),
-    "meta": (lambda: torch.ones(2, device="meta"), sx.UnsupportedError, "not a meta one"),
-    "quantised": (lambda: quantised(), sx.UnsupportedError, "not a quantized one"),
-    "lazy": (lambda: nn.LazyLinear(2), sx.InvalidArgumentError, "call the module once"),
-    "freed": (lambda: freed(), sx.UnsupportedError, "no storage of its own"),
-    "generator": (lambda: nn.Linear(1, 1).parameters(), sx.InvalidArgumentError, "a generator has no places to fill"),
-    "view of values": (lambda: {"a": 1}.values(), sx.InvalidArgumentError, "give a list"),
-    "objects": (lambda: np.array([object()]), sx.UnsupportedError, "array of objects"),
-    "masked": (lambda: np.ma.array([1, 2], mask=[True, False]), sx.UnsupportedError, "masked array"),
-    "cycle": (cycle, sx.InvalidArgumentError, r"x\[1\]\.again is x again"),
-    "key": (lambda: {nn.Parameter(torch.ones(1)): 1}, sx.UnsupportedError, "Parameter as a key"),
-    "stale state": (lambda: stale(), sx.InvalidArgumentError, "no param group"),
+    "sparse": (lambda: torch.eye(2).to_sparse(), sx.errors.UnsupportedError, "not a sparse_coo one"),
+    "meta": (lambda: torch.ones(2, device="meta"), sx.errors.UnsupportedError, "not a meta one"),
+    "quantised": (lambda: quantised(), sx.errors.UnsupportedError, "not a quantized one"),
+    "lazy": (lambda: nn.LazyLinear(2), sx.errors.InvalidArgumentError, "call the module once"),
+    "freed": (lambda: freed(), sx.errors.UnsupportedError, "no storage of its own"),
+    "generator": (
+        lambda: nn.Linear(1, 1).parameters(),
+        sx.errors.InvalidArgumentError,
+        "a generator has no places to fill",
+    ),
+    "view of values": (lambda: {"a": 1}.values(), sx.errors.InvalidArgumentError, "give a list"),
+    "objects": (lambda: np.array([object()]), sx.errors.UnsupportedError, "array of objects"),
+    "masked": (lambda: np.ma.array([1, 2], mask=[True, False]), sx.errors.UnsupportedError, "masked array"),
+    "cycle": (cycle, sx.errors.InvalidArgumentError, r"x\[1\]\.again is x again"),
+    "key": (lambda: {nn.Parameter(torch.ones(1)): 1}, sx.errors.UnsupportedError, "Parameter as a key"),
+    "stale state": (lambda: stale(), sx.errors.InvalidArgumentError, "no param group"),
 }
 
 
@@ -863,7 +867,7 @@ def test_alone_everything_stays() -> None:
     tree = {"model": model, "optimizer": optimizer, "x": [1, None, object()], "array": np.arange(3)}
     assert synchronize(tree) is tree
     allreduce_parameters(model)
-    with pytest.raises(sx.UnsupportedError, match="sparse"):
+    with pytest.raises(sx.errors.UnsupportedError, match="sparse"):
         synchronize(torch.eye(2).to_sparse())
 
 
@@ -905,7 +909,9 @@ def test_on_processes() -> None:
     allreduce_parameters(model)
     assert (model.weight == 0.5).all()
     broadcast_parameters(nn.BatchNorm1d(3), root=1)
-    with pytest.raises(sx.MismatchError, match=r"expected float32\[2\] \(rank 0\), found float32\[3\] \(rank 1\)"):
+    with pytest.raises(
+        sx.errors.MismatchError, match=r"expected float32\[2\] \(rank 0\), found float32\[3\] \(rank 1\)"
+    ):
         synchronize({"w": torch.ones(2 + comm.rank)})
     if dist.is_initialized():
         on_a_mesh()
@@ -921,7 +927,7 @@ def on_a_mesh() -> None:
     assert synchronize({"w": whole})["w"] is whole
     assert (whole.to_local() == 1).all()
     cut = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
-    with pytest.raises(sx.UnsupportedError, match=r"has other parts on other ranks.*'w'"):
+    with pytest.raises(sx.errors.UnsupportedError, match=r"has other parts on other ranks.*'w'"):
         synchronize({"w": cut})
-    with pytest.raises(sx.UnsupportedError, match="lies on many ranks"):
+    with pytest.raises(sx.errors.UnsupportedError, match="lies on many ranks"):
         synchronize(torch.optim.SGD([nn.Parameter(cut)], lr=0.1))

@@ -34,7 +34,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> No
     optimizer.zero_grad()
 
 
-def synchronises(comm: sx.Communicator) -> None:
+def synchronises(comm: sx.comm.Communicator) -> None:
     root = comm.world_size - 1
     model, expected = model_of(comm.rank), model_of(root)
     optimizers = [
@@ -58,9 +58,9 @@ def synchronises(comm: sx.Communicator) -> None:
         trained(expected, optimizers[1], 7)
 
 
-def moves_parameters(comm: sx.Communicator) -> None:
+def moves_parameters(comm: sx.comm.Communicator) -> None:
     model = model_of(comm.rank)
-    sx.broadcast_parameters(model, root=1)
+    sx.train.broadcast_parameters(model, root=1)
     assert all(
         torch.equal(a, b) for a, b in zip(model.state_dict().values(), model_of(1).state_dict().values(), strict=True)
     )
@@ -68,18 +68,18 @@ def moves_parameters(comm: sx.Communicator) -> None:
         for parameter in model.parameters():
             parameter.fill_(comm.rank)
     model[1].num_batches_tracked.fill_(comm.rank + 5)
-    sx.allreduce_parameters(model)
+    sx.train.allreduce_parameters(model)
     mean = (comm.world_size - 1) / 2
     assert all(parameter.eq(mean).all() for parameter in model.parameters())
     assert model[1].num_batches_tracked == 5
 
 
-def reduces(comm: sx.Communicator) -> None:
+def reduces(comm: sx.comm.Communicator) -> None:
     total = comm.world_size * (comm.world_size + 1) / 2
     for make in (
-        sx.InlineReducer,
-        sx.CoalescingReducer,
-        lambda: sx.CoalescingReducer(cache_bytes=100, contiguous=False),
+        sx.train.InlineReducer,
+        sx.train.CoalescingReducer,
+        lambda: sx.train.CoalescingReducer(cache_bytes=100, contiguous=False),
     ):
         tensors = [
             torch.full((size,), comm.rank + 1.0, dtype=dtype)
@@ -99,23 +99,27 @@ def reduces(comm: sx.Communicator) -> None:
         assert torch.allclose(parameter.grad, torch.full_like(parameter, (total - missing) / comm.world_size))
 
 
-def parts_data(comm: sx.Communicator) -> None:
-    found = comm.all_gather_object([int(i) for i in sx.DistributedDataContainer(torch.arange(10), uneven="short")])
+def parts_data(comm: sx.comm.Communicator) -> None:
+    found = comm.all_gather_object(
+        [int(i) for i in sx.train.DistributedDataContainer(torch.arange(10), uneven="short")]
+    )
     assert sorted(number for part in found for number in part) == list(range(10))
-    loader = torch.utils.data.DataLoader(sx.DistributedDataContainer((torch.arange(2), torch.ones(2)), uneven="pad"))
+    loader = torch.utils.data.DataLoader(
+        sx.train.DistributedDataContainer((torch.arange(2), torch.ones(2)), uneven="pad")
+    )
     assert len(list(loader)) == math.ceil(2 / comm.world_size)
 
 
-def names_what_differs(comm: sx.Communicator) -> None:
+def names_what_differs(comm: sx.comm.Communicator) -> None:
     """Each is an error on all ranks, and the communicator goes on."""
     last = comm.rank == comm.world_size - 1
     shape = nn.Linear(3 + last, 2)
     bad: list[tuple[Callable[[], Any], str]] = [
         (lambda: sx.synchronize({"a": torch.ones(2 + last)}), "'a'"),
         (lambda: sx.synchronize({"a": 1, "b" if last else "c": 2}), "'c'"),
-        (lambda: sx.broadcast_parameters(shape), "weight"),
+        (lambda: sx.train.broadcast_parameters(shape), "weight"),
         (lambda: sx.average_gradients(shape), "weight"),
-        (lambda: sx.data_parallel(shape, torch.optim.SGD(shape.parameters(), lr=1.0)), "weight"),
+        (lambda: sx.train.data_parallel(shape, torch.optim.SGD(shape.parameters(), lr=1.0)), "weight"),
     ]
     for act, name in bad:
         with pytest.raises(sx.StateExchangeError, match=name):
@@ -123,7 +127,7 @@ def names_what_differs(comm: sx.Communicator) -> None:
         comm.barrier()
 
 
-def spreads_nan(comm: sx.Communicator) -> None:
+def spreads_nan(comm: sx.comm.Communicator) -> None:
     """NaN on one rank is NaN on all, and in no other element."""
     model = nn.Linear(3, 2)
     optimizer = sx.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), module=model)

@@ -21,12 +21,13 @@ from statexchange.cli import progress as progress_module
 from statexchange.cli.main import cli, main
 from statexchange.cli.output import EXIT_CODES, Output, gravest, printable
 from statexchange.cli.progress import Progress
-from statexchange.cli.text import format_seconds, ranges
+from statexchange.cli.text import ranges
 from statexchange.errors import CorruptError, IncompleteError, ReplicaError, StorageError
 from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.tensorfile import Held
 from statexchange.storage.workspace import Workspace
 from statexchange.testing import run_ranks
+from statexchange.units import format_seconds
 
 LAUNCHER_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 HOME = os.fspath(Path(statexchange.__file__).parents[1])

@@ -65,7 +65,9 @@ def test_a_file_is_read_in_ranges(served: str) -> None:
 
 @pytest.mark.parametrize("served", [Quiet], indirect=True)
 def test_a_server_without_ranges_is_named_for_what_it_is(served: str) -> None:
-    with pytest.raises(sx.UnsupportedError, match="does not answer range requests: copy the file here first") as caught:
+    with pytest.raises(
+        sx.errors.UnsupportedError, match="does not answer range requests: copy the file here first"
+    ) as caught:
         sx.open_checkpoint(served.replace("joe:secret@", ""))
     assert "hidden" not in str(caught.value)
 
@@ -73,7 +75,7 @@ def test_a_server_without_ranges_is_named_for_what_it_is(served: str) -> None:
 @pytest.mark.parametrize("served", [Ranged], indirect=True)
 def test_what_is_not_there_is_not_found_and_nothing_is_published_there(served: str, tmp_path: Path) -> None:
     host = served.replace("joe:secret@", "").rpartition("/")[0]
-    with pytest.raises(sx.NotFoundError, match="no such path"):
+    with pytest.raises(sx.errors.NotFoundError, match="no such path"):
         sx.open_checkpoint(f"{host}/gone.safetensors")
-    with pytest.raises(sx.UnsupportedError, match="http:// is read-only"):
+    with pytest.raises(sx.errors.UnsupportedError, match="http:// is read-only"):
         sx.merge_checkpoint(tmp_path / "out", f"{host}/new")

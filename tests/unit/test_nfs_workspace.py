@@ -33,7 +33,7 @@ def test_without_a_path_it_is_not_initialized() -> None:
 
 def test_none_is_a_value_that_is_said(tmp_path: Path) -> None:
     workspace = sx.NFSWorkspace(tmp_path / "ws")
-    with pytest.raises(sx.NotFoundError, match=r"rank 5.*ws"):
+    with pytest.raises(sx.errors.NotFoundError, match=r"rank 5.*ws"):
         workspace.read_configs_and_weights_from_rank(5)
     workspace.write_configs_and_weights(None, {})
     assert workspace.read_configs_and_weights_from_rank(0) == (None, {})
@@ -47,7 +47,7 @@ def test_rounds_are_counted_and_two_stay(tmp_path: Path) -> None:
         workspace.write_configs_and_weights(number, {})
         assert workspace.read_configs_and_weights_from_rank(0)[0] == number
     assert workspace.read_configs_and_weights_from_rank(0, round=4)[0] == 4
-    with pytest.raises(sx.NotFoundError, match="round 3"):
+    with pytest.raises(sx.errors.NotFoundError, match="round 3"):
         workspace.read_configs_and_weights_from_rank(0, round=3)
     assert len(list((tmp_path / "ws").rglob("*.safetensors"))) == 2
 
@@ -103,23 +103,23 @@ def test_an_altered_file_is_an_error_that_names_tensor_rank_and_file(tmp_path: P
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
     file.write_bytes(data)
-    with pytest.raises(sx.CorruptError, match=rf"digest.*'layer\.w', rank 0, .*{file.name}"):
+    with pytest.raises(sx.errors.CorruptError, match=rf"digest.*'layer\.w', rank 0, .*{file.name}"):
         sx.NFSWorkspace(tmp_path / "ws").read_configs_and_weights_from_rank(0)
     file.write_bytes(data[:-50])
-    with pytest.raises(sx.CorruptError, match=rf"truncated.*{file.name}"):
+    with pytest.raises(sx.errors.CorruptError, match=rf"truncated.*{file.name}"):
         sx.NFSWorkspace(tmp_path / "ws").read_configs_and_weights_from_rank(0)
 
 
 def test_a_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     for number, config in enumerate(["{", '{"$":"nothing"}', "[" * 5000, '{"a":1,"a":2}', "[[],[" * 3_000_000], 1):
         Workspace(tmp_path / "ws").write([], run="job", round=number, rank=0, world_size=1, config=config)
-        with pytest.raises(sx.CorruptError, match=rf"{number:06d}"):
+        with pytest.raises(sx.errors.CorruptError, match=rf"{number:06d}"):
             sx.NFSWorkspace(tmp_path / "ws").read_configs_and_weights_from_rank(0)
-        with pytest.raises(sx.CorruptError, match="ws"):
+        with pytest.raises(sx.errors.CorruptError, match="ws"):
             sx.load_checkpoint({"a": 1}, tmp_path / "ws")
 
 
 def test_a_saved_state_is_not_taken_for_a_config(tmp_path: Path) -> None:
     sx.save_checkpoint({"w": torch.ones(2)}, tmp_path / "ws")
-    with pytest.raises(sx.InvalidArgumentError, match="load_checkpoint reads it"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="load_checkpoint reads it"):
         sx.NFSWorkspace(tmp_path / "ws").read_configs_and_weights_from_rank(0)

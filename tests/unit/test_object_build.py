@@ -94,7 +94,7 @@ def test_a_merge_that_fails_leaves_no_object(store: Any, tmp_path: Path) -> None
     data = bytearray(last.read_bytes())
     data[-1] ^= 1
     last.write_bytes(data)
-    with pytest.raises(sx.CorruptError, match="differ from their digest"):
+    with pytest.raises(sx.errors.CorruptError, match="differ from their digest"):
         sx.merge_checkpoint(tmp_path / "local", "memory://out")
     assert objects(store, "out") == {}
 
@@ -171,7 +171,7 @@ def test_a_claim_that_is_renewed_is_respected(store: Any, soon: None) -> None:
 
 def test_a_claim_that_cannot_be_read_is_named(store: Any) -> None:
     store.pipe_file(f"/out/{CLAIM_NAME}", b"{}")
-    with pytest.raises(sx.CorruptError, match="broken claim"):
+    with pytest.raises(sx.errors.CorruptError, match="broken claim"):
         publish("memory://out", 2)
     assert names_at("memory://out") == [CLAIM_NAME]
     with open_place("memory://out") as place:

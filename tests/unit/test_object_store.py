@@ -84,16 +84,16 @@ def test_a_workspace_that_was_copied_to_a_url(store: Any, tmp_path: Path) -> Non
     (file,) = [path for path in store.find(f"/bucket/saved/{run}/{newest}") if path.endswith(".safetensors")]
     assert len(open_source(f"memory:/{file}").holders) == 1
     store.rm_file(file)
-    with pytest.raises(sx.IncompleteError, match="this rank's file is missing"):
+    with pytest.raises(sx.errors.IncompleteError, match="this rank's file is missing"):
         open_source(url)
 
 
 def test_nothing_at_a_url_and_stores_that_are_not_known(store: Any) -> None:
-    with pytest.raises(sx.NotFoundError, match=r"no such path.*memory://nowhere"):
+    with pytest.raises(sx.errors.NotFoundError, match=r"no such path.*memory://nowhere"):
         open_source("memory://nowhere")
     with pytest.raises(ValueError, match="no file system for this"):
         open_source("carrier-pigeon://roof")
-    with pytest.raises(sx.MissingExtraError, match=r'pip install "statexchange\[gcs\]"'):
+    with pytest.raises(sx.errors.MissingExtraError, match=r'pip install "statexchange\[gcs\]"'):
         open_source("gs://bucket/x")
 
 
@@ -102,7 +102,7 @@ def test_an_object_that_ends_too_early_is_found(store: Any, tmp_path: Path) -> N
     url = put(store, tmp_path / "local", "model")
     whole = store.cat_file("/model/model.safetensors")
     store.pipe_file("/model/model.safetensors", whole[:-5])
-    with pytest.raises(sx.CorruptError, match=r"model\.safetensors"):
+    with pytest.raises(sx.errors.CorruptError, match=r"model\.safetensors"):
         sx.merge_checkpoint(url, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
@@ -131,7 +131,7 @@ def test_a_store_that_fails_is_told_once(tmp_path: Path) -> None:
         lambda: sx.export_checkpoint(TENSORS, tmp_path / "out", files_from=url),
     ]
     for call in calls:
-        with pytest.raises(sx.StorageError, match="the disk is on fire") as caught:
+        with pytest.raises(sx.errors.StorageError, match="the disk is on fire") as caught:
             call()
         assert str(caught.value).count("cannot") == 1
         assert str(caught.value).count(url) == 1

@@ -52,10 +52,10 @@ def test_a_link_that_leads_nowhere_is_a_file_that_is_missing(kind: str, tmp_path
     else:
         save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
     (tmp_path / f"b.{kind}").symlink_to(tmp_path / "gone")
-    with pytest.raises(sx.IncompleteError, match="missing") as caught:
+    with pytest.raises(sx.errors.IncompleteError, match="missing") as caught:
         sx.merge_checkpoint(tmp_path, tmp_path / "out")
     assert caught.value.path == str(tmp_path / f"b.{kind}")
-    assert [type(finding) for finding in verify(tmp_path).findings] == [sx.IncompleteError]
+    assert [type(finding) for finding in verify(tmp_path).findings] == [sx.errors.IncompleteError]
 
 
 LIMITED = """
@@ -101,7 +101,7 @@ def test_what_is_open_can_be_sent_to_another_process_and_copied(tmp_path: Path) 
     assert pickle.loads(pickle.dumps(held["a"])).read().tolist() == [3.0] * 3
     sent = pickle.dumps(held)
     sx.export_checkpoint({"a": np.zeros(9)}, tmp_path / "out", overwrite=True)
-    with pytest.raises(sx.ReplacedError):
+    with pytest.raises(sx.errors.ReplacedError):
         pickle.loads(sent)
 
 
@@ -109,7 +109,7 @@ def test_what_was_closed_opens_nothing(tmp_path: Path) -> None:
     publish(tmp_path / "out", 3.0)
     held = sx.open_checkpoint(tmp_path / "out")
     held.close()
-    with pytest.raises(sx.InvalidArgumentError, match="has been closed"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="has been closed"):
         held["a"].read()
 
 
@@ -172,7 +172,7 @@ Taker = Callable[[Any], Any]
 STATE = {"w": np.ones(3)}
 TAKERS: dict[str, Taker] = {
     "export": lambda path: sx.export_checkpoint(STATE, path),
-    "export in the background": lambda path: sx.export_checkpoint_async(STATE, path).result(30),
+    "export in the background": lambda path: sx.export_checkpoint(STATE, path, background=True).result(30),
     "files_from": lambda path: sx.export_checkpoint(STATE, "out", files_from=[path]),
     "save": lambda path: sx.save_checkpoint(STATE, path),
     "load": lambda path: sx.load_checkpoint(dict(STATE), path),
@@ -210,7 +210,7 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_what_is_no_path_is_refused_by_every_call(taker: str, path: Any, checkpoint: Path) -> None:
-    with pytest.raises(sx.InvalidArgumentError, match=r"path|map name patterns") as caught:
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"path|map name patterns") as caught:
         TAKERS[taker](path)
     assert sorted(os.listdir()) == ["checkpoint", "home"], caught.value
 
@@ -237,11 +237,11 @@ def test_a_tilde_is_the_home_directory_of_a_workspace(make: Taker, checkpoint: P
 @pytest.mark.parametrize("taker", ["files_from", "load", "merge from", "open", "summarize", "verify", "layout"])
 def test_errors_show_the_absolute_path_of_what_was_given(taker: str, checkpoint: Path) -> None:
     for path, meant in (("no/where", checkpoint.parent / "no/where"), ("~/x", checkpoint.parent / "home/x")):
-        with pytest.raises(sx.NotFoundError, match="no such path") as caught:
+        with pytest.raises(sx.errors.NotFoundError, match="no such path") as caught:
             TAKERS[taker](path)
         assert caught.value.path == str(meant)
 
 
 def test_a_layout_in_a_directory_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(sx.InvalidArgumentError, match=r"a layout is a JSON file, and this is a directory \[/"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"a layout is a JSON file, and this is a directory \[/"):
         merge_checkpoint("checkpoint", "out", layout="checkpoint")

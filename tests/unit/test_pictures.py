@@ -16,7 +16,6 @@ from statexchange.report.pictures import (
     Supplied,
     _cells,
     curve,
-    format_bytes,
     shape_text,
     supplied_tensors,
     supply_bars,
@@ -25,6 +24,7 @@ from statexchange.report.pictures import (
 from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.tensorfile import Held
 from statexchange.storage.workspace import Workspace
+from statexchange.units import format_bytes
 
 SVG = "{http://www.w3.org/2000/svg}"
 Part = tuple[str, Sequence[int], Sequence[int], Sequence[int]]

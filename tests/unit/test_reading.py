@@ -438,7 +438,7 @@ import sys, statexchange as sx
 for path in sys.argv[1:]:
     try:
         sx.open_checkpoint(path)
-    except sx.CorruptError as error:
+    except sx.errors.CorruptError as error:
         print(bool(error.message.partition(": ")[2]))
 """
     for options in ([], ["-O"]):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import statexchange as sx
+from statexchange.exchange.exporting import ExportReport
 from statexchange.exchange.gather import _Fact, _Parcel
 from statexchange.exchange.load import _OpenedSource
 from statexchange.exchange.rank_metadata import RankMetadata, check_equal_options
@@ -65,8 +66,8 @@ CASES: list[tuple[Any, Callable[[Any], Any]]] = [
     (_Parcel(FACTS, {"id": "a"}, ["x"]), _Parcel.from_json),
     (WantedBox("w", Box((0,), (2,)), "F32"), WantedBox.from_json),
     (
-        sx.ExportReport("/p", (("a", 1),), 1, 1, {"b": "a"}, 0.5, {"write": 0.1}, {"write": 1}, (1, 0)),
-        sx.ExportReport.from_json,
+        ExportReport("/p", (("a", 1),), 1, 1, {"b": "a"}, 0.5, {"write": 0.1}, {"write": 1}, (1, 0)),
+        ExportReport.from_json,
     ),
     (RoundStart(4, has_layout=False), RoundStart.from_json),
     (SavedFile(WRITTEN, "/ws"), SavedFile.from_json),
@@ -129,7 +130,7 @@ def test_a_record_that_was_changed_is_read_or_refused(record: Any, read: Callabl
 
 @pytest.mark.parametrize("data", [b"", b"[", b"{}", b"[1, 2]", b"\xff", b"[" * 100_000])
 def test_what_cannot_be_read_names_the_rank_that_sent_it(data: bytes) -> None:
-    with pytest.raises(sx.MismatchError, match=r"cannot read the plan that rank 3 sent.*same version") as caught:
+    with pytest.raises(sx.errors.MismatchError, match=r"cannot read the plan that rank 3 sent.*same version") as caught:
         records.decoded(data, lambda raw: WritePlan.from_json(raw, 2), "the plan", 3)
     assert caught.value.rank == 3
 
@@ -164,5 +165,7 @@ def test_a_file_is_written_by_the_host_to_which_the_least_is_sent() -> None:
 def test_options_that_differ_are_named_with_both_values() -> None:
     same = {"dtype": "None", "replicas": "'equal'"}
     check_equal_options([same, dict(same)])
-    with pytest.raises(sx.InvalidArgumentError, match=r"^dtype is None on rank 0 and 'float16' on rank 2: give all"):
+    with pytest.raises(
+        sx.errors.InvalidArgumentError, match=r"^dtype is None on rank 0 and 'float16' on rank 2: give all"
+    ):
         check_equal_options([same, same, {**same, "dtype": "'float16'"}])

@@ -118,8 +118,8 @@ def test_a_launcher_that_gives_no_local_rank_is_not_guessed(monkeypatch: pytest.
     assert launch(monkeypatch, PMI_RANK=1, PMI_SIZE=2).local_rank is None
     assert launch(monkeypatch, PMI_RANK=0, PMI_SIZE=1).local_rank == 0
     launch(monkeypatch, PMI_RANK=1, PMI_SIZE=2)
-    with pytest.raises(sx.NotInitializedError, match=r"PMI_SIZE=2.*init"):
-        sx.get_local_rank()
+    with pytest.raises(sx.errors.NotInitializedError, match=r"PMI_SIZE=2.*init"):
+        sx.comm.get_local_rank()
 
 
 NO_DEADLINES = (0, -1, 0.0, float("nan"), "5", True, [1], float("-inf"))

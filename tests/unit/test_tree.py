@@ -104,11 +104,11 @@ def test_is_leaf_keeps_containers_whole() -> None:
 def test_a_tree_that_contains_itself_is_refused_with_its_path() -> None:
     tree: dict[str, Any] = {"a": [1, {}]}
     tree["a"][1]["back"] = tree["a"]
-    with pytest.raises(sx.InvalidArgumentError, match=r"contains itself: a\[1\]\.back is a again"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"contains itself: a\[1\]\.back is a again"):
         flatten(tree)
     whole: list[Any] = []
     whole.append((whole,))
-    with pytest.raises(sx.InvalidArgumentError, match=r"\[0\]\[0\] is the whole tree again"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"\[0\]\[0\] is the whole tree again"):
         flatten(whole)
 
 
@@ -121,25 +121,25 @@ def test_a_tree_too_deep_is_refused_with_its_path() -> None:
     tree: Any = 0
     for _ in range(5000):
         tree = [tree]
-    with pytest.raises(sx.InvalidArgumentError, match=r"deeper than 100, at \[0\]\[0\]"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"deeper than 100, at \[0\]\[0\]"):
         flatten(tree)
 
 
 def test_keys_that_other_ranks_cannot_know_are_refused_with_the_path() -> None:
-    with pytest.raises(sx.UnsupportedError, match="mapping at state has a Parameter as a key"):
+    with pytest.raises(sx.errors.UnsupportedError, match="mapping at state has a Parameter as a key"):
         flatten({"state": {torch.nn.Parameter(torch.ones(1)): 1}})
 
     class Vague(str):
         def __repr__(self) -> str:
             return "..."
 
-    with pytest.raises(sx.UnsupportedError, match="a Vague as a key"):
+    with pytest.raises(sx.errors.UnsupportedError, match="a Vague as a key"):
         flatten({Vague("a"): 1})
 
 
 def test_two_keys_that_look_alike_are_refused() -> None:
     other = enum.Enum("Color", {"RED": 1})
-    with pytest.raises(sx.UnsupportedError, match="two keys of the mapping at a look alike: "):
+    with pytest.raises(sx.errors.UnsupportedError, match="two keys of the mapping at a look alike: "):
         flatten({"a": {Color.RED: 1, other.RED: 2}})
 
 
@@ -174,9 +174,9 @@ def test_where_nothing_changes_all_objects_stay() -> None:
 
 def test_a_path_that_is_none_changes_nothing() -> None:
     tree = {"a": 1, "b": {"c": 2}}
-    with pytest.raises(sx.InvalidArgumentError, match=r"no leaf 'b\.d'"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"no leaf 'b\.d'"):
         rebuild(tree, {"a": 5, "b.d": 6})
-    with pytest.raises(sx.InvalidArgumentError, match="no leaf 'b'"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="no leaf 'b'"):
         rebuild(tree, {"b": 6})
     assert tree == {"a": 1, "b": {"c": 2}}
 

@@ -54,6 +54,6 @@ def test_a_ranks_file(written: Path) -> None:
 
 def test_a_replacement_that_version_0_1_left_unfinished_is_refused_by_name(written: Path) -> None:
     (written / "published").rename(written / ".out.replacement")
-    with pytest.raises(sx.UnsafeError, match=r"0\.1"):
+    with pytest.raises(sx.errors.UnsafeError, match=r"0\.1"):
         sx.export_checkpoint({"c": np.ones(2)}, written / "out", overwrite=True)
     assert (written / ".out.replacement").is_dir()

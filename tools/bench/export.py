@@ -81,7 +81,7 @@ def rank_main(megabytes: int, folder: str, rounds: int) -> dict[str, list[tuple[
     pending: list[Any] = []
 
     def background() -> None:
-        pending.append(sx.export_checkpoint_async(model, out))
+        pending.append(sx.export_checkpoint(model, out, background=True))
 
     ways: dict[str, Callable[[], object]] = {
         "export, 1 file": lambda: sx.export_checkpoint(model, out, max_shard_size="1TB"),

@@ -59,7 +59,7 @@ def train(label: str, ranks: int, steps: int) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01, fused=True)
     mine = range(ranks)
     if label != ALONE:
-        model, optimizer = sx.data_parallel(model, optimizer, algorithms()[label])
+        model, optimizer = sx.train.data_parallel(model, optimizer, algorithms()[label])
         mine = range(comm.rank, comm.rank + 1)
     losses = []
     for step in range(steps):

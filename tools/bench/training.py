@@ -77,7 +77,7 @@ def steps(build: Callable[[], tuple[torch.nn.Module, torch.Tensor]]) -> dict[str
     return found
 
 
-def communicators() -> dict[str, sx.Communicator]:
+def communicators() -> dict[str, sx.comm.Communicator]:
     """Each way's."""
     import statexchange as sx
     from statexchange.comm import world
@@ -90,7 +90,7 @@ def communicators() -> dict[str, sx.Communicator]:
 
 
 def wrapped(
-    model: torch.nn.Module, data: torch.Tensor, way: str, comm: sx.Communicator | None, *, mute: bool = False
+    model: torch.nn.Module, data: torch.Tensor, way: str, comm: sx.comm.Communicator | None, *, mute: bool = False
 ) -> tuple[torch.nn.Module, torch.Tensor, torch.optim.Optimizer]:
     """The arguments of `step`: what `way` makes of a model."""
     import torch

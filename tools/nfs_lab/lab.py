@@ -166,7 +166,7 @@ class Lab:
                 start_new_session=True,  # Ctrl-C at the terminal is the driver's
             )
 
-    def wait_until_booted(self, name: str, timeout_s: float = 60.0) -> None:
+    def wait_until_booted(self, name: str, timeout_s: float = 180.0) -> None:
         """Wait until a host runs commands; LabError with the end of its console if it does not."""
         deadline = time.monotonic() + timeout_s
         log = os.path.join(self.out, f"{name}.log")
@@ -218,7 +218,7 @@ class Lab:
         os.rename(new, os.path.join(queue, f"{number}.cmd"))
         return number
 
-    def wait(self, host: str, number: str, timeout_s: float = 60.0) -> tuple[int, str]:
+    def wait(self, host: str, number: str, timeout_s: float = 180.0) -> tuple[int, str]:
         """Exit status and output of a command."""
         base = os.path.join(self.out, host, number)
         deadline = time.monotonic() + timeout_s
@@ -239,7 +239,7 @@ class Lab:
         except FileNotFoundError:
             return ""
 
-    def on(self, host: str, command: str, timeout_s: float = 60.0) -> str:
+    def on(self, host: str, command: str, timeout_s: float = 180.0) -> str:
         """Run a command in a host that must succeed, and return its output."""
         status, output = self.wait(host, self.start(host, command), timeout_s)
         if status:

@@ -14,7 +14,7 @@ import statexchange as sx
 ROWS = 3
 
 
-def reduces(comm: sx.Communicator) -> None:
+def reduces(comm: sx.comm.Communicator) -> None:
     """Sums over all ranks, in every way that a step may need them."""
     for n in (1, 1000, 300_000):
         total = comm.all_reduce(torch.full((n,), float(comm.rank + 1)))
@@ -23,12 +23,12 @@ def reduces(comm: sx.Communicator) -> None:
     comm.barrier()
 
 
-def own_part(comm: sx.Communicator) -> dict[str, torch.Tensor]:
+def own_part(comm: sx.comm.Communicator) -> dict[str, torch.Tensor]:
     """Rows that no other rank has, and a copy of what all have."""
     return {"up.weight": torch.full((ROWS + comm.rank, 4), float(comm.rank)), "norm.weight": torch.ones(4)}
 
 
-def gathers(comm: sx.Communicator, folder: str) -> None:
+def gathers(comm: sx.comm.Communicator, folder: str) -> None:
     """Root sees every rank's state; between hosts it goes through the folder."""
     workspace = os.path.join(folder, "workspace") if comm.num_nodes > 1 else None
     with sx.gather_state(own_part(comm), workspace=workspace) as states:
@@ -39,7 +39,7 @@ def gathers(comm: sx.Communicator, folder: str) -> None:
             assert [config and config["rank"] for config in configs] == [*range(comm.world_size)]
 
 
-def exports_and_loads(comm: sx.Communicator, folder: str) -> None:
+def exports_and_loads(comm: sx.comm.Communicator, folder: str) -> None:
     """One checkpoint from all ranks' rows, and the rows back from it."""
     out = os.path.join(folder, "merged")
     state = own_part(comm)
@@ -56,11 +56,11 @@ def exports_and_loads(comm: sx.Communicator, folder: str) -> None:
     assert all(torch.equal(fresh[name], tensor) for name, tensor in saved.items())
 
 
-def fits(comm: sx.Communicator) -> None:
+def fits(comm: sx.comm.Communicator) -> None:
     """Training on parts of the data: weights stay equal on all ranks, and the loss falls."""
     torch.manual_seed(comm.rank)
     model = torch.nn.Linear(8, 1)
-    sx.broadcast_parameters(model)
+    sx.train.broadcast_parameters(model)
     optimizer = sx.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), module=model)
     wanted = torch.arange(8.0).unsqueeze(1)
     losses = []
@@ -78,14 +78,14 @@ def fits(comm: sx.Communicator) -> None:
 
 def main(folder: str, hosts: int, backend: str) -> None:
     """Do it all twice: the second time after a shutdown, in the same step."""
-    before = sx.get_local_rank()
+    before = sx.comm.get_local_rank()
     assert before == int(os.environ["SLURM_LOCALID"])
     for turn in ("first", "again"):
         comm = sx.init(backend)
         assert comm.world_size == int(os.environ["SLURM_STEP_NUM_TASKS"]), comm
         assert comm.rank == int(os.environ["SLURM_PROCID"]), comm
         assert comm.num_nodes == hosts, comm.hosts
-        assert (sx.get_local_rank(), comm.local_rank, comm.node.rank) == (before, before, before)
+        assert (sx.comm.get_local_rank(), comm.local_rank, comm.node.rank) == (before, before, before)
         reduces(comm)
         place = os.path.join(folder, turn)
         gathers(comm, place)

@@ -45,7 +45,7 @@ from typing import Any
 
 import torch
 
-from statexchange.comm.communicator import Communicator
+from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.world import as_communicator
 from statexchange.errors import InvalidArgumentError, StateExchangeError
 from statexchange.processes import usable_cores
@@ -88,7 +88,7 @@ class BucketReducer(Reducer):
 
     Args:
         module_or_params: A module, parameters with or without names, or a list of modules.
-        comm: The communicator, as everywhere; None is the default one.
+        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
         bucket_bytes: Buckets come as near to this size as their parameters allow.
         align_bytes: The size of a bucket is a multiple of it; a power of two, 8 or more.
         chunking: Make the size a multiple of 32 bytes times the number of ranks, for a `communicate` that cuts a bucket
@@ -115,7 +115,7 @@ class BucketReducer(Reducer):
         >>> import torch
         >>> import statexchange as sx
         >>> model = torch.nn.Linear(2, 1)
-        >>> reducer = sx.BucketReducer(model)
+        >>> reducer = sx.train.BucketReducer(model)
         >>> model(torch.ones(4, 2)).sum().backward()
         >>> reducer.finalize()
         >>> model.weight.grad
@@ -128,7 +128,7 @@ class BucketReducer(Reducer):
     def __init__(
         self,
         module_or_params: Source,
-        comm: Any = None,
+        comm: CommLike | None = None,
         *,
         bucket_bytes: int = 10 << 20,
         align_bytes: int = 8,
@@ -172,7 +172,7 @@ class BucketReducer(Reducer):
         if unknown := sorted(settings.keys() - known):
             raise InvalidArgumentError(f"unknown setting {unknown[0]!r}; known: {', '.join(sorted(known))}")
 
-    def reset(self, module_or_params: Source = None, **changes: Any) -> None:
+    def reset(self, module_or_params: Source | None = None, **changes: Any) -> None:
         """Begin anew with other parameters or options; gradients stay as they are.
 
         Collective.

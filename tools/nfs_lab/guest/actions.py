@@ -122,9 +122,9 @@ class _Errors:
         kinds = [self.texts]
         if not isinstance(error, sx.StateExchangeError):
             kinds.append(self.unnamed)
-        if isinstance(error, sx.CorruptError):
+        if isinstance(error, sx.errors.CorruptError):
             kinds.append(self.corrupt)
-        elif isinstance(error, (sx.NotFoundError, sx.IncompleteError)) or "missing" in str(error):
+        elif isinstance(error, (sx.errors.NotFoundError, sx.errors.IncompleteError)) or "missing" in str(error):
             kinds.append(self.missing)
         for kind in kinds:
             kind[text] = kind.get(text, 0) + 1

@@ -1,0 +1,347 @@
+"""One export of described state: agree on a plan, write in place, publish, report.
+
+Root plans and keeps the metadata; every rank writes its own bytes in place. No rank holds the model.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+from statexchange.checkpoint.extra_files import FilesFrom, extra_files
+from statexchange.checkpoint.index import BoxFact
+from statexchange.checkpoint.publication import PlannedFile, Publication, target_path
+from statexchange.comm.communicator import Communicator
+from statexchange.errors import InvalidArgumentError, MismatchError, ReplicaError
+from statexchange.exchange.rank_metadata import (
+    RankMetadata,
+    check_equal_options,
+    gather_metadata,
+    operations,
+    parse_metadata,
+    rank_shards,
+    renames,
+)
+from statexchange.exchange.reducing import reduce_copies
+from statexchange.exchange.writing import write_boxes, writing_nodes
+from statexchange.processes import collector_paused
+from statexchange.settings import check_timeout
+from statexchange.sharding import records
+from statexchange.sharding.copies import check_copies, replica_error
+from statexchange.sharding.options import ExportOptions
+from statexchange.sharding.plan import Holding, Plan, TensorPlan, plan_merge
+from statexchange.sharding.shards import Box
+from statexchange.sharding.write_plan import BoxReceipts, WriteFile, WritePlan, WriteTensor
+from statexchange.state.describe import Description
+from statexchange.storage.store import given_path, is_url
+from statexchange.tensors import ITEMSIZE
+from statexchange.units import format_shares, format_transfer
+
+__all__ = ["ExportReport", "ExportRequest", "export_described"]
+
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """What an export did. `files` are (name, bytes); `rank_nbytes` bytes of tensors by the rank that supplied them.
+
+    By phase, `phases` has seconds and `phase_nbytes` bytes: what ranks told root ("describe"), what root told them
+    ("plan"), tensors ("write") and receipts ("publish").
+    """
+
+    path: str
+    files: tuple[tuple[str, int], ...]
+    nbytes: int
+    num_tensors: int
+    aliases: Mapping[str, str]
+    seconds: float
+    phases: Mapping[str, float]
+    phase_nbytes: Mapping[str, int]
+    rank_nbytes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        done = format_transfer(self.num_tensors, self.nbytes, self.seconds)
+        return f"{done} -> {self.path} ({format_shares(self.rank_nbytes)})"
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON value that `from_json` reads."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**found, "files": [{"name": name, "nbytes": nbytes} for name, nbytes in self.files]}
+
+    @classmethod
+    def from_json(cls, raw: Any) -> ExportReport:
+        """The report that `to_json` wrote; anything else is a ValueError."""
+        names = [field.name for field in fields(cls)]
+        path, files, nbytes, num_tensors, aliases, seconds, phases, phase_nbytes, rank_nbytes = records.fields(
+            raw, *names
+        )
+        return cls(
+            records.text(path),
+            records.items(files, _file_from_json),
+            records.count(nbytes),
+            records.count(num_tensors),
+            records.texts(aliases),
+            records.number(seconds),
+            records.mapping(phases, records.number),
+            records.mapping(phase_nbytes, records.count),
+            records.items(rank_nbytes, records.count),
+        )
+
+
+def _file_from_json(raw: Any) -> tuple[str, int]:
+    name, nbytes = records.fields(raw, "name", "nbytes")
+    return records.text(name), records.count(nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class ExportRequest:
+    """The arguments of `export_checkpoint` other than the state and the communicator."""
+
+    path: str
+    options: ExportOptions
+    files_from: FilesFrom = None
+    overwrite: bool = False
+    stall_timeout_s: float = 300.0
+    on_progress: Callable[[int, int], None] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        files_from: FilesFrom = None,
+        overwrite: bool = False,
+        stall_timeout_s: float = 300.0,
+        on_progress: Callable[[int, int], None] | None = None,
+        **options: Any,
+    ) -> ExportRequest:
+        """Check and keep the arguments of a call; `options` are those of `ExportOptions`."""
+        check_timeout(stall_timeout_s, "stall_timeout_s")
+        return cls(
+            given_path(path, "a target"), ExportOptions(**options), files_from, overwrite, stall_timeout_s, on_progress
+        )
+
+
+class _Clock:
+    """Seconds and bytes by phase."""
+
+    def __init__(self, began: float | None = None) -> None:
+        self.began = self._last = time.perf_counter() if began is None else began
+        self.phases: dict[str, float] = {}
+        self.nbytes: dict[str, int] = {}
+
+    def lap(self, phase: str, nbytes: int = 0) -> None:
+        now = time.perf_counter()
+        self.phases[phase] = now - self._last
+        self.nbytes[phase] = nbytes
+        self._last = now
+
+
+def export_described(
+    described: Description, request: ExportRequest, comm: Communicator, began: float | None = None
+) -> ExportReport:
+    """Export described state as `export_checkpoint` does; the report counts seconds from `began`. Collective."""
+    return _Export(comm, described, request, _Clock(began)).run()
+
+
+class _Export:
+    """One export, from descriptions to the published directory."""
+
+    def __init__(self, comm: Communicator, described: Description, request: ExportRequest, clock: _Clock) -> None:
+        self._comm = comm
+        self._described = described
+        self._request = request
+        self._options = request.options
+        self._layout = request.options.new_layout()
+        self._stall_timeout_s = request.stall_timeout_s
+        self._clock = clock
+        self._publication: Publication | None = None
+        self._plan: Plan | None = None
+        self._open: list[PlannedFile] = []
+        self._probe = ""
+        self._renames: list[dict[str, str]] = []
+
+    def run(self) -> ExportReport:
+        """Export; collective."""
+        comm = self._comm
+        try:
+            with collector_paused():
+                order = self._agreed_plan()
+            nodes = writing_nodes(comm, order)
+            self._prepare_values(order)
+            with comm.phase("writing", timeout_s=self._stall_timeout_s):
+                headers = [opened.header for opened in self._open]
+                written = write_boxes(comm, self._described, order, nodes, headers, self._request.on_progress)
+            self._clock.lap("write", self._plan.nbytes if self._plan is not None else 0)
+            receipts = comm.exchange(records.encoded(written), root=0, doing="the receipts")
+            report: ExportReport | None = None
+            with comm.phase("publishing", timeout_s=self._stall_timeout_s):
+                if comm.rank == 0:
+                    with collector_paused():
+                        report = self._publish(receipts, nodes)
+            return self._shared(report)
+        finally:
+            if self._publication is not None:
+                self._publication.abandon()
+
+    def _agreed_plan(self) -> WritePlan:
+        """Every rank: the plan that root has made of what all ranks hold. Collective."""
+        comm = self._comm
+        ours = RankMetadata.of(self._described, self._options.texts())
+        metadata, nbytes = gather_metadata(comm, ours, root=0)
+        self._clock.lap("describe", nbytes)
+        plan: WritePlan | None = None
+        data = b""
+        with comm.phase("planning"):
+            if comm.rank == 0:
+                self._prepare(parse_metadata(metadata, comm.rank, ours))
+                plan = self._write_plan()
+                data = records.encoded(plan)
+        sent = comm.exchange(data, doing="the plan")[0]
+        with comm.phase("reading the plan"):
+            if plan is None:
+                plan = records.decoded(sent, lambda raw: WritePlan.from_json(raw, comm.world_size), "the plan", 0)
+        self._clock.lap("plan", len(sent))
+        return plan
+
+    def _prepare(self, metadata: list[RankMetadata]) -> None:
+        """Root: prove the cover, take the target, and make the files."""
+        check_equal_options([one.options for one in metadata])
+        self._layout.check_ranks(range(len(metadata)))
+        unused = set.intersection(*(set(one.unused) for one in metadata))
+        if unused:
+            raise InvalidArgumentError(f"layout pattern {min(unused)!r} matches no tensor")
+        self._renames = renames(metadata, self._layout)
+        metadata = [
+            one.renamed(names, rank) if names else one
+            for rank, (one, names) in enumerate(zip(metadata, self._renames, strict=True))
+        ]
+        shards = rank_shards(metadata, self._layout)
+        holdings = [Holding(rank, shards[rank], one.aliases) for rank, one in enumerate(metadata)]
+        self._plan = plan_merge(holdings, self._options, reductions=operations(metadata))
+        if not self._plan.num_tensors:
+            why = "include and exclude leave out every tensor" if any(shards) else "no rank's state has a tensor"
+            raise InvalidArgumentError(f"there is nothing to export: {why}")
+        path = target_path(self._request.path)
+        if is_url(path):
+            raise InvalidArgumentError(f"a checkpoint goes to a directory, not to {path!r}")
+        extra = extra_files(self._request.files_from, self._plan)
+        self._publication = Publication(
+            path, self._plan, source="export", extra=extra, overwrite=self._request.overwrite
+        )
+        self._open = [self._publication.create(file) for file in self._plan.files]
+        if self._comm.num_nodes > 1:
+            self._probe = self._publication.make_probe()
+
+    def _write_plan(self) -> WritePlan:
+        """Root: what every rank must know to write its part."""
+        assert self._plan is not None
+        distinct: dict[str, int] = {}
+        numbers = [distinct.setdefault(json.dumps(names, sort_keys=True), len(distinct)) for names in self._renames]
+        tensors = [
+            WriteTensor(number, opened.offset_of(t), t.shape, t.dtype, t.source, t.reduce, t.pieces)
+            for number, (file, opened) in enumerate(zip(self._plan.files, self._open, strict=True))
+            for t in file.tensors
+        ]
+        files = [WriteFile(opened.path, opened.is_reserved) for opened in self._open]
+        compares = self._options.replicas == "equal"
+        maps = tuple(json.loads(text) for text in distinct)
+        return WritePlan(tuple(files), tuple(tensors), maps, tuple(numbers), self._probe, compares)
+
+    def _prepare_values(self, order: WritePlan) -> None:
+        """Every rank: names as the plan has them, and results in place of copies that are reduced."""
+        comm = self._comm
+        self._described = self._described.renamed(order.renames[order.rename_of[comm.rank]])
+        reductions = order.reductions()
+        if reductions:
+            with comm.phase("reducing copies", timeout_s=self._stall_timeout_s):
+                self._described = reduce_copies(comm, self._described, reductions)
+            self._clock.lap("reduce")
+
+    def _publish(self, receipts: Sequence[bytes], nodes: Sequence[int]) -> ExportReport:
+        """Root: compare replicas, finish files, write the manifest, rename."""
+        plan, publication = self._plan, self._publication
+        assert plan is not None
+        assert publication is not None
+        tensors = [tensor for file in plan.files for tensor in file.tensors]
+        found = [
+            records.decoded(receipt, BoxReceipts.from_json, "the digests", rank)
+            for rank, receipt in enumerate(receipts)
+        ]
+        facts = _box_facts(tensors, found, compares=self._options.replicas == "equal")
+        for opened, node in zip(self._open, nodes, strict=True):
+            opened.finish(writes_header=node == self._comm.node_rank)
+        small_files = publication.commit(facts)
+        files = [(file.name, opened.nbytes) for file, opened in zip(plan.files, self._open, strict=True)]
+        self._clock.lap("publish", sum(map(len, receipts)))
+        return ExportReport(
+            publication.path,
+            tuple(sorted(files + small_files)),
+            plan.nbytes,
+            plan.num_tensors,
+            plan.aliases,
+            time.perf_counter() - self._clock.began,
+            self._clock.phases,
+            self._clock.nbytes,
+            _supplied(tensors, self._comm.world_size),
+        )
+
+    def _shared(self, report: ExportReport | None) -> ExportReport:
+        """Root's report on every rank."""
+        sent = self._comm.broadcast_object(None if report is None else report.to_json())
+        if report is not None:
+            _log.info("exported %s", report)
+        return records.parsed(sent, ExportReport.from_json, "the report", 0)
+
+
+def _supplied(tensors: Sequence[TensorPlan], world_size: int) -> tuple[int, ...]:
+    supplied = [0] * world_size
+    for tensor in tensors:
+        for piece in tensor.pieces:
+            supplied[piece.holder] += piece.box.numel * ITEMSIZE[tensor.dtype]
+    return tuple(supplied)
+
+
+def _box_facts(
+    tensors: Sequence[TensorPlan], receipts: Sequence[BoxReceipts], *, compares: bool
+) -> dict[str, list[BoxFact]]:
+    """For each tensor the supplier and digest of each piece; replicas that differ are a ReplicaError."""
+    found = {
+        (box.tensor, box.piece, rank, box.index): box.digest for rank, receipt in enumerate(receipts) for box in receipt
+    }
+    facts: dict[str, list[BoxFact]] = {}
+    for number, tensor in enumerate(tensors):
+        facts[tensor.name] = []
+        for index, piece in enumerate(tensor.pieces):
+            digest_of = partial(_digest_of, found, tensor.name, number, index)
+            if compares:
+                check_copies(tensor, piece, digest_of, _replica_error)
+            facts[tensor.name].append(BoxFact(piece.holder, digest_of(piece.holder, piece.box_index)))
+    return facts
+
+
+def _digest_of(
+    found: Mapping[tuple[int, int, int, int], str], name: str, tensor: int, piece: int, rank: int, box: int
+) -> str:
+    key = (tensor, piece, rank, box)
+    if key not in found:
+        text = "this rank has not sent the digest of a box: run the same version of statexchange on all ranks"
+        raise MismatchError(text, name=name, rank=rank)
+    return found[key]
+
+
+def _replica_error(tensor: TensorPlan, box: Box, rank: int, other: int) -> ReplicaError:
+    advice = (
+        f'if each rank holds a part, say so with layout={{"{tensor.source}": Shard(0)}}; to take rank '
+        f'{min(rank, other)}\'s copy, replicas="root"; tensors that are not the same, as of pipeline stages that each '
+        "count their layers from 0, need names of their own"
+    )
+    return replica_error(tensor.name, box, rank, other, advice)

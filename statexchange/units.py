@@ -1,0 +1,55 @@
+"""Sizes, spans of time and the results of a transfer as text for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["format_bytes", "format_seconds", "format_shares", "format_transfer"]
+
+
+def format_bytes(nbytes: float) -> str:
+    """Format a size in powers of 1000 with three digits: ``4.21 MB``."""
+    if nbytes < 999.5:
+        return f"{nbytes:.0f} B"
+    for unit in ("kB", "MB", "GB"):
+        nbytes /= 1000
+        if nbytes < 999.5:
+            return f"{_three_digits(nbytes)} {unit}"
+    return f"{_three_digits(nbytes / 1000)} TB"
+
+
+def _three_digits(value: float) -> str:
+    if value < 9.995:
+        return f"{value:.2f}"
+    return f"{value:.1f}" if value < 99.95 else f"{value:,.0f}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a span of time: ``0.42 s``, ``42 s``, ``3 min 05 s``, ``2 h 10 min``."""
+    if seconds < 9.95:
+        return f"{seconds:.2g} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+
+
+def format_transfer(num_tensors: int, nbytes: int, seconds: float) -> str:
+    """Format the result of a transfer: ``21 tensors, 429 kB in 0.12 s``."""
+    tensors = "1 tensor" if num_tensors == 1 else f"{num_tensors:,} tensors"
+    return f"{tensors}, {format_bytes(nbytes)} in {format_seconds(seconds)}"
+
+
+def format_shares(rank_nbytes: Sequence[int]) -> str:
+    """Format how ranks share bytes: ``4 ranks, 25 % each`` or ``3 ranks, 10 to 60 %``."""
+    total = sum(rank_nbytes)
+    ranks = "1 rank" if len(rank_nbytes) == 1 else f"{len(rank_nbytes)} ranks"
+    if len(rank_nbytes) == 1 or not total:
+        return ranks
+    low, high = (round(100 * share(rank_nbytes) / total) for share in (min, max))
+    return f"{ranks}, {low} % each" if low == high else f"{ranks}, {low} to {high} %"

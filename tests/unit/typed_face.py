@@ -1,0 +1,42 @@
+"""Calls of the public face that mypy accepts, and nonsense that it refuses: an ignore that is not needed is an error.
+
+Checked by mypy alone; nothing here runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import statexchange as sx
+
+
+def sense(net: torch.nn.Linear) -> None:
+    """Calls as users write them."""
+    done: str = sx.export_checkpoint(net, "x", dtype=torch.bfloat16, rename=[("a", "b")]).path
+    later: int = sx.export_checkpoint({"w": torch.ones(1)}, Path(done), dtype="bf16", background=True).result().nbytes
+    sx.export_checkpoint([net, net], f"x{later}", dtype=np.dtype("float32"), comm=sx.get_communicator())
+    sx.load_checkpoint({"model": net, "step": 1}, "x", dtype="state")
+    sx.save_checkpoint({"model": net}, "x")
+    sx.merge_checkpoint("x", Path("y"), dtype="float16")
+    sx.train.data_parallel(net, torch.optim.SGD(net.parameters()))
+    try:
+        comm: sx.comm.Communicator = sx.init("single")
+        comm.close()
+    except sx.errors.StallError:
+        raise
+
+
+def nonsense() -> None:
+    """Calls that no user means."""
+    sx.export_checkpoint(42, "x")  # type: ignore[call-overload]
+    sx.export_checkpoint({}, "x", dtype=17)  # type: ignore[call-overload]
+    sx.load_checkpoint({}, "x", dtype="bfloat16")  # type: ignore[arg-type]
+    sx.load_checkpoint({}, "x", replicas="some")  # type: ignore[arg-type]
+    sx.merge_checkpoint("x", 1)  # type: ignore[arg-type]
+    sx.save_checkpoint({}, "x", comm=1)  # type: ignore[arg-type]
+    sx.gather_state(3)  # type: ignore[arg-type]
+    sx.Communicator  # type: ignore[attr-defined]  # noqa: B018
+    sx.export_checkpoint_async  # type: ignore[attr-defined]  # noqa: B018
