@@ -23,7 +23,7 @@ def chunks_of(name: str, tensor: Any, rank: int) -> tuple[list[tuple[Box, Any]],
     """Return the boxes that this rank holds, each with its memory, and the placement of a DTensor. Not collective.
 
     The placement is None unless the mesh has the ranks 0, 1, ... in order and `rank` holds just the boxes that follow
-    from the placement: then the placement says all, and one record describes all ranks.
+    from the placement: then one record describes all ranks.
 
     Raises:
         UnsupportedError: A placement is an unfinished sum, or a mesh lists ranks out of order; names the tensor.

@@ -62,7 +62,7 @@ class DistributedDataContainer(Dataset[Any]):
     To continue after a restart, call ``advance(len(batch))`` after each step and save rank 0's `state_dict()`: no rank
     has a longer part. Ranks step together, so each has consumed as many samples as rank 0, or all that it had. After
     `load_state_dict` the dataset is what remains of the epoch. With as many ranks as before, each continues in its
-    part. With another number, the samples that nobody has consumed are cut into parts anew, in their old order and by
+    part. With another number, the samples that nobody has consumed are cut into parts again, in their old order and by
     the same rule; padding is forgotten, and what "drop" left out comes at the end.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
@@ -17,10 +17,14 @@ from statexchange.errors import InvalidArgumentError
 from statexchange.state.spec import module_tensors
 from statexchange.train.algorithm_optimizer import AlgorithmOptimizer, check_same_algorithm, check_weight
 from statexchange.train.algorithms import Algorithm, GradientAllReduce, as_algorithm
+from statexchange.train.buckets.options import TrainingOptions
 from statexchange.train.buckets.reducer import BucketReducer
 from statexchange.train.synchronize import allreduce_parameters, broadcast_parameters
 from statexchange.train.training_group import TrainingGroup
 from statexchange.train.tuner import Trial
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 __all__ = ["DistributedModule", "data_parallel"]
 
@@ -153,7 +157,7 @@ class DistributedModule(nn.Module):
         tune_every: int | None,
         *,
         bucket_bytes: int,
-        **settings: Any,
+        **settings: Unpack[TrainingOptions],
     ) -> list[AlgorithmOptimizer]:
         """Wrap the optimizers of this module, for `data_parallel`. Collective.
 
@@ -235,7 +239,7 @@ def data_parallel(
     bucket_bytes: int = ...,
     autotune: bool = ...,
     tune_every: int = ...,
-    **settings: Any,
+    **settings: Unpack[TrainingOptions],
 ) -> tuple[DistributedModule, AlgorithmOptimizer]: ...
 @overload
 def data_parallel(
@@ -249,7 +253,7 @@ def data_parallel(
     bucket_bytes: int = ...,
     autotune: bool = ...,
     tune_every: int = ...,
-    **settings: Any,
+    **settings: Unpack[TrainingOptions],
 ) -> tuple[DistributedModule, list[AlgorithmOptimizer]]: ...
 
 
@@ -265,7 +269,7 @@ def data_parallel(
     bucket_bytes: int = 10 << 20,
     autotune: bool = False,
     tune_every: int = 100,
-    **settings: Any,
+    **settings: Unpack[TrainingOptions],
 ) -> tuple[DistributedModule, AlgorithmOptimizer | list[AlgorithmOptimizer]]:
     """Prepare a module and its optimizer for training on all ranks; use what is returned in their place.
 
@@ -325,7 +329,7 @@ def data_parallel(
 
 
 def _check_arguments(
-    module: Any, optimizers: Any, settings: Mapping[str, Any], autotune: bool, tune_every: Any
+    module: object, optimizers: object, settings: Mapping[str, object], autotune: bool, tune_every: object
 ) -> None:
     if not isinstance(module, nn.Module):
         raise InvalidArgumentError(f"a module is wanted, not {type(module).__name__}")

@@ -103,7 +103,7 @@ def broadcast_parameters(
 ) -> None:
     """Give every rank root's parameters and buffers of `module`, in place.
 
-    Collective. Blocks until all ranks have called. As `synchronize`, for one module; names in torch's
+    Collective. Blocks until all ranks have called. The same as `synchronize`, for one module; names in torch's
     `_ddp_params_and_buffers_to_ignore` are left out. The name is Horovod's, which Bagua has too.
 
     Args:
@@ -175,7 +175,7 @@ def allreduce_parameters(module: nn.Module, *, comm: CommLike | None = None) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """What this rank holds, which is alike on all ranks, and root's payload; root also has the payload's tensors."""
+    """The spec, which is alike on all ranks, and root's payload; on root also the payload's tensors."""
 
     spec: StateSpec
     payload: Any
@@ -184,7 +184,7 @@ class _Compared:
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """What a rank sends of its state: the root that it names, a digest, the kinds of its values, and root's payload."""
+    """The message of a rank in step 1: the root that it names, a digest, the kinds of its values; root's payload."""
 
     root: int
     digest: str
@@ -212,7 +212,7 @@ def _compare(comm: Communicator, root: int, describe: Describe) -> _Compared:
         note = _Note(root, spec.digest, spec.kinds, encoded.json).to_json()
     except Exception as error:  # noqa: BLE001 (agree raises it on all ranks)
         failure = error
-    notes = [_Note(*raw) for raw in comm.agree(failure, phase="looking at what it holds", note=note)]
+    notes = [_Note(*raw) for raw in comm.agree(failure, phase="describing what it holds", note=note)]
     roots = [theirs.root for theirs in notes]
     if len(set(roots)) > 1:
         raise MismatchError(f"ranks name different roots: {', '.join(map(str, roots))}")
@@ -263,7 +263,7 @@ def _difference(
 
 @dataclass(slots=True)
 class _Changes:
-    """What the payload adds: tensors that travel after the spec's own, in root's order; callbacks; new values."""
+    """The changes that a payload requires: tensors to fill after the spec's, in root's order; callbacks; values."""
 
     tensors: list[TensorLike]
     callbacks: list[Callable[[], None]]
@@ -298,7 +298,7 @@ def _read(compared: _Compared, device: torch.device) -> _Changes:
     return changes
 
 
-def _is_same(value: Any, other: Any) -> bool:
+def _is_same(value: object, other: object) -> bool:
     return type(value) is type(other) and value == other
 
 
