@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from statexchange import values
+from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
-from statexchange.comm.session import public_call
-from statexchange.comm.world import as_communicator
+from statexchange.comm.defaults import as_communicator
 from statexchange.errors import (
     CorruptError,
     IncompleteError,

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from statexchange.comm.communicator import CommLike
-from statexchange.comm.world import as_communicator, get_rank, get_world_size
+from statexchange.comm.defaults import as_communicator, get_rank, get_world_size
 from statexchange.errors import InvalidArgumentError
 
 __all__ = ["DistributedDataContainer", "part_of"]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statexchange.comm.communicator import CommLike
-from statexchange.comm.world import as_communicator
+from statexchange.comm.defaults import as_communicator
 from statexchange.errors import InvalidArgumentError
 from statexchange.state.optimizers import parameters_of, placed_parameters
 from statexchange.train.buckets.options import ReducerOptions
