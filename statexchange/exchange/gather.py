@@ -26,7 +26,7 @@ from statexchange.sharding import records
 from statexchange.sharding.shards import Shard, full_box, shape_from_json
 from statexchange.shared_memory import Arena
 from statexchange.state.describe import State, describe
-from statexchange.storage.tensorfile import Held
+from statexchange.storage.tensorfile import ShardData
 from statexchange.storage.workspace import RankFile, Receipt, Workspace
 from statexchange.tensors import (
     ITEMSIZE,
@@ -364,9 +364,9 @@ class _FileTransport:
             self._workspace.sweep()
 
 
-def _held(tensor: Any, fact: _Fact, staging: Staging) -> Held:
+def _held(tensor: Any, fact: _Fact, staging: Staging) -> ShardData:
     shard = Shard(fact.name, fact.dtype, fact.shape, (full_box(fact.shape),))
-    return Held(shard, lambda _: (part for _, part in staging.parts(tensor, fact.dtype)))
+    return ShardData(shard, lambda _: (part for _, part in staging.parts(tensor, fact.dtype)))
 
 
 _Transport = _MemoryTransport | _FileTransport
