@@ -86,8 +86,8 @@ class BucketReducer(Reducer):
     time. With `create_graph` the averages carry no graph. While the attribute `eager` is False, nothing is sent during
     backward.
 
-    Buckets are cut as Bagua cuts them (https://github.com/BaguaSys/bagua); that they overlap backward is the way of
-    torch's DistributedDataParallel.
+    Buckets in the order of arrival, bucket types, `align_bytes` and `chunking` are those of Bagua's Reducer
+    (https://github.com/BaguaSys/bagua).
 
     Args:
         module_or_params: A module, parameters with or without names, or a list of modules.
