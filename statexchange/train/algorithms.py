@@ -209,7 +209,7 @@ def _average_quantized(run: Run, flat: torch.Tensor, *, error_feedback: bool) ->
             mean += run.residuals[flat]
         residuals.append(_exchange_quantized(leaders, mean))
 
-    run.comm.through_leaders(mean, between, doing="quantising gradients")
+    run.comm.through_leaders(mean, between, operation="quantising gradients")
     if not mean.isfinite().all():
         run.comm.agree(_not_finite(real.to(torch.float32), spans, parts), phase="quantising gradients")
         raise AssertionError("the average is not finite, but the values of all ranks are")
@@ -362,7 +362,7 @@ class Decentralized(Algorithm):
         real = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
         wide = real if real.dtype in _WIDE else real.to(torch.float32)
         between = functools.partial(self._average_sums, communication=communication)
-        run.comm.through_leaders(wide, between, doing="averaging weights with peers")
+        run.comm.through_leaders(wide, between, operation="averaging weights with peers")
         if wide is not real:
             real.copy_(wide)
 

@@ -393,7 +393,7 @@ def test_two_models_share_one_algorithm_and_a_part_of_the_ranks_trains() -> None
         alone = net(rank)
         if rank == 2:
             return None
-        comm = sx.get_communicator().subset([0, 1])
+        comm = sx.get_communicator().new_group([0, 1])
         wrapped, optimizer = data_parallel(alone, sgd(alone), algorithm, comm)
         train(wrapped, optimizer, rank, range(3))
         one, two = net(rank), net(rank)

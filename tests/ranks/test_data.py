@@ -193,7 +193,7 @@ def test_a_launcher_without_a_communicator_is_an_error(monkeypatch: pytest.Monke
 def test_it_takes_any_communicator_and_keeps_none() -> None:
     def ranks() -> list[Any]:
         comm = sx.get_communicator()
-        container = DistributedDataContainer(list(range(6)), comm.subset([comm.rank]))
+        container = DistributedDataContainer(list(range(6)), comm.new_group([comm.rank]))
         return [list(container), any(isinstance(value, sx.comm.Communicator) for value in vars(container).values())]
 
     assert run_ranks(ranks, 2) == [[[0, 1, 2, 3, 4, 5], False]] * 2

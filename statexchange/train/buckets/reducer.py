@@ -429,7 +429,7 @@ class BucketReducer(Reducer):
 
     def _exchange(self, header: RoundHeader, body: bytes, num_parameters: int) -> RoundSummary:
         """Compare plans and steps with all ranks, and learn what arrived on each. Collective."""
-        messages = self._comm.exchange(header.to_bytes() + body, doing=PHASE)
+        messages = self._comm.all_gather_bytes(header.to_bytes() + body, operation=PHASE)
         return RoundSummary.of(messages, num_parameters, header.plan_digest)
 
     def _reduce_gradients(self, header: RoundHeader) -> list[int]:
