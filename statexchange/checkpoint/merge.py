@@ -303,7 +303,8 @@ def _unwrapped(
     kind: str, rank_shards: Sequence[RankShards], options: ExportOptions
 ) -> tuple[ExportOptions, tuple[str, ...]]:
     """Return options that remove wrappers before all selected names, and notes about it."""
-    names = {shard.name for one in rank_shards for shard in one.shards if options.wants(shard.name)}
+    all_names = {shard.name for one in rank_shards for shard in one.shards}
+    names = set(filter(options.wants, all_names))
     # A common prefix of the first and the last name in sorted order is common to all names.
     ends = (min(names, default=""), max(names, default=""))
     shortest, end = min(map(len, names), default=0), 0
