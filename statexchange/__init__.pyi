@@ -3,12 +3,12 @@ from statexchange import errors as errors
 from statexchange import testing as testing
 from statexchange import train as train
 from statexchange.checkpoint.merge import merge_checkpoint as merge_checkpoint
-from statexchange.comm.world import get_communicator as get_communicator
-from statexchange.comm.world import get_rank as get_rank
-from statexchange.comm.world import get_world_size as get_world_size
-from statexchange.comm.world import init as init
-from statexchange.comm.world import is_initialized as is_initialized
-from statexchange.comm.world import shutdown as shutdown
+from statexchange.comm.defaults import get_communicator as get_communicator
+from statexchange.comm.defaults import get_rank as get_rank
+from statexchange.comm.defaults import get_world_size as get_world_size
+from statexchange.comm.defaults import is_initialized as is_initialized
+from statexchange.comm.init import init as init
+from statexchange.comm.init import shutdown as shutdown
 from statexchange.errors import StateExchangeError as StateExchangeError
 from statexchange.exchange.export import export_checkpoint as export_checkpoint
 from statexchange.exchange.gather import gather_state as gather_state
@@ -19,8 +19,8 @@ from statexchange.exchange.nfs_workspace import NFSWorkspace as NFSWorkspace
 from statexchange.exchange.save import save_checkpoint as save_checkpoint
 from statexchange.formats.registry import open_checkpoint as open_checkpoint
 from statexchange.storage.workspace import Workspace as Workspace
+from statexchange.train.averaging import average_gradients as average_gradients
 from statexchange.train.optimizer import DistributedOptimizer as DistributedOptimizer
-from statexchange.train.optimizer import average_gradients as average_gradients
 from statexchange.train.synchronize import synchronize as synchronize
 from statexchange.values import register_config as register_config
 

@@ -1,16 +1,21 @@
-"""Arenas: memory that processes of one host share, without lasting names, recycled as fresh pages are slow.
+"""Arenas: memory that processes of one host share. It has no lasting name and is recycled.
 
-An arena is a sealed memfd that others open through ``/proc/<pid>/fd``; where that does not work, a file in /dev/shm
-under an unguessable name, unlinked as soon as everybody has attached.
+An arena is a memfd, sealed against resizing, that other processes open through ``/proc/<pid>/fd``. Where that does
+not work (other pid namespaces, a restricted /proc), it is a file in /dev/shm under an unguessable name, which is
+unlinked as soon as all have attached. Either way nothing outlives the processes that use it. Arenas are recycled
+because fresh pages are several times slower than pages that are mapped already.
 
-A process that is killed before that leaves the name of a file, and with it the memory. So the name is
+States of a "file" arena: created, with a name -> attached by all -> unlinked, without one. A process that is killed in
+the first state leaves the name and with it the memory. So the name is
 
     statexchange-<128 random bits>.<boot id>.<pid namespace>.<pid>.<start time>
 
-where all but the random bits say which process made it. `sweep` removes the files of this user whose process has
-provably ended: it ran in this boot and in this pid namespace, and runs no more. What others may still use, whoever made
-it, is unlinked memory that stays as long as they have it mapped. Files of other names, of another user, or of a process
-that this one cannot see are left alone.
+where all but the random bits identify the process that created it. `sweep` removes the files of this user whose process
+has provably ended: it ran in this boot and this pid namespace, and no process of its pid and start time runs. Removing
+a name takes no memory from a process that has attached. Files of other names, of other users, or of processes that this
+one cannot see are left alone.
+
+Failure: too little room is a StorageError when the arena is created, never a SIGBUS when it is written.
 """
 
 from __future__ import annotations
@@ -47,7 +52,7 @@ def _map(fd: int, nbytes: int) -> mmap.mmap:
 
 @dataclass(slots=True)
 class Arena:
-    """Memory that this process owns. `address` is a JSON value by which others attach."""
+    """Shared memory that this process owns. Other processes attach by `address`, a JSON value."""
 
     nbytes: int
     address: dict[str, Any]
@@ -56,7 +61,11 @@ class Arena:
 
     @classmethod
     def create(cls, nbytes: int, kind: Kind = "memfd") -> Arena:
-        """At least `nbytes` (> 0) of zeros. Too little room is a StorageError, never a SIGBUS."""
+        """Create an arena of at least `nbytes` (> 0) zeros.
+
+        Raises:
+            StorageError: There is too little memory, or shared memory cannot be created.
+        """
         nbytes = -(-nbytes // _PAGE) * _PAGE
         ident = secrets.token_hex(16)
         fd, path = _open_memfd() if kind == "memfd" else _open_file(ident)
@@ -65,7 +74,7 @@ class Arena:
         arena = cls(nbytes, address, memoryview(b""), fd)
         try:
             _check_room(nbytes)
-            os.posix_fallocate(fd, 0, nbytes)
+            os.posix_fallocate(fd, 0, nbytes)  # so that writing never meets a page that cannot be had
             if kind == "memfd":
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             arena.view = memoryview(_map(fd, nbytes))
@@ -79,17 +88,17 @@ class Arena:
 
     @property
     def ident(self) -> str:
-        """128 random bits that name this arena among all."""
+        """128 random bits that identify this arena."""
         return str(self.address["id"])
 
     def unlink(self) -> None:
-        """Remove the name of a "file" arena once everybody has attached; nothing to do for a memfd."""
+        """Remove the name of a "file" arena, once all have attached; a memfd has none."""
         if self.address["path"] is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.address["path"])
 
     def close(self) -> None:
-        """Give the memory up. Those who have attached keep it as long as they look at it."""
+        """Release the memory. Processes that have attached keep it as long as they have it mapped."""
         self.unlink()
         fd, self._fd = self._fd, -1
         if fd >= 0:
@@ -98,7 +107,7 @@ class Arena:
 
 
 def _check_room(nbytes: int) -> None:
-    """A memfd has no limit but the machine's and the cgroups': more would not fail, it would bring the OOM killer."""
+    """Raise OSError if there is too little memory: beyond it allocating would not fail but start the OOM killer."""
     where = "on this host"
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
@@ -130,7 +139,7 @@ def _open_file(ident: str) -> tuple[int, str]:
 
 
 def sweep() -> None:
-    """Remove the files that killed processes of this user have left in /dev/shm. Not collective."""
+    """Remove the files that killed processes of this user left in /dev/shm. Not collective."""
     with contextlib.suppress(OSError):  # no /dev/shm, or none that can be listed
         for name in os.listdir(_SHM_DIRECTORY):
             owner = _owner_of(name)
@@ -139,7 +148,7 @@ def sweep() -> None:
 
 
 def _owner_of(name: str) -> Owner | None:
-    """Return the process that made the arena of this name; None if it is not the name of one."""
+    """Return the process that created the arena of this name; None if it is no arena's name."""
     ident, _, owner = name.removeprefix(_PREFIX).partition(".")
     if not name.startswith(_PREFIX) or len(ident) != _IDENT_DIGITS:
         return None
@@ -147,7 +156,7 @@ def _owner_of(name: str) -> Owner | None:
 
 
 def _remove_own(path: str) -> None:
-    with contextlib.suppress(OSError):  # another rank was quicker, or it is not ours to remove
+    with contextlib.suppress(OSError):  # another rank removed it first, or we may not
         found = os.lstat(path)
         if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
             os.unlink(path)
@@ -162,11 +171,11 @@ class Attached:
 
     @property
     def view(self) -> memoryview:
-        """The memory, for a short look that keeps no reference."""
+        """The memory, for access that keeps no reference."""
         return memoryview(self._map)
 
     def lend(self) -> Any:
-        """The memory as a numpy uint8 array; views of it are counted as references until they are gone."""
+        """Return the memory as a numpy uint8 array; while a view of it lives, the arena is `referenced`."""
         import numpy as np
 
         base = self._lent() if self._lent is not None else None
@@ -177,16 +186,21 @@ class Attached:
 
     @property
     def referenced(self) -> bool:
-        """Whether anything still looks at what was lent."""
+        """Whether an array that was lent, or a view of it, is still alive."""
         return self._lent is not None and self._lent() is not None
 
 
 def attach(address: dict[str, Any]) -> Attached:
-    """Map the arena at `address`. One of a process that is gone, or hidden from us, is a StorageError."""
+    """Map the arena at `address`.
+
+    Raises:
+        StorageError: Its process has ended or cannot be seen, or other memory lies there.
+    """
     path = address["path"] or f"/proc/{int(address['pid'])}/fd/{int(address['fd'])}"
     try:
-        # A memfd opens through a link of /proc, which O_NOFOLLOW would refuse.
-        # If that process has closed it, or is another one in our eyes, anything may lie there.
+        # A memfd is opened through a link in /proc, which O_NOFOLLOW would refuse. If the process has closed it, or has
+        # another pid in our namespace, the link may lead anywhere: to a FIFO, which O_NONBLOCK does not wait for, or to
+        # another file, which the checks below refuse.
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_NOFOLLOW if address["path"] else 0))
         try:
             found = os.fstat(fd)
@@ -205,34 +219,34 @@ def attach(address: dict[str, Any]) -> Attached:
 
 
 class ArenaPool:
-    """Arenas that are used again. Not for use by several threads at once."""
+    """Arenas to be used again. Not for use by several threads at once."""
 
     def __init__(self, kind: Kind = "memfd") -> None:
         self.kind: Kind = kind
         self._free: list[Arena] = []
 
     def acquire(self, nbytes: int) -> Arena:
-        """An arena of at least `nbytes`; its contents are left over from earlier use."""
+        """Return an arena of at least `nbytes`; it may have the contents of an earlier use."""
         fitting = [arena for arena in self._free if arena.nbytes >= nbytes]
         if fitting:
             best = min(fitting, key=lambda arena: arena.nbytes)
             self._free.remove(best)
             return best
-        self.close()  # what is free is too small: it would only hold memory that is needed now
+        self.close()  # all free arenas are too small, and hold memory that may be needed for the new one
         return Arena.create(max(nbytes, _PAGE), self.kind)
 
     def idents(self) -> list[str]:
-        """Identities of the arenas that wait to be used again."""
+        """Return the identities of the free arenas."""
         return [arena.ident for arena in self._free]
 
     def release(self, arena: Arena) -> None:
-        """Take back an arena that nobody looks at any more; one whose name is gone cannot be shared again."""
+        """Take back an arena that no process uses; a "file" arena without its name cannot be shared again."""
         if self.kind == "file":
             arena.close()
         else:
             self._free.append(arena)
 
     def close(self) -> None:
-        """Give up what is free."""
+        """Release the free arenas."""
         while self._free:
             self._free.pop().close()

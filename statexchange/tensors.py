@@ -1,6 +1,6 @@
 """One adapter for the tensors of numpy and torch: dtype names, memory in C order, overlap and writability.
 
-numpy and torch are imported late: whoever only looks at headers needs neither.
+numpy and torch are imported inside functions: code that only reads headers needs neither.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt
 
@@ -43,16 +43,16 @@ __all__ = [
     "own_bytes",
     "replicated_part",
     "same_memory",
-    "settled",
     "torch_dtype",
     "unify_nans",
+    "wait_tensor",
 ]
 
 # A dtype as callers give it: torch's, numpy's, or a name such as "bfloat16" or "BF16".
 DType: TypeAlias = "str | np.dtype[Any] | torch.dtype"
 
-# Bytes per element by safetensors dtype name, in the order in which safetensors ranks them in a file.
-# C128 is ours: safetensors has no name for it, so files store it as pairs of F64.
+# Bytes per element by safetensors dtype name, in the order in which safetensors sorts tensors in a file.
+# C128 is our own name: safetensors has none for it, so files store it as pairs of F64.
 ITEMSIZE: dict[str, int] = {
     "BOOL": 1,
     "U8": 1,
@@ -76,7 +76,7 @@ ITEMSIZE: dict[str, int] = {
     "C128": 16,
 }
 
-# The name that torch and numpy (with ml_dtypes) use, to the name that safetensors uses.
+# The names of torch and numpy (with ml_dtypes) to the names of safetensors
 DTYPE_NAMES = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -100,19 +100,19 @@ DTYPE_NAMES = {
     "complex128": "C128",
 }
 LONG_NAMES = {name: long_name for long_name, name in DTYPE_NAMES.items()}
-# Unsigned words move faster than opaque ones; complex carries 16 bytes.
+# numpy copies unsigned integers faster than opaque bytes; 16 bytes have no integer, so complex stands for them.
 _WORD = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
 def itemsize_of(dtype: str) -> int:
-    """Bytes per element of a safetensors dtype name; an unknown name is a ValueError."""
+    """Return the bytes per element of a safetensors dtype; raise ValueError for an unknown name."""
     if not isinstance(dtype, str) or dtype not in ITEMSIZE:
         raise ValueError(f"unknown dtype {excerpt(dtype)}")
     return ITEMSIZE[dtype]
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """numpy's dtype for a safetensors name; ml_dtypes supplies what numpy lacks."""
+    """Return numpy's dtype for a safetensors name; ml_dtypes has those that numpy lacks."""
     import numpy as np
 
     name = LONG_NAMES[dtype]
@@ -125,14 +125,14 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 
 
 def torch_dtype(dtype: str) -> Any:
-    """torch's dtype for a safetensors name."""
+    """Return torch's dtype for a safetensors name."""
     import torch
 
     return getattr(torch, LONG_NAMES[dtype])
 
 
 def array_over(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
-    """An array of `dtype` over `data` (a buffer or a uint8 array), sharing its memory."""
+    """Return an array of `dtype` over `data` (a buffer or a uint8 array), sharing its memory."""
     import numpy as np
 
     flat = data if isinstance(data, np.ndarray) else np.frombuffer(data, dtype=np.uint8)
@@ -140,14 +140,14 @@ def array_over(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
 
 
 def elements(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
-    """`data` as an array of words of the dtype's size: for moving, not for arithmetic."""
+    """Return `data` as an array of words of the dtype's size: to be copied, not for arithmetic."""
     import numpy as np
 
     return np.frombuffer(data, dtype=np.dtype(_WORD[ITEMSIZE[dtype]])).reshape(shape)
 
 
 def from_bytes(data: Any, dtype: str, shape: tuple[int, ...], *, as_numpy: bool = False) -> Any:
-    """A tensor over `data` (a uint8 numpy array or bytearray), sharing its memory."""
+    """Return a tensor over `data` (a uint8 numpy array or bytearray), sharing its memory."""
     import numpy as np
 
     array = data if isinstance(data, np.ndarray) else np.frombuffer(data, dtype=np.uint8)
@@ -160,13 +160,13 @@ def from_bytes(data: Any, dtype: str, shape: tuple[int, ...], *, as_numpy: bool 
     return torch.from_numpy(array).view(torch_dtype(dtype)).view(shape)
 
 
-# Casts between floating dtypes: where bits are written or compared they are the same whoever casts, numpy or torch
+# Casts between floating dtypes: files and replicas are compared by their bits, so numpy and torch must give the same
 
 
 def converted(array: Any, dtype: str) -> Any:
-    """`array` in a floating dtype of another name, in C order: every number as torch's `to` gives it, and one NaN.
+    """Cast `array` to another floating dtype, in C order, with the same bits as torch's `to` and `unify_nans`.
 
-    Numbers are rounded to nearest even by way of float32, so that float64 is rounded twice, and what is out of range
+    Numbers are rounded to nearest even by way of float32, so that float64 is rounded twice. What is out of range
     becomes infinite.
     """
     import numpy as np
@@ -180,40 +180,48 @@ def converted(array: Any, dtype: str) -> Any:
 
 
 def unify_nans(data: Any, dtype: str) -> None:
-    """Give all NaNs in `data`, the bytes of a floating dtype, its one NaN: positive, quiet, without payload.
+    """Replace all NaNs in `data`, the bytes of a floating dtype, by one: positive, quiet, without payload.
 
-    Of one NaN torch makes others on other processors and for other strides, and numpy others again.
+    Casting a NaN gives different bits in torch, depending on the processor and on strides, and others in numpy.
     """
     import numpy as np
 
     word, sign, infinity, nan = _nan_bits(dtype)
     bits = np.frombuffer(data, f"i{word}")
-    # Two looks at the greatest cost little, and hardly any tensor has a NaN: only its bits lie beyond infinity's.
+    # The bits of NaNs alone are greater than those of infinity. Two maxima are cheap, and hardly any tensor has a NaN.
     if bits.max(initial=0) > infinity or bits.view(f"u{word}").max(initial=0) > infinity + sign:
         bits[bits & (sign - 1) > infinity] = nan
 
 
+class _NanBits(NamedTuple):
+    """Bytes per element of a floating dtype, and as integers its sign bit, infinity and NaN."""
+
+    itemsize: int
+    sign: int
+    infinity: int
+    nan: int
+
+
 @functools.cache
-def _nan_bits(dtype: str) -> tuple[int, int, int, int]:
-    """A floating dtype's bytes per element, and as whole numbers its sign, its infinity and its NaN."""
+def _nan_bits(dtype: str) -> _NanBits:
     import numpy as np
 
     kind = numpy_dtype(dtype)
     infinity, nan = np.array([np.inf, np.nan], kind).view(f"i{kind.itemsize}").tolist()
-    return kind.itemsize, 1 << 8 * kind.itemsize - 1, infinity, nan
+    return _NanBits(kind.itemsize, 1 << 8 * kind.itemsize - 1, infinity, nan)
 
 
 # Live tensors
 
 
 def is_array(value: object) -> bool:
-    """Whether `value` is a numpy array; numpy is not imported to find out."""
+    """Whether `value` is a numpy array, without importing numpy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 def is_torch(value: object) -> bool:
-    """Whether `value` is a torch tensor of any kind; torch is not imported to find out."""
+    """Whether `value` is a torch tensor of any kind, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
@@ -228,24 +236,26 @@ def is_dtensor(value: object) -> bool:
     return hasattr(value, "placements") and hasattr(value, "to_local")
 
 
-def replicated_part(tensor: Any, name: str | None, advice: str) -> Any:
-    """This rank's copy of a DTensor that every rank of its mesh has whole; else an UnsupportedError with `advice`."""
+def replicated_part(tensor: Any, name: str | None, advice: str) -> torch.Tensor:
+    """Return this rank's copy of a replicated DTensor; raise UnsupportedError with `advice` for other placements."""
     if not all(placement.is_replicate() for placement in tensor.placements):
         text = f"a DTensor placed as {list(tensor.placements)} has other parts on other ranks: {advice}"
         raise UnsupportedError(text, name=name)
-    return tensor.to_local()
+    local: torch.Tensor = tensor.to_local()
+    return local
 
 
-def settled(tensor: Any) -> Any:
-    """The tensor itself, once the collective that fills it is done."""
+def wait_tensor(tensor: Any) -> Any:
+    """Wait for the collective that fills a tensor, if one is running, and return the tensor."""
     return tensor.wait() if type(tensor).__name__ == "AsyncCollectiveTensor" else tensor
 
 
 def dtype_name(tensor: Any, name: str) -> str:
-    """The safetensors name of a tensor's dtype; also the gate for tensors without plain bytes.
+    """Return the safetensors name of a tensor's dtype; refuse tensors without plain bytes.
 
-    Sparse, meta, masked and quantised tensors, such whose storage was freed, and unknown dtypes are an UnsupportedError
-    that names the tensor.
+    Raises:
+        UnsupportedError: The dtype is unknown, or the tensor is sparse, meta, masked or quantised, or its storage was
+            freed; names the tensor.
     """
     if type(tensor).__module__.startswith("torch.distributed._shard"):
         raise UnsupportedError("torch's old ShardedTensor cannot be represented: use DTensor", name=name)
@@ -258,7 +268,7 @@ def dtype_name(tensor: Any, name: str) -> str:
 
 
 def check_dense(tensor: Any, name: str | None = None) -> None:
-    """Raise UnsupportedError unless a tensor's elements lie in memory of its own, one beside the other or strided."""
+    """Raise UnsupportedError unless a tensor has contiguous or strided memory of its own."""
     if is_array(tensor):
         if tensor.dtype.hasobject or hasattr(tensor, "mask"):
             kind = "array of objects" if tensor.dtype.hasobject else "masked array"
@@ -279,7 +289,7 @@ def check_dense(tensor: Any, name: str | None = None) -> None:
 
 
 def check_writable(tensor: Any, name: str | None = None) -> None:
-    """Raise InvalidArgumentError, or UnsupportedError, unless every element of a dense tensor can be written alone."""
+    """Raise InvalidArgumentError or UnsupportedError unless each element of a dense tensor can be written alone."""
     shape: tuple[int, ...] = tuple(tensor.shape)
     if is_array(tensor):
         if not tensor.flags.writeable:
@@ -300,11 +310,11 @@ def check_writable(tensor: Any, name: str | None = None) -> None:
 
 
 def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two elements of a strided tensor lie in one place."""
+    """Whether two elements of a strided tensor share memory."""
     if 0 in shape:
         return False
     dims = sorted((abs(stride), size) for size, stride in zip(shape, strides, strict=True) if size > 1)
-    span = 1  # the elements from the first to the last, of the dims with the smallest strides
+    span = 1  # the distance from the first to the last element, over the dims seen so far
     is_clear = True
     for stride, size in dims:
         if not stride:
@@ -315,13 +325,13 @@ def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
         return False
     import numpy as np
 
-    marks = np.zeros(span, np.bool_)  # dims that interlock may still share no place: mark each that is used
+    marks = np.zeros(span, np.bool_)  # interlocking dims need not share memory: mark each element that is used
     np.lib.stride_tricks.as_strided(marks, [size for _, size in dims], [stride for stride, _ in dims])[...] = True
     return int(np.count_nonzero(marks)) < math.prod(size for _, size in dims)
 
 
 def as_torch(array: Any) -> Any:
-    """A torch tensor over the memory of a dense array in C order; UnsupportedError if torch has not its dtype."""
+    """Return a torch tensor over a dense array in C order; raise UnsupportedError if torch lacks the dtype."""
     import torch
 
     name = array.dtype.name
@@ -334,7 +344,7 @@ def as_torch(array: Any) -> Any:
 
 
 def as_numpy(tensor: Any) -> Any:
-    """An array over the memory of a torch tensor on the host."""
+    """Return an array over the memory of a torch tensor on the host."""
     import torch
 
     name = DTYPE_NAMES[str(tensor.dtype).removeprefix("torch.")]
@@ -344,29 +354,29 @@ def as_numpy(tensor: Any) -> Any:
 
 
 def mark_changed(tensors: Iterable[Any]) -> None:
-    """Tell autograd, as `copy_` does, that torch tensors change: backward through their old values then fails."""
+    """Increment the version of torch tensors, as `copy_` does: backward through their old values then raises."""
     import torch
 
     torch.autograd.graph.increment_version([tensor for tensor in tensors if is_torch(tensor)])
 
 
 def own_bytes(tensor: Any) -> memoryview | None:
-    """The memory of a tensor as bytes, if its elements lie there in C order, on the host."""
+    """Return the memory of a tensor as bytes; None if its elements do not lie in C order, or not on the host."""
     import numpy as np
 
     if is_array(tensor):
-        plain = np.asarray(tensor)  # a matrix stays two-dimensional whatever is done to it
+        plain = np.asarray(tensor)  # np.matrix would stay two-dimensional
         return memoryview(plain.reshape(-1).view(np.uint8).data) if plain.flags.c_contiguous else None
     if tensor.device.type != "cpu":
         return None
     if not tensor.numel():
         return memoryview(bytearray())
     run = byte_view(tensor)
-    return None if run is None else memoryview(run.numpy())
+    return None if run is None else memoryview(run.numpy().data)
 
 
-def byte_view(tensor: Any) -> Any:
-    """The elements of a torch tensor as one dim of uint8, its own memory, if they lie there in C order; else None."""
+def byte_view(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the memory of a torch tensor as one dim of uint8; None if its elements do not lie in C order."""
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
     import torch
@@ -376,7 +386,7 @@ def byte_view(tensor: Any) -> Any:
 
 
 def same_memory(tensor: Any) -> tuple[Any, ...] | None:
-    """A key that tied tensors share: the same memory seen in the same way. None where nothing is there to share."""
+    """Return a key that tied tensors share: memory, dtype, shape and strides. None if the tensor has no memory."""
     if is_array(tensor):
         where = tensor.__array_interface__["data"][0]
         return (where, tensor.shape, tensor.strides, tensor.dtype) if tensor.size else None

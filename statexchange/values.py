@@ -1,9 +1,12 @@
-"""The one JSON codec: Python values to JSON and back, with nothing imported by name and nothing run.
+"""The one JSON codec: Python values to JSON and back. Decoding imports nothing by name and runs no code of a value.
 
-Plain JSON values stay themselves. Everything else is an object with one key ``"$"`` that says what it is:
-tuple, set, deque, dict (keys other than str), float (NaN, infinities), complex, number (a numpy scalar), bytes, path,
-datetime, date, time, timedelta, torch's dtype, size and device, enum, namedtuple, dataclass, or an outside leaf such as
-a tensor.
+Plain JSON values stay themselves. Everything else is an object whose key ``"$"`` is a tag: tuple, set, deque, dict (of
+keys other than str), float (NaN, infinities), complex, number (a numpy scalar), bytes, path, datetime, date, time,
+timedelta, dtype, size and device (torch's), enum, namedtuple, dataclass, or leaf: an object that the caller keeps
+elsewhere under a name, such as a tensor.
+
+The text may come from a file or another rank, so decoding trusts nothing: types are looked up among those that the
+caller or `register_config` gave, fields are set without ``__init__``, depth is limited, and so are keys of one hash.
 """
 
 from __future__ import annotations
@@ -25,17 +28,37 @@ from statexchange.errors import InvalidArgumentError, StateExchangeError, Unsupp
 __all__ = ["MAX_DEPTH", "decode", "encode", "has_text", "is_number", "register_config", "types_of"]
 
 _TAG = "$"
-MAX_DEPTH = 100  # of what lies in one value or state
-_MAX_OF_ONE_HASH = 64
+MAX_DEPTH = 100  # of the containers in one value or state
+_MAX_EQUAL_HASHES = 64
 _registered: dict[str, type] = {}
 
 Leaf = Callable[[object, str], "str | None"]
 
 
 def register_config(cls: type) -> type:
-    """Let values of dataclass, namedtuple or Enum `cls` come back as `cls` in this process; also a decorator.
+    """Let configs of type `cls` come back as `cls` in this process. Also a decorator.
 
-    Not collective.
+    Not collective. A config of a type that is not registered comes back as a dict of its fields with ``"__name__"``,
+    unless the reader gives the type: nothing is imported by the name in a file.
+
+    Args:
+        cls: A dataclass, a namedtuple or an Enum.
+
+    Returns:
+        `cls`.
+
+    Raises:
+        TypeError: `cls` is something else.
+
+    Example:
+        >>> import dataclasses
+        >>> import statexchange as sx
+        >>> @sx.register_config
+        ... @dataclasses.dataclass
+        ... class Config:
+        ...     hidden_size: int
+        >>> Config(8)
+        Config(hidden_size=8)
     """
     if not (dataclasses.is_dataclass(cls) or issubclass(cls, enum.Enum) or hasattr(cls, "_fields")):
         raise TypeError(f"{cls!r} is no dataclass, namedtuple or Enum")
@@ -48,16 +71,21 @@ def _type_name(cls: type) -> str:
 
 
 def encode(value: object, leaf: Leaf | None = None) -> str:
-    """`value` as JSON text. Not collective.
+    """Return `value` as JSON text. Not collective.
 
-    `leaf(object, path)` may take an object over by returning the name under which the caller keeps it, or
-    return None. An unknown type is an UnsupportedError, a cycle an InvalidArgumentError; both name the path.
+    Args:
+        value: The value.
+        leaf: `leaf(object, path)` returns the name under which the caller keeps an object, or None to have it encoded.
+
+    Raises:
+        UnsupportedError: A type has no JSON text; names the path.
+        InvalidArgumentError: The value contains itself or is nested too deeply; names the path.
     """
     return json.dumps(_encode(value, "", _once(leaf), 0), allow_nan=False, separators=(",", ":"))
 
 
 def _once(leaf: Leaf | None) -> Leaf:
-    """`leaf`, with an InvalidArgumentError where it keeps two objects under one name: one of them would be lost."""
+    """Wrap `leaf` to raise InvalidArgumentError if it keeps two objects under one name: one would be lost."""
     kept: dict[str, object] = {}
 
     def keep(value: object, path: str) -> str | None:
@@ -111,13 +139,13 @@ def _encode(value: Any, path: str, leaf: Leaf, depth: int) -> Any:
 
 
 def _tagged(value: Any, inner: Callable[[object, str], Any]) -> Any:
-    """The JSON of a value of the standard library, numpy or torch that JSON has no word for; None of any other."""
+    """Return the JSON object of a value of the standard library, numpy or torch; None for any other value."""
     kind = type(value)
     if kind is complex:
         return {_TAG: "complex", "value": [inner(value.real, ".real"), inner(value.imag, ".imag")]}
     if kind is bytes:
         return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
-    if kind in (set, frozenset):  # in an order of their own, so that equal sets have equal texts
+    if kind in (set, frozenset):  # sorted, so that equal sets have equal texts
         return {_TAG: kind.__name__, "value": sorted((inner(v, f"<item {v!r}>") for v in value), key=json.dumps)}
     if kind is deque:
         items = [inner(v, f"[{i}]") for i, v in enumerate(value)]
@@ -141,7 +169,7 @@ def _tagged(value: Any, inner: Callable[[object, str], Any]) -> Any:
 
 
 def is_number(value: object) -> bool:
-    """Whether `value` is a plain number, of Python or numpy; not one wider than a double. Not collective."""
+    """Whether `value` is a number of Python or numpy, no wider than a double. Not collective."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
         return value.dtype.kind in "biufc" and not isinstance(value, numpy.longdouble | numpy.clongdouble)
@@ -149,7 +177,7 @@ def is_number(value: object) -> bool:
 
 
 def has_text(value: object) -> bool:
-    """Whether `encode` has JSON text for `value`. Not collective."""
+    """Whether `encode` can encode `value`. Not collective."""
     try:
         encode(value)
     except (TypeError, ValueError):
@@ -180,7 +208,7 @@ def _typed(tag: str, cls: type, value: Any) -> dict[str, Any]:
 
 
 def types_of(value: object) -> dict[str, type]:
-    """The dataclass, namedtuple and Enum types in `value`, by qualified name: what `decode` may build."""
+    """Return the dataclass, namedtuple and Enum types in `value` by qualified name, for `decode`."""
     found: dict[str, type] = {}
     _collect(value, found, set())
     return found
@@ -214,14 +242,20 @@ def decode(
     leaf: Callable[[str], Any] | None = None,
     parse: Callable[[str | bytes], Any] = json.loads,
 ) -> Any:
-    """The value that `encode` wrote. Not collective.
+    """Return the value that `encode` wrote. Not collective.
 
-    Dataclasses, namedtuples and Enums come back as the type in `types` or one given to `register_config`; of
-    an unknown type comes a dict of its fields with ``"__name__"``, or its JSON text where it is a key. A
-    dtype is torch's if torch has been imported, else ``"torch.float32"``; so with a device (``"cuda:0"``) and a size (a
-    tuple). `leaf(name)` supplies what
-    `encode`'s leaf kept. Text that `encode` cannot have written is a ValueError. `parse` makes JSON values of the text:
-    what was read from a file goes through `stored_values.decode_stored`.
+    Dataclasses, namedtuples and Enums come back as the type in `types` or one given to `register_config`. Of an unknown
+    type comes a dict of its fields with ``"__name__"``, or its JSON text where it is a key. A dtype is torch's if torch
+    has been imported, else ``"torch.float32"``; likewise a device (``"cuda:0"``) and a size (a tuple).
+
+    Args:
+        text: The text.
+        types: Types that may be built, by qualified name.
+        leaf: `leaf(name)` returns the object that `encode`'s leaf kept under a name.
+        parse: Parses the text. Text from a file goes through `stored_values.decode_stored`, which passes a strict one.
+
+    Raises:
+        ValueError: `encode` cannot have written the text.
     """
     try:
         return _Decoder({**_registered, **(types or {})}, leaf).value(parse(text))
@@ -240,10 +274,10 @@ class _Decoder:
         self._depth = 0
 
     def value(self, raw: Any) -> Any:
-        """The value of one parsed JSON node."""
+        """Return the value of one parsed JSON node."""
         if not isinstance(raw, list | dict):
             return raw
-        if self._depth > MAX_DEPTH:  # as `encode`: whoever walks the value may recurse
+        if self._depth > MAX_DEPTH:  # as in `encode`: code that walks the value may recurse
             raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
         self._depth += 1
         found = self._container(raw)
@@ -316,7 +350,7 @@ class _Decoder:
         key = self.value(raw)
         try:
             hash(key)
-        except TypeError:  # of a type that is not known here
+        except TypeError:  # the type is unknown here, so the key came as a dict
             return json.dumps(raw, separators=(",", ":"))
         return key
 
@@ -342,7 +376,7 @@ class _Decoder:
         return member
 
     def _type(self, raw: dict[str, Any], fits: Callable[[type], bool]) -> Any:
-        """The type that is known under this name, if it is of the kind that the tag says."""
+        """Return the type of this name, or None; raise ValueError if it is not of the tag's kind."""
         cls = self._types.get(raw["type"])
         if cls is not None and not fits(cls):
             raise ValueError(f"{raw['type']} is not of kind {raw[_TAG]} here")
@@ -395,9 +429,12 @@ class _Decoder:
 
 
 def _check_hashes(keys: Iterable[Any]) -> None:
-    """Refuse many keys with one hash, which would be compared each with each: numbers can be chosen so, text cannot."""
+    """Raise ValueError for many keys with one hash: inserting them takes quadratic time.
+
+    A hostile text can choose numbers with equal hashes. The hashes of text are randomised.
+    """
     counts = Counter(hash(key) for key in keys if type(key) not in (str, bytes))
-    if counts and max(counts.values()) > _MAX_OF_ONE_HASH:
+    if counts and max(counts.values()) > _MAX_EQUAL_HASHES:
         raise ValueError("more keys with one hash than anything real has")
 
 
@@ -410,7 +447,7 @@ def _defaults(cls: type) -> dict[str, Any]:
 def _complete(
     raw: dict[str, Any], names: Iterable[str], defaults: Mapping[str, Any], fields: dict[str, Any]
 ) -> dict[str, Any]:
-    """All fields of a type in its order, with defaults for those that it got since the text was written."""
+    """Return all fields of a type in its order, with defaults for fields that the text was written without."""
     whole = {**defaults, **fields}
     odd = sorted(whole.keys() ^ set(names))
     if odd:

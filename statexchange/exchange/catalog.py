@@ -13,7 +13,7 @@ from statexchange.sharding.options import LoadOptions, renamed
 from statexchange.sharding.rules import Layout
 from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.state.modules import is_module
-from statexchange.state.tree import Place, walk
+from statexchange.state.tree import WalkStep, walk
 from statexchange.storage.byte_range import ByteRange
 
 __all__ = ["Catalog", "LivePlaces", "paths_of", "with_new_names", "without_unwanted"]
@@ -239,7 +239,7 @@ def without_unwanted(saved: Any, options: LoadOptions, places: LivePlaces) -> An
     return found
 
 
-def _units(saved: Mapping[Any, Any], places: LivePlaces) -> Iterator[Place]:
+def _units(saved: Mapping[Any, Any], places: LivePlaces) -> Iterator[WalkStep]:
     """What is loaded as one: the values in nested mappings, and the states of objects whole."""
 
     def enters(path: str, value: Any) -> bool:

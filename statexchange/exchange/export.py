@@ -9,9 +9,9 @@ from concurrent.futures import Future
 from typing import Any, Literal, overload
 
 from statexchange.checkpoint.extra_files import FilesFrom
+from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike
-from statexchange.comm.session import public_call
-from statexchange.comm.world import as_communicator
+from statexchange.comm.defaults import as_communicator
 from statexchange.exchange.background import export_in_background
 from statexchange.exchange.exporting import ExportReport, ExportRequest, export_described
 from statexchange.processes import collector_paused
@@ -131,7 +131,7 @@ def export_checkpoint(
         TargetExistsError: `path` exists and `overwrite` is false, or another process is writing there.
         IncompleteError, OverlapError: the ranks' shards do not cover a tensor exactly once.
         ReplicaError: copies of a region differ.
-        UnsafeError, UnsupportedError, CorruptError, StorageError.
+        UnsafeError, UnsupportedError, CorruptError, StorageError: as `statexchange.errors` says.
         NotFoundError: a file of `files_from` does not exist.
         StallError: no rank has moved a byte for `stall_timeout_s`.
         PeerError: another rank has failed.

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from statexchange import values
+from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
-from statexchange.comm.session import public_call
-from statexchange.comm.world import as_communicator
+from statexchange.comm.defaults import as_communicator
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
@@ -33,8 +33,8 @@ from statexchange.sharding import records
 from statexchange.sharding.options import FLOATS, LoadOptions, Rename, Replicas
 from statexchange.sharding.plan import prove_cover
 from statexchange.sharding.rules import Layout, renumber_names
-from statexchange.state.describe import Description, HeldTensor, State, describe_entry
-from statexchange.state.restore import Restoration, Saved, merged, restoration, tree_of_names
+from statexchange.state.describe import Description, LocalTensor, State, describe_entry
+from statexchange.state.load_plan import LoadPlan, SavedTensor, merge_trees, plan_load, tree_from_names
 from statexchange.state.tree import flatten
 from statexchange.storage.store import is_url
 from statexchange.storage.stored_values import decode_stored
@@ -142,7 +142,7 @@ def load_checkpoint(
         CorruptError: bytes differ from their digest, or files contradict each other.
         ReplacedError: the checkpoint was replaced during the load, twice.
         UnsafeError: `rename` gives two tensors one name.
-        UnsupportedError, StorageError.
+        UnsupportedError, StorageError: as `statexchange.errors` says.
         StallError: no rank has moved a byte for `stall_timeout_s`.
         PeerError: another rank has failed.
 
@@ -273,15 +273,15 @@ class _Load:
             mark_changed(live for _, live, _ in wanted.targets)
             mark_changed(part for job in jobs for part in job.held.tensors)
             read = read_all(jobs, readers, comm, self._on_progress)
-            for deed in wanted.deeds:
-                deed()
+            for callback in wanted.callbacks:
+                callback()
         names = (tuple(wanted.missing), tuple(wanted.unexpected))
         report = LoadReport(source.path, len(wanted.targets), read, *names, time.perf_counter() - self._began)
         if comm.rank == 0:
             _log.info("loaded %s", report)
         return report
 
-    def _laid_out(self, state: Any, catalog: Catalog, tree: _SavedTree | None) -> tuple[Restoration, list[Job]]:
+    def _laid_out(self, state: Any, catalog: Catalog, tree: _SavedTree | None) -> tuple[LoadPlan, list[Job]]:
         """What is wanted, and the jobs, where any rank has a layout. Collective."""
         catalog.counted = self._counted(state, catalog.layout, of_names=tree is None)
         with self._comm.phase("finding its tensors", timeout_s=self._stall_timeout_s):
@@ -297,7 +297,9 @@ class _Load:
         with self._comm.phase("naming its tensors"):
             if of_names and any(rule.renumber for rule in layout.rules.values()):
                 live = [
-                    leaf.name for _, leaf in flatten(tree_of_names(state, lambda _: True)) if isinstance(leaf, Saved)
+                    leaf.name
+                    for _, leaf in flatten(tree_from_names(state, lambda _: True))
+                    if isinstance(leaf, SavedTensor)
                 ]
                 for name in live:
                     rule = layout.rule_for(name)
@@ -309,7 +311,7 @@ class _Load:
 
     def _placed(self, targets: Sequence[_Target], catalog: Catalog) -> list[_Target]:
         """The targets with parts of whole tensors placed in these. Collective."""
-        held: dict[str, HeldTensor] = {}
+        held: dict[str, LocalTensor] = {}
         for target in targets:
             held.setdefault(target.name, target.held.renamed(target.name))
         layout = catalog.layout
@@ -402,20 +404,20 @@ def _saved_tree(state: Any, catalog: Catalog) -> _SavedTree | None:
                 path=catalog.source.path,
             )
     places = LivePlaces.of(state)
-    whole = with_new_names(merged(trees), catalog, places)
+    whole = with_new_names(merge_trees(trees), catalog, places)
     tree = without_unwanted(whole, catalog.options, places)
     return _SavedTree(tree, frozenset(paths_of(whole) - paths_of(tree) if catalog.options.include else ()))
 
 
-def _wanted(state: Any, catalog: Catalog, tree: _SavedTree | None) -> Restoration:
+def _wanted(state: Any, catalog: Catalog, tree: _SavedTree | None) -> LoadPlan:
     """The tensors of `state` with their names in the source, and what is to be done besides."""
     options = catalog.options
     if tree is None:
         texts = {catalog.new_name(name): text for name, text in catalog.source.texts.items()}
-        saved = tree_of_names(state, catalog.has, filter(options.wants, catalog), texts, catalog.keeps)
+        saved = tree_from_names(state, catalog.has, filter(options.wants, catalog), texts, catalog.keeps)
     else:
         saved = tree.tree
-    wanted = restoration(state, saved, lambda name, own, like: _memory(catalog, name, own, like))
+    wanted = plan_load(state, saved, lambda name, own, like: _memory(catalog, name, own, like))
     if options.include:
         places = LivePlaces.of(state)
         left_out = frozenset() if tree is None else tree.left_out
@@ -430,16 +432,16 @@ def _wanted(state: Any, catalog: Catalog, tree: _SavedTree | None) -> Restoratio
     return wanted
 
 
-def _noting(kept: list[str], catalog: Catalog) -> Callable[[str], Saved]:
+def _noting(kept: list[str], catalog: Catalog) -> Callable[[str], SavedTensor]:
     """Makes the places of tensors, whose names are kept; CorruptError for one that is in no file."""
 
-    def leaf(name: str) -> Saved:
+    def leaf(name: str) -> SavedTensor:
         kept.append(name)
         new = catalog.new_name(name)
         if new not in catalog:
             text = "the saved state has this tensor, but no file has it"
             raise CorruptError(text, name=name, path=catalog.source.path)
-        return Saved(new)
+        return SavedTensor(new)
 
     return leaf
 
@@ -472,11 +474,11 @@ class _Target:
 
     name: str
     path: str
-    held: HeldTensor
+    held: LocalTensor
     is_padded: bool
 
 
-def _targets(wanted: Restoration, catalog: Catalog, rank: int) -> list[_Target]:
+def _targets(wanted: LoadPlan, catalog: Catalog, rank: int) -> list[_Target]:
     """The live tensors that are to be filled, described; a layout's rules may make several of one."""
     layout = catalog.layout
     if layout.rules:
@@ -492,7 +494,7 @@ def _targets(wanted: Restoration, catalog: Catalog, rank: int) -> list[_Target]:
     return found
 
 
-def _check_names(wanted: Restoration, catalog: Catalog) -> None:
+def _check_names(wanted: LoadPlan, catalog: Catalog) -> None:
     """Missing or unexpected names, all at once, as torch reports them."""
     if not wanted.missing and not wanted.unexpected:
         return
@@ -507,7 +509,7 @@ def _check_names(wanted: Restoration, catalog: Catalog) -> None:
     raise kind(text, path=catalog.source.path)
 
 
-def _hint(wanted: Restoration, catalog: Catalog) -> str:
+def _hint(wanted: LoadPlan, catalog: Catalog) -> str:
     """Return advice if the source has all missing names under one prefix, or without theirs, else ""."""
     for prefix in {name.split(".", 1)[0] for name in catalog if "." in name}:
         if wanted.missing and all(f"{prefix}.{name}" in catalog for name in wanted.missing):

@@ -12,7 +12,7 @@ from statexchange.comm.communicator import Communicator
 from statexchange.exchange.staging import Staging
 from statexchange.sharding import records
 from statexchange.sharding.shards import Box, intersect
-from statexchange.state.describe import HeldTensor
+from statexchange.state.describe import LocalTensor
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.regions import BoxDigest, read_part, to_global
 from statexchange.storage.store import StoredFile
@@ -46,7 +46,7 @@ class Job:
     """A live tensor, and the stored boxes, of the dtype `stored`, that fill it: values are cast if it has another."""
 
     name: str
-    held: HeldTensor
+    held: LocalTensor
     boxes: Mapping[Box, ByteRange]
     stored: str
 

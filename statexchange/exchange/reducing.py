@@ -13,7 +13,7 @@ from statexchange.comm.communicator import Communicator
 from statexchange.exchange.rank_metadata import held_box
 from statexchange.exchange.staging import Staging
 from statexchange.sharding.write_plan import BoxReduction
-from statexchange.state.describe import Description, HeldTensor
+from statexchange.state.describe import Description, LocalTensor
 from statexchange.tensors import array_over, dtype_name, from_bytes, own_bytes
 
 __all__ = ["reduce_copies"]
@@ -141,11 +141,11 @@ def _reduce(described: Description, one: BoxReduction, result: Any, others: Any)
     reduce_into(one.op, array_over(result, dtype, (-1,)), array_over(others, dtype, (-1,)))
 
 
-def _held_dtype(held: HeldTensor) -> str:
+def _held_dtype(held: LocalTensor) -> str:
     return dtype_name(held.tensors[0], held.shard.name)
 
 
-def _with(held: HeldTensor, index: int, data: Any) -> HeldTensor:
+def _with(held: LocalTensor, index: int, data: Any) -> LocalTensor:
     """`held` with other bytes for one of its boxes."""
     own = held.tensors[index]
     made = from_bytes(data, _held_dtype(held), held.shard.boxes[index].shape, as_numpy=isinstance(own, np.ndarray))

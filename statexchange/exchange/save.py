@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
-from statexchange.comm.session import public_call
-from statexchange.comm.world import as_communicator
+from statexchange.comm.defaults import as_communicator
 from statexchange.errors import InvalidArgumentError, NotFoundError
 from statexchange.exchange.placing import parameter_names, place_parts
 from statexchange.exchange.receipts import CommittedRound, RoundStart, SavedFile
@@ -22,7 +22,7 @@ from statexchange.settings import check_timeout
 from statexchange.sharding import records
 from statexchange.sharding.rules import Layout
 from statexchange.state.describe import State, describe
-from statexchange.state.nested import tree_of
+from statexchange.state.state_dict import encode_state
 from statexchange.storage.workspace import Workspace
 from statexchange.units import format_shares, format_transfer
 
@@ -85,7 +85,7 @@ def save_checkpoint(
     Raises:
         InvalidArgumentError: a rule does not fit a tensor, or matches none.
         NotFoundError: a host does not see the files of the others.
-        UnsupportedError, IncompleteError, StorageError.
+        UnsupportedError, IncompleteError, StorageError: as `statexchange.errors` says.
         StallError: no rank has moved a byte for `stall_timeout_s`.
         PeerError: another rank has failed.
 
@@ -104,7 +104,7 @@ def save_checkpoint(
             check_timeout(stall_timeout_s, "stall_timeout_s")
             workspace = Workspace(path)
             with collector_paused():
-                config, tensors = tree_of(state)
+                config, tensors = encode_state(state)
                 rules = _parse_layout(layout, tensors)
                 held = describe(tensors, rules, communicator.rank)
         with communicator.phase("choosing a round"):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from statexchange.sharding.shards import Box, full_box
-from statexchange.state.describe import HeldTensor
+from statexchange.state.describe import LocalTensor
 from statexchange.storage.files import WINDOW_BYTES
 from statexchange.storage.regions import slices_within, windows
 from statexchange.storage.tensorfile import ShardData
@@ -94,7 +94,7 @@ class Staging:
         return self._buffers[key]
 
 
-def held_bytes(held: HeldTensor, staging: Staging, progress: Callable[[], None] | None = None) -> ShardData:
+def held_bytes(held: LocalTensor, staging: Staging, progress: Callable[[], None] | None = None) -> ShardData:
     """The shard of a live tensor with the bytes of all its boxes, which are made when they are asked for.
 
     They go by way of `staging`; `progress` is called for each part of them.

@@ -1,4 +1,4 @@
-"""Describe live state: a module or state dict as named shards with the tensors that hold their bytes."""
+"""Describe live state: the tensors of a module or state dict as named shards, with the memory of their boxes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from statexchange.sharding.rules import Layout, Part, Rule
 from statexchange.sharding.sharding_spec import Placement
 from statexchange.sharding.shards import Shard, full_box
 from statexchange.state.dtensors import chunks_of
-from statexchange.state.megatron import MegatronTensor, holds_sharded, kind_of, leaves
+from statexchange.state.megatron import MegatronTensor, holds_sharded, leaves, sharded_kind
 from statexchange.state.modules import is_extra_state, is_module, is_plain_entry, model_items
-from statexchange.tensors import dtype_name, is_tensor, same_memory, settled
+from statexchange.tensors import dtype_name, is_tensor, same_memory, wait_tensor
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Description", "HeldTensor", "State", "describe", "describe_entry", "named_tensors"]
+__all__ = ["Description", "LocalTensor", "State", "describe", "describe_entry", "named_tensors"]
 
 # State as callers give it: a module, a mapping of names to tensors (nested where a call says so), or a list of such.
 State: TypeAlias = "torch.nn.Module | Mapping[str, Any] | Sequence[torch.nn.Module | Mapping[str, Any]]"
@@ -28,13 +28,16 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class HeldTensor:
-    """One tensor of this rank's: its shard, and for each box the tensor that holds it.
+class LocalTensor:
+    """One named tensor on this rank.
 
-    `part` is set for a plain tensor that has a layout rule: its shard says where the boxes lie in this rank's tensor,
-    and where they lie in the whole is known once all ranks' parts are. `placement` is set for a tensor over a mesh of
-    all ranks of which this rank's boxes are those that `local_boxes` gives. `reduce` is what is done with copies that
-    differ, "max" or "min".
+    Attributes:
+        shard: The name, dtype, global shape and this rank's boxes.
+        tensors: The memory of each box.
+        part: Set for a plain tensor with a layout rule. Its shard has boxes of this rank's tensor; where they lie in
+            the whole is known when all ranks' parts are.
+        placement: Set for a tensor on a mesh of all ranks if this rank's boxes are those that `local_boxes` computes.
+        reduce: How to combine copies that differ, "max" or "min".
     """
 
     shard: Shard
@@ -43,27 +46,30 @@ class HeldTensor:
     placement: Placement | None = None
     reduce: str | None = None
 
-    def renamed(self, name: str) -> HeldTensor:
-        """The same under another name."""
+    def renamed(self, name: str) -> LocalTensor:
+        """Return the same tensor under another name."""
         part = None if self.part is None else replace(self.part, name=name)
         return replace(self, shard=replace(self.shard, name=name), part=part)
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """All tensors of a state on this rank, in order.
+    """All tensors of a state on this rank.
 
-    `aliases` maps a tied name to the one that is kept; `unused` are layout patterns that match nothing on this rank.
-    `sources` maps a name that a layout made of another to that one.
+    Attributes:
+        held: The tensors by name, in the order of the state.
+        aliases: The name that is kept for each other name of a tied tensor.
+        unused: Layout patterns that match nothing on this rank.
+        sources: For each name that a layout made of another, that other name.
     """
 
-    held: Mapping[str, HeldTensor]
+    held: Mapping[str, LocalTensor]
     aliases: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def renamed(self, names: Mapping[str, str]) -> Description:
-        """The same under other names, for those that `names` has one for; aliases and sources keep theirs."""
+        """Return the same tensors under the names that `names` maps theirs to; aliases and sources keep theirs."""
         if not names:
             return self
         new = {name: names.get(name, name) for name in self.held}
@@ -73,16 +79,22 @@ class Description:
 def describe(state: Any, layout: Layout | None = None, rank: int = 0) -> Description:
     """Describe a module, a mapping of names to tensors, or a list of such (pipeline parts). Not collective.
 
-    Raises UnsupportedError, naming the tensor, for what has no faithful representation: a Partial placement, sparse,
-    quantised or meta tensors. `rank` is this one's, where a layout gives boxes by rank.
+    Args:
+        state: The state.
+        layout: Rules for plain tensors that are parts of larger ones.
+        rank: This rank, for layouts that give boxes by rank.
+
+    Raises:
+        UnsupportedError: A tensor cannot be represented: a Partial placement, sparse, quantised or meta; names it.
+        InvalidArgumentError: Two parts of the state use one name, or an entry is no tensor.
     """
-    held: dict[str, HeldTensor] = {}
+    held: dict[str, LocalTensor] = {}
     aliases: dict[str, str] = {}
     sources: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
     rules = layout or Layout({})
     for name, tensor in named_tensors(state):
-        for part in _hold(name, settled(tensor), rules.rule_for(name), rank):
+        for part in _local_tensors(name, wait_tensor(tensor), rules.rule_for(name), rank):
             if part.shard.name in held:
                 raise InvalidArgumentError("two parts of the state use this name", name=part.shard.name)
             held[part.shard.name] = part
@@ -94,18 +106,21 @@ def describe(state: Any, layout: Layout | None = None, rank: int = 0) -> Descrip
     return Description(held, aliases, tuple(sorted(rules.unused)), sources)
 
 
-def describe_entry(name: str, value: Any, layout: Layout, rank: int = 0) -> list[HeldTensor]:
-    """Describe one entry of a state, as `describe` does: several tensors where the layout splits it. Not collective."""
+def describe_entry(name: str, value: Any, layout: Layout, rank: int = 0) -> list[LocalTensor]:
+    """Describe one entry of a state, as `describe` does; the layout may split it into several. Not collective."""
     if is_tensor(value) and layout.rule_for(name) is None:
-        return _hold(name, settled(value), None, rank)
+        return _local_tensors(name, wait_tensor(value), None, rank)
     return list(describe({name: value}, layout, rank).held.values())
 
 
 def named_tensors(state: Any) -> Iterator[tuple[str, Any]]:
-    """The (name, tensor) pairs of a state; a value that is no tensor is an InvalidArgumentError naming it.
+    """Yield the (name, tensor) pairs of a state.
 
-    What Megatron-Core's sharded state dicts have goes by its key, all parts of one as one tensor, and what is no tensor
-    in them is left out: extra state, and what Megatron-Core itself leaves out.
+    ShardedTensors of Megatron-Core go by their keys, all parts of a key as one tensor. What is no tensor in its sharded
+    state dicts is left out: extra state, and what Megatron-Core itself leaves out.
+
+    Raises:
+        InvalidArgumentError: A name is no text, or a value is no tensor; it names the value.
     """
     sharded: dict[str, MegatronTensor] = {}
     for name, value in _items(state):
@@ -115,7 +130,7 @@ def named_tensors(state: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
             continue
         for path, leaf in leaves(value, name) if holds_sharded(value) else [(name, value)]:
-            kind = kind_of(leaf)
+            kind = sharded_kind(leaf)
             if kind == "tensor":
                 _add_sharded(sharded, leaf)
             elif kind is None and is_tensor(leaf):
@@ -129,9 +144,9 @@ def named_tensors(state: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _tensors_of(module: Any) -> Iterator[tuple[str, Any]]:
-    """The tensors in a module's state dict; what else lies in it is left out only if it holds none.
+    """Yield the tensors in a module's state dict; raise UnsupportedError for an entry that may hide weights.
 
-    Extra state may be anything, and is no tensor of the model.
+    Extra state may be anything, and is left out: it is no tensor of the model.
     """
     for name, value in model_items(module).items():
         if is_tensor(value):
@@ -147,6 +162,7 @@ def _tensors_of(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _add_sharded(sharded: dict[str, MegatronTensor], shard: Any) -> None:
+    """Add a ShardedTensor to the tensor of its key."""
     if shard.key in sharded:
         sharded[shard.key].add(shard)
     else:
@@ -154,7 +170,7 @@ def _add_sharded(sharded: dict[str, MegatronTensor], shard: Any) -> None:
 
 
 def _items(state: Any) -> Iterator[tuple[Any, Any]]:
-    """The entries of all parts of a state."""
+    """Yield the entries of all parts of a state."""
     for part in state if isinstance(state, list | tuple) else [state]:
         if is_module(part):
             yield from _tensors_of(part)
@@ -164,7 +180,8 @@ def _items(state: Any) -> Iterator[tuple[Any, Any]]:
             raise InvalidArgumentError(f"state must be a module, a mapping or a list of modules, not {type(part)!r}")
 
 
-def _hold(name: str, tensor: Any, rule: Rule | None, rank: int) -> list[HeldTensor]:
+def _local_tensors(name: str, tensor: Any, rule: Rule | None, rank: int) -> list[LocalTensor]:
+    """Describe one tensor; a layout rule may split it into several."""
     dtype = dtype_name(tensor, name)
     shape = tuple(int(size) for size in tensor.shape)
     reduce = rule.reduce if rule is not None else None
@@ -173,22 +190,25 @@ def _hold(name: str, tensor: Any, rule: Rule | None, rank: int) -> list[HeldTens
             raise InvalidArgumentError(
                 f"layout rule for {rule.pattern!r} matches a tensor that says itself which part it is", name=name
             )
-        held = [_hold_chunks(name, dtype, shape, tensor, rank)]
+        held = [_from_chunks(name, dtype, shape, tensor, rank)]
     elif rule is None:
-        held = [HeldTensor(Shard(name, dtype, shape, (full_box(shape),)), (tensor,))]
+        held = [LocalTensor(Shard(name, dtype, shape, (full_box(shape),)), (tensor,))]
     else:
-        held = [_hold_part(part, dtype, tensor) for part in rule.parts(name, shape, rank)]
+        held = [_from_part(part, dtype, tensor) for part in rule.parts(name, shape, rank)]
     return held if reduce is None else [replace(one, reduce=reduce) for one in held]
 
 
-def _hold_part(part: Part, dtype: str, tensor: Any) -> HeldTensor:
+def _from_part(part: Part, dtype: str, tensor: Any) -> LocalTensor:
+    """Describe what a layout rule says of a plain tensor."""
     boxes = part.local_boxes()
-    parts = [tensor[tuple(slice(o, e) for o, e in zip(box.offsets, box.ends, strict=True))] for box in boxes]
-    return HeldTensor(Shard(part.name, dtype, part.shape, boxes), tuple(parts) if part.cuts else (tensor,), part)
+    tensors = [tensor]
+    if part.cuts:
+        tensors = [tensor[tuple(map(slice, box.offsets, box.ends))] for box in boxes]
+    return LocalTensor(Shard(part.name, dtype, part.shape, boxes), tuple(tensors), part)
 
 
-def _hold_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Any, rank: int) -> HeldTensor:
-    """A tensor that tells its own chunks by torch's protocol, as DTensor and its placements do."""
+def _from_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Any, rank: int) -> LocalTensor:
+    """Describe a tensor with torch's `__create_chunk_list__`, such as a DTensor."""
     boxes = []
     parts = []
     chunks, placement = chunks_of(name, tensor, rank)
@@ -196,10 +216,10 @@ def _hold_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Any, ran
         found = (dtype_name(part, name), tuple(part.shape))
         if found != (dtype, box.shape):
             if not box.numel and not part.numel():
-                continue  # torch is of two minds about the shape of nothing
+                continue  # torch gives an empty chunk and its tensor different shapes
             raise UnsupportedError(
                 "the local part does not fit its box", name=name, expected=(dtype, box.shape), found=found
             )
         boxes.append(box)
         parts.append(part)
-    return HeldTensor(Shard(name, dtype, shape, tuple(boxes)), tuple(parts), placement=placement)
+    return LocalTensor(Shard(name, dtype, shape, tuple(boxes)), tuple(parts), placement=placement)

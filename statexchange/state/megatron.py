@@ -1,8 +1,9 @@
-"""Megatron-Core's sharded state dicts, known by the attributes of what lies in them: the package is never imported.
+"""Megatron-Core's sharded state dicts. Objects are recognised by their attributes: the package is never imported.
 
-A ShardedTensor says under which key its `data` lies where in which global tensor. The key is the tensor's name in a
-checkpoint: names in the dict count from 0 on every pipeline stage. A key may occur several times on one rank, as the
-layers that are stacked along a prepended dim do: `global_shape` and `global_offset` have that dim, `data` has not.
+A ShardedTensor has a key, the global tensor's shape, and its `data` with an offset in that tensor. The key is the
+tensor's name in a checkpoint; names in the dict are not, since they count layers from 0 on every pipeline stage. A key
+may occur several times on one rank: layers that are stacked along a prepended dim share it. `global_shape` and
+`global_offset` have that dim, `data` has not.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from statexchange.errors import CorruptError, InvalidArgumentError, UnsupportedE
 from statexchange.state.tree import contains, walk
 from statexchange.tensors import is_tensor
 
-__all__ = ["Kind", "MegatronTensor", "holds_sharded", "kind_of", "leaves"]
+__all__ = ["Kind", "MegatronTensor", "holds_sharded", "leaves", "sharded_kind"]
 
 Kind = Literal["tensor", "factory", "object", "local"]
 
@@ -24,13 +25,13 @@ _TENSOR = (*_OBJECT, "local_shape", "dtype", "prepend_axis_num")
 _FACTORY = ("key", "data", "build_fn", "merge_fn", "replica_id")
 
 
-def kind_of(value: Any) -> Kind | None:
-    """Which of Megatron-Core's classes `value` is one of, if any.
+def sharded_kind(value: Any) -> Kind | None:
+    """Return which of Megatron-Core's classes `value` belongs to; None for any other value.
 
-    ShardedTensor, ShardedTensorFactory (a parameter that is built into some), ShardedObject (what is no tensor of the
-    model: extra state) and LocalNonpersistentObject (what is in no checkpoint).
+    "tensor" is a ShardedTensor; "factory" a ShardedTensorFactory, which builds ShardedTensors of a parameter; "object"
+    a ShardedObject, such as extra state; "local" a LocalNonpersistentObject, which is in no checkpoint.
     """
-    if is_tensor(value):  # asked first: of most states nearly all values are
+    if is_tensor(value):  # first, as nearly all values of most states are tensors
         return None
     if _has(value, _OBJECT):
         return "tensor" if _has(value, _TENSOR) else "object"
@@ -44,32 +45,32 @@ def _has(value: Any, names: tuple[str, ...]) -> bool:
 
 
 def holds_sharded(value: Any) -> bool:
-    """Whether `value` is, or a container in it has, something of Megatron-Core's."""
-    return not is_tensor(value) and contains(value, lambda item: kind_of(item) is not None)
+    """Whether `value` is, or contains, an object of Megatron-Core."""
+    return not is_tensor(value) and contains(value, lambda item: sharded_kind(item) is not None)
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """What lies in a nested state dict, by dotted path; in place of factories what they build."""
-    for place in walk(value, lambda _, item: kind_of(item) is None, path):
-        if kind_of(place.value) == "factory":
-            yield from leaves(place.value.build(), place.path)
-        elif place.is_leaf:
-            yield place.path, place.value
+    """Yield the leaves of a nested state dict with their dotted paths; in place of factories what they build."""
+    for step in walk(value, lambda _, item: sharded_kind(item) is None, path):
+        if sharded_kind(step.value) == "factory":
+            yield from leaves(step.value.build(), step.path)
+        elif step.is_leaf:
+            yield step.path, step.value
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """One box, as torch's protocol tells it."""
+    """One box, with the attributes of torch's protocol."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
 class MegatronTensor:
-    """The ShardedTensors of one key on this rank as one tensor, which tells its chunks by torch's protocol.
+    """The ShardedTensors of one key on this rank as one tensor with torch's `__create_chunk_list__`.
 
-    `shape` is the global shape, padding of a vocabulary included; with `allow_shape_mismatch` the one that is loaded
-    may be another.
+    `shape` is the global shape, padding of a vocabulary included. With `allow_shape_mismatch` the saved tensor may have
+    another shape.
     """
 
     def __init__(self, *shards: Any) -> None:
@@ -83,7 +84,7 @@ class MegatronTensor:
             self.add(shard)
 
     def add(self, shard: Any) -> None:
-        """Take in another ShardedTensor of the same key."""
+        """Add another ShardedTensor of the same key; raise if it does not fit."""
         if getattr(shard, "flattened_range", None) is not None:
             raise UnsupportedError(
                 "a flattened_range is a run of elements and no block of the tensor: have the optimizer save whole "

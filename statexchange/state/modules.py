@@ -1,4 +1,4 @@
-"""A module's tensors under names without those of its wrappers, and its extra state."""
+"""A module's tensors by their names without wrappers, and its extra state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
     "module_items",
 ]
 
-# What wrappers put into module names: torch.compile, FSDP1, activation checkpointing.
+# The names that torch.compile, FSDP1 and activation checkpointing put into the names of parameters
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
@@ -30,10 +30,16 @@ def is_module(value: Any) -> bool:
 
 
 def module_items(module: Any, *, keep_vars: bool = False) -> dict[str, Any]:
-    """A module's state dict under the names that it has without wrappers; `keep_vars` gives the parameters themselves.
+    """Return a module's state dict under the names that it has without wrappers.
 
-    With it goes an AveragedModel's count: at 0 its next update would put the model in place of the average. Two names
-    that wrappers told apart are an InvalidArgumentError.
+    The count of an AveragedModel is included: with a count of 0 its next update would replace the average by the model.
+
+    Args:
+        module: The module.
+        keep_vars: Return the parameters themselves, not detached tensors.
+
+    Raises:
+        InvalidArgumentError: Two names are equal without the wrappers.
     """
     items = model_items(module, keep_vars=keep_vars)
     for layer in _layers(module):
@@ -52,9 +58,9 @@ def check_module(module: Any) -> None:
 
 
 def live_items(module: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`module_items` in two: parameters and buffers themselves, which can be filled in place, and everything else.
+    """Return `module_items` in two: the parameters and buffers themselves, to be filled in place, and everything else.
 
-    What else there is, extra state and the copies that some modules make of their tensors, goes by `load_extra_state`.
+    Everything else is extra state and the copies that some modules make of their tensors; `load_extra_state` loads it.
     """
     check_module(module)
     items = module_items(module, keep_vars=True)
@@ -64,7 +70,7 @@ def live_items(module: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def model_items(module: Any, *, keep_vars: bool = False) -> dict[str, Any]:
-    """`module_items` without what the wrappers have of their own."""
+    """Return `module_items` without the wrappers' own entries."""
     clean: dict[str, Any] = {}
     for name, value in _unwrapped(module).state_dict(keep_vars=keep_vars).items():
         _add(clean, _clean(name), value)
@@ -72,23 +78,24 @@ def model_items(module: Any, *, keep_vars: bool = False) -> dict[str, Any]:
 
 
 def _add(items: dict[str, Any], name: str, value: Any) -> None:
+    """Add an entry; raise InvalidArgumentError if there is one of this name."""
     if name in items:
         raise InvalidArgumentError("two tensors have this name once wrappers are removed", name=name)
     items[name] = value
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether an entry of a state dict is what a module's `get_extra_state` returned: anything, but no tensor of it."""
+    """Whether an entry of a state dict is extra state: what a module's `get_extra_state` returned, of any type."""
     return name.endswith("_extra_state")
 
 
 def is_plain_entry(name: str, value: Any) -> bool:
-    """Whether an entry of a state dict that is not a tensor certainly holds none of the module's."""
+    """Whether an entry of a state dict that is not a tensor certainly contains none of the module's tensors."""
     return is_extra_state(name) or values.has_text(value)
 
 
 def load_extra_state(module: Any, extra: Mapping[str, Any]) -> None:
-    """Give a module the entries of `module_items` that are not its parameters and buffers themselves."""
+    """Load the entries that `live_items` returned as everything else into a module."""
     module = _unwrapped(module)
     module.load_state_dict({n: extra[_clean(n)] for n in module.state_dict() if _clean(n) in extra}, strict=False)
 
@@ -98,7 +105,7 @@ def _unwrapped(module: Any) -> Any:
 
 
 def _layers(module: Any) -> list[Any]:
-    """The wrappers around a model, the outermost first, and the model."""
+    """Return the wrappers around a model, the outermost first, and the model."""
     found = [module]
     while (kind := type(found[-1]).__name__) in ("DistributedDataParallel", "AveragedModel", "OptimizedModule"):
         found.append(found[-1]._orig_mod if kind == "OptimizedModule" else found[-1].module)  # noqa: SLF001
@@ -106,4 +113,5 @@ def _layers(module: Any) -> list[Any]:
 
 
 def _clean(name: str) -> str:
+    """Return a name without the parts that wrappers put into it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

@@ -31,7 +31,7 @@ def is_optimizer(value: Any) -> bool:
 
 
 def check_optimizer(optimizer: Any, path: str) -> None:
-    """Raise UnsupportedError, naming `path`, for an optimizer whose state is spread over ranks in its own way."""
+    """Raise UnsupportedError, naming `path`, for an optimizer that shards its state itself."""
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         raise UnsupportedError(
             "each rank's ZeroRedundancyOptimizer has a state of its own: shard with fully_shard", name=path
@@ -39,12 +39,12 @@ def check_optimizer(optimizer: Any, path: str) -> None:
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
-    """The parameters of all groups, in the order in which torch numbers them. Not collective."""
+    """Return the parameters of all groups, in the order in which torch numbers them. Not collective."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def placed_parameters(optimizer: Any) -> dict[str, Any]:
-    """The parameters of all groups by the names that torch keeps beside them, else by their places. Not collective."""
+    """Return the parameters of all groups by their ``param_names``, else by group and position. Not collective."""
     named: dict[str, Any] = {}
     for i, group in enumerate(optimizer.param_groups):
         names = group.get("param_names") or [f"param_groups[{i}]['params'][{j}]" for j in range(len(group["params"]))]
@@ -53,7 +53,7 @@ def placed_parameters(optimizer: Any) -> dict[str, Any]:
 
 
 def named_parameters(optimizer: Any, names: Mapping[int, str]) -> dict[str, Any]:
-    """An optimizer's parameters by name; by number, all of them, if `names` (by identity) lacks one. Not collective."""
+    """Return an optimizer's parameters by name, or all by number if `names` (by identity) lacks one. Not collective."""
     parameters = parameters_of(optimizer)
     found = {names.get(id(parameter), ""): parameter for parameter in parameters}
     if len(found) == len(parameters) and "" not in found:
@@ -62,14 +62,16 @@ def named_parameters(optimizer: Any, names: Mapping[int, str]) -> dict[str, Any]
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A param group without its parameters and their names. Not collective."""
+    """Return a param group without its parameters and their names. Not collective."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 def state_of_optimizer(optimizer: Any, path: str) -> OptimizerState:
-    """What an optimizer holds, as it holds it: hooks of its `state_dict` are not called. Not collective.
+    """Return an optimizer's state without calling the hooks of its `state_dict`. Not collective.
 
-    State of a tensor that is in no group is an InvalidArgumentError that names `path`.
+    Raises:
+        InvalidArgumentError: There is state of a tensor that is in no group; names `path`.
+        UnsupportedError: The optimizer shards its state itself; names `path`.
     """
     check_optimizer(optimizer, path)
     numbers: dict[Any, int] = {parameter: number for number, parameter in enumerate(parameters_of(optimizer))}
@@ -90,13 +92,13 @@ def state_of_optimizer(optimizer: Any, path: str) -> OptimizerState:
 
 
 def optimizer_tree(optimizer: Any, names: Mapping[int, str], path: str) -> dict[str, Any]:
-    """An optimizer's state dict with names of its parameters, which `names` has by identity, instead of numbers."""
+    """Return an optimizer's state dict with the names of its parameters, by identity in `names`, for their numbers."""
     held = state_of_optimizer(optimizer, path)
     named = list(named_parameters(optimizer, names))
     begin = 0
     groups = []
-    for group, told in zip(optimizer.param_groups, held["param_groups"], strict=True):
-        groups.append({**told, "params": named[begin : begin + len(group["params"])]})
+    for group, settings in zip(optimizer.param_groups, held["param_groups"], strict=True):
+        groups.append({**settings, "params": named[begin : begin + len(group["params"])]})
         begin += len(group["params"])
     state = {named[number]: entries for number, entries in held["state"].items()}
     return {"state": {**state, **held["shared"]}, "param_groups": groups}
@@ -105,9 +107,15 @@ def optimizer_tree(optimizer: Any, names: Mapping[int, str], path: str) -> dict[
 def set_optimizer(
     optimizer: Any, groups: Sequence[Mapping[str, Any] | None], state: Mapping[Any, Any], dropped: Iterable[Any]
 ) -> None:
-    """Give an optimizer hyperparameters by group (None leaves a group) and state by key, and drop other keys.
+    """Install hyperparameters and state in an optimizer. Not collective.
 
-    Groups and each parameter's state stay the same dicts, which others may hold. Not collective.
+    Groups and each parameter's state stay the same dicts: LR schedulers and others may refer to them.
+
+    Args:
+        optimizer: The optimizer.
+        groups: The hyperparameters of each group; None leaves a group as it is.
+        state: The state by key.
+        dropped: Keys whose state is removed.
     """
     for group, new in zip(optimizer.param_groups, groups, strict=True):
         if new is not None:

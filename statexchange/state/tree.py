@@ -1,4 +1,8 @@
-"""Trees: any nesting of mappings, lists, tuples, namedtuples and dataclasses, taken apart by path and put together."""
+"""Trees: any nesting of mappings, lists, tuples, namedtuples and dataclasses.
+
+Two walks. `nodes` is for what ranks compare: keys in the order of their texts, paths that no two places share. `walk`
+is for one rank's own use: keys in their own order, of any kind, and paths that read as names.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,7 @@ from statexchange.errors import InvalidArgumentError, UnsupportedError
 
 __all__ = [
     "Node",
-    "Place",
-    "alike",
+    "WalkStep",
     "children",
     "contains",
     "flatten",
@@ -23,6 +26,7 @@ __all__ = [
     "rebuild",
     "walk",
     "with_children",
+    "with_types_of",
 ]
 
 IsLeaf = Callable[[Any], bool]
@@ -30,7 +34,7 @@ IsLeaf = Callable[[Any], bool]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Node:
-    """A place in a tree: its path, what lies there, and in words what kind of container that is (None for a leaf)."""
+    """A place in a tree: its path, its value, and the kind of container as text (None for a leaf)."""
 
     path: str
     value: Any
@@ -38,23 +42,29 @@ class Node:
 
 
 def nodes(tree: Any, is_leaf: IsLeaf | None = None) -> Iterator[Node]:
-    """All places of `tree`, a container before what lies in it. Not collective.
+    """Yield all places of `tree`, a container before its children. Not collective.
 
-    A path is written as Python would: ``model.layers[0]['my weight']``, "" for the whole tree. No two places share one,
-    and the entries of a mapping come in the order of their keys' texts, however they were inserted. `is_leaf` keeps
-    containers whole. A tree that contains itself, or is nested deeper than 100, is an InvalidArgumentError, and a key
-    that has no JSON text (see `values`) an UnsupportedError; both name the path.
+    A path is written as in Python: ``model.layers[0]['my weight']``, "" for the whole tree. No two places share one.
+    The entries of a mapping come in the order of their keys' texts, in whatever order they were inserted.
+
+    Args:
+        tree: The tree.
+        is_leaf: Whether a container is to be kept whole.
+
+    Raises:
+        InvalidArgumentError: The tree contains itself, or is nested deeper than 100; it names the path.
+        UnsupportedError: A key has no JSON text (see `values`), or two look alike; it names the path.
     """
     return _nodes(tree, "", is_leaf, {})
 
 
 def flatten(tree: Any, is_leaf: IsLeaf | None = None) -> list[tuple[str, Any]]:
-    """The (path, leaf) pairs of `tree` in the order of `nodes`. Not collective."""
+    """Return the (path, leaf) pairs of `tree` in the order of `nodes`. Not collective."""
     return [(node.path, node.value) for node in nodes(tree, is_leaf) if node.container is None]
 
 
-class Place(NamedTuple):
-    """A place in a tree: its dotted path, the keys that lead there, and what lies there; a leaf is not entered."""
+class WalkStep(NamedTuple):
+    """A place in a tree: its dotted path, the keys that lead there, its value, and whether the walk stops there."""
 
     path: str
     keys: tuple[Any, ...]
@@ -64,15 +74,22 @@ class Place(NamedTuple):
 
 def walk(
     tree: Any, enters: Callable[[str, Any], bool] | None = None, path: str = "", keys: tuple[Any, ...] = ()
-) -> Iterator[Place]:
-    """All places of `tree` in its own order, a container before what lies in it. Not collective.
+) -> Iterator[WalkStep]:
+    """Yield all places of `tree` in its own order, a container before its children. Not collective.
 
-    For one rank's own use, where `nodes` is for what ranks compare: keys are not sorted and may be anything, and paths
-    are names: ``model.layers[0].my weight``. `enters(path, value)` says which containers are looked into, by default
-    all. `path` and `keys` lead to `tree`. What contains itself, or is deeper than 100, is an InvalidArgumentError.
+    Paths read as names: ``model.layers[0].my weight``.
+
+    Args:
+        tree: The tree.
+        enters: `enters(path, value)` returns whether a container's children are visited; by default all are.
+        path: The path of `tree` itself.
+        keys: The keys that lead to `tree`.
+
+    Raises:
+        InvalidArgumentError: The tree contains itself, or is nested deeper than 100.
     """
     inside = children(tree) if enters is None or enters(path, tree) else None
-    yield Place(path, keys, tree, inside is None)
+    yield WalkStep(path, keys, tree, inside is None)
     if inside is None:
         return
     if len(keys) > values.MAX_DEPTH:
@@ -86,16 +103,18 @@ def walk(
 
 
 def contains(tree: Any, fits: Callable[[Any], bool]) -> bool:
-    """Whether a value that `fits` lies anywhere in `tree`, or is it. Not collective."""
-    return any(fits(place.value) for place in walk(tree))
+    """Whether a value in `tree`, or `tree` itself, `fits`. Not collective."""
+    return any(fits(step.value) for step in walk(tree))
 
 
 def rebuild(tree: Any, leaves: Mapping[str, Any], is_leaf: IsLeaf | None = None) -> Any:
-    """`tree` with other `leaves`, by path; those that are not named stay. Not collective.
+    """Return `tree` with the new `leaves`, by path; the others stay. Not collective.
 
-    Mutable mappings, lists and dataclasses are changed in place; tuples, namedtuples and frozen dataclasses that hold
-    something new are replaced by new ones of their type, and all else stays the same object. A path that is no leaf of
-    `tree` is an InvalidArgumentError, and then nothing is changed.
+    Mutable mappings, lists and dataclasses are changed in place. Tuples, namedtuples and frozen dataclasses that hold
+    something new are replaced by new ones of their type. All else stays the same object.
+
+    Raises:
+        InvalidArgumentError: A path is no leaf of `tree`; then nothing is changed.
     """
     unknown = leaves.keys() - {path for path, _ in flatten(tree, is_leaf)}
     if unknown:
@@ -123,7 +142,7 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def _container(value: Any) -> str | None:
-    """The kind of container that `value` is, in words that equal containers share; None for a leaf."""
+    """Return the kind of a container as text, equal for alike containers; None for a leaf."""
     if _is_dataclass(value):
         return f"dataclass {type(value).__qualname__}"
     if isinstance(value, Mapping):
@@ -136,7 +155,7 @@ def _container(value: Any) -> str | None:
 
 
 def children(value: Any) -> dict[Any, Any] | None:
-    """What lies in a container by key, field or index, in its own order; None for a leaf. Not collective."""
+    """Return a container's children by key, field or index, in its own order; None for a leaf. Not collective."""
     if _is_dataclass(value):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
     if isinstance(value, Mapping):
@@ -151,7 +170,7 @@ def _goes_by_index(value: Any) -> bool:
 
 
 def _steps(value: Any, path: str) -> list[tuple[str, Any, Any]]:
-    """What lies in a container: the step that a path takes there, the key and the child."""
+    """Return a container's children as (step of the path, key, child)."""
     found = children(value) or {}
     if isinstance(value, Mapping):
         return _entries(found, path)
@@ -187,7 +206,7 @@ def _rebuilt(value: Any, path: str, leaves: Mapping[str, Any], is_leaf: IsLeaf |
 
 
 def with_children(container: Any, changed: Mapping[Any, Any]) -> Any:
-    """`container` with other children, by key, field or index: itself where it can be changed. Not collective."""
+    """Return `container` with these children changed: the same object if it is mutable. Not collective."""
     if _is_dataclass(container):
         return _dataclass_with(container, changed)
     if isinstance(container, list | MutableMapping):
@@ -202,8 +221,8 @@ def with_children(container: Any, changed: Mapping[Any, Any]) -> Any:
     return kind(changed.get(index, child) for index, child in enumerate(container))
 
 
-def alike(own: Any, made: Any) -> Any:
-    """`made` with the types of the containers that `own` has in the same places: JSON text keeps mappings as dicts.
+def with_types_of(own: Any, made: Any) -> Any:
+    """Return `made` with the types of the containers in `own`: of JSON text all mappings come back as dicts.
 
     Not collective. `own` is not changed.
     """
@@ -211,10 +230,10 @@ def alike(own: Any, made: Any) -> Any:
         new = copy.copy(own)
         new.clear()
         for key, item in made.items():
-            new[key] = alike(own.get(key), item)
+            new[key] = with_types_of(own.get(key), item)
         return new
     if isinstance(own, list | tuple) and isinstance(made, list | tuple) and not hasattr(made, "_fields"):
-        items = [alike(own[number] if number < len(own) else None, item) for number, item in enumerate(made)]
+        items = [with_types_of(own[i] if i < len(own) else None, item) for i, item in enumerate(made)]
         if hasattr(own, "_fields"):
             return type(own)(*items) if len(items) == len(own) else made
         return items if isinstance(own, list) else tuple(items)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statexchange.lazy import lazy_names
 
 _HOMES = {
-    "BucketReducer": "statexchange.train.buckets",
+    "BucketReducer": "statexchange.train.buckets.reducer",
     "CoalescingReducer": "statexchange.train.reducers",
     "DistributedDataContainer": "statexchange.train.data",
     "DistributedModule": "statexchange.train.module",
@@ -13,7 +13,7 @@ _HOMES = {
     "Reducer": "statexchange.train.reducers",
     "algorithms": "",
     "allreduce_parameters": "statexchange.train.synchronize",
-    "as_comm_hook": "statexchange.train.optimizer",
+    "as_comm_hook": "statexchange.train.ddp_hook",
     "broadcast_parameters": "statexchange.train.synchronize",
     "data_parallel": "statexchange.train.module",
 }

@@ -1,9 +1,9 @@
 from statexchange.train import algorithms as algorithms
-from statexchange.train.buckets import BucketReducer as BucketReducer
+from statexchange.train.buckets.reducer import BucketReducer as BucketReducer
 from statexchange.train.data import DistributedDataContainer as DistributedDataContainer
+from statexchange.train.ddp_hook import as_comm_hook as as_comm_hook
 from statexchange.train.module import DistributedModule as DistributedModule
 from statexchange.train.module import data_parallel as data_parallel
-from statexchange.train.optimizer import as_comm_hook as as_comm_hook
 from statexchange.train.reducers import CoalescingReducer as CoalescingReducer
 from statexchange.train.reducers import InlineReducer as InlineReducer
 from statexchange.train.reducers import Reducer as Reducer

@@ -1,4 +1,9 @@
-"""Algorithms: how ranks that train one model keep in step; each is a value, and its state lies in a `Run`."""
+"""Algorithms that synchronise ranks which train one model.
+
+An Algorithm is a value: equal settings are equal algorithms, and ranks compare them as text. What an algorithm keeps
+between two calls lies in a `Run`, which is made anew when the algorithm is switched. An algorithm communicates through
+a function on flat buckets, which the BucketReducer calls on all ranks in the order of its plan.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +15,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from statexchange.comm.backend import Leaders
+from statexchange.comm.backends.backend import Leaders
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, NumericOverflowError
-from statexchange.train.buckets import BucketReducer
+from statexchange.train.buckets.reducer import BucketReducer
 
 __all__ = [
     "Algorithm",
@@ -28,50 +33,57 @@ __all__ = [
 Peers = Literal["all", "shift_one", "ring"]
 
 _PEERS = ("all", "shift_one", "ring")
-_WIDE = (torch.float32, torch.float64)  # in which weights are averaged
+_WIDE = (torch.float32, torch.float64)  # dtypes in which weights are averaged
 _LEVELS = 255
-_HEAD_BYTES = 8  # of a quantised chunk: its least value and its step, in float32
-_LARGEST = 2.0**126  # what is larger has no range that float32 can hold
+_HEAD_BYTES = 8  # a quantised chunk begins with its least value and its step, in float32
+_LARGEST = 2.0**126  # the range between two larger values may overflow float32
 
 
 class Run:
-    """An algorithm at work on the buckets of one optimizer, since it was switched to.
+    """The state of an algorithm that synchronises one optimizer, since it was switched to.
 
-    `comm`; `reducer`, which makes the buckets; `calls`, how many buckets have been communicated; `kept`, a tensor for
-    each bucket, forgotten with it.
+    `comm` is the communicator; `reducer` makes the buckets; `num_calls` counts the buckets that were communicated;
+    `residuals` has a tensor for each bucket and forgets it with the bucket.
     """
 
     reducer: BucketReducer
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
-        self.calls = 0
-        self.kept = WeakTensorKeyDictionary()
+        self.num_calls = 0
+        self.residuals = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Algorithm(abc.ABC):
-    """How gradients or weights are synchronised: the settings of the BucketReducer that does it.
+    """How gradients or weights are synchronised: the options of the BucketReducer that does it.
 
-    All ranks use equal ones. `hierarchical`: whether a communicator of several hosts works within each host first and
-    then between hosts, as it does by itself; with False all ranks are treated alike. None, the default of every
-    algorithm, is True where the communicator has a hierarchy, and the tuner may choose. On one host, or with one rank
-    on each, there is none. A communicator of several hosts that works over one transport alone (`init("gloo")`) has
-    none either: True is an InvalidArgumentError there.
+    Not collective. All ranks must use equal algorithms.
 
-    Each algorithm says how many bytes a communication sends between hosts in sum, with the hierarchy: of H hosts, for
-    buckets of B bytes. Messages in which ranks agree come to that, a few hundred bytes for each bucket and host.
+    The docstring of each algorithm has the number of bytes that a communication sends between hosts in total, with the
+    hierarchy, for H hosts and buckets of B bytes. Messages by which ranks agree add a few hundred bytes for each bucket
+    and host.
+
+    Args:
+        hierarchical: Whether a communicator of several hosts reduces within each host first and then between hosts;
+            with False all ranks are treated alike. None is True where the communicator has a hierarchy, and lets the
+            tuner choose. There is no hierarchy on one host, or with one rank on each; nor has a communicator of several
+            hosts one that uses a single transport (`init("gloo")`): True is an InvalidArgumentError there.
     """
 
     hierarchical: bool | None = field(default=None, kw_only=True)
 
     name: ClassVar[str]
-    """What it is called in a string."""
+    """The name by which `data_parallel` and `switch_to` know it."""
     averages_weights: ClassVar[bool] = False
     """Whether parameters are averaged before the step, and gradients stay this rank's own."""
 
     def over(self, comm: Communicator) -> Communicator:
-        """Return `comm` with its hierarchy or flat; InvalidArgumentError if it lacks the hierarchy. Not collective."""
+        """Return the flat or hierarchical communicator. Not collective.
+
+        Raises:
+            InvalidArgumentError: A hierarchy is asked for, and `comm` has none.
+        """
         if self.hierarchical and comm.flat is comm and 1 < comm.num_nodes < comm.world_size:
             raise InvalidArgumentError(
                 f"hierarchical=True, but the {comm.backend} backend treats the ranks of {comm.num_nodes} hosts alike:"
@@ -85,80 +97,99 @@ class Algorithm(abc.ABC):
 
     @abc.abstractmethod
     def settings(self, run: Run) -> dict[str, Any]:
-        """The arguments `bucket_type`, `chunking` and `communicate` of the BucketReducer. Not collective."""
+        """Return the arguments `bucket_type`, `chunking` and `communicate` of the BucketReducer. Not collective."""
 
 
 @dataclass(frozen=True)
 class GradientAllReduce(Algorithm):
-    """The average of gradients by one all-reduce for each bucket, overlapping backward.
+    """Average gradients by one all-reduce for each bucket, overlapping backward.
 
-    Between hosts: 2 (H - 1) B bytes, by a ring of the leaders.
+    Not collective to construct. Between hosts: 2 (H - 1) B bytes, by a ring of the hosts' leaders. The algorithm is
+    Bagua's GradientAllReduce, which is also what torch's DDP does.
+
+    Example:
+        >>> import statexchange as sx
+        >>> sx.train.algorithms.GradientAllReduce()
+        GradientAllReduce(hierarchical=None)
     """
 
     name: ClassVar[str] = "allreduce"
 
     def settings(self, run: Run) -> dict[str, Any]:  # noqa: ARG002 (it keeps nothing)
-        """The reducer's own way."""
+        """Use the reducer's own all-reduce."""
         return {"bucket_type": "gradient", "chunking": False, "communicate": None}
 
 
 @dataclass(frozen=True)
 class ScatterGatherAllReduce(Algorithm):
-    """The average of gradients: each rank reduces its part of each bucket, then all gather the parts.
+    """Average gradients by a reduce-scatter and an all-gather of each bucket.
 
-    Buckets are filled up so that they divide by the number of ranks. Sparse gradients are gathered whole.
+    Not collective to construct. Buckets are padded so that the number of ranks divides them. Sparse gradients are
+    gathered whole. Between hosts: 3 (H - 1) B bytes: 2 (H - 1) B to reduce, (H - 1) B to gather. The algorithm is
+    Bagua's ScatterGatherAllReduce.
 
-    Between hosts: 3 (H - 1) B bytes: 2 (H - 1) B to reduce, (H - 1) B to gather.
+    Example:
+        >>> import statexchange as sx
+        >>> sx.train.algorithms.ScatterGatherAllReduce().name
+        'sg-allreduce'
     """
 
     name: ClassVar[str] = "sg-allreduce"
 
     def settings(self, run: Run) -> dict[str, Any]:
-        """Buckets that divide by the number of ranks."""
+        """Pad buckets so that the number of ranks divides them."""
         return {"bucket_type": "gradient", "chunking": True, "communicate": functools.partial(_scatter_gather, run)}
 
 
 def _scatter_gather(run: Run, flat: torch.Tensor) -> None:
-    """The average in `flat`. Collective."""
+    """Replace `flat` by its average over ranks. Collective."""
     ranks, numel = run.comm.world_size, flat.numel()
     if ranks == 1 or not numel:
         return
     whole = torch.nn.functional.pad(flat, (0, -numel % ranks)) if numel % ranks else flat
     part = run.comm.reduce_scatter(whole, "avg")
-    pieces = torch.split(flat, part.numel())  # fewer than parts if the last are nothing but filling
-    for piece, told in zip(pieces, run.comm.all_gather(part), strict=False):
-        piece.copy_(told[: piece.numel()])
+    pieces = torch.split(flat, part.numel())  # fewer than ranks if the last parts are padding alone
+    for piece, averaged in zip(pieces, run.comm.all_gather(part), strict=False):
+        piece.copy_(averaged[: piece.numel()])
 
 
 @dataclass(frozen=True)
 class QuantizedAllReduce(Algorithm):
-    """The average of gradients, sent in 8 bits: a quarter of float32's bytes.
+    """Average gradients in 8 bits: a quarter of the bytes of float32.
 
-    A bucket is cut into a chunk for each rank. Every rank quantises each chunk to 256 levels between its least and its
-    largest value and sends it to its owner, who averages in float32, quantises the average and sends it to all: all
-    get equal bits. Each of the two stages is off by at most half a step of its chunk, which is 1/255 of its range.
-    With `error_feedback` a rank adds to a gradient what it lost of the one before.
+    Not collective to construct. A bucket is cut into one chunk for each rank. Every rank quantises each chunk to 256
+    levels between its least and its largest value and sends it to the chunk's owner. The owner averages in float32,
+    quantises the average and sends it to all, so that all ranks get equal bits. Each of the two stages is off by at
+    most half a step; a step is 1/255 of the chunk's range. The algorithm is Bagua's ByteGrad (MinMaxUInt8).
 
     With the hierarchy the leaders of hosts do this with the averages of their hosts, which are made in float32, and
-    each counts for as many ranks as it leads. Between hosts: 2 H (H - 1) (8 + ceil(N / H)) bytes for a bucket of N
-    elements.
+    each average counts for as many ranks as its host has. Between hosts: 2 H (H - 1) (8 + ceil(N / H)) bytes for a
+    bucket of N elements.
 
-    NaN, inf, or a value beyond 2**126, on any rank, is a NumericOverflowError on all that names rank and parameter;
-    it does not spread. So a GradScaler, which counts on inf, does not go with this. Sparse gradients are
-    gathered as they are.
+    NaN, inf, or a value beyond 2**126 on any rank is a NumericOverflowError on all ranks that names rank and parameter;
+    it does not spread. So a GradScaler, which relies on inf, cannot be used with it. Sparse gradients are gathered
+    without quantisation.
+
+    Args:
+        error_feedback: Add to each gradient what quantisation lost of the one before.
+
+    Example:
+        >>> import statexchange as sx
+        >>> sx.train.algorithms.QuantizedAllReduce(error_feedback=True).error_feedback
+        True
     """
 
     error_feedback: bool = False
     name: ClassVar[str] = "quantize"
 
     def settings(self, run: Run) -> dict[str, Any]:
-        """Chunks are made of what lies in a bucket, not of what fills it up."""
+        """Use buckets without padding for ranks: chunks are made of a bucket's gradients alone."""
         communicate = functools.partial(_average_quantized, run, error_feedback=self.error_feedback)
         return {"bucket_type": "gradient", "chunking": False, "communicate": communicate}
 
 
 def _average_quantized(run: Run, flat: torch.Tensor, *, error_feedback: bool) -> None:
-    """The average in `flat`, by way of 8 bits. Collective."""
+    """Replace `flat` by its average over ranks, sent in 8 bits. Collective."""
     spans = run.reducer.spans(flat)
     parts = 2 if flat.is_complex() else 1
     numel = parts * sum(n for _, n in spans)
@@ -168,35 +199,35 @@ def _average_quantized(run: Run, flat: torch.Tensor, *, error_feedback: bool) ->
     mean = real.to(torch.float32, copy=True)
     low, high = mean.aminmax()
     if not (low >= -_LARGEST and high <= _LARGEST):
-        mean.fill_(torch.nan)  # averaging over the host could hide it
-    mean.div_(_ranks_led(run.comm))  # so that their sum, which is the host's average, does not overflow
-    lost: list[torch.Tensor] = []
+        mean.fill_(torch.nan)  # averaging within the host could hide a value that is too large
+    mean.div_(_ranks_led(run.comm))  # before the host's sum, which could overflow
+    residuals: list[torch.Tensor] = []
 
     def between(leaders: Leaders, mean: torch.Tensor) -> None:
-        if error_feedback and flat in run.kept:
-            mean += run.kept[flat]
-        lost.append(_exchange_quantized(leaders, mean))
+        if error_feedback and flat in run.residuals:
+            mean += run.residuals[flat]
+        residuals.append(_exchange_quantized(leaders, mean))
 
     run.comm.through_leaders(mean, between, doing="quantising gradients")
     if not mean.isfinite().all():
         run.comm.agree(_not_finite(real.to(torch.float32), spans, parts), phase="quantising gradients")
-        raise AssertionError("some rank has sent what is not finite")
-    if error_feedback and lost:
-        run.kept[flat] = lost[0]
+        raise AssertionError("the average is not finite, but the values of all ranks are")
+    if error_feedback and residuals:
+        run.residuals[flat] = residuals[0]
     real.copy_(mean)
 
 
 def _ranks_led(comm: Communicator) -> int:
-    """How many ranks' tensors are one to the leaders of `comm`. Not collective."""
+    """Return the number of ranks whose tensors a leader of `comm` gets as one sum. Not collective."""
     return 1 if comm.flat is comm else comm.local_world_size
 
 
 def _exchange_quantized(leaders: Leaders, mean: torch.Tensor) -> torch.Tensor:
-    """Average what leaders have, each by the ranks that it leads; return what quantising `mean` has lost. Collective.
+    """Average over leaders, weighted by the ranks of their hosts; return what quantising `mean` lost. Collective.
 
-    NaN in a chunk of any leader is NaN in all of that chunk on all.
+    NaN in a chunk of any leader is NaN in all of that chunk on all ranks.
     """
-    mean.clamp_(-_LARGEST, _LARGEST)  # rounding may have brought it beyond; NaN stays
+    mean.clamp_(-_LARGEST, _LARGEST)  # rounding may have exceeded it; NaN stays
     sent = quantize(_chunks(mean, len(leaders.counts)))
     received = leaders.all_to_all(list(sent))
     ranks = sum(leaders.counts)
@@ -204,23 +235,23 @@ def _exchange_quantized(leaders: Leaders, mean: torch.Tensor) -> torch.Tensor:
     for chunk, count in zip(received, leaders.counts, strict=True):
         part.add_(dequantize(chunk), alpha=count / ranks)
     gathered = leaders.all_gather(quantize(part.clamp_(-_LARGEST, _LARGEST)[None])[0])
-    lost = mean - torch.cat([dequantize(chunk) for chunk in sent])[: mean.numel()]
+    residual = mean - torch.cat([dequantize(chunk) for chunk in sent])[: mean.numel()]
     mean.copy_(torch.cat([dequantize(chunk) for chunk in gathered])[: mean.numel()])
-    return lost
+    return residual
 
 
 def _chunks(values: torch.Tensor, count: int) -> torch.Tensor:
-    """`values` in `count` rows of one length; what is missing repeats the last, so that no range grows by it."""
+    """Return `values` in `count` rows of one length, padded with the last value, which widens no row's range."""
     rest = -values.numel() % count
     return torch.cat([values, values[-1:].expand(rest)]).view(count, -1)
 
 
 def quantize(chunks: torch.Tensor) -> torch.Tensor:
-    """Each row of float32 values in bytes: its least value and its step, then a level for each. Not collective.
+    """Encode rows of float32 values as bytes: least value and step, then one level a value. Not collective.
 
-    A row that has no range which float32 can hold comes back from `dequantize` as NaN.
+    `dequantize` returns NaN for a row whose range float32 cannot hold.
     """
-    ranges = torch.stack([torch.stack(row.aminmax()) for row in chunks])  # row by row it is vectorised
+    ranges = torch.stack([torch.stack(row.aminmax()) for row in chunks])  # aminmax is vectorised over a row, not a dim
     low, high = ranges[:, :1], ranges[:, 1:]
     usable = (low >= -_LARGEST) & (high <= _LARGEST)
     low = torch.where(usable, low, torch.nan)
@@ -231,43 +262,62 @@ def quantize(chunks: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize(chunk: torch.Tensor) -> torch.Tensor:
-    """The float32 values of one row that `quantize` made. Not collective."""
-    head = chunk[:_HEAD_BYTES].clone().view(torch.float32)  # a copy: a chunk may begin at any byte
+    """Decode one row that `quantize` made into float32 values. Not collective."""
+    head = chunk[:_HEAD_BYTES].clone().view(torch.float32)  # copied: a chunk may begin at an unaligned byte
     return chunk[_HEAD_BYTES:].to(torch.float32).mul_(head[1]).add_(head[0])
 
 
 def _not_finite(values: torch.Tensor, spans: list[tuple[str, int]], parts: int) -> NumericOverflowError | None:
-    """The error of the rank that holds `values`, which names their parameter; None if they can be quantised."""
+    """Return an error that names the first parameter whose `values` cannot be quantised; None if all can."""
     begin = 0
     for name, numel in spans:
         its = values[begin : begin + parts * numel]
         begin += parts * numel
-        if not (its.abs() <= _LARGEST).all():
-            kind = "NaN" if its.isnan().any() else "inf" if its.isinf().any() else f"{its.abs().max():g}"
-            return NumericOverflowError("a gradient that cannot be quantised", name=name, found=kind)
+        if (its.abs() <= _LARGEST).all():
+            continue
+        found = f"{its.abs().max():g}"
+        if its.isnan().any():
+            found = "NaN"
+        elif its.isinf().any():
+            found = "inf"
+        return NumericOverflowError("a gradient that cannot be quantised", name=name, found=found)
     return None
 
 
 @dataclass(frozen=True)
 class Decentralized(Algorithm):
-    """Weights are averaged with peers before each `interval`-th step; gradients stay this rank's own.
+    """Average weights with peers before each `interval`-th step; gradients stay each rank's own.
 
-    In a step that communicates, `step` averages the weights with which the gradient was made, then the optimizer steps
-    from the average: what Bagua does. Optimizer states are not averaged. Peers, with n ranks:
+    Not collective to construct. In a step that communicates, `step` averages the weights with which the gradient was
+    made, then the optimizer steps from the average, as Bagua's Decentralized algorithm does. Optimizer states are not
+    averaged. With a closure weights are averaged before its first call, and the loss is each rank's own.
 
-    * "all": the average over all ranks; with an interval this is local SGD.
-    * "shift_one": one peer, another each time. In the s-th communication, counted from 0, Bagua's formula: rank
-      r < n/2 has peer (s + r) mod (n/2) + n/2, any other has (r - n/2 - s) mod (n/2). With an odd n it is taken for
-      n + 1 ranks, and the one whose peer would be the last, which does not exist, keeps its weights this time.
-    * "ring": the average of left neighbour, own and right neighbour; of two ranks, their average.
-
-    With the hierarchy, "shift_one" and "ring" are of hosts instead of ranks, as Bagua has it: weights are averaged
+    With the hierarchy, "shift_one" and "ring" are between hosts instead of ranks, as in Bagua: weights are averaged
     within each host, then the leaders of hosts exchange the averages with their peers, each counting for as many ranks
-    as it leads, and all ranks of a host get the result. So with `hierarchical=True` all ranks of a single host get
+    as its host has, and all ranks of a host get the result. So with `hierarchical=True` all ranks of a single host get
     their average. Between hosts: 2 (H - 1) B bytes for "all"; H B for "shift_one", or (H - 1) B for an odd H; 2 H B
     for "ring", or 2 B for two hosts.
 
-    With a closure weights are averaged before it is first called, and the loss is this rank's own.
+    Args:
+        peers: With whom a rank averages, of n ranks.
+
+            * "all": all ranks; with an interval this is local SGD.
+            * "shift_one": one peer, another each time. In the s-th communication, counted from 0, by Bagua's formula:
+              rank r < n/2 has peer (s + r) mod (n/2) + n/2, any other has (r - n/2 - s) mod (n/2). An odd n counts as
+              n + 1, and the rank whose peer would be the last, which does not exist, keeps its weights this time.
+            * "ring": the left and the right neighbour; two ranks average with each other.
+        interval: The number of steps from one communication to the next.
+
+    Raises:
+        InvalidArgumentError: There are no such peers, or `interval` is no positive number.
+
+    Example:
+        >>> import statexchange as sx
+        >>> ring = sx.train.algorithms.Decentralized(peers="ring", interval=4)
+        >>> [step for step in range(9) if ring.is_due(step)]
+        [0, 4, 8]
+        >>> ring.peers_of(0, world_size=4, communication=0)
+        [1, 3]
     """
 
     peers: Peers = "all"
@@ -284,17 +334,17 @@ class Decentralized(Algorithm):
             raise InvalidArgumentError("interval must be positive", found=self.interval)
 
     def is_due(self, step: int) -> bool:
-        """In step 0, then in each `interval`-th."""
+        """Whether `step`, counted from 0, is a multiple of `interval`."""
         return step % self.interval == 0
 
     def settings(self, run: Run) -> dict[str, Any]:
-        """Buckets of weights."""
+        """Average weights with the peers of this rank, or with all by the reducer's own all-reduce."""
         within_one_host = self.hierarchical and run.comm.num_nodes == 1
         communicate = None if self.peers == "all" or within_one_host else functools.partial(self._average, run)
         return {"bucket_type": "weight", "chunking": False, "communicate": communicate}
 
     def peers_of(self, rank: int, world_size: int, communication: int) -> list[int]:
-        """The ranks with which `rank` averages in the communication of this number. Not collective."""
+        """Return the ranks with which `rank` averages in the communication of this number. Not collective."""
         if self.peers == "all":
             return [peer for peer in range(world_size) if peer != rank]
         if self.peers == "ring":
@@ -305,9 +355,9 @@ class Decentralized(Algorithm):
         return [peer] if peer < world_size else []
 
     def _average(self, run: Run, flat: torch.Tensor) -> None:
-        """The average over this rank's peers and itself, in `flat`. Collective."""
-        communication = run.calls // len(run.reducer.buckets)
-        run.calls += 1
+        """Replace `flat` by its average over this rank and its peers. Collective."""
+        communication = run.num_calls // len(run.reducer.buckets)
+        run.num_calls += 1
         real = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
         wide = real if real.dtype in _WIDE else real.to(torch.float32)
         between = functools.partial(self._average_sums, communication=communication)
@@ -316,14 +366,14 @@ class Decentralized(Algorithm):
             real.copy_(wide)
 
     def _average_sums(self, leaders: Leaders, total: torch.Tensor, *, communication: int) -> None:
-        """Turn the sums of this leader's ranks and of its peers' into the mean over these ranks. Collective."""
+        """Turn `total`, the sum over this leader's ranks, into the mean over its and its peers' ranks. Collective."""
         count = len(leaders.counts)
         peers = self.peers_of(leaders.rank, count, communication)
-        told = leaders.all_to_all([total if peer in peers else total[:0] for peer in range(count)])
-        told[leaders.rank] = total
+        totals = leaders.all_to_all([total if peer in peers else total[:0] for peer in range(count)])
+        totals[leaders.rank] = total
         group = sorted([leaders.rank, *peers])
         ranks = sum(leaders.counts[member] for member in group)
-        total.copy_(sum(told[member] for member in group) / ranks)  # type: ignore[arg-type]
+        total.copy_(sum(totals[member] for member in group) / ranks)  # type: ignore[arg-type]
 
 
 _KNOWN: dict[str, type[Algorithm]] = {
@@ -332,7 +382,7 @@ _KNOWN: dict[str, type[Algorithm]] = {
 
 
 def as_algorithm(algorithm: Algorithm | str) -> Algorithm:
-    """`algorithm`, or the one of that name with its defaults. Not collective."""
+    """Return `algorithm`, or the one of that name with its defaults. Not collective."""
     if isinstance(algorithm, Algorithm):
         return algorithm
     if not isinstance(algorithm, str) or algorithm not in _KNOWN:

@@ -1,4 +1,9 @@
-"""Each rank's part of a dataset: which samples, in which order, and where to go on after a restart."""
+"""Each rank's part of a dataset: which samples, in which order, and where to continue after a restart.
+
+A DataLoader may keep its workers over epochs. They are copies of the dataset that were made when the first epoch began,
+so the epoch's number lies in a tensor in shared memory that they all see, beside the number of states that were loaded:
+a worker that was made before a load has the old state and refuses to go on.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from statexchange.comm.world import as_communicator, get_rank, get_world_size
+from statexchange.comm.defaults import as_communicator, get_rank, get_world_size
 from statexchange.errors import InvalidArgumentError
 
 __all__ = ["DistributedDataContainer", "part_of"]
@@ -18,12 +23,24 @@ Uneven = Literal["short", "pad", "drop", "balanced"]
 
 
 def part_of(num_samples: int, world_size: int, rank: int, uneven: Uneven = "short") -> tuple[int, int]:
-    """Where the part of `rank` begins, and how many samples it has. Not collective.
+    """Return where the part of `rank` begins, and its number of samples. Not collective.
 
-    With n samples on w ranks: "short" gives each rank ceil(n / w) until there are no more, so that the last ones may
-    have fewer, or none; "pad" gives each ceil(n / w), counting on from the first sample after the last one; "drop"
-    gives each floor(n / w), and the last n mod w samples to nobody; "balanced" gives floor(n / w), and one more to the
-    first n mod w ranks. All parts are contiguous and in rank order.
+    All parts are contiguous and in rank order.
+
+    Args:
+        num_samples: The number n of samples.
+        world_size: The number w of ranks.
+        rank: The rank.
+        uneven: What happens where w does not divide n.
+
+            * "short" gives each rank ceil(n / w) samples until there are no more, so that the last ranks may have
+              fewer, or none;
+            * "pad" gives each rank ceil(n / w), beginning again with the first sample after the last one;
+            * "drop" gives each rank floor(n / w), and the last n mod w samples to nobody;
+            * "balanced" gives floor(n / w), and one more to the first n mod w ranks.
+
+    Returns:
+        The number of the first sample, and the number of samples.
     """
     if uneven == "balanced":
         size, more = divmod(num_samples, world_size)
@@ -36,22 +53,39 @@ def part_of(num_samples: int, world_size: int, rank: int, uneven: Uneven = "shor
 
 
 class DistributedDataContainer(Dataset[Any]):
-    """This rank's part of `data`, a map-style dataset: `len`, indexing, and a DataLoader with workers.
+    """This rank's part of a map-style dataset, for indexing or for a DataLoader with workers.
 
-    Not collective, but where `comm` is a ProcessGroup or MPI communicator that is met for the first time. `data` has a
-    length and numbered samples; a tuple or mapping of such (arrays, tensors, lists; also nested) counts samples, not
-    fields: its samples are tuples or dicts of one of each field, and fields of different lengths are an
-    InvalidArgumentError. A part without samples is an empty dataset.
+    Not collective, unless `comm` is a ProcessGroup or MPI communicator that is given for the first time. A part without
+    samples is an empty dataset. The name is Lux.jl's DistributedDataContainer.
 
-    `uneven` says what happens where the ranks do not divide the samples: see `part_of`. With `shuffle`, what is cut
-    into parts is an order that follows from `seed` (the same on all ranks) and the epoch. `set_epoch` begins an epoch,
-    also in workers that a DataLoader keeps.
+    To continue after a restart, call ``advance(len(batch))`` after each step and save rank 0's `state_dict()`: no rank
+    has a longer part. Ranks step together, so each has consumed as many samples as rank 0, or all that it had. After
+    `load_state_dict` the dataset is what remains of the epoch. With as many ranks as before, each continues in its
+    part. With another number, the samples that nobody has consumed are cut into parts anew, in their old order and by
+    the same rule; padding is forgotten, and what "drop" left out comes at the end.
 
-    To go on after a restart, `advance(len(batch))` after each step and save rank 0's `state_dict()`: no rank has a
-    longer part. Ranks step together, so that each has consumed as many samples as rank 0, or all that it had. After
-    `load_state_dict` the dataset is what remains of the epoch: with as many ranks as before, each goes on in its part;
-    with another number, the samples that nobody has consumed are cut into parts anew, in their old order and by the
-    same rule (what was only padding is forgotten, what "drop" left out comes in again at the end).
+    Args:
+        data: A dataset with a length and numbered samples. Or a tuple or mapping of such (arrays, tensors, lists; also
+            nested), all of one length: its samples are tuples or dicts of one sample of each.
+        comm: The communicator, as everywhere; None is the default one.
+        uneven: What happens where the ranks do not divide the samples: "short", "pad", "drop" or "balanced"; see
+            `part_of`.
+        shuffle: Cut an order into parts that follows from `seed` and the epoch, instead of the order of `data`.
+        seed: The same on all ranks.
+
+    Raises:
+        InvalidArgumentError: `data` has no length or no numbered samples, or its fields differ in length.
+
+    Example:
+        >>> import statexchange as sx
+        >>> part = sx.train.DistributedDataContainer({"x": [1, 2, 3], "y": [4, 5, 6]})
+        >>> len(part), part[1]  # a world of one has all samples
+        (3, {'x': 2, 'y': 5})
+        >>> part.advance(2)
+        >>> rest = sx.train.DistributedDataContainer({"x": [1, 2, 3], "y": [4, 5, 6]})
+        >>> rest.load_state_dict(part.state_dict())
+        >>> list(rest)
+        [{'x': 3, 'y': 6}]
     """
 
     def __init__(
@@ -64,8 +98,8 @@ class DistributedDataContainer(Dataset[Any]):
         self.shuffle = shuffle
         self.seed = seed
         self.num_samples = _num_samples(data)
-        self.rank, self.world_size = _place(comm)
-        # The epoch and how many states were loaded, where workers that outlive an epoch see them.
+        self.rank, self.world_size = _rank_and_world_size(comm)
+        # The epoch and the number of states that were loaded
         self._shared = torch.zeros(2, dtype=torch.int64)
         self._shared.share_memory_()  # type: ignore[no-untyped-call]
         self._loads = 0
@@ -87,20 +121,24 @@ class DistributedDataContainer(Dataset[Any]):
         return _item(self.data, self._sample(index))
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
-        """The samples of a batch, by the dataset's own way to fetch several if it has one."""
+        """Return the samples of a batch, by the dataset's own `__getitems__` if it has one."""
         samples = [self._sample(index) for index in indices]
         fetch = getattr(self.data, "__getitems__", None)
         found: Sequence[Any] = fetch(samples) if fetch else [_item(self.data, sample) for sample in samples]
         return found
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch at its first sample; one that is under way goes on. Not collective: all ranks do the same."""
+        """Begin an epoch at its first sample; the present one continues. Not collective, but all ranks do the same."""
         if epoch != self._epoch:
             self._begin(epoch)
             self._shared[0] = epoch
 
     def advance(self, num_samples: int) -> None:
-        """Say that this rank has consumed its next `num_samples` samples, for `state_dict`. Not collective."""
+        """Count this rank's next `num_samples` samples as consumed, for `state_dict`. Not collective.
+
+        Raises:
+            InvalidArgumentError: The part has fewer samples left.
+        """
         if not 0 <= num_samples <= len(self._part) - self._consumed:
             raise InvalidArgumentError(
                 f"this rank has consumed {self._consumed} of its {len(self._part)} samples of epoch {self._epoch} and "
@@ -110,7 +148,7 @@ class DistributedDataContainer(Dataset[Any]):
         self._consumed += num_samples
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to go on here, in JSON values. Not collective."""
+        """Return what `load_state_dict` needs to continue here, in JSON values. Not collective."""
         consumed = [*self._history, (self.world_size, self._consumed)]
         return {
             "num_samples": self.num_samples,
@@ -122,10 +160,13 @@ class DistributedDataContainer(Dataset[Any]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where rank 0's `state_dict` was taken, be it with another number of ranks. Not collective.
+        """Continue where rank 0's `state_dict` was taken, on any number of ranks.
 
-        All ranks load the same state, before a DataLoader with workers is made. The seed is the state's; a state of
-        other data, of another `uneven` or `shuffle`, or none at all, is an InvalidArgumentError.
+        Not collective, but all ranks load the same state, before a DataLoader with workers is made. The seed becomes
+        the state's.
+
+        Raises:
+            InvalidArgumentError: It is a state of other data, of another `uneven` or `shuffle`, or no state at all.
         """
         if not isinstance(state, Mapping) or state.keys() != self.state_dict().keys():
             raise InvalidArgumentError("this is no state of a DistributedDataContainer")
@@ -144,7 +185,13 @@ class DistributedDataContainer(Dataset[Any]):
         self._shared[:] = torch.tensor([self._epoch, self._loads])
 
     def _begin(self, epoch: int, history: Sequence[tuple[int, int]] = (), consumed: int = 0) -> None:
-        """Find this rank's samples of an epoch of which other worlds have consumed some, and this one `consumed`."""
+        """Find this rank's samples of an epoch.
+
+        Args:
+            epoch: The epoch.
+            history: For each earlier run of the epoch, its number of ranks and what each of them consumed.
+            consumed: What this rank has consumed in this run.
+        """
         self._epoch = epoch
         self._history = list(history)
         order: range | torch.Tensor = range(self.num_samples)
@@ -158,7 +205,7 @@ class DistributedDataContainer(Dataset[Any]):
         self._skipped = self._consumed = min(consumed, size)
 
     def _sample(self, index: int) -> int:
-        """The number in `data` of a sample of this rank's."""
+        """Return the number in `data` of this rank's sample `index`."""
         epoch, loads = self._shared.tolist()
         if loads != self._loads:
             raise InvalidArgumentError("a state was loaded after these workers began: make the DataLoader after that")
@@ -169,8 +216,8 @@ class DistributedDataContainer(Dataset[Any]):
         return int(self._part[self._skipped + index % len(self)]) % self.num_samples
 
 
-def _place(comm: Any) -> tuple[int, int]:
-    """This rank and the number of ranks."""
+def _rank_and_world_size(comm: Any) -> tuple[int, int]:
+    """Return this rank and the number of ranks, without making a communicator for the default."""
     if comm is None and get_world_size() > 1:
         return get_rank(), get_world_size()
     communicator = as_communicator(comm)
@@ -178,7 +225,7 @@ def _place(comm: Any) -> tuple[int, int]:
 
 
 def _checked_consumption(raw: Any) -> list[tuple[int, int]]:
-    """Numbers of ranks, and how many samples each of them has consumed; the last are those that saved the state."""
+    """Return (number of ranks, samples that each consumed) of each run of an epoch; the last run saved the state."""
     try:
         found = [(int(ranks), int(count)) for ranks, count in raw]
     except (TypeError, ValueError):
@@ -189,37 +236,38 @@ def _checked_consumption(raw: Any) -> list[tuple[int, int]]:
 
 
 def _shuffled(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
-    """An order that is the same wherever it is made, and another for each seed and epoch."""
+    """Return an order that follows from the arguments alone: it is the same on all ranks."""
     digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=7).digest()
     return torch.randperm(num_samples, generator=torch.Generator().manual_seed(int.from_bytes(digest, "little")))
 
 
 def _cut(order: range | torch.Tensor, begin: int, size: int) -> range | torch.Tensor:
-    """`size` of `order` from `begin` on, and on from its first when it ends."""
+    """Return `size` samples of `order` from `begin` on, beginning again with the first after the last."""
     if isinstance(order, range):
-        return range(begin, begin + size)  # whose numbers count modulo the samples
+        return range(begin, begin + size)  # `_sample` takes its numbers modulo the number of samples
     return order[torch.arange(begin, begin + size) % max(len(order), 1)]
 
 
 def _remaining(order: torch.Tensor, world_size: int, consumed: int, uneven: Uneven) -> torch.Tensor:
-    """What of `order` is left when each of `world_size` ranks has consumed so many samples of its part."""
+    """Return what is left of `order` when each of `world_size` ranks has `consumed` so many samples of its part."""
     parts = [part_of(len(order), world_size, rank, uneven) for rank in range(world_size)]
     left = [order[begin + min(consumed, size) : begin + size] for begin, size in parts]
     return torch.cat([*left, order[sum(parts[-1]) :]])
 
 
 def _num_samples(data: Any) -> int:
-    """The samples that all fields of `data` have."""
+    """Return the number of samples in `data`."""
     lengths = dict(_lengths(data, "data"))
     if not lengths:
         raise InvalidArgumentError("data has no fields")
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{path} {length}" for path, length in lengths.items())
-        raise InvalidArgumentError(f"the fields of the data differ in length: {told}")
+        text = ", ".join(f"{path} {length}" for path, length in lengths.items())
+        raise InvalidArgumentError(f"the fields of the data differ in length: {text}")
     return next(iter(lengths.values()))
 
 
 def _lengths(data: Any, path: str) -> Iterator[tuple[str, int]]:
+    """Yield the path and length of each field."""
     if isinstance(data, tuple | Mapping):
         entries = data.items() if isinstance(data, Mapping) else enumerate(data)
         for key, field in entries:
@@ -236,6 +284,7 @@ def _lengths(data: Any, path: str) -> Iterator[tuple[str, int]]:
 
 
 def _item(data: Any, sample: int) -> Any:
+    """Return one sample of all fields."""
     if isinstance(data, Mapping):
         return {key: _item(field, sample) for key, field in data.items()}
     if isinstance(data, tuple):

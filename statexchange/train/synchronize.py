@@ -1,66 +1,96 @@
-"""Ranks made alike: any tree of state takes root's values, and a module's parameters are broadcast or averaged.
+"""Make state equal on all ranks: any tree takes root's values; a module's parameters are broadcast or averaged.
 
-Before a tensor moves, the ranks compare a digest of what each holds: paths, kinds, shapes and dtypes. With its own,
-root sends what is no tensor, as JSON. Tensors follow as bytes, many small ones together and large ones in windows.
+The protocol of a call:
+
+1. Every rank describes what it holds (`StateSpec`): paths, kinds, shapes and dtypes. All ranks exchange a digest of
+   that and the kinds of their plain values; root adds the payload, its values and states as JSON. Nothing has changed.
+2. Ranks whose digest or kinds differ from root's receive root's description and raise, on all ranks, one MismatchError
+   that shows both sides at the first path that differs.
+3. Each rank reads the payload and prepares: it finds or allocates the tensors that are to be filled, and callbacks that
+   install states. An error here is raised on all ranks, and still nothing has changed.
+4. Tensors travel as bytes: many small ones together, large ones in windows. Then callbacks run and values are
+   replaced.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 
+from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import Communicator
-from statexchange.comm.session import public_call
-from statexchange.comm.world import as_communicator
+from statexchange.comm.defaults import as_communicator
 from statexchange.errors import MismatchError, UnsupportedError
-from statexchange.state.content import Content, Memory, device_type_of, module_content
 from statexchange.state.leaves import is_leaf
-from statexchange.state.letter import Reader, letter_of, prepared, state_of
+from statexchange.state.payload import EncodedPayload, PayloadReader, encode_payload, install_callback, state_of
+from statexchange.state.spec import EntryDetail, StateSpec, TensorLike, device_type_of, module_spec
 from statexchange.state.tree import rebuild
 from statexchange.tensors import byte_view
 
 __all__ = ["allreduce_parameters", "broadcast_parameters", "synchronize"]
 
 T = TypeVar("T")
-_WINDOW_BYTES = 64 << 20  # of memory that travels at a time: what is copied for it is no larger
-_ALONE_BYTES = 1 << 20  # from which on a tensor travels by itself, and so without a copy
-_ALIGNED = 16  # where any dtype may begin
-_SHOWN = 8  # of the ranks that an error names
+Describe = Callable[..., StateSpec]
+
+_WINDOW_BYTES = 64 << 20  # of tensors that travel at a time, and so the most that is copied for it
+_ALONE_BYTES = 1 << 20  # a tensor of this size or more travels by itself, without a copy
+_ALIGN_BYTES = 16  # the largest itemsize: any dtype may begin at a multiple of it
+_MAX_SHOWN_RANKS = 8
 
 
 @public_call("synchronize")
 def synchronize(tree: T, *, root: int = 0, comm: Any = None) -> T:
-    """`tree` with root's values: tensors and what else can be changed in place, anything else in what is returned.
+    """Give every rank root's values: in place where that is possible, else in the tree that is returned.
 
-    Collective; blocks until all ranks have called. `tree` is any nesting of mappings, lists, tuples, namedtuples and
-    dataclasses (the order of keys is nothing) and holds
+    Collective. Blocks until all ranks have called. The name and the idea are those of Lux.jl's `synchronize!!`. Memory
+    beyond the tree: at most 64 MiB at a time.
 
-    * torch tensors (also non-contiguous or requiring grad) and numpy arrays: the same objects, filled with root's data;
-    * numbers, strings, enums, torch dtypes and None, whose place takes root's; None may stand for any other of them;
-    * modules: parameters and all buffers, persistent or not, by name; each tied tensor travels once; names in torch's
-      `_ddp_params_and_buffers_to_ignore` stay this rank's own;
-    * optimizers: hyperparameters and state become root's, whatever this rank had; what it lacks is made and what root
-      lacks is dropped, so that a resumed root seeds fresh ranks. The parameters themselves are the module's;
-    * objects with `state_dict` and `load_state_dict`, such as LR schedulers: likewise.
+    Args:
+        tree: Any nesting of mappings (keys in any order), lists, tuples, namedtuples and dataclasses that holds
 
-    Any other object stays this rank's own. So do devices, paths, bytes and functions.
+            * torch tensors (also non-contiguous or requiring grad) and numpy arrays: the same objects are filled with
+              root's data;
+            * numbers, strings, enums, torch dtypes and None: they are replaced by root's; None may stand where root
+              has any other of them, and the reverse;
+            * modules: parameters and all buffers, persistent or not, by name; tied tensors travel once; names in
+              torch's `_ddp_params_and_buffers_to_ignore` stay each rank's own;
+            * optimizers: hyperparameters and state become root's; what a rank lacks is made and what root lacks is
+              dropped, so that a resumed root seeds fresh ranks. The parameters themselves are the module's;
+            * objects with `state_dict` and `load_state_dict`, such as LR schedulers: likewise.
 
-    Ranks whose trees differ in paths, kinds, shapes or dtypes all raise one MismatchError, with both sides at the first
-    path that differs, and nothing has changed. UnsupportedError or InvalidArgumentError, naming the path: sharded
-    DTensors (replicated ones are filled), sparse, quantised, meta or lazy tensors, arrays of objects, generators,
-    cycles. Memory beyond the tree: at most 64 MiB at a time.
+            Any other object stays each rank's own. So do devices, paths, bytes and functions.
+        root: The rank whose values all ranks take.
+        comm: The communicator, as everywhere; None is the default one.
+
+    Returns:
+        The tree: the same object unless it is a plain value or an immutable container that changed.
+
+    Raises:
+        MismatchError: Trees differ in paths, kinds, shapes or dtypes, or ranks name different roots. It shows both
+            sides at the first path that differs; nothing has changed.
+        UnsupportedError: Something cannot be synchronised, such as a sharded DTensor (replicated ones are filled), a
+            sparse, quantised or meta tensor, or an array of objects; it names the path.
+        InvalidArgumentError: A lazy parameter, a generator or a cycle; it names the path.
+
+    Example:
+        >>> import torch
+        >>> import statexchange as sx
+        >>> state = {"weight": torch.ones(2), "epoch": 3}
+        >>> sx.synchronize(state) is state  # all ranks have root's weight and epoch now
+        True
     """
     communicator = as_communicator(comm)
 
-    def describe(*, written: bool) -> Content:
-        content = Content(written=written)
-        content.add_tree(tree)
-        return content
+    def describe(*, written: bool) -> StateSpec:
+        spec = StateSpec(written=written)
+        spec.add_tree(tree)
+        return spec
 
     with communicator.phase("filling it"):
         filled: T = rebuild(tree, _fill(communicator, root, describe), is_leaf)
@@ -69,14 +99,30 @@ def synchronize(tree: T, *, root: int = 0, comm: Any = None) -> T:
 
 @public_call("broadcast_parameters")
 def broadcast_parameters(module: nn.Module, *, broadcast_buffers: bool = True, root: int = 0, comm: Any = None) -> None:
-    """Root's parameters and, if asked, buffers in this rank's `module`, in place, as `synchronize` does it. Collective.
+    """Give every rank root's parameters and buffers of `module`, in place.
 
-    Names in torch's `_ddp_params_and_buffers_to_ignore` are left out.
+    Collective. Blocks until all ranks have called. As `synchronize`, for one module; names in torch's
+    `_ddp_params_and_buffers_to_ignore` are left out. The name is Horovod's, which Bagua has too.
+
+    Args:
+        module: The module.
+        broadcast_buffers: Whether buffers become root's, too.
+        root: The rank whose tensors all ranks take.
+        comm: The communicator, as everywhere; None is the default one.
+
+    Raises:
+        MismatchError: Modules differ between ranks; nothing has changed.
+        InvalidArgumentError: `module` is no module.
+
+    Example:
+        >>> import torch
+        >>> import statexchange as sx
+        >>> sx.train.broadcast_parameters(torch.nn.Linear(2, 1))
     """
     communicator = as_communicator(comm)
 
-    def describe(*, written: bool) -> Content:
-        return module_content(module, written=written, buffers=broadcast_buffers)
+    def describe(*, written: bool) -> StateSpec:
+        return module_spec(module, written=written, buffers=broadcast_buffers)
 
     with communicator.phase("filling them"):
         _fill(communicator, root, describe)
@@ -84,23 +130,37 @@ def broadcast_parameters(module: nn.Module, *, broadcast_buffers: bool = True, r
 
 @public_call("allreduce_parameters")
 def allreduce_parameters(module: nn.Module, *, comm: Any = None) -> None:
-    """The mean over all ranks in every parameter and buffer of `module`, in place; integers and bools from rank 0.
+    """Replace every parameter and buffer of `module` by its mean over all ranks, in place.
 
-    Collective; blocks until all ranks have called. Each tied tensor counts once; names in torch's
-    `_ddp_params_and_buffers_to_ignore` are left out. Errors are those of `synchronize`; float8 is an UnsupportedError.
+    Collective. Blocks until all ranks have called. Integers and bools become rank 0's. Tied tensors count once; names
+    in torch's `_ddp_params_and_buffers_to_ignore` are left out. The name is Flashlight's `allReduceParameters`.
+
+    Args:
+        module: The module.
+        comm: The communicator, as everywhere; None is the default one.
+
+    Raises:
+        MismatchError: Modules differ between ranks; nothing has changed.
+        UnsupportedError: A tensor is float8, or cannot be synchronised.
+        InvalidArgumentError: `module` is no module.
+
+    Example:
+        >>> import torch
+        >>> import statexchange as sx
+        >>> sx.train.allreduce_parameters(torch.nn.Linear(2, 1))
     """
     communicator = as_communicator(comm)
 
-    def describe(*, written: bool) -> Content:  # noqa: ARG001 (the mean is written on every rank)
-        content = module_content(module, written=True)
-        for name, tensor in content.memories.items():
+    def describe(*, written: bool) -> StateSpec:  # noqa: ARG001 (the mean is written on every rank)
+        spec = module_spec(module, written=True)
+        for name, tensor in spec.tensors.items():
             if tensor.is_floating_point() and tensor.itemsize == 1:
                 raise UnsupportedError(f"{tensor.dtype} cannot be averaged", name=name)
-        return content
+        return spec
 
     with communicator.phase("averaging them"):
-        content, _ = _compare(communicator, 0, describe)
-        tensors = list(content.memories.values())
+        compared = _compare(communicator, 0, describe)
+        tensors = list(compared.spec.tensors.values())
         inexact = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
         exact = [tensor for tensor in tensors if not (tensor.is_floating_point() or tensor.is_complex())]
         _broadcast(communicator, exact, 0)
@@ -108,123 +168,164 @@ def allreduce_parameters(module: nn.Module, *, comm: Any = None) -> None:
             communicator.all_reduce_multiple(window, "avg")
 
 
-# The comparison
+# Steps 1 and 2: compare
 
 
-def _compare(comm: Communicator, root: int, describe: Callable[..., Content]) -> tuple[Content, Any]:
-    """What this rank holds, once all ranks are known to hold the same, and root's letter. Collective."""
-    content, note = Content(written=False), None
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """What this rank holds, which is alike on all ranks, and root's payload; root also has the payload's tensors."""
+
+    spec: StateSpec
+    payload: Any
+    payload_tensors: Sequence[TensorLike]
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """What a rank sends of its state: the root that it names, a digest, the kinds of its values, and root's payload."""
+
+    root: int
+    digest: str
+    kinds: Sequence[str | None]
+    payload: Any = None
+
+    def to_json(self) -> list[Any]:
+        """A JSON value."""
+        return [self.root, self.digest, list(self.kinds), self.payload]
+
+    def agrees_with(self, other: _Note) -> bool:
+        """Whether both hold the same; plain values of a kind may stand for None, and the reverse."""
+        return self.digest == other.digest and all(map(_are_alike, self.kinds, other.kinds))
+
+
+def _compare(comm: Communicator, root: int, describe: Describe) -> _Compared:
+    """Describe what this rank holds; return it and root's payload if all ranks hold the same. Collective."""
+    spec, note, encoded = StateSpec(written=False), None, EncodedPayload(None, [])
     failure: Exception | None = None
     try:
         comm.check_root(root)
-        content = describe(written=comm.rank != root)
-        note = [root, content.digest, content.kinds, letter_of(content) if comm.rank == root else None]
-    except Exception as error:  # noqa: BLE001 (it is raised on all ranks)
+        spec = describe(written=comm.rank != root)
+        if comm.rank == root:
+            encoded = encode_payload(spec)
+        note = _Note(root, spec.digest, spec.kinds, encoded.json).to_json()
+    except Exception as error:  # noqa: BLE001 (agree raises it on all ranks)
         failure = error
-    notes = comm.agree(failure, phase="looking at what it holds", note=note)
-    roots = [note[0] for note in notes]
+    notes = [_Note(*raw) for raw in comm.agree(failure, phase="looking at what it holds", note=note)]
+    roots = [theirs.root for theirs in notes]
     if len(set(roots)) > 1:
         raise MismatchError(f"ranks name different roots: {', '.join(map(str, roots))}")
-    wanted = notes[root]
-    different = [rank for rank, (_, digest, kinds, _) in enumerate(notes) if not _agree(digest, kinds, *wanted[1:3])]
+    different = [rank for rank, theirs in enumerate(notes) if not theirs.agrees_with(notes[root])]
     if different:
-        told = comm.broadcast_object(content.places() if comm.rank == root else None, root=root)
-        failure = _difference(content.places(), told, comm.rank, root, different) if comm.rank in different else None
+        details = spec.details()
+        raw = comm.broadcast_object([list(detail) for detail in details] if comm.rank == root else None, root=root)
+        failure = None
+        if comm.rank in different:
+            failure = _difference(details, [EntryDetail(*entry) for entry in raw], comm.rank, root, different)
         comm.agree(failure, phase="comparing what ranks hold")
-    return content, wanted[3]
+    return _Compared(spec, notes[root].payload, encoded.tensors)
 
 
-def _agree(digest: str, kinds: Sequence[str | None], roots_digest: str, roots_kinds: Sequence[str | None]) -> bool:
-    return digest == roots_digest and all(map(_alike, kinds, roots_kinds))
-
-
-def _alike(kind: str | None, other: str | None) -> bool:
+def _are_alike(kind: str | None, other: str | None) -> bool:
     """Whether values of these kinds may stand for each other."""
     return kind == other or "None" in (kind, other)
 
 
 def _difference(
-    ours: Sequence[Any], theirs: Sequence[Any], rank: int, root: int, different: Sequence[int]
+    ours: Sequence[EntryDetail], theirs: Sequence[EntryDetail], rank: int, root: int, different: Sequence[int]
 ) -> MismatchError:
-    """The error that shows root's side and this rank's at the first path where they differ."""
-    nothing = (None, "", None, "nothing")
-    pairs = itertools.zip_longest(ours, theirs, fillvalue=nothing)
-    own, told = next((own, told) for own, told in pairs if own[:2] != told[:2] or not _alike(own[2], told[2]))
-    if own[0] != told[0]:  # the other side has nothing there
-        only_ours = told is nothing or told[0] in {place[0] for place in ours}
-        own, told = (own, nothing) if only_ours else (nothing, told)
-    ranks = ", ".join(map(str, different[:_SHOWN])) + (", ..." if len(different) > _SHOWN else "")
+    """Return the error that shows root's side and this rank's at the first path where they differ."""
+    nothing = EntryDetail(None, "", None, "nothing")
+    own = roots = nothing
+    for own, roots in itertools.zip_longest(ours, theirs, fillvalue=nothing):
+        same_entry = own.path == roots.path and own.entry == roots.entry
+        if not same_entry or not _are_alike(own.kind, roots.kind):
+            break
+    if own.path != roots.path:  # one side lacks the path that the other has here
+        paths = {detail.path for detail in ours}
+        if roots is nothing or roots.path in paths:
+            roots = nothing
+        else:
+            own = nothing
+    ranks = ", ".join(map(str, different[:_MAX_SHOWN_RANKS])) + (", ..." if len(different) > _MAX_SHOWN_RANKS else "")
     return MismatchError(
         f"not all ranks hold what root holds (rank {root}; different on: {ranks})",
         rank=rank,
-        name=(own[0] if told is nothing else told[0]) or "(the whole)",
-        expected=f"{told[3]} (rank {root})",
-        found=f"{own[3]} (rank {rank})",
+        name=(own.path if roots is nothing else roots.path) or "(the whole)",
+        expected=f"{roots.text} (rank {root})",
+        found=f"{own.text} (rank {rank})",
     )
 
 
-# The travel
+# Steps 3 and 4: read the payload and move tensors
 
 
-def _fill(comm: Communicator, root: int, describe: Callable[..., Content]) -> dict[str, Any]:
-    """Give this rank root's tensors and states; returns the values that differ here, by path. Collective."""
-    content, letter = _compare(comm, root, describe)
-    memories = list(content.memories.values())
-    taken: dict[str, Any] = {}
-    deeds: list[Callable[[], None]] = []
-    with comm.phase("reading what root says"):
+@dataclass(slots=True)
+class _Changes:
+    """What the payload adds: tensors that travel after the spec's own, in root's order; callbacks; new values."""
+
+    tensors: list[TensorLike]
+    callbacks: list[Callable[[], None]]
+    values: dict[str, Any]
+
+
+def _fill(comm: Communicator, root: int, describe: Describe) -> dict[str, Any]:
+    """Give this rank root's tensors and states; return the values that differ here, by path. Collective."""
+    compared = _compare(comm, root, describe)
+    changes = _Changes([*compared.payload_tensors], [], {})
+    with comm.phase("reading what root sent"):
         if comm.rank != root:
-            taken, deeds = _read(letter, content, comm.device, memories)
-    _broadcast(comm, memories, root)
-    for deed in deeds:
-        deed()
-    return taken
+            changes = _read(compared, comm.device)
+    _broadcast(comm, [*compared.spec.tensors.values(), *changes.tensors], root)
+    for callback in changes.callbacks:
+        callback()
+    return changes.values
 
 
-def _read(
-    letter: Any, content: Content, device: torch.device, memories: list[Memory]
-) -> tuple[dict[str, Any], list[Callable[[], None]]]:
-    """Root's values where they are others, and what is to be done once `memories`, which grow, are filled."""
-    plain, states = letter
-    told = Reader(plain, content.values, "", device).told
-    deeds = []
-    for path, keeper in content.keepers.items():
-        own = state_of(keeper, path)
-        reader = Reader(states[path], own, path, device)
-        deeds.append(prepared(keeper, own, reader))
-        memories += reader.memories
-    return {path: value for path, value in told.items() if not _same(value, content.values[path])}, deeds
+def _read(compared: _Compared, device: torch.device) -> _Changes:
+    """Read root's payload on another rank. Nothing of the tree changes yet."""
+    spec = compared.spec
+    plain, states = compared.payload
+    decoded = PayloadReader(plain, spec.values, "", device).decoded
+    values = {path: value for path, value in decoded.items() if not _is_same(value, spec.values[path])}
+    changes = _Changes([], [], values)
+    for path, obj in spec.stateful.items():
+        own = state_of(obj, path)
+        reader = PayloadReader(states[path], own, path, device)
+        changes.callbacks.append(install_callback(obj, own, reader))
+        changes.tensors += reader.tensors
+    return changes
 
 
-def _same(value: Any, other: Any) -> bool:
+def _is_same(value: Any, other: Any) -> bool:
     return type(value) is type(other) and value == other
 
 
-def _broadcast(comm: Communicator, memories: Sequence[Memory], root: int) -> None:
-    """Root's bytes in every rank's memories. Collective; all ranks give the same shapes, dtypes and kinds of device."""
+def _broadcast(comm: Communicator, tensors: Sequence[TensorLike], root: int) -> None:
+    """Copy root's bytes into every rank's tensors. Collective; shapes, dtypes and kinds of device are alike."""
     if comm.world_size == 1:
         return
-    for window in _windows(memories):
-        run = _one_run(window[0]) if len(window) == 1 else None
-        if run is not None:
-            comm.broadcast(run, root=root)
+    for window in _windows(tensors):
+        in_place = _contiguous_bytes(window[0]) if len(window) == 1 else None
+        if in_place is not None:
+            comm.broadcast(in_place, root=root)
             continue
-        parts, flat = _laid_flat(window)
+        staging = _Staging(window)
         if comm.rank == root:
-            for piece, part in zip(window, parts, strict=True):
-                _copy(piece, part, back=False)
-        comm.broadcast(flat, root=root)
+            staging.copy_in()
+        comm.broadcast(staging.flat, root=root)
         if comm.rank != root:
-            for piece, part in zip(window, parts, strict=True):
-                _copy(piece, part, back=True)
+            staging.copy_out()
 
 
-def _windows(memories: Sequence[Memory]) -> Iterator[list[Memory]]:
-    """What travels together, cut by shapes and dtypes alone, since ranks must cut alike and strides may differ."""
-    for kind in sorted({device_type_of(memory) for memory in memories}):
-        window: list[Memory] = []
+def _windows(tensors: Sequence[TensorLike]) -> Iterator[list[TensorLike]]:
+    """Cut tensors into windows that travel as one message, by shapes and dtypes alone: strides may differ by rank."""
+    by_device: dict[str, list[TensorLike]] = {}
+    for tensor in tensors:
+        by_device.setdefault(device_type_of(tensor), []).append(tensor)
+    for kind in sorted(by_device):
+        window: list[TensorLike] = []
         nbytes = 0
-        for piece in itertools.chain.from_iterable(_pieces(m) for m in memories if device_type_of(m) == kind):
+        for piece in itertools.chain.from_iterable(map(_pieces, by_device[kind])):
             if piece.nbytes >= _ALONE_BYTES:
                 yield [piece]
                 continue
@@ -237,48 +338,71 @@ def _windows(memories: Sequence[Memory]) -> Iterator[list[Memory]]:
             yield window
 
 
-def _pieces(memory: Memory) -> Iterator[Memory]:
-    """A memory in pieces of at most a window, cut along its first dimensions; none of an empty one."""
-    rows = len(memory) * _WINDOW_BYTES // memory.nbytes if memory.nbytes > _WINDOW_BYTES else 0
+def _pieces(tensor: TensorLike) -> Iterator[TensorLike]:
+    """Cut a tensor along its first dims into pieces of at most a window; an empty one has no piece."""
+    if tensor.nbytes <= _WINDOW_BYTES:
+        if tensor.nbytes:
+            yield tensor
+        return
+    rows = len(tensor) * _WINDOW_BYTES // tensor.nbytes
     if rows:
-        yield from (memory[first : first + rows] for first in range(0, len(memory), rows))
-    elif memory.nbytes > _WINDOW_BYTES:
-        for row in memory:
+        for first in range(0, len(tensor), rows):
+            yield tensor[first : first + rows]
+    else:  # a single row is larger than a window
+        for row in tensor:
             yield from _pieces(row)
-    elif memory.nbytes:
-        yield memory
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNED) * _ALIGNED
+    return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
-def _one_run(piece: Memory) -> torch.Tensor | None:
-    """The bytes of `piece` where they lie, if they do so in one run and in order."""
+def _contiguous_bytes(piece: TensorLike) -> torch.Tensor | None:
+    """Return the bytes of `piece` in place; None if they do not lie in C order, or cannot be written."""
     if isinstance(piece, np.ndarray):
         in_order = piece.flags.c_contiguous and piece.flags.writeable
         return torch.from_numpy(piece.reshape(-1).view(np.uint8)) if in_order else None
-    return byte_view(piece)  # type: ignore[no-any-return]
+    return byte_view(piece)
 
 
-def _laid_flat(window: Sequence[Memory]) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Room for each piece of a window in one run of bytes, and that run."""
-    ends = list(itertools.accumulate(_aligned(piece.nbytes) for piece in window))
-    begins = [0, *ends[:-1]]
-    device = "cpu" if isinstance(window[0], np.ndarray) else window[0].device
-    flat = torch.empty(begins[-1] + window[-1].nbytes, dtype=torch.uint8, device=device)
-    return [flat[begin : begin + piece.nbytes] for begin, piece in zip(begins, window, strict=True)], flat
+class _Staging:
+    """A staging buffer for the pieces of a window: `flat`, of which each piece has a part."""
+
+    def __init__(self, window: Sequence[TensorLike]) -> None:
+        begins = [0, *itertools.accumulate(_aligned(piece.nbytes) for piece in window)]
+        device = "cpu" if isinstance(window[0], np.ndarray) else window[0].device
+        self.flat = torch.empty(begins[len(window) - 1] + window[-1].nbytes, dtype=torch.uint8, device=device)
+        self._window = window
+        self._parts = [self.flat[begin : begin + p.nbytes] for begin, p in zip(begins, window, strict=False)]
+
+    def copy_in(self) -> None:
+        """Copy the pieces into the buffer."""
+        for piece, part in zip(self._window, self._parts, strict=True):
+            if isinstance(piece, np.ndarray):
+                np.copyto(_as_array(part, piece), piece)
+            else:
+                its, staged = _same_view(piece, part)
+                staged.copy_(its)
+
+    def copy_out(self) -> None:
+        """Copy the buffer into the pieces."""
+        for piece, part in zip(self._window, self._parts, strict=True):
+            if isinstance(piece, np.ndarray):
+                np.copyto(piece, _as_array(part, piece))
+            else:
+                its, staged = _same_view(piece, part)
+                its.copy_(staged)
 
 
-def _copy(piece: Memory, part: torch.Tensor, *, back: bool) -> None:
-    """Copy `piece` into the bytes `part`, or back."""
-    if isinstance(piece, np.ndarray):
-        array = part.numpy().view(piece.dtype).reshape(piece.shape)
-        np.copyto(*((piece, array) if back else (array, piece)))
-        return
-    run = _one_run(piece)
-    mine, theirs = (run, part) if run is not None else (piece, part.view(piece.dtype).view(piece.shape))
-    if back:
-        mine.copy_(theirs)
-    else:
-        theirs.copy_(mine)
+def _as_array(part: torch.Tensor, piece: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return a part of the buffer as an array like `piece`."""
+    staged: np.ndarray[Any, Any] = part.numpy().view(piece.dtype)
+    return staged.reshape(piece.shape)
+
+
+def _same_view(piece: torch.Tensor, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a piece and its part of the buffer with one dtype and shape: as bytes if the piece lies in C order."""
+    in_place = _contiguous_bytes(piece)
+    if in_place is not None:
+        return in_place, part
+    return piece, part.view(piece.dtype).view(piece.shape)

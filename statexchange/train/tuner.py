@@ -1,4 +1,4 @@
-"""The tuner: tries a few bucket sizes, and both ways of several hosts, while training goes on, and keeps the best."""
+"""The tuner: tries bucket sizes, and both ways of several hosts, while training goes on, and keeps the fastest."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 __all__ = ["Setting", "Trial", "Tuner"]
 
-_LEAST, _MOST = 10, 31  # powers of two
+_LEAST_POWER, _MOST_POWER = 10, 31  # of two
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The size to which buckets come near, and whether the ranks of each of several hosts work together first."""
+    """The size that buckets come near to, and whether ranks of several hosts reduce within each host first."""
 
     bucket_bytes: int
     hierarchical: bool = False
@@ -20,7 +20,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What steps took with one setting: the median of the slowest rank, in seconds."""
+    """The time of a step with one setting: the median on the slowest rank, in seconds."""
 
     bucket_bytes: int
     buckets: int
@@ -29,23 +29,30 @@ class Trial:
 
 
 class Tuner:
-    """Proposes settings: `present`; the other way of several hosts, if there are `both`; then, with the faster of
-    them, powers of two around the present size; and the fastest when all are tried."""
+    """Propose settings, one after each measurement, and the fastest when all were tried.
+
+    The order: `present`; with `both` the same with the other way of several hosts; then, with the faster of the two,
+    powers of two around the present size.
+    """
 
     def __init__(self, present: Setting, *, both: bool = False) -> None:
         power = round(math.log2(present.bucket_bytes))
-        powers = (power + by for by in (-1, 1, -2, 2))
-        self._sizes = [2**p for p in powers if _LEAST <= p <= _MOST and 2**p != present.bucket_bytes]
-        self._took: dict[Setting, float] = {}
-        self._open = [present, *([replace(present, hierarchical=not present.hierarchical)] if both else [])]
+        self._sizes = []
+        for near in (power - 1, power + 1, power - 2, power + 2):
+            if _LEAST_POWER <= near <= _MOST_POWER and 2**near != present.bucket_bytes:
+                self._sizes.append(2**near)
+        self._step_s: dict[Setting, float] = {}
+        self._untried = [present]
+        if both:
+            self._untried.append(replace(present, hierarchical=not present.hierarchical))
 
     def propose(self, used: Setting, step_s: float) -> Setting:
-        """What to use next, after a step took `step_s` with the setting `used`; the fastest once all are tried."""
-        if self._open:
-            self._took[used] = step_s
-            self._open = [setting for setting in self._open if setting not in self._took]
-        fastest = min(self._took, key=self._took.__getitem__)
-        if not self._open:
-            self._open = [replace(fastest, bucket_bytes=size) for size in self._sizes]
+        """Return what to use next, after a step took `step_s` with the setting `used`; at the end the fastest."""
+        if self._untried:
+            self._step_s[used] = step_s
+            self._untried = [setting for setting in self._untried if setting not in self._step_s]
+        fastest = min(self._step_s, key=self._step_s.__getitem__)
+        if not self._untried:
+            self._untried = [replace(fastest, bucket_bytes=size) for size in self._sizes]
             self._sizes = []
-        return self._open[0] if self._open else fastest
+        return self._untried[0] if self._untried else fastest

@@ -18,7 +18,8 @@ from sweeps import slow
 from torch import nn
 
 import statexchange as sx
-from statexchange.comm import control_page, world
+from statexchange.comm import bootstrap
+from statexchange.comm.failure import page_setup
 from statexchange.errors import InvalidArgumentError, MismatchError, NumericOverflowError
 from statexchange.testing import run_ranks
 from statexchange.testing.worlds import mpi_missing
@@ -33,7 +34,7 @@ from statexchange.train.algorithms import (
     dequantize,
     quantize,
 )
-from statexchange.train.buckets import BucketReducer
+from statexchange.train.buckets.reducer import BucketReducer
 from statexchange.train.module import DistributedModule, data_parallel
 from statexchange.train.tuner import Setting, Tuner
 
@@ -621,7 +622,11 @@ WRONG: list[tuple[Prepare, type[Exception], str]] = [
     (lambda rank, m, o: weighted("allreduce").switch_to("decentralize"), InvalidArgumentError, "weight="),
     (lambda rank, m, o: ignoring(["0.weigth"]), InvalidArgumentError, "0.weigth"),
     (lambda rank, m, o: ignoring("0.weight"), InvalidArgumentError, "0.weight"),
-    (lambda rank, m, o: data_parallel(net(), sgd(net()), scale=2.0), InvalidArgumentError, "scale is the algorithm's"),
+    (
+        lambda rank, m, o: data_parallel(net(), sgd(net()), scale=2.0),
+        InvalidArgumentError,
+        "scale is set by the algorithm",
+    ),
     (lambda rank, m, o: data_parallel(net(), sgd(net()), tune_every=0), InvalidArgumentError, "tune_every"),
 ]
 
@@ -983,7 +988,7 @@ def test_quantised_averages_of_uneven_hosts_are_of_ranks(tmp_path: Path) -> None
 
 def refused_without_hierarchy(directory: str) -> list[str]:
     """Two hosts of two ranks over Gloo alone."""
-    world.host_identity = control_page.host_identity = lambda: "aabb"[int(os.environ["RANK"])]
+    bootstrap.host_identity = page_setup.host_identity = lambda: "aabb"[int(os.environ["RANK"])]
     comm = sx.init("gloo", rendezvous=f"file://{directory}")
     errors = []
     for name in ("allreduce", "sg-allreduce", "quantize", "decentralize"):

@@ -17,9 +17,11 @@ import statexchange as sx
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, MismatchError, PeerError, StateExchangeError, UnsupportedError
 from statexchange.testing import run_ranks
-from statexchange.train import buckets
-from statexchange.train.buckets import BucketReducer
-from statexchange.train.declarations import Declaration, split_buckets
+from statexchange.train.buckets import reducer as reducer_module
+from statexchange.train.buckets import sender as sender_module
+from statexchange.train.buckets.plan import split_buckets
+from statexchange.train.buckets.reducer import BucketReducer
+from statexchange.train.parameter_specs import ParameterSpec
 
 MIB = 1 << 20
 SETTINGS: list[dict[str, Any]] = [
@@ -63,9 +65,9 @@ def grads(params: Params) -> dict[str, Any]:
 
 def declared(
     dtypes: dict[str, str], order: str = "ABCDE", sizes: tuple[int, ...] = (1, 2, 3, 4, 5)
-) -> list[Declaration]:
+) -> list[ParameterSpec]:
     numels = dict(zip("ABCDE", sizes, strict=True))
-    return [Declaration(name, dtypes.get(name, "float32"), (numels[name] * MIB,)) for name in order]
+    return [ParameterSpec(name, dtypes.get(name, "float32"), (numels[name] * MIB,)) for name in order]
 
 
 @pytest.mark.parametrize(
@@ -78,20 +80,20 @@ def declared(
         ([], []),
     ],
 )
-def test_baguas_bucket_splits(tensors: list[Declaration], expected: list[str]) -> None:
+def test_baguas_bucket_splits(tensors: list[ParameterSpec], expected: list[str]) -> None:
     found = split_buckets(tensors, 20 * MIB)
     assert ["".join(t.name for t in bucket) for bucket in found] == expected
 
 
 def test_a_bucket_is_as_near_to_its_size_as_tensors_allow() -> None:
-    tensors = [Declaration(str(i), "float32", (n,)) for i, n in enumerate([1, 1, 1, 100, 3, 0, 50])]
+    tensors = [ParameterSpec(str(i), "float32", (n,)) for i, n in enumerate([1, 1, 1, 100, 3, 0, 50])]
     sizes = [[t.shape[0] for t in bucket] for bucket in split_buckets(tensors, 16)]
     assert sizes == [[1, 1, 1], [100], [3, 0], [50]]
 
 
 def test_devices_and_dtypes_do_not_mix() -> None:
-    tensors = [Declaration("a", "float32", (1,), "cuda 0"), Declaration("b", "float32", (1,), "cuda 1")]
-    tensors += [Declaration("c", "float32", (1,), "cuda 0"), Declaration("d", "bfloat16", (1,), "cuda 1")]
+    tensors = [ParameterSpec("a", "float32", (1,), "cuda 0"), ParameterSpec("b", "float32", (1,), "cuda 1")]
+    tensors += [ParameterSpec("c", "float32", (1,), "cuda 0"), ParameterSpec("d", "bfloat16", (1,), "cuda 1")]
     assert [[t.name for t in b] for b in split_buckets(tensors, MIB)] == [["d"], ["a", "c"], ["b"]]
 
 
@@ -332,9 +334,9 @@ def test_overlap_takes_a_core_that_backward_does_not_need(monkeypatch: pytest.Mo
         reducer.finalize()
         return during
 
-    monkeypatch.setattr(buckets, "usable_cores", lambda: 4)
+    monkeypatch.setattr(reducer_module, "usable_cores", lambda: 4)
     assert [len(during) for during in run_ranks(work, 2)] == [2, 2]
-    monkeypatch.setattr(buckets, "usable_cores", lambda: 3)
+    monkeypatch.setattr(reducer_module, "usable_cores", lambda: 3)
     assert run_ranks(work, 2) == [[], []]
 
 
@@ -525,13 +527,13 @@ def test_a_gradient_that_was_dropped_again_has_not_arrived() -> None:
 # Several backwards, and what autograd can do
 
 
-@pytest.mark.parametrize("warm_bytes", [1 << 18, 60])
+@pytest.mark.parametrize("pending_bytes", [1 << 18, 60])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_any_number_of_backwards_on_any_rank_and_nothing_is_ever_skipped(
-    settings: dict[str, Any], warm_bytes: int, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], pending_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Random parts of the parameters, a random number of times, by each rank; checked against the sum of all of it."""
-    monkeypatch.setattr(buckets, "_WARM_BYTES", warm_bytes)
+    monkeypatch.setattr(sender_module, "_PENDING_BYTES", pending_bytes)
 
     def calls(step: int, rank: int) -> list[list[str]]:
         dice = random.Random(100 * step + rank)

@@ -19,8 +19,10 @@ import statexchange as sx
 from statexchange.errors import InvalidArgumentError, MismatchError, StateExchangeError, UnsupportedError
 from statexchange.testing import run_ranks
 from statexchange.testing.worlds import mpi_missing
-from statexchange.train.buckets import BucketReducer
-from statexchange.train.optimizer import DistributedOptimizer, as_comm_hook, average_gradients
+from statexchange.train.averaging import average_gradients
+from statexchange.train.buckets.reducer import BucketReducer
+from statexchange.train.ddp_hook import as_comm_hook
+from statexchange.train.optimizer import DistributedOptimizer
 from statexchange.train.reducers import CoalescingReducer, InlineReducer
 
 Optimizer = torch.optim.Optimizer

@@ -283,9 +283,7 @@ def test_a_plan_may_speak_of_more_than_the_files_have(tmp_path: Path) -> None:
     assert torch.equal(merged(tmp_path, plan, *states)["a.weight"], w)
     (tmp_path / "b").mkdir()  # and what it misses is found by the copies, which differ
     both = [{**state, "b.weight": state["a.weight"]} for state in states]
-    assert (
-        refuse(ReplicaError, "if each holds a part, give a layout", tmp_path / "b", plan, *both).name == "b.weight"
-    )
+    assert refuse(ReplicaError, "if each holds a part, give a layout", tmp_path / "b", plan, *both).name == "b.weight"
 
 
 @st.composite

@@ -1,0 +1,290 @@
+"""Collectives of ranks on several hosts, in three steps: within each host, between the hosts' leaders, and back.
+
+What the ranks of a host have is brought together through their shared memory, so that it crosses the network once per
+host and not once per rank. A host's leader is its first rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from statexchange.comm.backends.arithmetic import HALVES, Finish
+from statexchange.comm.backends.backend import Backend, Between, Leaders
+from statexchange.comm.failure.monitor import FailureMonitor, OuterMonitor
+from statexchange.comm.wait import Wait
+from statexchange.errors import PeerError, StallError, StateExchangeError
+
+if TYPE_CHECKING:
+    from statexchange.comm.topology import Place
+
+__all__ = ["HierarchicalBackend"]
+
+MeetOnNode: TypeAlias = Callable[[int, Wait], Sequence[int]]
+
+
+class _StepMonitor(OuterMonitor):
+    """The world's monitor, for waits among some of its ranks.
+
+    It remembers what it raised, which already says which rank of the world has failed. It names nobody as missing:
+    `_Steps` asks the world when all it knows is that time is up.
+    """
+
+    def __init__(self, world: FailureMonitor | None) -> None:
+        super().__init__(world)
+        self.raised: StateExchangeError | None = None
+
+    def check(self, doing: str) -> None:
+        try:
+            super().check(doing)
+        except StateExchangeError as error:
+            self.raised = error
+            raise
+
+    def departure_of(self, rank: int, doing: str) -> StateExchangeError | None:  # noqa: ARG002 (a step's rank)
+        return None
+
+    def give_up(self, error: StateExchangeError) -> None:
+        """Give up the collective of the world that this step belongs to."""
+        if self._outer is None:
+            raise error
+        try:
+            self._outer.give_up(error)
+        except StateExchangeError as raised:
+            if raised is not error:
+                self.raised = raised
+            raise
+
+
+class _Steps:
+    """The waits of one collective's steps, whose errors it puts into ranks of the world."""
+
+    def __init__(self, backend: HierarchicalBackend, wait: Wait) -> None:
+        self._backend = backend
+        self._wait = wait
+        self._above = _StepMonitor(wait.monitor)
+        self._on_node = Wait(wait.timeout_s, wait.doing, self._above, backend.meet_on_node)
+        self._between = Wait(wait.timeout_s, wait.doing, self._above)
+
+    def on_node(self, step: Callable[[Backend, Wait], None]) -> None:
+        """`step` among the ranks of this host, if they are several."""
+        if self._backend.node.world_size > 1:
+            self._run(step, self._backend.node, self._on_node, self._backend.place.mates)
+
+    def between(self, step: Callable[[Backend, Wait], None]) -> None:
+        """`step` among the leaders, of which this rank may be none."""
+        if self._backend.leaders is not None:
+            self._run(step, self._backend.leaders, self._between, self._backend.place.leaders)
+
+    def _run(self, step: Callable[[Backend, Wait], None], backend: Backend, wait: Wait, ranks: Sequence[int]) -> None:
+        try:
+            step(backend, wait)
+        except PeerError as error:
+            # A mate that leaves because of a failure tells of it in ranks of the world, and with the host.
+            if error is self._above.raised or error.rank < 0 or error.host is not None:
+                raise
+            rank = ranks[error.rank]
+            raise PeerError(rank, error.phase, error.cause, self._backend.place.hosts[rank]) from error
+        except StallError as error:
+            if error is self._above.raised:
+                raise
+            raise self._stall(tuple(ranks[rank] for rank in error.missing if rank < len(ranks))) from error
+
+    def _stall(self, seen: tuple[int, ...]) -> StallError:
+        """Time is up. Who waits on his host sees his leader missing, which may itself wait for another host."""
+        wait = self._wait
+        missing = (wait.monitor.missing_ranks() if wait.monitor is not None else ()) or seen
+        who, verb = (f"ranks {list(missing)}", "did not reach") if missing else ("not all ranks", "reached")
+        message = f"{who} {verb} {wait.doing} in {wait.timeout_s:g} s"
+        return StallError(message, missing=missing, rank=missing[0] if missing else None)
+
+
+def _not_met(location: int, wait: Wait) -> Sequence[int]:  # noqa: ARG001
+    raise AssertionError("the backend of a host that meets by itself needs `meet_on_node`")
+
+
+class HierarchicalBackend(Backend):
+    """One rank of several hosts. Reductions, broadcasts and all-gathers go by steps, everything else over `carrier`."""
+
+    name = "hierarchical"
+
+    def __init__(
+        self,
+        carrier: Backend,
+        node: Backend,
+        leaders: Backend | None,
+        place: Place,
+        meet_on_node: MeetOnNode = _not_met,
+    ) -> None:
+        """`node` connects the ranks of this host, in the order of `place.mates`, `leaders` the first of each host; it
+        is None on the others. `meet_on_node` is what `Wait.enter` does for a `node` that meets by itself."""
+        assert leaders is None or not leaders.meets
+        self.rank = carrier.rank
+        self.world_size = carrier.world_size
+        self.device_type = node.device_type
+        self.node = node
+        self.leaders = leaders
+        self.place = place
+        self.meet_on_node = meet_on_node
+        self._carrier = carrier
+        self._is_leader = leaders is not None
+        self._counts = [place.nodes.count(node) for node in range(len(place.leaders))]
+        self._in_blocks = list(place.nodes) == sorted(place.nodes)  # whether the ranks of each host are in sequence
+
+    def exchange(self, payload: bytes, wait: Wait) -> list[bytes]:
+        """The carrier's."""
+        return self._carrier.exchange(payload, wait)
+
+    def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:
+        """The carrier's."""
+        return self._carrier.subset(ranks, timeout_s)
+
+    def leave(self, error: BaseException | None) -> None:
+        """Those of this host; the others hear it from the board."""
+        self.node.leave(error)
+        self._carrier.leave(error)
+
+    def close(self) -> None:
+        """Close the parts."""
+        self._carrier.close()
+        self.node.close()
+        if self.leaders is not None:
+            self.leaders.close()
+
+    def empty(self, nbytes: int, wait: Wait) -> torch.Tensor:
+        """Memory in which the ranks of this host reduce fastest."""
+        made: list[torch.Tensor] = []
+        _Steps(self, wait).on_node(lambda node, inner: made.append(node.empty(nbytes, inner)))
+        return made[0] if made else torch.empty(nbytes, dtype=torch.uint8, device=self.device_type)
+
+    def reduces(self, op: str, dtype: torch.dtype) -> bool:
+        """Where both kinds of parts do, all ranks saying the same: so the carrier is asked, not the leaders.
+
+        Halves are added up in two steps with a rounding, or an overflow, between them: no.
+        """
+        if dtype in HALVES and op in ("sum", "prod"):
+            return False
+        return self.node.reduces(op, dtype) and self._carrier.reduces(op, dtype)
+
+    # Reductions
+
+    def all_reduce(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
+        """To the leader, between the leaders, and back."""
+        if not tensor.numel():
+            return
+        steps = _Steps(self, wait)
+        steps.on_node(lambda node, inner: node.reduce(tensor, op, 0, Finish(), inner))
+        steps.between(lambda leaders, inner: leaders.all_reduce(tensor, op, Finish(), inner))
+        if self._is_leader:
+            finish(tensor)
+        self._share(tensor.view(torch.uint8), steps)
+
+    def reduce(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
+        """To the leader, between the leaders to that of root's host, and to root."""
+        if not tensor.numel():
+            return
+        steps = _Steps(self, wait)
+        home, place = self._home(root)
+        to_be_passed = home == self._node_rank and place != 0
+        result = tensor.clone() if self.rank != root and (self._is_leader or to_be_passed) else tensor
+        steps.on_node(lambda node, inner: node.reduce(result, op, 0, Finish(), inner))
+        steps.between(lambda leaders, inner: leaders.reduce(result, op, home, Finish(), inner))
+        if to_be_passed:
+            self._share(result.view(torch.uint8), steps)
+        if self.rank == root:
+            finish(result)
+
+    def through_leaders(self, tensor: torch.Tensor, between: Between, wait: Wait) -> None:
+        """To the leader, between the leaders as `between` says, and back."""
+        steps = _Steps(self, wait)
+        steps.on_node(lambda node, inner: node.reduce(tensor, "sum", 0, Finish(), inner))
+        steps.between(lambda leaders, inner: between(Leaders(leaders, inner, self._counts), tensor))
+        self._share(tensor.view(torch.uint8), steps)
+
+    # Moves
+
+    def broadcast(self, data: torch.Tensor, root: int, wait: Wait) -> None:
+        """Within root's host, unless a leader is root; between the leaders; within the other hosts."""
+        if not data.numel():
+            return
+        steps = _Steps(self, wait)
+        home, place = self._home(root)
+        at_home = home == self._node_rank and place != 0
+        if at_home:
+            steps.on_node(lambda node, inner: node.broadcast(data, place, inner))
+        steps.between(lambda leaders, inner: leaders.broadcast(data, home, inner))
+        if not at_home:
+            self._share(data, steps)
+
+    def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
+        """Within each host, between the leaders, and within each host what came from others."""
+        if not data.numel():
+            return
+        steps = _Steps(self, wait)
+        ours = data
+        if self.node.world_size > 1:
+            ours = data.new_empty(self.node.world_size * data.numel())
+            steps.on_node(lambda node, inner: node.all_gather(data, ours, inner))
+        steps.between(lambda leaders, inner: self._gather_hosts(leaders, ours, into, inner))
+        begin = self.place.mates[0] * data.numel() if self._in_blocks else 0
+        end = begin + ours.numel() if self._in_blocks else 0
+        if not self._is_leader:
+            into[begin:end] = ours[: end - begin]
+        for foreign in (into[:begin], into[end:]):
+            self._share(foreign, steps)
+
+    def _share(self, data: torch.Tensor, steps: _Steps) -> None:
+        """The leader's `data`, for all on its host."""
+        if data.numel():
+            steps.on_node(lambda node, inner: node.broadcast(data, 0, inner))
+
+    def _gather_hosts(self, leaders: Backend, ours: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
+        """Every host's block; smaller hosts send what nobody reads behind theirs."""
+        most, hosts = max(self._counts), len(self._counts)
+        each = into.numel() // self.world_size
+        if self._in_blocks and min(self._counts) == most:
+            leaders.all_gather(ours, into, wait)
+            return
+        padded = ours.new_empty(most * each)
+        padded[: ours.numel()] = ours
+        blocks = ours.new_empty(hosts * most * each)
+        leaders.all_gather(padded, blocks, wait)
+        parts = blocks.view(hosts, most, each)
+        for rank, part in enumerate(into.view(self.world_size, each)):
+            node, place = self._home(rank)
+            part.copy_(parts[node, place])
+
+    def gather(self, data: torch.Tensor, into: torch.Tensor | None, root: int, wait: Wait) -> None:
+        """The carrier's."""
+        self._carrier.gather(data, into, root, wait)
+
+    def scatter(
+        self, data: torch.Tensor | None, sizes: Sequence[int], into: torch.Tensor, root: int, wait: Wait
+    ) -> None:
+        """The carrier's."""
+        self._carrier.scatter(data, sizes, into, root, wait)
+
+    def all_to_all(
+        self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
+    ) -> None:
+        """The carrier's."""
+        self._carrier.all_to_all(data, sizes, into, into_sizes, wait)
+
+    def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:
+        """The carrier's."""
+        self._carrier.send(data, dst, tag, wait)
+
+    def recv(self, data: torch.Tensor, src: int, tag: int, wait: Wait) -> None:
+        """The carrier's."""
+        self._carrier.recv(data, src, tag, wait)
+
+    @property
+    def _node_rank(self) -> int:
+        return self.place.nodes[self.rank]
+
+    def _home(self, root: int) -> tuple[int, int]:
+        """Root's host, and its place there."""
+        node = self.place.nodes[root]
+        return node, self.place.nodes[:root].count(node)

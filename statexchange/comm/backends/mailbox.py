@@ -1,0 +1,104 @@
+"""The mailbox of a pair of ranks on one host: what one sends to the other, in order, through shared memory.
+
+Two tags carry short notes, which lie in the mailbox itself; the third carries data through a ring of two chunks, which
+the sender makes with its first. Each has a count of what was posted and one of what was taken, as only one rank writes
+each of them.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from statexchange.comm.failure.control_page import ControlPage
+from statexchange.comm.wait import Wait
+from statexchange.shared_memory import Arena, Attached, attach
+
+__all__ = ["Mailbox"]
+
+_NOTE_BYTES = 320
+_CHUNK_BYTES = 1 << 18
+_NOTES = 64  # after the counts
+_ADDRESS = _NOTES + 2 * _NOTE_BYTES
+_OFFER_TAG, _DATA_TAG = 0, 2
+
+
+class Mailbox:
+    """One end of the mailbox from `src` to `dst`."""
+
+    def __init__(self, page: ControlPage, src: int, dst: int) -> None:
+        self._page = page
+        self._peer = dst if page.rank == src else src
+        self._memory = page.box(src, dst)
+        self._counts = self._memory[:_NOTES].cast("Q")
+        self._ring: memoryview | None = None
+        self._made: Arena | None = None
+        self._attached: Attached | None = None
+
+    def put(self, data: Any, tag: int, wait: Wait) -> None:
+        """Send the uint8 array `data`; returns when it is copied."""
+        posted, taken = 2 * tag, 2 * tag + 1
+        room = 1 if tag != _DATA_TAG else 2
+        if tag == _OFFER_TAG:
+            self._open_ring()  # before the offer: who has answered it has the ring, even if we leave then
+        elif tag == _DATA_TAG and self._made is not None:
+            self._made.unlink()
+        for piece in self._pieces(data, tag):
+            self._until(lambda: self._counts[posted] - self._counts[taken] < room, wait)
+            self._place(tag, self._counts[posted])[: len(piece)] = piece
+            self._counts[posted] += 1
+
+    def take(self, data: Any, tag: int, wait: Wait) -> None:
+        """Receive into the uint8 array `data`."""
+        posted, taken = 2 * tag, 2 * tag + 1
+        for piece in self._pieces(data, tag):
+            self._until(lambda: self._counts[posted] > self._counts[taken], wait)
+            if tag == _OFFER_TAG:
+                self._open_ring()
+            piece[:] = self._place(tag, self._counts[taken])[: len(piece)]
+            self._counts[taken] += 1
+
+    def _pieces(self, data: Any, tag: int) -> list[Any]:
+        if tag != _DATA_TAG:
+            assert len(data) <= _NOTE_BYTES
+            return [memoryview(data)]
+        return [memoryview(data[at : at + _CHUNK_BYTES]) for at in range(0, len(data), _CHUNK_BYTES)]
+
+    def _place(self, tag: int, number: int) -> memoryview:
+        if tag != _DATA_TAG:
+            return self._memory[_NOTES + tag * _NOTE_BYTES :][:_NOTE_BYTES]
+        ring = self._open_ring()
+        return ring[(number & 1) * _CHUNK_BYTES :][:_CHUNK_BYTES]
+
+    def _open_ring(self) -> memoryview:
+        """The sender makes the ring before its first offer; the receiver opens it when that has come."""
+        if self._ring is None:
+            slot = self._memory[_ADDRESS:]
+            length = int.from_bytes(slot[:2], "little")
+            if length:
+                self._attached = attach(json.loads(bytes(slot[2 : 2 + length])))
+                self._ring = self._attached.view
+            else:
+                self._made = Arena.create(2 * _CHUNK_BYTES, self._page.kind)
+                address = json.dumps(self._made.address).encode()
+                slot[2 : 2 + len(address)] = address
+                slot[:2] = len(address).to_bytes(2, "little")
+                self._ring = self._made.view
+        return self._ring
+
+    def _until(self, done: Any, wait: Wait) -> None:
+        def settled() -> bool:
+            reason = self._page.departure_of(self._peer, wait.doing) if self._page.has_left(self._peer) else None
+            if done():  # looked at last: a peer may post and leave between two looks
+                return True
+            if reason is not None:
+                raise reason
+            return False
+
+        wait.until(settled)
+
+    def close(self) -> None:
+        """Give up the ring, if it is ours."""
+        if self._made is not None:
+            self._ring = None
+            self._made.close()

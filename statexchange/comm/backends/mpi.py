@@ -1,0 +1,331 @@
+"""Messages and tensors through an MPI communicator (mpi4py). Requests are polled, never waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from statexchange.comm.backends.backend import Backend
+from statexchange.comm.wait import Wait, yield_core
+from statexchange.errors import MissingExtraError, NotInitializedError, PeerError, StallError
+from statexchange.settings import Launch, default_timeout_s
+from statexchange.tensors import DTYPE_NAMES
+
+if TYPE_CHECKING:
+    import torch
+
+    from statexchange.comm.backends.arithmetic import Finish
+
+__all__ = ["MPIBackend", "world"]
+
+_RECORD, _INLINE = 256, 248  # bytes of a message that goes in one step, and how much of it is payload
+_FIRST_FREE_TAG = 3
+_LONG_BYTES = 1 << 16
+_SPIN_S, _TESTS = 0.005, 16  # how long to ask for a long message at once, and how often between two yields
+_MANY_TAGS = 30_000
+# By name, and so without torch. Never by what mpi4py finds out: it takes bfloat16 for bytes, and sums those.
+_FLOATS = {"F64": "DOUBLE", "F32": "FLOAT"}
+_INTS = {"I64": "INT64_T", "I32": "INT32_T", "I16": "INT16_T", "I8": "INT8_T", "U8": "UINT8_T"}
+_one_at_a_time = threading.Lock()
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return DTYPE_NAMES.get(str(dtype).removeprefix("torch."), "")
+
+
+def _mpi() -> Any:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: there is no MPI library
+        raise MissingExtraError(f'MPI needs mpi4py: pip install "statexchange[mpi]" ({error})') from error
+    return MPI
+
+
+def world(launch: Launch | None = None) -> Any:
+    """MPI's world, with an uncaught exception on any rank set to end the whole job. Not collective.
+
+    NotInitializedError if it is not the world that `launch` speaks of: the launcher is then none of this MPI's.
+    """
+    mpi = _mpi()
+    size = mpi.COMM_WORLD.Get_size()
+    if launch is not None and launch.variable and launch.world_size != size:
+        library = str(mpi.Get_library_version()).strip("\0").splitlines()[0]
+        raise NotInitializedError(
+            f"{launch.variable} says {launch.world_size} ranks, but MPI sees {size}: start them with the mpiexec that "
+            f"belongs to this MPI library ({library})"
+        )
+    _abort_on_uncaught()
+    return mpi.COMM_WORLD
+
+
+def _abort_on_uncaught() -> None:
+    """Without this the other ranks of a failed one would wait for ever in MPI_Finalize."""
+    previous: Callable[..., Any] = sys.excepthook
+    if getattr(previous, "ends_the_job", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        from mpi4py.run import set_abort_status
+
+        previous(kind, error, trace)
+        set_abort_status(error)
+
+    hook.ends_the_job = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
+
+class MPIBackend(Backend):
+    """One rank of an MPI communicator."""
+
+    name = "mpi"
+
+    def __init__(self, comm: Any, *, own: bool = False, timeout_s: float | None = None) -> None:
+        """Collective over `comm`, of which it makes a duplicate unless it is given its `own`."""
+        self._mpi = _mpi()
+        several = self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE
+        self._guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext() if several else _one_at_a_time
+        self._abandoned: list[Any] = []
+        self._datatypes: dict[Any, Any] = {}  # of MPI, by those of torch
+        self.rank = int(comm.Get_rank())
+        self.world_size = int(comm.Get_size())
+        self._comm = comm if own else self._duplicate(comm, default_timeout_s() if timeout_s is None else timeout_s)
+        self._comm.Set_errhandler(self._mpi.ERRORS_RETURN)
+
+    def _duplicate(self, comm: Any, timeout_s: float) -> Any:
+        wait = Wait(timeout_s, "the meeting of all ranks")
+        self._meet_in_collectives(comm, wait)
+        made: list[Any] = []
+
+        def post() -> Any:
+            duplicate, request = comm.Idup()
+            made.append(duplicate)
+            return request
+
+        self._run(post, 0, wait)
+        return made[0]
+
+    def exchange(self, payload: bytes, wait: Wait) -> list[bytes]:
+        """Every rank's payload: short ones by one all-gather, what is left of long ones by a second."""
+        if self.world_size == 1:
+            return [payload]
+        record = (len(payload).to_bytes(8, "little") + payload[:_INLINE]).ljust(_RECORD, b"\0")
+        records = self._gathered(record, [_RECORD] * self.world_size, wait)
+        sizes = [int.from_bytes(r[:8], "little") for r in records]
+        rests = [max(size - _INLINE, 0) for size in sizes]
+        if not any(rests):
+            return [r[8 : 8 + size] for r, size in zip(records, sizes, strict=True)]
+        tails = self._gathered(payload[_INLINE:], rests, wait)
+        return [r[8 : 8 + size] + tail for r, size, tail in zip(records, sizes, tails, strict=True)]
+
+    def _gathered(self, ours: bytes, sizes: list[int], wait: Wait) -> list[bytes]:
+        into = bytearray(sum(sizes))
+        byte = self._mpi.BYTE
+        here, there = [ours, len(ours), byte], [into, sizes, None, byte]
+        self._run(lambda: self._comm.Iallgatherv(here, there), len(into), wait)
+        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        return [bytes(into[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+
+    def _run(self, post: Callable[[], Any], nbytes: int, wait: Wait) -> None:
+        """Have `post` start something, and wait for it; while it is under way its request holds its buffers."""
+        requests: list[Any] = []
+        with self._keeping(requests, wait):
+            with self._guard:
+                requests.append(post())
+            wait.until(self._test(requests[0], nbytes))
+
+    @contextlib.contextmanager
+    def _keeping(self, requests: list[Any], wait: Wait) -> Iterator[None]:
+        """Keep the requests, and so their buffers, if what is done with them fails; MPI's errors become PeerError."""
+        try:
+            yield
+        except BaseException as error:
+            self._abandoned.append(requests)
+            if isinstance(error, self._mpi.Exception):
+                raise PeerError(-1, wait.doing, (str(error).splitlines() or ["MPI failed"])[0]) from error
+            raise
+
+    def _test(self, request: Any, nbytes: int) -> Callable[[], bool]:
+        """Whether `request` is done. Some MPIs move long messages in pieces, and only while they are asked."""
+
+        def guarded() -> bool:
+            with self._guard:
+                return bool(request.Test())
+
+        test = guarded if self._guard is _one_at_a_time else request.Test
+
+        def test_long() -> bool:
+            end = time.perf_counter() + _SPIN_S
+            while time.perf_counter() < end:
+                for _ in range(_TESTS):
+                    if test():
+                        return True
+                yield_core()
+            return False
+
+        return test if nbytes < _LONG_BYTES else test_long
+
+    def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:
+        """A communicator of `ranks`; only they take part in making it. StallError names who does not come."""
+        tag = _FIRST_FREE_TAG + zlib.crc32(repr(list(ranks)).encode()) % _MANY_TAGS
+        self._meet(ranks, tag, Wait(timeout_s, f"the making of a group of ranks {list(ranks)}"))
+        with self._guard:  # does not wait: all are there
+            group = self._comm.Get_group().Incl(list(ranks))
+            return MPIBackend(self._comm.Create_group(group, tag), own=True)
+
+    def _meet_in_collectives(self, comm: Any, wait: Wait) -> None:
+        """Return when all ranks of the caller's `comm` have called; StallError names who has not.
+
+        A message from rank to rank could be taken by a receive of the caller's own that waits for any tag, but never
+        one within a collective. Each rank scatters a byte to all: as only the root knows the sizes, MPIs send it from
+        the root itself, so that the n-th scatter ends where the n-th rank has called.
+        """
+        here = [bytes(self.world_size), [1] * self.world_size, None, self._mpi.BYTE]
+        came: dict[int, Any] = {}
+        with self._keeping([came], wait):
+            with self._guard:
+                for rank in range(self.world_size):
+                    there = [bytearray(1), 1, self._mpi.BYTE]
+                    came[rank] = comm.Iscatterv(here if rank == self.rank else None, there, rank)
+            self._await(came, [], wait)
+
+    def _meet(self, ranks: Sequence[int], tag: int, wait: Wait) -> None:
+        """Return when all `ranks` of this backend have called; StallError names who has not.
+
+        Empty messages go between all pairs: making a communicator has no request that could be polled.
+        """
+        others = [rank for rank in ranks if rank != self.rank]
+        nothing = [bytearray(1), 0, self._mpi.BYTE]
+        sent: list[Any] = []
+        came: dict[int, Any] = {}
+        with self._keeping([sent, came], wait):
+            with self._guard:
+                came.update({rank: self._comm.Irecv(nothing, rank, tag) for rank in others})
+                sent.extend(self._comm.Isend(nothing, rank, tag) for rank in others)
+            try:
+                self._await(came, sent, wait)
+            except StallError as error:
+                for rank in error.missing:
+                    came[rank].Cancel()  # or MPI could not finalize
+                raise
+
+    def _await(self, came: dict[int, Any], sent: Sequence[Any], wait: Wait) -> None:
+        """Return when all requests are done; StallError names the ranks whose requests in `came` are not."""
+        missing = list(came)
+
+        def done() -> bool:
+            missing[:] = [rank for rank in missing if not self._test(came[rank], 0)()]
+            return not missing and all(self._test(request, 0)() for request in sent)
+
+        try:
+            wait.until(done)
+        except StallError:
+            text = f"ranks {missing} did not reach {wait.doing} in {wait.timeout_s:g} s"
+            raise StallError(text, missing=tuple(missing), rank=missing[0] if missing else None) from None
+
+    def reduces(self, op: str, dtype: torch.dtype) -> bool:
+        """What MPI has a type for; its minimum and maximum of NaN depend on the order of ranks."""
+        name = _name_of(dtype)
+        return name in _INTS or (name in _FLOATS and op in ("sum", "prod"))
+
+    def _typed(self, tensor: torch.Tensor, count: int | None = None) -> list[Any] | None:
+        """`tensor` as MPI takes it; None if MPI has no type for it."""
+        datatype = self._datatype_of(tensor.dtype)
+        if datatype is None:
+            return None
+        return [tensor.numpy(), tensor.numel() if count is None else count, datatype]
+
+    def _datatype_of(self, dtype: torch.dtype) -> Any:
+        if dtype not in self._datatypes:
+            name = {**_FLOATS, **_INTS}.get(_name_of(dtype))
+            self._datatypes[dtype] = None if name is None else getattr(self._mpi, name)
+        return self._datatypes[dtype]
+
+    def _op(self, op: str) -> Any:
+        return getattr(self._mpi, op.upper())
+
+    def all_reduce(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
+        """By Iallreduce, in place. Collective."""
+        typed = self._typed(tensor)
+        if typed is None:
+            super().all_reduce(tensor, op, finish, wait)
+        elif tensor.numel():
+            self._run(lambda: self._comm.Iallreduce(self._mpi.IN_PLACE, typed, self._op(op)), tensor.nbytes, wait)
+            finish(tensor)
+
+    def reduce(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
+        """By Ireduce, in place on `root`. Collective."""
+        typed = self._typed(tensor)
+        if typed is None:
+            super().reduce(tensor, op, root, finish, wait)
+        elif tensor.numel():
+            here, there = (self._mpi.IN_PLACE, typed) if self.rank == root else (typed, None)
+            self._run(lambda: self._comm.Ireduce(here, there, self._op(op), root), tensor.nbytes, wait)
+            if self.rank == root:
+                finish(tensor)
+
+    def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
+        """By Ireduce_scatter_block. Collective."""
+        typed, there = self._typed(tensor, into.numel()), self._typed(into)
+        if typed is None:
+            super().reduce_scatter(tensor, into, op, finish, wait)
+        elif tensor.numel():
+            self._run(lambda: self._comm.Ireduce_scatter_block(typed, there, self._op(op)), tensor.nbytes, wait)
+            finish(into)
+
+    def _bytes(self, data: torch.Tensor) -> list[Any]:
+        return [data.numpy(), data.numel(), self._mpi.BYTE]
+
+    def _parts(self, data: torch.Tensor, sizes: Sequence[int]) -> list[Any]:
+        return [data.numpy(), list(sizes), None, self._mpi.BYTE]
+
+    def broadcast(self, data: torch.Tensor, root: int, wait: Wait) -> None:
+        """By Ibcast. Collective."""
+        if data.numel():
+            self._run(lambda: self._comm.Ibcast(self._bytes(data), root), data.numel(), wait)
+
+    def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
+        """By Iallgather. Collective."""
+        if data.numel():
+            there = [into.numpy(), data.numel(), self._mpi.BYTE]
+            self._run(lambda: self._comm.Iallgather(self._bytes(data), there), into.numel(), wait)
+
+    def gather(self, data: torch.Tensor, into: torch.Tensor | None, root: int, wait: Wait) -> None:
+        """By Igather. Collective."""
+        if data.numel():
+            there = None if into is None else [into.numpy(), data.numel(), self._mpi.BYTE]
+            nbytes = data.numel() * self.world_size
+            self._run(lambda: self._comm.Igather(self._bytes(data), there, root), nbytes, wait)
+
+    def scatter(
+        self, data: torch.Tensor | None, sizes: Sequence[int], into: torch.Tensor, root: int, wait: Wait
+    ) -> None:
+        """By Iscatterv. Collective."""
+        if sum(sizes):
+            here = None if data is None else self._parts(data, sizes)
+            self._run(lambda: self._comm.Iscatterv(here, self._bytes(into), root), sum(sizes), wait)
+
+    def all_to_all(
+        self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
+    ) -> None:
+        """By Ialltoallv. Collective."""
+        here, there = self._parts(data, sizes), self._parts(into, into_sizes)
+        self._run(lambda: self._comm.Ialltoallv(here, there), data.numel() + into.numel(), wait)
+
+    def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:
+        """By Isend. Not collective."""
+        if data.numel():
+            self._run(lambda: self._comm.Isend(self._bytes(data), dst, tag), data.numel(), wait)
+
+    def recv(self, data: torch.Tensor, src: int, tag: int, wait: Wait) -> None:
+        """By Irecv. Not collective."""
+        if data.numel():
+            self._run(lambda: self._comm.Irecv(self._bytes(data), src, tag), data.numel(), wait)
+
+    def close(self) -> None:
+        """Nothing: freeing an MPI communicator is collective, so it is left to MPI_Finalize."""

@@ -1,0 +1,153 @@
+"""Which reduction of which dtype is right on which backend; what cannot be right is refused before anything is sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from statexchange.comm.backends.arithmetic import COMPLEX, FLOATS, HALVES, INTS, NOTHING, Finish
+from statexchange.comm.backends.backend import Backend
+from statexchange.comm.wait import Wait
+from statexchange.errors import InvalidArgumentError, NumericOverflowError, UnsupportedError
+
+__all__ = ["OPS", "Reduction", "op_name"]
+
+_INT64_MAX = 2**63 - 1
+OPS = ("sum", "avg", "min", "max", "prod")
+
+
+def op_name(op: object) -> str:
+    """One of OPS for a name or a torch ReduceOp."""
+    name = op.lower() if isinstance(op, str) else str(op).rpartition(".")[2].lower()
+    name = {"product": "prod"}.get(name, name)
+    if name not in OPS:
+        raise InvalidArgumentError(f"unknown op {op!r}; known: {', '.join(OPS)}")
+    return name
+
+
+def _range_of_results(limits: torch.iinfo, factor: int) -> tuple[int, int]:
+    """Return the least and the greatest integer of int64 that times `factor` lies within `limits`."""
+    if factor == 0:
+        return -_INT64_MAX - 1, _INT64_MAX
+    low, high = (limits.min, limits.max) if factor > 0 else (-limits.max, -limits.min)
+    size = abs(factor)
+    return max(-(-low // size), -_INT64_MAX - 1), min(high // size, _INT64_MAX)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How one dtype is reduced by one op on one backend: made by `of`, which refuses what cannot be right."""
+
+    op: str
+    dtype: torch.dtype
+    finish: Finish
+    native: bool
+    text: str
+    """The operation in words."""
+
+    @classmethod
+    def of(cls, op: object, dtype: torch.dtype, scale: float, backend: Backend) -> Reduction:
+        """UnsupportedError, a TypeError, for a cell that has no right value."""
+        factor = float(scale)
+        if factor != 1:
+            return cls._of(op_name(op), dtype, factor, backend)
+        known: Reduction | None = backend.reductions.get((op, dtype))
+        if known is None:
+            known = backend.reductions[op, dtype] = cls._of(op_name(op), dtype, 1.0, backend)
+        return known
+
+    @classmethod
+    def _of(cls, op: str, dtype: torch.dtype, scale: float, backend: Backend) -> Reduction:
+        plain = "sum" if op == "avg" else op
+        exact = dtype in INTS or dtype == torch.bool
+        if not exact and dtype not in FLOATS + COMPLEX:
+            raise UnsupportedError(f"{dtype} can be moved but not reduced: convert it first")
+        if dtype in COMPLEX and plain in ("min", "max"):
+            raise UnsupportedError(f"{op} of {dtype}: complex numbers have no order")
+        if exact and op == "avg":
+            raise UnsupportedError(f"avg of {dtype}: convert it to a floating dtype first")
+        if exact and scale != 1 and (dtype == torch.bool or not float(scale).is_integer()):
+            raise UnsupportedError(f"{dtype} cannot be scaled by {scale}: convert it to a floating dtype first")
+        native = backend.reduces(plain, dtype)
+        if dtype in COMPLEX and plain == "sum":  # torch adds b times one, of which infinities become NaN
+            native = False
+        if exact:  # sums and products must be looked at for overflow
+            native = native and dtype != torch.bool and plain in ("min", "max") and scale == 1
+        finish = Finish(backend.world_size if op == "avg" else 1, scale)
+        text = ("avg" if finish.divisor != 1 else plain) + (f" times {scale!r}" if scale != 1 else "")
+        return cls(plain, dtype, finish, native, text)
+
+    def all_reduce(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> None:
+        """`tensor` becomes the reduction. Collective."""
+        if self.native:
+            backend.all_reduce(tensor, self.op, self.finish, wait)
+        else:
+            tensor.copy_(self._widely(backend, tensor, wait))
+
+    def reduce(self, backend: Backend, tensor: torch.Tensor, root: int, wait: Wait) -> None:
+        """`tensor` becomes the reduction on `root`; elsewhere it stays as it is. Collective."""
+        if self.native:
+            backend.reduce(tensor, self.op, root, self.finish, wait)
+            return
+        result = self._widely(backend, tensor, wait)
+        if backend.rank == root:
+            tensor.copy_(result)
+
+    def reduce_scatter(self, backend: Backend, tensor: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
+        """`into` becomes this rank's part of the reduction. Collective."""
+        if self.native:
+            backend.reduce_scatter(tensor, into, self.op, self.finish, wait)
+        else:
+            into.copy_(self._widely(backend, tensor, wait).view(backend.world_size, -1)[backend.rank])
+
+    def _widely(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
+        """The reduction of `tensor` in a dtype in which the backend is right, or by plain arithmetic."""
+        if self.dtype == torch.bool:
+            return self._run(backend, tensor.to(torch.uint8), "max" if self.op in ("sum", "max") else "min", wait)
+        if self.dtype in INTS:
+            return self._integers(backend, tensor, wait)
+        if self.dtype in COMPLEX:
+            return self._complex(backend, tensor, wait)
+        wide = tensor.to(torch.float32) if self.dtype in HALVES else tensor.clone()
+        result = (
+            self._with_nan(backend, wide, wait)
+            if self.op in ("min", "max")
+            else self._run(backend, wide, self.op, wait)
+        )
+        self.finish(result)
+        return result
+
+    def _run(self, backend: Backend, tensor: torch.Tensor, op: str, wait: Wait) -> torch.Tensor:
+        backend.all_reduce(tensor, op, NOTHING, wait)
+        return tensor
+
+    def _with_nan(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
+        """What a transport makes of NaN in min and max depends on the order of ranks: so NaN goes beside."""
+        nan = tensor.isnan()
+        anywhere = self._run(backend, nan.to(torch.uint8), "max", wait).bool()
+        least = float("-inf") if self.op == "max" else float("inf")
+        return self._run(backend, tensor.masked_fill_(nan, least), self.op, wait).masked_fill_(anywhere, float("nan"))
+
+    def _integers(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
+        """In int64, and in float64 beside it where int64 could wrap; what does not fit is an error on every rank."""
+        factor = int(self.finish.scale)
+        result = self._run(backend, tensor.to(torch.int64, copy=True), self.op, wait)
+        least, most = _range_of_results(torch.iinfo(self.dtype), factor)
+        outside = (result < least) | (result > most)
+        if self.op == "prod" or (self.op == "sum" and self.dtype == torch.int64):
+            # A result that has wrapped is off by a multiple of 2**64, far more than float64 is.
+            near = self._run(backend, tensor.double(), self.op, wait)
+            outside |= near.sub_(result).abs_() > 2.0**63
+        if bool(outside.any()) or abs(factor) > _INT64_MAX:
+            raise NumericOverflowError(f"the {self.op} over ranks does not fit into {self.dtype}: convert it first")
+        return result * factor
+
+    def _complex(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
+        result = tensor.clone()
+        if self.op == "sum":
+            self._run(backend, torch.view_as_real(result).view(-1), "sum", wait)
+            self.finish(result)
+        else:
+            Backend.all_reduce(backend, result, self.op, self.finish, wait)
+        return result

@@ -1,0 +1,425 @@
+"""Collectives of ranks on one host, through shared memory alone; tensors that lie in it are not even copied.
+
+Every rank has a desk, two windows of shared memory that are used in turn. What lies in ordinary memory goes over the
+desks window by window, so that it stays in cache; a tensor from `empty` is reduced where it lies. Each rank reduces its
+own slice, in rank order, so that all ranks get equal bits. Ranks meet once per window: whoever has passed a meeting
+knows that nobody reads the window before the last any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from statexchange.comm.backends.arithmetic import Finish, reduce_parts
+from statexchange.comm.backends.backend import Backend
+from statexchange.comm.backends.mailbox import Mailbox
+from statexchange.comm.failure.control_page import ControlPage, DifferentCallsError
+from statexchange.comm.wait import Wait
+from statexchange.errors import StorageError
+from statexchange.shared_memory import Arena, ArenaPool, Attached, attach
+
+__all__ = ["SharedMemoryBackend"]
+
+_log = logging.getLogger("statexchange")
+_WINDOW_BYTES = 1 << 20
+_SMALL_BYTES = 1 << 19  # of all ranks together: up to here every rank reduces everything, which saves a meeting
+_CHUNK_BYTES = 1 << 18  # stays in cache between the reduction and the copies of its result
+_KEPT_CUTS = 256
+_LINE_BYTES = 64
+_OFFSET_BITS = 40
+_DESKS, _REGION, _SIZES, _MESSAGE = 1, 2, 3, 4  # fingerprints of its own meetings
+
+
+@dataclass(slots=True)
+class _Region:
+    """Our memory of one `empty` call, as long as somebody refers to it."""
+
+    arena: Arena
+    base: weakref.ref[Any]
+    address: int
+    nbytes: int
+
+
+def _tensor_over(memory: Any) -> torch.Tensor:
+    """Not an inference tensor, even if it is made for a caller in inference mode: it outlives the call."""
+    with torch.inference_mode(False):
+        return torch.from_numpy(memory)
+
+
+class SharedMemoryBackend(Backend):
+    """One rank of a host. Its meetings go through `page`; `carrier` is only asked for subsets."""
+
+    name = "shm"
+    meets = True
+
+    def __init__(self, page: ControlPage, carrier: Backend, name: str = "shm") -> None:
+        self.name = name
+        self.rank = page.rank
+        self.world_size = page.world_size
+        self._small_bytes = min(_SMALL_BYTES // self.world_size, _WINDOW_BYTES)
+        self._page = page
+        self._carrier = carrier
+        self._pool = ArenaPool(page.kind)
+        self._desk: Arena | None = None
+        self._turn = 0
+        self._windows: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        self._typed: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._cut: dict[tuple[torch.dtype, int], tuple[list[torch.Tensor], ...]] = {}
+        self._regions: dict[int, _Region] = {}
+        self._idents: dict[int, list[str]] = {}  # of every rank's arena, by the number of the `empty` call
+        self._opened = 0
+        self._said_full = False
+        self._attached: dict[str, Attached] = {}
+        self._boxes: dict[tuple[int, int], Mailbox] = {}
+
+    def exchange(self, payload: bytes, wait: Wait) -> list[bytes]:
+        """Every rank's payload, through the page."""
+        return self._page.exchange(payload, None, _MESSAGE, wait)
+
+    def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:
+        """The carrier's."""
+        return self._carrier.subset(ranks, timeout_s)
+
+    def leave(self, error: BaseException | None) -> None:
+        """By the page."""
+        self._page.leave(error)
+
+    def close(self) -> None:
+        """Give up all memory; what tensors refer to lives as long as they do."""
+        self.release()
+        self._carrier.close()
+
+    def release(self) -> None:
+        """Give up all memory, but not the carrier."""
+        self._page.leave()
+        for region in self._regions.values():
+            region.arena.close()
+        self._regions.clear()
+        self._idents.clear()
+        self._pool.close()
+        if self._desk is not None:
+            self._desk.close()
+        self._typed.clear()
+        self._cut.clear()
+        self._windows = ([], [])
+        self._attached.clear()
+        for box in self._boxes.values():
+            box.close()
+
+    # Where memory lies
+
+    def _window(self, dtype: torch.dtype, wait: Wait) -> list[torch.Tensor]:
+        """Every rank's window of the next turn, as `dtype`. Collective, the first time."""
+        typed = self._typed_windows(dtype, wait)
+        self._turn ^= 1
+        return typed[self._turn]
+
+    def _typed_windows(self, dtype: torch.dtype, wait: Wait) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Every rank's two windows, as `dtype`. Collective, the first time."""
+        typed = self._typed.get(dtype)
+        if typed is None:
+            if not self._windows[0]:
+                self._set_up_desks(wait)
+            with torch.inference_mode(False):  # see _tensor_over
+                first, second = ([window.view(dtype) for window in half] for half in self._windows)
+            typed = self._typed[dtype] = (first, second)
+        return typed
+
+    def reserve(self, wait: Wait) -> bool:
+        """Take the memory that collectives need now; False, on all ranks, if there is too little room. Collective.
+
+        A memfd is limited only by the memory of the machine, but /dev/shm may be tiny, as in containers.
+        """
+        with contextlib.suppress(StorageError):
+            self._desk = Arena.create(2 * _WINDOW_BYTES, self._page.kind)
+        answers = self._offer_desk(wait)
+        if any(answer is None for answer in answers):
+            return False
+        self._attach_desks(answers, wait)
+        return True
+
+    def _set_up_desks(self, wait: Wait) -> None:
+        if self._desk is None:  # else a mismatch came in between
+            self._desk = Arena.create(2 * _WINDOW_BYTES, self._page.kind)
+        self._attach_desks(self._offer_desk(wait), wait)
+
+    def _offer_desk(self, wait: Wait) -> list[Any]:
+        """Return the address of every rank's memory, None where it has none. Collective."""
+        offer = None if self._desk is None else self._desk.address
+        return [json.loads(answer) for answer in self._page.exchange(json.dumps(offer).encode(), None, _DESKS, wait)]
+
+    def _attach_desks(self, addresses: Sequence[Any], wait: Wait) -> None:
+        desks = [_tensor_over(self._base_of(address)) for address in addresses]
+        self._page.sync(wait)
+        assert self._desk is not None
+        self._desk.unlink()
+        with torch.inference_mode(False):
+            self._windows = ([d[:_WINDOW_BYTES] for d in desks], [d[_WINDOW_BYTES:] for d in desks])
+
+    def _base_of(self, address: dict[str, Any]) -> Any:
+        ident = address["id"]
+        if ident not in self._attached:
+            self._attached[ident] = attach(address)
+        return self._attached[ident].lend()
+
+    def empty(self, nbytes: int, wait: Wait) -> torch.Tensor:
+        """Memory that all ranks see; it is recycled once no tensor of this rank refers to it.
+
+        Where there is too little room for a rank's, all get ordinary memory, with a warning.
+        """
+        self._recycle()
+        arena = self._acquire(nbytes)
+        owned = [*self._pool.idents(), *(region.arena.ident for region in self._regions.values())]
+        address = arena.address if arena is not None else None
+        offer = json.dumps({"address": address, "owns": owned, "numbers": list(self._regions)}).encode()
+        answers = [json.loads(answer) for answer in self._page.exchange(offer, None, _REGION, wait)]
+        if arena is None or any(answer["address"] is None for answer in answers):
+            self._say_full(nbytes)
+            if arena is not None:
+                self._pool.release(arena)
+            return super().empty(nbytes, wait)
+        numbers = {number for answer in answers for number in answer["numbers"]}
+        self._idents = {number: idents for number, idents in self._idents.items() if number in numbers}
+        desk = {self._desk.ident} if self._desk is not None else set()
+        kept = {ident for answer in answers for ident in [*answer["owns"], answer["address"]["id"]]} | desk
+        for ident in self._attached.keys() - kept:
+            if not self._attached[ident].referenced:
+                del self._attached[ident]
+        bases = [self._base_of(answer["address"]) for answer in answers]
+        self._page.sync(wait)
+        arena.unlink()
+        self._opened += 1
+        base = bases[self.rank][:nbytes]
+        self._idents[self._opened] = [answer["address"]["id"] for answer in answers]
+        self._regions[self._opened] = _Region(arena, weakref.ref(base), base.ctypes.data, nbytes)
+        return _tensor_over(base)
+
+    def _acquire(self, nbytes: int) -> Arena | None:
+        try:
+            return self._pool.acquire(nbytes)
+        except StorageError:
+            return None
+
+    def _say_full(self, nbytes: int) -> None:
+        if self.rank == 0 and not self._said_full:
+            _log.warning("no room for %d bytes of shared memory on each rank: its tensors will be copied", nbytes)
+        self._said_full = True
+
+    def _recycle(self) -> None:
+        for number, region in list(self._regions.items()):
+            if region.base() is None:
+                del self._regions[number]
+                self._pool.release(region.arena)
+
+    def _locate(self, tensor: torch.Tensor) -> int:
+        """A number by which the others find `tensor`, 0 if it lies in no shared memory."""
+        address = tensor.data_ptr()
+        nbytes = tensor.numel() * tensor.itemsize
+        for number, region in self._regions.items():
+            if region.address <= address and address + nbytes <= region.address + region.nbytes:
+                return number << _OFFSET_BITS | (address - region.address)
+        return 0
+
+    def _at(self, location: int, rank: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Rank's counterpart of `tensor`."""
+        if rank == self.rank:
+            return tensor
+        ident = self._idents[location >> _OFFSET_BITS][rank]
+        begin = location & ((1 << _OFFSET_BITS) - 1)
+        base = _tensor_over(self._attached[ident].lend())
+        return base[begin : begin + tensor.numel() * tensor.itemsize].view(tensor.dtype)
+
+    # Reductions
+
+    def all_reduce(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
+        """In place where the tensors lie in shared memory, over the desks elsewhere, and where that takes longer."""
+        if tensor.nbytes <= self._small_bytes:
+            self._reduce_all(tensor, op, finish, wait, keeps=True)
+            return
+        locations = wait.enter(self._locate(tensor))
+        if all(locations):
+            self._reduce_in_place([self._at(at, r, tensor) for r, at in enumerate(locations)], op, finish)
+            self._page.sync(wait)
+        else:
+            self._reduce_by_windows(tensor, op, finish, wait, keeps=True)
+
+    def reduce(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
+        """Over the desks."""
+        keeps = self.rank == root
+        if tensor.nbytes <= self._small_bytes:
+            self._reduce_all(tensor, op, finish, wait, keeps=keeps)
+        else:
+            wait.enter()
+            self._reduce_by_windows(tensor, op, finish, wait, keeps=keeps)
+
+    def _reduce_all(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait, *, keeps: bool) -> None:
+        parts = self._small_parts(tensor.dtype, tensor.numel(), wait)
+        parts[self.rank].copy_(tensor)
+        try:
+            wait.enter()
+        except DifferentCallsError:
+            self._turn ^= 1  # others have not put anything down
+            raise
+        if keeps:
+            reduce_parts(tensor, parts, op, finish)
+
+    def _small_parts(self, dtype: torch.dtype, n: int, wait: Wait) -> list[torch.Tensor]:
+        """The first `n` elements of every rank's window of this turn; kept, as cutting them takes longer than adding
+        them up."""
+        cut = self._cut.get((dtype, n))
+        if cut is None:
+            typed = self._typed_windows(dtype, wait)
+            if len(self._cut) >= _KEPT_CUTS:
+                self._cut.clear()
+            with torch.inference_mode(False):  # see _tensor_over
+                cut = tuple([window[:n] for window in half] for half in typed)
+            self._cut[dtype, n] = cut
+        self._turn ^= 1
+        return cut[self._turn]
+
+    def _reduce_in_place(self, parts: Sequence[torch.Tensor], op: str, finish: Finish) -> None:
+        """Our slice of all ranks' tensors, chunk by chunk, with the result in each of them."""
+        begin, end = self._slices(parts[0])[self.rank]
+        step = _CHUNK_BYTES // parts[0].itemsize
+        others = [part for rank, part in enumerate(parts) if rank != self.rank]
+        for at in range(begin, end, step):
+            chunk = slice(at, min(at + step, end))
+            result = parts[self.rank][chunk]
+            reduce_parts(result, [part[chunk] for part in parts], op, finish)
+            for part in others:
+                part[chunk].copy_(result)
+
+    def _slices(self, tensor: torch.Tensor) -> list[tuple[int, int]]:
+        """What part of a tensor each rank reduces: equal shares, cut at cache lines."""
+        n, line = tensor.numel(), max(_LINE_BYTES // tensor.itemsize, 1)
+        share = -(-n // (self.world_size * line)) * line
+        return [(min(r * share, n), min((r + 1) * share, n)) for r in range(self.world_size)]
+
+    def _reduce_by_windows(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait, *, keeps: bool) -> None:
+        """The next window is put on the desk before the meeting that makes this one's result readable.
+
+        It must not touch the slice of the window before, whose result may still be read: so all are cut alike.
+        """
+        pieces = torch.split(tensor, _WINDOW_BYTES // tensor.itemsize)
+        last = pieces[-1].numel()
+        full = self._slices(pieces[0])
+        cuts = [full] * (len(pieces) - 1) + [[(min(begin, last), min(end, last)) for begin, end in full]]
+        desks = self._lay_out(pieces[0], cuts[0], wait)
+        self._page.sync(wait)
+        for i, piece in enumerate(pieces):
+            begin, end = cuts[i][self.rank]
+            parts = [piece if rank == self.rank else desk for rank, desk in enumerate(desks)]
+            result = desks[self.rank][begin:end]
+            reduce_parts(result, [part[begin:end] for part in parts], op, finish)
+            following = self._lay_out(pieces[i + 1], cuts[i + 1], wait) if i + 1 < len(pieces) else []
+            self._page.sync(wait)
+            if keeps:
+                for rank, (b, e) in enumerate(cuts[i]):
+                    piece[b:e].copy_(desks[rank][b:e])
+            desks = following
+
+    def _lay_out(self, piece: torch.Tensor, cuts: list[tuple[int, int]], wait: Wait) -> list[torch.Tensor]:
+        """Put what the others reduce on our desk; every rank's window, which is this turn's."""
+        desks = self._window(piece.dtype, wait)
+        begin, end = cuts[self.rank]
+        n = piece.numel()
+        desks[self.rank][:begin].copy_(piece[:begin])
+        desks[self.rank][end:n].copy_(piece[end:])
+        return desks
+
+    def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
+        """Over the desks, with a part of every rank's share in each window."""
+        wait.enter()
+        rows = tensor.view(self.world_size, -1)
+        step = _WINDOW_BYTES // tensor.itemsize // self.world_size
+        for at in range(0, into.numel(), step):
+            block = rows[:, at : at + step]
+            width = block.shape[1]
+            desks = [desk[: block.numel()].view_as(block) for desk in self._window(tensor.dtype, wait)]
+            desks[self.rank].copy_(block)
+            self._page.sync(wait)
+            reduce_parts(into[at : at + width], [desk[self.rank] for desk in desks], op, finish)
+
+    # Moves
+
+    def broadcast(self, data: torch.Tensor, root: int, wait: Wait) -> None:
+        """Straight from root's memory if it is shared."""
+        ours = self.rank == root
+        location = wait.enter(self._locate(data) if ours else 0)[root]
+        if not location:
+            self._move(data if ours else None, data.numel(), [] if ours else [(root, 0, data)], wait)
+            return
+        if not ours:
+            data.copy_(self._at(location, root, data))
+        self._page.sync(wait)
+
+    def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
+        """Over the desks."""
+        wait.enter()
+        self._move(data, data.numel(), [(r, 0, part) for r, part in enumerate(self._parts(into))], wait)
+
+    def gather(self, data: torch.Tensor, into: torch.Tensor | None, root: int, wait: Wait) -> None:  # noqa: ARG002
+        """Over the desks."""
+        wait.enter()
+        parts = [] if into is None else self._parts(into)
+        self._move(data, data.numel(), [(r, 0, part) for r, part in enumerate(parts)], wait)
+
+    def scatter(
+        self, data: torch.Tensor | None, sizes: Sequence[int], into: torch.Tensor, root: int, wait: Wait
+    ) -> None:
+        """Over root's desk."""
+        wait.enter()
+        self._move(data, sum(sizes), [(root, sum(sizes[: self.rank]), into)], wait)
+
+    def all_to_all(
+        self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
+    ) -> None:
+        """Over the desks."""
+        wait.enter()
+        answers = self._page.exchange(json.dumps(list(sizes)).encode(), None, _SIZES, wait)
+        table = [json.loads(answer) for answer in answers]
+        reads = [
+            (rank, sum(table[rank][: self.rank]), part) for rank, part in enumerate(torch.split(into, list(into_sizes)))
+        ]
+        self._move(data, max(sum(row) for row in table), reads, wait)
+
+    def _parts(self, into: torch.Tensor) -> list[torch.Tensor]:
+        return list(into.view(self.world_size, -1))
+
+    def _move(
+        self, ours: torch.Tensor | None, longest: int, reads: Sequence[tuple[int, int, torch.Tensor]], wait: Wait
+    ) -> None:
+        """Every rank shows a stream of at most `longest` bytes; each reads parts: (rank, begin, destination)."""
+        for at in range(0, longest, _WINDOW_BYTES):
+            desks = self._window(torch.uint8, wait)
+            if ours is not None:
+                shown = ours[at : at + _WINDOW_BYTES]
+                desks[self.rank][: shown.numel()].copy_(shown)
+            self._page.sync(wait)
+            for rank, begin, into in reads:
+                first, last = max(begin, at), min(begin + into.numel(), at + _WINDOW_BYTES)
+                if first < last:
+                    into[first - begin : last - begin].copy_(desks[rank][first - at : last - at])
+
+    # From rank to rank
+
+    def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:
+        """Through the pair's mailbox."""
+        self._box(self.rank, dst).put(data.numpy(), tag, wait)
+
+    def recv(self, data: torch.Tensor, src: int, tag: int, wait: Wait) -> None:
+        """Through the pair's mailbox."""
+        self._box(src, self.rank).take(data.numpy(), tag, wait)
+
+    def _box(self, src: int, dst: int) -> Mailbox:
+        if (src, dst) not in self._boxes:
+            self._boxes[src, dst] = Mailbox(self._page, src, dst)
+        return self._boxes[src, dst]

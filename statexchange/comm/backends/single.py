@@ -1,0 +1,36 @@
+"""The backend of a world of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from statexchange.comm.backends.backend import Backend
+from statexchange.comm.wait import Wait
+
+if TYPE_CHECKING:
+    import torch
+
+    from statexchange.comm.backends.arithmetic import Finish
+
+__all__ = ["SingleBackend"]
+
+
+class SingleBackend(Backend):
+    """One rank: every exchange is with itself."""
+
+    name = "single"
+    rank = 0
+    world_size = 1
+
+    def exchange(self, payload: bytes, wait: Wait) -> list[bytes]:  # noqa: ARG002 (nobody to wait for)
+        """The payload itself."""
+        return [payload]
+
+    def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:  # noqa: ARG002 (only [0] exists)
+        """Itself."""
+        return self
+
+    def all_reduce(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:  # noqa: ARG002
+        """The tensor itself."""
+        finish(tensor)

@@ -1,0 +1,481 @@
+"""How live state becomes a saved tree: which tensors are to be read into which, and which callbacks run afterwards.
+
+Live objects stay the same objects: tensors are filled in place, and containers keep their type. Only a tuple or a
+frozen dataclass is replaced, in the container that holds it, by a new one of its type. Planning changes nothing: an
+error leaves the live state as it was.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from statexchange import values
+from statexchange.errors import InvalidArgumentError
+from statexchange.state.leaves import contains_state, is_leaf, is_stateful
+from statexchange.state.megatron import Kind, MegatronTensor, holds_sharded, leaves, sharded_kind
+from statexchange.state.modules import is_module, live_items, load_extra_state
+from statexchange.state.optimizers import (
+    hyperparameters,
+    is_optimizer,
+    named_parameters,
+    optimizer_tree,
+    parameters_of,
+    set_optimizer,
+)
+from statexchange.state.state_dict import ParameterName, modules_of, parameter_names
+from statexchange.state.tree import children, contains, flatten, is_mutable, rebuild, with_children, with_types_of
+from statexchange.tensors import is_tensor
+
+__all__ = ["LoadPlan", "LoadTarget", "SavedTensor", "merge_trees", "plan_load", "tree_from_names"]
+
+
+class SavedTensor:
+    """Stands in a decoded tree for the saved tensor of this name."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def merge_trees(trees: Sequence[Any]) -> Any:
+    """Merge what several ranks saved into one tree: all that any rank has; where two differ, the first rank's."""
+    first, *others = trees
+    for other in others:
+        first = _merge(first, other)
+    return first
+
+
+def _merge(one: Any, other: Any) -> Any:
+    if isinstance(one, dict) and isinstance(other, dict):
+        both = {key: _merge(one[key], other[key]) for key in one if key in other}
+        return {**other, **one, **both}
+    if _are_groups(one) and _are_groups(other):
+        return [*one, *other]  # of the groups that list a parameter, the first one counts
+    return one
+
+
+def _are_groups(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(v, dict) and "params" in v for v in value)
+
+
+class LoadTarget(NamedTuple):
+    """A live tensor that is to be filled with the saved tensor `name`; `path` is its path for messages and layouts."""
+
+    name: str
+    live: Any
+    path: str
+
+
+@dataclass(slots=True)
+class LoadPlan:
+    """What makes a live state the saved one.
+
+    Attributes:
+        targets: The tensors to be read.
+        callbacks: To be called, in order, once the tensors are read.
+        missing: Paths of the live state that were not saved.
+        unexpected: Saved paths that the live state does not have.
+    """
+
+    targets: list[LoadTarget] = field(default_factory=list)
+    callbacks: list[Callable[[], None]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+
+
+Make = Callable[[str, Any, Any], Any]
+
+
+def plan_load(state: Any, saved: Any, make: Make) -> LoadPlan:
+    """Plan how `state` becomes the decoded tree `saved`. Not collective; nothing is changed yet.
+
+    Args:
+        state: The live state.
+        saved: The tree, with a SavedTensor for each tensor.
+        make: `make(name, own, like)` returns memory for a tensor in whose place the live state has `own`, if anything;
+            new memory is on the device of `like` and has its strides.
+
+    Raises:
+        InvalidArgumentError: Something cannot be changed in place, or was saved as something else; names its path.
+    """
+    names = {key: name.in_state for key, name in parameter_names(modules_of(state)).items()}
+    planner = _Planner(make, names, _ShardedKeys.of(state, saved))
+    if planner.visit(state, saved, "") is not state:
+        raise InvalidArgumentError(
+            f"the state is a {type(state).__name__}, which cannot be changed in place: give a mapping that holds it"
+        )
+    return planner.plan
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardedKeys:
+    """Keys of ShardedTensors, which are matched by key wherever in the tree they lie.
+
+    `live` are those of the live state; `saved` are the names of all saved tensors, or none if `live` is empty.
+    """
+
+    live: frozenset[str]
+    saved: frozenset[str]
+
+    @classmethod
+    def of(cls, state: Any, saved: Any) -> _ShardedKeys:
+        """Collect the keys of a live state and a saved tree."""
+        if not holds_sharded(state):
+            return cls(frozenset(), frozenset())
+        keys = frozenset(leaf.key for _, leaf in leaves(state) if sharded_kind(leaf) == "tensor")
+        return cls(keys, frozenset(leaf.name for _, leaf in flatten(saved) if isinstance(leaf, SavedTensor)))
+
+
+class _Planner:
+    """Walks a live state and a saved tree together and writes the plan."""
+
+    def __init__(self, make: Make, names: Mapping[int, str], keys: _ShardedKeys) -> None:
+        self.plan = LoadPlan()
+        self._make = make
+        self._names = names
+        self._keys = keys
+
+    def visit(self, live: Any, saved: Any, path: str) -> Any:
+        """Plan one place of both; return what is to be there: `live` itself where it can be changed in place."""
+        kind = sharded_kind(live)
+        if kind is not None:
+            self._sharded(live, kind, saved, path)
+        elif is_tensor(live):
+            self._expect(isinstance(saved, SavedTensor), "a tensor", saved, path)
+            self.plan.targets.append(LoadTarget(saved.name, live, _dotted(path)))
+        elif is_module(live):
+            self._module(live, saved, path)
+        elif is_optimizer(live):
+            self._optimizer(live, saved, path)
+        elif is_stateful(live):
+            self._expect(isinstance(saved, Mapping), f"the state of a {type(live).__name__}", saved, path)
+            made = self._made(saved)
+            self.plan.callbacks.append(lambda: live.load_state_dict(with_types_of(live.state_dict(), made)))
+        elif children(live) is not None and contains_state(live):
+            return self._container(live, saved, path)
+        else:
+            return self._value(live, self._made(saved))
+        return live
+
+    def _value(self, live: Any, made: Any) -> Any:
+        """Return what is to replace a value without state: itself if it is equal or a mapping, which is refilled."""
+        if isinstance(live, MutableMapping) and isinstance(made, Mapping):
+            self.plan.callbacks.append(functools.partial(_refill, live, made))
+            return live
+        made = with_types_of(live, made)
+        return live if type(made) is type(live) and not contains(made, is_tensor) and made == live else made
+
+    def _sharded(self, live: Any, kind: Kind, saved: Any, path: str) -> None:
+        """Plan an object of Megatron-Core: tensors go by key; what a factory built is merged into its parameter."""
+        if kind == "tensor" and live.key in self._keys.saved:
+            self.plan.targets.append(LoadTarget(live.key, MegatronTensor(live), live.key))
+        elif kind == "tensor":
+            self.plan.missing.append(live.key)
+        elif kind == "factory":
+            built = live.build()
+            parts = [(inner, part) for inner, part in leaves(built) if sharded_kind(part) == "tensor"]
+            for inner, part in parts:
+                self.visit(part, None, f"{path}.{inner}")
+            if all(part.key in self._keys.saved for _, part in parts):
+                self.plan.callbacks.append(functools.partial(_merge_built, live, built))
+        elif kind == "object":
+            self.plan.callbacks.append(functools.partial(setattr, live, "data", self._made(saved)))
+
+    def _container(self, live: Any, saved: Any, path: str) -> Any:
+        """Plan the children of a container that holds state; return it, or a new one if it cannot be changed."""
+        by_index = isinstance(live, list | tuple) and not hasattr(live, "_fields")
+        entries = self._entries_for(live, saved, path, by_index=by_index)
+        changed = {}
+        items = children(live) or {}
+        for key, value in items.items():
+            inner = f"{path}[{key}]" if by_index else f"{path}.{key}"
+            is_object = sharded_kind(value) == "object"
+            if not is_object and holds_sharded(value):
+                self.visit(value, entries.get(key, {}), inner)
+            elif key in entries:
+                new = self.visit(value, entries[key], inner)
+                if new is not value:
+                    changed[key] = new
+            elif not is_object or value.data is not None:  # an object without data lacks nothing
+                self.plan.missing.append(_dotted(inner))
+        unmatched = [key for key, value in entries.items() if key not in items and not self._goes_by_key(value)]
+        self._add_unexpected(path, unmatched)
+        if changed and is_mutable(live):
+            self.plan.callbacks.append(functools.partial(with_children, live, changed))
+            return live
+        return with_children(live, changed) if changed else live
+
+    def _entries_for(self, live: Any, saved: Any, path: str, *, by_index: bool) -> dict[Any, Any]:
+        """Return the children of the saved tree where the live state has a container."""
+        entries = children(saved)
+        if by_index and holds_sharded(live):  # its tensors go by key, so that lengths may differ
+            return entries or {}
+        if by_index:
+            fits = isinstance(saved, list | tuple) and len(saved) == len(live)
+            self._expect(fits, f"{len(live)} items", saved, path)
+        else:
+            self._expect(entries is not None and not isinstance(saved, list), "a mapping", saved, path)
+        assert entries is not None  # else it would have been refused
+        return entries
+
+    def _goes_by_key(self, saved: Any) -> bool:
+        """Whether an unmatched entry is empty or matched by key; keys that the live state lacks are unexpected."""
+        if not self._keys.live:
+            return False
+        found = [leaf for _, leaf in flatten(saved) if leaf is not None]
+        if not all(isinstance(leaf, SavedTensor) for leaf in found):
+            return False
+        known = {*self._keys.live, *self.plan.unexpected}
+        self.plan.unexpected += dict.fromkeys(leaf.name for leaf in found if leaf.name not in known)
+        return True
+
+    def _add_missing(self, path: str, names: Iterable[Any]) -> None:
+        self.plan.missing += [_dotted(f"{path}.{name}") for name in names]
+
+    def _add_unexpected(self, path: str, names: Iterable[Any]) -> None:
+        self.plan.unexpected += [_dotted(f"{path}.{name}") for name in names]
+
+    def _module(self, module: Any, saved: Any, path: str) -> None:
+        """Plan a module: parameters and buffers are filled, other entries go through its `load_state_dict`."""
+        self._expect(isinstance(saved, Mapping), "the tensors of a module", saved, path)
+        live, rest = live_items(module)
+        loaded = {id(tensor) for name, tensor in live.items() if name in saved}
+        for name, tensor in live.items():
+            if name in saved:
+                self.visit(tensor, saved[name], f"{path}.{name}")
+            elif id(tensor) not in loaded:  # a tied tensor is loaded under any of its names
+                self._add_missing(path, [name])
+        extra = {name: self._made(saved[name]) for name in rest if name in saved}
+        self._add_missing(path, [name for name in rest if name not in saved])
+        for name, made in extra.items():
+            _check_like(rest[name], made, f"{path}.{name}")
+        if extra:
+            given = {name: with_types_of(rest[name], made) for name, made in extra.items()}
+            self.plan.callbacks.append(functools.partial(load_extra_state, module, given))
+        self._add_unexpected(path, [name for name in saved if name not in live and name not in rest])
+
+    def _optimizer(self, optimizer: Any, saved: Any, path: str) -> None:
+        known = isinstance(saved, Mapping) and {"state", "param_groups"} <= saved.keys()
+        self._expect(known, "an optimizer", saved, path)
+        parameters = named_parameters(optimizer, self._names)
+        groups: dict[str, Any] = {}
+        for group in saved["param_groups"]:
+            for name in group["params"]:
+                groups.setdefault(str(name), group)
+        states: dict[Any, Any] = {}
+        for name, entries in saved["state"].items():
+            parameter = parameters.get(str(name))
+            if parameter is not None:
+                held = optimizer.state.get(parameter, {})
+                states[parameter] = {k: self._state_entry(v, held.get(k), parameter) for k, v in entries.items()}
+            elif str(name) not in groups:  # state of the optimizer, not of a parameter
+                states[name] = self._made(entries)
+        self._add_missing(path, [name for name in parameters if name not in groups])
+        others = [key for key in saved if key not in ("state", "param_groups")]
+        self._add_unexpected(path, [*(name for name in groups if name not in parameters), *others])
+        stateless = [param for name, param in parameters.items() if name in groups and name not in saved["state"]]
+        made = [self._group(group, groups, parameters) for group in optimizer.param_groups]
+        self.plan.callbacks.append(functools.partial(set_optimizer, optimizer, made, states, stateless))
+
+    def _group(
+        self, live: Mapping[str, Any], groups: Mapping[str, Any], parameters: Mapping[str, Any]
+    ) -> dict[str, Any] | None:
+        """Return the hyperparameters of the first parameter in a group that was saved; None if none was."""
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        ours = [names[id(parameter)] for parameter in live["params"]]
+        saved = next((groups[name] for name in ours if name in groups), None)
+        if saved is None:
+            return None
+        found = hyperparameters(live)
+        for key, value in hyperparameters(saved).items():
+            found[key] = with_types_of(found.get(key), self._made(value))
+        return found
+
+    def _state_entry(self, saved: Any, own: Any, parameter: Any) -> Any:
+        """Return an entry of a parameter's state, which may be a tensor that is to be read."""
+        if not isinstance(saved, SavedTensor):
+            return with_types_of(own, self._made(saved))
+        live = self._make(saved.name, own, parameter)
+        self.plan.targets.append(LoadTarget(saved.name, live, saved.name))
+        return live
+
+    def _made(self, saved: Any) -> Any:
+        """Return a saved subtree with new tensors, which are to be read."""
+        made = {}
+        for path, leaf in flatten(saved):
+            if isinstance(leaf, SavedTensor):
+                made[path] = self._make(leaf.name, None, None)
+                self.plan.targets.append(LoadTarget(leaf.name, made[path], leaf.name))
+        return rebuild(saved, made)
+
+    def _expect(self, holds: bool, wanted: str, saved: Any, path: str) -> None:
+        if holds:
+            return
+        found = f"a {type(saved).__name__}"
+        if isinstance(saved, SavedTensor):
+            found = "a tensor"
+        elif isinstance(saved, list | tuple):
+            found = f"{len(saved)} items"
+        raise InvalidArgumentError(
+            f"state{path} was saved as something else", name=_dotted(path), expected=wanted, found=found
+        )
+
+
+def _dotted(path: str) -> str:
+    """Return a path without the dot that every path below the top begins with."""
+    return path.removeprefix(".")
+
+
+def _check_like(own: Any, made: Any, path: str) -> None:
+    """Raise InvalidArgumentError unless a tensor that a module copies on loading has the saved shape and dtype."""
+    if not is_tensor(own):
+        return
+    expected, found = (tuple(made.shape), made.dtype), (tuple(own.shape), own.dtype)
+    if expected != found:
+        raise InvalidArgumentError(
+            "shape or dtype differs from the source's", name=_dotted(path), expected=expected, found=found
+        )
+
+
+def _refill(own: MutableMapping[Any, Any], made: Mapping[Any, Any]) -> None:
+    """Replace the entries of a mapping by those of `made`."""
+    items = {key: with_types_of(own.get(key), item) for key, item in made.items()}
+    own.clear()
+    for key, item in items.items():
+        own[key] = item
+
+
+def _merge_built(factory: Any, built: Any) -> None:
+    """Merge the tensors that a factory built, now filled, into its parameter."""
+    import torch
+
+    with torch.no_grad():
+        factory.data.copy_(factory.merge_fn(_with_data(built)))
+
+
+def _with_data(built: Any) -> Any:
+    """Return a tree with the data of ShardedTensors in their place."""
+    if isinstance(built, Mapping):
+        return {key: _with_data(item) for key, item in built.items()}
+    if type(built) in (list, tuple):
+        return type(built)(map(_with_data, built))
+    return built.data if sharded_kind(built) == "tensor" else built
+
+
+def tree_from_names(
+    state: Any,
+    has: Callable[[str], bool],
+    listed: Iterable[str] = (),
+    texts: Mapping[str, str] | None = None,
+    keeps: Callable[[str, Any], bool] = lambda *_: True,
+) -> Any:
+    """Build the tree for a source of named tensors: as if `state` had been saved with these tensors. Not collective.
+
+    A tensor's name is its path in the state, joined by dots. The modules of a list share one space of names. Names in
+    an optimizer's state are those of torch.distributed.checkpoint: below ``state`` and ``param_groups`` and the name
+    that the parameter has in its module.
+
+    Args:
+        state: The live state.
+        has: Whether the source has a tensor of a name.
+        listed: The names of all tensors, among which an optimizer's are looked for.
+        texts: Plain values by name, as JSON text of `values`. A hyperparameter that is not among them stays as it is.
+        keeps: `keeps(path, value)` returns whether an entry of a mapping takes part.
+
+    Raises:
+        InvalidArgumentError: The state has something else than tensors, and the source no text for it.
+    """
+    known = parameter_names(modules_of(state))
+    return _NamesTree(has, keeps, tuple(listed), texts or {}, known).build(state, "")
+
+
+@dataclass(frozen=True, slots=True)
+class _NamesTree:
+    """The names and texts of a source, and each parameter's names in the state and in its module."""
+
+    has: Callable[[str], bool]
+    keeps: Callable[[str, Any], bool]
+    listed: tuple[str, ...]
+    texts: Mapping[str, str]
+    parameters: Mapping[int, ParameterName]
+
+    def build(self, state: Any, prefix: str) -> Any:
+        """Return the tree of what lies at `prefix`, which ends with a dot unless it is empty."""
+        if is_module(state):
+            live, rest = live_items(state)
+            tensors = [*live, *(name for name, value in rest.items() if is_tensor(value))]
+            return {name: SavedTensor(prefix + name) for name in tensors if self.has(prefix + name)}
+        if is_tensor(state):
+            return SavedTensor(prefix.removesuffix("."))
+        if sharded_kind(state) in ("factory", "tensor"):
+            return [SavedTensor(part.key) for _, part in leaves(state) if self.has(part.key)]
+        if is_optimizer(state):
+            return self._optimizer(state, prefix)
+        if isinstance(state, list | tuple) and all(is_module(part) for part in state):
+            return [self.build(part, prefix) for part in state]
+        if isinstance(state, Mapping) and all(isinstance(key, str) for key in state):
+            return self._mapping(state, prefix)
+        what = f"is a {type(state).__name__}, but this source holds tensors only"
+        if not prefix:
+            raise InvalidArgumentError(f"the state {what}: give modules, optimizers or mappings of tensors")
+        raise InvalidArgumentError(
+            f"state at {prefix.removesuffix('.')!r} {what}: leave it out of the state, or load only what the source "
+            "has, as include='model.*' does"
+        )
+
+    def _mapping(self, state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        tree = {}
+        for key, value in state.items():
+            name = prefix + key
+            if not self.keeps(name, value) or sharded_kind(value) in ("object", "local"):
+                continue
+            if is_tensor(value) and not self.has(name):
+                continue
+            if name in self.texts and not is_leaf(value):
+                tree[key] = values.decode(self.texts[name])
+            else:
+                tree[key] = self.build(value, f"{name}.")
+        return tree
+
+    def _optimizer(self, optimizer: Any, prefix: str) -> Any:
+        """Return an optimizer's tree with the parameters that the source has."""
+        in_state_names: dict[str, str] = {}  # by the name in the module
+        for parameter in parameters_of(optimizer):
+            name = self.parameters.get(id(parameter))
+            if name is not None:
+                in_state_names[name.in_module] = name.in_state
+        prefixes = {f"{prefix}state.{in_module}": in_state for in_module, in_state in in_state_names.items()}
+        state: dict[str, dict[str, Any]] = {}
+        for listed in self.listed:
+            beginning, _, key = listed.rpartition(".")
+            if beginning in prefixes:
+                state.setdefault(prefixes[beginning], {})[key] = SavedTensor(listed)
+        groups = self._groups(prefix, in_state_names)
+        names = {key: name.in_state for key, name in self.parameters.items()}
+        for group in optimizer_tree(optimizer, names, prefix[:-1])["param_groups"]:
+            for in_state in group["params"]:
+                if in_state in state:
+                    groups.setdefault(in_state, group)
+        return {"state": state, "param_groups": [{**group, "params": [name]} for name, group in groups.items()]}
+
+    def _groups(self, prefix: str, in_state_names: Mapping[str, str]) -> dict[str, Any]:
+        """Return the hyperparameters of each parameter in the source, by its name in the state.
+
+        torch's checkpoint has them by number of a group, which lists its ``params``, or flattened by parameter.
+        """
+        by_owner: dict[str, dict[str, Any]] = {}
+        beginning = f"{prefix}param_groups."
+        for name, text in self.texts.items():
+            if name.startswith(beginning):
+                owner, _, key = name.removeprefix(beginning).rpartition(".")
+                by_owner.setdefault(owner, {})[key] = values.decode(text)
+        found = {}
+        for owner, group in by_owner.items():
+            for name in group.get("params", [owner]):
+                if name in in_state_names:
+                    found[in_state_names[name]] = group
+        return found

@@ -1,0 +1,234 @@
+"""The payload: root's state without its tensors, as JSON, and its reading on another rank.
+
+A payload has a part for the plain values of the tree, and one for each object with a state. A part is (text, leaf
+specs, type names). The text is JSON of `values`; a leaf without JSON text stands there as the number of its leaf spec.
+A leaf spec describes a tensor or array, whose bytes travel separately, in the order of the specs; or an object that
+cannot be sent, for which the reader keeps its own. The reader must know the types of these names to decode the text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from statexchange import values
+from statexchange.errors import UnsupportedError
+from statexchange.state.optimizers import (
+    hyperparameters,
+    is_optimizer,
+    parameters_of,
+    set_optimizer,
+    state_of_optimizer,
+)
+from statexchange.state.spec import StateSpec, TensorLike, dense_tensor, value_kind
+from statexchange.state.tree import flatten, rebuild, with_types_of
+from statexchange.tensors import same_memory
+
+__all__ = ["EncodedPayload", "PayloadReader", "encode_payload", "install_callback", "state_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPayload:
+    """A payload as a JSON value, and the tensors of the objects' states, in the order in which readers fill theirs."""
+
+    json: Any
+    tensors: Sequence[TensorLike]
+
+
+@dataclass(frozen=True, slots=True)
+class _LeafSpec:
+    """What a leaf without JSON text is; `dtype`, `shape` and `device_type` are a tensor's."""
+
+    kind: Literal["tensor", "array", "object"]
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    device_type: str = "cpu"
+
+    def to_json(self) -> list[Any]:
+        """A JSON value."""
+        return [self.kind, self.dtype, list(self.shape), self.device_type]
+
+    @classmethod
+    def from_json(cls, raw: Sequence[Any]) -> _LeafSpec:
+        """Read what `to_json` wrote."""
+        kind, dtype, shape, device_type = raw
+        return cls(kind, str(dtype), tuple(map(int, shape)), str(device_type))
+
+    @classmethod
+    def of(cls, tensor: TensorLike) -> _LeafSpec:
+        """The spec of a tensor or array."""
+        if isinstance(tensor, np.ndarray):
+            return cls("array", tensor.dtype.str, tensor.shape)
+        return cls("tensor", str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.device.type)
+
+    def fits(self, own: Any, device: torch.device) -> bool:
+        """Whether `own` is such a tensor or array, on `device`."""
+        if self.kind == "array":
+            return isinstance(own, np.ndarray) and own.dtype == np.dtype(self.dtype) and own.shape == self.shape
+        if not isinstance(own, torch.Tensor) or own.device != device:
+            return False
+        return own.dtype == getattr(torch, self.dtype) and tuple(own.shape) == self.shape
+
+    def allocate(self, like: torch.Tensor | None, device: torch.device) -> TensorLike:
+        """Allocate such a tensor or array, with the strides of the parameter `like` if that has the same shape."""
+        if self.kind == "array":
+            return np.empty(self.shape, self.dtype)
+        dtype = getattr(torch, self.dtype)
+        if like is not None and tuple(like.shape) == self.shape and like.device == device:
+            return torch.empty_like(like, dtype=dtype, requires_grad=False)
+        return torch.empty(self.shape, dtype=dtype, device=device)
+
+
+class _Writer:
+    """Writes one part of a payload; `tensors` are those that its text leaves out."""
+
+    def __init__(self, path: str) -> None:
+        self.tensors: list[TensorLike] = []
+        self._path = path
+        self._leaf_specs: list[_LeafSpec] = []
+        self._names: dict[int, str] = {}  # of leaves by identity: one that occurs twice is sent once
+        self._kept: list[Any] = []  # which keeps identities from being used again
+
+    def write(self, state: Any) -> list[Any]:
+        """Return the text, the leaf specs and the names of the types in `state`."""
+        text = values.encode(state, self._keep)
+        return [text, [spec.to_json() for spec in self._leaf_specs], list(values.types_of(state))]
+
+    def _keep(self, value: Any, path: str) -> str | None:
+        """Return the number of the leaf spec of a value without JSON text; None for any other value."""
+        if id(value) not in self._names:
+            spec = self._spec_of(value, self._path + path)
+            if spec is None:
+                return None
+            self._names[id(value)] = str(len(self._leaf_specs))
+            self._kept.append(value)
+            self._leaf_specs.append(spec)
+        return self._names[id(value)]
+
+    def _spec_of(self, value: Any, path: str) -> _LeafSpec | None:
+        if isinstance(value, torch.Tensor | np.ndarray):
+            tensor = dense_tensor(value, path, written=False)
+            self.tensors.append(tensor)
+            return _LeafSpec.of(tensor)
+        if value_kind(value) is not None or _is_container(value):
+            return None
+        return _LeafSpec("object")
+
+
+def _is_container(value: Any) -> bool:
+    if dataclasses.is_dataclass(value):
+        return not isinstance(value, type)
+    return isinstance(value, Mapping) or type(value) in (list, tuple) or hasattr(value, "_fields")
+
+
+def encode_payload(spec: StateSpec) -> EncodedPayload:
+    """Encode root's plain values and the states of its objects."""
+    plain = _Writer("").write(spec.values)
+    states = {}
+    tensors: list[TensorLike] = []
+    for path, obj in spec.stateful.items():
+        writer = _Writer(path)
+        states[path] = writer.write(state_of(obj, path))
+        tensors += writer.tensors
+    return EncodedPayload([plain, states], tensors)
+
+
+def state_of(obj: Any, path: str) -> Any:
+    """Return an optimizer's state, by the numbers of its parameters, or the state dict of another object."""
+    return state_of_optimizer(obj, path) if is_optimizer(obj) else obj.state_dict()
+
+
+class _Placeholder:
+    """Stands in decoded text for the leaf with this number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class PayloadReader:
+    """Reads one part of root's payload on a rank that holds `own` in its place.
+
+    `decoded` is the text with placeholders; `fill` replaces these in a part of it. `tensors` then are the tensors and
+    arrays that root's bytes go into.
+    """
+
+    def __init__(self, part: Sequence[Any], own: Any, path: str, device: torch.device) -> None:
+        text, leaf_specs, types = part
+        self._leaf_specs = [_LeafSpec.from_json(raw) for raw in leaf_specs]
+        self._path = path
+        self._device = device
+        self._tensors: dict[int, TensorLike] = {}
+        self._reused: set[tuple[Any, ...] | None] = {None}
+        self.decoded = values.decode(text, types=values.types_of(own), leaf=lambda name: _Placeholder(int(name)))
+        unknown = set(types) - values.types_of(self.decoded).keys()
+        if unknown:
+            raise UnsupportedError(
+                f"root holds a {min(unknown)}, which this rank does not know: give it to register_config", name=path
+            )
+
+    @property
+    def tensors(self) -> list[TensorLike]:
+        """The tensors to be filled, in root's order."""
+        found = [self._tensors[number] for number in sorted(self._tensors)]
+        return [dense_tensor(tensor, self._path, written=True) for tensor in found]
+
+    def fill(self, decoded: Any, own: Any, like: torch.Tensor | None = None) -> Any:
+        """Replace the placeholders in `decoded`: by what `own` has in the same place if it fits, else by new tensors.
+
+        New tensors are on the device of the parameter `like` and have its strides where they have its shape.
+        """
+        held = dict(flatten(own))
+        filled = {}
+        for path, leaf in flatten(decoded):
+            if isinstance(leaf, _Placeholder):
+                filled[path] = self._leaf(leaf.number, path, held, like)
+        return with_types_of(own, rebuild(decoded, filled))
+
+    def _leaf(self, number: int, path: str, held: Mapping[str, Any], like: torch.Tensor | None) -> Any:
+        spec = self._leaf_specs[number]
+        if spec.kind != "object":
+            if number not in self._tensors:
+                self._tensors[number] = self._tensor_for(spec, held.get(path), like)
+            return self._tensors[number]
+        if path not in held:
+            raise UnsupportedError(f"root has an object at {path} that cannot be sent, this rank none", name=self._path)
+        return held[path]
+
+    def _tensor_for(self, spec: _LeafSpec, own: Any, like: torch.Tensor | None) -> TensorLike:
+        """Return `own` if it fits and is not used for another leaf already, else a new tensor."""
+        device = self._device if like is None else like.device
+        if spec.kind == "tensor" and spec.device_type == "cpu":
+            device = torch.device("cpu")
+        if spec.fits(own, device):
+            key = same_memory(own)
+            if key not in self._reused:
+                self._reused.add(key)
+                return own
+        return spec.allocate(like, device)
+
+
+def install_callback(obj: Any, own: Any, reader: PayloadReader) -> Callable[[], None]:
+    """Return a callback that installs root's state in `obj`, whose state is `own`.
+
+    To be called once the reader's tensors are filled.
+    """
+    decoded = reader.decoded
+    if not is_optimizer(obj):
+        return functools.partial(obj.load_state_dict, reader.fill(decoded, own))
+    parameters = parameters_of(obj)
+    groups = []
+    for its, group in zip(decoded["param_groups"], obj.param_groups, strict=True):
+        groups.append(reader.fill(its, hyperparameters(group), next(iter(group["params"]), None)))
+    state: dict[Any, Any] = {}
+    for number, its in decoded["state"].items():
+        state[parameters[number]] = reader.fill(its, own["state"].get(number, {}), parameters[number])
+    for key, its in decoded["shared"].items():
+        state[key] = reader.fill(its, own["shared"].get(key, {}))
+    dropped = [key for key in obj.state if key not in state]
+    return functools.partial(set_optimizer, obj, groups, state, dropped)

@@ -1,0 +1,232 @@
+"""StateSpec: what a rank holds of a tree, in a form that ranks can compare."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Generator, MappingView
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from statexchange import values
+from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt
+from statexchange.state.leaves import is_leaf, is_stateful
+from statexchange.state.modules import check_module, is_extra_state, is_plain_entry, model_items
+from statexchange.state.optimizers import check_optimizer, is_optimizer
+from statexchange.state.tree import nodes
+from statexchange.tensors import (
+    check_dense,
+    check_writable,
+    is_array,
+    is_dtensor,
+    is_tensor,
+    replicated_part,
+    same_memory,
+)
+
+__all__ = [
+    "EntryDetail",
+    "StateSpec",
+    "TensorLike",
+    "dense_tensor",
+    "device_type_of",
+    "module_spec",
+    "module_tensors",
+    "value_kind",
+]
+
+TensorLike = Any  # a dense torch tensor, detached, or a numpy array
+_VALUE, _OBJECT = "a value", "an object"
+
+
+class EntryDetail(NamedTuple):
+    """An entry of a StateSpec for messages: its path, the entry, the kind of a plain value, and the text to show."""
+
+    path: str | None
+    entry: str
+    kind: str | None
+    text: str
+
+
+class StateSpec:
+    """What one rank holds, by how it travels.
+
+    Attributes:
+        entries: (path, text) of everything, in an order that all ranks share. Equal entries are alike on all ranks.
+        tensors: The dense tensors by path; tied ones once.
+        values: The plain values by path.
+        stateful: The optimizers and other objects with a state, by path.
+    """
+
+    def __init__(self, *, written: bool) -> None:
+        """`written` says that this rank's tensors will be filled, and so have to be writable."""
+        self.entries: list[tuple[str, str]] = []
+        self.tensors: dict[str, TensorLike] = {}
+        self.values: dict[str, Any] = {}
+        self.stateful: dict[str, Any] = {}
+        self._written = written
+        self._seen: dict[tuple[Any, ...], str] = {}
+
+    @property
+    def digest(self) -> str:
+        """A digest of the entries."""
+        text = "\n".join(f"{path}\t{entry}" for path, entry in self.entries)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    @property
+    def kinds(self) -> list[str | None]:
+        """The kinds of the plain values, in an order that all ranks share."""
+        return [value_kind(value) for value in self.values.values()]
+
+    def details(self) -> list[EntryDetail]:
+        """Return all entries with the kinds and excerpts of plain values."""
+        found = []
+        for path, entry in self.entries:
+            if entry == _VALUE:
+                value = self.values[path]
+                found.append(EntryDetail(path, entry, value_kind(value), f"{entry}, {excerpt(value, 60)}"))
+            else:
+                found.append(EntryDetail(path, entry, None, entry))
+        return found
+
+    def add_tree(self, tree: Any) -> None:
+        """Add everything in `tree`."""
+        for node in nodes(tree, is_leaf):
+            if node.container is not None:
+                self.entries.append((node.path, node.container))
+            else:
+                self._add_leaf(node.path, node.value)
+
+    def _add_leaf(self, path: str, leaf: Any) -> None:
+        if isinstance(leaf, torch.Tensor | np.ndarray):
+            self._add_tensor(path, leaf)
+        elif isinstance(leaf, nn.Module):
+            self.add_module(path, leaf, buffers=True)
+        elif is_optimizer(leaf):
+            self._add_optimizer(path, leaf)
+        elif is_stateful(leaf):
+            self.entries.append((path, f"the state of a {type(leaf).__name__}"))
+            self.stateful[path] = leaf
+        elif value_kind(leaf) is not None:
+            self.entries.append((path, _VALUE))
+            self.values[path] = leaf
+        elif isinstance(leaf, Generator | MappingView):
+            raise InvalidArgumentError(f"a {type(leaf).__name__} has no places to fill: give a list", name=path)
+        else:
+            self.entries.append((path, _OBJECT))
+
+    def add_module(self, path: str, module: nn.Module, *, buffers: bool) -> None:
+        """Add the parameters of a module and, if asked, its buffers."""
+        check_module(module)
+        self.entries.append((path, "a module"))
+        named = module_tensors(module, buffers=buffers)
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        _check_entries(module, path)
+        for name in sorted(named.keys() - ignored):
+            self._add_tensor(f"{path}.{name}" if path else name, named[name])
+
+    def _add_tensor(self, path: str, given: Any) -> None:
+        tensor = dense_tensor(given, path, written=self._written)
+        key = same_memory(tensor)
+        first = path if key is None else self._seen.setdefault(key, path)
+        if first == path:
+            self.entries.append((path, _text(tensor)))
+            self.tensors[path] = tensor
+        else:
+            self.entries.append((path, f"the same as {first}"))
+
+    def _add_optimizer(self, path: str, optimizer: Any) -> None:
+        check_optimizer(optimizer, path)
+        groups = optimizer.param_groups
+        self.entries.append((path, f"an optimizer {type(optimizer).__name__}"))
+        self.entries.append((f"{path}.param_groups", f"list of {len(groups)}"))
+        for i, group in enumerate(groups):
+            params_path = f"{path}.param_groups[{i}].params"
+            self.entries.append((params_path, f"list of {len(group['params'])}"))
+            for j, parameter in enumerate(group["params"]):
+                if is_dtensor(parameter):
+                    raise UnsupportedError("the state of a DTensor lies on many ranks", name=f"{params_path}[{j}]")
+                self.entries.append((f"{params_path}[{j}]", f"parameter {_text(parameter)}"))
+        self.stateful[path] = optimizer
+
+
+def _check_entries(module: nn.Module, path: str) -> None:
+    """Raise UnsupportedError if a module's state dict has tensors that are no parameters or buffers of it."""
+    known = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
+    for name, value in model_items(module, keep_vars=True).items():
+        if id(value) in known or is_extra_state(name):
+            continue
+        if is_tensor(value) or not is_plain_entry(name, value):
+            raise UnsupportedError(
+                f"the module's state dict has a {type(value).__name__} here that is no parameter or buffer, as those "
+                "of quantized modules: it cannot be changed in place",
+                name=f"{path}.{name}" if path else name,
+            )
+
+
+def module_tensors(module: nn.Module, *, buffers: bool = True) -> dict[str, torch.Tensor]:
+    """Return a module's parameters and, if asked, its buffers, under each of their names. Not collective."""
+    named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    if buffers:
+        named.update(module.named_buffers(remove_duplicate=False))
+    return named
+
+
+def module_spec(module: Any, *, written: bool, buffers: bool = True) -> StateSpec:
+    """Return the spec of a module; raise InvalidArgumentError if it is none. Not collective."""
+    if not isinstance(module, nn.Module):
+        raise InvalidArgumentError(f"a module is wanted, not {type(module).__name__}")
+    spec = StateSpec(written=written)
+    spec.add_module("", module, buffers=buffers)
+    return spec
+
+
+def value_kind(value: Any) -> str | None:
+    """Return the kind of a plain value, which must be the same on all ranks; None for anything else."""
+    if value is None:
+        return "None"
+    if values.is_number(value):
+        return "number"
+    if isinstance(value, enum.Enum):
+        return f"enum {type(value).__qualname__}" if values.has_text(value) else None
+    return {str: "str", torch.dtype: "dtype"}.get(type(value))
+
+
+# Tensors
+
+
+def dense_tensor(given: Any, path: str, *, written: bool) -> TensorLike:
+    """Return the dense memory of a tensor or array, detached; of a replicated DTensor this rank's copy.
+
+    Raises:
+        UnsupportedError: It has no dense memory; the error names `path`.
+        InvalidArgumentError: It is to be `written` and cannot be; the error names `path`.
+    """
+    if is_array(given):
+        check_dense(given, path)
+        if written:
+            check_writable(given, path)
+        return np.asarray(given)
+    if is_dtensor(given):
+        advice = "save_checkpoint and load_checkpoint move such, and to_local() is this rank's part"
+        given = replicated_part(given.detach(), path, advice)
+    check_dense(given, path)
+    if written:
+        check_writable(given, path)
+    return given.detach()
+
+
+def device_type_of(tensor: TensorLike) -> str:
+    """Return the type of a tensor's device. Not collective."""
+    return "cpu" if isinstance(tensor, np.ndarray) else tensor.device.type
+
+
+def _text(tensor: TensorLike) -> str:
+    """Return kind, dtype, shape and device as text."""
+    if isinstance(tensor, np.ndarray):
+        return f"array {tensor.dtype}{list(tensor.shape)}"
+    where = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{where}"

@@ -1,0 +1,123 @@
+"""A training job's nested state as one tree of JSON values and named tensors; `load_plan` is the way back.
+
+In the tree a module is its tensors by their names without wrappers. An optimizer's state goes by the names of its
+parameters, where the state holds their module. So both mean the same on any number of ranks. Megatron-Core's
+ShardedTensors go by their keys, wherever in the state they lie.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from statexchange import values
+from statexchange.errors import InvalidArgumentError
+from statexchange.state.leaves import contains_state, is_leaf, is_stateful
+from statexchange.state.megatron import Kind, MegatronTensor, sharded_kind
+from statexchange.state.modules import check_module, is_module, module_items
+from statexchange.state.optimizers import is_optimizer, optimizer_tree
+from statexchange.state.tree import children, nodes, with_children
+from statexchange.tensors import is_tensor
+
+__all__ = ["ParameterName", "encode_state", "modules_of", "parameter_names"]
+
+
+def encode_state(state: Any) -> tuple[str, dict[str, Any]]:
+    """Return the JSON text of `state`, and the tensors to which it refers by their dotted paths. Not collective.
+
+    Raises:
+        UnsupportedError: A value has no JSON text, or a module is FSDP1's; both name the path.
+        InvalidArgumentError: The state contains itself, or two tensors have one name.
+    """
+    tensors: dict[str, Any] = {}
+
+    def keep(value: object, path: str) -> str | None:
+        if not is_tensor(value):
+            return None
+        name = value.name if isinstance(value, MegatronTensor) else path.removeprefix(".")
+        tensors[name] = value
+        return name
+
+    modules = modules_of(state)
+    for _, module in modules:
+        check_module(module)
+    names = {key: name.in_state for key, name in parameter_names(modules).items()}
+    return values.encode(_plain(state, "", _Context(names)), keep), tensors
+
+
+def modules_of(state: Any) -> list[tuple[str, Any]]:
+    """Return the modules in a state with their paths. Not collective."""
+    return [(node.path, node.value) for node in nodes(state, is_leaf) if is_module(node.value)]
+
+
+class ParameterName(NamedTuple):
+    """The name of a parameter in the whole state, which begins with its module's path, and in its module."""
+
+    in_state: str
+    in_module: str
+
+
+def parameter_names(modules: Iterable[tuple[str, Any]]) -> dict[int, ParameterName]:
+    """Return the first name of every parameter of `modules_of` a state, by identity. Not collective."""
+    names: dict[int, ParameterName] = {}
+    for path, module in modules:
+        parameters = {id(parameter) for parameter in module.parameters()}
+        for name, value in module_items(module, keep_vars=True).items():
+            if id(value) in parameters:
+                names.setdefault(id(value), ParameterName(f"{path}.{name}" if path else name, name))
+    return names
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """The names of parameters by identity, and the ShardedTensors met so far by key."""
+
+    names: Mapping[int, str]
+    sharded: dict[str, MegatronTensor] = field(default_factory=dict)
+
+
+def _plain(value: Any, path: str, context: _Context, depth: int = 0) -> Any:
+    """Return `value` with mappings in place of the objects that have a state."""
+    if depth > values.MAX_DEPTH:
+        raise InvalidArgumentError(
+            f"the state at {path[:80]}... is nested deeper than {values.MAX_DEPTH}, or contains itself"
+        )
+
+    def inner(child: Any, key: object = "") -> Any:
+        return _plain(child, f"{path}.{key}" if key != "" else path, context, depth + 1)
+
+    kind = sharded_kind(value)
+    if kind is not None:
+        return _plain_sharded(value, kind, context, inner)
+    if is_tensor(value):
+        return value
+    if is_module(value):
+        return inner(module_items(value))
+    if is_optimizer(value):
+        return inner(optimizer_tree(value, context.names, path.removeprefix(".")))
+    if is_stateful(value):
+        return inner(value.state_dict())
+    if isinstance(value, Mapping):
+        return {key: inner(item, key) for key, item in value.items() if sharded_kind(item) != "local"}
+    found = children(value)
+    if found is None:
+        return value
+    if dataclasses.is_dataclass(value):  # stays a value, or becomes the mapping of its fields if it holds state
+        return {key: inner(item, key) for key, item in found.items()} if contains_state(value) else value
+    items = {key: inner(item, key) for key, item in found.items()}
+    return list(items.values()) if isinstance(value, list) else with_children(value, items)
+
+
+def _plain_sharded(value: Any, kind: Kind, context: _Context, inner: Callable[[Any], Any]) -> Any:
+    """Return what an object of Megatron-Core holds: one tensor for all parts of a key, or an object's data."""
+    if kind == "factory":
+        return inner(value.build())
+    if kind == "tensor":
+        if value.key in context.sharded:
+            context.sharded[value.key].add(value)
+        else:
+            context.sharded[value.key] = MegatronTensor(value)
+        return context.sharded[value.key]
+    return inner(value.data) if kind == "object" else None

@@ -1,0 +1,176 @@
+"""AlgorithmOptimizer: a DistributedOptimizer that synchronises by an algorithm, which can be switched."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Set
+from typing import Any
+
+import torch
+from torch import nn
+
+from statexchange.comm.communicator import Communicator
+from statexchange.errors import InvalidArgumentError, MismatchError
+from statexchange.train.algorithms import Algorithm, Run, as_algorithm
+from statexchange.train.optimizer import DistributedOptimizer
+from statexchange.train.synchronize import allreduce_parameters
+from statexchange.train.tuner import Setting, Tuner
+
+__all__ = ["AlgorithmOptimizer", "check_same_algorithm", "check_weight"]
+
+
+class AlgorithmOptimizer(DistributedOptimizer):
+    """A DistributedOptimizer that synchronises by an algorithm; `data_parallel` makes it.
+
+    Collective: all ranks construct it and call `step` equally often. `step` synchronises as the algorithm says, then
+    steps. Parameters that the module ignores are stepped with this rank's own gradients.
+
+    Args:
+        optimizer: Any torch optimizer.
+        module: The module whose parameters the optimizer has.
+        algorithm: How ranks synchronise.
+        comm: A communicator.
+        ignored: Returns the names of parameters that stay this rank's own.
+        is_alone: Whether no other optimizer trains the module.
+        after_step: Called at the end of each step.
+        bucket_bytes: As for BucketReducer.
+        settings: Options of DistributedOptimizer and BucketReducer.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        module: nn.Module,
+        algorithm: Algorithm,
+        comm: Communicator,
+        *,
+        ignored: Callable[[], Set[str]],
+        is_alone: bool,
+        after_step: Callable[[], None],
+        bucket_bytes: int,
+        **settings: Any,
+    ) -> None:
+        self._ignored = ignored
+        self._is_alone = is_alone
+        self._after_step = after_step
+        self._bucket_bytes = bucket_bytes
+        self._algorithm = algorithm
+        self._whole_comm = comm
+        self._run = Run(algorithm.over(comm))
+        settings.update(algorithm.settings(self._run), bucket_bytes=bucket_bytes)
+        super().__init__(optimizer, self._run.comm, module=module, **settings)
+        self._run.reducer = self.reducer
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        ignored = self._ignored()
+        return {name: parameter for name, parameter in super()._named().items() if name not in ignored}
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The present algorithm."""
+        return self._algorithm
+
+    @property
+    def setting(self) -> Setting:
+        """What the tuner may change. Not collective."""
+        return Setting(self._bucket_bytes, hierarchical=self._run.comm is not self._whole_comm.flat)
+
+    # Steps
+
+    def finalize(self, *, weight: float | None = None) -> None:
+        """Make gradients averages; with an algorithm of weights, make weights averages if this step is due.
+
+        Collective. See `DistributedOptimizer.finalize`.
+        """
+        self.reducer.raise_if_closed()
+        check_weight(self._algorithm, is_weighted=weight is not None)
+        if self._no_sync_depth or self._algorithm.is_due(self._steps):
+            super().finalize(weight=weight)
+
+    def step(self, closure: Callable[[], Any] | None = None, *, weight: float | None = None) -> Any:
+        """Synchronise, then let the inner optimizer step. Collective."""
+        if self._algorithm.averages_weights:
+            self.finalize(weight=weight)
+            result = self.inner.step(closure)
+            self._steps += 1
+            self._begin()
+        else:
+            result = super().step(closure, weight=weight)
+        self._after_step()
+        return result
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Enter a block in which ranks may make different numbers of steps; see `DistributedOptimizer.join`.
+
+        Collective.
+
+        Raises:
+            InvalidArgumentError: Several optimizers train the module.
+        """
+        with self._comm.checking("join"):
+            if not self._is_alone:
+                raise InvalidArgumentError(
+                    "join() is for one optimizer: of several, ranks would wait for different ones"
+                )
+        with super().join():
+            yield
+
+    # Switching
+
+    def accept(self, algorithm: Algorithm | str) -> Algorithm:
+        """Return the algorithm that is meant; raise on all ranks unless all mean the same and can do it. Collective."""
+        chosen = as_algorithm(algorithm)
+        check_same_algorithm(self._comm, chosen)
+        check_weight(chosen, is_weighted=self._weight is not None)
+        return chosen
+
+    def switch_to(self, algorithm: Algorithm) -> None:
+        """Forget gradients and synchronise by `algorithm` from now on. Collective."""
+        self.zero_grad()
+        run = Run(algorithm.over(self._whole_comm))
+        self.reducer.reset(comm=run.comm, **algorithm.settings(run))
+        run.reducer = self.reducer
+        self._run = run
+        self._algorithm = algorithm
+        self._steps = 0
+        self._begin()
+
+    def new_tuner(self) -> Tuner:
+        """Return a tuner that begins with the present setting. Not collective."""
+        has_hierarchy = self._whole_comm.flat is not self._whole_comm
+        return Tuner(self.setting, both=self._algorithm.hierarchical is None and has_hierarchy)
+
+    def use(self, setting: Setting) -> None:
+        """Make buckets of another size, or reduce them in another way. Collective, between steps."""
+        self._run.comm = self._whole_comm if setting.hierarchical else self._whole_comm.flat
+        self.reducer.reset(comm=self._run.comm, bucket_bytes=setting.bucket_bytes)
+        self._bucket_bytes = setting.bucket_bytes
+        self._arm()
+
+    def average_state(self) -> None:
+        """Average every floating tensor of the inner optimizer's state over all ranks. Collective.
+
+        Raises:
+            MismatchError: Ranks have state of different parameters.
+        """
+        state = nn.Module()
+        for name, parameter in self._named().items():
+            for key, value in self.inner.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    state.register_buffer(f"{name}.{key}".replace(".", "/"), value)  # torch allows no dots
+        allreduce_parameters(state, comm=self._comm)
+
+
+def check_same_algorithm(comm: Communicator, algorithm: Algorithm) -> None:
+    """Raise MismatchError on all ranks unless all have chosen the same algorithm. Collective."""
+    texts = comm.all_gather_object(repr(algorithm))
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            raise MismatchError("ranks choose different algorithms", rank=rank, expected=texts[0], found=text)
+
+
+def check_weight(algorithm: Algorithm, *, is_weighted: bool) -> None:
+    """Raise InvalidArgumentError for weights of gradients with an algorithm that averages none. Not collective."""
+    if is_weighted and algorithm.averages_weights:
+        raise InvalidArgumentError(f"weight= is for averages of gradients, and {algorithm.name!r} makes none")

@@ -1,0 +1,90 @@
+"""Average the gradients of a module now, after backward, without hooks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from statexchange.comm.calls import public_call
+from statexchange.comm.communicator import CommLike, Communicator
+from statexchange.comm.defaults import as_communicator
+from statexchange.train.parameter_specs import Source, compare_specs, local_part, named_parameters, specs_of
+from statexchange.train.reducers import CoalescingReducer, Reducer
+from statexchange.train.sparse import SparseShape, average_sparse, densified, same_sparse_dims
+
+__all__ = ["average_gradients"]
+
+_DENSE: Literal["dense"] = "dense"
+GradientKind = SparseShape | Literal["dense"] | None  # of one rank's gradient; None where there is none
+
+
+@public_call("average_gradients")
+def average_gradients(module: Source, comm: CommLike | None = None) -> None:
+    """Replace the gradients of `module` by their averages over ranks, in place.
+
+    Collective. Blocks until all ranks have called. A gradient that is None on some ranks counts as zeros there; one
+    that is None on all ranks stays None. Sparse gradients come back coalesced. BucketReducer does the same while
+    backward goes on.
+
+    Args:
+        module: A module, or parameters with or without names, or a list of modules.
+        comm: The communicator, as everywhere; None is the default one.
+
+    Raises:
+        MismatchError: Parameters differ between ranks; the first that differs is named.
+        UnsupportedError: A parameter is lazy, a meta tensor, or a DTensor that is not replicated.
+
+    Example:
+        >>> import torch
+        >>> import statexchange as sx
+        >>> model = torch.nn.Linear(2, 1)
+        >>> model(torch.ones(4, 2)).sum().backward()
+        >>> sx.average_gradients(model)
+        >>> model.weight.grad
+        tensor([[4., 4.]])
+    """
+    communicator = as_communicator(comm)
+    with communicator.checking("average_gradients"):
+        named = named_parameters(module)
+        specs = specs_of(named)
+    compare_specs(communicator, specs, "average_gradients")
+    with communicator.checking("average_gradients"):
+        ours = [_kind_of(name, parameter.grad) for name, parameter in named.items()]
+    message = json.dumps(ours).encode()
+    messages = communicator.exchange(message, doing="averaging gradients")
+    kinds_by_rank = [[_kind_from_json(raw) for raw in json.loads(theirs)] for theirs in messages]
+    with torch.no_grad(), CoalescingReducer(communicator) as reducer:
+        for i, (name, parameter) in enumerate(named.items()):
+            _average_one(communicator, reducer, name, parameter, [kinds[i] for kinds in kinds_by_rank])
+
+
+def _kind_of(name: str, grad: torch.Tensor | None) -> GradientKind:
+    if grad is None:
+        return None
+    local = local_part(grad, name)
+    return SparseShape.of(local.coalesce()) if local.layout == torch.sparse_coo else _DENSE
+
+
+def _kind_from_json(raw: list[int] | Literal["dense"] | None) -> GradientKind:
+    return SparseShape(*raw) if isinstance(raw, list) else raw
+
+
+def _average_one(
+    comm: Communicator, reducer: Reducer, name: str, parameter: torch.Tensor, kinds: Sequence[GradientKind]
+) -> None:
+    """Average the gradient of one parameter, of which each rank has one of `kinds`. Collective."""
+    if all(kind is None for kind in kinds):
+        return
+    grad = parameter.grad
+    shapes = [kind if isinstance(kind, SparseShape) else None for kind in kinds]
+    if _DENSE not in kinds and same_sparse_dims(shapes):
+        parameter.grad = average_sparse(comm, parameter, grad, shapes)
+        return
+    if grad is None:
+        grad = parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+    elif grad.layout != torch.strided:
+        grad = parameter.grad = densified(grad)
+    reducer.add(local_part(grad, name))

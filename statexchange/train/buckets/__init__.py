@@ -1,0 +1,1 @@
+"""Averaging gradients in flat buckets while backward goes on; `reducer` explains how."""

@@ -1,0 +1,94 @@
+"""What the hooks saw on this rank: which gradients arrived, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from statexchange.train.buckets.rounds import DENSE, FROZEN, LATE, SPARSE, ArrivalReport
+from statexchange.train.buckets.views import Bucket, BucketView
+from statexchange.train.sparse import SparseShape
+
+__all__ = ["Arrival"]
+
+
+class Arrival:
+    """Records the arrival of gradients, which is not the same as ``grad is not None``.
+
+    A user may keep old gradients, or zero them, so that a tensor in `.grad` does not say that this step's backward made
+    it. The hooks do. A *step* ends with `end_step`: until then a gradient counts as arrived, however many rounds of
+    averaging it took part in. A *round* ends with `begin_round`: in each, a bucket waits once for each of its
+    gradients.
+    """
+
+    def __init__(self, views: Sequence[BucketView]) -> None:
+        self._views = views
+        self.end_step()
+        self.begin_round()
+
+    def end_step(self) -> None:
+        """Count all gradients as missing until they arrive again."""
+        self._states = bytearray(len(self._views))
+        self._unplaced: dict[int, None] = {}  # parameters in no bucket, in the order of arrival
+
+    def begin_round(self) -> None:
+        """Let the arrival of each gradient count for its bucket again."""
+        self._counted = bytearray(len(self._views))
+
+    def record(self, view: BucketView, *, counts: bool) -> bool:
+        """Record a gradient; return whether its bucket now waits for one less.
+
+        With `counts` False the gradient has arrived, but the bucket goes on waiting: another backward will add to it.
+        """
+        self._states[view.index] = DENSE
+        bucket = view.bucket
+        if bucket is None:
+            self._unplaced[view.index] = None
+            return False
+        if not counts or self._counted[view.index]:
+            return False
+        self._counted[view.index] = 1
+        bucket.num_waiting -= 1
+        return True
+
+    def mark_missing(self, views: Sequence[BucketView]) -> None:
+        """Count these gradients as missing: they were dropped after they had arrived."""
+        for view in views:
+            self._states[view.index] = 0
+
+    def report(self, buckets: Sequence[Bucket], *, recheck: bool, has_weight: bool) -> ArrivalReport:
+        """Return what the other ranks must know of this rank's gradients.
+
+        `recheck` says that no bucket was filled yet, so that gradients which were dropped since have to be found here.
+        A rank without weight reports nothing as arrived. Sparse gradients in no bucket are coalesced on the way.
+        """
+        if recheck:
+            self.mark_missing([view for view in self._views if view.param.grad is None])
+        sparse = self._coalesce_unplaced()
+        if not has_weight:
+            self._states = bytearray(len(self._states))
+        states = bytearray(self._states)
+        for bucket in buckets:
+            if bucket.in_flight:
+                for view in bucket.views:
+                    if view.param.grad is not None:  # sending had set it to None: another backward made a new one
+                        states[view.index] |= LATE
+        for view in self._views:
+            if not view.param.requires_grad:
+                states[view.index] |= FROZEN
+        order = [i for i in self._unplaced if self._states[i] and self._views[i].bucket is None]
+        return ArrivalReport(bytes(states), order, sparse if order else {})
+
+    def _coalesce_unplaced(self) -> dict[int, SparseShape]:
+        """Look at the gradients that are in no bucket; return the shapes of the sparse ones, by parameter."""
+        sparse: dict[int, SparseShape] = {}
+        for index in self._unplaced:
+            view = self._views[index]
+            if view.param.grad is None:
+                self._states[index] = 0
+            elif view.bucket is None and view.param.grad.layout is torch.sparse_coo:
+                grad = view.param.grad = view.param.grad.coalesce()
+                self._states[index] = SPARSE
+                sparse[index] = SparseShape.of(grad)
+        return sparse

@@ -1,0 +1,203 @@
+"""The plan of a reducer: which parameter lies in which bucket, and in which order buckets are reduced.
+
+Equal on all ranks: a bucket is one collective, so ranks must reduce the same buckets in the same order. `digest` covers
+the parameters and the plan; ranks compare it in every round.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from statexchange.errors import InvalidArgumentError
+from statexchange.train.buckets.views import Bucket, BucketView
+from statexchange.train.parameter_specs import ParameterSpec, shortened
+
+__all__ = ["BucketMemory", "BucketPlan", "explicit_names", "split_buckets"]
+
+_LINE_BYTES = 64  # a cache line: no two buckets share one
+_BATCH_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class BucketMemory:
+    """How buckets get memory: `empty(shape, dtype)` allocates on the host, and sizes are multiples of `align_bytes`."""
+
+    empty: Callable[[Sequence[int], torch.dtype], torch.Tensor]
+    align_bytes: int
+
+    def allocate(self, numels: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+        """Return a flat tensor of zeros for each of `numels`, rounded up, all cut from one allocation.
+
+        Collective if `empty` is.
+        """
+        unit = math.lcm(self.align_bytes, dtype.itemsize) // dtype.itemsize
+        line = max(_LINE_BYTES // dtype.itemsize, 1)
+        sizes = [_rounded_up(numel, unit) for numel in numels]
+        begins = [0, *itertools.accumulate(_rounded_up(size, line) for size in sizes)]
+        if device.type == "cpu":
+            memory = self.empty((begins[-1],), dtype)
+        else:
+            memory = torch.empty(begins[-1], dtype=dtype, device=device)
+        memory.zero_()
+        return [memory[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)]
+
+
+class BucketPlan:
+    """Buckets in the order in which they are reduced; parameters that are in none yet are added by `extend`."""
+
+    def __init__(
+        self,
+        views: Sequence[BucketView],
+        specs: Sequence[ParameterSpec],
+        specs_digest: bytes,
+        memory: BucketMemory,
+        *,
+        bucket_bytes: int,
+        fusion: bool,
+    ) -> None:
+        self._views = views
+        self._specs = specs
+        self._specs_digest = specs_digest
+        self._memory = memory
+        self._bucket_bytes = bucket_bytes
+        self._fusion = fusion
+        self._set([])
+
+    def _set(self, buckets: list[Bucket]) -> None:
+        self.buckets = buckets
+        """In the order in which they are reduced."""
+        indices = [[view.index for view in bucket.views] for bucket in buckets]
+        text = json.dumps([self._specs_digest.hex(), indices])
+        self.digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        """8 bytes that are equal on ranks of equal parameters and plans."""
+
+    def clear(self) -> None:
+        """Take all parameters out of their buckets."""
+        for view in self._views:
+            view.bucket = None
+            view.own_grad = None
+        self._set([])
+
+    def begin_round(self) -> None:
+        """Let all buckets wait for all their gradients."""
+        for bucket in self.buckets:
+            bucket.begin_round()
+
+    def split(self, views: Sequence[BucketView]) -> list[list[BucketView]]:
+        """Cut `views` into buckets, in the order in which these fill up if gradients arrive in the order given."""
+        position = {view.name: i for i, view in enumerate(views)}
+        split = split_buckets([self._specs[view.index] for view in views], self._bucket_bytes)
+        buckets = [[views[position[spec.name]] for spec in bucket] for bucket in split]
+        return sorted(buckets, key=lambda bucket: max(position[view.name] for view in bucket))
+
+    def extend(self, groups: Sequence[Sequence[BucketView]]) -> list[Bucket]:
+        """Make a bucket of each group of views, of one dtype and device, at the end of the plan.
+
+        Collective if the memory's `empty` is.
+        """
+        by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for i, views in enumerate(groups):
+            by_kind.setdefault((views[0].dtype, views[0].device), []).append(i)
+        flats: dict[int, torch.Tensor] = {}
+        for (dtype, device), members in by_kind.items():
+            numels = [sum(view.shape.numel() for view in groups[i]) for i in members]
+            flats.update(zip(members, self._memory.allocate(numels, dtype, device), strict=True))
+        new = [Bucket(views, flats[i], fusion=self._fusion) for i, views in enumerate(groups)]
+        self._set([*self.buckets, *new])
+        return new
+
+    def extend_in_batches(self, groups: Sequence[Sequence[BucketView]]) -> Iterator[list[Bucket]]:
+        """`extend` by about 32 MiB of buckets at a time.
+
+        Whoever fills a batch before the next is made frees the gradients' own memory in between: otherwise all
+        gradients would lie in memory twice.
+        """
+        batch: list[Sequence[BucketView]] = []
+        nbytes = 0
+        for views in groups:
+            batch.append(views)
+            nbytes += sum(view.nbytes for view in views)
+            if nbytes >= _BATCH_BYTES:
+                yield self.extend(batch)
+                batch, nbytes = [], 0
+        if batch:
+            yield self.extend(batch)
+
+    def names(self) -> list[list[str]]:
+        """Return the names of the parameters in each bucket."""
+        return [[view.name for view in bucket.views] for bucket in self.buckets]
+
+    def bucket_of(self, flat: torch.Tensor) -> Bucket:
+        """Return the bucket whose memory `flat` is."""
+        return next(bucket for bucket in self.buckets if bucket.flat is flat)
+
+    def label(self, bucket: Bucket) -> str:
+        """Return the number of a bucket and its first names, for messages."""
+        return f"bucket {self.buckets.index(bucket)}: {shortened([view.name for view in bucket.views])}"
+
+
+def split_buckets(tensors: Sequence[ParameterSpec], bucket_bytes: int) -> list[list[ParameterSpec]]:
+    """Cut tensors into buckets of one dtype and device, in the order of dtypes, then as given. Not collective.
+
+    A tensor joins the running bucket if that brings its size nearer to `bucket_bytes`; otherwise it begins the next.
+    """
+    by_kind: dict[tuple[str, str], list[ParameterSpec]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    buckets = []
+    for kind in sorted(by_kind):
+        running: list[ParameterSpec] = []
+        size = 0
+        for tensor in by_kind[kind]:
+            if running and abs(size + tensor.nbytes - bucket_bytes) > abs(size - bucket_bytes):
+                buckets.append(running)
+                running, size = [], 0
+            running.append(tensor)
+            size += tensor.nbytes
+        buckets.append(running)
+    return buckets
+
+
+def explicit_names(
+    buckets: Sequence[Sequence[str | torch.Tensor]], views: Sequence[BucketView], specs: Sequence[ParameterSpec]
+) -> tuple[tuple[str, ...], ...]:
+    """Return the names in the caller's own buckets. Not collective.
+
+    Raises:
+        InvalidArgumentError: a bucket has an unknown parameter or mixes dtypes or devices, or a parameter lies in two.
+    """
+    by_name = {spec.name: spec for spec in specs}
+    by_identity = {id(view.param): view.name for view in views}
+    found = []
+    used: set[str] = set()
+    for bucket in buckets:
+        names = tuple(_name_of(item, by_name, by_identity) for item in bucket)
+        kinds = {(by_name[name].dtype, by_name[name].device) for name in names}
+        if len(kinds) != 1:
+            raise InvalidArgumentError(f"a bucket holds tensors of one dtype and device, not of {len(kinds)}")
+        found.append(names)
+    for name in itertools.chain.from_iterable(found):
+        if name in used:
+            raise InvalidArgumentError("a parameter lies in one bucket only", name=name)
+        used.add(name)
+    return tuple(found)
+
+
+def _name_of(item: str | torch.Tensor, names: Container[str], by_identity: dict[int, str]) -> str:
+    if isinstance(item, torch.Tensor) and id(item) in by_identity:
+        return by_identity[id(item)]
+    if isinstance(item, str) and item in names:
+        return item
+    what = f"of shape {list(item.shape)}" if isinstance(item, torch.Tensor) else f"named {item!r}"
+    raise InvalidArgumentError(f"buckets name a parameter {what}, which this reducer does not have")
+
+
+def _rounded_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit

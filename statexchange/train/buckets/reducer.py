@@ -1,0 +1,525 @@
+"""BucketReducer: gradients lie in flat buckets in the order of their arrival, and are averaged during backward.
+
+Words. A *plan* puts parameters into buckets and orders these. A *round* is one averaging; it ends in `reduce`. A *step*
+is what the caller counts; it may have several rounds.
+
+A round, on every rank:
+
+1. Backward makes a gradient and a hook records its arrival (`hooks`, `arrival`). Arrival is what the hook saw, not
+   ``grad is not None``: users keep or zero old gradients.
+2. The gradient is copied into its bucket (`sender`). With fusion `.grad` becomes a view of the bucket, so nothing is
+   copied back.
+3. A bucket that has all its gradients is reduced at once, while backward goes on, but never before the buckets that
+   precede it in the plan: every rank must reduce the same buckets in the same order, in whatever order its gradients
+   arrive. `.grad` of its parameters is None from then on, so that another backward does not add to memory in flight.
+   The plan's last bucket waits for `reduce`: nothing is left for it to overlap with.
+4. `reduce` sends the rest of the plan, with zeros where nothing arrived, so that ranks whose backward touched other
+   parameters take part in the same collectives.
+5. All ranks exchange one message (`rounds`): the plan's digest, the step, the weight, and what arrived. Different plans
+   or steps are a MismatchError on all.
+6. Gradients that arrived late, for a bucket in flight, are reduced and added. Gradients in no bucket get one, in root's
+   order of arrival; in the first round that is everything. Sparse gradients get none and are gathered. Gradients that
+   arrived on no rank become None.
+
+With `delay_reduce` step 3 does not happen and step 5 comes before step 4: the sum of weights has to be known before
+gradients are multiplied by their share of it.
+
+Streams. Hooks run in threads of autograd's engine, other ones on other ranks. What they send is sent in the name of the
+thread that last called `reduce` (`Communicator.called_by`). Reductions during backward run in the communicator's work
+queue; `reduce` waits for them.
+
+Failure. What one rank cannot copy (a gradient whose shape changed, say) is raised on all ranks, by `agree`. A failed
+reduction is raised where it is waited for. After `discard` or `reset` the reducer is usable again if its communicator
+is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from statexchange.comm.communicator import Communicator
+from statexchange.comm.defaults import as_communicator
+from statexchange.errors import InvalidArgumentError, StateExchangeError
+from statexchange.processes import usable_cores
+from statexchange.train.buckets.arrival import Arrival
+from statexchange.train.buckets.hooks import GradientHooks
+from statexchange.train.buckets.options import BucketOptions, BucketType
+from statexchange.train.buckets.plan import BucketMemory, BucketPlan, explicit_names
+from statexchange.train.buckets.rounds import ARRIVED, DENSE, FROZEN, LATE, RoundHeader, RoundSummary
+from statexchange.train.buckets.sender import PHASE, BucketSender, Communicate
+from statexchange.train.buckets.views import Bucket, BucketView, publish_gradients
+from statexchange.train.malloc_tuning import raise_malloc_thresholds, trim_malloc
+from statexchange.train.parameter_specs import Source, compare_specs, local_part, named_parameters, specs_of
+from statexchange.train.reducers import Reducer
+from statexchange.train.sparse import average_sparse, same_sparse_dims
+
+__all__ = ["BucketReducer"]
+
+_numbers: weakref.WeakKeyDictionary[Communicator, Iterator[int]] = weakref.WeakKeyDictionary()
+_LOCAL_OPTIONS = {"communicate", "overlap"}  # which ranks need not agree on
+
+
+class BucketReducer(Reducer):
+    """Average the gradients of parameters over ranks in flat buckets, overlapping backward.
+
+    Collective: all ranks construct it, over parameters of the same names, shapes and dtypes, and call `finalize` after
+    each backward, also a rank whose backward touched nothing.
+
+    Gradients are final when `finalize` returns. Between backward and `finalize` they belong to the reducer, and those
+    that are being reduced are None. Averaging is linear: several backwards before one `finalize` give the average of
+    the sums, however many backwards each rank has made.
+
+    A gradient that arrived on some ranks counts as zeros on the others. One that arrived on no rank becomes None, so
+    that optimizers skip the parameter. If nothing arrived on any rank, everything stays as it is. NaN on one rank is
+    NaN on all. Sparse gradients are gathered and come back coalesced. Parameters may be frozen and unfrozen at any
+    time. With `create_graph` the averages carry no graph. While the attribute `eager` is False, nothing is sent during
+    backward.
+
+    Buckets are cut as Bagua cuts them (https://github.com/BaguaSys/bagua); that they overlap backward is the way of
+    torch's DistributedDataParallel.
+
+    Args:
+        module_or_params: A module, parameters with or without names, or a list of modules.
+        comm: The communicator, as everywhere; None is the default one.
+        bucket_bytes: Buckets come as near to this size as their parameters allow.
+        align_bytes: The size of a bucket is a multiple of it; a power of two, 8 or more.
+        chunking: Make the size a multiple of 32 bytes times the number of ranks, for a `communicate` that cuts a bucket
+            into one part for each rank.
+        fusion: Let gradients be views of their bucket, so that nothing is copied back. A gradient that the caller keeps
+            is overwritten in the next step. False copies averages back to where backward made the gradients.
+        delay_reduce: Send nothing before `finalize`. Needed for weights.
+        bucket_type: "gradient". Or "weight", which averages the parameters themselves at `finalize`, unnoticed by
+            autograd; or "parameter", the same, but a graph that still needs the old values raises.
+        buckets: Lists of names or of parameters that are to share a bucket. Others are placed as they arrive.
+        scale: Multiplies the sum over ranks; None averages.
+        overlap: Send buckets during backward, in another thread. None, which each rank decides for itself, does so
+            unless buckets are reduced through shared memory and there are fewer than two cores a rank: then that thread
+            would only take backward's core.
+        communicate: A function that turns a flat bucket, in place, into what all ranks should have; None is the
+            all-reduce. It may return a Work. All ranks call it in the order of the plan.
+
+    Raises:
+        InvalidArgumentError: An option is impossible, or a parameter belongs to another reducer.
+        MismatchError: Parameters or options differ between ranks; the first parameter that differs is named.
+        UnsupportedError: A parameter is lazy, a meta tensor, or a DTensor that is not replicated.
+
+    Example:
+        >>> import torch
+        >>> import statexchange as sx
+        >>> model = torch.nn.Linear(2, 1)
+        >>> reducer = sx.train.BucketReducer(model)
+        >>> model(torch.ones(4, 2)).sum().backward()
+        >>> reducer.finalize()
+        >>> model.weight.grad
+        tensor([[4., 4.]])
+        >>> sorted(reducer.buckets[0])
+        ['bias', 'weight']
+        >>> reducer.close()
+    """
+
+    def __init__(
+        self,
+        module_or_params: Source,
+        comm: Any = None,
+        *,
+        bucket_bytes: int = 10 << 20,
+        align_bytes: int = 8,
+        chunking: bool = False,
+        fusion: bool = True,
+        delay_reduce: bool = False,
+        bucket_type: BucketType = "gradient",
+        buckets: Sequence[Sequence[str | torch.Tensor]] | None = None,
+        scale: float | None = None,
+        overlap: bool | None = None,
+        communicate: Communicate | None = None,
+    ) -> None:
+        self._comm = as_communicator(comm)
+        self._overlap = overlap
+        self._number = next(_numbers.setdefault(self._comm.flat, itertools.count()))
+        self._communicate = communicate
+        self._on_backward_end: weakref.WeakMethod[Callable[[], None]] | None = None
+        self._source = module_or_params
+        self._explicit_buckets = buckets
+        self._options = BucketOptions(
+            bucket_bytes=bucket_bytes,
+            align_bytes=align_bytes,
+            chunking=chunking,
+            fusion=fusion,
+            delay_reduce=delay_reduce,
+            bucket_type=bucket_type,
+            buckets=None,
+            scale=scale,
+        )
+        self._build()
+
+    # Set-up
+
+    @staticmethod
+    def check_settings(settings: Mapping[str, Any], *others: str) -> None:
+        """Raise InvalidArgumentError for a name that is neither an option of the constructor nor among `others`.
+
+        Not collective.
+        """
+        known = {*BucketOptions.names(), *_LOCAL_OPTIONS, *others}
+        if unknown := sorted(settings.keys() - known):
+            raise InvalidArgumentError(f"unknown setting {unknown[0]!r}; known: {', '.join(sorted(known))}")
+
+    def reset(self, module_or_params: Source = None, **changes: Any) -> None:
+        """Begin anew with other parameters or options; gradients stay as they are.
+
+        Collective.
+
+        Args:
+            module_or_params: The new parameters; None keeps the present ones.
+            changes: Arguments of the constructor that change.
+
+        Raises:
+            InvalidArgumentError: Buckets are in flight, or an option is unknown or impossible.
+        """
+        with self._comm.checking("reset"):
+            if any(bucket.in_flight for bucket in self._plan.buckets):
+                raise InvalidArgumentError("gradients are on their way: finalize() before reset()")
+            self.check_settings(changes, "comm")
+            given = {name: changes[name] for name in BucketOptions.names() & changes.keys() - {"buckets"}}
+            options = replace(self._options, **given)
+            options.check()
+        comm = as_communicator(changes.get("comm", self._comm))
+        self.close()
+        self._comm = comm
+        self._communicate = changes.get("communicate", self._communicate)
+        self._overlap = changes.get("overlap", self._overlap)
+        self._explicit_buckets = changes.get("buckets", self._explicit_buckets)
+        self._options = options
+        self._source = self._source if module_or_params is None else module_or_params
+        self._build()
+
+    def _build(self) -> None:
+        """Compare parameters and options between ranks, and make all parts anew. Collective."""
+        with self._comm.checking("BucketReducer"):
+            self._options.check()
+            if self._communicate is not None and not callable(self._communicate):
+                raise InvalidArgumentError(f"communicate is a function or None, not {self._communicate!r}")
+            named = named_parameters(self._source)
+            specs = specs_of(named)
+            self._views = [BucketView(i, name, param) for i, (name, param) in enumerate(named.items())]
+            self._index = {id(view.param): view.index for view in self._views}
+            explicit = self._explicit_buckets
+            names = None if explicit is None else explicit_names(explicit, self._views, specs)
+            self._options = replace(self._options, buckets=names)
+            if self._options.averages_gradients:
+                GradientHooks.check_free(self._views)
+        about = f"reducer {self._number}, {self._options}, its own communicate: {self._communicate is not None}"
+        digest = compare_specs(self._comm, specs, about)
+        raise_malloc_thresholds()
+        is_on_host = all(spec.device.startswith("cpu") for spec in specs)
+        options = self._options
+        memory = BucketMemory(self._comm.empty, options.size_unit(self._comm.world_size))
+        self._plan = BucketPlan(
+            self._views, specs, digest, memory, bucket_bytes=options.bucket_bytes, fusion=options.fusion
+        )
+        self._arrival = Arrival(self._views)
+        self._sender = BucketSender(
+            self._comm,
+            self._plan,
+            self._arrival,
+            fusion=options.fusion,
+            overlaps=not options.delay_reduce and self._may_overlap(is_on_host=is_on_host),
+            scale=options.scale,
+            communicate=self._communicate,
+        )
+        self._hooks = GradientHooks(self._gradient_accumulated, self._backward_ended)
+        self._hooks.reports_end = self._on_backward_end is not None
+        self._rounds = 0
+        self.eager = True
+        """Whether buckets may be sent during backward; the caller's to set."""
+        if names is not None:
+            by_name = {view.name: view for view in self._views}
+            self._plan.extend([[by_name[name] for name in bucket] for bucket in names])
+        self._closed = False
+        self._comm.dependents.add(self)
+        if options.averages_gradients:
+            self._hooks.attach(self._views)
+        else:
+            self._plan.extend(self._plan.split([view for view in self._views if view.bucket is None]))
+
+    def _may_overlap(self, *, is_on_host: bool) -> bool:
+        if self._overlap is not None:
+            return self._overlap
+        uses_cores = self._comm.backend in ("shm", "threads") and is_on_host
+        return not uses_cores or usable_cores() >= 2 * self._comm.world_size
+
+    def close(self) -> None:
+        """Take the hooks off the parameters: backward is as before.
+
+        Not collective. Closing the communicator does it, too. May be called again.
+        """
+        self._closed = True
+        self._comm.dependents.discard(self)
+        self._hooks.remove()
+
+    def raise_if_closed(self) -> None:
+        """Raise if this reducer or its communicator has been closed. Not collective."""
+        if self._closed:
+            self._comm.raise_if_closed()
+            raise InvalidArgumentError("this reducer has been closed, and gradients are no averages any more")
+
+    # Facts
+
+    @property
+    def comm(self) -> Communicator:
+        """The communicator."""
+        return self._comm
+
+    @property
+    def delay_reduce(self) -> bool:
+        """Whether nothing is sent before `finalize`."""
+        return self._options.delay_reduce
+
+    @property
+    def buckets(self) -> list[list[str]]:
+        """The names in each bucket, in the order in which buckets are reduced. Not collective."""
+        return self._plan.names()
+
+    @property
+    def bucket_nbytes(self) -> list[int]:
+        """The size of each bucket, padding included. Not collective."""
+        return [bucket.flat.nbytes for bucket in self._plan.buckets]
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The parameters by name. Not collective."""
+        return {view.name: view.param for view in self._views}
+
+    def spans(self, flat: torch.Tensor) -> list[tuple[str, int]]:
+        """Return the name and number of elements of each parameter in the bucket `flat`, in order.
+
+        Not collective. Padding may follow the last one. `flat` is what `communicate` was given.
+        """
+        return [(view.name, view.shape.numel()) for view in self._plan.bucket_of(flat).views]
+
+    # Arrival
+
+    def watch(self, ended: Callable[[], None] | None) -> None:
+        """Call the method `ended` at the end of each backward that touches a parameter; None calls nothing.
+
+        Not collective. The method's object is referred to weakly.
+        """
+        self._on_backward_end = None if ended is None else weakref.WeakMethod(ended)
+        self._hooks.reports_end = ended is not None
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Record that the parameter `tensor` has a gradient, as the hooks do for those that autograd makes.
+
+        Not collective, but all ranks must come to `finalize`.
+
+        Raises:
+            InvalidArgumentError: `tensor` is no parameter of this reducer, or it has no gradient.
+        """
+        index = self._index.get(id(tensor))
+        if index is None or not self._options.averages_gradients or tensor.grad is None:
+            why = "it has none" if index is not None else "it is none of its parameters"
+            raise InvalidArgumentError(f"a tensor of shape {list(tensor.shape)} has no gradient to reduce here: {why}")
+        self._gradient_accumulated(index)
+
+    def _gradient_accumulated(self, index: int) -> None:
+        view = self._views[index]
+        if self._arrival.record(view, counts=self.eager):
+            self._sender.gradient_ready(view)
+
+    def _backward_ended(self) -> None:
+        ended = None if self._on_backward_end is None else self._on_backward_end()
+        if ended is not None:
+            with self._comm.called_by(self._sender.caller):
+                ended()
+
+    # Averaging
+
+    def finalize(self) -> None:
+        """Make gradients the averages over ranks; what arrives from now on belongs to the next step.
+
+        Collective. Blocks until all ranks have called and all buckets are reduced.
+
+        Raises:
+            MismatchError: Ranks are in different steps or reduce different parameters.
+            PeerError: Another rank has failed.
+        """
+        self.raise_if_closed()
+        self.reduce()
+        self.end_step()
+
+    def discard(self) -> None:
+        """Forget what arrived; blocks until what was sent is reduced.
+
+        Not collective, but all ranks must do it alike. After a failure of this rank alone that reduction fails; the
+        other ranks learn of the failure itself, so its consequence is not raised here.
+        """
+        for bucket in self._plan.buckets:
+            with contextlib.suppress(StateExchangeError):
+                bucket.wait()
+        self._begin_round()
+        self.end_step()
+
+    def end_step(self) -> None:
+        """Count all gradients as missing until they arrive again. Not collective."""
+        self._arrival.end_step()
+        self._hooks.forget_backward()
+
+    def reduce(self, *, weight: float | None = None, step: int | None = None, done: bool = False) -> list[int]:
+        """Average what has arrived, within a step that goes on.
+
+        Collective. For callers that average more than once in a step, or between ranks of different weights.
+
+        Args:
+            weight: This rank's weight: the result is the sum of weight times gradient, divided by the sum of weights.
+                A rank of weight 0 counts as if nothing had arrived there; if all have it there is no gradient. Weights
+                other than 1 need `delay_reduce`.
+            step: A number that is compared between ranks that are not `done`; None compares the number of rounds.
+            done: Take part with nothing of this rank's own, and weight 0.
+
+        Returns:
+            The ranks that are not done.
+
+        Raises:
+            InvalidArgumentError: The weight is impossible here.
+            MismatchError: Ranks are in different steps or reduce different parameters.
+        """
+        self._hooks.forget_backward()
+        self._sender.caller = self._comm.caller
+        try:
+            with torch.no_grad():
+                share = 0.0 if done else self._checked_weight(weight)
+                header = RoundHeader(self._plan.digest, self._rounds if step is None else step, share, done)
+                if self._options.averages_gradients:
+                    return self._reduce_gradients(header)
+                return self._reduce_parameters(header)
+        finally:
+            self._rounds += 1
+            self._begin_round()
+
+    def _begin_round(self) -> None:
+        self._arrival.begin_round()
+        self._sender.begin_round()
+        self._plan.begin_round()
+
+    def _checked_weight(self, weight: float | None) -> float:
+        if weight is None:
+            return 1.0
+        with self._comm.checking("finalize"):
+            if not 0 <= weight < math.inf:
+                raise InvalidArgumentError("a weight is a finite number, 0 or more", found=weight)
+            if self._options.scale is not None or not self._options.averages_gradients:
+                raise InvalidArgumentError("a weight goes with the average of gradients, without scale", found=weight)
+            if weight != 1 and not self._options.delay_reduce:
+                raise InvalidArgumentError("a weight needs delay_reduce: what was sent has weight 1", found=weight)
+        return weight
+
+    def _exchange(self, header: RoundHeader, body: bytes, num_parameters: int) -> RoundSummary:
+        """Compare plans and steps with all ranks, and learn what arrived on each. Collective."""
+        messages = self._comm.exchange(header.to_bytes() + body, doing=PHASE)
+        return RoundSummary.of(messages, num_parameters, header.plan_digest)
+
+    def _reduce_gradients(self, header: RoundHeader) -> list[int]:
+        """Steps 4 to 6 of a round. Collective; returns the ranks that are not done."""
+        delayed = self._options.delay_reduce
+        if not delayed:
+            for bucket in self._sender.unsent:
+                self._sender.send(bucket, header.weight)
+        report = self._arrival.report(self._plan.buckets, recheck=delayed, has_weight=header.weight > 0)
+        summary = self._exchange(header, report.to_bytes(), len(self._views))
+        if not summary.has_arrived:
+            if any(not summary.headers[rank].weight for rank in summary.active):
+                for view in self._views:
+                    view.param.grad = None  # what there is has no weight
+            return summary.active
+        is_plain = summary.is_plain
+        share = header.weight * self._comm.world_size / summary.total_weight
+        if delayed:
+            for bucket in self._plan.buckets:
+                self._sender.send(bucket, share)
+        for bucket in self._plan.buckets:
+            bucket.wait()
+        if not is_plain:
+            self._add_late(summary)
+        if not delayed:
+            self._leave_out_done_ranks(summary)
+        self._reduce_unplaced(summary, header.weight, share)
+        has_gradient = None if is_plain else [bool(state & ARRIVED) for state in summary.any_rank]
+        publish_gradients(self._views, has_gradient, fusion=self._options.fusion)
+        if not is_plain:
+            self._replan_if_frozen(summary)
+        return summary.active
+
+    def _add_late(self, summary: RoundSummary) -> None:
+        """Reduce what another backward made for buckets in flight, and add it to them. Collective."""
+        for bucket in self._plan.buckets:
+            if not any(summary.any_rank[view.index] & LATE for view in bucket.views):
+                continue
+            first = bucket.flat.clone()
+            with self._sender.shared_errors():
+                if bucket.in_flight:
+                    bucket.fill()
+                else:  # on this rank nothing arrived late: the whole bucket was sent by `reduce`
+                    bucket.flat.zero_()
+            self._sender.reduce_memory(bucket)
+            bucket.wait()
+            bucket.flat.add_(first)
+
+    def _leave_out_done_ranks(self, summary: RoundSummary) -> None:
+        """Turn averages over all ranks into averages over the active ones: the others have sent zeros."""
+        if len(summary.active) != self._comm.world_size:
+            for bucket in self._plan.buckets:
+                bucket.flat.mul_(self._comm.world_size / len(summary.active))
+
+    def _reduce_unplaced(self, summary: RoundSummary, weight: float, share: float) -> None:
+        """Give gradients without a bucket one and reduce it; gather those that are sparse everywhere. Collective."""
+        dense, sparse = [], []
+        for index in summary.order():
+            view = self._views[index]
+            if summary.any_rank[index] & DENSE or not same_sparse_dims(summary.sparse_shapes(index)):
+                dense.append(view)
+            else:
+                sparse.append(view)
+        for batch in self._plan.extend_in_batches(self._plan.split(dense)):
+            for bucket in batch:
+                self._sender.send(bucket, share)
+                bucket.wait()
+        if dense:
+            trim_malloc()
+        for view in sparse:
+            grad = view.param.grad if weight else None
+            shapes = summary.sparse_shapes(view.index)
+            view.param.grad = average_sparse(self._comm, view.param, grad, shapes, share, self._options.scale)
+
+    def _replan_if_frozen(self, summary: RoundSummary) -> None:
+        """Empty the plan if a parameter in it is frozen on all ranks: its bucket would never be full."""
+        if self._options.buckets is not None:
+            return
+        for bucket in self._plan.buckets:
+            if any(summary.all_ranks[view.index] & FROZEN for view in bucket.views):
+                self._plan.clear()
+                return
+
+    def _reduce_parameters(self, header: RoundHeader) -> list[int]:
+        """Average the parameters themselves. Collective; returns the ranks that are not done."""
+        summary = self._exchange(header, b"", 0)
+        for bucket in self._plan.buckets:
+            self._average_parameters(bucket)
+        return summary.active
+
+    def _average_parameters(self, bucket: Bucket) -> None:
+        views = [view.local for view in bucket.views]
+        parameters = [local_part(view.param, view.name) for view in bucket.views]
+        if self._options.bucket_type == "weight":
+            parameters = [parameter.data for parameter in parameters]  # autograd does not notice
+        torch._foreach_copy_(views, parameters)
+        self._sender.reduce_memory(bucket)
+        bucket.wait()
+        torch._foreach_copy_(parameters, views)

@@ -1,0 +1,164 @@
+"""What ranks tell each other at the end of a round of averaging, as records.
+
+A message is a header of fixed size, one byte of flags for each parameter, and, if there is anything to say of gradients
+that are in no bucket, a JSON text. In most rounds all parameters lie in buckets and the text is empty.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from statexchange.errors import MismatchError
+from statexchange.train.sparse import SparseShape
+
+__all__ = ["ARRIVED", "DENSE", "FROZEN", "LATE", "SPARSE", "ArrivalReport", "RoundHeader", "RoundSummary"]
+
+# Flags of a parameter on one rank
+DENSE = 1  # a dense gradient arrived
+SPARSE = 2  # a sparse gradient arrived, and the parameter is in no bucket
+LATE = 4  # another gradient arrived after the bucket had been sent
+FROZEN = 8  # the parameter does not require a gradient
+ARRIVED = DENSE | SPARSE
+
+_HEADER = struct.Struct("<8sQd?")
+
+
+@dataclass(frozen=True, slots=True)
+class RoundHeader:
+    """What ranks compare, and how much each rank's gradients weigh.
+
+    `step` numbers the caller's steps, or the rounds if the caller has none. A rank that `is_done` takes part with
+    weight 0 and has no step of its own.
+    """
+
+    plan_digest: bytes
+    step: int
+    weight: float
+    is_done: bool
+
+    def to_bytes(self) -> bytes:
+        """The message's first bytes."""
+        return _HEADER.pack(self.plan_digest, self.step, self.weight, self.is_done)
+
+    @classmethod
+    def from_bytes(cls, message: bytes) -> RoundHeader:
+        """Read the first bytes of a message."""
+        return cls(*_HEADER.unpack_from(message))
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivalReport:
+    """What arrived on one rank: flags by parameter, and details of gradients that are in no bucket.
+
+    `order` are the parameters without a bucket in the order of arrival; `sparse` are the sparse ones among them.
+    """
+
+    states: bytes
+    order: Sequence[int] = ()
+    sparse: dict[int, SparseShape] | None = None
+
+    def to_bytes(self) -> bytes:
+        """The message behind the header."""
+        if not self.order:
+            return self.states
+        sparse = {str(index): list(shape) for index, shape in (self.sparse or {}).items()}
+        return self.states + json.dumps({"order": list(self.order), "sparse": sparse}).encode()
+
+    @classmethod
+    def from_bytes(cls, body: bytes, num_parameters: int) -> ArrivalReport:
+        """Read what follows the header."""
+        states, text = body[:num_parameters], body[num_parameters:]
+        if not text:
+            return cls(states)
+        details = json.loads(text)
+        sparse = {int(index): SparseShape(*map(int, shape)) for index, shape in details["sparse"].items()}
+        return cls(states, [int(index) for index in details["order"]], sparse)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSummary:
+    """What all ranks reported: headers and reports by rank, and by parameter the flags of any and of all ranks."""
+
+    headers: Sequence[RoundHeader]
+    reports: Sequence[ArrivalReport]
+    any_rank: bytes
+    all_ranks: bytes
+
+    @classmethod
+    def of(cls, messages: Sequence[bytes], num_parameters: int, plan_digest: bytes) -> RoundSummary:
+        """Read every rank's message.
+
+        Raises:
+            MismatchError: ranks have different plans, or ranks that are not done are in different steps.
+        """
+        headers = [RoundHeader.from_bytes(message) for message in messages]
+        if any(header.plan_digest != plan_digest for header in headers):
+            raise MismatchError("ranks average the gradients of different reducers, or by different plans")
+        _check_steps(headers)
+        bodies = [message[_HEADER.size :] for message in messages]
+        reports = [ArrivalReport.from_bytes(body, num_parameters) for body in bodies]
+        distinct = {report.states for report in reports}
+        return cls(headers, reports, _combined(distinct, int.__or__), _combined(distinct, int.__and__))
+
+    @property
+    def active(self) -> list[int]:
+        """The ranks that are not done."""
+        return _active(self.headers)
+
+    @property
+    def total_weight(self) -> float:
+        """The sum of all ranks' weights."""
+        return math.fsum(header.weight for header in self.headers)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every parameter has a dense gradient somewhere, and no flag but that is set."""
+        return self.any_rank.count(DENSE) == len(self.any_rank)
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether there is any gradient on any rank."""
+        return any(state & ARRIVED for state in self.any_rank)
+
+    def order(self) -> list[int]:
+        """The parameters without a bucket, in root's order of arrival; then those that arrived on later ranks only."""
+        found: dict[int, None] = {}
+        for report in self.reports:
+            found.update(dict.fromkeys(report.order))
+        return list(found)
+
+    def sparse_shapes(self, index: int) -> list[SparseShape | None]:
+        """The shape of a parameter's sparse gradient on each rank; None where it has none."""
+        return [(report.sparse or {}).get(index) for report in self.reports]
+
+
+def _active(headers: Sequence[RoundHeader]) -> list[int]:
+    return [rank for rank, header in enumerate(headers) if not header.is_done]
+
+
+def _check_steps(headers: Sequence[RoundHeader]) -> None:
+    """Raise MismatchError, naming the first rank of each of two steps, unless all active ranks are in one step."""
+    first_ranks: dict[int, int] = {}
+    for rank in _active(headers):
+        first_ranks.setdefault(headers[rank].step, rank)
+    if len(first_ranks) > 1:
+        (step, rank), (other_step, other_rank) = list(first_ranks.items())[:2]
+        raise MismatchError(
+            f"rank {rank} is in step {step}, rank {other_rank} in step {other_step}: all must call backward and step "
+            "alike"
+        )
+
+
+def _combined(states: set[bytes], operator: Callable[[int, int], int]) -> bytes:
+    """The flags that any rank has set, or that all have, by `operator`; of equal ranks nothing is computed."""
+    first, *others = states
+    if not others:
+        return first
+    bits = int.from_bytes(first, "little")
+    for other in others:
+        bits = operator(bits, int.from_bytes(other, "little"))
+    return bits.to_bytes(len(first), "little")

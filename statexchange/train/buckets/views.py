@@ -1,0 +1,170 @@
+"""Buckets, the flat memory in which gradients are reduced, and each parameter's view of its bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from statexchange.comm.work import Work
+from statexchange.errors import InvalidArgumentError
+from statexchange.tensors import is_dtensor
+from statexchange.train.parameter_specs import local_part
+from statexchange.train.sparse import densified
+
+__all__ = ["Bucket", "BucketView", "copy_gradients", "publish_gradients"]
+
+
+class BucketView:
+    """A parameter and its place in a bucket.
+
+    `local` is the part of the bucket's memory that has the parameter's shape and strides. `grad` is the same memory as
+    the parameter's `.grad` has it: of a DTensor parameter a DTensor. `own_grad` is, without fusion, the tensor in which
+    backward made the gradient: the average is copied back into it.
+    """
+
+    __slots__ = (
+        "bucket",
+        "dtype",
+        "grad",
+        "index",
+        "is_plain",
+        "local",
+        "name",
+        "nbytes",
+        "own_grad",
+        "param",
+        "shape",
+        "strides",
+    )
+
+    def __init__(self, index: int, name: str, param: torch.Tensor) -> None:
+        local = local_part(param, name).detach()
+        self.index = index
+        self.name = name
+        self.param = param
+        self.is_plain = not is_dtensor(param)
+        self.dtype = local.dtype
+        self.shape = local.shape
+        self.nbytes = local.nbytes
+        self.strides = torch.empty_like(local, device="meta").stride()  # keeps dense strides, such as channels_last
+        self.bucket: Bucket | None = None
+        self.local = self.grad = local.new_empty(0)  # until the parameter gets a bucket
+        self.own_grad: torch.Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameter."""
+        return local_part(self.param, self.name).device
+
+    def place(self, bucket: Bucket, begin: int) -> None:
+        """Use the elements of `bucket` from `begin` on."""
+        self.bucket = bucket
+        self.local = bucket.flat[begin : begin + self.shape.numel()].as_strided(self.shape, self.strides)
+        self.grad = self.as_gradient(self.local)
+
+    def as_gradient(self, local: torch.Tensor) -> torch.Tensor:
+        """Return `local` as a gradient of the parameter: itself, or a DTensor of it."""
+        if self.is_plain:
+            return local
+        param: Any = self.param
+        grad: torch.Tensor = type(param).from_local(local, param.device_mesh, param.placements, run_check=False)
+        return grad
+
+    def dense(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return the dense local gradient; raise InvalidArgumentError if dtype or shape changed."""
+        local = grad if self.is_plain else local_part(grad, self.name)
+        if local.dtype is not self.dtype or local.shape != self.shape:
+            raise InvalidArgumentError(
+                "the gradient is not like the parameter that was given to the reducer: call its reset()",
+                name=self.name,
+                expected=f"{self.dtype}{list(self.shape)}",
+                found=f"{local.dtype}{list(local.shape)}",
+            )
+        return local if local.layout is torch.strided else densified(local)
+
+
+class Bucket:
+    """The views of several parameters in one flat tensor, and the bucket's progress in the present round.
+
+    `num_waiting` counts the parameters whose gradient has not arrived in this round. `in_flight` says that the bucket
+    was sent during backward; `work` is its reduction, if that may still be running.
+    """
+
+    __slots__ = ("flat", "fusion", "in_flight", "num_waiting", "views", "work")
+
+    def __init__(self, views: Sequence[BucketView], flat: torch.Tensor, *, fusion: bool) -> None:
+        self.views = views
+        self.flat = flat
+        self.fusion = fusion
+        begin = 0
+        for view in views:
+            view.place(self, begin)
+            begin += view.shape.numel()
+        self.begin_round()
+
+    def begin_round(self) -> None:
+        """Forget what arrived and what was sent."""
+        self.num_waiting = len(self.views)
+        self.in_flight = False
+        self.work: Work | None = None
+
+    def wait(self) -> None:
+        """Return when the bucket is reduced; raise the reduction's error."""
+        if self.work is not None:
+            self.work.wait()
+
+    def fill(self, factor: float = 1.0) -> list[BucketView]:
+        """Copy the gradients times `factor` into the flat memory; return the views without one, filled with zeros."""
+        missing = copy_gradients(self.views, fusion=self.fusion)
+        for view in missing:
+            view.local.zero_()
+        if factor == 0:
+            self.flat.zero_()  # multiplying by 0 would keep NaN
+        elif factor != 1:
+            self.flat.mul_(factor)
+        return missing
+
+
+def copy_gradients(views: Iterable[BucketView], *, fusion: bool) -> list[BucketView]:
+    """Copy gradients into their views, and with `fusion` let `.grad` be the view; return the views without one."""
+    missing, targets, fresh = [], [], []
+    for view in views:
+        grad = view.param.grad
+        if grad is None:
+            missing.append(view)
+        elif grad is not view.grad:
+            targets.append(view.local)
+            fresh.append(view.dense(grad))
+            if fusion:
+                view.param.grad = view.grad
+            elif grad.layout is torch.strided:
+                view.own_grad = grad
+    if fresh:
+        torch._foreach_copy_(targets, fresh)
+    return missing
+
+
+def publish_gradients(views: Sequence[BucketView], has_gradient: Sequence[bool] | None, *, fusion: bool) -> None:
+    """Set every parameter's `.grad` to its average, or to None where `has_gradient` is False.
+
+    `has_gradient` None means that all have one. Parameters in no bucket keep their (sparse) gradient. Without `fusion`
+    averages are copied to where backward made the gradients.
+    """
+    targets, averages = [], []
+    for i, view in enumerate(views):
+        param = view.param
+        if has_gradient is not None and not has_gradient[i]:
+            param.grad = None
+        elif view.bucket is not None and fusion:
+            if param.grad is not view.grad:
+                param.grad = view.grad
+        elif view.bucket is not None:
+            own = view.own_grad
+            param.grad = grad = view.as_gradient(torch.empty_like(view.local)) if own is None else own
+            targets.append(local_part(grad, view.name))
+            averages.append(view.local)
+        view.own_grad = None
+    if targets:
+        torch._foreach_copy_(targets, averages)

@@ -1,0 +1,114 @@
+"""A communication hook that lets torch's DistributedDataParallel (DDP) average its buckets by a communicator of ours.
+
+Order of callbacks. DDP takes a future for each bucket and, at the end of backward, casts its result to a tensor: an
+exception in it would lose its type. And DDP must finish its own work before backward raises, or it could not be used
+again, although all ranks may go on after a MismatchError. So a future always gets the bucket's memory as its result,
+and the error is raised by a callback of the running backward. Callbacks run in the order in which they are queued, and
+DDP queues its own after those of its hooks; so ours queues a second callback, which runs last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future as ConcurrentFuture
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from statexchange.comm.calls import about
+from statexchange.comm.communicator import Communicator
+from statexchange.comm.defaults import as_communicator
+from statexchange.errors import InvalidArgumentError
+from statexchange.train.buckets.reducer import BucketReducer
+from statexchange.train.parameter_specs import shortened
+from statexchange.train.reducers import Reducer
+
+__all__ = ["as_comm_hook"]
+
+Hook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
+
+
+def as_comm_hook(reducer: Any = None) -> Hook:
+    """Return a hook for ``DistributedDataParallel.register_comm_hook``, which averages DDP's buckets.
+
+    Collective where a communicator has to be made of what is given; the hook itself is called by all ranks in backward.
+    Backward raises the errors of the averages: PeerError if a rank has failed, MismatchError if ranks are in different
+    calls.
+
+    Args:
+        reducer: A communicator, as everywhere: buckets are averaged while backward goes on. Or a Reducer: every bucket
+            goes through its `add` and `finalize`, and backward waits.
+
+    Returns:
+        The hook.
+
+    Raises:
+        InvalidArgumentError: `reducer` is a BucketReducer: DDP makes buckets of its own.
+
+    Example:
+        >>> import statexchange as sx
+        >>> hook = sx.train.as_comm_hook(sx.train.InlineReducer())
+        >>> callable(hook)  # ddp.register_comm_hook(None, hook)
+        True
+    """
+    if isinstance(reducer, BucketReducer):
+        raise InvalidArgumentError("DDP makes buckets of its own: give a communicator, or another reducer")
+    if isinstance(reducer, Reducer):
+        return _inline_hook(reducer)
+    return _overlapping_hook(as_communicator(reducer))
+
+
+def _inline_hook(reducer: Reducer) -> Hook:
+    def hook(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        flat: torch.Tensor = bucket.buffer()
+        reducer.add(flat)
+        reducer.finalize()
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(flat)
+        return future
+
+    return _without_annotations(hook)
+
+
+def _overlapping_hook(comm: Communicator) -> Hook:
+    waiting = ThreadPoolExecutor(1, "statexchange comm hook")
+    caller = comm.caller
+
+    def hook(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        flat: torch.Tensor = bucket.buffer()
+        with comm.called_by(caller), about(lambda: _label(bucket)):
+            work = comm.all_reduce(flat, "avg", async_op=True)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+
+        def complete() -> None:
+            try:
+                work.wait()
+            finally:
+                future.set_result(flat)
+
+        _raise_after_backward(waiting.submit(complete))
+        return future
+
+    return _without_annotations(hook)
+
+
+def _label(bucket: Any) -> str:
+    """Name a bucket by the shapes of its parameters: DDP's buckets do not have their names."""
+    shapes = shortened([str(list(parameter.shape)) for parameter in bucket.parameters()])
+    return f"bucket {bucket.index()} of DDP: parameters of shapes {shapes}"
+
+
+def _raise_after_backward(completed: ConcurrentFuture[None]) -> None:
+    """Let the running backward raise the error of `completed` after DDP has finished its own work."""
+    if torch._C._current_graph_task_id() < 0:  # noqa: SLF001 (torch's `join` runs hooks outside backward)
+        completed.result()
+        return
+    queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001 (torch has no other way)
+    queue(lambda: queue(completed.result))
+
+
+def _without_annotations(hook: Hook) -> Hook:
+    """Remove a hook's annotations: DDP compares them with its own types, and ours are texts."""
+    hook.__annotations__ = {}
+    return hook

@@ -1,0 +1,32 @@
+"""Tuning of the C library's malloc for gradients, which are freed and allocated again in every step."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+
+import torch
+
+__all__ = ["raise_malloc_thresholds", "trim_malloc"]
+
+# glibc allocates larger blocks by mmap whatever it has learned (DEFAULT_MMAP_THRESHOLD_MAX is 32 MiB).
+_LARGEST_HEAP_BLOCK_BYTES = (32 << 20) - (64 << 10)
+
+
+@functools.cache
+def raise_malloc_thresholds() -> None:
+    """Let glibc keep the memory of gradients that were copied into buckets for those of the next step.
+
+    glibc returns free memory at the end of its heap to the kernel, so that every step would fault the same pages in
+    again. It raises that threshold, and the one for mmap, to the size of the largest block that was freed so far; so
+    one large block is allocated and freed here.
+    """
+    torch.empty(_LARGEST_HEAP_BLOCK_BYTES, dtype=torch.uint8, device="cpu")
+
+
+def trim_malloc() -> None:
+    """Return free heap memory to the kernel, if the C library can: gradients have just moved into new buckets."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)

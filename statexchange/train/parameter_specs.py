@@ -1,0 +1,167 @@
+"""Parameter specs: what ranks must agree on about parameters before they reduce them or their gradients."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from statexchange.comm.communicator import Communicator
+from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError
+from statexchange.tensors import is_dtensor, replicated_part
+
+__all__ = [
+    "ParameterSpec",
+    "Source",
+    "compare_specs",
+    "local_part",
+    "named_parameters",
+    "shortened",
+    "specs_of",
+]
+
+Source = Any  # a module, a mapping from names to parameters, or parameters with or without names
+_NAMELESS = "parameters[{}]"
+_SHOWN_NAMES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """A parameter's name, dtype, shape and device.
+
+    `device` is a type and a number that counts the devices of one rank: ranks may use devices of other numbers.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    device: str = "cpu 0"
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes."""
+        return math.prod(self.shape) * int(getattr(torch, self.dtype).itemsize)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+def named_parameters(source: Source) -> dict[str, torch.Tensor]:
+    """Return the parameters in `source` that can have a gradient, by name; tied ones once. Not collective.
+
+    Args:
+        source: A module, a mapping from names, parameters or (name, parameter) pairs, or a list of modules, whose
+            parameters get names that begin with the number of the module.
+
+    Raises:
+        InvalidArgumentError: `source` is something else, or two parameters have one name.
+    """
+    named: dict[str, torch.Tensor] = {}
+    known: set[int] = set()
+    for name, parameter in _pairs(source):
+        if not isinstance(parameter, torch.Tensor):
+            raise InvalidArgumentError(f"parameters are wanted, not {type(parameter).__name__}", name=name)
+        if name in named:
+            raise InvalidArgumentError("two parameters have one name", name=name)
+        if id(parameter) not in known and (parameter.is_floating_point() or parameter.is_complex()):
+            named[name] = parameter
+            known.add(id(parameter))
+    return named
+
+
+def _pairs(source: Source) -> Iterable[tuple[str, Any]]:
+    """The names and parameters in `source`, as they come."""
+    if isinstance(source, torch.nn.Module):
+        return source.named_parameters()
+    if isinstance(source, Mapping):
+        return source.items()
+    if not isinstance(source, Iterable) or isinstance(source, torch.Tensor):
+        raise InvalidArgumentError(f"a module, or parameters of it, are wanted, not {type(source).__name__}")
+    return itertools.chain.from_iterable(_pairs_of_item(i, item) for i, item in enumerate(source))
+
+
+def _pairs_of_item(number: int, item: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(item, torch.nn.Module):
+        return item.named_parameters(prefix=str(number))
+    return [item] if isinstance(item, tuple) else [(_NAMELESS.format(number), item)]
+
+
+def local_part(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Return a tensor itself, or this rank's copy of a replicated DTensor. Not collective.
+
+    Raises:
+        UnsupportedError: The DTensor has another placement.
+    """
+    if not is_dtensor(tensor):
+        return tensor
+    advice = "its gradients are reduced by what sharded it, so give only replicated parameters"
+    return replicated_part(tensor, name, advice)
+
+
+def specs_of(named: Mapping[str, torch.Tensor]) -> list[ParameterSpec]:
+    """Return the specs of parameters. Not collective.
+
+    Raises:
+        UnsupportedError: A parameter is lazy, a meta tensor, or a DTensor that is not replicated.
+        InvalidArgumentError: A tensor is no leaf of the graph.
+    """
+    devices: dict[torch.device, str] = {}
+    specs = []
+    for name, parameter in named.items():
+        if torch.nn.parameter.is_lazy(parameter):
+            raise UnsupportedError("a lazy parameter has no shape yet: run a forward first", name=name)
+        if parameter.is_meta:
+            raise UnsupportedError("a meta tensor has no memory: materialise it first", name=name)
+        if not parameter.is_leaf:
+            raise InvalidArgumentError("only leaves of the graph keep a gradient, and this is none", name=name)
+        local = local_part(parameter, name)
+        device = devices.setdefault(local.device, f"{local.device.type} {len(devices)}")
+        specs.append(ParameterSpec(name, str(local.dtype).removeprefix("torch."), tuple(local.shape), device))
+    return specs
+
+
+def compare_specs(comm: Communicator, specs: Sequence[ParameterSpec], about: str) -> bytes:
+    """Return a digest of `specs` and of the text `about`, which are equal on all ranks. Collective.
+
+    Raises:
+        MismatchError: They differ, on all ranks; it names the lowest rank that differs from rank 0 and the first
+            parameter where it does.
+    """
+    text = json.dumps([about, [[spec.name, str(spec), spec.device] for spec in specs]]).encode()
+    digest = hashlib.blake2b(text, digest_size=8).digest()
+    if all(theirs == digest for theirs in comm.exchange(digest, doing="comparing parameters")):
+        return digest
+    texts = [json.loads(theirs) for theirs in comm.exchange(text, doing="comparing parameters that differ")]
+    for rank, theirs in enumerate(texts):
+        if theirs != texts[0]:
+            raise _difference(rank, texts[0], theirs)
+    raise AssertionError("digests differ where texts do not")
+
+
+def _difference(rank: int, root: list[Any], theirs: list[Any]) -> MismatchError:
+    for expected, found in itertools.zip_longest(root[1], theirs[1]):
+        if expected != found:
+            return MismatchError(
+                "parameters differ between rank 0 and others",
+                rank=rank,
+                name=(expected or found)[0],
+                expected=_side_text(expected),
+                found=_side_text(found),
+            )
+    return MismatchError("reducers differ between rank 0 and others", rank=rank, expected=root[0], found=theirs[0])
+
+
+def _side_text(side: list[str] | None) -> str:
+    return "no parameter here" if side is None else " ".join(side)
+
+
+def shortened(names: Sequence[str]) -> str:
+    """Return the first few of `names`, and the number of the others. Not collective."""
+    shown = ", ".join(names[:_SHOWN_NAMES])
+    return shown if len(names) <= _SHOWN_NAMES else f"{shown} and {len(names) - _SHOWN_NAMES} more"

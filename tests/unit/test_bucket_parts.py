@@ -1,0 +1,213 @@
+"""The parts of a BucketReducer, each alone: plan, arrival, messages of a round, hooks."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="buckets need torch")
+
+from torch import nn  # noqa: E402
+
+from statexchange.errors import InvalidArgumentError, MismatchError  # noqa: E402
+from statexchange.train.buckets.arrival import Arrival  # noqa: E402
+from statexchange.train.buckets.hooks import GradientHooks  # noqa: E402
+from statexchange.train.buckets.plan import BucketMemory, BucketPlan  # noqa: E402
+from statexchange.train.buckets.rounds import ArrivalReport, RoundHeader, RoundSummary  # noqa: E402
+from statexchange.train.buckets.views import BucketView, copy_gradients, publish_gradients  # noqa: E402
+from statexchange.train.parameter_specs import specs_of  # noqa: E402
+from statexchange.train.sparse import SparseShape  # noqa: E402
+
+
+def views_of(*shapes: tuple[int, ...]) -> list[BucketView]:
+    return [BucketView(i, f"p{i}", nn.Parameter(torch.ones(shape))) for i, shape in enumerate(shapes)]
+
+
+def plan_of(views: list[BucketView], bucket_bytes: int = 16, align_bytes: int = 8) -> BucketPlan:
+    specs = specs_of({view.name: view.param for view in views})
+    memory = BucketMemory(lambda shape, dtype: torch.full(tuple(shape), 7.0, dtype=dtype), align_bytes)
+    return BucketPlan(views, specs, b"digest", memory, bucket_bytes=bucket_bytes, fusion=True)
+
+
+def header(step: int = 0, digest: bytes = b"the plan", *, is_done: bool = False) -> RoundHeader:
+    return RoundHeader(digest, step, 0.0 if is_done else 1.0, is_done)
+
+
+# The plan
+
+
+def test_a_plan_grows_at_its_end_and_its_digest_with_it() -> None:
+    views = views_of((2,), (3,), (1,))
+    plan = plan_of(views)
+    digests = [plan.digest]
+    for group in ([views[2], views[0]], [views[1]]):
+        plan.extend([group])
+        digests.append(plan.digest)
+    assert plan.names() == [["p2", "p0"], ["p1"]]
+    assert len(set(digests)) == 3
+    same = plan_of(views_of((2,), (3,), (1,)))
+    assert same.digest == digests[0]
+    plan.clear()
+    assert (plan.names(), plan.digest) == ([], digests[0])
+    assert all(view.bucket is None for view in views)
+
+
+def test_bucket_memory_is_zero_aligned_and_shares_no_cache_line() -> None:
+    views = views_of((3,), (5,))
+    plan = plan_of(views, align_bytes=32)
+    first, second = plan.extend([[views[0]], [views[1]]])
+    assert [bucket.flat.nbytes for bucket in (first, second)] == [32, 32]
+    assert not first.flat.any()
+    assert second.flat.data_ptr() - first.flat.data_ptr() == 64
+
+
+def test_buckets_are_split_in_the_order_in_which_they_fill_up() -> None:
+    views = views_of((4,), (4,), (4,))
+    groups = plan_of(views).split([views[2], views[0], views[1]])
+    assert [[view.name for view in group] for group in groups] == [["p2"], ["p0"], ["p1"]]
+
+
+def test_a_bucket_is_found_by_its_memory_and_labelled_by_its_names() -> None:
+    views = views_of((1,), (1,))
+    plan = plan_of(views)
+    first, second = plan.extend([[views[1]], [views[0]]])
+    assert plan.bucket_of(second.flat) is second
+    assert plan.label(second) == "bucket 1: p0"
+    assert first.views == [views[1]]
+
+
+# Views
+
+
+def test_gradients_are_copied_into_their_views_and_become_these() -> None:
+    views = views_of((2,), (3,))
+    (bucket,) = plan_of(views).extend([views])
+    views[1].param.grad = torch.tensor([1.0, 2.0, 3.0])
+    assert copy_gradients(views, fusion=True) == [views[0]]
+    assert views[1].param.grad is views[1].grad
+    bucket.flat.mul_(2)
+    publish_gradients(views, [False, True], fusion=True)
+    assert views[0].param.grad is None
+    assert views[1].param.grad.tolist() == [2.0, 4.0, 6.0]
+
+
+def test_a_bucket_of_factor_0_has_no_nan() -> None:
+    views = views_of((2,))
+    (bucket,) = plan_of(views).extend([views])
+    views[0].param.grad = torch.full((2,), torch.nan)
+    assert bucket.fill(0) == []
+    assert bucket.flat.tolist() == [0.0, 0.0]
+
+
+# Arrival
+
+
+def test_a_bucket_waits_once_in_a_round_for_each_gradient() -> None:
+    views = views_of((1,), (1,))
+    plan = plan_of(views)
+    (bucket,) = plan.extend([views])
+    arrival = Arrival(views)
+    assert arrival.record(views[0], counts=True)
+    assert not arrival.record(views[0], counts=True)
+    assert not arrival.record(views[1], counts=False)
+    assert bucket.num_waiting == 1
+    plan.begin_round()
+    arrival.begin_round()
+    assert arrival.record(views[0], counts=True)
+
+
+def test_a_report_has_what_arrived_late_frozen_or_without_a_bucket() -> None:
+    views = views_of((1,), (1,), (2, 1), (1,))
+    plan = plan_of(views)
+    (bucket,) = plan.extend([[views[0]]])
+    bucket.in_flight = True
+    views[0].param.grad = torch.ones(1)
+    views[2].param.grad = torch.sparse_coo_tensor([[1]], [[3.0]], (2, 1), check_invariants=True)
+    views[3].param.requires_grad_(False)
+    arrival = Arrival(views)
+    for index in (2, 0):
+        arrival.record(views[index], counts=True)
+    report = arrival.report(plan.buckets, recheck=False, has_weight=True)
+    assert list(report.states) == [1 | 4, 0, 2, 8]
+    assert (report.order, report.sparse) == ([2], {2: SparseShape(1, 1)})
+    arrival.end_step()
+    assert list(arrival.report([], recheck=False, has_weight=True).states) == [0, 0, 0, 8]
+
+
+def test_a_gradient_that_was_dropped_or_has_no_weight_has_not_arrived() -> None:
+    views = views_of((1,))
+    arrival = Arrival(views)
+    arrival.record(views[0], counts=True)
+    assert list(arrival.report([], recheck=True, has_weight=True).states) == [0]
+    views[0].param.grad = torch.ones(1)
+    arrival.record(views[0], counts=True)
+    assert list(arrival.report([], recheck=True, has_weight=False).states) == [0]
+
+
+# Rounds
+
+
+def test_messages_say_what_was_reported() -> None:
+    reports = [ArrivalReport(b"\x01\x00\x02", [2], {2: SparseShape(5, 1)}), ArrivalReport(b"\x01\x04\x00")]
+    messages = [header().to_bytes() + report.to_bytes() for report in reports]
+    summary = RoundSummary.of(messages, 3, b"the plan")
+    assert summary.active == [0, 1]
+    assert (summary.any_rank, summary.all_ranks) == (b"\x01\x04\x02", b"\x01\x00\x00")
+    assert (summary.order(), summary.sparse_shapes(2)) == ([2], [SparseShape(5, 1), None])
+    assert (summary.is_plain, summary.has_arrived, summary.total_weight) == (False, True, 2.0)
+
+
+def test_ranks_that_are_done_are_in_no_step() -> None:
+    messages = [header(3).to_bytes(), header(0, is_done=True).to_bytes(), header(3).to_bytes()]
+    assert RoundSummary.of(messages, 0, b"the plan").active == [0, 2]
+
+
+def test_steps_and_plans_that_differ_are_refused() -> None:
+    with pytest.raises(MismatchError, match="rank 0 is in step 1, rank 2 in step 2"):
+        RoundSummary.of([header(1).to_bytes(), header(1).to_bytes(), header(2).to_bytes()], 0, b"the plan")
+    with pytest.raises(MismatchError, match="different plans"):
+        RoundSummary.of([header().to_bytes(), header(0, b"another!").to_bytes()], 0, b"the plan")
+
+
+# Hooks
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.seen: list[int | str] = []
+
+    def arrived(self, index: int) -> None:
+        self.seen.append(index)
+
+    def ended(self) -> None:
+        self.seen.append("end")
+
+
+def test_hooks_report_gradients_and_the_end_of_each_backward() -> None:
+    views, recorder = views_of((1,), (1,)), Recorder()
+    hooks = GradientHooks(recorder.arrived, recorder.ended)
+    hooks.attach(views)
+    views[1].param.sum().backward()
+    hooks.reports_end = True
+    (views[0].param + views[1].param).sum().backward()
+    assert recorder.seen[0] == 1
+    assert sorted(map(str, recorder.seen[1:3])) == ["0", "1"]
+    assert recorder.seen[3:] == ["end"]
+    hooks.remove()
+    views[0].param.sum().backward()
+    assert len(recorder.seen) == 4
+
+
+def test_a_parameter_has_the_hooks_of_one_owner_that_is_alive() -> None:
+    views, recorder = views_of((1,)), Recorder()
+    hooks = GradientHooks(recorder.arrived, recorder.ended)
+    hooks.attach(views)
+    with pytest.raises(InvalidArgumentError, match="another reducer") as refused:
+        GradientHooks.check_free(views)
+    assert refused.value.name == "p0"
+    del hooks
+    gc.collect()
+    GradientHooks.check_free(views)
+    views[0].param.sum().backward()
+    assert not recorder.seen
