@@ -103,10 +103,9 @@ def test_a_mesh_of_pipeline_tensor_and_expert_parallel_ranks(tmp_path: Path) -> 
 def test_a_mesh_that_version_0_1_called_a_grid(tmp_path: Path) -> None:
     w = torch.randn(10, 2)
     layout = {"grid": {"tp": 2}, "rules": {"w": {"dim": 0, "axis": "tp"}}}
-    assert torch.equal(merged(tmp_path / "a", layout, {"w": w[:5]}, {"w": w[5:]})["w"], w)
-    refuse(
-        InvalidArgumentError, "unknown key 'mesh'", tmp_path / "b", {**layout, "mesh": {"tp": 2}}, {"w": w}, {"w": w}
-    )
+    assert torch.equal(merged(tmp_path, layout, {"w": w[:5]}, {"w": w[5:]})["w"], w)
+    with pytest.raises(InvalidArgumentError, match="remove 'grid'"):
+        Layout.parse({**layout, "mesh": {"tp": 2}})
 
 
 def test_one_dim_cut_along_two_axes_the_first_being_the_slowest(tmp_path: Path) -> None:
