@@ -6,7 +6,6 @@ then write the output files, a thread each, window by window. All are published 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
