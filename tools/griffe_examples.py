@@ -1,4 +1,4 @@
-"""An extension of griffe, by which mkdocs reads docstrings: "Example:" is a section of code there, as "Examples:" is."""
+"""An extension of griffe, by which mkdocs reads docstrings: "Example:" is a section of code, as "Examples:" is."""
 
 from __future__ import annotations
 
