@@ -31,7 +31,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from statexchange.cgroups import memory_room
+from statexchange.cgroups import memory_headroom
 from statexchange.errors import StorageError
 from statexchange.processes import Owner
 
@@ -115,7 +115,7 @@ def _check_room(nbytes: int) -> None:
         room = 1024 * (kibibytes["MemAvailable:"] + kibibytes["SwapFree:"])
     except OSError:  # a sandbox without /proc
         room = os.sysconf("SC_PHYS_PAGES") * _PAGE
-    limited = memory_room()
+    limited = memory_headroom()
     if limited is not None and limited.nbytes < room:
         room, where = limited.nbytes, f"in the cgroup {limited.cgroup}"
     if nbytes > room:

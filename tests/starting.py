@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 import statexchange as sx
-from statexchange.comm import control_page, world
+from statexchange.comm import bootstrap
+from statexchange.comm.failure import page_setup
 
 LAUNCHED_AS = {"threads": "threads", "shm": "processes", "gloo": "gloo", "mpi": "mpi", "hierarchical": "processes"}
 HOSTS = {3: "aba", 4: "abbb"}  # on which the ranks of a hierarchical world seem to be: unequal, and not in order
@@ -22,6 +23,6 @@ def start(backend: str, directory: str, hosts: str | None = None) -> sx.comm.Com
         return sx.init("shm", rendezvous=f"file://{directory}")
     if backend == "hierarchical":
         host = (hosts or HOSTS[int(os.environ["WORLD_SIZE"])])[int(os.environ["RANK"])]
-        world.host_identity = control_page.host_identity = lambda: host
+        bootstrap.host_identity = page_setup.host_identity = lambda: host
         return sx.init("auto", rendezvous=f"file://{directory}")
     return sx.init(backend)

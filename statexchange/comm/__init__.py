@@ -7,10 +7,10 @@ from statexchange.lazy import lazy_names
 _HOMES = {
     "Communicator": "statexchange.comm.communicator",
     "Work": "statexchange.comm.work",
-    "from_mpi": "statexchange.comm.world",
-    "from_process_group": "statexchange.comm.world",
-    "get_backend": "statexchange.comm.world",
-    "get_local_rank": "statexchange.comm.world",
+    "from_mpi": "statexchange.comm.adopt",
+    "from_process_group": "statexchange.comm.adopt",
+    "get_backend": "statexchange.comm.defaults",
+    "get_local_rank": "statexchange.comm.defaults",
 }
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, _HOMES)

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from statexchange import values
-from statexchange.comm.backend import AbandonedError, check_ranks
-from statexchange.comm.session import Call, FlatSession, Session, encoded, step_text
+from statexchange.comm.arena_exchange import ArenaExchange
+from statexchange.comm.backends.backend import Backend, check_ranks
+from statexchange.comm.calls import Call, encoded, step_text
+from statexchange.comm.failure.monitor import AbandonedError
+from statexchange.comm.session import Route, Session
 from statexchange.errors import InvalidArgumentError, needing_torch
 from statexchange.settings import check_timeout
-from statexchange.shared_memory import Arena, ArenaPool, Attached, Kind
+from statexchange.shared_memory import Kind
 
 if TYPE_CHECKING:
     import torch
     from mpi4py import MPI
     from torch.distributed.device_mesh import DeviceMesh
 
-    from statexchange.comm.backend import Between
+    from statexchange.comm.backends.backend import Between
 
 __all__ = ["AbandonedError", "CommLike", "Communicator"]
 
 # What callers may pass as `comm`.
 CommLike: TypeAlias = "Communicator | torch.distributed.ProcessGroup | DeviceMesh | MPI.Comm"
 Buffer = Any  # a torch tensor or a numpy array
+Former: TypeAlias = Callable[[Backend, float], "Communicator"]
+"""What forms the communicator of a group, from a backend over which its ranks exchange bytes, and a deadline."""
 
 
 @functools.cache
@@ -39,14 +43,29 @@ def _tensors() -> Any:
     return collectives
 
 
+@functools.cache
+def _messages() -> Any:
+    """As `_tensors`, for what goes from rank to rank."""
+    with needing_torch("send and recv"):
+        from statexchange.comm import point_to_point
+    return point_to_point
+
+
+class _Groups:
+    """The communicators of groups that were made from one, and a lock for each that is being made."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[int, ...], Communicator] = {}
+        self.making: dict[tuple[int, ...], threading.Lock] = {}  # so that two threads do not make one at once
+
+
 class Communicator:
     """Ranks of one group.
 
     Made by `init`, `from_process_group` or `from_mpi`. Attributes: `rank`, `world_size`, `local_rank` (within the
     host), `local_world_size`, `node_rank`, `num_nodes`, `backend` (its name), `device` (where this rank computes),
     `hosts` (the name of each rank's host), `run` (an identity that all its ranks share and no other job has),
-    `timeout_s` (of waits for peers), `arenas` (shared memory that this rank recycles), `lent` (arenas that another rank
-    still looks at) and `attached` (mappings of other ranks' arenas, by identity).
+    `timeout_s` (of waits for peers) and `arenas` (shared memory that its ranks fill for each other).
 
     Collective calls must be made by all ranks, with matching arguments, in the same order: ranks that meet in different
     calls all raise MismatchError. So do threads that use it at once: give each thread its own, from `duplicate`. Calls
@@ -62,15 +81,21 @@ class Communicator:
     reducer keeps in shared memory, are shared with such a child: its parent sees what it writes there.
     """
 
-    def __init__(self, session: Session, run: str) -> None:
+    def __init__(self, session: Session, run: str, form: Former, *, flat_of: Communicator | None = None) -> None:
+        """`form` makes the communicators of groups. `flat_of` is the one that this is the flat side of, if any."""
         self._session = session
-        self._subsets: dict[tuple[int, ...], Communicator] = {}
-        self._making: dict[tuple[int, ...], threading.Lock] = {}  # so that two threads do not make one at once
-        self.arenas = ArenaPool(self.shared_memory or "memfd")
-        self.lent: list[Arena] = []
-        self.attached: dict[str, Attached] = {}
+        self._form = form
         self.run = run
-        self._flat: Communicator | None = None
+        if flat_of is None:
+            self._route = Route(session, session.backend)
+            self._groups = _Groups()
+            self._flat: Communicator | None = None
+            self.arenas = ArenaExchange(self.shared_memory or "memfd")
+        else:
+            self._route = Route(session, session.carrier, ", flat")
+            self._groups = flat_of._groups  # noqa: SLF001 (the other side of this one)
+            self._flat = self
+            self.arenas = flat_of.arenas
 
     def __repr__(self) -> str:
         return f"Communicator({self.backend!r}, rank {self.rank} of {self.world_size})"
@@ -93,7 +118,7 @@ class Communicator:
     def backend(self) -> str:
         """Name of the backend."""
         session = self._session
-        return (session.devices or session.backend_for("cpu")).name
+        return (session.devices or self._route.backend_for("cpu")).name
 
     @property
     def device(self) -> torch.device:
@@ -191,18 +216,18 @@ class Communicator:
     @property
     def caller(self) -> int:
         """The number by which this thread's calls are matched with those of other ranks: the order of first use."""
-        return self._session.caller()
+        return self._session.callers.number()
 
     def forget_callers(self) -> None:
         """Count callers from here on: who has made this communicator need not be one of them. Not collective."""
-        self._session.forget_callers()
+        self._session.callers.restart()
 
     def called_by(self, caller: int) -> contextlib.AbstractContextManager[None]:
         """A block in which a thread of autograd's engine calls as `caller`; others call as themselves.
 
         Not collective. For hooks: which thread runs them differs from rank to rank.
         """
-        return self._session.called_by(caller)
+        return self._session.callers.called_by(caller)
 
     # Failure
 
@@ -279,10 +304,10 @@ class Communicator:
     def progress(self) -> None:
         """Say that bytes move; raises AbandonedError once another rank has failed. Not collective."""
         self._session.raise_if_inherited()
-        look = self._session.look
-        if look is not None:
-            look.progress()
-            if look.is_called():
+        monitor = self._session.monitor
+        if monitor is not None:
+            monitor.report_progress()
+            if monitor.collective_requested():
                 raise AbandonedError
 
     def barrier(self, timeout_s: float | None = None, tag: str | None = None) -> None:
@@ -342,7 +367,7 @@ class Communicator:
         before anything is sent.
         With `async_op`, a Work whose `wait` returns the result.
         """
-        return _tensors().all_reduce(self._session, tensor, op, out, scale, async_op)
+        return _tensors().all_reduce(self._route, tensor, op, out, scale, async_op)
 
     def all_reduce_multiple(
         self,
@@ -357,7 +382,7 @@ class Communicator:
 
         Collective. With `contiguous`, those of one dtype and device travel as one. No tensor may be given twice.
         """
-        return _tensors().all_reduce_multiple(self._session, tensors, op, scale, contiguous, async_op)
+        return _tensors().all_reduce_multiple(self._route, tensors, op, scale, contiguous, async_op)
 
     def reduce(
         self, tensor: Buffer, op: str = "sum", *, root: int = 0, out: Buffer = None, async_op: bool = False
@@ -366,7 +391,7 @@ class Communicator:
 
         Collective.
         """
-        return _tensors().reduce(self._session, tensor, op, root, out, async_op)
+        return _tensors().reduce(self._route, tensor, op, root, out, async_op)
 
     def through_leaders(self, tensor: Buffer, between: Between, *, doing: str = "through_leaders") -> None:
         """Sum `tensor` within each host, let the hosts' leaders exchange the sums, and give each host its leader's.
@@ -376,42 +401,42 @@ class Communicator:
         hierarchy, as on one host or over `flat`, each rank leads itself alone. `tensor` is floating, and its sum must
         not overflow. `doing` names the call in errors.
         """
-        _tensors().through_leaders(self._session, tensor, between, doing)
+        _tensors().through_leaders(self._route, tensor, between, doing)
 
     def broadcast(self, tensor: Buffer, *, root: int = 0, out: Buffer = None, async_op: bool = False) -> Any:
         """Root's `tensor` on every rank: in place, or in `out`, on root too; which is returned. Collective."""
-        return _tensors().broadcast(self._session, tensor, root, out, async_op)
+        return _tensors().broadcast(self._route, tensor, root, out, async_op)
 
     def all_gather(self, tensor: Buffer, *, async_op: bool = False) -> Any:
         """All ranks' tensors, of one shape and dtype, as a list of new ones in rank order. Collective."""
-        return _tensors().all_gather(self._session, tensor, async_op)
+        return _tensors().all_gather(self._route, tensor, async_op)
 
     def gather(self, tensor: Buffer, *, root: int = 0, async_op: bool = False) -> Any:
         """As `all_gather` on `root`, [] elsewhere. Collective."""
-        return _tensors().gather(self._session, tensor, root, async_op)
+        return _tensors().gather(self._route, tensor, root, async_op)
 
     def scatter(self, tensors: Sequence[Buffer] | None = None, *, root: int = 0, async_op: bool = False) -> Any:
         """A new tensor: root's `tensors[rank]`, of any shape and dtype. Collective; other ranks give nothing."""
-        return _tensors().scatter(self._session, tensors, root, async_op)
+        return _tensors().scatter(self._route, tensors, root, async_op)
 
     def reduce_scatter(self, tensor: Buffer, op: str = "sum", *, async_op: bool = False) -> Any:
         """This rank's part of the reduction, a new tensor: dimension 0 is cut into `world_size` parts. Collective."""
-        return _tensors().reduce_scatter(self._session, tensor, op, async_op)
+        return _tensors().reduce_scatter(self._route, tensor, op, async_op)
 
     def all_to_all(self, tensors: Sequence[Buffer], *, async_op: bool = False) -> Any:
         """New tensors: from each rank the one that it has for this one; shapes and dtypes may differ. Collective."""
-        return _tensors().all_to_all(self._session, tensors, async_op)
+        return _tensors().all_to_all(self._route, tensors, async_op)
 
     def send(self, tensor: Buffer, dst: int, *, async_op: bool = False) -> Any:
         """Send `tensor` to `dst`, which must `recv` one of the same shape and dtype: else both raise MismatchError.
 
         Not collective. Blocks until the receiver is there. Tensors for one rank arrive in the order of the calls.
         """
-        return _tensors().send(self._session, tensor, dst, async_op)
+        return _messages().send(self._route, tensor, dst, async_op)
 
     def recv(self, tensor: Buffer, src: int, *, async_op: bool = False) -> Any:
         """`tensor`, in place, from `src`; it is returned. Not collective. Blocks until it is there."""
-        return _tensors().recv(self._session, tensor, src, async_op)
+        return _messages().recv(self._route, tensor, src, async_op)
 
     def wait_all(self) -> None:
         """Return when all work that was begun with `async_op` is done; computing that follows sees its results.
@@ -425,7 +450,7 @@ class Communicator:
 
         Collective, with equal arguments. Its memory is used again once nothing refers to it.
         """
-        return cast("torch.Tensor", _tensors().empty(self._session, shape, dtype))
+        return cast("torch.Tensor", _tensors().empty(self._route, shape, dtype))
 
     # Groups
 
@@ -438,15 +463,13 @@ class Communicator:
         self._session.raise_if_dead()
         check_ranks(ranks, self.rank, self.world_size)
         key = tuple(ranks)
-        with self._making.setdefault(key, threading.Lock()):
-            if key not in self._subsets or self._subsets[key].is_closed:
-                from statexchange.comm.world import communicator
-
-                with self._session.making():
+        with self._groups.making.setdefault(key, threading.Lock()):
+            if key not in self._groups.made or self._groups.made[key].is_closed:
+                with self._session.forming_group():
                     carrier = self._session.group_of(key)
                     ours = carrier is self._session.carrier  # all ranks, in their own order
-                    self._subsets[key] = self if ours else communicator(carrier, self._session.timeout_s)
-            return self._subsets[key]
+                    self._groups.made[key] = self if ours else self._form(carrier, self._session.timeout_s)
+            return self._groups.made[key]
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """The communicator of all ranks that give the same `color`, ordered by `key`, then rank; None for None.
@@ -467,17 +490,15 @@ class Communicator:
 
         Collective.
         """
-        from statexchange.comm.world import communicator
-
         session, call = self._session, Call("duplicate")
         everybody = tuple(range(self.world_size))
 
         def make() -> Communicator:
-            with session.making():
+            with session.forming_group():
                 carrier = session.carrier.subset(everybody, self.timeout_s)
-                return communicator(carrier, self.timeout_s)
+                return self._form(carrier, self.timeout_s)
 
-        with self._making.setdefault(everybody, threading.Lock()):
+        with self._groups.making.setdefault(everybody, threading.Lock()):
             session.exchange(call, b"")
             return session.guarded(call, make)
 
@@ -499,10 +520,8 @@ class Communicator:
         one for a call.
         """
         if self._flat is None:
-            self._flat = self
-            if self._session.hierarchy is not None:
-                self._flat = copy.copy(self)
-                self._flat.__dict__.update(_session=FlatSession(self._session), _flat=self._flat)
+            is_flat = self._route.hierarchy is None
+            self._flat = self if is_flat else Communicator(self._session, self.run, self._form, flat_of=self)
         return self._flat
 
     def close(self, error: BaseException | None = None) -> None:
@@ -515,15 +534,11 @@ class Communicator:
             return
         for dependent in list(self.dependents):
             dependent.close()
-        for subset in self._subsets.values():
+        for subset in self._groups.made.values():
             if subset is not self:
                 subset.close(error)
         self._session.close(error)
-        for arena in self.lent:
-            arena.close()
-        self.lent.clear()
         self.arenas.close()
-        self.attached.clear()
 
     def _check_root(self, root: int, verb: str) -> None:
         """InvalidArgumentError, on all ranks, unless `root` is a rank of this communicator."""

@@ -1,109 +1,43 @@
 """How ranks find each other: through a launcher's store, at a TCP address, or in a directory that all of them see.
 
-Every way ends with a key-value store that rank 0 serves over TCP (tcp_store.py). In a directory the ranks exchange only
-where that store is. The directory may lie on NFS of any version, with or without locks, and its users on several hosts.
-
-Files in the directory; `nonce` is 128 random bits of one process and one rendezvous:
-
-    hello-<rank>-<nonce>.json   by each rank, first: its process, network, world_size, what directories it made
-    beat-<nonce>-<count>        by each rank, every quarter of a second while it waits; empty; only the newest stays
-    answer-<nonce>.json         by rank 0, once a live hello of every rank is there: the nonces of all ranks, by rank,
-                                and the address and port of the store, or the reason why there is none
-    refusal-<nonce>.json        by a rank that cannot reach that address: why
-
-States. A rank *waits* from its hello to the answer that holds its own nonce, then *connects*, removes its files, and
-*joins* the store. Rank 0 waits for hellos, serves and answers, waits until all have joined, removes its files and the
-directory, and sets the key `complete`. The others return when they see that key.
-
-Invariants, and why:
-
-* A name is written by one process, once, and never replaced: an NFS 4.1 client would go on showing what a replaced name
-  held before. So a hello is renewed by beats of new names.
-* A file is written under its final name. Half a file is no JSON object; its reader looks again.
-* Every look opens the directory with O_DIRECTORY and lists it: looking a name up, or a directory by its whole path, may
-  be answered from the cache for 30 s. An absent directory is made from the deepest parent that can be opened.
-* After a hello or an answer the directory changes once more, by a beat, at least 30 ms later. On NFS 3 two changes
-  within one tick of the server's clock look like one, and a client that has listed between them stays blind.
-* A hello counts only if its process lives. A process of this host is looked up; another has to be seen to beat twice,
-  since one new beat may be an old one that the cache has hidden. What a crashed run has left does neither, and no
-  answer of a crashed run holds a nonce of this one. Clocks of hosts are not compared.
-
-Failure. A rank that gives up, for whatever reason, removes its own files, and the directories that this rendezvous made
-once they are empty. A wait that runs out names the ranks that were never seen alive. Between the answer and `complete`,
-rank 0 collects refusals and absences and has all ranks that have joined raise its error. What a killed process has left
-is removed by the next rendezvous in that directory that can see that the process has ended.
+Every way ends with a key-value store that rank 0 serves over TCP (tcp_store.py); in a directory the ranks exchange only
+where that store is (rendezvous_directory.py).
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
-import os
-import platform
-import re
 import secrets
 import socket
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from statexchange.comm import network, tcp_store
-from statexchange.comm.backend import Backend, Wait
-from statexchange.comm.tcp_store import LostServerError, Server
-from statexchange.comm.torch_backend import torch_errors, unused
+from statexchange.comm import tcp_store
+from statexchange.comm.backends.backend import Backend
+from statexchange.comm.backends.torch_groups import torch_errors, unused_prefix
+from statexchange.comm.rendezvous_directory import DirectoryRendezvous
+from statexchange.comm.tcp_store import LostServerError, Server, SharedStore
+from statexchange.comm.wait import Wait
 from statexchange.errors import (
     InvalidArgumentError,
     NotInitializedError,
-    PeerError,
     StateExchangeError,
-    StorageError,
 )
-from statexchange.processes import Owner, network_identity
-from statexchange.settings import Launch, gloo_interface, has_agent_store
+from statexchange.settings import Launch, has_agent_store
 
-__all__ = ["SharedStore", "store_at", "store_of"]
+__all__ = ["store_at", "store_of"]
 
 _stores: Any = dist  # torch exports its stores there, but not for type checkers
 _POLL_S = 0.02
-_BEAT_S = 0.25
-_SETTLE_S = 0.04  # four ticks of the slowest server clock seen, 100 Hz
-_CROWD = 64  # ranks; more look and beat less often, so that the file server's load does not grow with their number
 _CONNECT_S = 10.0
-_LINGER_S = 5.0
-_NOTICE_S = 1.0
-_ENOUGH_BEATS = 2
-_SILENT_BEATS = 20
-_RACES = 20  # tries to put a file into a directory that others may remove at the same moment
-_HELLO = re.compile(r"hello-(\d+)-([0-9a-f]{32})\.json")
-_BEAT = re.compile(r"beat-([0-9a-f]{32})-(\d+)")
-_ANSWER = re.compile(r"answer-([0-9a-f]{32})\.json")
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_ANY_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 # Servers at which this process has completed a rendezvous: one that still runs, because rank 0 has not shut down yet,
 # is not the one that rank 0 is about to start at the same address.
 _completed: set[str] = set()
-
-
-class SharedStore(NamedTuple):
-    """A torch Store that all ranks share. Rank 0 may serve it: then it lives until `server` is closed."""
-
-    store: Any
-    rank: int
-    world_size: int
-    server: Server | None = None
-
-    @property
-    def lasting(self) -> Any:
-        """The store for a user that keeps it for the life of the process, as torch.distributed does."""
-        return self.store if self.server is None else self.server.store
 
 
 def store_of(launch: Launch, timeout_s: float) -> SharedStore:
@@ -117,9 +51,9 @@ def store_of(launch: Launch, timeout_s: float) -> SharedStore:
     if launch.launcher == "torchrun" and has_agent_store():
         return _torchruns_store(timeout_s)
     if launch.launcher in ("openmpi", "mpich"):
-        from statexchange.comm import mpi_backend
+        from statexchange.comm.backends import mpi
 
-        return _store_by_mpi(mpi_backend.MPIBackend(mpi_backend.world(launch), timeout_s=timeout_s), timeout_s)
+        return _store_by_mpi(mpi.MPIBackend(mpi.world(launch), timeout_s=timeout_s), timeout_s)
     if launch.world_size == 1:
         return SharedStore(_stores.HashStore(), 0, 1)
     if launch.master is None:
@@ -139,7 +73,7 @@ def _torchruns_store(timeout_s: float) -> SharedStore:
         if isinstance(error, StateExchangeError):
             raise
         raise NotInitializedError(f"the environment speaks of ranks, but not of where they meet: {error}") from error
-    store = _stores.PrefixStore(unused("meeting"), store)
+    store = _stores.PrefixStore(unused_prefix("meeting"), store)
     where = "torchrun's store"
     try:
         tcp_store.enroll(store, rank, secrets.token_hex(16), where)
@@ -176,7 +110,9 @@ def _store_by_mpi(backend: Backend, timeout_s: float) -> SharedStore:
     try:
         store = tcp_store.connect(host, port, timeout_s, min(timeout_s, _CONNECT_S))
     except OSError as error:
-        raise NotInitializedError(_unreachable(backend.rank, host, host, port, error), rank=backend.rank) from error
+        raise NotInitializedError(
+            tcp_store.unreachable(backend.rank, host, host, port, error), rank=backend.rank
+        ) from error
     return SharedStore(tcp_store.namespaced(store, nonce), backend.rank, backend.world_size, server)
 
 
@@ -195,7 +131,7 @@ def store_at(url: str, rank: int, world_size: int, timeout_s: float) -> SharedSt
     if world_size == 1:
         return SharedStore(_stores.HashStore(), 0, 1)
     if in_directory:
-        return _Member(Path(parts.path), rank, world_size, timeout_s).store()
+        return DirectoryRendezvous(Path(parts.path), rank, world_size, timeout_s).store()
     assert parts.hostname is not None
     assert port is not None
     return _store_at_address(parts.hostname, port, rank, world_size, timeout_s)
@@ -254,434 +190,3 @@ def _joined_store(host: str, port: int, rank: int, world_size: int, deadline: fl
                 raise tcp_store.left([0], where, timeout_s)
             raise tcp_store.absent([0], where, timeout_s, reason)
         time.sleep(_POLL_S)
-
-
-def _unreachable(rank: int, root_host: str, address: str, port: int, reason: object) -> str:
-    return (
-        f"rank {rank} on {platform.node()} cannot reach rank 0 on {root_host} at {address}, port {port}: {reason}. Set "
-        "GLOO_SOCKET_IFNAME on all ranks to a network interface that connects the hosts (`ip addr` lists them), or use "
-        'rendezvous="tcp://host:port" with an address of rank 0'
-    )
-
-
-# In a directory
-
-
-def _open_directory(path: Path) -> tuple[int, int]:
-    """Return a descriptor of `path`, and how many directories at its end were made for that.
-
-    Each directory is opened below its opened parent, which makes an NFS client look again for what it knew as absent.
-    """
-    try:
-        return os.open(path, _DIRECTORY), 0
-    except FileNotFoundError:
-        if path.parent == path:
-            raise
-    parent, made = _open_directory(path.parent)
-    try:
-        try:
-            os.mkdir(path.name, 0o700, dir_fd=parent)
-            made += 1
-        except FileExistsError:
-            # In a directory that this call has made, another rank of this rendezvous has made it.
-            made += bool(made)
-        return os.open(path.name, _DIRECTORY, dir_fd=parent), made
-    finally:
-        os.close(parent)
-
-
-def _new_file(directory: int, name: str) -> TextIO:
-    return open(os.open(name, _NEW_FILE, 0o600, dir_fd=directory), "w", encoding="utf-8")
-
-
-def _read(directory: int, name: str) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None if it has gone, is not whole yet, or is none of ours."""
-    try:
-        with open(os.open(name, _ANY_FILE, dir_fd=directory), encoding="utf-8") as file:
-            found = json.load(file)
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    """The contents of a hello."""
-
-    owner: Owner
-    network: str | None
-    world_size: int
-    made: int
-
-    @classmethod
-    def from_json(cls, raw: dict[str, Any] | None) -> _Facts | None:
-        """Return None for anything but a whole hello."""
-        try:
-            if raw is None or raw.keys() != cls.__dataclass_fields__.keys():
-                return None
-            owner = Owner.from_json(raw["owner"])
-        except ValueError:
-            return None
-        if type(raw["world_size"]) is not int or type(raw["made"]) is not int:
-            return None
-        return cls(owner, raw["network"], raw["world_size"], raw["made"])
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """The contents of rank 0's answer."""
-
-    nonces: list[str]
-    host: str
-    address: str
-    port: int
-    server: str
-    refusal: str | None
-    made: int
-    """Directories at the end of the path that this rendezvous has made: who leaves last removes them."""
-
-
-@dataclass(slots=True)
-class _Pulse:
-    """The beats of a process that cannot be looked up: the newest, when it was first seen, and how many were new."""
-
-    newest: int
-    since: float
-    count: int = 0
-
-
-class _ConflictError(Exception):
-    """Ranks do not fit together: all of them are to find that out."""
-
-    def __init__(self, error: StateExchangeError) -> None:
-        super().__init__(error)
-        self.error = error
-
-
-class _Member:
-    """One rank's part in a rendezvous in a directory."""
-
-    def __init__(self, path: Path, rank: int, world_size: int, timeout_s: float) -> None:
-        self._path = path
-        self._rank = rank
-        self._world_size = world_size
-        self._timeout_s = timeout_s
-        self._deadline = time.monotonic() + timeout_s
-        self._nonce = secrets.token_hex(16)
-        crowd = max(1.0, world_size / _CROWD)
-        self._poll_s = _POLL_S * crowd
-        self._beat_s = _BEAT_S * crowd
-        self._beat_due = 0.0
-        self._beats = 0
-        self._made = 0  # directories at the end of the path that this rendezvous has made
-        self._hellos: dict[str, _Facts] = {}
-        self._pulses: dict[str, _Pulse] = {}
-        self._known: set[str] = set()  # nonces that have ever been seen alive
-        self._seen: dict[int, str] = {}  # ranks that were alive when they were last seen; they may have left since
-        self._present: set[int] = set()  # ranks that were there at the last look
-
-    def store(self) -> SharedStore:
-        """Return the store that all ranks have joined. Collective."""
-        try:
-            try:
-                self._publish_hello()
-                return self._lead() if self._rank == 0 else self._follow()
-            except _ConflictError as conflict:
-                self._linger(set(self._hellos) - {self._nonce}, _NOTICE_S)  # the others are to see it, too
-                raise conflict.error from None
-            finally:
-                self._remove()
-        except LostServerError as error:
-            raise tcp_store.lost_rank_0(error) from error
-        except OSError as error:
-            if isinstance(error, StateExchangeError):
-                raise
-            raise StorageError.of(error, "meet the other ranks", path=self._path) from error
-
-    # Rank 0
-
-    def _lead(self) -> SharedStore:
-        nonces = self._wait_for_hellos()
-        try:
-            server = self._serve(nonces)
-        except (OSError, NotInitializedError) as error:
-            self._answer(nonces, None, str(error))
-            self._linger(set(nonces) - {self._nonce})
-            raise NotInitializedError(f"rank 0 on {platform.node()} cannot listen for the others: {error}") from error
-        try:
-            self._answer(nonces, server, None)
-            return self._gather_all(server, nonces)
-        except BaseException:
-            server.close()  # an error that somebody keeps must not keep the port
-            raise
-
-    def _serve(self, nonces: list[str]) -> Server:
-        """Serve the store at the first of this host's addresses where that is possible."""
-        refusal = OSError(errno.EADDRNOTAVAIL, "this host has no network address")
-        for address in self._addresses(nonces):
-            try:
-                return Server.on(address, self._timeout_s)
-            except OSError as error:
-                refusal = OSError(error.errno, f"{error.strerror or error} ({address})")
-        raise refusal
-
-    def _addresses(self, nonces: list[str]) -> list[str]:
-        """Return where the others may reach this host, the best first.
-
-        The loopback address where all ranks share this network, else that of the interface that Gloo was given, else
-        those of the host's name, as Gloo does it, and of the other interfaces.
-        """
-        networks = {self._hellos[nonce].network for nonce in nonces}
-        if len(networks) == 1 and None not in networks:
-            return ["127.0.0.1", "::1"]
-        interface = gloo_interface()
-        if interface is not None:
-            address = network.address_of_interface(interface)
-            if address is None:
-                raise NotInitializedError(f"GLOO_SOCKET_IFNAME={interface} names no network interface with an address")
-            return [address]
-        known = dict.fromkeys([*network.addresses_of_name(platform.node()), *network.own_addresses()])
-        return sorted(known, key=network.is_loopback)
-
-    def _answer(self, nonces: list[str], server: Server | None, refusal: str | None) -> None:
-        answer = {
-            "nonces": nonces,
-            "host": platform.node(),
-            "address": "" if server is None else server.address,
-            "port": 0 if server is None else server.port,
-            "server": "" if server is None else server.nonce,
-            "refusal": refusal,
-            "made": self._made,
-        }
-        self._publish(f"answer-{self._nonce}.json", answer)
-
-    def _gather_all(self, server: Server, nonces: list[str]) -> SharedStore:
-        """Return when all ranks have joined, and nothing is left in the directory."""
-        where = str(self._path)
-        store = self._connect(server.nonce, server.address, server.port)
-        tcp_store.enroll(store, 0, self._nonce, where)
-        refusals = {f"refusal-{nonce}.json" for nonce in nonces}
-
-        def look() -> None:
-            self._beat()
-            with self._looking() as (directory, names):
-                for name in refusals & set(names):
-                    found = _read(directory, name)
-                    if found is not None:
-                        raise NotInitializedError(str(found.get("why")), rank=found.get("rank"))
-
-        with tcp_store.failure_announced(store, self._world_size):
-            tcp_store.wait_for_all(store, self._world_size, self._deadline, self._timeout_s, where, look)
-        self._remove()
-        tcp_store.complete(store)
-        return SharedStore(store, 0, self._world_size, server)
-
-    def _connect(self, nonce: str, address: str, port: int) -> Any:
-        """Return a client of the server that has `nonce`; OSError if it cannot be reached."""
-        remaining = max(self._deadline - time.monotonic(), 2 * _POLL_S)
-        store = tcp_store.connect(address, port, self._timeout_s, min(_CONNECT_S, remaining / 2))
-        if tcp_store.server_nonce(store) != nonce:
-            raise OSError(errno.ECONNREFUSED, "another program answers there")
-        return tcp_store.namespaced(store, nonce)
-
-    # The other ranks
-
-    def _follow(self) -> SharedStore:
-        answer = self._wait_for_answer()
-        self._made = max(self._made, answer.made)
-        where = str(self._path)
-        if answer.refusal is not None:
-            raise NotInitializedError(f"rank 0 on {answer.host} cannot listen for the others: {answer.refusal}", rank=0)
-        try:
-            store = self._connect(answer.server, answer.address, answer.port)
-        except OSError as error:
-            why = _unreachable(self._rank, answer.host, answer.address, answer.port, error.strerror or error)
-            self._publish(f"refusal-{self._nonce}.json", {"rank": self._rank, "why": why})
-            self._linger({answer.nonces[0]})
-            raise NotInitializedError(why, rank=self._rank) from error
-        self._remove()  # before joining: rank 0 removes the directory when all have joined
-        tcp_store.enroll(store, self._rank, self._nonce, where)
-        tcp_store.wait_until_complete(store, self._world_size, self._deadline, self._timeout_s, where)
-        return SharedStore(store, self._rank, self._world_size)
-
-    def _wait_for_answer(self) -> _Answer:
-        while True:
-            beaten = self._beat()
-            with self._looking() as (directory, names):
-                if beaten:
-                    self._living(directory, names)  # to name who is missing; rank 0 looks more often
-                for name in names:
-                    answer = _read(directory, name) if _ANSWER.fullmatch(name) else None
-                    if answer is not None and self._is_mine(answer):
-                        return _Answer(**answer)
-            self._pause()
-
-    def _is_mine(self, answer: dict[str, Any]) -> bool:
-        nonces = answer.get("nonces")
-        if answer.keys() != _Answer.__dataclass_fields__.keys() or not isinstance(nonces, list):
-            return False
-        if type(answer["made"]) is not int:
-            return False
-        return len(nonces) == self._world_size and nonces[self._rank] == self._nonce
-
-    # Hellos, and who lives
-
-    def _publish_hello(self) -> None:
-        with self._opened():
-            pass  # makes what is missing of the path, which the hello then reports
-        facts = {
-            "owner": Owner.current().to_json(),
-            "network": network_identity(),
-            "world_size": self._world_size,
-            "made": self._made,
-        }
-        self._publish(f"hello-{self._rank}-{self._nonce}.json", facts)
-
-    def _wait_for_hellos(self) -> list[str]:
-        """Return the nonces of all ranks, each of which is known to live."""
-        while True:
-            self._beat()
-            with self._looking() as (directory, names):
-                living = self._living(directory, names)
-            if len(living) == self._world_size:
-                return [living[rank] for rank in range(self._world_size)]
-            self._pause()
-
-    def _pause(self) -> None:
-        """Sleep until the next look; StallError past the deadline."""
-        if time.monotonic() > self._deadline:
-            where, everybody = str(self._path), range(self._world_size)
-            if never := [rank for rank in everybody if rank not in self._seen]:
-                raise tcp_store.absent(never, where, self._timeout_s)
-            if gone := [rank for rank in everybody if rank not in self._present]:
-                raise tcp_store.left(gone, where, self._timeout_s)
-            raise tcp_store.unanswered(where, self._timeout_s)
-        time.sleep(self._poll_s)
-
-    def _living(self, directory: int, names: list[str]) -> dict[int, str]:
-        """Return the nonce of every rank that is known to live."""
-        beats: dict[str, int] = {}
-        for name in names:
-            if match := _BEAT.fullmatch(name):
-                beats[match[1]] = max(int(match[2]), beats.get(match[1], -1))
-        living: dict[int, str] = {}
-        for name in names:
-            match = _HELLO.fullmatch(name)
-            facts = self._facts(directory, name, match[2]) if match else None
-            if match is None or facts is None:
-                continue
-            rank, nonce = int(match[1]), match[2]
-            if self._is_alive(nonce, facts, beats.get(nonce, -1)):
-                self._check(rank, nonce, facts, living)
-                living[rank] = nonce
-                self._known.add(nonce)
-            elif self._seen.get(rank) == nonce:
-                del self._seen[rank]  # it has been killed, or its host is gone
-            elif facts.owner.is_dead and nonce not in self._known:
-                _remove_files(directory, names, nonce)  # left by an earlier run
-        self._seen.update(living)
-        self._present = set(living)
-        return living
-
-    def _facts(self, directory: int, name: str, nonce: str) -> _Facts | None:
-        if nonce not in self._hellos:
-            facts = _Facts.from_json(_read(directory, name))
-            if facts is None:
-                return None
-            self._hellos[nonce] = facts
-        return self._hellos[nonce]
-
-    def _is_alive(self, nonce: str, facts: _Facts, beat: int) -> bool:
-        if facts.owner.is_visible:
-            return not facts.owner.is_dead
-        now = time.monotonic()
-        pulse = self._pulses.setdefault(nonce, _Pulse(beat, now))
-        if beat > pulse.newest:
-            pulse.newest, pulse.since, pulse.count = beat, now, pulse.count + 1
-        return pulse.count >= _ENOUGH_BEATS and now - pulse.since < _SILENT_BEATS * self._beat_s
-
-    def _check(self, rank: int, nonce: str, facts: _Facts, living: dict[int, str]) -> None:
-        if facts.world_size != self._world_size or rank >= self._world_size:
-            text = f"rank {rank} came with another world_size"
-            raise _ConflictError(InvalidArgumentError(text, expected=self._world_size, found=facts.world_size))
-        if living.get(rank, nonce) != nonce:
-            text = f"two processes call themselves rank {rank} in {self._path}"
-            raise _ConflictError(PeerError(rank, "the rendezvous", text))
-        self._made = max(self._made, facts.made)
-
-    def _linger(self, nonces: set[str], seconds: float = _LINGER_S) -> None:
-        """Leave this rank's files until the processes of `nonces` have removed theirs, or the time has passed."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            self._beat()
-            with self._looking() as (_, names):
-                if not any(nonce in name for name in names for nonce in nonces):
-                    return
-            time.sleep(self._poll_s)
-
-    # The directory
-
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[int]:
-        """The directory, opened anew and made if need be."""
-        directory, made = _open_directory(self._path)
-        try:
-            self._made = max(self._made, made)
-            yield directory
-        finally:
-            os.close(directory)
-
-    @contextlib.contextmanager
-    def _looking(self) -> Iterator[tuple[int, list[str]]]:
-        """The directory, opened anew, and the names in it."""
-        with self._opened() as directory:
-            yield directory, os.listdir(directory)
-
-    def _put(self, name: str, value: dict[str, Any] | None = None) -> None:
-        """Write a new file, empty without a value; again if another rendezvous removes the directory meanwhile."""
-        for attempt in range(_RACES):
-            try:
-                with self._opened() as directory, _new_file(directory, name) as file:
-                    file.write("" if value is None else json.dumps(value))
-            except OSError as error:
-                if error.errno not in (errno.ENOENT, errno.ESTALE) or attempt == _RACES - 1:
-                    raise
-            else:
-                break
-
-    def _publish(self, name: str, value: dict[str, Any]) -> None:
-        """Write a new file, and change the directory once more when the server's clock has ticked."""
-        self._put(name, value)
-        self._beat_due = time.monotonic() + _SETTLE_S
-
-    def _beat(self) -> bool:
-        """Show that this rank lives, if it is time to; return whether it was."""
-        if time.monotonic() < self._beat_due:
-            return False
-        self._put(f"beat-{self._nonce}-{self._beats}")
-        self._beats += 1
-        self._beat_due = time.monotonic() + self._beat_s
-        with self._opened() as directory, contextlib.suppress(FileNotFoundError):
-            os.unlink(f"beat-{self._nonce}-{self._beats - 2}", dir_fd=directory)
-        return True
-
-    def _remove(self) -> None:
-        """Remove this rank's files, and what the rendezvous has made of the path where it is empty. May be repeated."""
-        try:
-            directory = os.open(self._path, _DIRECTORY)
-        except OSError:
-            return  # removed with the last file
-        try:
-            _remove_files(directory, os.listdir(directory), self._nonce)
-        finally:
-            os.close(directory)
-        with contextlib.suppress(OSError):  # others are still in there
-            for path in [self._path, *self._path.parents][: self._made]:
-                os.rmdir(path)
-
-
-def _remove_files(directory: int, names: list[str], nonce: str) -> None:
-    """Remove all files of a process; its hello goes last, as it says whose the others are."""
-    for name in sorted((name for name in names if nonce in name), key=lambda name: name.startswith("hello-")):
-        with contextlib.suppress(OSError):  # another rank does the same; or it is not ours to remove
-            os.unlink(name, dir_fd=directory)

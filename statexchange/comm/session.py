@@ -18,25 +18,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import operator
-import os
-import secrets
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
-from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from statexchange import values
 from statexchange.comm import forks
-from statexchange.comm.backend import AbandonedError, Backend, Look, Wait, Watch, is_watched, watched
-from statexchange.comm.control_page import ControlPage, DifferentCallsError, closed_error
+from statexchange.comm.backends.backend import Backend
+from statexchange.comm.callers import AUTOGRAD, Callers, is_swapped, is_unclear
+from statexchange.comm.calls import Call, call_site, encoded, public_call_name, step_text
+from statexchange.comm.failure.control_page import ControlPage, DifferentCallsError, closed_error
+from statexchange.comm.failure.monitor import AbandonedError, GroupMonitor, PeerMonitor, forming_group, named_failure
+from statexchange.comm.topology import Place
+from statexchange.comm.wait import Wait
 from statexchange.comm.work import Work, WorkQueue
 from statexchange.errors import (
     ForkedError,
@@ -51,263 +49,19 @@ from statexchange.errors import (
 )
 from statexchange.settings import check_timeout
 
-__all__ = [
-    "Call",
-    "FlatSession",
-    "Place",
-    "Session",
-    "about",
-    "call_site",
-    "encoded",
-    "making",
-    "mark_of",
-    "public_call",
-    "step_text",
-]
+__all__ = ["Route", "Session"]
 
 T = TypeVar("T")
-_ROOM = os.path.dirname(__file__)
-_NAMING_S, _NAP_S = 2.0, 0.02
 _CLOSE_S = 1.0
-_ARRIVAL_S = 2.0
-_PACKAGE = os.path.dirname(_ROOM) + os.sep
-_CALLERS = os.path.join(_PACKAGE, "testing") + os.sep  # a part of the package that calls as others do
 _OF_ARGUMENTS = (TypeError, ValueError, AttributeError)
-_AUTOGRAD = -1  # the caller that all threads of autograd's engine are
 _SECOND_CALLER_S = 0.05  # within which a thread that begins at the same time as another one has begun
 _MET = (MismatchError, NumericOverflowError, InvalidArgumentError, UnsupportedError)  # raised where all ranks have met
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where the ranks are: the host of each, by rank; and which rank this is."""
-
-    rank: int
-    nodes: tuple[int, ...]
-    """The number of each rank's host, counted in the order of their lowest ranks."""
-    hosts: tuple[str, ...]
-    """The name of each rank's host."""
-    local_ranks: tuple[int, ...] = ()
-    """The number of each rank within its host, as the launcher counts; () to count in rank order."""
-
-    @property
-    def local_rank(self) -> int:
-        """The number of this rank within its host."""
-        return self.mates_in_order.index(self.rank)
-
-    @property
-    def mates_in_order(self) -> list[int]:
-        """The ranks of this host by their local ranks."""
-        return sorted(self.mates, key=lambda rank: self.local_ranks[rank]) if self.local_ranks else self.mates
-
-    @property
-    def firsts(self) -> list[int]:
-        """The rank with local rank 0 of each host."""
-        if not self.local_ranks:
-            return self.leaders
-        first = {self.nodes[rank]: rank for rank, local in enumerate(self.local_ranks) if local == 0}
-        return [first[node] for node in range(len(first))]
-
-    @property
-    def mates(self) -> list[int]:
-        """The ranks of this host, this one among them."""
-        return [rank for rank, node in enumerate(self.nodes) if node == self.nodes[self.rank]]
-
-    @property
-    def leaders(self) -> list[int]:
-        """The lowest rank of each host."""
-        return [self.nodes.index(node) for node in range(max(self.nodes) + 1)]
-
-
-@dataclass(frozen=True, slots=True)
-class _PublicCall:
-    """A public call whose steps communicate: its name, and where it was made if this thread cannot show that."""
-
-    name: str
-    site: str | None
-
-
-_public: ContextVar[_PublicCall | None] = ContextVar("statexchange_public_call", default=None)
-
-
-@contextlib.contextmanager
-def public_call(name: str, site: str | None = None) -> Iterator[None]:
-    """A block, or a decorated function, whose steps are named after the public call that the user made.
-
-    Ranks that meet in different calls are told of the public calls, not of our steps. Of nested ones the outermost
-    counts. Not collective.
-    """
-    if _public.get() is not None:
-        yield
-        return
-    token = _public.set(_PublicCall(name, site))
-    try:
-        yield
-    finally:
-        _public.reset(token)
-
-
-def step_text(step: str) -> str:
-    """Return a step in words, after the name of the public call that it belongs to."""
-    public = _public.get()
-    return step if public is None else f"{public.name} ({step})"
-
-
-class Call:
-    """What a rank is about to do, in words, and the number of the caller that does it; ranks compare both.
-
-    `caller` counts the threads of a rank, see `Session.caller`. That of the thread that came first is 0. `public` names
-    the public call of which this is a step; None if the user made this one.
-    """
-
-    __slots__ = ("caller", "failure", "public", "site", "text", "thread")
-
-    def __init__(self, step: str, failure: dict[str, Any] | None = None) -> None:
-        public = _public.get()
-        self.public = None if public is None else public.name
-        self.text = step_text(step)
-        self.failure = failure
-        self.site: str | None = None
-        self.caller = 0
-        self.thread: str | None = None  # its name, if that is what differs
-
-    @classmethod
-    def of_all(cls, text: str) -> Call:
-        """Return a call that ranks make together from whatever public calls they are in."""
-        call = cls(text)
-        call.text = text
-        return call
-
-    @property
-    def fingerprint(self) -> int:
-        """A number that other words, and the same words of another caller, do not share."""
-        return _fingerprint_of(self._compared)
-
-    @property
-    def mark(self) -> bytes:
-        """The fingerprint as 8 bytes."""
-        return mark_of(self._compared)
-
-    @property
-    def _compared(self) -> str:
-        return self.text if not self.caller else f"{self.text} by caller {self.caller}"
-
-
-@functools.lru_cache(maxsize=4096)
-def mark_of(text: str) -> bytes:
-    """8 bytes that other words do not share."""
-    return hashlib.blake2b(text.encode(), digest_size=8).digest()
-
-
-@functools.lru_cache(maxsize=4096)
-def _fingerprint_of(text: str) -> int:
-    return int.from_bytes(mark_of(text), "little")
-
-
-_about: ContextVar[Callable[[], str] | None] = ContextVar("statexchange_about", default=None)
-
-
-@contextlib.contextmanager
-def about(what: Callable[[], str]) -> Iterator[None]:
-    """A block whose calls work on what `what` names; it is asked only for an error. Not collective."""
-    token = _about.set(what)
-    try:
-        yield
-    finally:
-        _about.reset(token)
-
-
-def call_site() -> str:
-    """File and line of the user's call, and what it is about: the innermost frame outside this package and torch.
-
-    In a thread of autograd's own no frame is the user's; then it is that thread. A public call that goes on in a thread
-    of ours says where it was made.
-    """
-    public = _public.get()
-    if public is not None and public.site is not None:
-        return public.site
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 (the documented way to it)
-    while frame is not None and _is_internal(frame.f_code.co_filename):
-        frame = frame.f_back
-    thread = threading.current_thread().name
-    site = f"thread {thread!r}" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    what = _about.get()
-    return site if what is None else f"{site} ({what()})"
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_internal(file: str) -> bool:
-    if file == contextlib.__file__ or (file.startswith(_PACKAGE) and not file.startswith(_CALLERS)):
-        return True
-    torch = sys.modules.get("torch")  # its frames lie between the user's backward() and our hooks
-    return torch is not None and file.startswith(os.path.dirname(str(torch.__file__)) + os.sep)
-
-
-class _LookAt(Watch):
-    """What the wait for one peer asks: AbandonedError, too, once some rank waits for all to hear of its failure.
-
-    A peer that has closed its communicator sends nothing more; what it sent before has a moment to arrive.
-    """
-
-    def __init__(self, look: Look | None, peer: int) -> None:
-        super().__init__(look)
-        self._peer = peer
-        self._left: float | None = None  # when the peer was first seen to have left
-
-    def failed(self, doing: str) -> None:
-        super().failed(doing)
-        if self._look is not None and self._look.is_called():
-            raise AbandonedError
-        reason = self.departure_of(self._peer, doing)
-        if reason is None:
-            return
-        now = time.monotonic()
-        self._left = now if self._left is None else self._left
-        if now - self._left > _ARRIVAL_S:
-            raise reason
-
-    def missing(self) -> tuple[int, ...]:
-        return (self._peer,)
-
-
-@contextlib.contextmanager
-def making(look: Look | None, hosts: Sequence[str]) -> Iterator[None]:
-    """A block that makes a group of ranks that `look` watches, on these `hosts`: it ends when one of them fails.
-
-    Inside another such block, of the group from which the ranks come, that one's look and its ranks count.
-    """
-    if is_watched():
-        yield
-        return
-    try:
-        with watched(look):
-            yield
-    except PeerError as error:
-        named = _named(error, look, hosts)
-        if named is error:
-            raise
-        raise named from error
-
-
-def _named(error: PeerError, look: Look | None, hosts: Sequence[str]) -> StateExchangeError:
-    """The failure with its rank, which the transport may not report but another rank know, and its host."""
-    known: StateExchangeError = error
-    deadline = time.monotonic() + _NAMING_S
-    while error.rank < 0 and look is not None and known is error and time.monotonic() < deadline:
-        try:
-            look.failed(error.phase)
-            time.sleep(_NAP_S)
-        except StateExchangeError as named:
-            known = named
-    if isinstance(known, PeerError) and known.rank >= 0 and known.host is None:
-        return PeerError(known.rank, known.phase, known.cause, hosts[known.rank])
-    return known
 
 
 class Session:
     """One rank's part in what its group does together.
 
-    `backend` moves tensors, `devices` those of GPUs, `page` or else `carrier` messages; `look` knows who has failed;
+    `backend` moves tensors, `devices` those of GPUs, `page` or else `carrier` messages; `monitor` knows who has failed;
     `device` names the one on which this rank computes. `dead` is what every call raises once the group has failed,
     `settled` the error that all ranks have raised together last, after which the group goes on, unless a message from
     rank to rank was cut off by it.
@@ -318,7 +72,7 @@ class Session:
         backend: Backend,
         carrier: Backend,
         page: ControlPage | None,
-        look: Look | None,
+        monitor: GroupMonitor | None,
         place: Place,
         timeout_s: float,
         *,
@@ -329,7 +83,7 @@ class Session:
         self.backend = backend
         self.carrier = carrier
         self.page = page
-        self.look = look
+        self.monitor = monitor
         self.place = place
         self.timeout_s = timeout_s
         self.devices = devices
@@ -347,8 +101,7 @@ class Session:
         self.dependents: weakref.WeakSet[Any] = weakref.WeakSet()
         self._turn = threading.Lock()  # held during a call, as two at once would take each other's messages
         self._holder = 0  # the thread that has it
-        self._counting = threading.Lock()
-        self.forget_callers()
+        self.callers = Callers(self.world_size)
         self.is_inherited = False
         forks.cut_off_in_children(self)
 
@@ -361,116 +114,34 @@ class Session:
             rank=self.rank,
         )
         # A thread that is not here may have held a lock at the moment of the fork.
-        self._turn, self._counting = threading.Lock(), threading.Lock()
+        self._turn = threading.Lock()
+        self.callers.disown()
         for line in [self._queue, *self._lines.values()]:
             line.disown(self.dead)
-
-    def backend_for(self, device_type: str) -> Backend:
-        """What moves tensors of this device."""
-        if self.devices is not None and device_type == self.devices.device_type:
-            return self.devices
-        return self.backend
-
-    def backend_of(self, tensor: Any) -> Backend:
-        """Return the backend that moves `tensor`, which may be an array or a wrong argument."""
-        if self.devices is None:
-            return self.backend_for("cpu")
-        return self.backend_for(tensor.device.type if hasattr(tensor, "is_cpu") else "cpu")
-
-    @property
-    def hierarchy(self) -> Backend | None:
-        """What works within each host first and then between hosts, if there is such a backend."""
-        return self.backend if self.backend.name == "hierarchical" else None
-
-    # Callers
-
-    def forget_callers(self) -> None:
-        """Count callers from here on: the thread that has made this session need not be one. Not collective."""
-        self._local = threading.local()  # not by thread id: ids are used again, by other threads on each rank
-        self._callers = 0
-        self._threads: dict[int, threading.Thread] = {}  # by their number, those that have not ended
-        # Numbers of threads that have not made their first call. The first may be autograd's, which are not counted.
-        self._newcomers: set[int] = {0} if self.world_size > 1 else set()
-
-    def caller(self) -> int:
-        """Return the number by which this thread's calls are matched: how many threads called here before it did.
-
-        All threads of autograd's engine, which run hooks, are one caller. While only one other thread has called, they
-        share its number: which thread runs a hook, and whether the last callback runs in the thread that called
-        `backward`, differs from rank to rank.
-        """
-        try:
-            number: int = self._local.caller
-        except AttributeError:
-            number = self._new_caller()
-        return number
-
-    def _new_caller(self) -> int:
-        if _is_autograd_thread():
-            return _AUTOGRAD if self._callers > 1 else 0
-        with self._counting:
-            number = self._local.caller = self._callers
-            self._callers += 1
-            if self.world_size > 1:
-                if number > 0:
-                    self._newcomers.add(number)
-                self._threads = {known: thread for known, thread in self._threads.items() if thread.is_alive()}
-                self._threads[number] = threading.current_thread()
-        return number
 
     def _check_caller(self, call: Call, wait: Wait) -> None:
         """Raise DifferentCallsError, on all ranks, if a new caller is another thread on one rank than on another.
 
-        Threads have names, which Python gives in the order in which they are made, with what they run. The name of
-        caller n may differ, as ranks may have other threads besides; but if it is that of another caller elsewhere,
-        two were counted in different orders. Of the first caller's rivals nothing may be known yet: where a thread of
-        its name elsewhere might become one, it waits a moment for that thread to call.
+        Of the first caller's rivals nothing may be known yet: where a thread of its name elsewhere might become one, it
+        waits a moment for that thread to call.
         """
         number = call.caller
-        callers = {known: thread.name for known, thread in self._threads.items()}
-        account = [_process_token(os.getpid()), callers, [thread.name for thread in threading.enumerate()]]
-        accounts = self._compare_callers(call, account, wait)
-        is_ambiguous = False
-        for process, callers, threads in accounts:
-            own = callers.get(number)
-            if own is None:
-                continue
-            elsewhere = [others for other_process, others, _ in accounts if other_process != process]
-            names_of_others = {name for others in elsewhere for known, name in others.items() if known != number}
-            if own in names_of_others or list(callers.values()).count(own) > 1:
-                raise DifferentCallsError
-            rivals = {others.get(number) for others in elsewhere} - {own, None}
-            is_ambiguous = is_ambiguous or threads.count(own) > 1 or not rivals.isdisjoint(threads)
-        if is_ambiguous and number == 0:
+        accounts = self._compare_callers(call, self.callers.account(), wait)
+        if is_swapped(number, accounts):
+            raise DifferentCallsError
+        if number == 0 and is_unclear(number, accounts):
             time.sleep(_SECOND_CALLER_S)
-            if any(self._compare_callers(call, self._callers > 1, wait)):
+            if any(self._compare_callers(call, self.callers.are_several, wait)):
                 raise DifferentCallsError
-        self._newcomers.discard(number)
+        self.callers.confirm(number)
         call.thread = None
 
     def _compare_callers(self, call: Call, account: Any, wait: Wait) -> list[Any]:
         """What each rank says of its caller."""
-        thread = self._threads.get(call.caller)
-        call.thread = thread.name if thread is not None else None
+        call.thread = self.callers.name_of(call.caller)
         comparison = Call.of_all(f"{call.text}, the first of its thread")
         comparison.caller = call.caller
         return [values.decode(answer) for answer in self.messages(comparison, encoded(account), None, wait)]
-
-    @contextlib.contextmanager
-    def called_by(self, caller: int) -> Iterator[None]:
-        """Have a thread of autograd's engine call as `caller` inside the block; other threads call as themselves."""
-        if not _is_autograd_thread():
-            yield
-            return
-        outer = getattr(self._local, "caller", None)
-        self._local.caller = caller
-        try:
-            yield
-        finally:
-            if outer is None:
-                del self._local.caller
-            else:
-                self._local.caller = outer
 
     def _take_turn(self, call: Call) -> None:
         """Wait for another thread's call to end. InvalidArgumentError if this thread itself is inside a call."""
@@ -490,9 +161,9 @@ class Session:
         self.raise_if_dead()
         if call.failure is not None and self.world_size > 1:
             self._failing = call.failure  # work under way may be the first to meet the others
-            if self.look is not None:
-                self.look.call_all()
-        call.caller = self.caller()
+            if self.monitor is not None:
+                self.monitor.request_collective()
+        call.caller = self.callers.number()
         self._queue.drain()
         if self.world_size == 1:
             return [payload]
@@ -540,23 +211,23 @@ class Session:
 
     def wait_for(self, call: Call, timeout_s: float | None = None) -> Wait:
         """The wait of a call: it asks who has failed, and how to meet."""
-        if self.look is not None:
-            self.look.entered(call.text)
+        if self.monitor is not None:
+            self.monitor.set_current_op(call.text)
         seconds = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
-        return Wait(seconds, call.text, self.look, functools.partial(self._meet, call))
+        return Wait(seconds, call.text, self.monitor, functools.partial(self._meet, call))
 
     def _begin(self, call: Call, timeout_s: float | None = None) -> Wait:
         """The wait of a call whose turn has come, once a new caller is known to all."""
         self.raise_if_dead()
         wait = self.wait_for(call, timeout_s)
-        if self._newcomers and call.caller in self._newcomers:
+        if self.callers.is_new(call.caller):
             self._check_caller(call, wait)
         return wait
 
     def _pass(self) -> None:
         """The end of a call where there is no page: an error if the ranks have given it up."""
-        if self.look is not None:
-            self.look.passed()
+        if self.monitor is not None:
+            self.monitor.complete_op()
 
     # Order
 
@@ -577,9 +248,9 @@ class Session:
             return result
 
         try:
-            call.caller = self._local.caller  # as `caller()`, which costs a small call too much
+            call.caller = self.callers.local.number  # as `callers.number()`, which costs a small call too much
         except AttributeError:
-            call.caller = self._new_caller()
+            call.caller = self.callers.new_number()
         if async_op:
             call.site = call_site()
             return self._queue.submit(
@@ -626,10 +297,10 @@ class Session:
         def job() -> T:
             self.raise_if_dead()
             try:
-                return body(Wait(self.timeout_s, call.text, _LookAt(self.look, peer)))
+                return body(Wait(self.timeout_s, call.text, PeerMonitor(self.monitor, peer)))
             except AbandonedError:
                 self._cut = True
-                if self._met is not None and not (self.look is not None and self.look.is_called()):
+                if self._met is not None and not (self.monitor is not None and self.monitor.collective_requested()):
                     self.fail(call, self._met)  # another thread has met the others already
                 raise
 
@@ -647,7 +318,7 @@ class Session:
 
     def _follow_the_call(self, call: Call) -> NoReturn:
         """`call` was broken off, since a rank calls all to hear of its failure: hear it, and raise it."""
-        if self.look is not None and self.look.is_called():
+        if self.monitor is not None and self.monitor.collective_requested():
             self.exchange(Call.of_all(f"{call.text}, broken off"), b"")
         raise self.dead or self._met or AbandonedError
 
@@ -740,17 +411,17 @@ class Session:
     def fail(self, call: Call, error: BaseException) -> None:
         """Nothing works here any more: say so to the others, and remember it."""
         if isinstance(error, PeerError):
-            error = _named(error, self.look, self.place.hosts)
+            error = named_failure(error, self.monitor, self.place.hosts)
         self.dead = error if isinstance(error, StateExchangeError) else from_record(self.record(error, call.text))
         if self.page is not None:
             self.page.leave(self.dead)
         self.backend.leave(self.dead)
-        if self.look is not None:
-            self.look.tell(self.dead)
+        if self.monitor is not None:
+            self.monitor.report_failure(self.dead)
 
-    def making(self) -> contextlib.AbstractContextManager[None]:
+    def forming_group(self) -> contextlib.AbstractContextManager[None]:
         """A block that makes a group of ranks of this one: it ends when one of this group's ranks fails."""
-        return making(self.look, self.place.hosts)
+        return forming_group(self.monitor, self.place.hosts)
 
     def group_of(self, ranks: Sequence[int]) -> Backend:
         """A carrier for `ranks`, in that order; MismatchError on all if they give several. Collective over them."""
@@ -788,68 +459,66 @@ class Session:
     def close(self, error: BaseException | None) -> None:
         """Leave: peers that still wait for this rank raise PeerError, with `error` as its cause. Not collective."""
         forks.forget(self)
-        public = _public.get()
-        phase, ended = ("its own code", "this rank's code") if public is None else (public.name, public.name)
+        public = public_call_name()
+        phase, ended = ("its own code", "this rank's code") if public is None else (public, public)
         known = None if error is None else from_record(self.record(error, phase))
         if self.page is not None:
             self.page.leave(known)
         self.backend.leave(known)
-        if self.look is not None and known is not None:
-            self.look.tell(known)
+        if self.monitor is not None and known is not None:
+            self.monitor.report_failure(known)
         if self.dead is None:
             since = "" if error is None else f" since {type(error).__name__} ended {ended}"
             self.dead = closed_error(self.rank, since)
         for line in [self._queue, *self._lines.values()]:
             line.close(_CLOSE_S)
-        if self.look is not None:
-            self.look.close()
+        if self.monitor is not None:
+            self.monitor.close()
         self.backend.close()
 
 
-class FlatSession(Session):
-    """`whole` itself, its failures and the order of its calls, whose tensors move over the carrier."""
+class Route:
+    """The way of a session's tensors: `backend` moves those of CPUs, the session's `devices` those of GPUs.
 
-    def __init__(self, whole: Session) -> None:
-        self.__dict__ = whole.__dict__  # one state: what happens here has happened there
+    Several routes share a session: its failures and the order of its calls. `suffix` names the route in calls, as ranks
+    that take different ones must not meet.
+    """
+
+    def __init__(self, session: Session, backend: Backend, suffix: str = "") -> None:
+        self.session = session
+        self.rank = session.rank
+        self.world_size = session.world_size
+        self._backend = backend
+        self._suffix = suffix
 
     def backend_for(self, device_type: str) -> Backend:
-        """What moves tensors of this device between any two ranks."""
-        backend = super().backend_for(device_type)
-        return self.carrier if backend is self.backend else backend
+        """What moves tensors of this device."""
+        devices = self.session.devices
+        if devices is not None and device_type == devices.device_type:
+            return devices
+        return self._backend
+
+    def backend_of(self, tensor: Any) -> Backend:
+        """Return the backend that moves `tensor`, which may be an array or a wrong argument."""
+        if self.session.devices is None:
+            return self._backend
+        return self.backend_for(tensor.device.type if hasattr(tensor, "is_cpu") else "cpu")
 
     @property
     def hierarchy(self) -> Backend | None:
-        """None: all ranks are alike."""
-        return None
+        """What works within each host first and then between hosts, if there is such a backend."""
+        return self._backend if self._backend.name == "hierarchical" else None
 
     def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work:
-        """As a session's; it is another call than that of `whole`."""
-        call.text += ", flat"
-        return super().collective(call, backend, body, async_op)
+        """As a session's; on another route it is another call."""
+        if self._suffix:
+            call.text += self._suffix
+        return self.session.collective(call, backend, body, async_op)
 
 
 def _line(rank: int, account: Mapping[str, Any], by_caller: bool) -> str:
     """What a rank was about to do, for a message; with the thread that did it, if that matters."""
-    thread = "autograd's threads" if account["caller"] == _AUTOGRAD else f"its thread {account['caller']}"
+    thread = "autograd's threads" if account["caller"] == AUTOGRAD else f"its thread {account['caller']}"
     if account["thread"]:
         thread += f" ({account['thread']})"
     return f"rank {rank} called {account['text']} at {account['site']}" + (f" in {thread}" if by_caller else "")
-
-
-@functools.cache
-def _process_token(pid: int) -> str:  # noqa: ARG001 (a forked child has another)
-    """Return a token of this process: ranks that are threads of one process have all their names there."""
-    return secrets.token_hex(8)
-
-
-def _is_autograd_thread() -> bool:
-    """Whether this is a thread of autograd's engine, and not one of Python's in which `backward` was called."""
-    torch = sys.modules.get("torch")
-    if torch is None or torch._C._current_graph_task_id() == -1:  # noqa: SLF001 (torch has no other way)
-        return False
-    return isinstance(threading.current_thread(), threading._DummyThread)  # noqa: SLF001 (nor has threading)
-
-
-def encoded(obj: Any) -> bytes:
-    """A JSON value as bytes."""
-    return values.encode(obj).encode()

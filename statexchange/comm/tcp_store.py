@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import platform
 import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -41,6 +42,7 @@ from statexchange.errors import (
 __all__ = [
     "LostServerError",
     "Server",
+    "SharedStore",
     "absent",
     "as_timedelta",
     "complete",
@@ -52,6 +54,7 @@ __all__ = [
     "namespaced",
     "server_nonce",
     "unanswered",
+    "unreachable",
     "wait_for_all",
     "wait_until_complete",
 ]
@@ -125,6 +128,20 @@ class Server:
     def close(self) -> None:
         """Free the port; clients lose their connections. May be called again."""
         self._store = None
+
+
+class SharedStore(NamedTuple):
+    """A torch Store that all ranks share. Rank 0 may serve it: then it lives until `server` is closed."""
+
+    store: Any
+    rank: int
+    world_size: int
+    server: Server | None = None
+
+    @property
+    def lasting(self) -> Any:
+        """The store for a user that keeps it for the life of the process, as torch.distributed does."""
+        return self.store if self.server is None else self.server.store
 
 
 def connect(address: str, port: int, timeout_s: float, attempt_s: float) -> Any:
@@ -241,6 +258,15 @@ def left(ranks: Sequence[int], where: str, timeout_s: float) -> StallError:
 def unanswered(where: str, timeout_s: float) -> StallError:
     """Return the error for a rendezvous to which all ranks came, without an answer of rank 0."""
     return StallError(f"all ranks came to {where}, but rank 0 did not answer in {timeout_s:g} s", missing=(0,))
+
+
+def unreachable(rank: int, root_host: str, address: str, port: int, reason: object) -> str:
+    """Return the message for a rank that cannot connect to the store of rank 0."""
+    return (
+        f"rank {rank} on {platform.node()} cannot reach rank 0 on {root_host} at {address}, port {port}: {reason}. Set "
+        "GLOO_SOCKET_IFNAME on all ranks to a network interface that connects the hosts (`ip addr` lists them), or use "
+        'rendezvous="tcp://host:port" with an address of rank 0'
+    )
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from statexchange.comm.backend import AbandonedError
+from statexchange.comm.failure.monitor import AbandonedError
 from statexchange.errors import MismatchError, StallError
 from statexchange.settings import check_timeout
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from statexchange.comm.calls import call_site, public_call
 from statexchange.comm.communicator import Communicator
-from statexchange.comm.session import call_site, public_call
 from statexchange.errors import StateExchangeError, excerpt, without_secrets
 from statexchange.exchange.exporting import ExportReport, ExportRequest, export_described
 from statexchange.state.describe import Description, State, describe

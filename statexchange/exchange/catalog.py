@@ -45,7 +45,7 @@ class Catalog:
         self._aliases: dict[str, str] = {}
         self._parts: dict[str, list[_SavedPart]] = {}
         old_names: dict[str, str] = {}
-        for holder in sorted(source.holders, key=lambda holder: (holder.rank != self.own, holder.rank)):
+        for holder in sorted(source.files, key=lambda holder: (holder.rank != self.own, holder.rank)):
             self._add_aliases(holder.aliases)
             for tensor in holder.tensors.values():
                 old = tensor.shard.name
@@ -131,13 +131,13 @@ class Catalog:
         """
         found: dict[Box, tuple[ByteRange, int]] = {}
         for part in self._counting(name):
-            for box, extent in zip(part.tensor.shard.boxes, part.tensor.extents, strict=True):
+            for box, byte_range in zip(part.tensor.shard.boxes, part.tensor.byte_ranges, strict=True):
                 if not box.numel:
                     continue
-                known, first = found.setdefault(box, (extent, part.rank))
+                known, first = found.setdefault(box, (byte_range, part.rank))
                 if first == self.own or self.options.replicas == "root":
                     continue
-                if None not in (known.digest, extent.digest) and known.digest != extent.digest:
+                if None not in (known.digest, byte_range.digest) and known.digest != byte_range.digest:
                     raise ReplicaError(
                         f"ranks {first} and {part.rank} saved different values for region {box}, and on as many ranks "
                         f'each would get its own: to take rank {min(first, part.rank)}\'s, replicas="root"',

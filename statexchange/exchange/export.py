@@ -9,9 +9,9 @@ from concurrent.futures import Future
 from typing import Any, Literal, overload
 
 from statexchange.checkpoint.extra_files import FilesFrom
+from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike
-from statexchange.comm.session import public_call
-from statexchange.comm.world import as_communicator
+from statexchange.comm.defaults import as_communicator
 from statexchange.exchange.background import export_in_background
 from statexchange.exchange.exporting import ExportReport, ExportRequest, export_described
 from statexchange.processes import collector_paused

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from statexchange.checkpoint.extra_files import FilesFrom, extra_files
-from statexchange.checkpoint.index import BoxFact
+from statexchange.checkpoint.index import BoxProvenance
 from statexchange.checkpoint.publication import PlannedFile, Publication, target_path
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, MismatchError, ReplicaError
@@ -35,11 +35,11 @@ from statexchange.settings import check_timeout
 from statexchange.sharding import records
 from statexchange.sharding.copies import check_copies, replica_error
 from statexchange.sharding.options import ExportOptions
-from statexchange.sharding.plan import Holding, Plan, TensorPlan, plan_merge
+from statexchange.sharding.plan import Plan, RankShards, TensorPlan, plan_merge
 from statexchange.sharding.shards import Box
 from statexchange.sharding.write_plan import BoxReceipts, WriteFile, WritePlan, WriteTensor
 from statexchange.state.describe import Description
-from statexchange.storage.store import given_path, is_url
+from statexchange.storage.store import is_url, resolve_path
 from statexchange.tensors import ITEMSIZE
 from statexchange.units import format_shares, format_transfer
 
@@ -126,7 +126,12 @@ class ExportRequest:
         """Check and keep the arguments of a call; `options` are those of `ExportOptions`."""
         check_timeout(stall_timeout_s, "stall_timeout_s")
         return cls(
-            given_path(path, "a target"), ExportOptions(**options), files_from, overwrite, stall_timeout_s, on_progress
+            resolve_path(path, "a target"),
+            ExportOptions(**options),
+            files_from,
+            overwrite,
+            stall_timeout_s,
+            on_progress,
         )
 
 
@@ -225,8 +230,8 @@ class _Export:
             for rank, (one, names) in enumerate(zip(metadata, self._renames, strict=True))
         ]
         shards = rank_shards(metadata, self._layout)
-        holdings = [Holding(rank, shards[rank], one.aliases) for rank, one in enumerate(metadata)]
-        self._plan = plan_merge(holdings, self._options, reductions=operations(metadata))
+        by_rank = [RankShards(rank, shards[rank], one.aliases) for rank, one in enumerate(metadata)]
+        self._plan = plan_merge(by_rank, self._options, reductions=operations(metadata))
         if not self._plan.num_tensors:
             why = "include and exclude leave out every tensor" if any(shards) else "no rank's state has a tensor"
             raise InvalidArgumentError(f"there is nothing to export: {why}")
@@ -312,19 +317,19 @@ def _supplied(tensors: Sequence[TensorPlan], world_size: int) -> tuple[int, ...]
 
 def _box_facts(
     tensors: Sequence[TensorPlan], receipts: Sequence[BoxReceipts], *, compares: bool
-) -> dict[str, list[BoxFact]]:
+) -> dict[str, list[BoxProvenance]]:
     """For each tensor the supplier and digest of each piece; replicas that differ are a ReplicaError."""
     found = {
         (box.tensor, box.piece, rank, box.index): box.digest for rank, receipt in enumerate(receipts) for box in receipt
     }
-    facts: dict[str, list[BoxFact]] = {}
+    facts: dict[str, list[BoxProvenance]] = {}
     for number, tensor in enumerate(tensors):
         facts[tensor.name] = []
         for index, piece in enumerate(tensor.pieces):
             digest_of = partial(_digest_of, found, tensor.name, number, index)
             if compares:
                 check_copies(tensor, piece, digest_of, _replica_error)
-            facts[tensor.name].append(BoxFact(piece.holder, digest_of(piece.holder, piece.box_index)))
+            facts[tensor.name].append(BoxProvenance(piece.holder, digest_of(piece.holder, piece.box_index)))
     return facts
 
 

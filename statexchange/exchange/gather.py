@@ -16,17 +16,17 @@ from typing import Any, TypeVar
 import numpy as np
 
 from statexchange import values
+from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
-from statexchange.comm.session import public_call
-from statexchange.comm.world import as_communicator, members
+from statexchange.comm.defaults import as_communicator, members
 from statexchange.errors import InvalidArgumentError, MismatchError, StateExchangeError, UnsupportedError, excerpt
 from statexchange.exchange.receipts import receipt_from_json, receipt_to_json
 from statexchange.exchange.staging import Staging
 from statexchange.sharding import records
 from statexchange.sharding.shards import Shard, full_box, shape_from_json
-from statexchange.shared_memory import Arena, attach
+from statexchange.shared_memory import Arena
 from statexchange.state.describe import State, describe
-from statexchange.storage.tensorfile import Held
+from statexchange.storage.tensorfile import ShardData
 from statexchange.storage.workspace import RankFile, Receipt, Workspace
 from statexchange.tensors import (
     ITEMSIZE,
@@ -283,10 +283,7 @@ class _MemoryTransport:
         if not where:
             return _MemoryBlock(facts, np.empty(0, dtype=np.uint8))
         address = records.parsed(where, lambda raw: _arena_address(raw, facts), "the address of its memory", rank)
-        ident = address["id"]
-        if ident not in self._comm.attached:
-            self._comm.attached[ident] = attach(address)
-        return _MemoryBlock(facts, self._comm.attached[ident].lend())
+        return _MemoryBlock(facts, self._comm.arenas.attach(address))
 
     def received(self) -> None:
         """Root has attached: what name the arena had, it needs no more."""
@@ -295,30 +292,24 @@ class _MemoryTransport:
 
     def note(self) -> Any:
         """What this rank says in the agreement at the end."""
-        comm = self._comm
-        has = [*comm.arenas.idents(), *(arena.ident for arena in comm.lent)]
+        arenas = self._comm.arenas
+        has = arenas.owned_ids()
         has += [self._arena.ident] if self._arena is not None else []
-        looks_at = tuple(ident for ident, attached in comm.attached.items() if attached.referenced)
-        return _ArenaNote(tuple(has), looks_at).to_json()
+        return _ArenaNote(tuple(has), tuple(arenas.referenced_ids())).to_json()
 
     def end(self, notes: Sequence[Any] | None) -> None:
         """Recycle the arenas that nobody looks at; without an agreement (None) give this one away."""
-        comm = self._comm
+        arenas = self._comm.arenas
         arena, self._arena = self._arena, None
         if notes is None:
             if arena is not None:
                 arena.close()
             return
         if arena is not None:
-            comm.lent.append(arena)
+            arenas.lend(arena)
         read = [records.parsed(raw, _ArenaNote.from_json, "its note", rank) for rank, raw in enumerate(notes)]
-        looked_at = {ident for note in read for ident in note.looks_at}
-        for idle in [a for a in comm.lent if a.ident not in looked_at]:
-            comm.lent.remove(idle)
-            comm.arenas.release(idle)
-        owned = {ident for note in read for ident in note.has}
-        for ident in comm.attached.keys() - owned:
-            del comm.attached[ident]
+        referenced = {ident for note in read for ident in note.looks_at}
+        arenas.recycle(referenced, {ident for note in read for ident in note.has})
 
 
 def _copy_in(tensor: Any, fact: _Fact, memory: memoryview) -> None:
@@ -373,9 +364,9 @@ class _FileTransport:
             self._workspace.sweep()
 
 
-def _held(tensor: Any, fact: _Fact, staging: Staging) -> Held:
+def _held(tensor: Any, fact: _Fact, staging: Staging) -> ShardData:
     shard = Shard(fact.name, fact.dtype, fact.shape, (full_box(fact.shape),))
-    return Held(shard, lambda _: (part for _, part in staging.parts(tensor, fact.dtype)))
+    return ShardData(shard, lambda _: (part for _, part in staging.parts(tensor, fact.dtype)))
 
 
 _Transport = _MemoryTransport | _FileTransport

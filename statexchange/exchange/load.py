@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from statexchange import values
+from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
-from statexchange.comm.session import public_call
-from statexchange.comm.world import as_communicator
+from statexchange.comm.defaults import as_communicator
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
@@ -32,12 +32,12 @@ from statexchange.processes import collector_paused
 from statexchange.sharding import records
 from statexchange.sharding.options import FLOATS, LoadOptions, Rename, Replicas
 from statexchange.sharding.plan import prove_cover
-from statexchange.sharding.rules import Layout, renumbered
+from statexchange.sharding.rules import Layout, renumber_names
 from statexchange.state.describe import Description, LocalTensor, State, describe_entry
 from statexchange.state.load_plan import LoadPlan, SavedTensor, merge_trees, plan_load, tree_from_names
 from statexchange.state.tree import flatten
-from statexchange.storage.json_text import decode_stored
 from statexchange.storage.store import is_url
+from statexchange.storage.stored_values import decode_stored
 from statexchange.storage.tensorfile import digest
 from statexchange.tensors import DTYPE_NAMES, check_writable, dtype_name, mark_changed, torch_dtype
 from statexchange.units import format_transfer
@@ -99,7 +99,7 @@ def load_checkpoint(
     checkpoint: if it is replaced during the load, the new one is loaded instead, once; after that it is an error.
 
     `strict`, `dtype` and `replicas` must be the same on all ranks; `layout`, `include` and `rename` may differ, as
-    between the stages of a pipeline, but not a layout's grid.
+    between the stages of a pipeline, but not a layout's mesh.
 
     Args:
         state: a module, a mapping of names to tensors or a list of modules, with the source's names for tensors; or a
@@ -188,9 +188,9 @@ class _OpenedSource:
         Files of one name and size may still be those of two publications: ranks of a host compare which files they
         have opened, and so do all ranks on a file system that hosts share.
         """
-        holders = [[os.path.basename(holder.path), holder.nbytes, len(holder.tensors)] for holder in source.holders]
-        shared = [holder.file.shared_identity for holder in source.holders]
-        local = [holder.file.local_identity for holder in source.holders]
+        holders = [[os.path.basename(holder.path), holder.nbytes, len(holder.tensors)] for holder in source.files]
+        shared = [holder.file.shared_identity for holder in source.files]
+        local = [holder.file.local_identity for holder in source.files]
         content = [source.kind, source.run, source.round, holders, source.manifest, shared]
         where = f", round {source.round} of {source.run}" if source.round is not None else ""
         shown = source.path + where
@@ -307,7 +307,7 @@ class _Load:
         sent = self._comm.all_gather_object(ours)
         with self._comm.phase("counting over the ranks"):
             names = {rank: records.parsed(raw, records.texts, "its names", rank) for rank, raw in enumerate(sent)}
-            return renumbered(names, layout)[self._comm.rank]
+            return renumber_names(names, layout)[self._comm.rank]
 
     def _placed(self, targets: Sequence[_Target], catalog: Catalog) -> list[_Target]:
         """The targets with parts of whole tensors placed in these. Collective."""
@@ -549,4 +549,4 @@ def _job(target: _Target, catalog: Catalog) -> Job:
         prove_cover(target.name, stored.global_shape, {box: [rank] for box, (_, rank) in boxes.items()})
     except (CorruptError, IncompleteError) as error:
         raise error.located(name=target.name, path=catalog.source.path) from error
-    return Job(target.name, held, {box: extent for box, (extent, _) in boxes.items()}, stored.dtype)
+    return Job(target.name, held, {box: byte_range for box, (byte_range, _) in boxes.items()}, stored.dtype)

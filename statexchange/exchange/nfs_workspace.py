@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from statexchange import values
-from statexchange.comm import world
+from statexchange.comm import defaults
 from statexchange.errors import InvalidArgumentError, NotFoundError, ReplacedError
 from statexchange.exchange.staging import Staging, held_bytes
 from statexchange.settings import check_timeout, detect_launch
 from statexchange.state.describe import describe
-from statexchange.storage.json_text import decode_stored
+from statexchange.storage.stored_values import decode_stored
 from statexchange.storage.workspace import RankFile, RankName, Workspace, WorkspaceView
 from statexchange.tensors import from_bytes
 
@@ -76,7 +76,7 @@ class NFSWorkspace:
 
     def _writing_run(self) -> str:
         if self._run is None:
-            made, launch = world.current(), detect_launch()
+            made, launch = defaults.current(), detect_launch()
             if made is not None:
                 self._run = made.run
             elif launch.job is not None:
@@ -148,8 +148,8 @@ def _read(view: WorkspaceView, name: RankName) -> tuple[Any, dict[str, Any]]:
 def _position() -> tuple[int, int]:
     """(rank, world size): of a communicator or torch.distributed where one runs, else as the launcher says."""
     launch = detect_launch()
-    size = world.get_world_size()
-    return (world.get_rank(), size) if size > 1 else (launch.rank, launch.world_size)
+    size = defaults.get_world_size()
+    return (defaults.get_rank(), size) if size > 1 else (launch.rank, launch.world_size)
 
 
 def _tensor(file: RankFile, name: str) -> Any:
@@ -175,7 +175,7 @@ def _find(view: WorkspaceView, run: str | None, rank: int, number: int | None) -
 
 
 def _reading_run(view: WorkspaceView) -> str:
-    made, launch = world.current(), detect_launch()
+    made, launch = defaults.current(), detect_launch()
     runs = view.runs()
     for known in (made.run if made is not None else None, launch.job):
         if known is not None and known in runs:

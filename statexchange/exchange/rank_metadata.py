@@ -10,9 +10,9 @@ from typing import Any
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, MismatchError
 from statexchange.sharding import records
-from statexchange.sharding.rules import Layout, Part, place, renumbered
+from statexchange.sharding.rules import Layout, Part, place_parts, renumber_names
+from statexchange.sharding.sharding_spec import Placement, ShardingSpec
 from statexchange.sharding.shards import Box, Shard, shape_from_json
-from statexchange.sharding.spread import Placement, Spread
 from statexchange.state.describe import Description
 from statexchange.storage.tensorfile import digest
 from statexchange.tensors import itemsize_of
@@ -37,7 +37,7 @@ _MAX_SHOWN = 300  # characters of an option in a message
 class HeldShard:
     """What a rank holds of one tensor; `part` is set where a layout has yet to place it."""
 
-    shard: Shard | Spread
+    shard: Shard | ShardingSpec
     part: Part | None = None
 
     def renamed(self, name: str) -> HeldShard:
@@ -65,9 +65,9 @@ class RankMetadata:
         """What this rank has described."""
         held = []
         for one in described.held.values():
-            shard: Shard | Spread = one.shard
+            shard: Shard | ShardingSpec = one.shard
             if one.placement is not None:
-                shard = Spread(shard.name, shard.dtype, shard.global_shape, one.placement)
+                shard = ShardingSpec(shard.name, shard.dtype, shard.global_shape, one.placement)
             held.append(HeldShard(shard, one.part))
         reductions = {name: one.reduce for name, one in described.held.items() if one.reduce is not None}
         return cls(held, described.aliases, described.unused, described.sources, reductions, options)
@@ -77,7 +77,7 @@ class RankMetadata:
         placements: dict[Placement, int] = {}
         held: list[dict[str, Any]] = []
         for one in self.held:
-            if isinstance(one.shard, Spread):
+            if isinstance(one.shard, ShardingSpec):
                 number = placements.setdefault(one.shard.placement, len(placements))
                 shape = one.shard.global_shape
                 held.append({"name": one.shard.name, "dtype": one.shard.dtype, "shape": shape, "placement": number})
@@ -131,7 +131,7 @@ def _held(raw: Any, placements: Sequence[Placement]) -> HeldShard:
         name, dtype, shape, number = records.fields(raw, "name", "dtype", "shape", "placement")
         itemsize_of(dtype)
         placement = placements[records.count(number, len(placements))]
-        return HeldShard(Spread(records.text(name), dtype, shape_from_json(shape), placement))
+        return HeldShard(ShardingSpec(records.text(name), dtype, shape_from_json(shape), placement))
     if type(raw) is dict and "part" in raw:
         raw_shard, part = records.fields(raw, "shard", "part")
         return HeldShard(Shard.from_json(raw_shard), Part.from_json(part))
@@ -196,7 +196,7 @@ def renames(metadata: Sequence[RankMetadata], layout: Layout) -> list[dict[str, 
         rank: {held.shard.name: one.sources.get(held.shard.name, held.shard.name) for held in one.held}
         for rank, one in enumerate(metadata)
     }
-    found = renumbered(names, layout)
+    found = renumber_names(names, layout)
     return [{old: new for old, new in found[rank].items() if old != new} for rank in range(len(metadata))]
 
 
@@ -220,7 +220,7 @@ def _by_rank(metadata: Sequence[RankMetadata]) -> list[list[HeldShard]]:
     """What each rank holds: a tensor that lies over a mesh of all ranks, by all ranks' words, is rank 0's alone."""
     distinct = list({id(one): one for one in metadata}.values())
     agreed = set.intersection(
-        *({held.shard for held in one.held if isinstance(held.shard, Spread)} for one in distinct)
+        *({held.shard for held in one.held if isinstance(held.shard, ShardingSpec)} for one in distinct)
     )
     agreed = {spread for spread in agreed if math.prod(spread.placement.mesh_shape) == len(metadata)}
     rest = {id(one): [held for held in one.held if held.shard not in agreed] for one in distinct}
@@ -232,10 +232,10 @@ def _by_rank(metadata: Sequence[RankMetadata]) -> list[list[HeldShard]]:
 
 
 def _explicit(held: HeldShard, rank: int) -> HeldShard:
-    return HeldShard(held.shard.shard_of(rank)) if isinstance(held.shard, Spread) else held
+    return HeldShard(held.shard.shard_of(rank)) if isinstance(held.shard, ShardingSpec) else held
 
 
-def rank_shards(metadata: Sequence[RankMetadata], layout: Layout) -> list[list[Shard | Spread]]:
+def rank_shards(metadata: Sequence[RankMetadata], layout: Layout) -> list[list[Shard | ShardingSpec]]:
     """Every rank's shards, with the parts that layout rules speak of placed where they lie in the whole."""
     described = _by_rank(metadata)
     parts: dict[str, dict[int, Part]] = {}
@@ -243,12 +243,12 @@ def rank_shards(metadata: Sequence[RankMetadata], layout: Layout) -> list[list[S
         for held in shards:
             if held.part is not None:
                 parts.setdefault(held.shard.name, {})[rank] = held.part
-    placed = {name: place(of_rank, layout.grid) for name, of_rank in parts.items()}
+    placed = {name: place_parts(of_rank, layout.mesh) for name, of_rank in parts.items()}
     return [
         [held.shard if held.part is None else _placed(held.shard, *placed[held.shard.name][rank]) for held in shards]
         for rank, shards in enumerate(described)
     ]
 
 
-def _placed(shard: Shard | Spread, global_shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Shard:
+def _placed(shard: Shard | ShardingSpec, global_shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Shard:
     return Shard(shard.name, shard.dtype, global_shape, boxes)

@@ -14,7 +14,7 @@ from statexchange.sharding import records
 from statexchange.sharding.shards import Box, intersect
 from statexchange.state.describe import LocalTensor
 from statexchange.storage.byte_range import ByteRange
-from statexchange.storage.regions import BoxDigest, read_part, shifted
+from statexchange.storage.regions import BoxDigest, read_part, to_global
 from statexchange.storage.store import StoredFile
 from statexchange.tensors import ITEMSIZE, itemsize_of
 
@@ -149,7 +149,7 @@ class _Reading:
                 needed.append((box, stored, shared, digest))
                 self.files[stored.file] = None
         for window, memory in self._staging.targets(part, dtype):
-            placed = shifted(window, target)
+            placed = to_global(window, target)
             for box, stored, shared, digest in needed:
                 inside = shared if placed == target else intersect(shared, placed)
                 if inside is not None:

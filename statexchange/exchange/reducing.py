@@ -12,7 +12,7 @@ from statexchange.checkpoint.convert import reduce_into
 from statexchange.comm.communicator import Communicator
 from statexchange.exchange.rank_metadata import held_box
 from statexchange.exchange.staging import Staging
-from statexchange.sharding.write_plan import Reduction
+from statexchange.sharding.write_plan import BoxReduction
 from statexchange.state.describe import Description, LocalTensor
 from statexchange.tensors import array_over, dtype_name, from_bytes, own_bytes
 
@@ -22,7 +22,7 @@ _MESSAGE_BYTES = 4 << 20
 _ALIGN_BYTES = 16  # a multiple of every dtype's size
 
 
-def reduce_copies(comm: Communicator, described: Description, reductions: Sequence[Reduction]) -> Description:
+def reduce_copies(comm: Communicator, described: Description, reductions: Sequence[BoxReduction]) -> Description:
     """`described` with the reduced values in place of those of the boxes that this rank is to write. Collective.
 
     All ranks give the same `reductions`. Copies are reduced in their order, in the dtype in which they are held; the
@@ -52,9 +52,9 @@ def reduce_copies(comm: Communicator, described: Description, reductions: Sequen
     return replace(described, held=held)
 
 
-def _journeys(reductions: Sequence[Reduction]) -> Iterator[tuple[int, int, list[tuple[Reduction, int]]]]:
+def _journeys(reductions: Sequence[BoxReduction]) -> Iterator[tuple[int, int, list[tuple[BoxReduction, int]]]]:
     """(src, dst, what goes from one to the other) in an order that all ranks share."""
-    found: dict[tuple[int, int], list[tuple[Reduction, int]]] = {}
+    found: dict[tuple[int, int], list[tuple[BoxReduction, int]]] = {}
     for one in reductions:
         for rank, index in one.copies:
             found.setdefault((rank, one.holder), []).append((one, index))
@@ -122,7 +122,7 @@ def _send(comm: Communicator, dst: int, described: Description, boxes: Sequence[
         comm.progress()
 
 
-def _receive(comm: Communicator, src: int, results: Sequence[tuple[Reduction, Any]], described: Description) -> None:
+def _receive(comm: Communicator, src: int, results: Sequence[tuple[BoxReduction, Any]], described: Description) -> None:
     memory = np.empty(min(_MESSAGE_BYTES, sum(result.nbytes for _, result in results)), np.uint8)
     for message in _messages([result.nbytes for _, result in results]):
         data = memory[: sum(end - begin for _, begin, end in message)]
@@ -135,7 +135,7 @@ def _receive(comm: Communicator, src: int, results: Sequence[tuple[Reduction, An
             at += end - begin
 
 
-def _reduce(described: Description, one: Reduction, result: Any, others: Any) -> None:
+def _reduce(described: Description, one: BoxReduction, result: Any, others: Any) -> None:
     """Reduce elements, given as bytes, into those of `result`."""
     dtype = _held_dtype(described.held[one.name])
     reduce_into(one.op, array_over(result, dtype, (-1,)), array_over(others, dtype, (-1,)))

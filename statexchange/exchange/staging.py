@@ -13,8 +13,8 @@ import numpy as np
 from statexchange.sharding.shards import Box, full_box
 from statexchange.state.describe import LocalTensor
 from statexchange.storage.files import WINDOW_BYTES
-from statexchange.storage.regions import windows, within
-from statexchange.storage.tensorfile import Held
+from statexchange.storage.regions import slices_within, windows
+from statexchange.storage.tensorfile import ShardData
 from statexchange.tensors import ITEMSIZE, converted, dtype_name, numpy_dtype, own_bytes, torch_dtype, unify_nans
 
 __all__ = ["Staging", "held_bytes"]
@@ -94,7 +94,7 @@ class Staging:
         return self._buffers[key]
 
 
-def held_bytes(held: LocalTensor, staging: Staging, progress: Callable[[], None] | None = None) -> Held:
+def held_bytes(held: LocalTensor, staging: Staging, progress: Callable[[], None] | None = None) -> ShardData:
     """The shard of a live tensor with the bytes of all its boxes, which are made when they are asked for.
 
     They go by way of `staging`; `progress` is called for each part of them.
@@ -106,7 +106,7 @@ def held_bytes(held: LocalTensor, staging: Staging, progress: Callable[[], None]
             if progress is not None:
                 progress()
 
-    return Held(held.shard, parts)
+    return ShardData(held.shard, parts)
 
 
 def _is_of(tensor: Any, dtype: str) -> bool:
@@ -114,7 +114,7 @@ def _is_of(tensor: Any, dtype: str) -> bool:
 
 
 def _window_of(tensor: Any, window: Box) -> Any:
-    return tensor[within(window, full_box(tuple(tensor.shape)))]
+    return tensor[slices_within(window, full_box(tuple(tensor.shape)))]
 
 
 def _copy(target: Any, source: Any, tensor: Any) -> Any:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt
 from statexchange.sharding.rules import Layout, Part, Rule
+from statexchange.sharding.sharding_spec import Placement
 from statexchange.sharding.shards import Shard, full_box
-from statexchange.sharding.spread import Placement
 from statexchange.state.dtensors import chunks_of
 from statexchange.state.megatron import MegatronTensor, holds_sharded, leaves, sharded_kind
 from statexchange.state.modules import is_extra_state, is_module, is_plain_entry, model_items
@@ -186,7 +186,7 @@ def _local_tensors(name: str, tensor: Any, rule: Rule | None, rank: int) -> list
     shape = tuple(int(size) for size in tensor.shape)
     reduce = rule.reduce if rule is not None else None
     if hasattr(tensor, "__create_chunk_list__"):
-        if rule is not None and rule.says_where:
+        if rule is not None and rule.is_explicit:
             raise InvalidArgumentError(
                 f"layout rule for {rule.pattern!r} matches a tensor that says itself which part it is", name=name
             )

@@ -11,9 +11,9 @@ from operator import add
 from typing import Any
 
 from statexchange.errors import UnsupportedError
-from statexchange.sharding.placements import Cut, local_boxes
+from statexchange.sharding.placements import DimSplit, local_boxes
+from statexchange.sharding.sharding_spec import Placement, coordinate_of
 from statexchange.sharding.shards import Box
-from statexchange.sharding.spread import Placement, coordinate_of
 from statexchange.tensors import wait_tensor
 
 __all__ = ["chunks_of"]
@@ -87,7 +87,7 @@ def _compute_layout(tensor: Any, mesh: Any, coordinate: Any, rank: int) -> _Loca
             return _LocalLayout(problem=f"placement {placement} holds an unfinished sum; redistribute it first")
     ranks = mesh.mesh
     shape, mesh_shape = tuple(tensor.shape), tuple(ranks.shape)
-    cuts = [Cut(p.dim, getattr(p, "split_factor", 1)) if hasattr(p, "dim") else None for p in tensor.placements]
+    cuts = [DimSplit(p.dim, getattr(p, "split_factor", 1)) if hasattr(p, "dim") else None for p in tensor.placements]
     if coordinate is None:  # this rank is not in the tensor's mesh
         return _LocalLayout(placement=_placement_of(ranks, shape, cuts, (), rank))
     for axis, cut in enumerate(cuts):
@@ -105,7 +105,9 @@ def _compute_layout(tensor: Any, mesh: Any, coordinate: Any, rank: int) -> _Loca
     return _LocalLayout(boxes, None, _placement_of(ranks, shape, cuts, boxes, rank))
 
 
-def _placement_of(ranks: Any, shape: tuple[int, ...], cuts: list[Cut | None], boxes: tuple[Box, ...], rank: int) -> Any:
+def _placement_of(
+    ranks: Any, shape: tuple[int, ...], cuts: list[DimSplit | None], boxes: tuple[Box, ...], rank: int
+) -> Any:
     """Return a DTensor's placement if its mesh has ranks 0, 1, ... and `rank` holds just the boxes it implies."""
     mesh_shape = tuple(ranks.shape)
     if ranks.flatten().tolist() != list(range(ranks.numel())) or rank >= ranks.numel() or len(boxes) > 1:

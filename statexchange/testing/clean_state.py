@@ -51,9 +51,9 @@ class CleanState:
 
 
 def _close_communicators() -> None:
-    world = sys.modules.get("statexchange.comm.world")
-    if world is not None:
-        world.shutdown()
+    init = sys.modules.get("statexchange.comm.init")
+    if init is not None:
+        init.shutdown()
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()

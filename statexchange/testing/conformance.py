@@ -27,10 +27,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from statexchange.comm.backend import Backend
+from statexchange.comm.backends.backend import Backend
+from statexchange.comm.bootstrap import communicator
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.work import Work
-from statexchange.comm.world import communicator
 from statexchange.errors import (
     InvalidArgumentError,
     MismatchError,

@@ -177,13 +177,13 @@ class _Threads:
             thread.start()
 
     def _run(self, rank: int) -> None:
-        from statexchange.comm import world
+        from statexchange.comm import defaults
 
         communicator = self._communicators[rank]
         child.sender.set(lambda value: self._events.put((rank, "report", values.decode(values.encode(value)))))
         self._events.put((rank, "ready", None))
         try:
-            with world.use(communicator):
+            with defaults.use(communicator):
                 value = self._fn(*self._args)
             communicator.close(error=None)
         except BaseException as error:  # noqa: BLE001 - SystemExit and pytest's outcomes must reach the launcher too

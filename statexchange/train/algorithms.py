@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from statexchange.comm.backend import Leaders
+from statexchange.comm.backends.backend import Leaders
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, NumericOverflowError
 from statexchange.train.buckets.reducer import BucketReducer

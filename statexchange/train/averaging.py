@@ -8,9 +8,9 @@ from typing import Literal
 
 import torch
 
+from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
-from statexchange.comm.session import public_call
-from statexchange.comm.world import as_communicator
+from statexchange.comm.defaults import as_communicator
 from statexchange.train.parameter_specs import Source, compare_specs, local_part, named_parameters, specs_of
 from statexchange.train.reducers import CoalescingReducer, Reducer
 from statexchange.train.sparse import SparseShape, average_sparse, densified, same_sparse_dims

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from statexchange.comm.world import as_communicator, get_rank, get_world_size
+from statexchange.comm.defaults import as_communicator, get_rank, get_world_size
 from statexchange.errors import InvalidArgumentError
 
 __all__ = ["DistributedDataContainer", "part_of"]

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from statexchange.comm.calls import about
 from statexchange.comm.communicator import Communicator
-from statexchange.comm.session import about
-from statexchange.comm.world import as_communicator
+from statexchange.comm.defaults import as_communicator
 from statexchange.errors import InvalidArgumentError
 from statexchange.train.buckets.reducer import BucketReducer
 from statexchange.train.parameter_specs import shortened

@@ -10,8 +10,8 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from statexchange.comm.session import public_call
-from statexchange.comm.world import as_communicator
+from statexchange.comm.calls import public_call
+from statexchange.comm.defaults import as_communicator
 from statexchange.errors import InvalidArgumentError
 from statexchange.state.spec import module_tensors
 from statexchange.train.algorithm_optimizer import AlgorithmOptimizer, check_same_algorithm, check_weight

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from statexchange.comm.world import as_communicator
+from statexchange.comm.defaults import as_communicator
 from statexchange.errors import InvalidArgumentError
 from statexchange.state.optimizers import parameters_of, placed_parameters
 from statexchange.train.buckets.reducer import BucketReducer

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from statexchange.comm.session import call_site
+from statexchange.comm.calls import call_site
+from statexchange.comm.defaults import as_communicator
 from statexchange.comm.work import Work
-from statexchange.comm.world import as_communicator
 from statexchange.errors import InvalidArgumentError
 
 __all__ = ["CoalescingReducer", "InlineReducer", "Reducer", "operation"]

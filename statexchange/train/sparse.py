@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from statexchange.comm.backends.arithmetic import HALVES
 from statexchange.comm.communicator import Communicator
-from statexchange.comm.reduction import HALVES
 
 __all__ = ["SparseShape", "average_sparse", "densified", "same_sparse_dims"]
 

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import Communicator
-from statexchange.comm.session import public_call
-from statexchange.comm.world import as_communicator
+from statexchange.comm.defaults import as_communicator
 from statexchange.errors import MismatchError, UnsupportedError
 from statexchange.state.leaves import is_leaf
 from statexchange.state.payload import EncodedPayload, PayloadReader, encode_payload, install_callback, state_of

@@ -13,7 +13,7 @@ from sweeps import by_default, slow
 from two_hosts import NAMES, Outcome, TwoHosts, missing, report, show, two_hosts, wait_for_go
 
 import statexchange as sx
-from statexchange.comm import world
+from statexchange.comm import bootstrap
 from statexchange.testing import conformance
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
@@ -365,7 +365,7 @@ def test_ranks_of_two_hosts_that_disagree_all_learn_of_it(counts: tuple[int, int
 
 
 def sit_without_board(victim: int) -> Any:
-    world.open_board = lambda *_: None  # type: ignore[assignment]
+    bootstrap.open_board = lambda *_: None  # type: ignore[assignment]
     return sit(victim, "all_reduce", "", TIMEOUT_S)
 
 

@@ -18,7 +18,8 @@ from sweeps import slow
 from torch import nn
 
 import statexchange as sx
-from statexchange.comm import control_page, world
+from statexchange.comm import bootstrap
+from statexchange.comm.failure import page_setup
 from statexchange.errors import InvalidArgumentError, MismatchError, NumericOverflowError
 from statexchange.testing import run_ranks
 from statexchange.testing.worlds import mpi_missing
@@ -987,7 +988,7 @@ def test_quantised_averages_of_uneven_hosts_are_of_ranks(tmp_path: Path) -> None
 
 def refused_without_hierarchy(directory: str) -> list[str]:
     """Two hosts of two ranks over Gloo alone."""
-    world.host_identity = control_page.host_identity = lambda: "aabb"[int(os.environ["RANK"])]
+    bootstrap.host_identity = page_setup.host_identity = lambda: "aabb"[int(os.environ["RANK"])]
     comm = sx.init("gloo", rendezvous=f"file://{directory}")
     errors = []
     for name in ("allreduce", "sg-allreduce", "quantize", "decentralize"):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import statexchange as sx
-from statexchange.comm import world
+from statexchange.comm import defaults
 from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError
 from statexchange.testing import run_ranks
 
@@ -165,7 +165,7 @@ def test_a_callers_mistake_about_files_is_none_either(name: str, tmp_path: Path)
 )
 def test_arguments_of_init_are_checked_before_anything_begins(arguments: dict[str, Any], words: str) -> None:
     backend = "auto" if "rendezvous" in arguments else "single"
-    with world.use(None), pytest.raises(InvalidArgumentError, match=words):
+    with defaults.use(None), pytest.raises(InvalidArgumentError, match=words):
         sx.init(backend, **arguments)
 
 

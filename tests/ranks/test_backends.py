@@ -18,8 +18,15 @@ import torch.distributed as dist
 from sweeps import by_default
 
 import statexchange as sx
-from statexchange.comm import rendezvous, torch_backend
-from statexchange.comm.backend import Backend, Finish, Wait
+from statexchange.comm import rendezvous
+from statexchange.comm.backends import gloo, mpi, torch_groups
+from statexchange.comm.backends.arithmetic import Finish
+from statexchange.comm.backends.backend import Backend
+from statexchange.comm.backends.gloo import TorchBackend
+from statexchange.comm.backends.nccl import NCCLBackend
+from statexchange.comm.backends.store import StoreCarrier
+from statexchange.comm.failure.monitor import FailureMonitor
+from statexchange.comm.wait import Wait
 from statexchange.settings import Launch
 from statexchange.testing import run_ranks
 
@@ -44,15 +51,13 @@ def wait(timeout_s: float = 10.0) -> Wait:
 def open_backend(kind: str, path: str) -> Backend:
     """This rank's backend in a world that `run_ranks` has started."""
     if kind == "gloo":
-        group = torch_backend.default_group()
+        group = torch_groups.default_group()
         assert group is not None
-        return torch_backend.TorchBackend(group, 10.0)
+        return TorchBackend(group, 10.0)
     if kind == "mpi":
-        from statexchange.comm import mpi_backend
-
-        return mpi_backend.MPIBackend(mpi_backend.world())
+        return mpi.MPIBackend(mpi.world())
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    carrier = torch_backend.StoreCarrier(dist.FileStore(path, size), rank, size)
+    carrier = StoreCarrier(dist.FileStore(path, size), rank, size)
     return carrier if kind == "store" else carrier.transport(10.0)
 
 
@@ -224,9 +229,9 @@ def all_of_it(b: Backend) -> None:
         pairs(b)
 
 
-def as_nccl_would(b: torch_backend.TorchBackend) -> None:
+def as_nccl_would(b: TorchBackend) -> None:
     """NCCL's backend calls what every process group has; a group without GPUs shows whether it calls it right."""
-    nccl = torch_backend.NCCLBackend(torch_backend.default_group(), b)
+    nccl = NCCLBackend(torch_groups.default_group(), b)
     messages(nccl)
     moves(nccl)
     uneven_moves(nccl)
@@ -240,11 +245,11 @@ def as_nccl_would(b: torch_backend.TorchBackend) -> None:
 
 
 def serve(kind: str, path: str) -> None:
-    torch_backend._BLOCK_BYTES = 1 << 18  # several blocks without large tensors
+    gloo._BLOCK_BYTES = 1 << 18  # several blocks without large tensors
     b = open_backend(kind, path)
     rank = b.rank
     all_of_it(b)
-    if isinstance(b, torch_backend.TorchBackend):
+    if isinstance(b, TorchBackend):
         as_nccl_would(b)
     turned = b.subset([2, 0, 1], 10.0)
     assert (turned.rank, turned.world_size) == ([2, 0, 1].index(rank), 3)
@@ -272,14 +277,13 @@ def test_every_method_does_what_its_formula_says(kind: str, tmp_path: Any) -> No
 
 def meets_by_mpi(b: Backend) -> None:
     """MPI tells where a store is, and that a launcher is another MPI's."""
-    from statexchange.comm import mpi_backend
 
     shared = rendezvous.store_of(launch("mpich", 3), 10.0)
-    carrier = torch_backend.StoreCarrier(shared.store, shared.rank, shared.world_size, server=shared.server)
+    carrier = StoreCarrier(shared.store, shared.rank, shared.world_size, server=shared.server)
     assert carrier.exchange(bytes([b.rank]), wait()) == [b"\0", b"\1", b"\2"]
     b.exchange(b"", wait())  # rank 0 serves the store until all are done with it
     with pytest.raises(sx.errors.NotInitializedError, match="THE_VARIABLE says 4 ranks, but MPI sees 3"):
-        mpi_backend.world(launch("mpich", 4))
+        mpi.world(launch("mpich", 4))
 
 
 def leaves_the_callers_messages_alone(b: Backend) -> None:
@@ -362,48 +366,40 @@ def test_a_peer_that_does_not_come_is_named_at_the_deadline(kind: str, tmp_path:
     run_ranks(peer_does_not_come, 3, backend=WORLDS[kind], args=(kind, str(tmp_path / "store")), timeout_s=60)
 
 
-class _Told:
-    """Somebody else knows that rank 7 has failed."""
+class _KnowsOfFailure(FailureMonitor):
+    """Another rank has reported that rank 7 has failed."""
 
-    def failed(self, doing: str) -> None:
+    def check(self, operation: str) -> None:
         raise sx.errors.PeerError(7, "its own work", "no more fuel")
 
-    def departure_of(self, rank: int, doing: str) -> None: ...
+    def departure_of(self, rank: int, operation: str) -> None: ...
 
-    def missing(self) -> tuple[int, ...]:
+    def missing_ranks(self) -> tuple[int, ...]:
         return ()
 
-    def close(self) -> None: ...
-
-    def entered(self, doing: str) -> None: ...
-
-    def passed(self) -> None: ...
-
-    def give_up(self, error: sx.StateExchangeError) -> None:
-        raise error
-
-    def tell(self, error: sx.StateExchangeError) -> None: ...
+    def progress_count(self) -> int:
+        return 0
 
 
-def told_of_failure() -> None:
+def waits_beside_a_failure() -> None:
     b = open_backend("gloo", "")
     if b.rank == 1:
         time.sleep(0.5)
         return
     with pytest.raises(sx.errors.PeerError, match="rank 7 failed in its own work"):
-        b.exchange(b"", Wait(10, "a test", _Told()))
+        b.exchange(b"", Wait(10, "a test", _KnowsOfFailure()))
     assert b._abandoned  # type: ignore[attr-defined]
 
 
-def test_what_the_look_knows_ends_a_wait() -> None:
-    run_ranks(told_of_failure, 2, backend="gloo")
+def test_what_the_monitor_knows_ends_a_wait() -> None:
+    run_ranks(waits_beside_a_failure, 2, backend="gloo")
 
 
 ENDS = """
 import threading, time
 import torch, torch.distributed as dist
-from statexchange.comm.backend import Wait
-from statexchange.comm.torch_backend import StoreBackend, _following
+from statexchange.comm.wait import Wait
+from statexchange.comm.backends.gloo import StoreBackend, _following
 
 def serve(rank):
     backends.append(StoreBackend(store, rank, 2, 10.0))
@@ -445,15 +441,15 @@ def test_ranks_without_a_place_to_meet_are_told_so(monkeypatch: pytest.MonkeyPat
 def test_a_world_of_one_meets_itself_as_often_as_it_likes() -> None:
     for _ in range(2):
         shared = rendezvous.store_of(launch("none", 1), 1.0)
-        carrier = torch_backend.StoreCarrier(shared.store, shared.rank, shared.world_size)
+        carrier = StoreCarrier(shared.store, shared.rank, shared.world_size)
         assert carrier.exchange(b"x", wait()) == [b"x"]
         assert carrier.gloo(5.0).exchange(b"y", wait()) == [b"y"]
 
 
 def starts_gloo(path: str) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    group = torch_backend.start_gloo(dist.FileStore(path, size), rank, size, 10.0)
-    b = torch_backend.TorchBackend(group, 10.0)
+    group = torch_groups.start_gloo(dist.FileStore(path, size), rank, size, 10.0)
+    b = TorchBackend(group, 10.0)
     assert b.exchange(bytes([rank]), wait()) == [b"\0", b"\1"]
     dist.destroy_process_group()
 
@@ -467,14 +463,14 @@ def test_nccl_without_a_gpu_says_what_to_install() -> None:
     with pytest.raises(
         (sx.errors.MissingExtraError, sx.errors.UnsupportedError), match="NCCL needs a CUDA build of torch and a GPU"
     ):
-        torch_backend.start_nccl(dist.HashStore(), 0, 1, 1.0)
+        torch_groups.start_nccl(dist.HashStore(), 0, 1, 1.0)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_nccl_does_what_the_formulas_say_on_one_gpu() -> None:
-    group = torch_backend.start_nccl(dist.HashStore(), 0, 1, 30.0)
-    b = torch_backend.NCCLBackend(group, torch_backend.TorchBackend(group, 30.0))
+    group = torch_groups.start_nccl(dist.HashStore(), 0, 1, 30.0)
+    b = NCCLBackend(group, TorchBackend(group, 30.0))
     try:
         assert b.exchange(b"x", wait()) == [b"x"]
         for op, dtype in cells(b):
@@ -502,5 +498,5 @@ def test_nccl_does_what_the_formulas_say_on_one_gpu() -> None:
 
 
 def test_timeouts_of_torch_come_after_ours() -> None:
-    assert torch_backend._limit(Wait(3, "a test")) == timedelta(seconds=4)
-    assert torch_backend._limit(Wait(INF, "a test")) == timedelta(days=1)
+    assert torch_groups.torch_timeout(Wait(3, "a test")) == timedelta(seconds=4)
+    assert torch_groups.torch_timeout(Wait(INF, "a test")) == timedelta(days=1)

@@ -17,8 +17,9 @@ from starting import LAUNCHED_AS, start
 from sweeps import by_default, slow
 
 import statexchange as sx
-from statexchange.comm import world
-from statexchange.comm.backend import Backend, Wait
+from statexchange.comm import bootstrap
+from statexchange.comm.backends.backend import Backend
+from statexchange.comm.wait import Wait
 from statexchange.errors import MismatchError
 from statexchange.testing import conformance, run_ranks
 from statexchange.testing.worlds import mpi_missing
@@ -143,7 +144,7 @@ def test_a_backend_of_four_methods_keeps_them_too(
 ) -> None:
     """Also where no control page can be had, and every message goes over the backend."""
     if not sees_memory:
-        monkeypatch.setattr(world, "meet", lambda *_: None)
+        monkeypatch.setattr(bootstrap, "meet", lambda *_: None)
     post = Post()
 
     def conforms_too() -> list[str]:

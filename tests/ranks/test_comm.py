@@ -19,8 +19,8 @@ from shared_names import no_names_left
 from sweeps import slow
 
 import statexchange as sx
-from statexchange.comm import world
-from statexchange.comm.session import call_site, public_call, step_text
+from statexchange.comm.calls import call_site, public_call, step_text
+from statexchange.settings import detect_launch
 from statexchange.testing import run_ranks
 
 ALL = ("threads", "gloo", "mpi")
@@ -31,7 +31,7 @@ REAL = ("gloo", "mpi")
 
 def start() -> Any:
     """The communicator of this rank on any backend; under MPI it takes an init."""
-    under_mpi = world.detect_launch().launcher in ("mpich", "openmpi")
+    under_mpi = detect_launch().launcher in ("mpich", "openmpi")
     return sx.init() if "mpi4py" in sys.modules or under_mpi else sx.get_communicator()
 
 
@@ -264,7 +264,7 @@ def test_launchers_are_recognised(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    launch = world.detect_launch()
+    launch = detect_launch()
     assert (
         launch.launcher,
         launch.rank,

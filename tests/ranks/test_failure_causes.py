@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import statexchange as sx
-from statexchange.comm import torch_backend
+from statexchange.comm.backends import torch_groups
 from statexchange.errors import InvalidArgumentError, MismatchError, PeerError
 from statexchange.testing import run_ranks
 from statexchange.train.algorithms import Decentralized
@@ -322,7 +322,7 @@ def test_one_that_waits_for_a_failed_rank_is_told_the_cause_and_the_operation(
 def dies_in_the_making(backend: str, directory: str, where: str) -> list[Any]:
     comm = start(backend, directory)
     if comm.rank == 1:
-        place = torch_backend if where == "_come" else dist
+        place = torch_groups if where == "await_ranks" else dist
 
         def die(*_: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -335,7 +335,7 @@ def dies_in_the_making(backend: str, directory: str, where: str) -> list[Any]:
     return [caught.value.rank, caught.value.cause]
 
 
-@pytest.mark.parametrize("where", ["_come", "ProcessGroupGloo"])
+@pytest.mark.parametrize("where", ["await_ranks", "ProcessGroupGloo"])
 def test_a_rank_that_dies_while_the_first_async_call_makes_its_communicator_is_named(
     where: str, tmp_path: Path
 ) -> None:

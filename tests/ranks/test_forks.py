@@ -16,7 +16,7 @@ import torch
 from sweeps import slow
 
 import statexchange as sx
-from statexchange.comm import world
+from statexchange.comm import defaults
 from statexchange.testing import run_ranks
 
 BACKENDS = ("gloo", "mpi")
@@ -173,7 +173,7 @@ def own_worlds() -> list[Any]:
         mine = sx.init(rendezvous=f"file://{directory}", rank=comm.rank, world_size=2)
         answer = mine.all_gather_object(10 + comm.rank)
         sx.shutdown()
-        with world.use(None):
+        with defaults.use(None):
             single = sx.init("single").all_gather_object(5)
         return [answer, single]
 

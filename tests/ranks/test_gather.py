@@ -228,7 +228,7 @@ def test_memory_is_recycled_once_nobody_looks_at_it() -> None:
             torch.full((100_000,), float(i)), [0, 1]
         ) as tensors:  # the list outlives the block
             assert [float(t[-1]) for t in tensors] == ([float(i)] * 2 if comm.rank == 0 else [])
-            seen |= set(sx.get_communicator().attached)
+            seen |= set(sx.get_communicator().arenas.attached_ids())
     assert len(seen) <= 2
 
 

@@ -14,10 +14,12 @@ import torch.distributed as dist
 from sweeps import slow
 
 import statexchange as sx
-from statexchange.comm.board import open_board
+from statexchange.comm.backends.gloo import TorchBackend
+from statexchange.comm.bootstrap import communicator
 from statexchange.comm.communicator import Communicator
-from statexchange.comm.session import Place, Session
-from statexchange.comm.torch_backend import TorchBackend
+from statexchange.comm.failure.setup import open_board
+from statexchange.comm.session import Session
+from statexchange.comm.topology import Place
 from statexchange.testing import run_ranks
 
 RANKS = 3
@@ -32,7 +34,8 @@ def start(where: str, timeout_s: float = 20.0) -> Communicator:
     place = Place(carrier.rank, tuple(range(RANKS)), ("anna", "bert", "carl"))
     board = open_board(carrier, place, timeout_s)
     assert board is not None
-    return Communicator(Session(carrier, carrier, None, board, place, timeout_s), "several hosts")
+    session = Session(carrier, carrier, None, board, place, timeout_s)
+    return Communicator(session, "several hosts", communicator)
 
 
 def end_of(comm: Communicator, verb: str, patience_s: float | None) -> list[Any]:

@@ -25,8 +25,9 @@ from sweeps import slow
 from torch import nn
 
 import statexchange as sx
-from statexchange.comm import control_page, world
+from statexchange.comm import bootstrap, defaults
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.failure import page_setup
 from statexchange.errors import InvalidArgumentError, MissingExtraError, NotFoundError
 from statexchange.testing import run_ranks
 from statexchange.testing.worlds import mpi_missing
@@ -65,13 +66,13 @@ def on_ranks(*sizes: int, backends: tuple[str, ...] = ("shm", "gloo", "mpi", "hi
 
 def of_a_row(name: str, backend: str, directory: str) -> None:
     """What a rank in a process of its own does."""
-    identity = world.host_identity, control_page.host_identity
+    identity = bootstrap.host_identity, page_setup.host_identity
     try:
         comm = start(backend, directory)
         ROWS[name](comm, Path(directory))
         comm.barrier()
     finally:
-        world.host_identity, control_page.host_identity = identity
+        bootstrap.host_identity, page_setup.host_identity = identity
 
 
 def ones_of(value: float, n: int = 512, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -218,15 +219,15 @@ def test_modelopt_pipeline_then_tensor_parallel(comm: Communicator, directory: P
 
 @on_ranks(1, 2)
 def test_lux_initialize_initialized_and_get_distributed_backend(comm: Communicator, directory: Path) -> None:
-    with world.use(comm):
+    with defaults.use(comm):
         assert sx.is_initialized()
         assert sx.init() is comm  # idempotent
         assert sx.get_communicator() is comm
-    with pytest.raises(InvalidArgumentError, match="devices is None, False or a list"), world.use(None):
+    with pytest.raises(InvalidArgumentError, match="devices is None, False or a list"), defaults.use(None):
         sx.init("single", devices=5)
-    with pytest.raises(InvalidArgumentError, match="no device for local_rank 0"), world.use(None):
+    with pytest.raises(InvalidArgumentError, match="no device for local_rank 0"), defaults.use(None):
         sx.init("single", devices=[])
-    with world.use(None):
+    with defaults.use(None):
         assert sx.init("single", devices=["cpu"]).device.type == "cpu"
         sx.shutdown()
 
@@ -234,7 +235,7 @@ def test_lux_initialize_initialized_and_get_distributed_backend(comm: Communicat
 def test_lux_nccl_backend_without_its_extension() -> None:
     if torch.cuda.is_available():
         pytest.skip("NCCL can run here")
-    with pytest.raises(MissingExtraError, match="NCCL needs a CUDA build"), world.use(None):
+    with pytest.raises(MissingExtraError, match="NCCL needs a CUDA build"), defaults.use(None):
         sx.init("nccl")
 
 
@@ -799,7 +800,7 @@ def test_flashlight_distributed_init_twice(comm: Communicator, directory: Path) 
 
 
 def test_flashlight_uninitialised_values() -> None:
-    with world.use(None):
+    with defaults.use(None):
         assert not sx.is_initialized()
         assert (sx.get_rank(), sx.get_world_size()) == (0, 1)
         assert sx.comm.get_backend() == "single"

@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
-from statexchange.comm import board as board_module
-from statexchange.comm.backend import Backend, Wait
-from statexchange.comm.board import Board, open_board
-from statexchange.comm.session import Place
+from statexchange.comm.backends.backend import Backend
+from statexchange.comm.failure import setup
+from statexchange.comm.failure.detector import Board
+from statexchange.comm.failure.setup import open_board
+from statexchange.comm.topology import Place
+from statexchange.comm.wait import Wait
 from statexchange.errors import PeerError, StallError
 
 TESTS = os.path.dirname(__file__)
@@ -82,7 +84,7 @@ def failure_of(board: Board, within_s: float, doing: str = "a barrier") -> Excep
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         try:
-            board.failed(doing)
+            board.check(doing)
         except Exception as error:  # noqa: BLE001
             return error
         time.sleep(0.005)
@@ -100,8 +102,8 @@ def until(condition: Callable[[], object], within_s: float) -> None:
 def test_what_one_tells_all_know_at_once(teller: int) -> None:
     with boards() as made:
         for board in made:
-            board.failed("a barrier")
-        made[teller].tell(StallError("ranks [2] did not come", missing=(2,), rank=2))
+            board.check("a barrier")
+        made[teller].report_failure(StallError("ranks [2] did not come", missing=(2,), rank=2))
         errors = [failure_of(board, 0.5) for board in made]
         assert [type(error) for error in errors] == [StallError] * RANKS
         assert all(error.missing == (2,) for error in errors)  # type: ignore[union-attr]
@@ -112,23 +114,23 @@ def test_ranks_that_wait_elsewhere_are_called(caller: int) -> None:
     """To the collective in which the caller is; who is there, or beyond, is not meant."""
     with boards() as made:
         ahead = (caller + 1) % RANKS
-        made[ahead].entered("the end of cooking")
-        made[caller].call_all()
-        made[caller].entered("the end of cooking")
+        made[ahead].set_current_op("the end of cooking")
+        made[caller].request_collective()
+        made[caller].set_current_op("the end of cooking")
         waiting = [board for rank, board in enumerate(made) if rank not in (caller, ahead)]
-        until(lambda: all(board.is_called() for board in waiting), 0.5)
-        assert not made[caller].is_called()
-        assert not made[ahead].is_called()
+        until(lambda: all(board.collective_requested() for board in waiting), 0.5)
+        assert not made[caller].collective_requested()
+        assert not made[ahead].collective_requested()
         for board in waiting:
-            board.entered("a message, broken off")
-            assert not board.is_called()
+            board.set_current_op("a message, broken off")
+            assert not board.collective_requested()
 
 
 def test_the_first_failure_counts() -> None:
     with boards() as made:
-        made[3].tell(PeerError(3, "one", "first"))
+        made[3].report_failure(PeerError(3, "one", "first"))
         assert failure_of(made[1], 0.5) is not None
-        made[1].tell(PeerError(1, "two", "second"))
+        made[1].report_failure(PeerError(1, "two", "second"))
         time.sleep(0.1)
         assert {str(failure_of(board, 0.5)) for board in made} == {"rank 3 failed in one: first"}
 
@@ -136,21 +138,21 @@ def test_the_first_failure_counts() -> None:
 def test_who_has_not_come_is_missing() -> None:
     with boards() as made:
         for rank in (0, 1, 3):
-            made[rank].entered("a barrier")
-        until(lambda: [board.missing() for board in made] == [(2,), (2,), (), (2,)], 2)
-        made[2].entered("a barrier")
-        until(lambda: not any(board.missing() for board in made), 2)
+            made[rank].set_current_op("a barrier")
+        until(lambda: [board.missing_ranks() for board in made] == [(2,), (2,), (), (2,)], 2)
+        made[2].set_current_op("a barrier")
+        until(lambda: not any(board.missing_ranks() for board in made), 2)
         assert all(failure_of(board, 0.01) is None for board in made)
 
 
 def test_who_takes_leave_is_needed_no_more_unless_a_later_call_waits() -> None:
     with boards() as made:
         for board in made:
-            board.entered("the last call")
+            board.set_current_op("the last call")
         made[2].close()
         time.sleep(0.7)
         assert [failure_of(board, 0.01) for board in made] == [None] * RANKS
-        made[1].entered("a call too many")
+        made[1].set_current_op("a call too many")
         error = failure_of(made[1], 0.5, "a call too many")
         assert isinstance(error, PeerError)
         assert (error.rank, error.host, error.phase) == (2, "bert", "a call too many")
@@ -160,11 +162,11 @@ def test_who_takes_leave_is_needed_no_more_unless_a_later_call_waits() -> None:
 def test_the_keeper_takes_leave_too() -> None:
     with boards() as made:
         for board in made:
-            board.entered("the last call")
+            board.set_current_op("the last call")
         made[0].close()
         time.sleep(0.7)
         assert [failure_of(board, 0.01) for board in made] == [None] * RANKS
-        made[3].entered("a call too many")
+        made[3].set_current_op("a call too many")
         error = failure_of(made[3], 0.5)
         assert isinstance(error, PeerError)
         assert error.rank == 0
@@ -181,7 +183,7 @@ def test_a_connection_that_is_lost_is_made_again() -> None:
         cut(made[2])
         time.sleep(1.0)
         assert [failure_of(board, 0.01) for board in made] == [None] * RANKS
-        made[1].tell(PeerError(1, "its own code", "later"))
+        made[1].report_failure(PeerError(1, "its own code", "later"))
         assert str(failure_of(made[2], 0.5)) == "rank 1 failed in its own code: later"
 
 
@@ -195,15 +197,15 @@ def test_strangers_are_shown_the_door() -> None:
                 with contextlib.suppress(ConnectionResetError):
                     assert stranger.recv(100) == b""
         assert [failure_of(board, 0.01) for board in made] == [None] * RANKS
-        made[3].tell(PeerError(3, "x", "y"))
+        made[3].report_failure(PeerError(3, "x", "y"))
         assert failure_of(made[0], 0.5) is not None
 
 
 def test_where_some_cannot_reach_it_nobody_has_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    visit = board_module._visit
-    monkeypatch.setattr(board_module, "_visit", lambda place, *rest: None if place.rank == 2 else visit(place, *rest))
+    visit = setup.visit
+    monkeypatch.setattr(setup, "visit", lambda place, *rest: None if place.rank == 2 else visit(place, *rest))
     with boards() as made:
         assert made == [None] * RANKS
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -253,7 +255,7 @@ rank, nodes = {rank}, {nodes}
 place = Place(rank, nodes, tuple(HOSTS[2 * node] for node in nodes))
 for cycle in range({cycles}):
     board = open_board(Piped(Meeting(len(nodes)), rank), place, 20)
-    board.entered("all_reduce")
+    board.set_current_op("all_reduce")
     if cycle < {cycles} - 1:
         board.close()
 {body}
@@ -261,7 +263,7 @@ for cycle in range({cycles}):
 
 WATCH = """
 print(json.dumps(os.getpid()), flush=True)
-board.entered("a barrier")
+board.set_current_op("a barrier")
 error = failure_of(board, 6)
 about = [getattr(error, "rank", None), getattr(error, "host", None)]
 print(json.dumps([time.monotonic(), str(error), *about]), flush=True)
@@ -353,7 +355,7 @@ import atexit
 board.close() if rank == 2 else None
 child = os.fork()
 if child == 0:
-    board.tell(PeerError(rank, "a child", "nonsense"))
+    board.report_failure(PeerError(rank, "a child", "nonsense"))
     board.close()
     sys.exit(0)
 assert os.waitpid(child, 0)[1] == 0
@@ -384,7 +386,7 @@ def test_a_stopped_rank_is_missing(victim: int) -> None:
     look = """
 print(json.dumps("in"), flush=True)
 time.sleep(3)
-print(json.dumps(board.missing()), flush=True)
+print(json.dumps(board.missing_ranks()), flush=True)
 """
     with job((0, 0, 1), look) as made:
         made.lines()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 from sweeps import slow
 
-from statexchange.comm.outcome import ABSENT, CLOSING, FAILED, HERE, PASSED, SEEN, UNKNOWN, next_phase
+from statexchange.comm.failure.outcome import ABSENT, CLOSING, FAILED, HERE, PASSED, SEEN, UNKNOWN, next_phase
 
 RANKS = 3
 State = tuple[object, ...]

@@ -18,11 +18,11 @@ from statexchange.exchange.rank_metadata import RankMetadata, check_equal_option
 from statexchange.exchange.reading import WantedBox
 from statexchange.exchange.receipts import CommittedRound, RoundStart, SavedFile
 from statexchange.sharding import records
-from statexchange.sharding.placements import Cut
+from statexchange.sharding.placements import DimSplit
 from statexchange.sharding.plan import Piece
 from statexchange.sharding.rules import Layout
+from statexchange.sharding.sharding_spec import Placement
 from statexchange.sharding.shards import Box
-from statexchange.sharding.spread import Placement
 from statexchange.sharding.write_plan import BoxReceipt, BoxReceipts, WriteFile, WritePlan, WriteTensor, assign_hosts
 from statexchange.state.describe import describe
 from statexchange.storage.workspace import RankName, Receipt
@@ -48,7 +48,7 @@ PLAN = WritePlan(
 
 def metadata() -> RankMetadata:
     described = describe(STATE, Layout.parse(LAYOUT))
-    spread = Placement((2, 1), (Cut(0), None))
+    spread = Placement((2, 1), (DimSplit(0), None))
     found = RankMetadata.of(described, {"dtype": "None"}).to_json()
     found["placements"] = [spread.to_json()]
     found["held"].append({"name": "mesh", "dtype": "F32", "shape": [4, 2], "placement": 0})

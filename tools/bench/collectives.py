@@ -70,7 +70,7 @@ def rank_main(sizes: list[int], rounds: int) -> dict[str, list[float]]:
     import torch
 
     import statexchange as sx
-    from statexchange.comm import world
+    from statexchange.comm import defaults
 
     torch.set_num_threads(1)
     comms = {}
@@ -81,7 +81,7 @@ def rank_main(sizes: list[int], rounds: int) -> dict[str, list[float]]:
         ("gloo", "gloo", "auto"),
         ("gloo off", "gloo", "off"),
     ):
-        with world.use(None):  # each as if it were the only one
+        with defaults.use(None):  # each as if it were the only one
             comms[name] = sx.init(backend, check=check)
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     for nbytes in sizes:

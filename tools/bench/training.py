@@ -80,11 +80,11 @@ def steps(build: Callable[[], tuple[torch.nn.Module, torch.Tensor]]) -> dict[str
 def communicators() -> dict[str, sx.comm.Communicator]:
     """Each way's."""
     import statexchange as sx
-    from statexchange.comm import world
+    from statexchange.comm import defaults
 
     comms = {}
     for way, name in BACKENDS.items():
-        with world.use(None):  # each as if it were the only one
+        with defaults.use(None):  # each as if it were the only one
             comms[way] = sx.init(name)
     return comms
 

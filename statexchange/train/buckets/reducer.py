@@ -46,7 +46,7 @@ from typing import Any
 import torch
 
 from statexchange.comm.communicator import Communicator
-from statexchange.comm.world import as_communicator
+from statexchange.comm.defaults import as_communicator
 from statexchange.errors import InvalidArgumentError, StateExchangeError
 from statexchange.processes import usable_cores
 from statexchange.train.buckets.arrival import Arrival

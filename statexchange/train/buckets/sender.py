@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from statexchange.comm.calls import about
 from statexchange.comm.communicator import Communicator
-from statexchange.comm.session import about
 from statexchange.comm.work import Work
 from statexchange.train.buckets.arrival import Arrival
 from statexchange.train.buckets.plan import BucketPlan

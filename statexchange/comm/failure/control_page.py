@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import time
-from collections.abc import Callable
-from typing import Any
 
 from statexchange.comm import forks
-from statexchange.comm.backend import Wait, yield_core
-from statexchange.comm.outcome import ABSENT, CLOSING, FAILED, HERE, PASSED, SEEN, UNKNOWN, next_phase
+from statexchange.comm.failure.monitor import GroupMonitor
+from statexchange.comm.failure.outcome import ABSENT, CLOSING, FAILED, HERE, PASSED, SEEN, UNKNOWN, next_phase
+from statexchange.comm.failure.slots import LENGTH_BYTES, SPILLED, is_spilled, read_slot, write_slot
+from statexchange.comm.wait import Wait, yield_core
 from statexchange.errors import (
     NotInitializedError,
     OutcomeUnknownError,
@@ -32,17 +31,10 @@ from statexchange.errors import (
     from_record,
     to_record,
 )
-from statexchange.processes import (
-    host_identity,
-    pid_namespace,
-    process_is_alive,
-    process_is_stopped,
-    process_start,
-    usable_cores,
-)
+from statexchange.processes import process_is_alive, process_is_stopped, process_start, usable_cores
 from statexchange.shared_memory import Arena, Attached, Kind, attach
 
-__all__ = ["ControlPage", "DifferentCallsError", "closed_error", "meet"]
+__all__ = ["ControlPage", "DifferentCallsError", "closed_error"]
 
 _ROW_WORDS = 16
 _PID, _START, _ARRIVED, _LEFT, _PROGRESS, _CALLED = range(6)
@@ -59,20 +51,13 @@ _REASON_S = 1.0  # for a rank that has given up to say why
 _SPINS = 100
 _YIELDS = 1000
 _YIELDING_S = 0.05  # beside other work one yield may take milliseconds, and failures are looked for afterwards
-_LENGTH_BYTES = 8
-_SPILLED = 1 << 63
-
-
-def supported() -> bool:
-    """Whether this machine keeps stores in order and has what the page needs."""
-    return platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
 
 
 class DifferentCallsError(Exception):
     """Raised on all ranks of a meeting in which not all showed the same fingerprint."""
 
 
-class ControlPage:
+class ControlPage(GroupMonitor):
     """One rank's side of the page. Collective calls must be made by all ranks in the same order."""
 
     def __init__(
@@ -136,7 +121,7 @@ class ControlPage:
         self.meet(fingerprint, 0, wait)
         reads = root is None or root == self.rank
         answers = [self._read(r, parity) for r in range(self.world_size)] if reads else []
-        if any(_is_spilled(self._slot(r, parity)) for r in range(self.world_size)):
+        if any(is_spilled(self._slot(r, parity)) for r in range(self.world_size)):
             self.sync(wait)  # a long message lives in its writer, who may leave once all have read
             if self.kind == "file" or any(arena.nbytes > _KEPT_BYTES for arena in self._spill.values()):
                 self._drop_spills()
@@ -164,9 +149,9 @@ class ControlPage:
 
     def _post(self, payload: bytes, parity: int) -> None:
         flag = 0
-        if len(payload) > _SLOT_BYTES - _LENGTH_BYTES:
-            payload, flag = self._spilled(payload, parity), _SPILLED
-        _write_slot(self._slot(self.rank, parity), payload, flag)
+        if len(payload) > _SLOT_BYTES - LENGTH_BYTES:
+            payload, flag = self._spilled(payload, parity), SPILLED
+        write_slot(self._slot(self.rank, parity), payload, flag)
 
     def _spilled(self, payload: bytes, parity: int) -> bytes:
         """Put a long message into an arena of its own; its address goes into the slot."""
@@ -179,7 +164,7 @@ class ControlPage:
         return json.dumps({**arena.address, "length": len(payload)}).encode()
 
     def _read(self, rank: int, parity: int) -> bytes:
-        data, flag = _read_slot(self._slot(rank, parity))
+        data, flag = read_slot(self._slot(rank, parity))
         if not flag:
             return data
         address = json.loads(data)
@@ -304,9 +289,9 @@ class ControlPage:
             if now - checked >= _LIVENESS_PERIOD_S or now - started < 2 * nap:
                 checked = now
                 self._raise_for_gone(missing, wait.doing)
-                if wait.look is not None:
-                    wait.look.failed(wait.doing)
-                latest = self.moves()
+                if wait.monitor is not None:
+                    wait.monitor.check(wait.doing)
+                latest = self.progress_count()
                 if latest != progress:
                     progress, moved = latest, now
                 if now - moved > wait.timeout_s:
@@ -322,7 +307,7 @@ class ControlPage:
     def _behind(self, here: int) -> list[int]:
         return [r for r in range(self.world_size) if self._get(r, _ARRIVED) < here]
 
-    def failed(self, doing: str) -> None:
+    def check(self, doing: str) -> None:
         """Raise PeerError if a rank has died, or what a rank has left with, while this one waits for `doing`."""
         for rank in range(self.world_size):
             reason = self.departure_of(rank, doing)
@@ -339,23 +324,7 @@ class ControlPage:
             return PeerError(rank, doing, "it closed its communicator")
         return None if alive else PeerError(rank, doing, f"its process {self._get(rank, _PID)} died")
 
-    def close(self) -> None:
-        """Nothing more than `leave`."""
-
-    def entered(self, doing: str) -> None:
-        """Nothing more than what `meet` says."""
-
-    def passed(self) -> None:
-        """Nothing more than what `sync` has written."""
-
-    def give_up(self, error: StateExchangeError) -> None:
-        """Raise `error`: all have met on the page, where `sync` follows the rule, before they wait elsewhere."""
-        raise error
-
-    def tell(self, error: StateExchangeError) -> None:
-        """Nothing more than `leave` has said."""
-
-    def missing(self) -> tuple[int, ...]:
+    def missing_ranks(self) -> tuple[int, ...]:
         """Ranks that have not arrived where this one is, and ranks whose process is stopped."""
         stopped = [r for r in range(self.world_size) if process_is_stopped(self._get(r, _PID))]
         return tuple(self._behind(self._count << _PHASE_BITS) or stopped)
@@ -369,7 +338,7 @@ class ControlPage:
                 raise reason
 
     def _last_words(self, rank: int) -> StateExchangeError:
-        return from_record(json.loads(_read_slot(self._slot(rank, 2))[0]))
+        return from_record(json.loads(read_slot(self._slot(rank, 2))[0]))
 
     def _alive(self, rank: int) -> bool:
         return self._threads or self.sees(rank)
@@ -383,19 +352,19 @@ class ControlPage:
         if self._get(self.rank, _LEFT):
             raise closed_error(self.rank)
 
-    def progress(self) -> None:
+    def report_progress(self) -> None:
         """Say that bytes move, so that nobody's stall deadline fires."""
         self._set(_PROGRESS, self._get(self.rank, _PROGRESS) + 1)
 
-    def moves(self) -> int:
+    def progress_count(self) -> int:
         """How often the ranks have said so."""
         return sum(self._get(r, _PROGRESS) for r in range(self.world_size))
 
-    def call_all(self) -> None:
+    def request_collective(self) -> None:
         """Tell ranks that poll `progress`, or wait for single ranks, to come to this rank's next meeting at once."""
         self._set(_CALLED, self._count + 1)
 
-    def is_called(self) -> bool:
+    def collective_requested(self) -> bool:
         """Whether a rank waits in a meeting to which it has called all, and this one has not come yet."""
         return any(self._get(r, _CALLED) > self._count for r in range(self.world_size))
 
@@ -405,10 +374,10 @@ class ControlPage:
             return
         if error is not None:
             record = json.dumps(to_record(error, self.rank, "its own code")).encode()
-            if len(record) > _SLOT_BYTES - _LENGTH_BYTES:
+            if len(record) > _SLOT_BYTES - LENGTH_BYTES:
                 short = PeerError(self.rank, "its own code", ascii(error)[:1000])
                 record = json.dumps(to_record(short, self.rank, "its own code")).encode()
-            _write_slot(self._slot(self.rank, 2), record, 0)
+            write_slot(self._slot(self.rank, 2), record, 0)
         self._set(_LEFT, _GONE_WITH_ERROR if error is not None else _GONE_QUIETLY)
         self._drop_spills()
         self._attached.clear()
@@ -424,63 +393,3 @@ def closed_error(rank: int, since: str = "") -> NotInitializedError:
     return NotInitializedError(
         f"this communicator is closed{since}: make a new one, as shutdown() and init() do", rank=rank
     )
-
-
-def _write_slot(slot: memoryview, data: bytes, flag: int) -> None:
-    slot[:_LENGTH_BYTES] = (len(data) | flag).to_bytes(_LENGTH_BYTES, "little")
-    slot[_LENGTH_BYTES : _LENGTH_BYTES + len(data)] = data
-
-
-def _is_spilled(slot: memoryview) -> bool:
-    return bool(slot[_LENGTH_BYTES - 1] & 0x80)
-
-
-def _read_slot(slot: memoryview) -> tuple[bytes, bool]:
-    word = int.from_bytes(slot[:_LENGTH_BYTES], "little")
-    length = word & ~_SPILLED
-    return bytes(slot[_LENGTH_BYTES : _LENGTH_BYTES + length]), bool(word & _SPILLED)
-
-
-def meet(rank: int, world_size: int, exchange: Callable[[bytes], list[bytes]]) -> ControlPage | None:
-    """Set up a page for ranks that can only `exchange` messages so far; None, on all, where that is impossible.
-
-    Collective. It is tried, not guessed: ranks of several hosts or with separate /proc and /dev/shm get None.
-    """
-    ours = json.dumps([host_identity(), pid_namespace(), supported()]).encode()
-    hosts = [json.loads(answer) for answer in exchange(ours)]
-    if any(host != hosts[0] or not host[2] for host in hosts):
-        return None
-    for kind in ("memfd", "file"):
-        page = _try_kind(kind, rank, world_size, exchange)
-        if page is not None:
-            return page
-    return None
-
-
-def _try_kind(kind: Kind, rank: int, world_size: int, exchange: Callable[[bytes], list[bytes]]) -> ControlPage | None:
-    arena: Arena | None = None
-    offer: dict[str, Any] | None = None
-    if rank == 0:
-        try:
-            arena = Arena.create(ControlPage.nbytes(world_size), kind)
-            offer = arena.address
-        except StateExchangeError:
-            offer = None  # said to the others as "no": all fall back together
-    address = json.loads(exchange(json.dumps(offer).encode())[0])
-    attached = _try_attach(address)
-    everybody = all(answer == b"1" for answer in exchange(b"1" if attached is not None else b"0"))
-    if arena is not None:
-        arena.close()
-    if not everybody or attached is None:
-        return None
-    page = ControlPage(attached.view, rank, world_size, kind)
-    exchange(b"")  # every row carries its pid before anybody looks for the others
-    sees_all = all(page.sees(other) for other in range(world_size))  # not across PID namespaces
-    return page if all(answer == b"1" for answer in exchange(b"1" if sees_all else b"0")) else None
-
-
-def _try_attach(address: dict[str, Any] | None) -> Attached | None:
-    try:
-        return attach(address) if address is not None else None
-    except StateExchangeError:
-        return None

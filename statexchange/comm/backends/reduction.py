@@ -1,30 +1,20 @@
-"""What a reduction may do to which dtype, and its plain implementation: right, or refused before anything is sent."""
+"""Which reduction of which dtype is right on which backend; what cannot be right is refused before anything is sent."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from statexchange.comm.backend import Backend, Finish, Wait
+from statexchange.comm.backends.arithmetic import COMPLEX, FLOATS, HALVES, INTS, NOTHING, Finish
+from statexchange.comm.backends.backend import Backend
+from statexchange.comm.wait import Wait
 from statexchange.errors import InvalidArgumentError, NumericOverflowError, UnsupportedError
 
-__all__ = ["HALVES", "OPS", "Reduction", "of_bytes", "op_name", "reduce_parts", "reduces_locally", "to_bytes"]
+__all__ = ["OPS", "Reduction", "op_name"]
 
-NOTHING = Finish()
 _INT64_MAX = 2**63 - 1
 OPS = ("sum", "avg", "min", "max", "prod")
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-HALVES = (torch.float16, torch.bfloat16)
-_COMPLEX = (torch.complex64, torch.complex128)
-_INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-_COMBINE: dict[str, Callable[..., torch.Tensor]] = {
-    "sum": torch.add,
-    "prod": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
-}
 
 
 def op_name(op: object) -> str:
@@ -34,37 +24,6 @@ def op_name(op: object) -> str:
     if name not in OPS:
         raise InvalidArgumentError(f"unknown op {op!r}; known: {', '.join(OPS)}")
     return name
-
-
-def reduces_locally(op: str, dtype: torch.dtype) -> bool:
-    """Whether `reduce_parts` is right for this cell."""
-    return dtype in _FLOATS or dtype in _INTS or (dtype in _COMPLEX and op in ("sum", "prod"))
-
-
-def to_bytes(tensor: torch.Tensor) -> bytes:
-    """The bytes of a contiguous tensor."""
-    return bytes(tensor.cpu().view(torch.uint8).numpy().data) if tensor.numel() else b""
-
-
-def of_bytes(data: bytes | bytearray, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor whose bytes these are."""
-    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
-
-
-def reduce_parts(into: torch.Tensor, parts: Sequence[torch.Tensor], op: str, finish: Finish = NOTHING) -> None:
-    """`into`, which may be one of `parts`, becomes their reduction, in their order. Halves are widened where that
-    matters: several roundings, or a sum that is out of float16's range before it is divided."""
-    combine = _COMBINE[op]
-    halves = into.dtype in HALVES and op in ("sum", "prod")
-    if len(parts) == 2 and not (halves and finish != NOTHING):
-        combine(parts[0], parts[1], out=into)
-        finish(into)
-        return
-    result = parts[0].float() if halves else parts[0].clone()
-    for part in parts[1:]:
-        combine(result, part, out=result)
-    finish(result)
-    into.copy_(result)
 
 
 def _range_of_results(limits: torch.iinfo, factor: int) -> tuple[int, int]:
@@ -101,17 +60,17 @@ class Reduction:
     @classmethod
     def _of(cls, op: str, dtype: torch.dtype, scale: float, backend: Backend) -> Reduction:
         plain = "sum" if op == "avg" else op
-        exact = dtype in _INTS or dtype == torch.bool
-        if not exact and dtype not in _FLOATS + _COMPLEX:
+        exact = dtype in INTS or dtype == torch.bool
+        if not exact and dtype not in FLOATS + COMPLEX:
             raise UnsupportedError(f"{dtype} can be moved but not reduced: convert it first")
-        if dtype in _COMPLEX and plain in ("min", "max"):
+        if dtype in COMPLEX and plain in ("min", "max"):
             raise UnsupportedError(f"{op} of {dtype}: complex numbers have no order")
         if exact and op == "avg":
             raise UnsupportedError(f"avg of {dtype}: convert it to a floating dtype first")
         if exact and scale != 1 and (dtype == torch.bool or not float(scale).is_integer()):
             raise UnsupportedError(f"{dtype} cannot be scaled by {scale}: convert it to a floating dtype first")
         native = backend.reduces(plain, dtype)
-        if dtype in _COMPLEX and plain == "sum":  # torch adds b times one, of which infinities become NaN
+        if dtype in COMPLEX and plain == "sum":  # torch adds b times one, of which infinities become NaN
             native = False
         if exact:  # sums and products must be looked at for overflow
             native = native and dtype != torch.bool and plain in ("min", "max") and scale == 1
@@ -146,9 +105,9 @@ class Reduction:
         """The reduction of `tensor` in a dtype in which the backend is right, or by plain arithmetic."""
         if self.dtype == torch.bool:
             return self._run(backend, tensor.to(torch.uint8), "max" if self.op in ("sum", "max") else "min", wait)
-        if self.dtype in _INTS:
+        if self.dtype in INTS:
             return self._integers(backend, tensor, wait)
-        if self.dtype in _COMPLEX:
+        if self.dtype in COMPLEX:
             return self._complex(backend, tensor, wait)
         wide = tensor.to(torch.float32) if self.dtype in HALVES else tensor.clone()
         result = (

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
-from statexchange.comm.backend import Backend, Finish, Wait
-from statexchange.comm.control_page import ControlPage, DifferentCallsError
-from statexchange.comm.mailbox import Mailbox
-from statexchange.comm.reduction import reduce_parts
+from statexchange.comm.backends.arithmetic import Finish, reduce_parts
+from statexchange.comm.backends.backend import Backend
+from statexchange.comm.backends.mailbox import Mailbox
+from statexchange.comm.failure.control_page import ControlPage, DifferentCallsError
+from statexchange.comm.wait import Wait
 from statexchange.errors import StorageError
 from statexchange.shared_memory import Arena, ArenaPool, Attached, attach
 

@@ -11,31 +11,34 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from statexchange.comm.backend import Backend, Between, Finish, Leaders, Wait, Watch
-from statexchange.comm.reduction import HALVES
+from statexchange.comm.backends.arithmetic import HALVES, Finish
+from statexchange.comm.backends.backend import Backend, Between, Leaders
+from statexchange.comm.failure.monitor import FailureMonitor, OuterMonitor
+from statexchange.comm.wait import Wait
 from statexchange.errors import PeerError, StallError, StateExchangeError
 
 if TYPE_CHECKING:
-    from statexchange.comm.backend import Look
-    from statexchange.comm.session import Place
+    from statexchange.comm.topology import Place
 
 __all__ = ["HierarchicalBackend"]
 
 MeetOnNode: TypeAlias = Callable[[int, Wait], Sequence[int]]
 
 
-class _Above(Watch):
-    """The world's look, for waits among some of its ranks: it remembers what it raised, which already says which rank
-    of the world has failed. It names nobody as missing: `_Steps` asks the world when all it knows is that time is up.
+class _StepMonitor(OuterMonitor):
+    """The world's monitor, for waits among some of its ranks.
+
+    It remembers what it raised, which already says which rank of the world has failed. It names nobody as missing:
+    `_Steps` asks the world when all it knows is that time is up.
     """
 
-    def __init__(self, look: Look | None) -> None:
-        super().__init__(look)
+    def __init__(self, world: FailureMonitor | None) -> None:
+        super().__init__(world)
         self.raised: StateExchangeError | None = None
 
-    def failed(self, doing: str) -> None:
+    def check(self, doing: str) -> None:
         try:
-            super().failed(doing)
+            super().check(doing)
         except StateExchangeError as error:
             self.raised = error
             raise
@@ -45,10 +48,10 @@ class _Above(Watch):
 
     def give_up(self, error: StateExchangeError) -> None:
         """Give up the collective of the world that this step belongs to."""
-        if self._look is None:
+        if self._outer is None:
             raise error
         try:
-            self._look.give_up(error)
+            self._outer.give_up(error)
         except StateExchangeError as raised:
             if raised is not error:
                 self.raised = raised
@@ -61,7 +64,7 @@ class _Steps:
     def __init__(self, backend: HierarchicalBackend, wait: Wait) -> None:
         self._backend = backend
         self._wait = wait
-        self._above = _Above(wait.look)
+        self._above = _StepMonitor(wait.monitor)
         self._on_node = Wait(wait.timeout_s, wait.doing, self._above, backend.meet_on_node)
         self._between = Wait(wait.timeout_s, wait.doing, self._above)
 
@@ -92,7 +95,7 @@ class _Steps:
     def _stall(self, seen: tuple[int, ...]) -> StallError:
         """Time is up. Who waits on his host sees his leader missing, which may itself wait for another host."""
         wait = self._wait
-        missing = (wait.look.missing() if wait.look is not None else ()) or seen
+        missing = (wait.monitor.missing_ranks() if wait.monitor is not None else ()) or seen
         who, verb = (f"ranks {list(missing)}", "did not reach") if missing else ("not all ranks", "reached")
         message = f"{who} {verb} {wait.doing} in {wait.timeout_s:g} s"
         return StallError(message, missing=missing, rank=missing[0] if missing else None)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from statexchange.comm.backend import Backend, Finish, Wait
+from statexchange.comm.backends.backend import Backend
+from statexchange.comm.wait import Wait
 
 if TYPE_CHECKING:
     import torch
+
+    from statexchange.comm.backends.arithmetic import Finish
 
 __all__ = ["SingleBackend"]
 

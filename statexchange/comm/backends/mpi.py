@@ -11,13 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from statexchange.comm.backend import Backend, Finish, Wait, yield_core
+from statexchange.comm.backends.backend import Backend
+from statexchange.comm.wait import Wait, yield_core
 from statexchange.errors import MissingExtraError, NotInitializedError, PeerError, StallError
 from statexchange.settings import Launch, default_timeout_s
 from statexchange.tensors import DTYPE_NAMES
 
 if TYPE_CHECKING:
     import torch
+
+    from statexchange.comm.backends.arithmetic import Finish
 
 __all__ = ["MPIBackend", "world"]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from statexchange.comm.backend import Wait
-from statexchange.comm.control_page import ControlPage
+from statexchange.comm.failure.control_page import ControlPage
+from statexchange.comm.wait import Wait
 from statexchange.shared_memory import Arena, Attached, attach
 
 __all__ = ["Mailbox"]

@@ -1,0 +1,153 @@
+"""Communicators of groups that exist already: process groups and meshes of torch, and MPI communicators.
+
+Each group is adopted once: a second call with the same group returns the same communicator. The registry keeps the
+group together with its communicator, so that the identity of the group cannot be given to another object.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from statexchange.comm import forks
+from statexchange.comm.backends.single import SingleBackend
+from statexchange.comm.bootstrap import communicator, refuse_inherited
+from statexchange.comm.communicator import Communicator
+from statexchange.settings import check_timeout, default_timeout_s
+
+__all__ = [
+    "adopted",
+    "alone",
+    "forget_all",
+    "from_mpi",
+    "from_process_group",
+    "of_mesh",
+    "of_process_group",
+    "of_ranks_of_torch",
+    "torch_default_group",
+]
+
+
+class _Registry:
+    """The communicators of adopted groups, by the identity of the group, or by it and the ranks taken of it."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[object, ...], tuple[object, Communicator]] = {}
+
+    def find(self, group: object, *part: object) -> Communicator | None:
+        """Return the communicator of `part` of `group`, if it has been adopted. Not collective."""
+        kept = self._kept.get((id(group), *part))
+        return None if kept is None else kept[1]
+
+    def adopt(
+        self, group: object, make: Callable[[float], Communicator], timeout_s: float | None, *part: object
+    ) -> Communicator:
+        """Return the communicator of `part` of `group`, which `make` makes the first time."""
+        wait_s = default_timeout_s() if timeout_s is None else check_timeout(timeout_s)
+        known = self.find(group, *part)
+        if known is not None:
+            return known
+        refuse_inherited(group)
+        _forget_at_exit()
+        forks.cut_off_in_children(self)
+        made = make(wait_s)
+        self._kept[(id(group), *part)] = (group, made)
+        return made
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Close and drop all of them. Not collective."""
+        for _, kept in self._kept.values():
+            kept.close(error)
+        self._kept.clear()
+
+    def disown(self) -> None:
+        """Drop the world of one of the parent: a forked child is another world of one."""
+        self._kept.pop((id(_ALONE),), None)
+
+
+_ALONE = object()  # stands for a world of one, which is kept so that its run has one identity
+_registry = _Registry()
+
+
+@functools.cache
+def _forget_at_exit() -> None:
+    """Close before the interpreter ends: a Gloo group that outlives it aborts the process."""
+    atexit.register(lambda: _registry.close(getattr(sys, "last_value", None)))  # the uncaught error, if there was one
+
+
+def torch_default_group() -> Any:
+    """The default group of torch.distributed, if the caller has imported torch and initialised it."""
+    if "torch.distributed" not in sys.modules:
+        return None
+    from statexchange.comm.backends.torch_groups import default_group
+
+    return default_group()
+
+
+def adopted(group: object) -> Communicator | None:
+    """The communicator of `group`, if it has been adopted. Not collective."""
+    return _registry.find(group)
+
+
+def alone() -> Communicator:
+    """The communicator of a world of one. Not collective."""
+    return _registry.adopt(_ALONE, lambda wait_s: communicator(SingleBackend(), wait_s), None)
+
+
+def from_process_group(group: Any, *, timeout_s: float | None = None) -> Communicator:
+    """The communicator of a torch ProcessGroup. Collective over the group, the first time."""
+    return _registry.adopt(group, lambda wait_s: of_process_group(group, wait_s), timeout_s)
+
+
+def of_process_group(group: Any, timeout_s: float, *, check: bool = True) -> Communicator:
+    """A new communicator of a torch ProcessGroup, which is not adopted. Collective over the group."""
+    import torch.distributed as dist
+
+    from statexchange.comm.backends.gloo import TorchBackend
+    from statexchange.comm.backends.nccl import NCCLBackend
+
+    carrier = TorchBackend(group, timeout_s)
+    devices = NCCLBackend(group, carrier) if "nccl" in str(dist.get_backend_config(group)) else None
+    return communicator(carrier, timeout_s, check=check, start=lambda: (carrier, devices))
+
+
+def from_mpi(mpi_comm: Any, *, timeout_s: float | None = None) -> Communicator:
+    """The communicator of an mpi4py communicator. Collective over it, the first time."""
+    from statexchange.comm.backends.mpi import MPIBackend
+
+    def make(wait_s: float) -> Communicator:
+        return communicator(MPIBackend(mpi_comm, timeout_s=wait_s), wait_s)
+
+    return _registry.adopt(mpi_comm, make, timeout_s)
+
+
+def of_mesh(mesh: Any) -> Communicator:
+    """The communicator of a mesh's ranks, found by the ranks: slicing a mesh makes a new object each time."""
+    from statexchange.comm.backends.gloo import TorchBackend
+    from statexchange.comm.backends.torch_groups import mesh_group
+
+    torchs = torch_default_group()
+
+    def make(wait_s: float) -> Communicator:
+        group = mesh_group(mesh, wait_s)
+        return from_process_group(group) if group is torchs else communicator(TorchBackend(group, wait_s), wait_s)
+
+    return _registry.adopt(torchs, make, None, "mesh", *sorted(mesh.mesh.flatten().tolist()))
+
+
+def of_ranks_of_torch(ranks: Sequence[int]) -> Communicator:
+    """The communicator of these ranks of torch's default group, in that order. Collective over them only."""
+    from statexchange.comm.backends.gloo import of_ranks
+
+    def make(wait_s: float) -> Communicator:
+        return communicator(of_ranks(ranks, wait_s), wait_s)
+
+    return _registry.adopt(torch_default_group(), make, None, "ranks", *ranks)
+
+
+def forget_all() -> None:
+    """Close and drop every group that was adopted. Not collective."""
+    _registry.close()

@@ -1,0 +1,74 @@
+"""Shared memory that the ranks of a communicator fill for each other and recycle.
+
+A rank that sends acquires an arena, fills it and lends it; readers attach to it by its address. An arena is recycled
+only when no rank refers to it any more, which no rank can see by itself. So at the end of each exchange every rank
+reports which arenas it owns and which arenas of others it still refers to, and `recycle` is called with what all ranks
+have reported. An arena that was lent in an exchange that failed is closed instead: nobody knows who refers to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from statexchange.shared_memory import Arena, ArenaPool, Attached, Kind, attach
+
+__all__ = ["ArenaExchange"]
+
+
+class ArenaExchange:
+    """One rank's arenas, and its mappings of other ranks' arenas."""
+
+    def __init__(self, kind: Kind) -> None:
+        self._pool = ArenaPool(kind)
+        self._lent: list[Arena] = []  # arenas that another rank may still refer to
+        self._attached: dict[str, Attached] = {}  # mappings of other ranks' arenas, by identity
+
+    def acquire(self, nbytes: int) -> Arena:
+        """Return an arena of at least `nbytes`, a recycled one if there is one. Not collective."""
+        return self._pool.acquire(nbytes)
+
+    def lend(self, arena: Arena) -> None:
+        """Keep `arena` until `recycle` finds that no rank refers to it. Not collective."""
+        self._lent.append(arena)
+
+    def attach(self, address: dict[str, Any]) -> Any:
+        """Return a view of another rank's arena, as bytes; each arena is mapped once. Not collective."""
+        ident = address["id"]
+        if ident not in self._attached:
+            self._attached[ident] = attach(address)
+        return self._attached[ident].lend()
+
+    def owned_ids(self) -> list[str]:
+        """Return the identities of this rank's arenas that it can recycle or has lent. Not collective."""
+        return [*self._pool.idents(), *(arena.ident for arena in self._lent)]
+
+    def attached_ids(self) -> list[str]:
+        """Return the identities of the other ranks' arenas that are mapped here. Not collective."""
+        return list(self._attached)
+
+    def referenced_ids(self) -> list[str]:
+        """Return the identities of the other ranks' arenas to which this process still refers. Not collective."""
+        return [ident for ident, attached in self._attached.items() if attached.referenced]
+
+    def recycle(self, referenced: Collection[str], owned: Collection[str]) -> None:
+        """Recycle lent arenas, and drop mappings, that no rank needs. Not collective.
+
+        Args:
+            referenced: The arenas to which any rank still refers.
+            owned: The arenas that any rank owns; a mapping of another one is of no use any more.
+        """
+        for arena in list(self._lent):
+            if arena.ident not in referenced:
+                self._lent.remove(arena)
+                self._pool.release(arena)
+        for ident in self._attached.keys() - set(owned):
+            del self._attached[ident]
+
+    def close(self) -> None:
+        """Give up all memory; what tensors refer to lives as long as they do. Not collective."""
+        for arena in self._lent:
+            arena.close()
+        self._lent.clear()
+        self._pool.close()
+        self._attached.clear()

@@ -1,0 +1,1 @@
+"""Backends: how ranks move bytes and reduce tensors; one module for each transport."""

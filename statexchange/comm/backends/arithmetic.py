@@ -1,0 +1,83 @@
+"""Plain arithmetic on tensors: what a reduction does to parts of one dtype, in the order of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = [
+    "COMPLEX",
+    "FLOATS",
+    "HALVES",
+    "INTS",
+    "NOTHING",
+    "Finish",
+    "of_bytes",
+    "reduce_parts",
+    "reduces_locally",
+    "to_bytes",
+]
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
+COMPLEX = (torch.complex64, torch.complex128)
+INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_COMBINE: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "prod": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """What becomes of a reduced sum: it is divided by `divisor`, then multiplied by `scale`."""
+
+    divisor: int = 1
+    scale: float = 1.0
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        """In place."""
+        if tensor.is_complex():  # times a number as a whole, infinities would become NaN
+            tensor = torch.view_as_real(tensor)
+        if self.divisor != 1:
+            tensor.div_(self.divisor)
+        if self.scale != 1:
+            tensor.mul_(self.scale)
+
+
+NOTHING = Finish()
+
+
+def reduces_locally(op: str, dtype: torch.dtype) -> bool:
+    """Whether `reduce_parts` is right for this cell."""
+    return dtype in FLOATS or dtype in INTS or (dtype in COMPLEX and op in ("sum", "prod"))
+
+
+def to_bytes(tensor: torch.Tensor) -> bytes:
+    """The bytes of a contiguous tensor."""
+    return bytes(tensor.cpu().view(torch.uint8).numpy().data) if tensor.numel() else b""
+
+
+def of_bytes(data: bytes | bytearray, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor whose bytes these are."""
+    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
+
+
+def reduce_parts(into: torch.Tensor, parts: Sequence[torch.Tensor], op: str, finish: Finish = NOTHING) -> None:
+    """`into`, which may be one of `parts`, becomes their reduction, in their order. Halves are widened where that
+    matters: several roundings, or a sum that is out of float16's range before it is divided."""
+    combine = _COMBINE[op]
+    halves = into.dtype in HALVES and op in ("sum", "prod")
+    if len(parts) == 2 and not (halves and finish != NOTHING):
+        combine(parts[0], parts[1], out=into)
+        finish(into)
+        return
+    result = parts[0].float() if halves else parts[0].clone()
+    for part in parts[1:]:
+        combine(result, part, out=result)
+    finish(result)
+    into.copy_(result)

@@ -1,0 +1,346 @@
+"""Messages and tensors of CPUs through a Gloo group of torch.distributed."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from statexchange.comm import forks
+from statexchange.comm.backends.arithmetic import Finish, reduce_parts
+from statexchange.comm.backends.backend import Backend, check_ranks
+from statexchange.comm.backends.torch_groups import (
+    LATER_S,
+    LONGEST_S,
+    Sibling,
+    cpu_group,
+    make_gloo_group,
+    ranks_key,
+    reduce_options,
+    sibling_group,
+    torch_errors,
+    torch_timeout,
+)
+from statexchange.comm.failure.monitor import AbandonedError
+from statexchange.comm.wait import Wait
+from statexchange.comm.work import Work
+from statexchange.errors import StallError
+
+__all__ = ["StoreBackend", "TorchBackend", "of_ranks"]
+
+_RECORD, _INLINE = 256, 248  # bytes of a message that goes in one step, and how much of it is payload
+_SMALL_BYTES = 1 << 18  # what all ranks together get in one step, rather than in several
+_BLOCK_BYTES = 8 << 20
+_FIRST_TAG = 0x53780000  # the group may be the caller's, who counts from 0
+_NEVER_SENT_TAG = _FIRST_TAG + 3
+_WIDE = (torch.float32, torch.float64)
+_stores: Any = dist  # torch exports its stores and rendezvous there, but not for type checkers
+_following: dict[threading.Thread, _GlooBackend] = {}
+
+
+class _GlooBackend(Backend):
+    """A Gloo group's collectives. Works are polled, never waited for, so that a deadline holds.
+
+    Most of it is Gloo's all-to-all, which needs one step where a ring needs one per rank, and copies nothing. Ranks
+    reduce what they have of each other themselves: the same bits everywhere, halves in full width, NaN as it should be.
+    """
+
+    name = "gloo"
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._abandoned: list[Any] = []
+        self._is_broken_off = False
+        self._leaves_work = False
+        self.world_size = int(group.size())
+        self.rank = int(group.rank())
+        forks.cut_off_in_children(self)
+
+    def disown(self) -> None:
+        """Never break anything off: the connections are those of the parent."""
+        self._is_broken_off = True
+
+    def _run(self, wait: Wait, *posts: Callable[[], Any]) -> None:
+        """Start all, then wait for all. While a work is under way it holds its tensors."""
+        works: list[Any] = []
+        try:
+            with torch_errors(wait):
+                for post in posts:
+                    works.append(post())
+                for work in works:
+                    wait.until(work.is_completed)
+                    work.wait()  # completed: this only raises what went wrong
+        except BaseException as error:
+            self._abandoned.append(works)
+            if isinstance(error, AbandonedError):
+                self._leaves_work = True  # the others are to hear why first
+            elif not isinstance(error, StallError):  # for these Gloo's own time is up soon
+                self._break_off()
+            raise
+
+    def leave(self, error: BaseException | None) -> None:  # noqa: ARG002 (Gloo can tell nobody)
+        """End the messages that were broken off."""
+        if self._leaves_work:
+            self._break_off()
+
+    def _break_off(self) -> None:
+        """Have Gloo close the group's connections, as it does when a receive runs out of time.
+
+        All works under way end then, here and on the other ranks; this process could otherwise not exit before their
+        time is up.
+        """
+        if self._is_broken_off:
+            return
+        self._is_broken_off = True
+        for peer in range(self.world_size):
+            with contextlib.suppress(RuntimeError):  # always: it is late, or the connection is gone
+                if peer != self.rank:
+                    never = self._group.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT_TAG)
+                    never.wait(timedelta(milliseconds=1))
+
+    # Messages
+
+    def exchange(self, payload: bytes, wait: Wait) -> list[bytes]:
+        """Every rank's payload: short ones by one all-gather, what is left of long ones by a second."""
+        if self.world_size == 1:
+            return [payload]
+        records = self._gathered(len(payload).to_bytes(8, "little") + payload[:_INLINE], _RECORD, wait)
+        sizes = [int.from_bytes(record[:8], "little") for record in records]
+        if max(sizes) <= _INLINE:
+            return [record[8 : 8 + size] for record, size in zip(records, sizes, strict=True)]
+        rests = self._gathered(payload[_INLINE:], max(sizes) - _INLINE, wait)
+        return [(record[8:] + rest)[:size] for record, rest, size in zip(records, rests, sizes, strict=True)]
+
+    def _gathered(self, ours: bytes, size: int, wait: Wait) -> list[bytes]:
+        """Every rank's bytes, with zeros up to `size`."""
+        data = torch.frombuffer(bytearray(ours.ljust(size, b"\0")), dtype=torch.uint8)
+        into = torch.empty(self.world_size * size, dtype=torch.uint8, device="cpu")
+        self.all_gather(data, into, wait)
+        return [row.tobytes() for row in into.view(self.world_size, size).numpy()]
+
+    # Moves
+
+    def broadcast(self, data: torch.Tensor, root: int, wait: Wait) -> None:
+        """By Gloo's tree. Collective."""
+        if data.numel():
+            self._run(wait, lambda: self._broadcast(data, root, wait))
+
+    def _broadcast(self, data: torch.Tensor, root: int, wait: Wait) -> Any:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = root, 0, torch_timeout(wait)
+        return self._group.broadcast([data], options)
+
+    def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
+        """One step for small parts; large ones from each rank in turn, as Gloo's own all-gather copies twice."""
+        if not data.numel():
+            return
+        sizes = [data.numel()] * self.world_size
+        if into.nbytes <= _SMALL_BYTES:
+            self.all_to_all(data.repeat(self.world_size), sizes, into, sizes, wait)
+            return
+        rows = into.view(self.world_size, -1)
+        rows[self.rank].copy_(data)
+        self._run(wait, *(functools.partial(self._broadcast, row, rank, wait) for rank, row in enumerate(rows)))
+
+    def all_to_all(
+        self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
+    ) -> None:
+        """By Gloo's own. Collective."""
+        options = dist.AllToAllOptions()
+        options.timeout = torch_timeout(wait)
+        self._run(wait, lambda: self._group.alltoall_base(into, data, list(into_sizes), list(sizes), options))
+
+    def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:
+        """By Gloo's send. Not collective."""
+        if data.numel():
+            self._pass(lambda: self._group.send([data], dst, _FIRST_TAG + tag), wait)
+
+    def recv(self, data: torch.Tensor, src: int, tag: int, wait: Wait) -> None:
+        """By Gloo's receive. Not collective."""
+        if data.numel():
+            self._pass(lambda: self._group.recv([data], src, _FIRST_TAG + tag), wait)
+
+    def _pass(self, post: Callable[[], Any], wait: Wait) -> None:
+        try:
+            self._run(wait, lambda: self._follow(post(), wait))
+        except StallError:
+            self._break_off()
+            raise
+
+    def _follow(self, native: Any, wait: Wait) -> Work:
+        """Gloo completes a send or receive only for a thread that waits inside it, where nothing can be polled.
+
+        How long is for our own wait to say, which is put off while bytes move; it breaks off what is under way.
+        """
+        work = Work(wait.doing)
+
+        def follow() -> None:
+            work.run(lambda: native.wait(timedelta(seconds=LONGEST_S)))
+            _following.pop(thread, None)
+
+        thread = threading.Thread(target=follow, name=wait.doing, daemon=True)
+        _mind_the_end()
+        _following[thread] = self
+        thread.start()
+        return work
+
+    # Reductions
+
+    def all_reduce(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
+        """Small tensors whole to everybody; large ones by Gloo's ring where it is right, else in parts. Collective."""
+        if not tensor.numel():
+            return
+        if self._is_small(tensor):
+            rows = tensor.new_empty(self.world_size * tensor.numel())
+            self.all_gather(tensor.view(torch.uint8), rows.view(torch.uint8), wait)
+            reduce_parts(tensor, rows.view(self.world_size, -1).unbind(), op, finish)
+        elif op in ("sum", "prod") and tensor.dtype in _WIDE:
+            options = reduce_options(dist.AllreduceOptions(), op)
+            options.timeout = torch_timeout(wait)
+            self._run(wait, lambda: self._group.allreduce([tensor], options))
+            finish(tensor)
+        else:
+            for block in _blocks(tensor):
+                self._all_reduce_in_parts(block, op, finish, wait)
+
+    def _is_small(self, tensor: torch.Tensor) -> bool:
+        return tensor.nbytes * self.world_size <= _SMALL_BYTES
+
+    def _all_reduce_in_parts(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
+        sizes = _shares(tensor.numel(), self.world_size)
+        ours = self._reduced_part(tensor, sizes, op, finish, wait).view(torch.uint8)
+        nbytes = [size * tensor.itemsize for size in sizes]
+        here = [ours.numel()] * self.world_size
+        self.all_to_all(ours.repeat(self.world_size), here, tensor.view(torch.uint8), nbytes, wait)
+
+    def _reduced_part(
+        self, tensor: torch.Tensor, sizes: Sequence[int], op: str, finish: Finish, wait: Wait
+    ) -> torch.Tensor:
+        """The reduction of this rank's part of `tensor`, of `sizes[rank]`."""
+        size = sizes[self.rank]
+        parts = tensor.new_empty(self.world_size * size)
+        here = [size * tensor.itemsize for size in sizes]
+        there = [size * tensor.itemsize] * self.world_size
+        self.all_to_all(tensor.view(torch.uint8), here, parts.view(torch.uint8), there, wait)
+        result = parts[:size]
+        reduce_parts(result, parts.view(self.world_size, size).unbind(), op, finish)
+        return result
+
+    def reduce(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
+        """Small tensors whole to root; of large ones each rank reduces a part, and root gathers them. Collective."""
+        if tensor.numel() and self._is_small(tensor):
+            rows = tensor.new_empty(self.world_size * tensor.numel()) if self.rank == root else None
+            self.gather(tensor.view(torch.uint8), None if rows is None else rows.view(torch.uint8), root, wait)
+            if rows is not None:
+                reduce_parts(tensor, rows.view(self.world_size, -1).unbind(), op, finish)
+        elif tensor.numel():
+            for block in _blocks(tensor):
+                self._reduce_in_parts(block, op, root, finish, wait)
+
+    def _reduce_in_parts(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
+        sizes = _shares(tensor.numel(), self.world_size)
+        ours = self._reduced_part(tensor, sizes, op, finish, wait).view(torch.uint8)
+        here = [ours.numel() if rank == root else 0 for rank in range(self.world_size)]
+        there = [size * tensor.itemsize if self.rank == root else 0 for size in sizes]
+        into = tensor.view(torch.uint8) if self.rank == root else ours.new_empty(0)
+        self.all_to_all(ours, here, into, there, wait)
+
+    def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
+        """Every rank gets its part from all, and reduces it. Collective."""
+        if not tensor.numel():
+            return
+        rows = tensor.view(self.world_size, -1)
+        width = max(_BLOCK_BYTES // (tensor.itemsize * self.world_size), 1)
+        for block, part in zip(torch.split(rows, width, 1), torch.split(into, width), strict=True):
+            sizes = [part.numel()] * self.world_size
+            part.copy_(self._reduced_part(block.contiguous().view(-1), sizes, op, finish, wait))
+
+
+@functools.cache
+def _mind_the_end() -> None:
+    """A thread that is inside Gloo at the interpreter's end would abort the process."""
+    atexit.register(_end_following)
+
+
+def _end_following() -> None:
+    for backend in set(_following.values()):
+        backend._break_off()  # noqa: SLF001 (our own)
+    for thread in list(_following):
+        thread.join(LATER_S)
+
+
+def _blocks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`tensor` in pieces, so that what a reduction needs beside it stays small."""
+    return torch.split(tensor, _BLOCK_BYTES // tensor.itemsize)
+
+
+def _shares(count: int, parts: int) -> list[int]:
+    return [count // parts + (part < count % parts) for part in range(parts)]
+
+
+class TorchBackend(_GlooBackend):
+    """One rank of a ProcessGroup that torch.distributed knows, or of some ranks of one."""
+
+    def __init__(self, group: dist.ProcessGroup | Sibling, timeout_s: float) -> None:
+        """Collective over a group that does not move CPU tensors itself."""
+        if isinstance(group, Sibling):
+            self._ranks = list(group.ranks)
+            super().__init__(group.gloo)
+        else:
+            self._ranks = dist.get_process_group_ranks(group)
+            super().__init__(cpu_group(group, timeout_s))
+            self.name = str(dist.get_backend(group))
+
+    def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:
+        """A Gloo group of `ranks`; only they take part in making it. StallError names who does not come."""
+        return of_ranks([self._ranks[rank] for rank in ranks], timeout_s)
+
+
+class StoreBackend(_GlooBackend):
+    """One rank of a Gloo group made from a store, which torch.distributed does not know."""
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        names: Sequence[int] | None = None,
+        carrier: Backend | None = None,
+    ) -> None:
+        """Collective over all ranks, which errors call by `names`. `store` must not have been used for this before.
+        `carrier`, over which the ranks have met, is closed with this backend."""
+        self._store = store
+        self._carrier = carrier
+        self._uses: Counter[str] = Counter()
+        super().__init__(make_gloo_group(store, rank, range(world_size) if names is None else names, timeout_s))
+
+    def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:
+        """A Gloo group of `ranks` on the same store; only they take part in making it. StallError names who does not
+        come."""
+        use = ranks_key(ranks)
+        self._uses[use] += 1
+        store = _stores.PrefixStore(f"{use}/{self._uses[use]}", self._store)
+        return StoreBackend(store, list(ranks).index(self.rank), len(ranks), timeout_s, ranks)
+
+    def close(self) -> None:
+        """Close the carrier."""
+        if self._carrier is not None:
+            self._carrier.close()
+
+
+def of_ranks(ranks: Sequence[int], timeout_s: float) -> Backend:
+    """A Gloo backend over these ranks of the default group, in that order. Collective over them only."""
+    check_ranks(ranks, dist.get_rank(), dist.get_world_size())
+    return TorchBackend(sibling_group(ranks, timeout_s), timeout_s)
+
+
+# Meeting over a store

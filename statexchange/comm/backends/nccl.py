@@ -1,0 +1,120 @@
+"""Tensors of GPUs through an NCCL group of torch.distributed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from statexchange.comm.backends.arithmetic import Finish
+from statexchange.comm.backends.backend import Backend
+from statexchange.comm.backends.torch_groups import reduce_options, torch_errors
+from statexchange.comm.wait import Wait
+
+__all__ = ["NCCLBackend"]
+
+_WIDE = (torch.float32, torch.float64)
+_NCCL_INTS = (torch.int8, torch.uint8, torch.int32, torch.int64)
+
+
+@contextlib.contextmanager
+def _both(
+    outer: contextlib.AbstractContextManager[Any], inner: contextlib.AbstractContextManager[Any]
+) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+class NCCLBackend(Backend):
+    """One rank of an NCCL group, for tensors of GPUs; messages go through `cpu`, a backend over the same ranks.
+
+    A method returns when its work is queued on the caller's current stream, which waits for it; the host does not.
+    """
+
+    name = "nccl"
+    device_type = "cuda"
+
+    def __init__(self, group: Any, cpu: Backend) -> None:
+        self._group = group
+        self._cpu = cpu
+        self.rank = cpu.rank
+        self.world_size = cpu.world_size
+        assert (self.rank, self.world_size) == (group.rank(), group.size())
+
+    def as_caller(self) -> contextlib.AbstractContextManager[Any]:
+        """The caller's current stream, too."""
+        return _both(torch.cuda.stream(torch.cuda.current_stream()), super().as_caller())
+
+    def exchange(self, payload: bytes, wait: Wait) -> list[bytes]:
+        """Through the CPU backend."""
+        return self._cpu.exchange(payload, wait)
+
+    def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:
+        """A CPU backend over `ranks`."""
+        return self._cpu.subset(ranks, timeout_s)
+
+    def empty(self, nbytes: int, wait: Wait) -> torch.Tensor:  # noqa: ARG002
+        """Memory of the current GPU."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device_type)
+
+    def reduces(self, op: str, dtype: torch.dtype) -> bool:
+        """Sums that are divided afterwards must not be halves, and NCCL's minimum and maximum overlook NaN."""
+        return dtype in _WIDE if op in ("sum", "prod") else dtype in _NCCL_INTS
+
+    def _run(self, post: Callable[[], Any], wait: Wait) -> None:
+        with torch_errors(wait):
+            post().wait()
+
+    def all_reduce(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
+        """By NCCL, in place. Collective."""
+        if tensor.numel():
+            options = reduce_options(dist.AllreduceOptions(), op)
+            self._run(lambda: self._group.allreduce([tensor], options), wait)
+            finish(tensor)
+
+    def reduce(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
+        """By NCCL, which writes on `root` only. Collective."""
+        if tensor.numel():
+            options = reduce_options(dist.ReduceOptions(), op)
+            options.rootRank, options.rootTensor = root, 0
+            self._run(lambda: self._group.reduce([tensor], options), wait)
+            if self.rank == root:
+                finish(tensor)
+
+    def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
+        """By NCCL. Collective."""
+        if tensor.numel():
+            options = reduce_options(dist.ReduceScatterOptions(), op)
+            self._run(lambda: self._group._reduce_scatter_base(into, tensor, options), wait)  # noqa: SLF001 (torch's)
+            finish(into)
+
+    def broadcast(self, data: torch.Tensor, root: int, wait: Wait) -> None:
+        """By NCCL. Collective."""
+        if data.numel():
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor = root, 0
+            self._run(lambda: self._group.broadcast([data], options), wait)
+
+    def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
+        """By NCCL. Collective."""
+        if data.numel():
+            self._run(lambda: self._group._allgather_base(into, data), wait)  # noqa: SLF001 (torch's)
+
+    def all_to_all(
+        self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
+    ) -> None:
+        """By NCCL; a gather and a scatter are one, too. Collective."""
+        self._run(lambda: self._group.alltoall_base(into, data, list(into_sizes), list(sizes)), wait)
+
+    def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:
+        """By NCCL, which keeps the order of all messages between two ranks and knows no tags. Not collective."""
+        if data.numel():
+            self._run(lambda: self._group.send([data], dst, tag), wait)
+
+    def recv(self, data: torch.Tensor, src: int, tag: int, wait: Wait) -> None:
+        """By NCCL. Not collective."""
+        if data.numel():
+            self._run(lambda: self._group.recv([data], src, tag), wait)

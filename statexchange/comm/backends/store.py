@@ -1,0 +1,104 @@
+"""Messages over a torch Store: for ranks that only have to meet."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from statexchange.comm.backends.backend import Backend
+from statexchange.comm.backends.gloo import StoreBackend
+from statexchange.comm.backends.torch_groups import LATER_S, await_keys, await_ranks, ranks_key, torch_errors
+from statexchange.comm.wait import Wait
+from statexchange.errors import (
+    StallError,
+)
+
+if TYPE_CHECKING:
+    from statexchange.comm.tcp_store import Server
+
+__all__ = ["StoreCarrier"]
+
+_stores: Any = dist  # torch exports its stores and rendezvous there, but not for type checkers
+
+
+class StoreCarrier(Backend):
+    """One rank at a torch Store, for ranks that only have to meet: messages are keys, and there are no sockets."""
+
+    name = "store"
+
+    def __init__(
+        self, store: Any, rank: int, world_size: int, prefix: str = "statexchange", server: Server | None = None
+    ) -> None:
+        """Nobody else may use keys that begin with `prefix`. `server`, if this process serves the store, is closed
+        with this carrier."""
+        self._store = store
+        self._prefix = prefix
+        self._server = server
+        self._count = 0
+        self._uses: Counter[str] = Counter()
+        self._subsets: list[StoreCarrier] = []
+        self.rank = rank
+        self.world_size = world_size
+
+    def exchange(self, payload: bytes, wait: Wait) -> list[bytes]:
+        """Every rank's payload, each under a key."""
+        self._count += 1
+        keys = [self._key(self._count, rank) for rank in range(self.world_size)]
+        with torch_errors(wait):
+            self._store.set(keys[self.rank], payload)
+            await_keys(self._store, keys, range(self.world_size), wait)
+            answers = [bytes(self._store.get(key)) for key in keys]
+            self._store.add(self._key(self._count, "read"), 1)
+            self._forget(self._count - 1)
+        return answers
+
+    def _key(self, count: int, what: int | str) -> str:
+        return f"{self._prefix}/{count}/{what}"
+
+    def _forget(self, count: int) -> None:
+        """All ranks have come to a later exchange, so all have read this one."""
+        with contextlib.suppress(RuntimeError):  # some stores cannot delete
+            self._store.delete_key(self._key(count, self.rank))
+            if self.rank == 0:
+                self._store.delete_key(self._key(count, "read"))
+
+    def _is_read(self, store: Any) -> bool:
+        """Whether all ranks have read the last exchange; `store` is any client of the server."""
+        return self._count == 0 or int(store.add(self._key(self._count, "read"), 0)) == self.world_size
+
+    def close(self) -> None:
+        """Close the server, when all ranks have read what was exchanged, or a second later."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        store = server.store  # not this carrier's client, in which a group that was given up may still wait
+        with contextlib.suppress(StallError, RuntimeError):  # a rank has failed before it could read
+            wait = Wait(LATER_S, "the end of the store")
+            wait.until(lambda: all(carrier._is_read(store) for carrier in [self, *self._subsets]))  # noqa: SLF001 (our own)
+        server.close()
+
+    def _within(self, use: str) -> str:
+        self._uses[use] += 1
+        return f"{self._prefix}/{use}/{self._uses[use]}"
+
+    def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:
+        """A carrier of `ranks` at the same store; StallError names who does not come."""
+        prefix = self._within(ranks_key(ranks))
+        wait = Wait(timeout_s, f"the making of a group of ranks {list(ranks)}")
+        await_ranks(_stores.PrefixStore(prefix, self._store), self.rank, ranks, wait)
+        made = StoreCarrier(self._store, list(ranks).index(self.rank), len(ranks), prefix)
+        self._subsets.append(made)
+        return made
+
+    def gloo(self, timeout_s: float) -> StoreBackend:
+        """A Gloo group of the same ranks, which meet at the same store. Collective."""
+        store = _stores.PrefixStore(self._within("gloo"), self._store)
+        return StoreBackend(store, self.rank, self.world_size, timeout_s, carrier=self)
+
+    def transport(self, timeout_s: float) -> Backend:
+        """A Gloo group: a store is no way to move tensors. Collective."""
+        return self.gloo(timeout_s)

@@ -1,0 +1,206 @@
+"""Groups of torch.distributed: those that it knows, those that are made on its stores, and their errors."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from statexchange.comm.wait import Wait
+from statexchange.comm.work import Work
+from statexchange.errors import (
+    MissingExtraError,
+    PeerError,
+    StallError,
+    StateExchangeError,
+    UnsupportedError,
+)
+
+__all__ = [
+    "LATER_S",
+    "LONGEST_S",
+    "Sibling",
+    "await_keys",
+    "await_ranks",
+    "cpu_group",
+    "default_group",
+    "known_groups",
+    "make_gloo_group",
+    "mesh_group",
+    "ranks_key",
+    "reduce_options",
+    "sibling_group",
+    "start_gloo",
+    "start_nccl",
+    "torch_errors",
+    "torch_timeout",
+    "unused_prefix",
+]
+
+LONGEST_S = 86_400.0
+LATER_S = 1.0
+_stores: Any = dist  # torch exports its stores and rendezvous there, but not for type checkers
+_uses: Counter[str] = Counter()  # of what a store is used for again and again, with keys of its own each time
+
+
+def default_group() -> dist.ProcessGroup | None:
+    """torch.distributed's default group, if it is initialised."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def known_groups() -> list[object]:
+    """All groups that torch.distributed knows in this process. Not collective."""
+    return list(dist.distributed_c10d._world.pg_map) if dist.is_available() else []  # noqa: SLF001 (torch has no other way)
+
+
+@dataclass(frozen=True, slots=True)
+class Sibling:
+    """A Gloo group of ours of `ranks` of torch's default group, in this order; torch.distributed does not know it.
+
+    `torch.distributed.new_group` can make one without all other ranks only if all have made equally many before: it
+    names groups by their number, and ranks that count differently never meet.
+    """
+
+    gloo: Any
+    ranks: Sequence[int]
+
+
+def cpu_group(group: dist.ProcessGroup, timeout_s: float) -> Any:
+    """`group` itself if it moves CPU tensors; else a sibling Gloo group of its ranks, so that the training group is
+    left alone. Collective over `group`."""
+    if "cpu:gloo" in dist.get_backend_config(group) or dist.get_backend(group) == "gloo":
+        return group
+    return sibling_group(dist.get_process_group_ranks(group), timeout_s).gloo
+
+
+def sibling_group(ranks: Sequence[int], timeout_s: float) -> Sibling:
+    """A Gloo group of these ranks of the default group. Collective over them only."""
+    prefix = unused_prefix(f"group/{ranks_key(ranks)}")
+    store = _stores.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # noqa: SLF001 (torch has no other way)
+    return Sibling(make_gloo_group(store, list(ranks).index(dist.get_rank()), ranks, timeout_s), ranks)
+
+
+def mesh_group(mesh: Any, timeout_s: float) -> dist.ProcessGroup | Sibling:
+    """The group of all ranks of a DeviceMesh. Collective over them unless torch has it already."""
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    world = default_group()
+    if world is not None and ranks == list(range(dist.get_world_size())):
+        return world
+    return sibling_group(ranks, timeout_s)
+
+
+def start_gloo(store: Any, rank: int, world_size: int, timeout_s: float) -> dist.ProcessGroup:
+    """torch.distributed's default group, initialised with Gloo. Collective."""
+    return _start("gloo", store, rank, world_size, timeout_s)
+
+
+def start_nccl(store: Any, rank: int, world_size: int, timeout_s: float) -> dist.ProcessGroup:
+    """torch.distributed's default group, initialised with NCCL for GPUs and Gloo for CPUs. Collective.
+
+    MissingExtraError or UnsupportedError, before anything is sent, where that cannot be.
+    """
+    how = 'NCCL needs a CUDA build of torch and a GPU: pip install torch from the CUDA index, or use init("auto")'
+    if not dist.is_available() or not dist.is_nccl_available():
+        raise MissingExtraError(f"{how} (this torch is {torch.__version__})")
+    if not torch.cuda.is_available():
+        raise UnsupportedError(f"{how} (this host shows no GPU)")
+    return _start("cpu:gloo,cuda:nccl", store, rank, world_size, timeout_s)
+
+
+def _start(backend: str, store: Any, rank: int, world_size: int, timeout_s: float) -> dist.ProcessGroup:
+    doing = "the start of torch.distributed"
+    wait = Wait(timeout_s, doing)
+    await_ranks(store, rank, range(world_size), wait)
+    limit = torch_timeout(wait, more_s=0)
+    start = functools.partial(
+        dist.init_process_group, backend, store=store, rank=rank, world_size=world_size, timeout=limit
+    )
+    # Torch's own deadline, which its collectives keep, comes first: no group is made after ours has passed.
+    _by_another_thread(start, Wait(timeout_s + LATER_S, doing))
+    group = default_group()
+    assert group is not None
+    return group
+
+
+def unused_prefix(use: str) -> str:
+    """A prefix that no earlier use has had: the same on all ranks that make the same calls."""
+    _uses[use] += 1
+    return f"statexchange/{use}/{_uses[use]}"
+
+
+def ranks_key(ranks: Sequence[int]) -> str:
+    """Return a name of these ranks for keys of a store."""
+    return "-".join(str(rank) for rank in ranks)
+
+
+def await_ranks(store: Any, rank: int, ranks: Sequence[int], wait: Wait) -> None:
+    """Return when all `ranks`, `rank` among them, have called."""
+    with torch_errors(wait):
+        store.set(f"came/{rank}", "1")
+        await_keys(store, [f"came/{r}" for r in ranks], ranks, wait)
+
+
+def await_keys(store: Any, keys: Sequence[str], ranks: Sequence[int], wait: Wait) -> None:
+    """Return when `store` has all `keys`, each of which one of `ranks` sets; StallError names those that did not."""
+    try:
+        wait.until(lambda: store.check(keys))
+    except StallError as error:
+        missing = tuple(rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key]))
+        if error.missing or not missing:
+            raise
+        text = f"ranks {list(missing)} did not reach {wait.doing} in {wait.timeout_s:g} s"
+        raise StallError(text, missing=missing, rank=missing[0]) from None
+
+
+def make_gloo_group(store: Any, rank: int, names: Sequence[int], timeout_s: float) -> Any:
+    """A Gloo group of ranks that errors call by `names`, on a store that has not been used for this. Collective."""
+    wait = Wait(timeout_s, f"the making of a group of ranks {list(names)}")
+    await_ranks(store, names[rank], names, wait)
+    keys, limit = _stores.PrefixStore("group", store), torch_timeout(wait)
+    return _by_another_thread(lambda: _stores.ProcessGroupGloo(keys, rank, len(names), limit), wait)
+
+
+def _by_another_thread(make: Callable[[], Any], wait: Wait) -> Any:
+    """The value of `make`, which cannot be interrupted and waits in vain for a rank that dies in it. Collective."""
+    made = Work(wait.doing)
+    threading.Thread(target=made.run, args=(make,), name=wait.doing, daemon=True).start()
+    with torch_errors(wait):
+        wait.until(made.is_completed)
+        return made.wait()
+
+
+@contextlib.contextmanager
+def torch_errors(wait: Wait) -> Iterator[None]:
+    """What torch raises, in our words."""
+    try:
+        yield
+    except StateExchangeError:
+        raise
+    except dist.DistStoreError as error:  # a wait of torch's own ran out
+        raise StallError(f"not all ranks reached {wait.doing} in time: {_first_line(error)}") from error
+    except RuntimeError as error:
+        raise PeerError(-1, wait.doing, _first_line(error)) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def torch_timeout(wait: Wait, more_s: float = LATER_S) -> timedelta:
+    """What torch may take: longer than we wait, so that our own deadline comes first, but not for ever, as torch's
+    threads end no sooner."""
+    return timedelta(seconds=min(wait.timeout_s + more_s, LONGEST_S))
+
+
+def reduce_options(options: Any, op: str) -> Any:
+    """Return `options`, of a reduction of torch, with our `op` in it."""
+    options.reduceOp = getattr(dist.ReduceOp, {"prod": "PRODUCT"}.get(op, op.upper()))
+    return options

@@ -1,0 +1,250 @@
+"""The forming of a communicator: ranks that can exchange messages find out how they move tensors and notice failure.
+
+The ranks begin with a bootstrap backend, over which they can do no more than exchange bytes. They tell each other their
+hosts, try whether all of them share memory, and set up what notices failures: the control page on one host, the failure
+board between hosts. Only then is the transport started, so that a rank that fails in it ends the start on all ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import importlib.util
+import json
+import logging
+import platform
+import re
+import secrets
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+from statexchange.comm import forks
+from statexchange.comm.backends.backend import Backend
+from statexchange.comm.backends.single import SingleBackend
+from statexchange.comm.communicator import Communicator
+from statexchange.comm.failure.control_page import ControlPage
+from statexchange.comm.failure.monitor import GroupMonitor, forming_group
+from statexchange.comm.failure.page_setup import meet
+from statexchange.comm.failure.setup import open_board
+from statexchange.comm.session import Session
+from statexchange.comm.topology import Place
+from statexchange.comm.wait import Wait
+from statexchange.errors import ForkedError, UnsupportedError, from_record, needs_torch, to_record
+from statexchange.processes import host_identity
+from statexchange.settings import detect_launch
+from statexchange.shared_memory import sweep
+
+__all__ = ["Start", "communicator", "is_forked_from_rank", "launchers_local_rank", "refuse_inherited"]
+
+_alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
+_ON_NODE = 1  # the fingerprint of meetings within a collective that all hosts have entered alike
+_log = logging.getLogger("statexchange")
+
+
+class _Inheritance:
+    """What this process has from the rank from which it was forked, if it was."""
+
+    def __init__(self) -> None:
+        self.is_from_rank = False
+        self.groups: list[object] = []
+
+    def disown(self) -> None:
+        """Note which groups the parent had, since a call over one would be the parent's."""
+        # One that was open is either still so here, or has been cut off already.
+        was_open = any(made.is_inherited or not made.is_closed for made in _alive)
+        self.is_from_rank = self.is_from_rank or was_open
+        if "torch.distributed" in sys.modules:
+            from statexchange.comm.backends.torch_groups import known_groups
+
+            self.groups = known_groups()
+
+
+_inheritance = _Inheritance()
+Start: TypeAlias = Callable[[], tuple[Backend, Backend | None]]
+
+
+def is_forked_from_rank() -> bool:
+    """Whether this process was forked from a rank that had a communicator. Not collective."""
+    return _inheritance.is_from_rank
+
+
+def refuse_inherited(group: object) -> None:
+    """ForkedError if `group` belongs to the rank from which this process was forked. Not collective."""
+    is_mpi = type(group).__module__.startswith("mpi4py")
+    if any(group is known for known in _inheritance.groups) or (_inheritance.is_from_rank and is_mpi):
+        raise ForkedError("this process was forked from a rank, to which this group belongs")
+
+
+def communicator(
+    carrier: Backend,
+    timeout_s: float,
+    *,
+    prefer: str = "auto",
+    check: bool = True,
+    start: Start | None = None,
+) -> Communicator:
+    """A communicator of the ranks that can exchange messages over `carrier`. Collective.
+
+    `prefer` "auto" takes shared memory where all ranks share a host, and both where some do; "shm" insists on it;
+    "carrier" takes the carrier itself. `start` is called when the ranks see each other's failures: it returns what is
+    the carrier from then on, and what moves the tensors of GPUs, if anything does.
+    """
+    sweep()
+    if carrier.world_size == 1:
+        if start is not None:
+            carrier, _ = start()
+        forks.cut_off_in_children(_inheritance)
+        alone = Session(SingleBackend(), carrier, None, None, Place(0, (0,), (platform.node(),)), timeout_s)
+        return Communicator(alone, _run_identity(secrets.token_hex(8)), communicator)
+    try:
+        made = Communicator(*_meet(carrier, timeout_s, prefer, check, start), communicator)
+    except BaseException:
+        carrier.close()  # an error that somebody keeps must not keep rank 0's port
+        raise
+    _alive.add(made)
+    forks.cut_off_in_children(_inheritance)
+    _close_at_exit()
+    return made
+
+
+def _meet(carrier: Backend, timeout_s: float, prefer: str, check: bool, start: Start | None) -> tuple[Session, str]:
+    """The session of all ranks and the name of their run. Collective."""
+
+    def exchange(payload: bytes) -> list[bytes]:
+        return carrier.exchange(payload, Wait(timeout_s, "the meeting of all ranks"))
+
+    has_torch = importlib.util.find_spec("torch") is not None
+    ours = [host_identity(), platform.node(), secrets.token_hex(8), launchers_local_rank(carrier), has_torch]
+    facts = [json.loads(answer) for answer in exchange(json.dumps(ours).encode())]
+    place = _place(facts, carrier.rank)
+    page = meet(carrier.rank, carrier.world_size, exchange)
+    run = _run_identity(facts[0][2])
+    if not all(fact[4] for fact in facts):
+        prefer = _without_torch(prefer)
+    devices = None
+    if page is not None:
+        with _failing_together(page, page, place):
+            if start is not None:
+                carrier, devices = start()
+                start = None
+            backend = carrier if prefer == "carrier" else _shared_memory_backend(page, carrier, timeout_s)
+        if backend is not None:
+            return Session(backend, carrier, page, page, place, timeout_s, check=check, devices=devices), run
+    _say_why_not_shared(place, prefer)
+    board = open_board(carrier, place, timeout_s)
+    with _failing_together(None, board, place):
+        if start is not None:
+            carrier, devices = start()
+        transport = carrier.transport(timeout_s)
+        several = prefer == "auto" and 1 < len(place.leaders) < len(place.nodes)
+        backend = _hierarchical_backend(transport, place, timeout_s) if several else transport
+    session = Session(backend, transport, None, board, place, timeout_s, check=check, devices=devices)
+    return session, run
+
+
+@contextlib.contextmanager
+def _failing_together(page: ControlPage | None, monitor: GroupMonitor | None, place: Place) -> Iterator[None]:
+    """A block of `init` that ends on all ranks, with an error that names the rank, when it fails on one. Collective."""
+    try:
+        with forming_group(monitor, place.hosts):
+            yield
+    except BaseException as error:
+        known = from_record(to_record(error, place.rank, "init", place.hosts[place.rank]))
+        if page is not None:
+            page.leave(known)
+        if monitor is not None:
+            monitor.report_failure(known)
+            monitor.close()
+        raise
+
+
+def _without_torch(prefer: str) -> str:
+    """Return what to prefer where a rank has no torch, without which nothing moves through shared memory."""
+    if prefer == "shm":
+        raise needs_torch('init("shm")')
+    return "carrier"
+
+
+def _shared_memory_backend(page: ControlPage, carrier: Backend, timeout_s: float) -> Backend | None:
+    """Return the backend over `page`; None, on all ranks, if /dev/shm has too little room for it. Collective."""
+    from statexchange.comm.backends.shared_memory import SharedMemoryBackend
+
+    backend = SharedMemoryBackend(page, carrier)
+    if page.kind == "memfd" or backend.reserve(Wait(timeout_s, "the reservation of shared memory")):
+        return backend
+    backend.release()
+    return None
+
+
+def _hierarchical_backend(carrier: Backend, place: Place, timeout_s: float) -> Backend:
+    """Shared memory within each host, or else the carrier, and the carrier between hosts. Collective."""
+    from statexchange.comm.backends.hierarchical import HierarchicalBackend
+
+    local = carrier.subset(place.mates, timeout_s) if len(place.mates) > 1 else SingleBackend()
+
+    def exchange(payload: bytes) -> list[bytes]:
+        return local.exchange(payload, Wait(timeout_s, "the meeting of a host's ranks"))
+
+    page = meet(local.rank, local.world_size, exchange) if len(place.mates) > 1 else None
+    shared = None if page is None else _shared_memory_backend(page, local, timeout_s)
+    node = local if shared is None else shared
+    leads = place.rank == place.mates[0]
+    leaders = carrier.subset(place.leaders, timeout_s) if leads else None
+
+    def meet_on_node(location: int, wait: Wait) -> Sequence[int]:
+        assert page is not None
+        return page.meet(_ON_NODE, location, wait)
+
+    return HierarchicalBackend(carrier, node, leaders, place, meet_on_node)
+
+
+def _say_why_not_shared(place: Place, prefer: str) -> None:
+    """All ranks come here or none: shared memory was tried, and some rank could not."""
+    hosts = sorted(set(place.hosts))
+    if prefer == "shm":
+        raise UnsupportedError(
+            f"the ranks, on {', '.join(hosts)}, cannot share memory: they need one host, and one /proc, "
+            "or one /dev/shm with room for some MiB of each rank"
+        )
+    if len(place.leaders) == 1 and place.rank == 0:
+        _log.warning(
+            "the ranks on %s cannot share memory (containers, or a small /dev/shm?): messages go over sockets, slower",
+            hosts[0],
+        )
+
+
+def launchers_local_rank(carrier: Backend | Communicator) -> int | None:
+    """Return this process's local rank as its launcher counts; None if these are not the ranks that it has started."""
+    launch = detect_launch()
+    return launch.local_rank if (launch.rank, launch.world_size) == (carrier.rank, carrier.world_size) else None
+
+
+def _place(facts: list[list[Any]], rank: int) -> Place:
+    identities = [fact[0] for fact in facts]
+    distinct = list(dict.fromkeys(identities))
+    nodes = tuple(distinct.index(identity) for identity in identities)
+    local_ranks = [fact[3] for fact in facts]
+    # Open MPI 5 does not count a host's ranks in rank order. What scripts see before `init` must be true after it.
+    expected = [(node, local_rank) for node in range(len(distinct)) for local_rank in range(nodes.count(node))]
+    trusted = None not in local_ranks and sorted(zip(nodes, local_ranks, strict=True)) == expected
+    return Place(rank, nodes, tuple(fact[1] for fact in facts), tuple(local_ranks) if trusted else ())
+
+
+def _run_identity(nonce: str) -> str:
+    """The launcher's job id for people, and root's nonce, because an id alone is never trusted."""
+    job = re.sub(r"[^A-Za-z0-9_-]", "-", detect_launch().job or "run")[:100]
+    return f"{job.lstrip('-') or 'run'}-{nonce}"
+
+
+@functools.cache
+def _close_at_exit() -> None:
+    """Others must hear why this rank ends; and a Gloo group that outlives the interpreter's end aborts the process."""
+
+    def close() -> None:
+        for made in list(_alive):
+            made.close(getattr(sys, "last_value", None))  # the uncaught error, if there was one
+
+    atexit.register(close)

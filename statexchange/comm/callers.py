@@ -1,0 +1,164 @@
+"""Callers: the threads of a rank that call its communicator, counted so that ranks can match their calls.
+
+Several threads of a rank may call, but which of them comes first may differ from rank to rank. So a call carries the
+number of its caller: threads are counted in the order in which they first call. The number is part of the fingerprint
+that ranks compare at the entry of every collective. So the calls of a thread meet those of the same thread on other
+ranks, or all ranks raise MismatchError, even if the calls are of one shape.
+
+Two threads that begin at once may be counted in different orders, and be taken for each other. So at the first call of
+a thread the ranks compare the names of their callers (`is_swapped`).
+
+Threads of autograd's engine are one caller. A reducer, which knows whose backward its hooks run in, lets them call as
+that thread (`called_by`): on some ranks a bucket goes during backward, on others in `finalize`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+__all__ = ["AUTOGRAD", "Callers", "is_swapped", "is_unclear"]
+
+AUTOGRAD = -1  # the caller that all threads of autograd's engine are
+
+
+class Callers:
+    """The callers of one session. `local.number` is the number of the current thread, once it has one."""
+
+    def __init__(self, world_size: int) -> None:
+        self._has_peers = world_size > 1
+        self._counting = threading.Lock()
+        self.restart()
+
+    def restart(self) -> None:
+        """Count callers from here on: the thread that has made the session need not be one. Not collective."""
+        self.local = threading.local()  # not by thread id: ids are used again, by other threads on each rank
+        self._count = 0
+        self._threads: dict[int, threading.Thread] = {}  # by their number, those that have not ended
+        # Numbers of threads that have not made their first call. The first may be autograd's, which are not counted.
+        self._newcomers: set[int] = {0} if self._has_peers else set()
+
+    def disown(self) -> None:
+        """In a forked child: a thread that is not here may have held the lock."""
+        self._counting = threading.Lock()
+
+    def number(self) -> int:
+        """Return the number by which the calls of this thread are matched.
+
+        It is how many threads called here before it did. All threads of autograd's engine, which run hooks, are one
+        caller. While only one other thread has called, they share its number: which thread runs a hook, and whether
+        the last callback runs in the thread that called `backward`, differs from rank to rank.
+        """
+        try:
+            number: int = self.local.number
+        except AttributeError:
+            number = self.new_number()
+        return number
+
+    def new_number(self) -> int:
+        """Return the number of a thread that has none yet."""
+        if _is_autograd_thread():
+            return AUTOGRAD if self._count > 1 else 0
+        with self._counting:
+            number = self.local.number = self._count
+            self._count += 1
+            if self._has_peers:
+                if number > 0:
+                    self._newcomers.add(number)
+                self._threads = {known: thread for known, thread in self._threads.items() if thread.is_alive()}
+                self._threads[number] = threading.current_thread()
+        return number
+
+    @contextlib.contextmanager
+    def called_by(self, number: int) -> Iterator[None]:
+        """Have a thread of autograd's engine call as `number` inside the block; other threads call as themselves."""
+        if not _is_autograd_thread():
+            yield
+            return
+        outer = getattr(self.local, "number", None)
+        self.local.number = number
+        try:
+            yield
+        finally:
+            if outer is None:
+                del self.local.number
+            else:
+                self.local.number = outer
+
+    @property
+    def are_several(self) -> bool:
+        """Whether a second thread has called."""
+        return self._count > 1
+
+    def is_new(self, number: int) -> bool:
+        """Whether `number` has not been compared with the other ranks' callers yet."""
+        return bool(self._newcomers) and number in self._newcomers
+
+    def confirm(self, number: int) -> None:
+        """Note that `number` is the same thread on all ranks."""
+        self._newcomers.discard(number)
+
+    def name_of(self, number: int) -> str | None:
+        """Return the name of a caller's thread, if it lives."""
+        thread = self._threads.get(number)
+        return None if thread is None else thread.name
+
+    def account(self) -> list[Any]:
+        """Return what other ranks need to know: this process, its callers' names by number, and all threads' names."""
+        callers = {known: thread.name for known, thread in self._threads.items()}
+        return [_process_token(os.getpid()), callers, [thread.name for thread in threading.enumerate()]]
+
+
+def is_swapped(number: int, accounts: Sequence[Any]) -> bool:
+    """Whether caller `number` is another thread on one rank than on another.
+
+    Threads have names, which Python gives in the order in which they are made, with what they run. The name of caller n
+    may differ, as ranks may have other threads besides; but if it is that of another caller elsewhere, two were
+    counted in different orders.
+    """
+    for process, callers, _ in accounts:
+        own = callers.get(number)
+        if own is None:
+            continue
+        names_of_others: set[str] = set()
+        for others in _callers_elsewhere(process, accounts):
+            names_of_others |= {name for known, name in others.items() if known != number}
+        if own in names_of_others or list(callers.values()).count(own) > 1:
+            return True
+    return False
+
+
+def is_unclear(number: int, accounts: Sequence[Any]) -> bool:
+    """Whether a thread that has not called yet might be the one that another rank counts as `number`."""
+    for process, callers, threads in accounts:
+        own = callers.get(number)
+        if own is None:
+            continue
+        rivals = {others.get(number) for others in _callers_elsewhere(process, accounts)} - {own, None}
+        if threads.count(own) > 1 or not rivals.isdisjoint(threads):
+            return True
+    return False
+
+
+def _callers_elsewhere(process: str, accounts: Sequence[Any]) -> list[dict[int, str]]:
+    return [others for other_process, others, _ in accounts if other_process != process]
+
+
+@functools.cache
+def _process_token(pid: int) -> str:  # noqa: ARG001 (a forked child has another)
+    """Return a token of this process: ranks that are threads of one process have all their names there."""
+    return secrets.token_hex(8)
+
+
+def _is_autograd_thread() -> bool:
+    """Whether this is a thread of autograd's engine, and not one of Python's in which `backward` was called."""
+    torch = sys.modules.get("torch")
+    if torch is None or torch._C._current_graph_task_id() == -1:  # noqa: SLF001 (torch has no other way)
+        return False
+    return isinstance(threading.current_thread(), threading._DummyThread)  # noqa: SLF001 (nor has threading)

@@ -1,0 +1,158 @@
+"""What a rank is about to do, in words that ranks compare and that errors show."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from statexchange import values
+
+__all__ = ["Call", "about", "call_site", "encoded", "mark_of", "public_call", "public_call_name", "step_text"]
+
+_ROOM = os.path.dirname(__file__)
+_PACKAGE = os.path.dirname(_ROOM) + os.sep
+_CALLERS = os.path.join(_PACKAGE, "testing") + os.sep  # a part of the package that calls as others do
+
+
+@dataclass(frozen=True, slots=True)
+class _PublicCall:
+    """A public call whose steps communicate: its name, and where it was made if this thread cannot show that."""
+
+    name: str
+    site: str | None
+
+
+_public: ContextVar[_PublicCall | None] = ContextVar("statexchange_public_call", default=None)
+
+
+@contextlib.contextmanager
+def public_call(name: str, site: str | None = None) -> Iterator[None]:
+    """A block, or a decorated function, whose steps are named after the public call that the user made.
+
+    Ranks that meet in different calls are told of the public calls, not of our steps. Of nested ones the outermost
+    counts. Not collective.
+    """
+    if _public.get() is not None:
+        yield
+        return
+    token = _public.set(_PublicCall(name, site))
+    try:
+        yield
+    finally:
+        _public.reset(token)
+
+
+def public_call_name() -> str | None:
+    """Return the public call whose step this is, None outside of one. Not collective."""
+    public = _public.get()
+    return None if public is None else public.name
+
+
+def step_text(step: str) -> str:
+    """Return a step in words, after the name of the public call that it belongs to."""
+    public = _public.get()
+    return step if public is None else f"{public.name} ({step})"
+
+
+class Call:
+    """What a rank is about to do, in words, and the number of the caller that does it; ranks compare both.
+
+    `caller` counts the threads of a rank, see `Session.caller`. That of the thread that came first is 0. `public` names
+    the public call of which this is a step; None if the user made this one.
+    """
+
+    __slots__ = ("caller", "failure", "public", "site", "text", "thread")
+
+    def __init__(self, step: str, failure: dict[str, Any] | None = None) -> None:
+        public = _public.get()
+        self.public = None if public is None else public.name
+        self.text = step_text(step)
+        self.failure = failure
+        self.site: str | None = None
+        self.caller = 0
+        self.thread: str | None = None  # its name, if that is what differs
+
+    @classmethod
+    def of_all(cls, text: str) -> Call:
+        """Return a call that ranks make together from whatever public calls they are in."""
+        call = cls(text)
+        call.text = text
+        return call
+
+    @property
+    def fingerprint(self) -> int:
+        """A number that other words, and the same words of another caller, do not share."""
+        return _fingerprint_of(self._compared)
+
+    @property
+    def mark(self) -> bytes:
+        """The fingerprint as 8 bytes."""
+        return mark_of(self._compared)
+
+    @property
+    def _compared(self) -> str:
+        return self.text if not self.caller else f"{self.text} by caller {self.caller}"
+
+
+@functools.lru_cache(maxsize=4096)
+def mark_of(text: str) -> bytes:
+    """8 bytes that other words do not share."""
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+
+@functools.lru_cache(maxsize=4096)
+def _fingerprint_of(text: str) -> int:
+    return int.from_bytes(mark_of(text), "little")
+
+
+_about: ContextVar[Callable[[], str] | None] = ContextVar("statexchange_about", default=None)
+
+
+@contextlib.contextmanager
+def about(what: Callable[[], str]) -> Iterator[None]:
+    """A block whose calls work on what `what` names; it is asked only for an error. Not collective."""
+    token = _about.set(what)
+    try:
+        yield
+    finally:
+        _about.reset(token)
+
+
+def call_site() -> str:
+    """File and line of the user's call, and what it is about: the innermost frame outside this package and torch.
+
+    In a thread of autograd's own no frame is the user's; then it is that thread. A public call that goes on in a thread
+    of ours says where it was made.
+    """
+    public = _public.get()
+    if public is not None and public.site is not None:
+        return public.site
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 (the documented way to it)
+    while frame is not None and _is_internal(frame.f_code.co_filename):
+        frame = frame.f_back
+    thread = threading.current_thread().name
+    site = f"thread {thread!r}" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    what = _about.get()
+    return site if what is None else f"{site} ({what()})"
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_internal(file: str) -> bool:
+    if file == contextlib.__file__ or (file.startswith(_PACKAGE) and not file.startswith(_CALLERS)):
+        return True
+    torch = sys.modules.get("torch")  # its frames lie between the user's backward() and our hooks
+    return torch is not None and file.startswith(os.path.dirname(str(torch.__file__)) + os.sep)
+
+
+def encoded(obj: Any) -> bytes:
+    """A JSON value as bytes."""
+    return values.encode(obj).encode()

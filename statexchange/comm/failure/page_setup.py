@@ -1,0 +1,68 @@
+"""The start of a control page of ranks that can exchange bytes: it is tried, not guessed."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable
+from typing import Any
+
+from statexchange.comm.failure.control_page import ControlPage
+from statexchange.errors import (
+    StateExchangeError,
+)
+from statexchange.processes import host_identity, pid_namespace
+from statexchange.shared_memory import Arena, Attached, Kind, attach
+
+__all__ = ["meet"]
+
+
+def _is_supported() -> bool:
+    """Whether this machine keeps stores in order and has what the page needs."""
+    return platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
+
+
+def meet(rank: int, world_size: int, exchange: Callable[[bytes], list[bytes]]) -> ControlPage | None:
+    """Set up a page for ranks that can only `exchange` messages so far; None, on all, where that is impossible.
+
+    Collective. It is tried, not guessed: ranks of several hosts or with separate /proc and /dev/shm get None.
+    """
+    ours = json.dumps([host_identity(), pid_namespace(), _is_supported()]).encode()
+    hosts = [json.loads(answer) for answer in exchange(ours)]
+    if any(host != hosts[0] or not host[2] for host in hosts):
+        return None
+    for kind in ("memfd", "file"):
+        page = _try_kind(kind, rank, world_size, exchange)
+        if page is not None:
+            return page
+    return None
+
+
+def _try_kind(kind: Kind, rank: int, world_size: int, exchange: Callable[[bytes], list[bytes]]) -> ControlPage | None:
+    arena: Arena | None = None
+    offer: dict[str, Any] | None = None
+    if rank == 0:
+        try:
+            arena = Arena.create(ControlPage.nbytes(world_size), kind)
+            offer = arena.address
+        except StateExchangeError:
+            offer = None  # said to the others as "no": all fall back together
+    address = json.loads(exchange(json.dumps(offer).encode())[0])
+    attached = _try_attach(address)
+    everybody = all(answer == b"1" for answer in exchange(b"1" if attached is not None else b"0"))
+    if arena is not None:
+        arena.close()
+    if not everybody or attached is None:
+        return None
+    page = ControlPage(attached.view, rank, world_size, kind)
+    exchange(b"")  # every row carries its pid before anybody looks for the others
+    sees_all = all(page.sees(other) for other in range(world_size))  # not across PID namespaces
+    return page if all(answer == b"1" for answer in exchange(b"1" if sees_all else b"0")) else None
+
+
+def _try_attach(address: dict[str, Any] | None) -> Attached | None:
+    try:
+        return attach(address) if address is not None else None
+    except StateExchangeError:
+        return None

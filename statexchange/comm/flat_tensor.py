@@ -1,0 +1,105 @@
+"""The tensor or array of a caller as a backend takes it: contiguous, with one dimension, on the backend's device."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+
+from statexchange.comm.backends.backend import Backend
+from statexchange.comm.session import Route
+from statexchange.errors import (
+    UnsupportedError,
+)
+from statexchange.tensors import as_numpy, as_torch, check_dense, check_writable, is_dtensor
+
+__all__ = ["FlatTensor", "flat_for"]
+
+
+class FlatTensor:
+    """A caller's tensor or array, and `data`: its elements as one contiguous dimension on the backend's device.
+
+    `data` is the caller's own memory where that is possible; `write_back` is for where it is not.
+    """
+
+    def __init__(self, given: Any, device: str, *, written: bool) -> None:
+        self.given = given
+        self.tensor = tensor = _tensor_of(given, written=written)
+        at_home = tensor.is_cpu if device == "cpu" else tensor.device.type == device
+        self._lent = at_home and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
+        if self._lent:
+            # torch calls no or one element contiguous whatever its stride is, but then refuses to see it as bytes
+            plain = tensor.dim() == 1 and tensor.stride(0) == 1
+            self.data = tensor if plain else tensor.as_strided((tensor.numel(),), (1,))
+            return
+        there = (tensor if at_home else tensor.to(device)).resolve_conj().resolve_neg()
+        self.data = there.contiguous().view(-1)
+
+    @property
+    def text(self) -> str:
+        """Dtype and shape in words."""
+        return _text_of(self.tensor.dtype, self.tensor.shape)
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """`data` as uint8."""
+        return self.data.view(torch.uint8)
+
+    def write_back(self) -> Any:
+        """What the caller gave, which now holds `data`."""
+        if not self._lent:
+            self.tensor.copy_(self.data.view(self.tensor.shape))
+        if isinstance(self.given, np.ndarray):
+            array = as_numpy(self.tensor)
+            if not np.may_share_memory(self.given, array):
+                self.given[...] = array
+        return self.given
+
+    def start_from(self, given: FlatTensor) -> torch.Tensor:
+        """What to reduce so that the result can go here: a failure must find a caller's `out` as it was."""
+        return self.data if given is self else given.data.clone()
+
+    def finish_with(self, result: torch.Tensor) -> Any:
+        """What the caller gave, which now holds `result`."""
+        if result is not self.data:
+            self.data.copy_(result)
+        return self.write_back()
+
+    @property
+    def kind(self) -> str:
+        """What results for this caller should be: "array", or tensors of "cpu" or "cuda"."""
+        return "array" if isinstance(self.given, np.ndarray) else self.tensor.device.type
+
+
+def flat_for(route: Route, given: Any, *, written: bool) -> tuple[FlatTensor, Backend]:
+    """What a caller gave, on the device of the backend that will move it."""
+    backend = route.backend_of(given)
+    return FlatTensor(given, backend.device_type, written=written), backend
+
+
+@functools.lru_cache(maxsize=4096)
+def _text_of(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype)[6:]}{list(shape)}"
+
+
+def _tensor_of(given: Any, *, written: bool) -> torch.Tensor:
+    if not isinstance(given, torch.Tensor):
+        if isinstance(given, np.ndarray):
+            return _tensor_of_array(given, written=written)
+        raise UnsupportedError(f"a torch tensor or numpy array is wanted, not {type(given).__name__}")
+    if type(given) is not torch.Tensor and is_dtensor(given):
+        raise UnsupportedError("a DTensor has parts on other ranks: give its to_local()")
+    check_dense(given)
+    if written:
+        check_writable(given)
+    return given.detach() if given.requires_grad else given
+
+
+def _tensor_of_array(array: np.ndarray[Any, Any], *, written: bool) -> torch.Tensor:
+    if written:
+        check_writable(array)
+    plain = np.ascontiguousarray(array).reshape(array.shape)
+    tensor: torch.Tensor = as_torch(plain if plain.flags.writeable else plain.copy())
+    return tensor

@@ -1,0 +1,91 @@
+"""From rank to rank: a note that says what comes, the answer of the receiver, and the data if both want the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from statexchange.comm.backends.backend import Backend
+from statexchange.comm.calls import call_site, mark_of
+from statexchange.comm.flat_tensor import FlatTensor, flat_for
+from statexchange.comm.session import Route
+from statexchange.comm.wait import Wait
+from statexchange.errors import (
+    InvalidArgumentError,
+    MismatchError,
+)
+
+__all__ = ["recv", "send"]
+
+_HEADER, _ANSWER, _DATA = 0, 1, 2  # tags of what goes from rank to rank
+_NOTE_BYTES = 320
+
+
+def send(route: Route, tensor: Any, dst: int, async_op: bool) -> Any:
+    """See `Communicator.send`. Not collective."""
+    return _pass(route, tensor, dst, "send", async_op)
+
+
+def recv(route: Route, tensor: Any, src: int, async_op: bool) -> Any:
+    """See `Communicator.recv`. Not collective."""
+    return _pass(route, tensor, src, "recv", async_op)
+
+
+def _pass(route: Route, tensor: Any, peer: int, verb: str, async_op: bool) -> Any:
+    route.session.raise_if_dead()
+    if not hasattr(peer, "__index__") or not 0 <= peer < route.world_size or peer == route.rank:
+        raise InvalidArgumentError(
+            f"cannot {verb}: rank {peer!r} is no other rank of {route.world_size}", rank=route.rank
+        )
+    refusal: Exception | None = None
+    flat: FlatTensor | None = None
+    backend = route.backend_for("cpu")
+    try:
+        flat, backend = flat_for(route, tensor, written=verb == "recv")
+        text = flat.text
+    except Exception as error:  # noqa: BLE001 (whatever it is, the other must not wait)
+        refusal, text = error, f"refused: {error}"
+    note = f"rank {route.rank} called {verb} {text} {'to' if verb == 'send' else 'from'} {peer} at {call_site()}"
+
+    def body(wait: Wait) -> Any:
+        theirs = (_offer if verb == "send" else _await_offer)(backend, peer, text, note, wait)
+        if refusal is not None:
+            raise refusal
+        if theirs is not None:
+            raise MismatchError(f"ranks met in different calls: {note}; {theirs}")
+        assert flat is not None
+        if verb == "send":
+            backend.send(flat.bytes, peer, _DATA, wait)
+            return tensor
+        backend.recv(flat.bytes, peer, _DATA, wait)
+        return flat.write_back()
+
+    return route.session.deliver(backend, verb, peer, f"{verb} {text}", body, async_op)
+
+
+def _offer(backend: Backend, peer: int, text: str, note: str, wait: Wait) -> str | None:
+    """Say what comes; the other's note if it wants something else."""
+    backend.send(_note(text, note), peer, _HEADER, wait)
+    answer = torch.empty(_NOTE_BYTES, dtype=torch.uint8, device="cpu")
+    backend.recv(answer, peer, _ANSWER, wait)
+    return _differs(text, answer)
+
+
+def _await_offer(backend: Backend, peer: int, text: str, note: str, wait: Wait) -> str | None:
+    """Hear what comes, and say what is wanted; the other's note if that is something else."""
+    offer = torch.empty(_NOTE_BYTES, dtype=torch.uint8, device="cpu")
+    backend.recv(offer, peer, _HEADER, wait)
+    backend.send(_note(text, note), peer, _ANSWER, wait)
+    return _differs(text, offer)
+
+
+def _note(text: str, note: str) -> torch.Tensor:
+    said = note.encode()[: _NOTE_BYTES - 8].ljust(_NOTE_BYTES - 8, b"\0")
+    return torch.frombuffer(bytearray(mark_of(text) + said), dtype=torch.uint8)
+
+
+def _differs(text: str, note: torch.Tensor) -> str | None:
+    theirs = bytes(note.numpy().data)
+    same = theirs[:8] == mark_of(text)
+    return None if same else theirs[8:].rstrip(b"\0").decode(errors="replace")
