@@ -14,7 +14,7 @@ from typing import Any
 
 from statexchange.comm import forks
 from statexchange.comm.backends.single import SingleBackend
-from statexchange.comm.bootstrap import communicator, refuse_inherited
+from statexchange.comm.bootstrap import form_communicator, refuse_inherited
 from statexchange.comm.communicator import Communicator
 from statexchange.settings import check_timeout, default_timeout_s
 
@@ -79,7 +79,7 @@ def _forget_at_exit() -> None:
 
 
 def torch_default_group() -> Any:
-    """The default group of torch.distributed, if the caller has imported torch and initialised it."""
+    """Return torch.distributed's default group, if the caller has imported torch and initialised it."""
     if "torch.distributed" not in sys.modules:
         return None
     from statexchange.comm.backends.torch_groups import default_group
@@ -88,62 +88,106 @@ def torch_default_group() -> Any:
 
 
 def adopted(group: object) -> Communicator | None:
-    """The communicator of `group`, if it has been adopted. Not collective."""
+    """Return the communicator of `group`, if it has been adopted. Not collective."""
     return _registry.find(group)
 
 
 def alone() -> Communicator:
-    """The communicator of a world of one. Not collective."""
-    return _registry.adopt(_ALONE, lambda wait_s: communicator(SingleBackend(), wait_s), None)
+    """Return the communicator of a world of one. Not collective."""
+    return _registry.adopt(_ALONE, lambda wait_s: form_communicator(SingleBackend(), wait_s), None)
 
 
 def from_process_group(group: Any, *, timeout_s: float | None = None) -> Communicator:
-    """The communicator of a torch ProcessGroup. Collective over the group, the first time."""
+    """Return the communicator of a torch ProcessGroup; it is made once.
+
+    Collective over the group, the first time. Blocks until all its ranks have called.
+
+    Args:
+        group: A ProcessGroup of torch.distributed.
+        timeout_s: How long waits for peers may take, in seconds without progress.
+
+    Returns:
+        The communicator, the same each time.
+
+    Raises:
+        StallError: The ranks that it names did not come in time.
+        ForkedError: This process was forked from a rank, to which the group belongs.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> comm = sx.comm.from_process_group(dist.group.WORLD)
+        >>> comm.world_size
+        1
+        >>> dist.destroy_process_group()
+    """
     return _registry.adopt(group, lambda wait_s: of_process_group(group, wait_s), timeout_s)
 
 
 def of_process_group(group: Any, timeout_s: float, *, check: bool = True) -> Communicator:
-    """A new communicator of a torch ProcessGroup, which is not adopted. Collective over the group."""
+    """Form a communicator of a torch ProcessGroup without adopting it. Collective over the group."""
     import torch.distributed as dist
 
     from statexchange.comm.backends.gloo import TorchBackend
     from statexchange.comm.backends.nccl import NCCLBackend
 
-    carrier = TorchBackend(group, timeout_s)
-    devices = NCCLBackend(group, carrier) if "nccl" in str(dist.get_backend_config(group)) else None
-    return communicator(carrier, timeout_s, check=check, start=lambda: (carrier, devices))
+    bootstrap = TorchBackend(group, timeout_s)
+    devices = NCCLBackend(group, bootstrap) if "nccl" in str(dist.get_backend_config(group)) else None
+    return form_communicator(bootstrap, timeout_s, check=check, start=lambda: (bootstrap, devices))
 
 
 def from_mpi(mpi_comm: Any, *, timeout_s: float | None = None) -> Communicator:
-    """The communicator of an mpi4py communicator. Collective over it, the first time."""
+    """Return the communicator of an mpi4py communicator; it is made once, over a duplicate.
+
+    Collective over it, the first time. Blocks until all its ranks have called.
+
+    Args:
+        mpi_comm: An mpi4py communicator. Its own messages are not touched.
+        timeout_s: How long waits for peers may take, in seconds without progress.
+
+    Returns:
+        The communicator, the same each time.
+
+    Raises:
+        MissingExtraError: mpi4py or an MPI library is not installed.
+        StallError: The ranks that it names did not come in time.
+        ForkedError: This process was forked from a rank, to which `mpi_comm` belongs.
+    """
     from statexchange.comm.backends.mpi import MPIBackend
 
     def make(wait_s: float) -> Communicator:
-        return communicator(MPIBackend(mpi_comm, timeout_s=wait_s), wait_s)
+        return form_communicator(MPIBackend(mpi_comm, timeout_s=wait_s), wait_s)
 
     return _registry.adopt(mpi_comm, make, timeout_s)
 
 
 def of_mesh(mesh: Any) -> Communicator:
-    """The communicator of a mesh's ranks, found by the ranks: slicing a mesh makes a new object each time."""
+    """Return the communicator of the ranks of a DeviceMesh. Collective over them, the first time.
+
+    It is found by the ranks, since slicing a mesh makes a new object each time.
+    """
     from statexchange.comm.backends.gloo import TorchBackend
     from statexchange.comm.backends.torch_groups import mesh_group
 
-    torchs = torch_default_group()
+    torch_group = torch_default_group()
 
     def make(wait_s: float) -> Communicator:
         group = mesh_group(mesh, wait_s)
-        return from_process_group(group) if group is torchs else communicator(TorchBackend(group, wait_s), wait_s)
+        return (
+            from_process_group(group)
+            if group is torch_group
+            else form_communicator(TorchBackend(group, wait_s), wait_s)
+        )
 
-    return _registry.adopt(torchs, make, None, "mesh", *sorted(mesh.mesh.flatten().tolist()))
+    return _registry.adopt(torch_group, make, None, "mesh", *sorted(mesh.mesh.flatten().tolist()))
 
 
 def of_ranks_of_torch(ranks: Sequence[int]) -> Communicator:
-    """The communicator of these ranks of torch's default group, in that order. Collective over them only."""
+    """Return the communicator of these ranks of torch's default group, in that order. Collective over them only."""
     from statexchange.comm.backends.gloo import of_ranks
 
     def make(wait_s: float) -> Communicator:
-        return communicator(of_ranks(ranks, wait_s), wait_s)
+        return form_communicator(of_ranks(ranks, wait_s), wait_s)
 
     return _registry.adopt(torch_default_group(), make, None, "ranks", *ranks)
 

@@ -2,7 +2,7 @@
 
 The ranks begin with a bootstrap backend, over which they can do no more than exchange bytes. They tell each other their
 hosts, try whether all of them share memory, and set up what notices failures: the control page on one host, the failure
-board between hosts. Only then is the transport started, so that a rank that fails in it ends the start on all ranks.
+detector between hosts. Only then is the transport started, so that a rank that fails in it ends the start on all ranks.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from statexchange.comm.backends.single import SingleBackend
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.failure.control_page import ControlPage
 from statexchange.comm.failure.monitor import GroupMonitor, forming_group
-from statexchange.comm.failure.page_setup import meet
-from statexchange.comm.failure.setup import open_board
+from statexchange.comm.failure.page_setup import open_control_page
+from statexchange.comm.failure.start import start_failure_detector
 from statexchange.comm.session import Session
-from statexchange.comm.topology import Place
+from statexchange.comm.topology import Topology
 from statexchange.comm.wait import Wait
 from statexchange.errors import ForkedError, UnsupportedError, from_record, needs_torch, to_record
 from statexchange.processes import host_identity
 from statexchange.settings import detect_launch
 from statexchange.shared_memory import sweep
 
-__all__ = ["Start", "communicator", "is_forked_from_rank", "launchers_local_rank", "refuse_inherited"]
+__all__ = ["Start", "form_communicator", "is_forked_from_rank", "launchers_local_rank", "refuse_inherited"]
 
 _alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
-_ON_NODE = 1  # the fingerprint of meetings within a collective that all hosts have entered alike
+_ENTER_ON_NODE = 1  # the fingerprint of meetings within a collective that all hosts have entered alike
 _log = logging.getLogger("statexchange")
 
 
@@ -78,31 +78,31 @@ def refuse_inherited(group: object) -> None:
         raise ForkedError("this process was forked from a rank, to which this group belongs")
 
 
-def communicator(
-    carrier: Backend,
+def form_communicator(
+    bootstrap: Backend,
     timeout_s: float,
     *,
     prefer: str = "auto",
     check: bool = True,
     start: Start | None = None,
 ) -> Communicator:
-    """A communicator of the ranks that can exchange messages over `carrier`. Collective.
+    """A communicator of the ranks that can exchange messages over `bootstrap`. Collective.
 
     `prefer` "auto" takes shared memory where all ranks share a host, and both where some do; "shm" insists on it;
-    "carrier" takes the carrier itself. `start` is called when the ranks see each other's failures: it returns what is
-    the carrier from then on, and what moves the tensors of GPUs, if anything does.
+    "transport" takes the transport alone. `start` is called when the ranks see each other's failures: it returns the
+    transport, which then takes the place of `bootstrap`, and what moves the tensors of GPUs, if anything does.
     """
     sweep()
-    if carrier.world_size == 1:
+    if bootstrap.world_size == 1:
         if start is not None:
-            carrier, _ = start()
+            bootstrap, _ = start()
         forks.cut_off_in_children(_inheritance)
-        alone = Session(SingleBackend(), carrier, None, None, Place(0, (0,), (platform.node(),)), timeout_s)
-        return Communicator(alone, _run_identity(secrets.token_hex(8)), communicator)
+        alone = Session(SingleBackend(), bootstrap, None, None, Topology(0, (0,), (platform.node(),)), timeout_s)
+        return Communicator(alone, _run_identity(secrets.token_hex(8)), form_communicator)
     try:
-        made = Communicator(*_meet(carrier, timeout_s, prefer, check, start), communicator)
+        made = Communicator(*_form_session(bootstrap, timeout_s, prefer, check, start), form_communicator)
     except BaseException:
-        carrier.close()  # an error that somebody keeps must not keep rank 0's port
+        bootstrap.close()  # an error that somebody keeps must not keep rank 0's port
         raise
     _alive.add(made)
     forks.cut_off_in_children(_inheritance)
@@ -110,49 +110,53 @@ def communicator(
     return made
 
 
-def _meet(carrier: Backend, timeout_s: float, prefer: str, check: bool, start: Start | None) -> tuple[Session, str]:
+def _form_session(
+    bootstrap: Backend, timeout_s: float, prefer: str, check: bool, start: Start | None
+) -> tuple[Session, str]:
     """The session of all ranks and the name of their run. Collective."""
 
-    def exchange(payload: bytes) -> list[bytes]:
-        return carrier.exchange(payload, Wait(timeout_s, "the meeting of all ranks"))
+    def all_gather_bytes(payload: bytes) -> list[bytes]:
+        return bootstrap.all_gather_bytes(payload, Wait(timeout_s, "the meeting of all ranks"))
 
     has_torch = importlib.util.find_spec("torch") is not None
-    ours = [host_identity(), platform.node(), secrets.token_hex(8), launchers_local_rank(carrier), has_torch]
-    facts = [json.loads(answer) for answer in exchange(json.dumps(ours).encode())]
-    place = _place(facts, carrier.rank)
-    page = meet(carrier.rank, carrier.world_size, exchange)
+    ours = [host_identity(), platform.node(), secrets.token_hex(8), launchers_local_rank(bootstrap), has_torch]
+    facts = [json.loads(answer) for answer in all_gather_bytes(json.dumps(ours).encode())]
+    topology = _topology(facts, bootstrap.rank)
+    page = open_control_page(bootstrap.rank, bootstrap.world_size, all_gather_bytes)
     run = _run_identity(facts[0][2])
     if not all(fact[4] for fact in facts):
         prefer = _without_torch(prefer)
     devices = None
     if page is not None:
-        with _failing_together(page, page, place):
+        with _failing_together(page, page, topology):
             if start is not None:
-                carrier, devices = start()
+                bootstrap, devices = start()
                 start = None
-            backend = carrier if prefer == "carrier" else _shared_memory_backend(page, carrier, timeout_s)
+            backend = bootstrap if prefer == "transport" else _shared_memory_backend(page, bootstrap, timeout_s)
         if backend is not None:
-            return Session(backend, carrier, page, page, place, timeout_s, check=check, devices=devices), run
-    _say_why_not_shared(place, prefer)
-    board = open_board(carrier, place, timeout_s)
-    with _failing_together(None, board, place):
+            return Session(
+                backend, bootstrap, page, page, topology, timeout_s, check=check, device_backend=devices
+            ), run
+    _report_no_shared_memory(topology, prefer)
+    detector = start_failure_detector(bootstrap, topology, timeout_s)
+    with _failing_together(None, detector, topology):
         if start is not None:
-            carrier, devices = start()
-        transport = carrier.transport(timeout_s)
-        several = prefer == "auto" and 1 < len(place.leaders) < len(place.nodes)
-        backend = _hierarchical_backend(transport, place, timeout_s) if several else transport
-    session = Session(backend, transport, None, board, place, timeout_s, check=check, devices=devices)
+            bootstrap, devices = start()
+        transport = bootstrap.transport(timeout_s)
+        several = prefer == "auto" and 1 < len(topology.leaders) < len(topology.nodes)
+        backend = _hierarchical_backend(transport, topology, timeout_s) if several else transport
+    session = Session(backend, transport, None, detector, topology, timeout_s, check=check, device_backend=devices)
     return session, run
 
 
 @contextlib.contextmanager
-def _failing_together(page: ControlPage | None, monitor: GroupMonitor | None, place: Place) -> Iterator[None]:
+def _failing_together(page: ControlPage | None, monitor: GroupMonitor | None, topology: Topology) -> Iterator[None]:
     """A block of `init` that ends on all ranks, with an error that names the rank, when it fails on one. Collective."""
     try:
-        with forming_group(monitor, place.hosts):
+        with forming_group(monitor, topology.hosts):
             yield
     except BaseException as error:
-        known = from_record(to_record(error, place.rank, "init", place.hosts[place.rank]))
+        known = from_record(to_record(error, topology.rank, "init", topology.hosts[topology.rank]))
         if page is not None:
             page.leave(known)
         if monitor is not None:
@@ -165,64 +169,64 @@ def _without_torch(prefer: str) -> str:
     """Return what to prefer where a rank has no torch, without which nothing moves through shared memory."""
     if prefer == "shm":
         raise needs_torch('init("shm")')
-    return "carrier"
+    return "transport"
 
 
-def _shared_memory_backend(page: ControlPage, carrier: Backend, timeout_s: float) -> Backend | None:
+def _shared_memory_backend(page: ControlPage, bootstrap: Backend, timeout_s: float) -> Backend | None:
     """Return the backend over `page`; None, on all ranks, if /dev/shm has too little room for it. Collective."""
     from statexchange.comm.backends.shared_memory import SharedMemoryBackend
 
-    backend = SharedMemoryBackend(page, carrier)
+    backend = SharedMemoryBackend(page, bootstrap)
     if page.kind == "memfd" or backend.reserve(Wait(timeout_s, "the reservation of shared memory")):
         return backend
     backend.release()
     return None
 
 
-def _hierarchical_backend(carrier: Backend, place: Place, timeout_s: float) -> Backend:
-    """Shared memory within each host, or else the carrier, and the carrier between hosts. Collective."""
+def _hierarchical_backend(bootstrap: Backend, topology: Topology, timeout_s: float) -> Backend:
+    """Shared memory within each host, or else the bootstrap, and the bootstrap between hosts. Collective."""
     from statexchange.comm.backends.hierarchical import HierarchicalBackend
 
-    local = carrier.subset(place.mates, timeout_s) if len(place.mates) > 1 else SingleBackend()
+    local = bootstrap.new_group(topology.node_ranks, timeout_s) if len(topology.node_ranks) > 1 else SingleBackend()
 
-    def exchange(payload: bytes) -> list[bytes]:
-        return local.exchange(payload, Wait(timeout_s, "the meeting of a host's ranks"))
+    def all_gather_bytes(payload: bytes) -> list[bytes]:
+        return local.all_gather_bytes(payload, Wait(timeout_s, "the meeting of a host's ranks"))
 
-    page = meet(local.rank, local.world_size, exchange) if len(place.mates) > 1 else None
+    page = open_control_page(local.rank, local.world_size, all_gather_bytes) if len(topology.node_ranks) > 1 else None
     shared = None if page is None else _shared_memory_backend(page, local, timeout_s)
     node = local if shared is None else shared
-    leads = place.rank == place.mates[0]
-    leaders = carrier.subset(place.leaders, timeout_s) if leads else None
+    leads = topology.rank == topology.node_ranks[0]
+    leaders = bootstrap.new_group(topology.leaders, timeout_s) if leads else None
 
-    def meet_on_node(location: int, wait: Wait) -> Sequence[int]:
+    def enter_on_node(location: int, wait: Wait) -> Sequence[int]:
         assert page is not None
-        return page.meet(_ON_NODE, location, wait)
+        return page.enter(_ENTER_ON_NODE, location, wait)
 
-    return HierarchicalBackend(carrier, node, leaders, place, meet_on_node)
+    return HierarchicalBackend(bootstrap, node, leaders, topology, enter_on_node)
 
 
-def _say_why_not_shared(place: Place, prefer: str) -> None:
+def _report_no_shared_memory(topology: Topology, prefer: str) -> None:
     """All ranks come here or none: shared memory was tried, and some rank could not."""
-    hosts = sorted(set(place.hosts))
+    hosts = sorted(set(topology.hosts))
     if prefer == "shm":
         raise UnsupportedError(
             f"the ranks, on {', '.join(hosts)}, cannot share memory: they need one host, and one /proc, "
             "or one /dev/shm with room for some MiB of each rank"
         )
-    if len(place.leaders) == 1 and place.rank == 0:
+    if len(topology.leaders) == 1 and topology.rank == 0:
         _log.warning(
             "the ranks on %s cannot share memory (containers, or a small /dev/shm?): messages go over sockets, slower",
             hosts[0],
         )
 
 
-def launchers_local_rank(carrier: Backend | Communicator) -> int | None:
+def launchers_local_rank(bootstrap: Backend | Communicator) -> int | None:
     """Return this process's local rank as its launcher counts; None if these are not the ranks that it has started."""
     launch = detect_launch()
-    return launch.local_rank if (launch.rank, launch.world_size) == (carrier.rank, carrier.world_size) else None
+    return launch.local_rank if (launch.rank, launch.world_size) == (bootstrap.rank, bootstrap.world_size) else None
 
 
-def _place(facts: list[list[Any]], rank: int) -> Place:
+def _topology(facts: list[list[Any]], rank: int) -> Topology:
     identities = [fact[0] for fact in facts]
     distinct = list(dict.fromkeys(identities))
     nodes = tuple(distinct.index(identity) for identity in identities)
@@ -230,7 +234,7 @@ def _place(facts: list[list[Any]], rank: int) -> Place:
     # Open MPI 5 does not count a host's ranks in rank order. What scripts see before `init` must be true after it.
     expected = [(node, local_rank) for node in range(len(distinct)) for local_rank in range(nodes.count(node))]
     trusted = None not in local_ranks and sorted(zip(nodes, local_ranks, strict=True)) == expected
-    return Place(rank, nodes, tuple(fact[1] for fact in facts), tuple(local_ranks) if trusted else ())
+    return Topology(rank, nodes, tuple(fact[1] for fact in facts), tuple(local_ranks) if trusted else ())
 
 
 def _run_identity(nonce: str) -> str:

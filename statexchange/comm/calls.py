@@ -18,8 +18,8 @@ from statexchange import values
 
 __all__ = ["Call", "about", "call_site", "encoded", "mark_of", "public_call", "public_call_name", "step_text"]
 
-_ROOM = os.path.dirname(__file__)
-_PACKAGE = os.path.dirname(_ROOM) + os.sep
+_PACKAGE_DIRECTORY = os.path.dirname(__file__)
+_PACKAGE = os.path.dirname(_PACKAGE_DIRECTORY) + os.sep
 _CALLERS = os.path.join(_PACKAGE, "testing") + os.sep  # a part of the package that calls as others do
 
 

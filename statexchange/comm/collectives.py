@@ -107,7 +107,7 @@ def all_reduce_multiple(
     first = groups[0][1] if groups else route.backend_for("cpu")
 
     def body(wait: Wait) -> Any:
-        if not groups and first.meets:
+        if not groups and first.enters_itself:
             wait.enter()
         for reduction, backend, flats in groups:
             together = flats[0].data if len(flats) == 1 else torch.cat([flat.data for flat in flats])
@@ -150,7 +150,7 @@ def reduce(route: Route, tensor: Any, op: str, root: int, out: Any, async_op: bo
     return route.collective(Call(f"reduce {reduction.text} {given.text} to {root}"), backend, body, async_op)
 
 
-def through_leaders(route: Route, tensor: Any, between: Between, doing: str) -> None:
+def through_leaders(route: Route, tensor: Any, between: Between, operation: str) -> None:
     """See `Communicator.through_leaders`. Collective."""
 
     def prepare() -> tuple[FlatTensor, Backend]:
@@ -159,16 +159,16 @@ def through_leaders(route: Route, tensor: Any, between: Between, doing: str) -> 
         backend = route.hierarchy or route.backend_for(tensor.device.type)
         return FlatTensor(tensor, backend.device_type, written=True), backend
 
-    given, backend = _refusing(route, doing, prepare)
+    given, backend = _refusing(route, operation, prepare)
 
     def body(wait: Wait) -> None:
         if given.data.numel():
             backend.through_leaders(given.data, between, wait)
-        elif backend.meets:
+        elif backend.enters_itself:
             wait.enter()
         given.write_back()
 
-    route.collective(Call(f"{doing} of {given.text}"), backend, body, async_op=False)
+    route.collective(Call(f"{operation} of {given.text}"), backend, body, async_op=False)
 
 
 def broadcast(route: Route, tensor: Any, root: int, out: Any, async_op: bool) -> Any:
@@ -318,7 +318,7 @@ def empty(route: Route, shape: Sequence[int], dtype: torch.dtype) -> torch.Tenso
     backend = route.backend_for("cpu")
 
     def body(wait: Wait) -> torch.Tensor:
-        if backend.meets:
+        if backend.enters_itself:
             wait.enter()
         memory = backend.empty(nbytes, wait) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
         return memory[:nbytes].view(dtype).view(tuple(shape))

@@ -1,4 +1,11 @@
-"""The communicator: the public face of ranks that belong together."""
+"""The communicator: the public face of ranks that belong together.
+
+A communicator prepares no tensors and keeps no order itself. `collectives` prepares what callers give, the session
+(session.py) keeps the order of calls, compares them across ranks and learns of failure, and a backend moves the bytes.
+
+A hierarchical communicator has a second side, `flat`, whose collectives treat all ranks alike. Both sides share the
+session, the groups made from them and their shared memory; they differ only in the route of their tensors.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +38,13 @@ __all__ = ["AbandonedError", "CommLike", "Communicator"]
 # What callers may pass as `comm`.
 CommLike: TypeAlias = "Communicator | torch.distributed.ProcessGroup | DeviceMesh | MPI.Comm"
 Buffer = Any  # a torch tensor or a numpy array
-Former: TypeAlias = Callable[[Backend, float], "Communicator"]
+FormCommunicator: TypeAlias = Callable[[Backend, float], "Communicator"]
 """What forms the communicator of a group, from a backend over which its ranks exchange bytes, and a deadline."""
 
 
 @functools.cache
 def _tensors() -> Any:
-    """What needs torch, and is slow to import again and again."""
+    """Return the module that needs torch; to import it again and again is slow."""
     with needing_torch("a collective on tensors or arrays"):
         from statexchange.comm import collectives
     return collectives
@@ -45,7 +52,7 @@ def _tensors() -> Any:
 
 @functools.cache
 def _messages() -> Any:
-    """As `_tensors`, for what goes from rank to rank."""
+    """As `_tensors`, for what goes from one rank to another."""
     with needing_torch("send and recv"):
         from statexchange.comm import point_to_point
     return point_to_point
@@ -56,21 +63,17 @@ class _Groups:
 
     def __init__(self) -> None:
         self.made: dict[tuple[int, ...], Communicator] = {}
-        self.making: dict[tuple[int, ...], threading.Lock] = {}  # so that two threads do not make one at once
+        self.locks: dict[tuple[int, ...], threading.Lock] = {}  # so that two threads do not make one at once
 
 
 class Communicator:
-    """Ranks of one group.
+    """The ranks of one group. Made by `init`, `from_process_group` or `from_mpi`.
 
-    Made by `init`, `from_process_group` or `from_mpi`. Attributes: `rank`, `world_size`, `local_rank` (within the
-    host), `local_world_size`, `node_rank`, `num_nodes`, `backend` (its name), `device` (where this rank computes),
-    `hosts` (the name of each rank's host), `run` (an identity that all its ranks share and no other job has),
-    `timeout_s` (of waits for peers) and `arenas` (shared memory that its ranks fill for each other).
-
-    Collective calls must be made by all ranks, with matching arguments, in the same order: ranks that meet in different
-    calls all raise MismatchError. So do threads that use it at once: give each thread its own, from `duplicate`. Calls
-    of one thread meet those of the same thread on other ranks, counted by first use; so a pool of several threads, as
-    that of `asyncio.to_thread`, can use no communicator, even one call at a time: give it one worker.
+    Collective methods must be called by all ranks, with matching arguments, in the same order: ranks that meet in
+    different calls all raise MismatchError. So do threads that use it at once: give each thread its own, from
+    `duplicate`. Calls of one thread meet those of the same thread on other ranks, counted by first use; so a pool of
+    several threads, as that of `asyncio.to_thread`, can use no communicator, even one call at a time: give it one
+    worker.
 
     A rank that dies, leaves or does not come makes the others raise PeerError or StallError, and every later call
     raises the same. StallError says that no rank has completed the call; where that cannot be learned, it is an
@@ -79,29 +82,54 @@ class Communicator:
     It belongs to the process that made it: in a child that is forked from a rank every call raises ForkedError, and
     nothing reaches the other ranks; its attributes may be read there. Tensors from `empty`, and gradients that a
     reducer keeps in shared memory, are shared with such a child: its parent sees what it writes there.
+
+    Attributes:
+        run: An identity that all its ranks share and no other job has.
+        arenas: Shared memory that its ranks fill for each other.
+
+    Example:
+        >>> comm = sx.init("single")
+        >>> comm
+        Communicator('single', rank 0 of 1)
+        >>> comm.all_reduce(torch.ones(2))
+        tensor([1., 1.])
+        >>> comm.all_gather_object({"rank": comm.rank})
+        [{'rank': 0}]
     """
 
-    def __init__(self, session: Session, run: str, form: Former, *, flat_of: Communicator | None = None) -> None:
-        """`form` makes the communicators of groups. `flat_of` is the one that this is the flat side of, if any."""
+    def __init__(
+        self, session: Session, run: str, form: FormCommunicator, *, flat_side_of: Communicator | None = None
+    ) -> None:
+        """`form` makes the communicators of groups; `flat_side_of` is the one with which this shares all but routes."""
         self._session = session
         self._form = form
         self.run = run
-        if flat_of is None:
+        if flat_side_of is None:
             self._route = Route(session, session.backend)
             self._groups = _Groups()
             self._flat: Communicator | None = None
             self.arenas = ArenaExchange(self.shared_memory or "memfd")
         else:
-            self._route = Route(session, session.carrier, ", flat")
-            self._groups = flat_of._groups  # noqa: SLF001 (the other side of this one)
+            self._route = Route(session, session.transport, ", flat")
+            self._groups = flat_side_of._groups  # noqa: SLF001 (the other side of this one)
             self._flat = self
-            self.arenas = flat_of.arenas
+            self.arenas = flat_side_of.arenas
 
     def __repr__(self) -> str:
         return f"Communicator({self.backend!r}, rank {self.rank} of {self.world_size})"
 
     def compute_on(self, device: str) -> None:
-        """Say which device `device` names from now on. Not collective."""
+        """Set which device `device` names from now on. Not collective.
+
+        Args:
+            device: A name that torch knows.
+
+        Example:
+            >>> comm = sx.init("single")
+            >>> comm.compute_on("cpu")
+            >>> comm.device
+            device(type='cpu')
+        """
         self._session.device = device
 
     @property
@@ -117,8 +145,7 @@ class Communicator:
     @property
     def backend(self) -> str:
         """Name of the backend."""
-        session = self._session
-        return (session.devices or self._route.backend_for("cpu")).name
+        return (self._session.device_backend or self._route.backend_for("cpu")).name
 
     @property
     def device(self) -> torch.device:
@@ -130,36 +157,36 @@ class Communicator:
     @property
     def local_rank(self) -> int:
         """This rank among the ranks of its host."""
-        return self._session.place.local_rank
+        return self._session.topology.local_rank
 
     @property
     def local_world_size(self) -> int:
         """Number of ranks on this host."""
-        return len(self._session.place.mates)
+        return len(self._session.topology.node_ranks)
 
     @property
     def node_rank(self) -> int:
         """This host among the hosts."""
-        return self._session.place.nodes[self.rank]
+        return self._session.topology.nodes[self.rank]
 
     @property
     def nodes(self) -> tuple[int, ...]:
         """The number of each rank's host, by rank."""
-        return self._session.place.nodes
+        return self._session.topology.nodes
 
     @property
     def num_nodes(self) -> int:
         """Number of hosts."""
-        return len(self._session.place.leaders)
+        return len(self._session.topology.leaders)
 
     @property
     def hosts(self) -> tuple[str, ...]:
         """The name of each rank's host, by rank."""
-        return self._session.place.hosts
+        return self._session.topology.hosts
 
     @property
     def timeout_s(self) -> float:
-        """How long a wait for peers may take, in seconds."""
+        """How long a wait for peers may take, in seconds without progress."""
         return self._session.timeout_s
 
     @property
@@ -175,7 +202,14 @@ class Communicator:
         return self._session.is_inherited
 
     def raise_if_inherited(self) -> None:
-        """ForkedError in a child that was forked from the rank. Not collective."""
+        """Raise ForkedError in a child that was forked from the rank. Not collective.
+
+        Raises:
+            ForkedError: This process is such a child.
+
+        Example:
+            >>> sx.init("single").raise_if_inherited()
+        """
         self._session.raise_if_inherited()
 
     @property
@@ -184,7 +218,19 @@ class Communicator:
         return self._session.dead is not None
 
     def raise_if_closed(self) -> None:
-        """Raise what every later call raises, if this has been closed or has failed. Not collective."""
+        """Raise what every later call raises, if this has been closed or has failed. Not collective.
+
+        Raises:
+            NotInitializedError: It has been closed.
+            StateExchangeError: The error of which it has failed.
+
+        Example:
+            >>> comm = sx.init("single")
+            >>> comm.close()
+            >>> comm.raise_if_closed()
+            Traceback (most recent call last):
+            statexchange.errors.NotInitializedError: ...
+        """
         self._session.raise_if_dead()
 
     @property
@@ -194,22 +240,41 @@ class Communicator:
 
     # Messages
 
-    def exchange(
+    def all_gather_bytes(
         self,
         payload: bytes,
         *,
         root: int | None = None,
         timeout_s: float | None = None,
-        doing: str = "an exchange",
+        operation: str = "all_gather_bytes",
     ) -> list[bytes]:
-        """Every rank's bytes in rank order; if `root` is given, [] on other ranks.
+        """Return the bytes of all ranks in rank order, on all ranks or on `root` only.
 
-        Collective. Blocks until all ranks have called; `timeout_s` None means this communicator's, inf no deadline.
+        Collective. Blocks until all ranks have called.
+
+        Args:
+            payload: The bytes of this rank, of any length.
+            root: The only rank that gets the answers; the others get [].
+            timeout_s: How long to wait; None is this communicator's `timeout_s`, inf is no deadline.
+            operation: What this call is for, in words for errors.
+
+        Returns:
+            One entry for each rank.
+
+        Raises:
+            MismatchError: The ranks have called different things.
+            StallError: A rank did not come in time.
+            PeerError: A rank has failed or left.
+
+        Example:
+            >>> sx.init("single").all_gather_bytes(b"shape")
+            [b'shape']
         """
         refusal = _refusal_of(timeout_s)
         if refusal is not None:
-            self._session.refuse(doing, refusal)
-        return self._session.exchange(Call(doing if root is None else f"{doing} on {root}"), payload, root, timeout_s)
+            self._session.refuse(operation, refusal)
+        call = Call(operation if root is None else f"{operation} on {root}")
+        return self._session.all_gather_bytes(call, payload, root, timeout_s)
 
     # Callers
 
@@ -219,13 +284,31 @@ class Communicator:
         return self._session.callers.number()
 
     def forget_callers(self) -> None:
-        """Count callers from here on: who has made this communicator need not be one of them. Not collective."""
+        """Count callers from here on: the thread that made this communicator need not be one. Not collective.
+
+        Example:
+            >>> comm = sx.init("single")
+            >>> comm.forget_callers()
+            >>> comm.caller
+            0
+        """
         self._session.callers.restart()
 
     def called_by(self, caller: int) -> contextlib.AbstractContextManager[None]:
-        """A block in which a thread of autograd's engine calls as `caller`; others call as themselves.
+        """A block in which a thread of autograd's engine calls as `caller`; others call as themselves. Not collective.
 
-        Not collective. For hooks: which thread runs them differs from rank to rank.
+        For hooks: which thread runs them differs from rank to rank.
+
+        Args:
+            caller: The number of the thread for which the hooks run.
+
+        Returns:
+            A context manager.
+
+        Example:
+            >>> comm = sx.init("single")
+            >>> with comm.called_by(comm.caller):
+            ...     comm.barrier()
         """
         return self._session.callers.called_by(caller)
 
@@ -239,11 +322,27 @@ class Communicator:
         timeout_s: float | None = None,
         note: Any = None,
     ) -> list[Any]:
-        """A barrier that carries failure: if any rank passes an error, all raise the same one. Collective.
+        """Wait for all ranks; if any of them passes an error, raise it on all.
 
-        An error of ours is raised as itself on every rank, with the rank where it happened; any other error as
-        `PeerError(rank, phase, cause)`. Ranks that sit in another call meanwhile raise it too. The communicator stays
-        usable, since all ranks have met. Returns every rank's `note`, a JSON value.
+        Collective. Blocks until all ranks have called; ranks that sit in another call meanwhile raise the error, too.
+        The communicator stays usable after it, since all ranks have met.
+
+        Args:
+            error: What has failed on this rank.
+            phase: What the ranks have done, in words for errors.
+            timeout_s: How long to wait; None is this communicator's `timeout_s`, inf is no deadline.
+            note: A JSON value for the other ranks.
+
+        Returns:
+            The notes of all ranks, in rank order.
+
+        Raises:
+            StateExchangeError: An error of this package that a rank has passed, with the rank where it happened.
+            PeerError: Any other error that a rank has passed, with that rank, its phase and the cause.
+
+        Example:
+            >>> sx.init("single").agree(note={"loss": 0.5})
+            [{'loss': 0.5}]
         """
         refusal = _refusal_of(timeout_s)
         if refusal is not None:
@@ -258,16 +357,32 @@ class Communicator:
         if error is not None and not isinstance(error, AbandonedError):
             record = self._session.record(error, step_text(phase))
         call = Call(f"the end of {phase}", failure=record)
-        answers = self._session.exchange(call, encoded([record, note]), None, timeout_s)
+        answers = self._session.all_gather_bytes(call, encoded([record, note]), None, timeout_s)
         records, notes = zip(*(values.decode(answer) for answer in answers), strict=True)
         self._session.raise_first(call, records, error)
         return list(notes)
 
     @contextlib.contextmanager
     def phase(self, name: str, *, timeout_s: float | None = None) -> Iterator[None]:
-        """A block that ends in `agree`: what any rank raises in it, all raise. Collective.
+        """A block that ends in `agree`: what any rank raises in it, all raise.
 
-        An interrupt (KeyboardInterrupt, SystemExit) leaves the communicator at once, and the others raise PeerError.
+        Collective. An interrupt (KeyboardInterrupt, SystemExit) leaves the communicator at once, and the others raise
+        PeerError.
+
+        Args:
+            name: What the block does, in words for errors.
+            timeout_s: How long to wait for the other ranks at its end.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            StateExchangeError: As `agree`.
+
+        Example:
+            >>> comm = sx.init("single")
+            >>> with comm.phase("reading the config"):
+            ...     config = {"layers": 2}
         """
         self._session.raise_if_inherited()
         try:
@@ -277,8 +392,8 @@ class Communicator:
                 raise refusal
             yield
         except Exception as error:
-            if error is self._session.dead or error is self._session.settled:
-                raise  # all know
+            if error is self._session.dead or error is self._session.shared_error:
+                raise  # on all ranks already
             self.agree(error, phase=name, timeout_s=timeout_s)
             raise AssertionError("agree must raise") from error
         except BaseException as error:
@@ -289,20 +404,44 @@ class Communicator:
 
     @contextlib.contextmanager
     def checking(self, call: str) -> Iterator[None]:
-        """Validate the arguments of `call` in a block: what it raises on one rank is raised on all, in their next call.
+        """A block that validates the arguments of `call`: what it raises on one rank is raised on all.
 
-        Collective only where it raises: a rank without an error does not communicate. A TypeError, ValueError or
-        AttributeError becomes an InvalidArgumentError.
+        Collective only where it raises: a rank without an error does not communicate, and raises in its next call.
+
+        Args:
+            call: The public call, in words for errors.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            InvalidArgumentError: A TypeError, ValueError or AttributeError of the block; others stay what they are.
+
+        Example:
+            >>> comm = sx.init("single")
+            >>> with comm.checking("resize"):
+            ...     size = int("nine")
+            Traceback (most recent call last):
+            statexchange.errors.InvalidArgumentError: ...
         """
         try:
             yield
         except Exception as refusal:
-            if refusal is self._session.dead or refusal is self._session.settled:
-                raise  # all know
+            if refusal is self._session.dead or refusal is self._session.shared_error:
+                raise  # on all ranks already
             self._session.refuse(call, refusal)
 
     def progress(self) -> None:
-        """Say that bytes move; raises AbandonedError once another rank has failed. Not collective."""
+        """Report that bytes move, which puts off the deadlines of ranks that wait for this one. Not collective.
+
+        Raises:
+            AbandonedError: Another rank has failed: come to the next collective, which raises its error.
+
+        Example:
+            >>> comm = sx.init("single")
+            >>> for part in range(3):
+            ...     comm.progress()
+        """
         self._session.raise_if_inherited()
         monitor = self._session.monitor
         if monitor is not None:
@@ -311,37 +450,97 @@ class Communicator:
                 raise AbandonedError
 
     def barrier(self, timeout_s: float | None = None, tag: str | None = None) -> None:
-        """Return when all ranks have called. Collective.
+        """Return when all ranks have called.
 
-        A StallError after `timeout_s` seconds (default: the communicator's) names all ranks that did not come.
+        Collective. Blocks until all ranks have called.
+
+        Args:
+            timeout_s: How long to wait; None is this communicator's `timeout_s`, inf is no deadline.
+            tag: A name that must be the same on all ranks.
+
+        Raises:
+            StallError: The ranks that it names did not come in time.
+            MismatchError: The ranks have called different things.
+            PeerError: A rank has failed or left.
+
+        Example:
+            >>> sx.init("single").barrier(tag="before the epoch")
         """
         refusal = _refusal_of(timeout_s)
         if refusal is not None:
             self._session.refuse("barrier", refusal)
-        self._session.exchange(Call(f"barrier {tag!r}" if tag else "a barrier"), b"", None, timeout_s)
+        call = Call(f"barrier {tag!r}" if tag else "a barrier")
+        self._session.all_gather_bytes(call, b"", None, timeout_s)
 
     # Values
 
     def gather_object(self, obj: Any, *, root: int = 0) -> list[Any]:
-        """The JSON values (see `values`) of all ranks in rank order on `root`, [] elsewhere. Collective.
+        """Return the values of all ranks in rank order, on `root` only.
 
-        A value that cannot be encoded on one rank is an error on all.
+        Collective. A value that cannot be encoded on one rank is an error on all.
+
+        Args:
+            obj: A JSON value, see `values`.
+            root: The rank that gets the values.
+
+        Returns:
+            One value for each rank on `root`, [] elsewhere.
+
+        Raises:
+            InvalidArgumentError: A value cannot be encoded, or `root` is no rank.
+
+        Example:
+            >>> sx.init("single").gather_object((1, "a"))
+            [(1, 'a')]
         """
         self._check_root(root, "gather_object")
-        found = self._exchange_values(f"gather_object on {root}", obj, values.types_of(obj))
+        found = self._gather_values(f"gather_object on {root}", obj, values.types_of(obj))
         return found if self.rank == root else []
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """The JSON values of all ranks in rank order, on every rank. Collective."""
-        return self._exchange_values("all_gather_object", obj, values.types_of(obj))
+        """Return the values of all ranks in rank order, on every rank.
+
+        Collective. A value that cannot be encoded on one rank is an error on all.
+
+        Args:
+            obj: A JSON value, see `values`.
+
+        Returns:
+            One value for each rank.
+
+        Raises:
+            InvalidArgumentError: A value cannot be encoded.
+
+        Example:
+            >>> sx.init("single").all_gather_object("host a")
+            ['host a']
+        """
+        return self._gather_values("all_gather_object", obj, values.types_of(obj))
 
     def broadcast_object(self, obj: Any = None, *, root: int = 0) -> Any:
-        """Root's JSON value, on every rank; the others' `obj` only lends its types. Collective."""
-        self._check_root(root, "broadcast_object")
-        told = obj if self.rank == root else None
-        return self._exchange_values(f"broadcast_object from {root}", told, values.types_of(obj))[root]
+        """Return the value of `root`, on every rank.
 
-    def _exchange_values(self, verb: str, obj: Any, types: Mapping[str, type]) -> list[Any]:
+        Collective.
+
+        Args:
+            obj: On `root`, a JSON value; elsewhere a value whose dataclasses the result is decoded to, or None.
+            root: The rank whose value it is.
+
+        Returns:
+            The value.
+
+        Raises:
+            InvalidArgumentError: The value cannot be encoded, or `root` is no rank.
+
+        Example:
+            >>> sx.init("single").broadcast_object({"seed": 1})
+            {'seed': 1}
+        """
+        self._check_root(root, "broadcast_object")
+        sent = obj if self.rank == root else None
+        return self._gather_values(f"broadcast_object from {root}", sent, values.types_of(obj))[root]
+
+    def _gather_values(self, verb: str, obj: Any, types: Mapping[str, type]) -> list[Any]:
         failure: Exception | None = None
         try:
             payload = encoded([None, obj])
@@ -349,23 +548,40 @@ class Communicator:
             failure = error
             payload = encoded([self._session.record(error, step_text("encoding its value")), None])
         call = Call(verb)
-        answers = self._session.exchange(call, payload)
+        answers = self._session.all_gather_bytes(call, payload)
         records, found = zip(*(values.decode(answer, types=types) for answer in answers), strict=True)
         self._session.raise_first(call, records, failure)
         return list(found)
 
-    # Tensors: `collectives` prepares them, here they are put in order
+    # Tensors
 
     def all_reduce(
         self, tensor: Buffer, op: str = "sum", *, out: Buffer = None, scale: float = 1.0, async_op: bool = False
     ) -> Any:
-        """The reduction of all ranks' `tensor`, times `scale`; in place, or in `out`, which is returned.
+        """Reduce the tensors of all ranks, in place or into `out`.
 
-        Collective. `op` is "sum", "avg", "min", "max", "prod" or a torch ReduceOp. All ranks get equal bits. Halves are
-        added up in float32 where that matters; what does not fit into an integer dtype is a NumericOverflowError;
-        averages of integers, float8 and the order of complex numbers are an UnsupportedError, which is a TypeError,
-        before anything is sent.
-        With `async_op`, a Work whose `wait` returns the result.
+        Collective. All ranks get equal bits. float16 and bfloat16 are added up in float32 where that matters. Averages
+        of integers, float8 and the order of complex numbers are refused before anything is sent.
+
+        Args:
+            tensor: A torch tensor or numpy array, of one shape and dtype on all ranks.
+            op: "sum", "avg", "min", "max", "prod" or a torch ReduceOp.
+            out: Where the result goes instead of `tensor`.
+            scale: A factor for the result.
+            async_op: Return at once.
+
+        Returns:
+            `tensor` or `out`; with `async_op` a Work whose `wait` returns it.
+
+        Raises:
+            UnsupportedError: The dtype cannot be reduced by `op`. It is a TypeError.
+            NumericOverflowError: The result does not fit into an integer dtype.
+            MismatchError: The ranks have called different things.
+
+        Example:
+            >>> comm = sx.init("single")
+            >>> comm.all_reduce(torch.tensor([1.0, 2.0]), "avg", scale=0.5)
+            tensor([0.5000, 1.0000])
         """
         return _tensors().all_reduce(self._route, tensor, op, out, scale, async_op)
 
@@ -378,139 +594,415 @@ class Communicator:
         contiguous: bool = True,
         async_op: bool = False,
     ) -> Any:
-        """`all_reduce` of each of `tensors`, in place; the list is returned, and nothing is done for an empty one.
+        """Reduce each of `tensors` in place, as `all_reduce`.
 
-        Collective. With `contiguous`, those of one dtype and device travel as one. No tensor may be given twice.
+        Collective. Nothing is sent for an empty list.
+
+        Args:
+            tensors: Tensors or arrays, none of them twice.
+            op: As in `all_reduce`.
+            scale: A factor for the results.
+            contiguous: Send those of one dtype and device together.
+            async_op: Return at once.
+
+        Returns:
+            The list; with `async_op` a Work whose `wait` returns it.
+
+        Raises:
+            UnsupportedError: As `all_reduce`.
+            NumericOverflowError: As `all_reduce`.
+            MismatchError: As `all_reduce`.
+
+        Example:
+            >>> comm = sx.init("single")
+            >>> comm.all_reduce_multiple([torch.ones(2), torch.zeros(1)], "max")
+            [tensor([1., 1.]), tensor([0.])]
         """
         return _tensors().all_reduce_multiple(self._route, tensors, op, scale, contiguous, async_op)
 
     def reduce(
         self, tensor: Buffer, op: str = "sum", *, root: int = 0, out: Buffer = None, async_op: bool = False
     ) -> Any:
-        """As `all_reduce`, on `root` only; other ranks' `tensor` and `out` stay as they are, and `tensor` is returned.
+        """Reduce the tensors of all ranks, on `root` only.
 
-        Collective.
+        Collective. `tensor` and `out` of the other ranks stay as they are.
+
+        Args:
+            tensor: As in `all_reduce`.
+            op: As in `all_reduce`.
+            root: The rank that gets the result.
+            out: Where the result goes instead of `tensor`.
+            async_op: Return at once.
+
+        Returns:
+            On `root`, `tensor` or `out`; elsewhere `tensor`; with `async_op` a Work whose `wait` returns it.
+
+        Raises:
+            UnsupportedError: As `all_reduce`.
+            NumericOverflowError: As `all_reduce`.
+            MismatchError: As `all_reduce`.
+
+        Example:
+            >>> comm = sx.init("single")
+            >>> comm.reduce(torch.tensor([3]), root=0)
+            tensor([3])
         """
         return _tensors().reduce(self._route, tensor, op, root, out, async_op)
 
-    def through_leaders(self, tensor: Buffer, between: Between, *, doing: str = "through_leaders") -> None:
-        """Sum `tensor` within each host, let the hosts' leaders exchange the sums, and give each host its leader's.
+    def through_leaders(self, tensor: Buffer, between: Between, *, operation: str = "through_leaders") -> None:
+        """Sum `tensor` within each host, let the leaders exchange the sums, and copy each leader's to its host.
 
-        Collective. A leader is the first rank of its host; `between(leaders, sums)` is called there only, with a
-        `Leaders` and the host's sum as one dimension on the backend's device, which it changes in place. Without a
-        hierarchy, as on one host or over `flat`, each rank leads itself alone. `tensor` is floating, and its sum must
-        not overflow. `doing` names the call in errors.
+        Collective. A leader is the first rank of its host. Without a hierarchy, as on one host or over `flat`, each
+        rank leads itself alone.
+
+        Args:
+            tensor: Of a floating dtype; its sum must not overflow.
+            between: Called on leaders with a `Leaders` and the host's sum, as one dimension on the device of the
+                backend, which it changes in place.
+            operation: What this call is for, in words for errors.
+
+        Raises:
+            InvalidArgumentError: `tensor` is not of a floating dtype.
+            MismatchError: The ranks have called different things.
+
+        Example:
+            >>> comm = sx.init("single")
+            >>> tensor = torch.ones(2)
+            >>> comm.through_leaders(tensor, lambda leaders, total: total.mul_(sum(leaders.counts) + 1))
+            >>> tensor
+            tensor([2., 2.])
         """
-        _tensors().through_leaders(self._route, tensor, between, doing)
+        _tensors().through_leaders(self._route, tensor, between, operation)
 
     def broadcast(self, tensor: Buffer, *, root: int = 0, out: Buffer = None, async_op: bool = False) -> Any:
-        """Root's `tensor` on every rank: in place, or in `out`, on root too; which is returned. Collective."""
+        """Copy the tensor of `root` to every rank, in place or into `out`.
+
+        Collective.
+
+        Args:
+            tensor: Of one shape and dtype on all ranks.
+            root: The rank whose tensor it is.
+            out: Where the result goes instead of `tensor`, on `root` too.
+            async_op: Return at once.
+
+        Returns:
+            `tensor` or `out`; with `async_op` a Work whose `wait` returns it.
+
+        Raises:
+            MismatchError: The ranks have called different things.
+
+        Example:
+            >>> sx.init("single").broadcast(torch.arange(3))
+            tensor([0, 1, 2])
+        """
         return _tensors().broadcast(self._route, tensor, root, out, async_op)
 
     def all_gather(self, tensor: Buffer, *, async_op: bool = False) -> Any:
-        """All ranks' tensors, of one shape and dtype, as a list of new ones in rank order. Collective."""
+        """Return the tensors of all ranks, on every rank.
+
+        Collective.
+
+        Args:
+            tensor: Of one shape and dtype on all ranks.
+            async_op: Return at once.
+
+        Returns:
+            A list of new tensors in rank order; with `async_op` a Work whose `wait` returns it.
+
+        Raises:
+            MismatchError: The ranks have called different things.
+
+        Example:
+            >>> sx.init("single").all_gather(torch.tensor([7]))
+            [tensor([7])]
+        """
         return _tensors().all_gather(self._route, tensor, async_op)
 
     def gather(self, tensor: Buffer, *, root: int = 0, async_op: bool = False) -> Any:
-        """As `all_gather` on `root`, [] elsewhere. Collective."""
+        """Return the tensors of all ranks, on `root` only.
+
+        Collective.
+
+        Args:
+            tensor: Of one shape and dtype on all ranks.
+            root: The rank that gets the tensors.
+            async_op: Return at once.
+
+        Returns:
+            A list of new tensors in rank order on `root`, [] elsewhere; with `async_op` a Work whose `wait` returns it.
+
+        Raises:
+            MismatchError: The ranks have called different things.
+
+        Example:
+            >>> sx.init("single").gather(np.arange(2))
+            [array([0, 1])]
+        """
         return _tensors().gather(self._route, tensor, root, async_op)
 
     def scatter(self, tensors: Sequence[Buffer] | None = None, *, root: int = 0, async_op: bool = False) -> Any:
-        """A new tensor: root's `tensors[rank]`, of any shape and dtype. Collective; other ranks give nothing."""
+        """Return this rank's tensor of those that `root` gives.
+
+        Collective.
+
+        Args:
+            tensors: On `root`, one for each rank, of any shapes and dtypes; elsewhere None.
+            root: The rank that gives the tensors.
+            async_op: Return at once.
+
+        Returns:
+            A new tensor; with `async_op` a Work whose `wait` returns it.
+
+        Raises:
+            InvalidArgumentError: There is not one tensor for each rank.
+            MismatchError: The ranks have called different things.
+
+        Example:
+            >>> sx.init("single").scatter([torch.tensor([5])])
+            tensor([5])
+        """
         return _tensors().scatter(self._route, tensors, root, async_op)
 
     def reduce_scatter(self, tensor: Buffer, op: str = "sum", *, async_op: bool = False) -> Any:
-        """This rank's part of the reduction, a new tensor: dimension 0 is cut into `world_size` parts. Collective."""
+        """Return this rank's part of the reduction of all ranks' tensors.
+
+        Collective.
+
+        Args:
+            tensor: As in `all_reduce`; its dimension 0 is divided into `world_size` equal parts.
+            op: As in `all_reduce`.
+            async_op: Return at once.
+
+        Returns:
+            A new tensor; with `async_op` a Work whose `wait` returns it.
+
+        Raises:
+            InvalidArgumentError: Dimension 0 is not a multiple of `world_size`.
+            UnsupportedError: As `all_reduce`.
+            MismatchError: The ranks have called different things.
+
+        Example:
+            >>> sx.init("single").reduce_scatter(torch.ones(2, 2))
+            tensor([[1., 1.],
+                    [1., 1.]])
+        """
         return _tensors().reduce_scatter(self._route, tensor, op, async_op)
 
     def all_to_all(self, tensors: Sequence[Buffer], *, async_op: bool = False) -> Any:
-        """New tensors: from each rank the one that it has for this one; shapes and dtypes may differ. Collective."""
+        """Return from each rank the tensor that it gives for this one.
+
+        Collective.
+
+        Args:
+            tensors: One for each rank; shapes and dtypes may differ.
+            async_op: Return at once.
+
+        Returns:
+            A list of new tensors in rank order; with `async_op` a Work whose `wait` returns it.
+
+        Raises:
+            InvalidArgumentError: There is not one tensor for each rank.
+            MismatchError: The ranks have called different things.
+
+        Example:
+            >>> sx.init("single").all_to_all([torch.tensor([1, 2])])
+            [tensor([1, 2])]
+        """
         return _tensors().all_to_all(self._route, tensors, async_op)
 
     def send(self, tensor: Buffer, dst: int, *, async_op: bool = False) -> Any:
-        """Send `tensor` to `dst`, which must `recv` one of the same shape and dtype: else both raise MismatchError.
+        """Send `tensor` to rank `dst`, which must call `recv` with one of the same shape and dtype.
 
         Not collective. Blocks until the receiver is there. Tensors for one rank arrive in the order of the calls.
+
+        Args:
+            tensor: What is sent.
+            dst: Another rank.
+            async_op: Return at once.
+
+        Returns:
+            `tensor`; with `async_op` a Work whose `wait` returns it.
+
+        Raises:
+            InvalidArgumentError: `dst` is no other rank.
+            MismatchError: The receiver expects another shape or dtype; it raises the same.
+            PeerError: The receiver has failed or left.
+
+        Example:
+            >>> comm = sx.init("single")
+            >>> comm.send(torch.ones(1), dst=1)
+            Traceback (most recent call last):
+            statexchange.errors.InvalidArgumentError: cannot send: rank 1 is no other rank of 1...
         """
         return _messages().send(self._route, tensor, dst, async_op)
 
     def recv(self, tensor: Buffer, src: int, *, async_op: bool = False) -> Any:
-        """`tensor`, in place, from `src`; it is returned. Not collective. Blocks until it is there."""
+        """Receive into `tensor` what rank `src` sends.
+
+        Not collective. Blocks until it has arrived.
+
+        Args:
+            tensor: Where it goes.
+            src: Another rank.
+            async_op: Return at once.
+
+        Returns:
+            `tensor`; with `async_op` a Work whose `wait` returns it.
+
+        Raises:
+            InvalidArgumentError: `src` is no other rank.
+            MismatchError: The sender has another shape or dtype; it raises the same.
+            PeerError: The sender has failed or left.
+
+        Example:
+            >>> comm = sx.init("single")
+            >>> comm.recv(torch.empty(1), src=1)
+            Traceback (most recent call last):
+            statexchange.errors.InvalidArgumentError: cannot recv: rank 1 is no other rank of 1...
+        """
         return _messages().recv(self._route, tensor, src, async_op)
 
     def wait_all(self) -> None:
-        """Return when all work that was begun with `async_op` is done; computing that follows sees its results.
+        """Return when all work that was begun with `async_op` is done.
 
-        Not collective. Raises the first error of work whose `wait` nobody has called.
+        Not collective. Blocks until then; what is computed afterwards sees the results.
+
+        Raises:
+            StateExchangeError: The first error of work whose `wait` nobody has called.
+
+        Example:
+            >>> comm = sx.init("single")
+            >>> tensor = torch.ones(1)
+            >>> work = comm.all_reduce(tensor, scale=2.0, async_op=True)
+            >>> comm.wait_all()
+            >>> tensor
+            tensor([2.])
         """
         self._session.wait_all()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor, uninitialised, that collectives of this communicator reduce without copying it.
+        """Return an uninitialised tensor that collectives of this communicator reduce without copying it.
 
         Collective, with equal arguments. Its memory is used again once nothing refers to it.
+
+        Args:
+            shape: Its shape.
+            dtype: Its dtype.
+
+        Returns:
+            A new tensor, in memory that the ranks of a host share where they can.
+
+        Raises:
+            InvalidArgumentError: `shape` or `dtype` is none.
+            MismatchError: The ranks have called different things.
+
+        Example:
+            >>> sx.init("single").empty((2, 3), torch.float32).shape
+            torch.Size([2, 3])
         """
         return cast("torch.Tensor", _tensors().empty(self._route, shape, dtype))
 
     # Groups
 
-    def subset(self, ranks: Sequence[int]) -> Communicator:
-        """The communicator of `ranks` (of this one), in that order; made once, then the same.
+    def new_group(self, ranks: Sequence[int]) -> Communicator:
+        """Return the communicator of `ranks`, in that order; it is made once.
 
-        Collective over `ranks`: nobody else has to call. ValueError if ranks repeat, do not exist or lack the caller;
-        MismatchError if its ranks give different orders.
+        Collective over `ranks` only: nobody else has to call.
+
+        Args:
+            ranks: Ranks of this communicator, this one among them.
+
+        Returns:
+            A communicator in which `ranks[i]` has rank i.
+
+        Raises:
+            InvalidArgumentError: Ranks repeat, do not exist or lack this one.
+            MismatchError: Its ranks give different orders.
+            StallError: The ranks that it names did not come in time.
+
+        Example:
+            >>> comm = sx.init("single")
+            >>> comm.new_group([0]).world_size
+            1
         """
         self._session.raise_if_dead()
         check_ranks(ranks, self.rank, self.world_size)
         key = tuple(ranks)
-        with self._groups.making.setdefault(key, threading.Lock()):
-            if key not in self._groups.made or self._groups.made[key].is_closed:
+        made = self._groups.made
+        with self._groups.locks.setdefault(key, threading.Lock()):
+            if key not in made or made[key].is_closed:
                 with self._session.forming_group():
-                    carrier = self._session.group_of(key)
-                    ours = carrier is self._session.carrier  # all ranks, in their own order
-                    self._groups.made[key] = self if ours else self._form(carrier, self._session.timeout_s)
-            return self._groups.made[key]
+                    bootstrap = self._session.group_of(key)
+                    is_whole = bootstrap is self._session.transport  # all ranks, in their own order
+                    made[key] = self if is_whole else self._form(bootstrap, self._session.timeout_s)
+            return made[key]
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """The communicator of all ranks that give the same `color`, ordered by `key`, then rank; None for None.
+        """Return the communicator of all ranks that give the same `color`.
 
         Collective over all ranks.
+
+        Args:
+            color: Which group this rank joins; None joins none.
+            key: Ranks of a group are ordered by `key`, then by rank.
+
+        Returns:
+            The communicator of this rank's group; None for None.
+
+        Raises:
+            InvalidArgumentError: `color` or `key` is no integer.
+
+        Example:
+            >>> comm = sx.init("single")
+            >>> comm.split(color=comm.rank % 2).world_size
+            1
         """
         if not isinstance(color, (int, type(None))) or not isinstance(key, int):
             what = f"color and key are integers, not {color!r} and {key!r}"
             self._session.refuse("split", InvalidArgumentError(what))
-        chosen = self._exchange_values("split", [color, key], {})
+        chosen = self._gather_values("split", [color, key], {})
         if color is None:
             return None
         members = [(k, rank) for rank, (c, k) in enumerate(chosen) if c == color]
-        return self.subset([rank for _, rank in sorted(members)])
+        return self.new_group([rank for _, rank in sorted(members)])
 
     def duplicate(self) -> Communicator:
-        """A new communicator of the same ranks, for another thread: its calls need not keep the order of this one's.
+        """Return a new communicator of the same ranks, for another thread.
 
-        Collective.
+        Collective. Calls of the new one need not keep the order of this one's.
+
+        Returns:
+            A communicator of its own.
+
+        Raises:
+            StallError: The ranks that it names did not come in time.
+
+        Example:
+            >>> comm = sx.init("single")
+            >>> comm.duplicate() is comm
+            False
         """
         session, call = self._session, Call("duplicate")
         everybody = tuple(range(self.world_size))
 
         def make() -> Communicator:
             with session.forming_group():
-                carrier = session.carrier.subset(everybody, self.timeout_s)
-                return self._form(carrier, self.timeout_s)
+                bootstrap = session.transport.new_group(everybody, self.timeout_s)
+                return self._form(bootstrap, self.timeout_s)
 
-        with self._groups.making.setdefault(everybody, threading.Lock()):
-            session.exchange(call, b"")
+        with self._groups.locks.setdefault(everybody, threading.Lock()):
+            session.all_gather_bytes(call, b"")
             return session.guarded(call, make)
 
     @property
     def node(self) -> Communicator:
         """The communicator of the ranks on this host. Collective over them, the first time."""
-        return self.subset(self._session.place.mates_in_order)
+        return self.new_group(self._session.topology.node_ranks_in_order)
 
     @property
     def leaders(self) -> Communicator | None:
         """The communicator of each host's first rank; None on other ranks. Collective over those, the first time."""
-        return self.subset(self._session.place.firsts) if self.local_rank == 0 else None
+        return self.new_group(self._session.topology.first_ranks) if self.local_rank == 0 else None
 
     @property
     def flat(self) -> Communicator:
@@ -521,39 +1013,58 @@ class Communicator:
         """
         if self._flat is None:
             is_flat = self._route.hierarchy is None
-            self._flat = self if is_flat else Communicator(self._session, self.run, self._form, flat_of=self)
+            self._flat = self if is_flat else Communicator(self._session, self.run, self._form, flat_side_of=self)
         return self._flat
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave: peers that still wait for this rank raise PeerError, with `error` as its cause. Not collective.
+        """Leave: peers that still wait for this rank raise PeerError.
 
-        Reducers of this communicator let go of their parameters. Nothing happens in a child that was forked from the
-        rank: it is no rank that could leave.
+        Not collective. Reducers of this communicator let go of their parameters. Nothing happens in a child that was
+        forked from the rank: it is no rank that could leave.
+
+        Args:
+            error: Why this rank leaves; the cause that the others report.
+
+        Example:
+            >>> comm = sx.init("single")
+            >>> comm.close()
+            >>> comm.is_closed
+            True
         """
         if self.is_inherited:
             return
         for dependent in list(self.dependents):
             dependent.close()
-        for subset in self._groups.made.values():
-            if subset is not self:
-                subset.close(error)
+        for group in self._groups.made.values():
+            if group is not self:
+                group.close(error)
         self._session.close(error)
         self.arenas.close()
 
     def _check_root(self, root: int, verb: str) -> None:
-        """InvalidArgumentError, on all ranks, unless `root` is a rank of this communicator."""
+        """Raise InvalidArgumentError, on all ranks, unless `root` is a rank of this communicator."""
         try:
             self.check_root(root)
         except InvalidArgumentError as refusal:
             self._session.refuse(verb, refusal)
 
     def check_root(self, root: int) -> None:
-        """InvalidArgumentError unless `root` is a rank of this communicator. Not collective."""
+        """Raise InvalidArgumentError unless `root` is a rank of this communicator. Not collective.
+
+        Args:
+            root: What a caller has given as a rank.
+
+        Raises:
+            InvalidArgumentError: It is none.
+
+        Example:
+            >>> sx.init("single").check_root(0)
+        """
         self._session.check_root(root)
 
 
 def _refusal_of(timeout_s: Any) -> InvalidArgumentError | None:
-    """What is wrong with a deadline, if anything."""
+    """Return what is wrong with a deadline, if anything."""
     try:
         if timeout_s is not None:
             check_timeout(timeout_s)

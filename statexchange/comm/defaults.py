@@ -1,4 +1,13 @@
-"""Which communicator a call uses: the one of init, that of torch.distributed, or a world of one."""
+"""Which communicator a call uses: the one of `init`, that of torch.distributed, or a world of one.
+
+`comm=None` means the default. It is looked for in this order:
+
+1. what `use` has set in this thread;
+2. what `init` has made for the process;
+3. the default group of torch.distributed, if it is initialised, which is then adopted;
+4. a world of one, unless a launcher has started several ranks: then NotInitializedError, as a program that forgot to
+   call `init` would otherwise compute the same thing on every rank.
+"""
 
 from __future__ import annotations
 
@@ -31,25 +40,25 @@ __all__ = [
     "use",
 ]
 
-# What `use` says in this thread; where it says nothing, what `init` has made for the process.
+# What `use` has set in this thread; where it has set nothing, what `init` has made for the process.
 _default: ContextVar[Communicator | None] = ContextVar("statexchange_communicator")
 _of_process: Communicator | None = None
 
 
 def default() -> Communicator | None:
-    """What `use` says in this thread, else what `init` has made for the process.
+    """Return what `use` has set in this thread, else what `init` has made for the process. Not collective.
 
     A world of one from before a fork counts as none.
     """
     try:
-        made = _default.get()
+        comm = _default.get()
     except LookupError:
-        made = _of_process
-    return None if made is not None and made.is_inherited and made.world_size == 1 else made
+        comm = _of_process
+    return None if comm is not None and comm.is_inherited and comm.world_size == 1 else comm
 
 
 def set_default(comm: Communicator | None) -> None:
-    """Make `comm` the default where `default` would look for it."""
+    """Make `comm` the default where `default` looks for it. Not collective."""
     global _of_process
     try:
         _default.get()
@@ -58,15 +67,59 @@ def set_default(comm: Communicator | None) -> None:
         _of_process = comm
 
 
-def as_communicator(comm: CommLike | None = None) -> Communicator:
-    """What `comm=` means: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; None is the default.
+@contextlib.contextmanager
+def use(comm: Communicator | None) -> Iterator[Communicator | None]:
+    """Make `comm` the default inside a block, for this thread; with None, `init` makes another there. Not collective.
 
-    The default is `init`'s; else torch.distributed's default group if it is initialised; else, if a launcher speaks
-    of several ranks, a NotInitializedError naming the variable; else a world of one.
+    Args:
+        comm: The default inside the block.
+
+    Yields:
+        `comm`.
+
+    Example:
+        >>> comm = sx.init("single")
+        >>> from statexchange.comm.defaults import use
+        >>> with use(None):
+        ...     sx.is_initialized()
+        False
     """
-    made = _meant_by(comm)
-    made.raise_if_inherited()
-    return made
+    token = _default.set(comm)
+    try:
+        yield comm
+    finally:
+        _default.reset(token)
+
+
+def as_communicator(comm: CommLike | None = None) -> Communicator:
+    """Return the communicator that `comm=` means.
+
+    Collective over the group of `comm` if it is adopted here for the first time; else not collective.
+
+    Args:
+        comm: A Communicator, torch ProcessGroup, DeviceMesh or mpi4py communicator; None is the default, see the top
+            of this module.
+
+    Returns:
+        The communicator, the same each time.
+
+    Raises:
+        NotInitializedError: There is no default, but a launcher has started several ranks.
+        InvalidArgumentError: `comm` is none of these.
+        ForkedError: This process was forked from a rank, to which the communicator belongs.
+
+    Example:
+        >>> from statexchange.comm.defaults import as_communicator
+        >>> comm = sx.init("single")
+        >>> as_communicator(None) is comm
+        True
+        >>> as_communicator("gloo")
+        Traceback (most recent call last):
+        statexchange.errors.InvalidArgumentError: ...
+    """
+    meant = _meant_by(comm)
+    meant.raise_if_inherited()
+    return meant
 
 
 def _meant_by(comm: Any) -> Communicator:
@@ -86,9 +139,9 @@ def _meant_by(comm: Any) -> Communicator:
 
 
 def _default_communicator() -> Communicator:
-    made = default()
-    if made is not None:
-        return made
+    comm = default()
+    if comm is not None:
+        return comm
     group = torch_default_group()
     if group is not None:
         return from_process_group(group)
@@ -103,80 +156,135 @@ def _default_communicator() -> Communicator:
 
 
 def members(ranks: Sequence[int], group: Any = None) -> Communicator:
-    """The communicator of world ranks `ranks`, in that order. Collective over them only: nobody else has to call.
+    """Return the communicator of world ranks `ranks`, in that order.
 
-    `group` is None for the default world; a torch ProcessGroup, whose ranks torch counts in its default group anyway;
-    or anything else that `comm=` takes, in which the ranks are counted.
+    Collective over them only: nobody else has to call.
+
+    Args:
+        ranks: World ranks, this one among them.
+        group: None for the default world; a torch ProcessGroup, whose ranks torch counts in its default group anyway;
+            or anything else that `comm=` takes, in which the ranks are counted.
+
+    Returns:
+        The communicator, the same each time.
+
+    Raises:
+        InvalidArgumentError: Ranks repeat, do not exist or lack this one.
     """
-    torchs = torch_default_group()
-    if group is not None and not (torchs is not None and isinstance(group, type(torchs))):
-        return as_communicator(group).subset(ranks)
+    torch_group = torch_default_group()
+    if group is not None and not (torch_group is not None and isinstance(group, type(torch_group))):
+        return as_communicator(group).new_group(ranks)
     world = current()
-    if world is not None or torchs is None:
-        return (world or as_communicator(None)).subset(ranks)
+    if world is not None or torch_group is None:
+        return (world or as_communicator(None)).new_group(ranks)
     # The default group has no communicator yet, and making one would need ranks that do not take part.
     return adopt.of_ranks_of_torch(ranks)
 
 
-@contextlib.contextmanager
-def use(comm: Communicator | None) -> Iterator[Communicator | None]:
-    """Make `comm` the default inside a block, for this thread; None: there `init` makes another. Not collective."""
-    token = _default.set(comm)
-    try:
-        yield comm
-    finally:
-        _default.reset(token)
-
-
 def current() -> Communicator | None:
-    """The communicator that exists already, made or adopted; never makes one. Not collective."""
-    made = default()
-    if made is not None:
-        return made
-    return adopt.adopted(torch_default_group())
+    """Return the default communicator if it exists already, made or adopted. Not collective."""
+    comm = default()
+    return comm if comm is not None else adopt.adopted(torch_default_group())
 
 
 def is_initialized() -> bool:
-    """Whether `init` has made a communicator in this process. Not collective."""
-    made = default()
-    return made is not None and not made.is_inherited
+    """Return whether `init` has made a communicator in this process. Not collective.
+
+    Returns:
+        True between `init` and `shutdown`.
+
+    Example:
+        >>> comm = sx.init("single")
+        >>> sx.is_initialized()
+        True
+    """
+    comm = default()
+    return comm is not None and not comm.is_inherited
 
 
 def get_communicator() -> Communicator:
-    """The default communicator, as `comm=None` means it. Collective where it has to be made."""
+    """Return the default communicator, as `comm=None` means it.
+
+    Collective where torch's default group is adopted for it; else not collective.
+
+    Returns:
+        The communicator, the same each time.
+
+    Raises:
+        NotInitializedError: There is none, but a launcher has started several ranks.
+
+    Example:
+        >>> comm = sx.init("single")
+        >>> sx.get_communicator() is comm
+        True
+    """
     return as_communicator(None)
 
 
 def get_backend() -> str:
-    """Name of the current backend, "single" before `init`. Not collective."""
-    made = current()
-    return made.backend if made is not None else "single"
+    """Return the name of the default communicator's backend. Not collective.
+
+    Returns:
+        The name, "single" before `init`.
+
+    Example:
+        >>> sx.comm.get_backend()
+        'single'
+    """
+    comm = current()
+    return comm.backend if comm is not None else "single"
 
 
 def get_rank() -> int:
-    """This rank, also by a torch.distributed that nobody has adopted yet; 0 before any `init`. Not collective.
+    """Return this rank in the default communicator, or in a torch.distributed that is not adopted. Not collective.
 
-    In a process that was forked from a rank, as a data loader's workers are, that rank.
+    Returns:
+        The rank, 0 before any `init`. In a process that was forked from a rank, as a data loader's workers are, that
+        rank.
+
+    Example:
+        >>> sx.get_rank()
+        0
     """
-    made, group = current(), torch_default_group()
-    return made.rank if made is not None else int(group.rank()) if group is not None else 0
+    comm, group = current(), torch_default_group()
+    if comm is not None:
+        return comm.rank
+    return int(group.rank()) if group is not None else 0
 
 
 def get_world_size() -> int:
-    """Number of ranks, as `get_rank` knows them; 1 before any `init`. Not collective."""
-    made, group = current(), torch_default_group()
-    return made.world_size if made is not None else int(group.size()) if group is not None else 1
+    """Return the number of ranks, as `get_rank` knows them. Not collective.
+
+    Returns:
+        The number, 1 before any `init`.
+
+    Example:
+        >>> sx.get_world_size()
+        1
+    """
+    comm, group = current(), torch_default_group()
+    if comm is not None:
+        return comm.world_size
+    return int(group.size()) if group is not None else 1
 
 
 def get_local_rank() -> int:
-    """Return this rank's number within its host: 0 before any `init`, unless a launcher has started it.
+    """Return this rank's number within its host. Not collective.
 
-    Not collective. Under a launcher it is what the launcher says, before and after `init`. A launcher of several ranks
-    that does not say it is a NotInitializedError before `init`.
+    Returns:
+        What the launcher says, before and after `init`; without a launcher, 0 before `init`.
+
+    Raises:
+        NotInitializedError: Before `init`, under a launcher of several ranks that does not say it.
+
+    Example:
+        >>> comm = sx.init("single")
+        >>> sx.comm.get_local_rank()
+        0
     """
-    made, launch = current(), detect_launch()
-    if made is not None:
-        return local_rank_of(made)
+    comm, launch = current(), detect_launch()
+    if comm is not None:
+        return local_rank_of(comm)
     if launch.local_rank is None:
         raise NotInitializedError(
             f"{launch.variable}={launch.world_size} says that this is one of several ranks, but not which of its host: "
@@ -186,7 +294,7 @@ def get_local_rank() -> int:
     return launch.local_rank
 
 
-def local_rank_of(made: Communicator) -> int:
-    """Return the launcher's local rank of this process, if `made` is of the ranks that it has started."""
-    launchers = launchers_local_rank(made)
-    return made.local_rank if launchers is None else launchers
+def local_rank_of(comm: Communicator) -> int:
+    """Return the launcher's local rank of this process, if `comm` is of the ranks that it has started."""
+    local_rank = launchers_local_rank(comm)
+    return comm.local_rank if local_rank is None else local_rank

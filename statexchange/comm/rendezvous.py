@@ -104,7 +104,7 @@ def _store_by_mpi(backend: Backend, timeout_s: float) -> SharedStore:
             offer[1:3] = server.port, server.nonce
         except NotInitializedError as error:
             offer[3] = error.message
-    host, port, nonce, refusal = json.loads(backend.exchange(json.dumps(offer).encode(), wait)[0])
+    host, port, nonce, refusal = json.loads(backend.all_gather_bytes(json.dumps(offer).encode(), wait)[0])
     if refusal is not None:
         raise NotInitializedError(f"rank 0 on {host}: {refusal}", rank=0)
     try:

@@ -11,7 +11,7 @@ Several threads of a rank may call, but which of them comes first may differ fro
   thread's name is compared with those of the other ranks' callers (`_check_caller`).
 * Threads of autograd's engine are one caller. A reducer, which knows whose backward its hooks run in, lets them call as
   that thread (`called_by`): on some ranks a bucket goes during backward, on others in `finalize`.
-* `send`, `recv` and the making of a subset do not count: not all ranks take part, so the counts would come apart.
+* `send`, `recv` and the making of a group do not count: not all ranks take part, so the counts would come apart.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from statexchange.comm.callers import AUTOGRAD, Callers, is_swapped, is_unclear
 from statexchange.comm.calls import Call, call_site, encoded, public_call_name, step_text
 from statexchange.comm.failure.control_page import ControlPage, DifferentCallsError, closed_error
 from statexchange.comm.failure.monitor import AbandonedError, GroupMonitor, PeerMonitor, forming_group, named_failure
-from statexchange.comm.topology import Place
+from statexchange.comm.topology import Topology
 from statexchange.comm.wait import Wait
 from statexchange.comm.work import Work, WorkQueue
 from statexchange.errors import (
@@ -55,52 +55,63 @@ T = TypeVar("T")
 _CLOSE_S = 1.0
 _OF_ARGUMENTS = (TypeError, ValueError, AttributeError)
 _SECOND_CALLER_S = 0.05  # within which a thread that begins at the same time as another one has begun
-_MET = (MismatchError, NumericOverflowError, InvalidArgumentError, UnsupportedError)  # raised where all ranks have met
+_SHARED_ERRORS = (
+    MismatchError,
+    NumericOverflowError,
+    InvalidArgumentError,
+    UnsupportedError,
+)  # raised where all ranks have met
 
 
 class Session:
     """One rank's part in what its group does together.
 
-    `backend` moves tensors, `devices` those of GPUs, `page` or else `carrier` messages; `monitor` knows who has failed;
-    `device` names the one on which this rank computes. `dead` is what every call raises once the group has failed,
-    `settled` the error that all ranks have raised together last, after which the group goes on, unless a message from
-    rank to rank was cut off by it.
+    Attributes:
+        backend: Moves tensors of CPUs.
+        device_backend: Moves tensors of GPUs, if anything does.
+        page: Carries messages on one host.
+        transport: Carries messages where there is no page; groups are made from it.
+        monitor: Knows who has failed.
+        device: Names the one on which this rank computes.
+        dead: What every call raises once the group has failed.
+        shared_error: What all ranks have raised together last, after which the group goes on, unless it has broken off
+            a message from rank to rank.
     """
 
     def __init__(
         self,
         backend: Backend,
-        carrier: Backend,
+        transport: Backend,
         page: ControlPage | None,
         monitor: GroupMonitor | None,
-        place: Place,
+        topology: Topology,
         timeout_s: float,
         *,
         check: bool = True,
-        devices: Backend | None = None,
+        device_backend: Backend | None = None,
         device: str = "cpu",
     ) -> None:
         self.backend = backend
-        self.carrier = carrier
+        self.transport = transport
         self.page = page
         self.monitor = monitor
-        self.place = place
+        self.topology = topology
         self.timeout_s = timeout_s
-        self.devices = devices
+        self.device_backend = device_backend
         self.device = device
-        self.rank = place.rank
-        self.world_size = len(place.nodes)
+        self.rank = topology.rank
+        self.world_size = len(topology.nodes)
         self.dead: StateExchangeError | None = None
-        self.settled: BaseException | None = None
+        self.shared_error: BaseException | None = None
         self._check = check
-        self._failing: dict[str, Any] | None = None  # what this rank is about to bring to an agreement
-        self._met: StateExchangeError | None = None  # the last error in which all ranks have met
-        self._cut = False  # a message between two ranks was broken off, and may lie around half
-        self._queue = WorkQueue(f"statexchange rank {place.rank}", skips=True)
-        self._lines: dict[tuple[str, int], WorkQueue] = {}
+        self._pending_failure: dict[str, Any] | None = None  # what this rank is about to bring to an agreement
+        self._last_shared_error: StateExchangeError | None = None  # the last error in which all ranks have met
+        self._is_message_cut = False  # a message between two ranks was broken off, and may lie around half
+        self._queue = WorkQueue(f"statexchange rank {topology.rank}", skips=True)
+        self._peer_queues: dict[tuple[str, int], WorkQueue] = {}
         self.dependents: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._turn = threading.Lock()  # held during a call, as two at once would take each other's messages
-        self._holder = 0  # the thread that has it
+        self._call_lock = threading.Lock()  # held during a call, as two at once would take each other's messages
+        self._lock_holder = 0  # the thread that has it
         self.callers = Callers(self.world_size)
         self.is_inherited = False
         forks.cut_off_in_children(self)
@@ -114,10 +125,10 @@ class Session:
             rank=self.rank,
         )
         # A thread that is not here may have held a lock at the moment of the fork.
-        self._turn = threading.Lock()
+        self._call_lock = threading.Lock()
         self.callers.disown()
-        for line in [self._queue, *self._lines.values()]:
-            line.disown(self.dead)
+        for queue in [self._queue, *self._peer_queues.values()]:
+            queue.disown(self.dead)
 
     def _check_caller(self, call: Call, wait: Wait) -> None:
         """Raise DifferentCallsError, on all ranks, if a new caller is another thread on one rank than on another.
@@ -143,24 +154,24 @@ class Session:
         comparison.caller = call.caller
         return [values.decode(answer) for answer in self.messages(comparison, encoded(account), None, wait)]
 
-    def _take_turn(self, call: Call) -> None:
+    def _await_lock(self, call: Call) -> None:
         """Wait for another thread's call to end. InvalidArgumentError if this thread itself is inside a call."""
-        if self._holder == get_ident():
+        if self._lock_holder == get_ident():
             raise InvalidArgumentError(
                 f"{call.text} was called inside another call of this communicator, by a signal handler perhaps: "
                 "use one of its own, from duplicate()"
             )
-        self._turn.acquire()
+        self._call_lock.acquire()
 
     # Meetings
 
-    def exchange(
+    def all_gather_bytes(
         self, call: Call, payload: bytes, root: int | None = None, timeout_s: float | None = None
     ) -> list[bytes]:
         """Every rank's payload in rank order; on `root` only, if that is given. Collective."""
         self.raise_if_dead()
         if call.failure is not None and self.world_size > 1:
-            self._failing = call.failure  # work under way may be the first to meet the others
+            self._pending_failure = call.failure  # work under way may be the first to meet the others
             if self.monitor is not None:
                 self.monitor.request_collective()
         call.caller = self.callers.number()
@@ -176,35 +187,35 @@ class Session:
             return answers
 
         try:
-            return self._in_turn(call, job)
+            return self._one_at_a_time(call, job)
         finally:
             if call.failure is not None:
-                self._failing = None
+                self._pending_failure = None
 
-    def _in_turn(self, call: Call, job: Callable[[], T], *, settles: bool = True) -> T:
+    def _one_at_a_time(self, call: Call, job: Callable[[], T], *, is_shared: bool = True) -> T:
         """`guarded`, while no other thread is inside a call."""
-        if not self._turn.acquire(False):
-            self._take_turn(call)
-        self._holder = get_ident()
+        if not self._call_lock.acquire(False):
+            self._await_lock(call)
+        self._lock_holder = get_ident()
         try:
-            return self.guarded(call, job, settles=settles)
+            return self.guarded(call, job, is_shared=is_shared)
         finally:
-            self._holder = 0
-            self._turn.release()
+            self._lock_holder = 0
+            self._call_lock.release()
 
     def messages(self, call: Call, payload: bytes, root: int | None, wait: Wait) -> list[bytes]:
         """As `exchange`, inside a collective; DifferentCallsError, on all ranks, where they do not call the same."""
         if self.page is not None:
-            return self.page.exchange(payload, root, call.fingerprint, wait)
-        answers = self.carrier.exchange(call.mark + payload, wait)
+            return self.page.all_gather_bytes(payload, root, call.fingerprint, wait)
+        answers = self.transport.all_gather_bytes(call.mark + payload, wait)
         if any(answer[:8] != call.mark for answer in answers):
             raise DifferentCallsError
         return [answer[8:] for answer in answers] if root is None or root == self.rank else []
 
-    def _meet(self, call: Call, location: int, wait: Wait) -> Sequence[int]:
+    def _enter(self, call: Call, location: int, wait: Wait) -> Sequence[int]:
         """The entry of a collective on tensors."""
-        if self.page is not None and (self._check or self.backend.meets):
-            return self.page.meet(call.fingerprint, location, wait)
+        if self.page is not None and (self._check or self.backend.enters_itself):
+            return self.page.enter(call.fingerprint, location, wait)
         if self._check:
             self.messages(call, b"", None, wait)
         return ()
@@ -214,7 +225,7 @@ class Session:
         if self.monitor is not None:
             self.monitor.set_current_op(call.text)
         seconds = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
-        return Wait(seconds, call.text, self.monitor, functools.partial(self._meet, call))
+        return Wait(seconds, call.text, self.monitor, functools.partial(self._enter, call))
 
     def _begin(self, call: Call, timeout_s: float | None = None) -> Wait:
         """The wait of a call whose turn has come, once a new caller is known to all."""
@@ -233,17 +244,17 @@ class Session:
 
     def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work:
         """Run `body` after the meeting of all ranks, in the order of calls. Its caller has found the group alive."""
-        if self.devices is not None:
+        if self.device_backend is not None:
             call.text += f" on {backend.device_type}"
 
         def job() -> T:
             wait = self._begin(call)
-            if not backend.meets and self.world_size > 1:
+            if not backend.enters_itself and self.world_size > 1:
                 wait.enter()
             result = body(wait)
             if self.page is None:
                 self._pass()
-            elif not backend.meets:
+            elif not backend.enters_itself:
                 self.page.sync(wait)  # the page has seen all ranks enter, but not that each has its result
             return result
 
@@ -254,11 +265,11 @@ class Session:
         if async_op:
             call.site = call_site()
             return self._queue.submit(
-                call.text, self._for_caller(backend, lambda: self._in_turn(call, job, settles=False))
+                call.text, self._for_caller(backend, lambda: self._one_at_a_time(call, job, is_shared=False))
             )
         if self._queue.has_begun:
             self._queue.drain()
-        return self._in_turn(call, job)
+        return self._one_at_a_time(call, job)
 
     def refuse(self, verb: str, refusal: Exception) -> NoReturn:
         """Raise what is wrong with this rank's arguments, on all ranks: others may have called in earnest.
@@ -270,12 +281,12 @@ class Session:
             refusal.__cause__ = cause
         if self.world_size > 1:
             step = f"{verb}, refused: {refusal}"
-            self.exchange(Call(step, failure=self.record(refusal, step_text(step))), b"")
+            self.all_gather_bytes(Call(step, failure=self.record(refusal, step_text(step))), b"")
         raise refusal
 
     def record(self, error: BaseException, phase: str) -> dict[str, Any]:
         """What carries an error of this rank to the others."""
-        return to_record(error, self.rank, phase, self.place.hosts[self.rank])
+        return to_record(error, self.rank, phase, self.topology.hosts[self.rank])
 
     def _for_caller(self, backend: Backend, job: Callable[[], T]) -> Callable[[], T]:
         caller = backend.as_caller()
@@ -287,52 +298,56 @@ class Session:
         return run
 
     def deliver(
-        self, backend: Backend, verb: str, peer: int, doing: str, body: Callable[[Wait], T], async_op: bool
+        self, backend: Backend, verb: str, peer: int, operation: str, body: Callable[[Wait], T], async_op: bool
     ) -> T | Work:
         """Run `body` after what goes to, or comes from, `peer` already; in a line of its own, so that a send does not
         hold up the receive that the peer waits for."""
-        line = self._lines.setdefault((verb, peer), WorkQueue(f"statexchange {verb} {peer}"))
-        call = Call(f"{doing} ({'to' if verb == 'send' else 'from'} rank {peer})")
+        queue = self._peer_queues.setdefault((verb, peer), WorkQueue(f"statexchange {verb} {peer}"))
+        call = Call(f"{operation} ({'to' if verb == 'send' else 'from'} rank {peer})")
 
         def job() -> T:
             self.raise_if_dead()
             try:
                 return body(Wait(self.timeout_s, call.text, PeerMonitor(self.monitor, peer)))
             except AbandonedError:
-                self._cut = True
-                if self._met is not None and not (self.monitor is not None and self.monitor.collective_requested()):
-                    self.fail(call, self._met)  # another thread has met the others already
+                self._is_message_cut = True
+                if self._last_shared_error is not None and not self._is_collective_requested():
+                    self.fail(call, self._last_shared_error)  # another thread has met the others already
                 raise
 
         def guarded() -> T:
-            with line.turn:
-                return self.guarded(call, job, settles=False)
+            with queue.turn:
+                return self.guarded(call, job, is_shared=False)
 
         if async_op:
-            return line.submit(call.text, self._for_caller(backend, guarded), lambda: self._follow_the_call(call))
-        line.drain()
+            job_of_caller = self._for_caller(backend, guarded)
+            return queue.submit(call.text, job_of_caller, lambda: self._join_requested_collective(call))
+        queue.drain()
         try:
             return guarded()
         except AbandonedError:
-            self._follow_the_call(call)
+            self._join_requested_collective(call)
 
-    def _follow_the_call(self, call: Call) -> NoReturn:
+    def _join_requested_collective(self, call: Call) -> NoReturn:
         """`call` was broken off, since a rank calls all to hear of its failure: hear it, and raise it."""
-        if self.monitor is not None and self.monitor.collective_requested():
-            self.exchange(Call.of_all(f"{call.text}, broken off"), b"")
-        raise self.dead or self._met or AbandonedError
+        if self._is_collective_requested():
+            self.all_gather_bytes(Call.of_all(f"{call.text}, broken off"), b"")
+        raise self.dead or self._last_shared_error or AbandonedError
+
+    def _is_collective_requested(self) -> bool:
+        return self.monitor is not None and self.monitor.collective_requested()
 
     def drain(self) -> None:
         """Return when all work under way is done; its errors are its own. Not collective."""
-        for line in [self._queue, *self._lines.values()]:
-            line.drain()
+        for queue in [self._queue, *self._peer_queues.values()]:
+            queue.drain()
 
     def wait_all(self) -> None:
         """As `drain`, and raise the first error that nobody has waited for. Not collective."""
         self.raise_if_inherited()
         self.drain()
-        for line in [self._queue, *self._lines.values()]:
-            line.raise_lost()
+        for queue in [self._queue, *self._peer_queues.values()]:
+            queue.raise_lost()
 
     def check_root(self, root: Any) -> None:
         """InvalidArgumentError unless `root` is a rank of this group. Not collective."""
@@ -352,42 +367,42 @@ class Session:
         if self.dead is not None:
             raise self.dead.with_traceback(None)  # else each time adds to it
 
-    def guarded(self, call: Call, body: Callable[[], T], *, settles: bool = True) -> T:
+    def guarded(self, call: Call, body: Callable[[], T], *, is_shared: bool = True) -> T:
         """The value of `body`, whose failure on this rank reaches all.
 
-        An error in which all ranks have met is `settled`, unless it is told later, to who waits for its work.
+        An error in which all ranks have met is `shared_error`, unless it is told later, to who waits for its work.
         """
         try:
             result = body()
         except DifferentCallsError:
-            error = self.guarded(call, lambda: self._explanation(call), settles=settles)
-            self._settle(call, error, settles)
+            error = self.guarded(call, lambda: self._explanation(call), is_shared=is_shared)
+            self._note_shared_error(call, error, is_shared)
             raise error from None
-        except _MET as error:
-            self._settle(call, error, settles)
+        except _SHARED_ERRORS as error:
+            self._note_shared_error(call, error, is_shared)
             raise
         except AbandonedError:
             raise  # nothing has failed here
         except BaseException as error:
-            if error is self.settled or error is self.dead:
+            if error is self.shared_error or error is self.dead:
                 raise
             self.fail(call, error)
             if isinstance(error, StateExchangeError) and error is not self.dead:
                 raise (self.dead or error) from error
             raise
-        if settles:
-            self.settled = None  # all have gone on since
+        if is_shared:
+            self.shared_error = None  # all have gone on since
         return result
 
-    def _settle(self, call: Call, error: StateExchangeError, settles: bool) -> None:
-        self._met = error
-        self.settled = error if settles else None
-        if self._cut:
+    def _note_shared_error(self, call: Call, error: StateExchangeError, is_shared: bool) -> None:
+        self._last_shared_error = error
+        self.shared_error = error if is_shared else None
+        if self._is_message_cut:
             self.fail(call, error)
 
     def _explanation(self, call: Call) -> StateExchangeError:
         """Tell each other what all were about to do; the error that all are to raise."""
-        failing = call.failure or self._failing
+        failing = call.failure or self._pending_failure
         told: dict[str, Any] = {"text": call.text, "site": call.site or call_site(), "failure": failing}
         told |= {"caller": call.caller, "thread": call.thread, "public": call.public}
         explaining = Call.of_all("an explanation")
@@ -411,7 +426,7 @@ class Session:
     def fail(self, call: Call, error: BaseException) -> None:
         """Nothing works here any more: say so to the others, and remember it."""
         if isinstance(error, PeerError):
-            error = named_failure(error, self.monitor, self.place.hosts)
+            error = named_failure(error, self.monitor, self.topology.hosts)
         self.dead = error if isinstance(error, StateExchangeError) else from_record(self.record(error, call.text))
         if self.page is not None:
             self.page.leave(self.dead)
@@ -421,29 +436,29 @@ class Session:
 
     def forming_group(self) -> contextlib.AbstractContextManager[None]:
         """A block that makes a group of ranks of this one: it ends when one of this group's ranks fails."""
-        return forming_group(self.monitor, self.place.hosts)
+        return forming_group(self.monitor, self.topology.hosts)
 
     def group_of(self, ranks: Sequence[int]) -> Backend:
-        """A carrier for `ranks`, in that order; MismatchError on all if they give several. Collective over them."""
+        """A backend of `ranks`, in that order; MismatchError on all if they give several. Collective over them."""
         members = sorted(ranks)
         if len(members) == self.world_size:
-            self.exchange(Call(f"subset({list(ranks)})"), b"")
-            group = self.carrier
+            self.all_gather_bytes(Call(f"new_group({list(ranks)})"), b"")
+            group = self.transport
         else:
             self.raise_if_dead()
             self.drain()
-            group = self.carrier.subset(members, self.timeout_s)
+            group = self.transport.new_group(members, self.timeout_s)
             self._compare_orders(group, ranks, members)
         if members == list(ranks):
             return group
-        return group.subset([members.index(rank) for rank in ranks], self.timeout_s)
+        return group.new_group([members.index(rank) for rank in ranks], self.timeout_s)
 
     def _compare_orders(self, group: Backend, ranks: Sequence[int], members: Sequence[int]) -> None:
-        wait = Wait(self.timeout_s, f"the making of a subset of ranks {list(members)}")
-        answers = group.exchange(encoded([list(ranks), call_site()]), wait)
+        wait = Wait(self.timeout_s, f"the making of a group of ranks {list(members)}")
+        answers = group.all_gather_bytes(encoded([list(ranks), call_site()]), wait)
         orders = [values.decode(answer) for answer in answers]
         if any(order != list(ranks) for order, _ in orders):
-            lines = [f"rank {r} called subset({o}) at {site}" for r, (o, site) in zip(members, orders, strict=True)]
+            lines = [f"rank {r} called new_group({o}) at {site}" for r, (o, site) in zip(members, orders, strict=True)]
             raise MismatchError("ranks met in different calls: " + "; ".join(lines))
 
     def raise_first(self, call: Call, records: Sequence[dict[str, Any] | None], cause: Exception | None) -> None:
@@ -451,7 +466,7 @@ class Session:
         failure = next((record for record in records if record is not None), None)
         if failure is not None:
             known = from_record(failure)
-            self._settle(call, known, settles=True)
+            self._note_shared_error(call, known, is_shared=True)
             if type(known) is type(cause) and isinstance(cause, StateExchangeError):
                 raise known.with_traceback(cause.__traceback__) from cause.__cause__  # the same one, told once
             raise known from cause
@@ -470,8 +485,8 @@ class Session:
         if self.dead is None:
             since = "" if error is None else f" since {type(error).__name__} ended {ended}"
             self.dead = closed_error(self.rank, since)
-        for line in [self._queue, *self._lines.values()]:
-            line.close(_CLOSE_S)
+        for queue in [self._queue, *self._peer_queues.values()]:
+            queue.close(_CLOSE_S)
         if self.monitor is not None:
             self.monitor.close()
         self.backend.close()
@@ -493,14 +508,14 @@ class Route:
 
     def backend_for(self, device_type: str) -> Backend:
         """What moves tensors of this device."""
-        devices = self.session.devices
+        devices = self.session.device_backend
         if devices is not None and device_type == devices.device_type:
             return devices
         return self._backend
 
     def backend_of(self, tensor: Any) -> Backend:
         """Return the backend that moves `tensor`, which may be an array or a wrong argument."""
-        if self.session.devices is None:
+        if self.session.device_backend is None:
             return self._backend
         return self.backend_for(tensor.device.type if hasattr(tensor, "is_cpu") else "cpu")
 

@@ -1,4 +1,13 @@
-"""Waits for peers: how long, for what, and what is asked meanwhile."""
+"""Waits for peers: for what, how long, and what may end them earlier.
+
+No wait of this package blocks in a native call. A wait polls what it waits for, and between two looks it asks its
+monitor. It ends with PeerError when the monitor knows of a failure, and with StallError at its deadline. The deadline
+is put off while any rank reports progress, so it bounds the time without progress, not the whole time.
+
+A wait that is about to raise asks the monitor to give the call up (`FailureMonitor.give_up`). If another rank has
+completed the call meanwhile, the data for this rank is on its way: then the wait goes on for 5 s more, and if the data
+does not come, the outcome is unknown to this rank.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +18,16 @@ import time
 from collections.abc import Callable, Sequence
 
 from statexchange.comm.failure.monitor import FailureMonitor, outer_monitor
-from statexchange.errors import (
-    OutcomeUnknownError,
-    StallError,
-    StateExchangeError,
-)
+from statexchange.errors import OutcomeUnknownError, StallError, StateExchangeError
 
 __all__ = ["Wait", "yield_core"]
 
 _SPINS = 100
-_LAST_NAP_S = 2e-3
+_LONGEST_NAP_S = 2e-3
 _YIELDING_S = 2e-4
-_LOOKS = 16  # naps are 1/16 of the time waited, by which a wait may last too long
-_LOOK_PERIOD_S = 0.05
+_NAPS_PER_WAIT = 16  # naps are 1/16 of the time waited, by which a wait may last too long
+_MONITOR_PERIOD_S = 0.05
 _ON_ITS_WAY_S = 5.0  # time for data that was sent already to arrive
-
 
 # Through ctypes, since os.sched_yield keeps the interpreter locked, in which another thread may want to go on.
 yield_core: Callable[[], object] = (
@@ -32,65 +36,90 @@ yield_core: Callable[[], object] = (
 
 
 class Wait:
-    """A wait for peers: `doing` names what for, `timeout_s` how long, `monitor` tells whether it is still worth it. Its
-    deadline is put off while ranks say that they move bytes.
+    """A wait for peers.
 
-    `enter` is the meeting of all ranks before a collective, in which they compare what they are about to do. A backend
-    may call it at the moment that suits it; otherwise it has been called before. `location` is a number that this rank
-    wants the others to know; those of all ranks come back.
+    Args:
+        timeout_s: The deadline, in seconds without progress.
+        operation: What is waited for, in words for errors.
+        monitor: What knows of failures; by default the one of the `monitored` block that this is in.
+        enter: How the ranks meet before a collective, see `enter`.
     """
 
-    __slots__ = ("_completed", "_deadline", "_enter", "_looked", "_moves", "doing", "monitor", "timeout_s")
+    __slots__ = (
+        "_checked_at",
+        "_deadline",
+        "_enter",
+        "_is_completed",
+        "_progress",
+        "monitor",
+        "operation",
+        "timeout_s",
+    )
 
     def __init__(
         self,
         timeout_s: float,
-        doing: str,
+        operation: str,
         monitor: FailureMonitor | None = None,
         enter: Callable[[int, Wait], Sequence[int]] | None = None,
     ) -> None:
         self.timeout_s = timeout_s
-        self.doing = doing
+        self.operation = operation
         self.monitor = outer_monitor() if monitor is None else monitor
         self._enter = enter
         self._deadline = time.monotonic() + timeout_s
-        self._looked = 0.0
-        self._moves = -1
-        self._completed = False  # on another rank, so that what this one waits for is on its way
+        self._checked_at = 0.0
+        self._progress = -1
+        self._is_completed = False  # on another rank, so that what this one waits for is on its way
 
     def enter(self, location: int = 0) -> Sequence[int]:
-        """Meet the other ranks; an error if they are about to do something else."""
+        """Wait for the entry of all ranks into a collective, in which they compare what they are about to do.
+
+        A backend whose `enters_itself` is true calls this at the moment that suits it; for the others it has been
+        called before. Raises an error, on all ranks, if they are about to do different things.
+
+        Args:
+            location: A number that this rank wants the others to know.
+
+        Returns:
+            The locations of all ranks, in rank order; () where ranks are not compared.
+        """
         return () if self._enter is None else self._enter(location, self)
 
     def poll(self) -> None:
-        """To be called between two looks at what is waited for: PeerError or, past the deadline, StallError."""
+        """Raise PeerError if a rank has failed, StallError past the deadline. To be called between two looks."""
         now = time.monotonic()
-        if now - self._looked >= _LOOK_PERIOD_S:
-            self._looked = now
-            if self.monitor is not None and not self._completed:
-                try:
-                    self.monitor.check(self.doing)
-                except StateExchangeError as error:
-                    self._give_up(error)
-            moves = self.monitor.progress_count() if self.monitor is not None else self._moves
-            if moves != self._moves:
-                self._moves, self._deadline = moves, now + self.timeout_s
+        if now - self._checked_at >= _MONITOR_PERIOD_S:
+            self._checked_at = now
+            self._ask_monitor(now)
         if now > self._deadline:
-            missing = self.monitor.missing_ranks() if self.monitor is not None else ()
-            who = f"ranks {list(missing)}" if missing else "not all ranks"
-            verb = "did not reach" if missing else "reached"
-            message = f"{who} {verb} {self.doing} in {self.timeout_s:g} s"
-            if self._completed:
-                message = f"another rank has completed {self.doing}, but not all that it sent has arrived"
-                raise OutcomeUnknownError(message)
-            self._give_up(StallError(message, missing=missing, rank=missing[0] if missing else None))
+            self._stall()
+
+    def _ask_monitor(self, now: float) -> None:
+        if self.monitor is not None and not self._is_completed:
+            try:
+                self.monitor.check(self.operation)
+            except StateExchangeError as error:
+                self._give_up(error)
+        progress = self.monitor.progress_count() if self.monitor is not None else self._progress
+        if progress != self._progress:
+            self._progress, self._deadline = progress, now + self.timeout_s
+
+    def _stall(self) -> None:
+        if self._is_completed:
+            message = f"another rank has completed {self.operation}, but not all that it sent has arrived"
+            raise OutcomeUnknownError(message)
+        missing = self.monitor.missing_ranks() if self.monitor is not None else ()
+        who = f"ranks {list(missing)} did not reach" if missing else "not all ranks reached"
+        message = f"{who} {self.operation} in {self.timeout_s:g} s"
+        self._give_up(StallError(message, missing=missing, rank=missing[0] if missing else None))
 
     def _give_up(self, error: StateExchangeError) -> None:
         """Raise `error`, unless another rank has completed the call: then wait for what is on its way."""
-        if self.monitor is None or self._completed:
+        if self.monitor is None or self._is_completed:
             raise error
         self.monitor.give_up(error)
-        self._completed = True
+        self._is_completed = True
         self._deadline = time.monotonic() + _ON_ITS_WAY_S
 
     def until(self, done: Callable[[], object]) -> None:
@@ -110,4 +139,4 @@ class Wait:
             now = time.monotonic()
         while not done():
             self.poll()
-            time.sleep(min((time.monotonic() - began) / _LOOKS, _LAST_NAP_S))
+            time.sleep(min((time.monotonic() - began) / _NAPS_PER_WAIT, _LONGEST_NAP_S))

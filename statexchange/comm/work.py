@@ -1,10 +1,13 @@
-"""Work under way: what `async_op=True` gives, and the thread that does it in order.
+"""Work under way: what `async_op=True` returns, and the thread that does it in the order of the calls.
 
-After a MismatchError the ranks are in different calls, and work behind it would wait for calls that the others will
-never make, or meet one that only looks like its own. So work that was begun before the error was raised to anybody is
-not done, and raises the same error. What counts is the order of calls in the program, not when the thread comes to the
-work: all ranks skip the same. A queue that fails is marked so before its work ends, and the mark goes only when all
-work begun by then has the error; the thread looks at the mark first.
+After a MismatchError the ranks are in different calls. Work behind it would wait for calls that the others never make,
+or be matched with one that only looks like its own. So work that was submitted before the error was raised to the user
+is skipped, and raises the same error. What counts is the order of calls in the program, not when the thread reaches the
+work: all ranks skip the same.
+
+The order of steps that this rests on: the queue's thread sets `_mismatch` before the failing work ends, so before the
+user can see the error. `note_raised`, called when the user sees it, gives the error to all work submitted by then, and
+clears `_mismatch` last. The thread reads `_mismatch` first and the work's own mark second, so it finds one of them.
 """
 
 from __future__ import annotations
@@ -26,14 +29,27 @@ class Work:
 
     If it raises MismatchError, work of the same communicator that was begun before that raises it, too, and is not
     done.
+
+    Example:
+        >>> comm = sx.init("single")
+        >>> work = comm.all_reduce(torch.ones(2), async_op=True)
+        >>> work.wait()
+        tensor([1., 1.])
+        >>> work.is_completed()
+        True
     """
 
     def __init__(
-        self, doing: str, broken_off: Callable[[], NoReturn] | None = None, queue: WorkQueue | None = None
+        self, operation: str, broken_off: Callable[[], NoReturn] | None = None, queue: WorkQueue | None = None
     ) -> None:
-        """`broken_off` finds out, where the work is waited for, why it was abandoned, and raises that. `queue` is the
-        one in which the work is, and learns which error was raised."""
-        self.doing = doing
+        """Make work that has not begun.
+
+        Args:
+            operation: What it does, in words for errors.
+            broken_off: Called by `wait` to raise the cause of an AbandonedError.
+            queue: Where the work was submitted; it is informed of the error that `wait` raises.
+        """
+        self.operation = operation
         self.skipped_for: BaseException | None = None
         """The mismatch of this queue that was raised last after this work had been submitted."""
         self._broken_off = broken_off
@@ -41,23 +57,48 @@ class Work:
         self._ended = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
-        self._told = False
+        self._is_reported = False
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return, or raise, at once. Not collective."""
+        """Return whether `wait` would return, or raise, at once. Not collective.
+
+        Returns:
+            True once the work is done or has failed.
+
+        Example:
+            >>> comm = sx.init("single")
+            >>> work = comm.all_reduce(torch.ones(2), async_op=True)
+            >>> comm.wait_all()
+            >>> work.is_completed()
+            True
+        """
         return self._ended.is_set()
 
     def wait(self, timeout_s: float | None = None) -> Any:
-        """The result, which a call without `async_op` would have returned; its error is raised here.
+        """Return the result, which a call without `async_op` would have returned.
 
-        Not collective. Blocks until the work is done; after `timeout_s` seconds, which may be 0, a StallError, and the
-        work goes on.
+        Not collective. Blocks until the work is done.
+
+        Args:
+            timeout_s: How long to wait, in seconds; 0 looks only. None waits until the end.
+
+        Returns:
+            The result of the collective.
+
+        Raises:
+            StallError: It is not done in time; it goes on.
+            StateExchangeError: The error of which it has failed.
+
+        Example:
+            >>> comm = sx.init("single")
+            >>> comm.all_gather(torch.ones(1), async_op=True).wait(timeout_s=60)
+            [tensor([1.])]
         """
         if timeout_s is not None:
             timeout_s = min(check_timeout(timeout_s, zero=True), threading.TIMEOUT_MAX)
         if not self._ended.wait(timeout_s):
-            raise StallError(f"{self.doing} is not done after {timeout_s:g} s")
-        self._told = True
+            raise StallError(f"{self.operation} is not done after {timeout_s:g} s")
+        self._is_reported = True
         if isinstance(self._error, AbandonedError) and self._broken_off is not None:
             self._broken_off()
         if self._error is not None:
@@ -68,18 +109,26 @@ class Work:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it has failed, and nobody has been told of its error."""
-        return self._ended.is_set() and self._error not in (None, self.skipped_for) and not self._told
+        """Whether it has failed, and no `wait` has raised its error."""
+        return self._ended.is_set() and self._error not in (None, self.skipped_for) and not self._is_reported
 
     def disown(self, error: BaseException) -> None:
-        """In a forked child: end unfinished work with `error`, as its thread does not exist here."""
+        """End unfinished work, in a forked child, where its thread does not exist. Not collective.
+
+        Args:
+            error: What `wait` raises.
+        """
         if not self.is_completed():
             self._error = error
             self._ended = threading.Event()  # the lock of the old one may be held by a thread that is not here
             self._ended.set()
 
     def run(self, body: Callable[[], Any]) -> None:
-        """Do the work, here and now."""
+        """Do the work in this thread. Not collective.
+
+        Args:
+            body: Computes the result; what it raises is raised by `wait`.
+        """
         try:
             self._result = body()
         except BaseException as error:  # noqa: BLE001 (it is raised where the work is waited for)
@@ -96,7 +145,7 @@ class WorkQueue:
     def __init__(self, name: str, *, skips: bool = False) -> None:
         self._name = name
         self._skips = skips
-        self._mismatch: MismatchError | None = None  # one that nobody has been told
+        self._mismatch: MismatchError | None = None  # one that has not been raised to the user
         self._jobs: queue.SimpleQueue[tuple[Work, Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._works: list[Work] = []
@@ -105,13 +154,13 @@ class WorkQueue:
         self.turn = threading.Lock()
         """Serialises synchronous calls with this queue's work."""
 
-    def submit(self, doing: str, body: Callable[[], Any], broken_off: Callable[[], NoReturn] | None = None) -> Work:
+    def submit(self, operation: str, body: Callable[[], Any], broken_off: Callable[[], NoReturn] | None = None) -> Work:
         """Have `body` run after all that was submitted before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()
             self.has_begun = True
-        work = Work(doing, broken_off, self)
+        work = Work(operation, broken_off, self)
         self._works = [*(w for w in self._works if not w.is_completed() or w.is_lost), work]
         self._jobs.put((work, body))
         return work
@@ -129,7 +178,7 @@ class WorkQueue:
                 work.wait()
 
     def close(self, wait_s: float) -> None:
-        """End the thread after what it is doing, for which at most `wait_s` is waited."""
+        """End the thread after what it is operation, for which at most `wait_s` is waited."""
         if self._thread is not None:
             self._jobs.put(None)
             if self._thread is not threading.current_thread():
@@ -143,7 +192,7 @@ class WorkQueue:
         self.turn = threading.Lock()  # a thread that is not here may hold the old one
 
     def note_raised(self, error: BaseException) -> None:
-        """Have work that was submitted until now fail of `error`, if that is the mismatch that nobody was told."""
+        """Note that the user has seen `error`: if it is the queue's mismatch, work submitted until now raises it."""
         if error is self._mismatch:
             for work in self._works:
                 work.skipped_for = error  # nothing to work that has ended with a result or with another error

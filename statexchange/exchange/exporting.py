@@ -186,7 +186,7 @@ class _Export:
                 headers = [opened.header for opened in self._open]
                 written = write_boxes(comm, self._described, order, nodes, headers, self._request.on_progress)
             self._clock.lap("write", self._plan.nbytes if self._plan is not None else 0)
-            receipts = comm.exchange(records.encoded(written), root=0, doing="the receipts")
+            receipts = comm.all_gather_bytes(records.encoded(written), root=0, operation="the receipts")
             report: ExportReport | None = None
             with comm.phase("publishing", timeout_s=self._stall_timeout_s):
                 if comm.rank == 0:
@@ -210,7 +210,7 @@ class _Export:
                 self._prepare(parse_metadata(metadata, comm.rank, ours))
                 plan = self._write_plan()
                 data = records.encoded(plan)
-        sent = comm.exchange(data, doing="the plan")[0]
+        sent = comm.all_gather_bytes(data, operation="the plan")[0]
         with comm.phase("reading the plan"):
             if plan is None:
                 plan = records.decoded(sent, lambda raw: WritePlan.from_json(raw, comm.world_size), "the plan", 0)

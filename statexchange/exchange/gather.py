@@ -407,7 +407,7 @@ def _exchange(
             if comm.rank != root:
                 facts = _facts(tensors)
                 parcel = _Parcel(tuple(facts), transport.send(tensors, facts), message)
-        sent = comm.exchange(records.encoded(parcel), root=root, doing="sending to root")
+        sent = comm.all_gather_bytes(records.encoded(parcel), root=root, operation="sending to root")
         blocks: list[tuple[_Block, Any]] = []
         with comm.phase("receiving"):
             for rank, data in enumerate(sent):

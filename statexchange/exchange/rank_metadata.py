@@ -145,12 +145,12 @@ def gather_metadata(comm: Communicator, ours: RankMetadata, root: int | None = N
     Collective. Of equal metadata the first rank's alone travels; `parse_metadata` reads it.
     """
     data = records.encoded(ours)
-    digests = comm.exchange(digest(data).encode(), doing="the comparison of descriptions")
+    digests = comm.all_gather_bytes(digest(data).encode(), operation="the comparison of descriptions")
     sender: dict[bytes, int] = {}
     for rank, found in enumerate(digests):
         sender.setdefault(found, rank)
     sends = sender[digests[comm.rank]] == comm.rank
-    sent = comm.exchange(data if sends else b"", root=root, doing="the gathering of descriptions")
+    sent = comm.all_gather_bytes(data if sends else b"", root=root, operation="the gathering of descriptions")
     return [sent[sender[found]] for found in digests] if sent else [], sum(map(len, sent))
 
 

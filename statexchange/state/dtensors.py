@@ -23,7 +23,7 @@ def chunks_of(name: str, tensor: Any, rank: int) -> tuple[list[tuple[Box, Any]],
     """Return the boxes that this rank holds, each with its memory, and the placement of a DTensor. Not collective.
 
     The placement is None unless the mesh has the ranks 0, 1, ... in order and `rank` holds just the boxes that follow
-    from the placement: then the placement says all, and one record describes all ranks.
+    from the placement: then one record describes all ranks.
 
     Raises:
         UnsupportedError: A placement is an unfinished sum, or a mesh lists ranks out of order; names the tensor.
@@ -93,8 +93,7 @@ def _compute_layout(tensor: Any, mesh: Any, coordinate: Any, rank: int) -> _Loca
     for axis, cut in enumerate(cuts):
         if cut is not None and bool((ranks.diff(dim=axis) <= 0).any()):
             return _LocalLayout(
-                problem="its mesh lists ranks out of order, and torch's own functions then disagree about who holds "
-                "what"
+                problem="its mesh lists ranks out of order, and torch's functions then disagree about who holds what"
             )
     if any(cut is not None and cut.split_factor > 1 for cut in cuts):
         # Several runs of rows: torch's chunk has the beginning of the first and the size of all together.

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from statexchange.comm.backends.backend import Backend
-from statexchange.comm.bootstrap import communicator
+from statexchange.comm.bootstrap import form_communicator
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.work import Work
 from statexchange.errors import (
@@ -78,7 +78,7 @@ def communicator_of(backend: Backend, timeout_s: float = 30.0) -> Communicator:
 
     Collective. Blocks until all ranks have called, `timeout_s` at most, which also bounds its later waits for peers.
     """
-    return communicator(backend, timeout_s, prefer="carrier")
+    return form_communicator(backend, timeout_s, prefer="transport")
 
 
 def run(comm: Communicator, only: Iterable[str] | None = None) -> list[str]:
@@ -1199,17 +1199,17 @@ def memory_from_empty_is_kept_as_long_as_it_is_used(comm: Communicator) -> None:
 def subsets_are_communicators_of_their_ranks(comm: Communicator) -> None:
     """`subset` counts its ranks in the order given, needs nobody else, is made once; wrong ranks are ValueErrors."""
     n = comm.world_size
-    backwards = comm.subset(list(reversed(range(n))))
+    backwards = comm.new_group(list(reversed(range(n))))
     _expect((backwards.rank, backwards.world_size) == (n - 1 - comm.rank, n), f"ranks of {backwards}")
     _expect(backwards.all_gather_object(comm.rank) == list(reversed(range(n))), "objects in the order of the subset")
     found = backwards.broadcast(torch.full((3,), float(comm.rank)))
     _expect_all(found, n - 1, "rank 0 of the reversed subset is the last")
-    _expect(comm.subset(list(reversed(range(n)))) is backwards, "a subset must be made once")
+    _expect(comm.new_group(list(reversed(range(n)))) is backwards, "a subset must be made once")
     if comm.rank < max(n - 1, 1):
-        some = comm.subset(list(range(max(n - 1, 1))))
+        some = comm.new_group(list(range(max(n - 1, 1))))
         _expect_all(some.all_reduce(torch.ones(70_001)), some.world_size, "a sum over some ranks")
     for ranks in ([], [0, 0], [n], [comm.rank, n + 1], [(comm.rank + 1) % n] if n > 1 else [1]):
-        _raised(InvalidArgumentError, f"subset({ranks})", comm.subset, ranks)
+        _raised(InvalidArgumentError, f"new_group({ranks})", comm.new_group, ranks)
     comm.barrier()
 
 
@@ -1219,9 +1219,9 @@ def subsets_have_one_order(comm: Communicator) -> None:
     for n in {comm.world_size, comm.world_size - 1} - {2}:
         if comm.rank < n:
             orders = [[*range(1, n), 0], [n - 1, *range(n - 1)]]
-            error = _raised(MismatchError, f"two orders of {n} ranks", comm.subset, orders[comm.rank == 0])
-            _expect(all(f"subset({order})" in str(error) for order in orders), f"the orders are not told: {error}")
-            _expect_all(comm.subset(orders[0]).all_reduce(_ones(3)), n, f"a sum over {n} ranks")
+            error = _raised(MismatchError, f"two orders of {n} ranks", comm.new_group, orders[comm.rank == 0])
+            _expect(all(f"new_group({order})" in str(error) for order in orders), f"the orders are not told: {error}")
+            _expect_all(comm.new_group(orders[0]).all_reduce(_ones(3)), n, f"a sum over {n} ranks")
     _expect_it_still_works(comm)
 
 
@@ -1392,7 +1392,7 @@ def a_mismatch_leaves_buffers_alone(comm: Communicator) -> None:
 
 
 def _expect_it_still_works(comm: Communicator) -> None:
-    """Every way that a backend may have of doing things, twice: a rank that is out of step shows it."""
+    """Every way that a backend may have of operation things, twice: a rank that is out of step shows it."""
     for turn in range(2):
         for n in (3, 20_001, 270_001):
             _expect_same(comm.all_reduce(_pattern(comm.rank, n)), _sum(comm, n), f"all_reduce of {n}, afterwards")

@@ -1,7 +1,7 @@
 """Algorithms that synchronise ranks which train one model.
 
-An Algorithm is a value: equal settings are equal algorithms, and ranks compare them as text. What an algorithm keeps
-between two calls lies in a `Run`, which is made anew when the algorithm is switched. An algorithm communicates through
+An Algorithm is a value: equal settings are equal algorithms, and ranks compare them as text. State between
+two calls lies in a `Run`; switching the algorithm creates a new one. An algorithm communicates through
 a function on flat buckets, which the BucketReducer calls on all ranks in the order of its plan.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import functools
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from statexchange.comm.backends.backend import Leaders
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, NumericOverflowError
+from statexchange.train.buckets.options import AlgorithmOptions
 from statexchange.train.buckets.reducer import BucketReducer
 
 __all__ = [
@@ -96,7 +97,7 @@ class Algorithm(abc.ABC):
         return True
 
     @abc.abstractmethod
-    def settings(self, run: Run) -> dict[str, Any]:
+    def settings(self, run: Run) -> AlgorithmOptions:
         """Return the arguments `bucket_type`, `chunking` and `communicate` of the BucketReducer. Not collective."""
 
 
@@ -115,7 +116,7 @@ class GradientAllReduce(Algorithm):
 
     name: ClassVar[str] = "allreduce"
 
-    def settings(self, run: Run) -> dict[str, Any]:  # noqa: ARG002 (it keeps nothing)
+    def settings(self, run: Run) -> AlgorithmOptions:  # noqa: ARG002 (it keeps nothing)
         """Use the reducer's own all-reduce."""
         return {"bucket_type": "gradient", "chunking": False, "communicate": None}
 
@@ -136,7 +137,7 @@ class ScatterGatherAllReduce(Algorithm):
 
     name: ClassVar[str] = "sg-allreduce"
 
-    def settings(self, run: Run) -> dict[str, Any]:
+    def settings(self, run: Run) -> AlgorithmOptions:
         """Pad buckets so that the number of ranks divides them."""
         return {"bucket_type": "gradient", "chunking": True, "communicate": functools.partial(_scatter_gather, run)}
 
@@ -182,7 +183,7 @@ class QuantizedAllReduce(Algorithm):
     error_feedback: bool = False
     name: ClassVar[str] = "quantize"
 
-    def settings(self, run: Run) -> dict[str, Any]:
+    def settings(self, run: Run) -> AlgorithmOptions:
         """Use buckets without padding for ranks: chunks are made of a bucket's gradients alone."""
         communicate = functools.partial(_average_quantized, run, error_feedback=self.error_feedback)
         return {"bucket_type": "gradient", "chunking": False, "communicate": communicate}
@@ -208,7 +209,7 @@ def _average_quantized(run: Run, flat: torch.Tensor, *, error_feedback: bool) ->
             mean += run.residuals[flat]
         residuals.append(_exchange_quantized(leaders, mean))
 
-    run.comm.through_leaders(mean, between, doing="quantising gradients")
+    run.comm.through_leaders(mean, between, operation="quantising gradients")
     if not mean.isfinite().all():
         run.comm.agree(_not_finite(real.to(torch.float32), spans, parts), phase="quantising gradients")
         raise AssertionError("the average is not finite, but the values of all ranks are")
@@ -337,7 +338,7 @@ class Decentralized(Algorithm):
         """Whether `step`, counted from 0, is a multiple of `interval`."""
         return step % self.interval == 0
 
-    def settings(self, run: Run) -> dict[str, Any]:
+    def settings(self, run: Run) -> AlgorithmOptions:
         """Average weights with the peers of this rank, or with all by the reducer's own all-reduce."""
         within_one_host = self.hierarchical and run.comm.num_nodes == 1
         communicate = None if self.peers == "all" or within_one_host else functools.partial(self._average, run)
@@ -361,7 +362,7 @@ class Decentralized(Algorithm):
         real = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
         wide = real if real.dtype in _WIDE else real.to(torch.float32)
         between = functools.partial(self._average_sums, communication=communication)
-        run.comm.through_leaders(wide, between, doing="averaging weights with peers")
+        run.comm.through_leaders(wide, between, operation="averaging weights with peers")
         if wide is not real:
             real.copy_(wide)
 

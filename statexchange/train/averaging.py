@@ -31,7 +31,7 @@ def average_gradients(module: Source, comm: CommLike | None = None) -> None:
 
     Args:
         module: A module, or parameters with or without names, or a list of modules.
-        comm: The communicator, as everywhere; None is the default one.
+        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
 
     Raises:
         MismatchError: Parameters differ between ranks; the first that differs is named.
@@ -54,7 +54,7 @@ def average_gradients(module: Source, comm: CommLike | None = None) -> None:
     with communicator.checking("average_gradients"):
         ours = [_kind_of(name, parameter.grad) for name, parameter in named.items()]
     message = json.dumps(ours).encode()
-    messages = communicator.exchange(message, doing="averaging gradients")
+    messages = communicator.all_gather_bytes(message, operation="averaging gradients")
     kinds_by_rank = [[_kind_from_json(raw) for raw in json.loads(theirs)] for theirs in messages]
     with torch.no_grad(), CoalescingReducer(communicator) as reducer:
         for i, (name, parameter) in enumerate(named.items()):

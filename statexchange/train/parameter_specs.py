@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -26,7 +26,10 @@ __all__ = [
     "specs_of",
 ]
 
-Source = Any  # a module, a mapping from names to parameters, or parameters with or without names
+# Parameters as callers give them: a module, a mapping of names, parameters, (name, parameter) pairs, or modules.
+Source: TypeAlias = (
+    "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[torch.Tensor | tuple[str, torch.Tensor] | torch.nn.Module]"
+)
 _NAMELESS = "parameters[{}]"
 _SHOWN_NAMES = 4
 
@@ -135,9 +138,9 @@ def compare_specs(comm: Communicator, specs: Sequence[ParameterSpec], about: str
     """
     text = json.dumps([about, [[spec.name, str(spec), spec.device] for spec in specs]]).encode()
     digest = hashlib.blake2b(text, digest_size=8).digest()
-    if all(theirs == digest for theirs in comm.exchange(digest, doing="comparing parameters")):
+    if all(theirs == digest for theirs in comm.all_gather_bytes(digest, operation="comparing parameters")):
         return digest
-    texts = [json.loads(theirs) for theirs in comm.exchange(text, doing="comparing parameters that differ")]
+    texts = [json.loads(theirs) for theirs in comm.all_gather_bytes(text, operation="comparing parameters that differ")]
     for rank, theirs in enumerate(texts):
         if theirs != texts[0]:
             raise _difference(rank, texts[0], theirs)

@@ -365,7 +365,7 @@ def test_ranks_of_two_hosts_that_disagree_all_learn_of_it(counts: tuple[int, int
 
 
 def sit_without_board(victim: int) -> Any:
-    bootstrap.open_board = lambda *_: None  # type: ignore[assignment]
+    bootstrap.start_failure_detector = lambda *_: None  # type: ignore[assignment]
     return sit(victim, "all_reduce", "", TIMEOUT_S)
 
 

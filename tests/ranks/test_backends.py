@@ -24,7 +24,7 @@ from statexchange.comm.backends.arithmetic import Finish
 from statexchange.comm.backends.backend import Backend
 from statexchange.comm.backends.gloo import TorchBackend
 from statexchange.comm.backends.nccl import NCCLBackend
-from statexchange.comm.backends.store import StoreCarrier
+from statexchange.comm.backends.store import StoreBootstrap
 from statexchange.comm.failure.monitor import FailureMonitor
 from statexchange.comm.wait import Wait
 from statexchange.settings import Launch
@@ -57,8 +57,8 @@ def open_backend(kind: str, path: str) -> Backend:
     if kind == "mpi":
         return mpi.MPIBackend(mpi.world())
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    carrier = StoreCarrier(dist.FileStore(path, size), rank, size)
-    return carrier if kind == "store" else carrier.transport(10.0)
+    bootstrap = StoreBootstrap(dist.FileStore(path, size), rank, size)
+    return bootstrap if kind == "store" else bootstrap.transport(10.0)
 
 
 # What a backend must do, for any order and number of ranks
@@ -67,7 +67,7 @@ def open_backend(kind: str, path: str) -> Backend:
 def messages(b: Backend) -> None:
     for sizes in ([0, 0, 0], [1, 0, 248], [5, 249, 0], [300_000, 3, 248], [10, 10, 10]):
         payloads = [bytes([rank, 0, 255]) * sizes[rank] for rank in range(b.world_size)]
-        assert b.exchange(payloads[b.rank], wait()) == payloads
+        assert b.all_gather_bytes(payloads[b.rank], wait()) == payloads
 
 
 def moves(b: Backend) -> None:
@@ -182,7 +182,7 @@ def equal_bits(b: Backend) -> None:
     for size in (100, 40_001):
         tensor = torch.rand(size, generator=torch.Generator().manual_seed(b.rank)) ** 9
         b.all_reduce(tensor, "sum", Finish(), wait())
-        assert len(set(b.exchange(tensor.numpy().tobytes(), wait()))) == 1
+        assert len(set(b.all_gather_bytes(tensor.numpy().tobytes(), wait()))) == 1
 
 
 def pairs(b: Backend) -> None:
@@ -251,18 +251,18 @@ def serve(kind: str, path: str) -> None:
     all_of_it(b)
     if isinstance(b, TorchBackend):
         as_nccl_would(b)
-    turned = b.subset([2, 0, 1], 10.0)
+    turned = b.new_group([2, 0, 1], 10.0)
     assert (turned.rank, turned.world_size) == ([2, 0, 1].index(rank), 3)
     all_of_it(turned)
-    alone = b.subset([rank], 10.0)
+    alone = b.new_group([rank], 10.0)
     assert (alone.rank, alone.world_size) == (0, 1)
     all_of_it(alone)
     for _ in range(2):  # the same ranks again, and other ranks in between
         for ranks in ([1, 0], [1, 2]):
             if rank in ranks:
-                pair = b.subset(ranks, 10.0)
-                assert pair.exchange(bytes([rank]), wait()) == [bytes([r]) for r in ranks]
-    turned.exchange(b"", wait())
+                pair = b.new_group(ranks, 10.0)
+                assert pair.all_gather_bytes(bytes([rank]), wait()) == [bytes([r]) for r in ranks]
+    turned.all_gather_bytes(b"", wait())
     if kind == "mpi":  # whose worlds are slow to start: the tests below, in this one
         meets_by_mpi(b)
         leaves_the_callers_messages_alone(b)
@@ -279,9 +279,9 @@ def meets_by_mpi(b: Backend) -> None:
     """MPI tells where a store is, and that a launcher is another MPI's."""
 
     shared = rendezvous.store_of(launch("mpich", 3), 10.0)
-    carrier = StoreCarrier(shared.store, shared.rank, shared.world_size, server=shared.server)
-    assert carrier.exchange(bytes([b.rank]), wait()) == [b"\0", b"\1", b"\2"]
-    b.exchange(b"", wait())  # rank 0 serves the store until all are done with it
+    bootstrap = StoreBootstrap(shared.store, shared.rank, shared.world_size, server=shared.server)
+    assert bootstrap.all_gather_bytes(bytes([b.rank]), wait()) == [b"\0", b"\1", b"\2"]
+    b.all_gather_bytes(b"", wait())  # rank 0 serves the store until all are done with it
     with pytest.raises(sx.errors.NotInitializedError, match="THE_VARIABLE says 4 ranks, but MPI sees 3"):
         mpi.world(launch("mpich", 4))
 
@@ -304,7 +304,7 @@ def leaves_the_callers_messages_alone(b: Backend) -> None:
 
 def peer_dies(kind: str, path: str, verb: str) -> str:
     b = open_backend(kind, path)
-    b.exchange(b"", wait())
+    b.all_gather_bytes(b"", wait())
     if b.rank == 1:
         time.sleep(0.2)
         os._exit(3)
@@ -312,7 +312,7 @@ def peer_dies(kind: str, path: str, verb: str) -> str:
         if verb == "recv":
             b.recv(torch.empty(10, dtype=torch.uint8), 1, 2, wait())
         elif verb == "exchange":
-            b.exchange(b"", wait())
+            b.all_gather_bytes(b"", wait())
         else:
             b.all_reduce(torch.ones(4_000_000), "sum", Finish(), wait())
     assert b._abandoned  # type: ignore[attr-defined]
@@ -347,7 +347,7 @@ def waits_in_vain(b: Backend, kind: str, path: str) -> None:
 
 def waits_for_rank_2(b: Backend, kind: str) -> None:
     with stalls(0.3) as found:
-        b.subset([0, 2] if b.rank == 0 else [2, 1], 0.3)
+        b.new_group([0, 2] if b.rank == 0 else [2, 1], 0.3)
     assert found.missing == (2,)
     with stalls(0.3) as found:
         if kind == "gloo":
@@ -387,7 +387,7 @@ def waits_beside_a_failure() -> None:
         time.sleep(0.5)
         return
     with pytest.raises(sx.errors.PeerError, match="rank 7 failed in its own work"):
-        b.exchange(b"", Wait(10, "a test", _KnowsOfFailure()))
+        b.all_gather_bytes(b"", Wait(10, "a test", _KnowsOfFailure()))
     assert b._abandoned  # type: ignore[attr-defined]
 
 
@@ -441,16 +441,16 @@ def test_ranks_without_a_place_to_meet_are_told_so(monkeypatch: pytest.MonkeyPat
 def test_a_world_of_one_meets_itself_as_often_as_it_likes() -> None:
     for _ in range(2):
         shared = rendezvous.store_of(launch("none", 1), 1.0)
-        carrier = StoreCarrier(shared.store, shared.rank, shared.world_size)
-        assert carrier.exchange(b"x", wait()) == [b"x"]
-        assert carrier.gloo(5.0).exchange(b"y", wait()) == [b"y"]
+        bootstrap = StoreBootstrap(shared.store, shared.rank, shared.world_size)
+        assert bootstrap.all_gather_bytes(b"x", wait()) == [b"x"]
+        assert bootstrap.gloo(5.0).all_gather_bytes(b"y", wait()) == [b"y"]
 
 
 def starts_gloo(path: str) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     group = torch_groups.start_gloo(dist.FileStore(path, size), rank, size, 10.0)
     b = TorchBackend(group, 10.0)
-    assert b.exchange(bytes([rank]), wait()) == [b"\0", b"\1"]
+    assert b.all_gather_bytes(bytes([rank]), wait()) == [b"\0", b"\1"]
     dist.destroy_process_group()
 
 
@@ -472,7 +472,7 @@ def test_nccl_does_what_the_formulas_say_on_one_gpu() -> None:
     group = torch_groups.start_nccl(dist.HashStore(), 0, 1, 30.0)
     b = NCCLBackend(group, TorchBackend(group, 30.0))
     try:
-        assert b.exchange(b"x", wait()) == [b"x"]
+        assert b.all_gather_bytes(b"x", wait()) == [b"x"]
         for op, dtype in cells(b):
             tensor = values(dtype, 1000, 0, op).cuda()
             before = tensor.clone()

@@ -114,7 +114,7 @@ class ToyBackend(Backend):
         self._count = 0
         self._subsets: Counter[Any] = Counter()
 
-    def exchange(self, payload: bytes, wait: Wait) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
         self._count += 1
         parcels = self._post.parcels
         parcels[self._room, self._count, self.rank] = payload
@@ -123,7 +123,7 @@ class ToyBackend(Backend):
         parcels.pop((self._room, self._count - 1, self.rank), None)  # all have read it, or they would not be here
         return [parcels[key] for key in keys]
 
-    def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:
+    def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
         self._subsets[tuple(ranks)] += 1
         room = (*self._room, -self._subsets[tuple(ranks)], *ranks)
         return ToyBackend(self._post, room, list(ranks).index(self.rank), len(ranks))
@@ -144,7 +144,7 @@ def test_a_backend_of_four_methods_keeps_them_too(
 ) -> None:
     """Also where no control page can be had, and every message goes over the backend."""
     if not sees_memory:
-        monkeypatch.setattr(bootstrap, "meet", lambda *_: None)
+        monkeypatch.setattr(bootstrap, "open_control_page", lambda *_: None)
     post = Post()
 
     def conforms_too() -> list[str]:

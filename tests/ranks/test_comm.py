@@ -53,7 +53,7 @@ def test_long_and_short_messages_mix() -> None:
     for size in (0, 10, 4000, 5000, 3_000_000, 100, 1_000_000):
         sizes = [size * (r + 1) for r in range(3)]
         payload = bytes([comm.rank]) * sizes[comm.rank]
-        assert comm.exchange(payload) == [bytes([r]) * sizes[r] for r in range(3)]
+        assert comm.all_gather_bytes(payload) == [bytes([r]) * sizes[r] for r in range(3)]
 
 
 @pytest.mark.ranks(4, backend=MPI_SLOW, timeout_s=STARTING_S)
@@ -62,12 +62,12 @@ def test_a_subset_needs_only_its_members_and_keeps_their_order() -> None:
     if comm.rank == 2:
         return
     if comm.rank == 3:
-        assert comm.subset([3]).world_size == 1
+        assert comm.new_group([3]).world_size == 1
         return
-    pair = comm.subset([1, 0])
+    pair = comm.new_group([1, 0])
     assert pair.rank == 1 - comm.rank
     assert pair.all_gather_object(comm.rank) == [1, 0]
-    assert comm.subset([1, 0]) is pair
+    assert comm.new_group([1, 0]) is pair
 
 
 @pytest.mark.ranks(3, backend=MPI_SLOW, timeout_s=STARTING_S, reuse=True)
@@ -368,7 +368,7 @@ STORE = """
 import statexchange as sx
 comm = sx.init()
 if comm.rank < 2:
-    print(comm.subset([1, 0]).all_gather_object(comm.rank), flush=True)
+    print(comm.new_group([1, 0]).all_gather_object(comm.rank), flush=True)
 import torch.distributed as dist
 assert not dist.is_initialized()
 """

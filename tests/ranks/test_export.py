@@ -475,7 +475,7 @@ def saves_by_mesh(folder: str) -> int:
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     rank = mesh.get_rank()
-    sx.save_checkpoint({"other": torch.ones(1)}, f"{folder}/{rank // 2}", comm=sx.get_communicator().subset([rank]))
+    sx.save_checkpoint({"other": torch.ones(1)}, f"{folder}/{rank // 2}", comm=sx.get_communicator().new_group([rank]))
     for step in range(4):
         sx.save_checkpoint({"w": torch.ones(1), "step": step}, f"{folder}/{rank // 2}", comm=mesh["b"])
     return len(os.listdir("/proc/self/fd"))

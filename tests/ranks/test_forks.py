@@ -80,7 +80,7 @@ def entries(comm: Any, made: dict[str, Any]) -> dict[str, Callable[[], Any]]:
         "wait_all": comm.wait_all,
         "work": lambda: made["work"].wait(),
         "empty": lambda: comm.empty((4,), torch.float32),
-        "exchange": lambda: comm.exchange(b""),
+        "exchange": lambda: comm.all_gather_bytes(b""),
         "agree": comm.agree,
         "phase": phase,
         "progress": comm.progress,
@@ -89,8 +89,8 @@ def entries(comm: Any, made: dict[str, Any]) -> dict[str, Callable[[], Any]]:
         "gather_object": lambda: comm.gather_object(1),
         "all_gather_object": lambda: comm.all_gather_object(1),
         "broadcast_object": lambda: comm.broadcast_object(1),
-        "subset": lambda: comm.subset([comm.rank]),
-        "a known subset": lambda: comm.subset(list(reversed(range(comm.world_size)))),
+        "subset": lambda: comm.new_group([comm.rank]),
+        "a known subset": lambda: comm.new_group(list(reversed(range(comm.world_size)))),
         "in a subset": lambda: made["subset"].barrier(),
         "split": lambda: comm.split(0),
         "duplicate": comm.duplicate,
@@ -113,7 +113,7 @@ def tries(backend: str) -> list[Any]:
     comm = start(backend)
     module = torch.nn.Linear(2, 2)
     made = {
-        "subset": comm.subset(list(reversed(range(comm.world_size)))),
+        "subset": comm.new_group(list(reversed(range(comm.world_size)))),
         "reducer": sx.train.BucketReducer(module, comm),
         "inline": sx.train.InlineReducer(comm),
     }

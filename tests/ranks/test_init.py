@@ -802,7 +802,7 @@ def test_no_public_call_takes_a_deadline_that_is_none(wrong: Any, tmp_path: Path
         "from_mpi": lambda: sx.comm.from_mpi(None, timeout_s=wrong),
         "barrier": lambda: comm.barrier(timeout_s=wrong),
         "agree": lambda: comm.agree(timeout_s=wrong),
-        "exchange": lambda: comm.exchange(b"", timeout_s=wrong),
+        "exchange": lambda: comm.all_gather_bytes(b"", timeout_s=wrong),
         "save": lambda: sx.save_checkpoint({"w": torch.ones(2)}, folder, stall_timeout_s=wrong),
         "load": lambda: sx.load_checkpoint({"w": torch.ones(2)}, folder, stall_timeout_s=wrong),
         "export": lambda: sx.export_checkpoint({"w": torch.ones(2)}, tmp_path / "out", stall_timeout_s=wrong),
@@ -829,7 +829,7 @@ def refuses_deadlines() -> str:
         with pytest.raises(sx.errors.InvalidArgumentError, match="timeout_s must be a number of seconds above 0"):
             comm.agree(timeout_s=given)
         with pytest.raises(sx.errors.InvalidArgumentError, match="timeout_s must be a number of seconds above 0"):
-            comm.exchange(b"", timeout_s=given)
+            comm.all_gather_bytes(b"", timeout_s=given)
     comm.barrier(timeout_s=float("inf"))
     comm.barrier(timeout_s=10**400)
     return "ok"

@@ -15,11 +15,11 @@ from sweeps import slow
 
 import statexchange as sx
 from statexchange.comm.backends.gloo import TorchBackend
-from statexchange.comm.bootstrap import communicator
+from statexchange.comm.bootstrap import form_communicator
 from statexchange.comm.communicator import Communicator
-from statexchange.comm.failure.setup import open_board
+from statexchange.comm.failure.start import start_failure_detector
 from statexchange.comm.session import Session
-from statexchange.comm.topology import Place
+from statexchange.comm.topology import Topology
 from statexchange.testing import run_ranks
 
 RANKS = 3
@@ -27,15 +27,15 @@ PATIENCE_S = 0.5
 
 
 def start(where: str, timeout_s: float = 20.0) -> Communicator:
-    """A communicator of ranks on one host, or of ranks that have nothing but Gloo and a failure board between them."""
+    """A communicator of ranks on one host, or of ranks with Gloo and a failure detector between them."""
     if where == "one host":
         return sx.init(timeout_s=timeout_s)
-    carrier = TorchBackend(dist.new_group(backend="gloo"), timeout_s)  # the default one is for the tests themselves
-    place = Place(carrier.rank, tuple(range(RANKS)), ("anna", "bert", "carl"))
-    board = open_board(carrier, place, timeout_s)
-    assert board is not None
-    session = Session(carrier, carrier, None, board, place, timeout_s)
-    return Communicator(session, "several hosts", communicator)
+    bootstrap = TorchBackend(dist.new_group(backend="gloo"), timeout_s)  # the default one is for the tests themselves
+    topology = Topology(bootstrap.rank, tuple(range(RANKS)), ("anna", "bert", "carl"))
+    detector = start_failure_detector(bootstrap, topology, timeout_s)
+    assert detector is not None
+    session = Session(bootstrap, bootstrap, None, detector, topology, timeout_s)
+    return Communicator(session, "several hosts", form_communicator)
 
 
 def end_of(comm: Communicator, verb: str, patience_s: float | None) -> list[Any]:

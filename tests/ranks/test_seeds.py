@@ -190,7 +190,7 @@ def test_modelopt_get_configs_parallel(comm: Communicator, directory: Path) -> N
 def test_modelopt_helpers_size_rank_barrier_broadcast_allgather(comm: Communicator, directory: Path) -> None:
     assert (sx.get_rank(), sx.get_world_size()) == (comm.rank, comm.world_size)
     comm.barrier()
-    group = comm.subset([comm.rank])
+    group = comm.new_group([comm.rank])
     group.barrier()
     assert comm.broadcast_object({"a": (1, None)} if comm.rank == 0 else None) == {"a": (1, None)}
     assert comm.all_gather_object([comm.rank, "x"]) == [[rank, "x"] for rank in range(comm.world_size)]

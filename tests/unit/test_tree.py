@@ -1,4 +1,4 @@
-"""Trees: paths that nobody can misread, and containers that come back as what they were."""
+"""Trees: paths are unambiguous, and containers keep their types."""
 
 import enum
 import types

@@ -71,7 +71,7 @@ class Backend(ABC):
     rank: int
     world_size: int
     device_type: str = "cpu"
-    meets: bool = False
+    enters_itself: bool = False
     """Whether its tensor methods call `wait.enter` themselves."""
 
     @functools.cached_property
@@ -80,11 +80,11 @@ class Backend(ABC):
         return {}
 
     @abstractmethod
-    def exchange(self, payload: bytes, wait: Wait) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
         """Every rank's payload, of any length, in rank order. Collective."""
 
     @abstractmethod
-    def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:
+    def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
         """A new backend over `ranks` of this one, in that order. Collective over those ranks only."""
 
     def transport(self, timeout_s: float) -> Backend:  # noqa: ARG002 (most have nothing to set up)
@@ -123,7 +123,7 @@ class Backend(ABC):
         """`tensor` becomes the reduction over all ranks. Collective."""
         from statexchange.comm.backends import arithmetic
 
-        parts = self.exchange(arithmetic.to_bytes(tensor), wait)
+        parts = self.all_gather_bytes(arithmetic.to_bytes(tensor), wait)
         tensors = [arithmetic.of_bytes(part, tensor.dtype).to(tensor.device) for part in parts]
         arithmetic.reduce_parts(tensor, tensors, op, finish)
 
@@ -149,7 +149,7 @@ class Backend(ABC):
         """`data` becomes root's. Collective."""
         from statexchange.comm.backends import arithmetic
 
-        parts = self.exchange(arithmetic.to_bytes(data) if self.rank == root else b"", wait)
+        parts = self.all_gather_bytes(arithmetic.to_bytes(data) if self.rank == root else b"", wait)
         if self.rank != root:
             data.copy_(arithmetic.of_bytes(parts[root], data.dtype))
 
@@ -158,7 +158,7 @@ class Backend(ABC):
         from statexchange.comm.backends import arithmetic
 
         for part, answer in zip(
-            into.view(self.world_size, -1), self.exchange(arithmetic.to_bytes(data), wait), strict=True
+            into.view(self.world_size, -1), self.all_gather_bytes(arithmetic.to_bytes(data), wait), strict=True
         ):
             part.copy_(arithmetic.of_bytes(answer, data.dtype))
 
@@ -185,7 +185,7 @@ class Backend(ABC):
         from statexchange.comm.backends import arithmetic
 
         header = b"".join(size.to_bytes(8, "little") for size in sizes)
-        answers = self.exchange(header + arithmetic.to_bytes(data), wait)
+        answers = self.all_gather_bytes(header + arithmetic.to_bytes(data), wait)
         at = 0
         for answer, size in zip(answers, into_sizes, strict=True):
             lengths = [int.from_bytes(answer[8 * r : 8 * r + 8], "little") for r in range(self.world_size)]

@@ -108,7 +108,7 @@ class _GlooBackend(Backend):
 
     # Messages
 
-    def exchange(self, payload: bytes, wait: Wait) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
         """Every rank's payload: short ones by one all-gather, what is left of long ones by a second."""
         if self.world_size == 1:
             return [payload]
@@ -180,13 +180,13 @@ class _GlooBackend(Backend):
 
         How long is for our own wait to say, which is put off while bytes move; it breaks off what is under way.
         """
-        work = Work(wait.doing)
+        work = Work(wait.operation)
 
         def follow() -> None:
             work.run(lambda: native.wait(timedelta(seconds=LONGEST_S)))
             _following.pop(thread, None)
 
-        thread = threading.Thread(target=follow, name=wait.doing, daemon=True)
+        thread = threading.Thread(target=follow, name=wait.operation, daemon=True)
         _mind_the_end()
         _following[thread] = self
         thread.start()
@@ -299,7 +299,7 @@ class TorchBackend(_GlooBackend):
             super().__init__(cpu_group(group, timeout_s))
             self.name = str(dist.get_backend(group))
 
-    def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:
+    def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
         """A Gloo group of `ranks`; only they take part in making it. StallError names who does not come."""
         return of_ranks([self._ranks[rank] for rank in ranks], timeout_s)
 
@@ -314,16 +314,16 @@ class StoreBackend(_GlooBackend):
         world_size: int,
         timeout_s: float,
         names: Sequence[int] | None = None,
-        carrier: Backend | None = None,
+        bootstrap: Backend | None = None,
     ) -> None:
         """Collective over all ranks, which errors call by `names`. `store` must not have been used for this before.
-        `carrier`, over which the ranks have met, is closed with this backend."""
+        `bootstrap`, over which the ranks have met, is closed with this backend."""
         self._store = store
-        self._carrier = carrier
+        self._bootstrap = bootstrap
         self._uses: Counter[str] = Counter()
         super().__init__(make_gloo_group(store, rank, range(world_size) if names is None else names, timeout_s))
 
-    def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:
+    def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
         """A Gloo group of `ranks` on the same store; only they take part in making it. StallError names who does not
         come."""
         use = ranks_key(ranks)
@@ -332,9 +332,9 @@ class StoreBackend(_GlooBackend):
         return StoreBackend(store, list(ranks).index(self.rank), len(ranks), timeout_s, ranks)
 
     def close(self) -> None:
-        """Close the carrier."""
-        if self._carrier is not None:
-            self._carrier.close()
+        """Close the bootstrap."""
+        if self._bootstrap is not None:
+            self._bootstrap.close()
 
 
 def of_ranks(ranks: Sequence[int], timeout_s: float) -> Backend:

@@ -18,11 +18,11 @@ from statexchange.comm.wait import Wait
 from statexchange.errors import PeerError, StallError, StateExchangeError
 
 if TYPE_CHECKING:
-    from statexchange.comm.topology import Place
+    from statexchange.comm.topology import Topology
 
 __all__ = ["HierarchicalBackend"]
 
-MeetOnNode: TypeAlias = Callable[[int, Wait], Sequence[int]]
+EnterOnNode: TypeAlias = Callable[[int, Wait], Sequence[int]]
 
 
 class _StepMonitor(OuterMonitor):
@@ -36,14 +36,14 @@ class _StepMonitor(OuterMonitor):
         super().__init__(world)
         self.raised: StateExchangeError | None = None
 
-    def check(self, doing: str) -> None:
+    def check(self, operation: str) -> None:
         try:
-            super().check(doing)
+            super().check(operation)
         except StateExchangeError as error:
             self.raised = error
             raise
 
-    def departure_of(self, rank: int, doing: str) -> StateExchangeError | None:  # noqa: ARG002 (a step's rank)
+    def departure_of(self, rank: int, operation: str) -> StateExchangeError | None:  # noqa: ARG002 (a step's rank)
         return None
 
     def give_up(self, error: StateExchangeError) -> None:
@@ -65,18 +65,18 @@ class _Steps:
         self._backend = backend
         self._wait = wait
         self._above = _StepMonitor(wait.monitor)
-        self._on_node = Wait(wait.timeout_s, wait.doing, self._above, backend.meet_on_node)
-        self._between = Wait(wait.timeout_s, wait.doing, self._above)
+        self._on_node = Wait(wait.timeout_s, wait.operation, self._above, backend.enter_on_node)
+        self._between = Wait(wait.timeout_s, wait.operation, self._above)
 
     def on_node(self, step: Callable[[Backend, Wait], None]) -> None:
         """`step` among the ranks of this host, if they are several."""
         if self._backend.node.world_size > 1:
-            self._run(step, self._backend.node, self._on_node, self._backend.place.mates)
+            self._run(step, self._backend.node, self._on_node, self._backend.topology.node_ranks)
 
     def between(self, step: Callable[[Backend, Wait], None]) -> None:
         """`step` among the leaders, of which this rank may be none."""
         if self._backend.leaders is not None:
-            self._run(step, self._backend.leaders, self._between, self._backend.place.leaders)
+            self._run(step, self._backend.leaders, self._between, self._backend.topology.leaders)
 
     def _run(self, step: Callable[[Backend, Wait], None], backend: Backend, wait: Wait, ranks: Sequence[int]) -> None:
         try:
@@ -86,7 +86,7 @@ class _Steps:
             if error is self._above.raised or error.rank < 0 or error.host is not None:
                 raise
             rank = ranks[error.rank]
-            raise PeerError(rank, error.phase, error.cause, self._backend.place.hosts[rank]) from error
+            raise PeerError(rank, error.phase, error.cause, self._backend.topology.hosts[rank]) from error
         except StallError as error:
             if error is self._above.raised:
                 raise
@@ -97,58 +97,66 @@ class _Steps:
         wait = self._wait
         missing = (wait.monitor.missing_ranks() if wait.monitor is not None else ()) or seen
         who, verb = (f"ranks {list(missing)}", "did not reach") if missing else ("not all ranks", "reached")
-        message = f"{who} {verb} {wait.doing} in {wait.timeout_s:g} s"
+        message = f"{who} {verb} {wait.operation} in {wait.timeout_s:g} s"
         return StallError(message, missing=missing, rank=missing[0] if missing else None)
 
 
-def _not_met(location: int, wait: Wait) -> Sequence[int]:  # noqa: ARG001
-    raise AssertionError("the backend of a host that meets by itself needs `meet_on_node`")
+def _cannot_enter(location: int, wait: Wait) -> Sequence[int]:  # noqa: ARG001
+    raise AssertionError("the backend of a host that enters itself needs `enter_on_node`")
 
 
 class HierarchicalBackend(Backend):
-    """One rank of several hosts. Reductions, broadcasts and all-gathers go by steps, everything else over `carrier`."""
+    """One rank of several hosts.
+
+    Reductions, broadcasts and all-gathers go by steps, everything else over `transport`.
+    """
 
     name = "hierarchical"
 
     def __init__(
         self,
-        carrier: Backend,
+        transport: Backend,
         node: Backend,
         leaders: Backend | None,
-        place: Place,
-        meet_on_node: MeetOnNode = _not_met,
+        topology: Topology,
+        enter_on_node: EnterOnNode = _cannot_enter,
     ) -> None:
-        """`node` connects the ranks of this host, in the order of `place.mates`, `leaders` the first of each host; it
-        is None on the others. `meet_on_node` is what `Wait.enter` does for a `node` that meets by itself."""
-        assert leaders is None or not leaders.meets
-        self.rank = carrier.rank
-        self.world_size = carrier.world_size
+        """`node` connects the ranks of this host, in the order of `topology.node_ranks`.
+
+        `leaders` connects the first of each host; it is None on the others. `enter_on_node` is what `Wait.enter` does
+        for a `node` that enters itself.
+        """
+        assert leaders is None or not leaders.enters_itself
+        self.rank = transport.rank
+        self.world_size = transport.world_size
         self.device_type = node.device_type
         self.node = node
         self.leaders = leaders
-        self.place = place
-        self.meet_on_node = meet_on_node
-        self._carrier = carrier
+        self.topology = topology
+        self.enter_on_node = enter_on_node
+        self._transport = transport
         self._is_leader = leaders is not None
-        self._counts = [place.nodes.count(node) for node in range(len(place.leaders))]
-        self._in_blocks = list(place.nodes) == sorted(place.nodes)  # whether the ranks of each host are in sequence
+        self._counts = [topology.nodes.count(node) for node in range(len(topology.leaders))]
+        self._in_blocks = list(topology.nodes) == sorted(
+            topology.nodes
+        )  # whether the ranks of each host are in sequence
 
-    def exchange(self, payload: bytes, wait: Wait) -> list[bytes]:
-        """The carrier's."""
-        return self._carrier.exchange(payload, wait)
+    def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
+        """As the transport does it."""
+        return self._transport.all_gather_bytes(payload, wait)
 
-    def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        """The carrier's."""
-        return self._carrier.subset(ranks, timeout_s)
+    def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
+        """As the transport does it."""
+        return self._transport.new_group(ranks, timeout_s)
 
     def leave(self, error: BaseException | None) -> None:
-        """Those of this host; the others hear it from the board."""
+        """Report to the ranks of this host; the others learn of it from the failure detector."""
         self.node.leave(error)
-        self._carrier.leave(error)
+        self._transport.leave(error)
 
     def close(self) -> None:
         """Close the parts."""
-        self._carrier.close()
+        self._transport.close()
         self.node.close()
         if self.leaders is not None:
             self.leaders.close()
@@ -160,13 +168,13 @@ class HierarchicalBackend(Backend):
         return made[0] if made else torch.empty(nbytes, dtype=torch.uint8, device=self.device_type)
 
     def reduces(self, op: str, dtype: torch.dtype) -> bool:
-        """Where both kinds of parts do, all ranks saying the same: so the carrier is asked, not the leaders.
+        """Where both kinds of parts do, all ranks saying the same: so the transport is asked, not the leaders.
 
         Halves are added up in two steps with a rounding, or an overflow, between them: no.
         """
         if dtype in HALVES and op in ("sum", "prod"):
             return False
-        return self.node.reduces(op, dtype) and self._carrier.reduces(op, dtype)
+        return self.node.reduces(op, dtype) and self._transport.reduces(op, dtype)
 
     # Reductions
 
@@ -228,7 +236,7 @@ class HierarchicalBackend(Backend):
             ours = data.new_empty(self.node.world_size * data.numel())
             steps.on_node(lambda node, inner: node.all_gather(data, ours, inner))
         steps.between(lambda leaders, inner: self._gather_hosts(leaders, ours, into, inner))
-        begin = self.place.mates[0] * data.numel() if self._in_blocks else 0
+        begin = self.topology.node_ranks[0] * data.numel() if self._in_blocks else 0
         end = begin + ours.numel() if self._in_blocks else 0
         if not self._is_leader:
             into[begin:end] = ours[: end - begin]
@@ -257,34 +265,34 @@ class HierarchicalBackend(Backend):
             part.copy_(parts[node, place])
 
     def gather(self, data: torch.Tensor, into: torch.Tensor | None, root: int, wait: Wait) -> None:
-        """The carrier's."""
-        self._carrier.gather(data, into, root, wait)
+        """As the transport does it."""
+        self._transport.gather(data, into, root, wait)
 
     def scatter(
         self, data: torch.Tensor | None, sizes: Sequence[int], into: torch.Tensor, root: int, wait: Wait
     ) -> None:
-        """The carrier's."""
-        self._carrier.scatter(data, sizes, into, root, wait)
+        """As the transport does it."""
+        self._transport.scatter(data, sizes, into, root, wait)
 
     def all_to_all(
         self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
     ) -> None:
-        """The carrier's."""
-        self._carrier.all_to_all(data, sizes, into, into_sizes, wait)
+        """As the transport does it."""
+        self._transport.all_to_all(data, sizes, into, into_sizes, wait)
 
     def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:
-        """The carrier's."""
-        self._carrier.send(data, dst, tag, wait)
+        """As the transport does it."""
+        self._transport.send(data, dst, tag, wait)
 
     def recv(self, data: torch.Tensor, src: int, tag: int, wait: Wait) -> None:
-        """The carrier's."""
-        self._carrier.recv(data, src, tag, wait)
+        """As the transport does it."""
+        self._transport.recv(data, src, tag, wait)
 
     @property
     def _node_rank(self) -> int:
-        return self.place.nodes[self.rank]
+        return self.topology.nodes[self.rank]
 
     def _home(self, root: int) -> tuple[int, int]:
         """Root's host, and its place there."""
-        node = self.place.nodes[root]
-        return node, self.place.nodes[:root].count(node)
+        node = self.topology.nodes[root]
+        return node, self.topology.nodes[:root].count(node)

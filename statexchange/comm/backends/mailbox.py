@@ -29,7 +29,7 @@ class Mailbox:
     def __init__(self, page: ControlPage, src: int, dst: int) -> None:
         self._page = page
         self._peer = dst if page.rank == src else src
-        self._memory = page.box(src, dst)
+        self._memory = page.mailbox_memory(src, dst)
         self._counts = self._memory[:_NOTES].cast("Q")
         self._ring: memoryview | None = None
         self._made: Arena | None = None
@@ -88,7 +88,7 @@ class Mailbox:
 
     def _until(self, done: Any, wait: Wait) -> None:
         def settled() -> bool:
-            reason = self._page.departure_of(self._peer, wait.doing) if self._page.has_left(self._peer) else None
+            reason = self._page.departure_of(self._peer, wait.operation) if self._page.has_left(self._peer) else None
             if done():  # looked at last: a peer may post and leave between two looks
                 return True
             if reason is not None:

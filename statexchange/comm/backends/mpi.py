@@ -99,7 +99,7 @@ class MPIBackend(Backend):
 
     def _duplicate(self, comm: Any, timeout_s: float) -> Any:
         wait = Wait(timeout_s, "the meeting of all ranks")
-        self._meet_in_collectives(comm, wait)
+        self._await_ranks_in_collectives(comm, wait)
         made: list[Any] = []
 
         def post() -> Any:
@@ -110,7 +110,7 @@ class MPIBackend(Backend):
         self._run(post, 0, wait)
         return made[0]
 
-    def exchange(self, payload: bytes, wait: Wait) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
         """Every rank's payload: short ones by one all-gather, what is left of long ones by a second."""
         if self.world_size == 1:
             return [payload]
@@ -147,7 +147,7 @@ class MPIBackend(Backend):
         except BaseException as error:
             self._abandoned.append(requests)
             if isinstance(error, self._mpi.Exception):
-                raise PeerError(-1, wait.doing, (str(error).splitlines() or ["MPI failed"])[0]) from error
+                raise PeerError(-1, wait.operation, (str(error).splitlines() or ["MPI failed"])[0]) from error
             raise
 
     def _test(self, request: Any, nbytes: int) -> Callable[[], bool]:
@@ -170,15 +170,15 @@ class MPIBackend(Backend):
 
         return test if nbytes < _LONG_BYTES else test_long
 
-    def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:
+    def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
         """A communicator of `ranks`; only they take part in making it. StallError names who does not come."""
         tag = _FIRST_FREE_TAG + zlib.crc32(repr(list(ranks)).encode()) % _MANY_TAGS
-        self._meet(ranks, tag, Wait(timeout_s, f"the making of a group of ranks {list(ranks)}"))
+        self._await_ranks(ranks, tag, Wait(timeout_s, f"the making of a group of ranks {list(ranks)}"))
         with self._guard:  # does not wait: all are there
             group = self._comm.Get_group().Incl(list(ranks))
             return MPIBackend(self._comm.Create_group(group, tag), own=True)
 
-    def _meet_in_collectives(self, comm: Any, wait: Wait) -> None:
+    def _await_ranks_in_collectives(self, comm: Any, wait: Wait) -> None:
         """Return when all ranks of the caller's `comm` have called; StallError names who has not.
 
         A message from rank to rank could be taken by a receive of the caller's own that waits for any tag, but never
@@ -194,7 +194,7 @@ class MPIBackend(Backend):
                     came[rank] = comm.Iscatterv(here if rank == self.rank else None, there, rank)
             self._await(came, [], wait)
 
-    def _meet(self, ranks: Sequence[int], tag: int, wait: Wait) -> None:
+    def _await_ranks(self, ranks: Sequence[int], tag: int, wait: Wait) -> None:
         """Return when all `ranks` of this backend have called; StallError names who has not.
 
         Empty messages go between all pairs: making a communicator has no request that could be polled.
@@ -225,7 +225,7 @@ class MPIBackend(Backend):
         try:
             wait.until(done)
         except StallError:
-            text = f"ranks {missing} did not reach {wait.doing} in {wait.timeout_s:g} s"
+            text = f"ranks {missing} did not reach {wait.operation} in {wait.timeout_s:g} s"
             raise StallError(text, missing=tuple(missing), rank=missing[0] if missing else None) from None
 
     def reduces(self, op: str, dtype: torch.dtype) -> bool:

@@ -48,13 +48,13 @@ class NCCLBackend(Backend):
         """The caller's current stream, too."""
         return _both(torch.cuda.stream(torch.cuda.current_stream()), super().as_caller())
 
-    def exchange(self, payload: bytes, wait: Wait) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
         """Through the CPU backend."""
-        return self._cpu.exchange(payload, wait)
+        return self._cpu.all_gather_bytes(payload, wait)
 
-    def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:
+    def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
         """A CPU backend over `ranks`."""
-        return self._cpu.subset(ranks, timeout_s)
+        return self._cpu.new_group(ranks, timeout_s)
 
     def empty(self, nbytes: int, wait: Wait) -> torch.Tensor:  # noqa: ARG002
         """Memory of the current GPU."""

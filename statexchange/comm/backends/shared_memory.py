@@ -1,9 +1,12 @@
-"""Collectives of ranks on one host, through shared memory alone; tensors that lie in it are not even copied.
+"""Collectives of ranks on one host, through shared memory alone.
 
-Every rank has a desk, two windows of shared memory that are used in turn. What lies in ordinary memory goes over the
-desks window by window, so that it stays in cache; a tensor from `empty` is reduced where it lies. Each rank reduces its
-own slice, in rank order, so that all ranks get equal bits. Ranks meet once per window: whoever has passed a meeting
-knows that nobody reads the window before the last any more.
+Every rank has a staging buffer: two windows of shared memory that are used in turn. What lies in ordinary memory is
+copied through the staging buffers window by window, so that it stays in cache; a tensor from `empty` lies in shared
+memory already and is reduced where it lies. Each rank reduces its own slice, in rank order, so that all ranks get equal
+bits.
+
+Ranks synchronise once per window. A rank that has passed a barrier knows that nobody reads the window before the last
+any more, as every rank had read it before it arrived: so two windows suffice.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ _CHUNK_BYTES = 1 << 18  # stays in cache between the reduction and the copies of
 _KEPT_CUTS = 256
 _LINE_BYTES = 64
 _OFFSET_BITS = 40
-_DESKS, _REGION, _SIZES, _MESSAGE = 1, 2, 3, 4  # fingerprints of its own meetings
+_STAGING, _REGION, _SIZES, _MESSAGE = 1, 2, 3, 4  # fingerprints of its own meetings
 
 
 @dataclass(slots=True)
@@ -55,20 +58,20 @@ def _tensor_over(memory: Any) -> torch.Tensor:
 
 
 class SharedMemoryBackend(Backend):
-    """One rank of a host. Its meetings go through `page`; `carrier` is only asked for subsets."""
+    """One rank of a host. Its meetings go through `page`; `bootstrap` is only asked for subsets."""
 
     name = "shm"
-    meets = True
+    enters_itself = True
 
-    def __init__(self, page: ControlPage, carrier: Backend, name: str = "shm") -> None:
+    def __init__(self, page: ControlPage, bootstrap: Backend, name: str = "shm") -> None:
         self.name = name
         self.rank = page.rank
         self.world_size = page.world_size
         self._small_bytes = min(_SMALL_BYTES // self.world_size, _WINDOW_BYTES)
         self._page = page
-        self._carrier = carrier
+        self._bootstrap = bootstrap
         self._pool = ArenaPool(page.kind)
-        self._desk: Arena | None = None
+        self._staging: Arena | None = None
         self._turn = 0
         self._windows: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self._typed: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -76,17 +79,17 @@ class SharedMemoryBackend(Backend):
         self._regions: dict[int, _Region] = {}
         self._idents: dict[int, list[str]] = {}  # of every rank's arena, by the number of the `empty` call
         self._opened = 0
-        self._said_full = False
+        self._warned_full = False
         self._attached: dict[str, Attached] = {}
-        self._boxes: dict[tuple[int, int], Mailbox] = {}
+        self._mailboxes: dict[tuple[int, int], Mailbox] = {}
 
-    def exchange(self, payload: bytes, wait: Wait) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
         """Every rank's payload, through the page."""
-        return self._page.exchange(payload, None, _MESSAGE, wait)
+        return self._page.all_gather_bytes(payload, None, _MESSAGE, wait)
 
-    def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        """The carrier's."""
-        return self._carrier.subset(ranks, timeout_s)
+    def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
+        """The bootstrap's."""
+        return self._bootstrap.new_group(ranks, timeout_s)
 
     def leave(self, error: BaseException | None) -> None:
         """By the page."""
@@ -95,23 +98,23 @@ class SharedMemoryBackend(Backend):
     def close(self) -> None:
         """Give up all memory; what tensors refer to lives as long as they do."""
         self.release()
-        self._carrier.close()
+        self._bootstrap.close()
 
     def release(self) -> None:
-        """Give up all memory, but not the carrier."""
+        """Give up all memory, but not the bootstrap."""
         self._page.leave()
         for region in self._regions.values():
             region.arena.close()
         self._regions.clear()
         self._idents.clear()
         self._pool.close()
-        if self._desk is not None:
-            self._desk.close()
+        if self._staging is not None:
+            self._staging.close()
         self._typed.clear()
         self._cut.clear()
         self._windows = ([], [])
         self._attached.clear()
-        for box in self._boxes.values():
+        for box in self._mailboxes.values():
             box.close()
 
     # Where memory lies
@@ -127,7 +130,7 @@ class SharedMemoryBackend(Backend):
         typed = self._typed.get(dtype)
         if typed is None:
             if not self._windows[0]:
-                self._set_up_desks(wait)
+                self._set_up_staging(wait)
             with torch.inference_mode(False):  # see _tensor_over
                 first, second = ([window.view(dtype) for window in half] for half in self._windows)
             typed = self._typed[dtype] = (first, second)
@@ -139,30 +142,31 @@ class SharedMemoryBackend(Backend):
         A memfd is limited only by the memory of the machine, but /dev/shm may be tiny, as in containers.
         """
         with contextlib.suppress(StorageError):
-            self._desk = Arena.create(2 * _WINDOW_BYTES, self._page.kind)
-        answers = self._offer_desk(wait)
+            self._staging = Arena.create(2 * _WINDOW_BYTES, self._page.kind)
+        answers = self._offer_staging(wait)
         if any(answer is None for answer in answers):
             return False
-        self._attach_desks(answers, wait)
+        self._attach_staging(answers, wait)
         return True
 
-    def _set_up_desks(self, wait: Wait) -> None:
-        if self._desk is None:  # else a mismatch came in between
-            self._desk = Arena.create(2 * _WINDOW_BYTES, self._page.kind)
-        self._attach_desks(self._offer_desk(wait), wait)
+    def _set_up_staging(self, wait: Wait) -> None:
+        if self._staging is None:  # else a mismatch came in between
+            self._staging = Arena.create(2 * _WINDOW_BYTES, self._page.kind)
+        self._attach_staging(self._offer_staging(wait), wait)
 
-    def _offer_desk(self, wait: Wait) -> list[Any]:
+    def _offer_staging(self, wait: Wait) -> list[Any]:
         """Return the address of every rank's memory, None where it has none. Collective."""
-        offer = None if self._desk is None else self._desk.address
-        return [json.loads(answer) for answer in self._page.exchange(json.dumps(offer).encode(), None, _DESKS, wait)]
+        offer = None if self._staging is None else self._staging.address
+        answers = self._page.all_gather_bytes(json.dumps(offer).encode(), None, _STAGING, wait)
+        return [json.loads(answer) for answer in answers]
 
-    def _attach_desks(self, addresses: Sequence[Any], wait: Wait) -> None:
-        desks = [_tensor_over(self._base_of(address)) for address in addresses]
+    def _attach_staging(self, addresses: Sequence[Any], wait: Wait) -> None:
+        staging = [_tensor_over(self._base_of(address)) for address in addresses]
         self._page.sync(wait)
-        assert self._desk is not None
-        self._desk.unlink()
+        assert self._staging is not None
+        self._staging.unlink()
         with torch.inference_mode(False):
-            self._windows = ([d[:_WINDOW_BYTES] for d in desks], [d[_WINDOW_BYTES:] for d in desks])
+            self._windows = ([d[:_WINDOW_BYTES] for d in staging], [d[_WINDOW_BYTES:] for d in staging])
 
     def _base_of(self, address: dict[str, Any]) -> Any:
         ident = address["id"]
@@ -180,16 +184,16 @@ class SharedMemoryBackend(Backend):
         owned = [*self._pool.idents(), *(region.arena.ident for region in self._regions.values())]
         address = arena.address if arena is not None else None
         offer = json.dumps({"address": address, "owns": owned, "numbers": list(self._regions)}).encode()
-        answers = [json.loads(answer) for answer in self._page.exchange(offer, None, _REGION, wait)]
+        answers = [json.loads(answer) for answer in self._page.all_gather_bytes(offer, None, _REGION, wait)]
         if arena is None or any(answer["address"] is None for answer in answers):
-            self._say_full(nbytes)
+            self._warn_full(nbytes)
             if arena is not None:
                 self._pool.release(arena)
             return super().empty(nbytes, wait)
         numbers = {number for answer in answers for number in answer["numbers"]}
         self._idents = {number: idents for number, idents in self._idents.items() if number in numbers}
-        desk = {self._desk.ident} if self._desk is not None else set()
-        kept = {ident for answer in answers for ident in [*answer["owns"], answer["address"]["id"]]} | desk
+        buffer = {self._staging.ident} if self._staging is not None else set()
+        kept = {ident for answer in answers for ident in [*answer["owns"], answer["address"]["id"]]} | buffer
         for ident in self._attached.keys() - kept:
             if not self._attached[ident].referenced:
                 del self._attached[ident]
@@ -208,10 +212,10 @@ class SharedMemoryBackend(Backend):
         except StorageError:
             return None
 
-    def _say_full(self, nbytes: int) -> None:
-        if self.rank == 0 and not self._said_full:
+    def _warn_full(self, nbytes: int) -> None:
+        if self.rank == 0 and not self._warned_full:
             _log.warning("no room for %d bytes of shared memory on each rank: its tensors will be copied", nbytes)
-        self._said_full = True
+        self._warned_full = True
 
     def _recycle(self) -> None:
         for number, region in list(self._regions.items()):
@@ -240,7 +244,7 @@ class SharedMemoryBackend(Backend):
     # Reductions
 
     def all_reduce(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
-        """In place where the tensors lie in shared memory, over the desks elsewhere, and where that takes longer."""
+        """Reduce in place where all tensors lie in shared memory and are large, else over the staging buffers."""
         if tensor.nbytes <= self._small_bytes:
             self._reduce_all(tensor, op, finish, wait, keeps=True)
             return
@@ -252,7 +256,7 @@ class SharedMemoryBackend(Backend):
             self._reduce_by_windows(tensor, op, finish, wait, keeps=True)
 
     def reduce(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
-        """Over the desks."""
+        """Over the staging buffers."""
         keeps = self.rank == root
         if tensor.nbytes <= self._small_bytes:
             self._reduce_all(tensor, op, finish, wait, keeps=keeps)
@@ -304,7 +308,7 @@ class SharedMemoryBackend(Backend):
         return [(min(r * share, n), min((r + 1) * share, n)) for r in range(self.world_size)]
 
     def _reduce_by_windows(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait, *, keeps: bool) -> None:
-        """The next window is put on the desk before the meeting that makes this one's result readable.
+        """The next window is put on the staging buffer before the meeting that makes this one's result readable.
 
         It must not touch the slice of the window before, whose result may still be read: so all are cut alike.
         """
@@ -312,41 +316,41 @@ class SharedMemoryBackend(Backend):
         last = pieces[-1].numel()
         full = self._slices(pieces[0])
         cuts = [full] * (len(pieces) - 1) + [[(min(begin, last), min(end, last)) for begin, end in full]]
-        desks = self._lay_out(pieces[0], cuts[0], wait)
+        staging = self._lay_out(pieces[0], cuts[0], wait)
         self._page.sync(wait)
         for i, piece in enumerate(pieces):
             begin, end = cuts[i][self.rank]
-            parts = [piece if rank == self.rank else desk for rank, desk in enumerate(desks)]
-            result = desks[self.rank][begin:end]
+            parts = [piece if rank == self.rank else buffer for rank, buffer in enumerate(staging)]
+            result = staging[self.rank][begin:end]
             reduce_parts(result, [part[begin:end] for part in parts], op, finish)
             following = self._lay_out(pieces[i + 1], cuts[i + 1], wait) if i + 1 < len(pieces) else []
             self._page.sync(wait)
             if keeps:
                 for rank, (b, e) in enumerate(cuts[i]):
-                    piece[b:e].copy_(desks[rank][b:e])
-            desks = following
+                    piece[b:e].copy_(staging[rank][b:e])
+            staging = following
 
     def _lay_out(self, piece: torch.Tensor, cuts: list[tuple[int, int]], wait: Wait) -> list[torch.Tensor]:
-        """Put what the others reduce on our desk; every rank's window, which is this turn's."""
-        desks = self._window(piece.dtype, wait)
+        """Put what the others reduce on our staging buffer; every rank's window, which is this turn's."""
+        staging = self._window(piece.dtype, wait)
         begin, end = cuts[self.rank]
         n = piece.numel()
-        desks[self.rank][:begin].copy_(piece[:begin])
-        desks[self.rank][end:n].copy_(piece[end:])
-        return desks
+        staging[self.rank][:begin].copy_(piece[:begin])
+        staging[self.rank][end:n].copy_(piece[end:])
+        return staging
 
     def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
-        """Over the desks, with a part of every rank's share in each window."""
+        """Over the staging buffers, with a part of every rank's share in each window."""
         wait.enter()
         rows = tensor.view(self.world_size, -1)
         step = _WINDOW_BYTES // tensor.itemsize // self.world_size
         for at in range(0, into.numel(), step):
             block = rows[:, at : at + step]
             width = block.shape[1]
-            desks = [desk[: block.numel()].view_as(block) for desk in self._window(tensor.dtype, wait)]
-            desks[self.rank].copy_(block)
+            staging = [buffer[: block.numel()].view_as(block) for buffer in self._window(tensor.dtype, wait)]
+            staging[self.rank].copy_(block)
             self._page.sync(wait)
-            reduce_parts(into[at : at + width], [desk[self.rank] for desk in desks], op, finish)
+            reduce_parts(into[at : at + width], [buffer[self.rank] for buffer in staging], op, finish)
 
     # Moves
 
@@ -362,12 +366,12 @@ class SharedMemoryBackend(Backend):
         self._page.sync(wait)
 
     def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
-        """Over the desks."""
+        """Over the staging buffers."""
         wait.enter()
         self._move(data, data.numel(), [(r, 0, part) for r, part in enumerate(self._parts(into))], wait)
 
     def gather(self, data: torch.Tensor, into: torch.Tensor | None, root: int, wait: Wait) -> None:  # noqa: ARG002
-        """Over the desks."""
+        """Over the staging buffers."""
         wait.enter()
         parts = [] if into is None else self._parts(into)
         self._move(data, data.numel(), [(r, 0, part) for r, part in enumerate(parts)], wait)
@@ -375,16 +379,16 @@ class SharedMemoryBackend(Backend):
     def scatter(
         self, data: torch.Tensor | None, sizes: Sequence[int], into: torch.Tensor, root: int, wait: Wait
     ) -> None:
-        """Over root's desk."""
+        """Over root's staging buffer."""
         wait.enter()
         self._move(data, sum(sizes), [(root, sum(sizes[: self.rank]), into)], wait)
 
     def all_to_all(
         self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
     ) -> None:
-        """Over the desks."""
+        """Over the staging buffers."""
         wait.enter()
-        answers = self._page.exchange(json.dumps(list(sizes)).encode(), None, _SIZES, wait)
+        answers = self._page.all_gather_bytes(json.dumps(list(sizes)).encode(), None, _SIZES, wait)
         table = [json.loads(answer) for answer in answers]
         reads = [
             (rank, sum(table[rank][: self.rank]), part) for rank, part in enumerate(torch.split(into, list(into_sizes)))
@@ -399,27 +403,27 @@ class SharedMemoryBackend(Backend):
     ) -> None:
         """Every rank shows a stream of at most `longest` bytes; each reads parts: (rank, begin, destination)."""
         for at in range(0, longest, _WINDOW_BYTES):
-            desks = self._window(torch.uint8, wait)
+            staging = self._window(torch.uint8, wait)
             if ours is not None:
                 shown = ours[at : at + _WINDOW_BYTES]
-                desks[self.rank][: shown.numel()].copy_(shown)
+                staging[self.rank][: shown.numel()].copy_(shown)
             self._page.sync(wait)
             for rank, begin, into in reads:
                 first, last = max(begin, at), min(begin + into.numel(), at + _WINDOW_BYTES)
                 if first < last:
-                    into[first - begin : last - begin].copy_(desks[rank][first - at : last - at])
+                    into[first - begin : last - begin].copy_(staging[rank][first - at : last - at])
 
     # From rank to rank
 
     def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:
         """Through the pair's mailbox."""
-        self._box(self.rank, dst).put(data.numpy(), tag, wait)
+        self._mailbox(self.rank, dst).put(data.numpy(), tag, wait)
 
     def recv(self, data: torch.Tensor, src: int, tag: int, wait: Wait) -> None:
         """Through the pair's mailbox."""
-        self._box(src, self.rank).take(data.numpy(), tag, wait)
+        self._mailbox(src, self.rank).take(data.numpy(), tag, wait)
 
-    def _box(self, src: int, dst: int) -> Mailbox:
-        if (src, dst) not in self._boxes:
-            self._boxes[src, dst] = Mailbox(self._page, src, dst)
-        return self._boxes[src, dst]
+    def _mailbox(self, src: int, dst: int) -> Mailbox:
+        if (src, dst) not in self._mailboxes:
+            self._mailboxes[src, dst] = Mailbox(self._page, src, dst)
+        return self._mailboxes[src, dst]

@@ -23,11 +23,11 @@ class SingleBackend(Backend):
     rank = 0
     world_size = 1
 
-    def exchange(self, payload: bytes, wait: Wait) -> list[bytes]:  # noqa: ARG002 (nobody to wait for)
+    def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:  # noqa: ARG002 (nobody to wait for)
         """The payload itself."""
         return [payload]
 
-    def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:  # noqa: ARG002 (only [0] exists)
+    def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:  # noqa: ARG002 (only [0] exists)
         """Itself."""
         return self
 

@@ -20,12 +20,12 @@ from statexchange.errors import (
 if TYPE_CHECKING:
     from statexchange.comm.tcp_store import Server
 
-__all__ = ["StoreCarrier"]
+__all__ = ["StoreBootstrap"]
 
 _stores: Any = dist  # torch exports its stores and rendezvous there, but not for type checkers
 
 
-class StoreCarrier(Backend):
+class StoreBootstrap(Backend):
     """One rank at a torch Store, for ranks that only have to meet: messages are keys, and there are no sockets."""
 
     name = "store"
@@ -34,17 +34,17 @@ class StoreCarrier(Backend):
         self, store: Any, rank: int, world_size: int, prefix: str = "statexchange", server: Server | None = None
     ) -> None:
         """Nobody else may use keys that begin with `prefix`. `server`, if this process serves the store, is closed
-        with this carrier."""
+        with this bootstrap."""
         self._store = store
         self._prefix = prefix
         self._server = server
         self._count = 0
         self._uses: Counter[str] = Counter()
-        self._subsets: list[StoreCarrier] = []
+        self._subsets: list[StoreBootstrap] = []
         self.rank = rank
         self.world_size = world_size
 
-    def exchange(self, payload: bytes, wait: Wait) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
         """Every rank's payload, each under a key."""
         self._count += 1
         keys = [self._key(self._count, rank) for rank in range(self.world_size)]
@@ -75,29 +75,29 @@ class StoreCarrier(Backend):
         server, self._server = self._server, None
         if server is None:
             return
-        store = server.store  # not this carrier's client, in which a group that was given up may still wait
+        store = server.store  # not this bootstrap's client, in which a group that was given up may still wait
         with contextlib.suppress(StallError, RuntimeError):  # a rank has failed before it could read
             wait = Wait(LATER_S, "the end of the store")
-            wait.until(lambda: all(carrier._is_read(store) for carrier in [self, *self._subsets]))  # noqa: SLF001 (our own)
+            wait.until(lambda: all(bootstrap._is_read(store) for bootstrap in [self, *self._subsets]))  # noqa: SLF001 (our own)
         server.close()
 
     def _within(self, use: str) -> str:
         self._uses[use] += 1
         return f"{self._prefix}/{use}/{self._uses[use]}"
 
-    def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        """A carrier of `ranks` at the same store; StallError names who does not come."""
+    def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
+        """A bootstrap of `ranks` at the same store; StallError names who does not come."""
         prefix = self._within(ranks_key(ranks))
         wait = Wait(timeout_s, f"the making of a group of ranks {list(ranks)}")
         await_ranks(_stores.PrefixStore(prefix, self._store), self.rank, ranks, wait)
-        made = StoreCarrier(self._store, list(ranks).index(self.rank), len(ranks), prefix)
+        made = StoreBootstrap(self._store, list(ranks).index(self.rank), len(ranks), prefix)
         self._subsets.append(made)
         return made
 
     def gloo(self, timeout_s: float) -> StoreBackend:
         """A Gloo group of the same ranks, which meet at the same store. Collective."""
         store = _stores.PrefixStore(self._within("gloo"), self._store)
-        return StoreBackend(store, self.rank, self.world_size, timeout_s, carrier=self)
+        return StoreBackend(store, self.rank, self.world_size, timeout_s, bootstrap=self)
 
     def transport(self, timeout_s: float) -> Backend:
         """A Gloo group: a store is no way to move tensors. Collective."""

@@ -13,63 +13,63 @@ from statexchange.errors import (
     StallError,
 )
 
-__all__ = ["ThreadBackend", "ThreadRoom"]
+__all__ = ["ThreadBackend", "ThreadGroup"]
 
 
-class ThreadRoom:
+class ThreadGroup:
     """What the threads of one group share: a table of messages, guarded by a condition."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.changed = threading.Condition()
         self.posted: dict[tuple[int, int], bytes] = {}
-        self.rooms: dict[tuple[tuple[int, ...], int], ThreadRoom] = {}
-        self.gone: set[int] = set()
+        self.groups: dict[tuple[tuple[int, ...], int], ThreadGroup] = {}
+        self.departed: set[int] = set()
 
-    def room_of(self, ranks: tuple[int, ...], use: int) -> ThreadRoom:
-        """Return the room of some ranks, for their use number `use`."""
+    def group_of(self, ranks: tuple[int, ...], use: int) -> ThreadGroup:
+        """Return the group of some ranks, for their use number `use`."""
         with self.changed:
-            return self.rooms.setdefault((ranks, use), ThreadRoom(len(ranks)))
+            return self.groups.setdefault((ranks, use), ThreadGroup(len(ranks)))
 
 
 class ThreadBackend(Backend):
-    """One thread's place in a room. Its own exchange only serves to meet: the control page does the rest."""
+    """One thread's place in a group. Its own exchange only serves to meet: the control page does the rest."""
 
     name = "threads"
 
-    def __init__(self, room: ThreadRoom, rank: int) -> None:
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.rank = rank
-        self.world_size = room.world_size
-        self._room = room
+        self.world_size = group.world_size
+        self._group = group
         self._count = 0
         self._uses: Counter[tuple[int, ...]] = Counter()
 
-    def exchange(self, payload: bytes, wait: Wait) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
         """Every thread's payload."""
         self._count += 1
         keys = [(rank, self._count) for rank in range(self.world_size)]
-        room = self._room
-        with room.changed:
-            room.posted[self.rank, self._count] = payload
-            room.changed.notify_all()
-            room.changed.wait_for(lambda: room.gone or all(key in room.posted for key in keys), wait.timeout_s)
-            missing = [rank for rank, _ in keys if (rank, self._count) not in room.posted]
-            for rank in sorted(room.gone.intersection(missing)):
-                raise PeerError(rank, wait.doing, "its thread left")
+        group = self._group
+        with group.changed:
+            group.posted[self.rank, self._count] = payload
+            group.changed.notify_all()
+            group.changed.wait_for(lambda: group.departed or all(key in group.posted for key in keys), wait.timeout_s)
+            missing = [rank for rank, _ in keys if (rank, self._count) not in group.posted]
+            for rank in sorted(group.departed.intersection(missing)):
+                raise PeerError(rank, wait.operation, "its thread left")
             if missing:
                 raise StallError(
-                    f"ranks {missing} did not reach {wait.doing} in {wait.timeout_s:g} s", missing=tuple(missing)
+                    f"ranks {missing} did not reach {wait.operation} in {wait.timeout_s:g} s", missing=tuple(missing)
                 )
-            return [room.posted[key] for key in keys]
+            return [group.posted[key] for key in keys]
 
-    def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:  # noqa: ARG002 (nothing to wait for)
-        """The room of `ranks`."""
+    def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:  # noqa: ARG002 (nothing to wait for)
+        """The group of `ranks`."""
         key = tuple(ranks)
         self._uses[key] += 1
-        return ThreadBackend(self._room.room_of(key, self._uses[key]), key.index(self.rank))
+        return ThreadBackend(self._group.group_of(key, self._uses[key]), key.index(self.rank))
 
     def close(self) -> None:
         """Let those who wait for this thread know."""
-        with self._room.changed:
-            self._room.gone.add(self.rank)
-            self._room.changed.notify_all()
+        with self._group.changed:
+            self._group.departed.add(self.rank)
+            self._group.changed.notify_all()

@@ -116,15 +116,15 @@ def start_nccl(store: Any, rank: int, world_size: int, timeout_s: float) -> dist
 
 
 def _start(backend: str, store: Any, rank: int, world_size: int, timeout_s: float) -> dist.ProcessGroup:
-    doing = "the start of torch.distributed"
-    wait = Wait(timeout_s, doing)
+    operation = "the start of torch.distributed"
+    wait = Wait(timeout_s, operation)
     await_ranks(store, rank, range(world_size), wait)
     limit = torch_timeout(wait, more_s=0)
     start = functools.partial(
         dist.init_process_group, backend, store=store, rank=rank, world_size=world_size, timeout=limit
     )
     # Torch's own deadline, which its collectives keep, comes first: no group is made after ours has passed.
-    _by_another_thread(start, Wait(timeout_s + LATER_S, doing))
+    _by_another_thread(start, Wait(timeout_s + LATER_S, operation))
     group = default_group()
     assert group is not None
     return group
@@ -156,7 +156,7 @@ def await_keys(store: Any, keys: Sequence[str], ranks: Sequence[int], wait: Wait
         missing = tuple(rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key]))
         if error.missing or not missing:
             raise
-        text = f"ranks {list(missing)} did not reach {wait.doing} in {wait.timeout_s:g} s"
+        text = f"ranks {list(missing)} did not reach {wait.operation} in {wait.timeout_s:g} s"
         raise StallError(text, missing=missing, rank=missing[0]) from None
 
 
@@ -170,8 +170,8 @@ def make_gloo_group(store: Any, rank: int, names: Sequence[int], timeout_s: floa
 
 def _by_another_thread(make: Callable[[], Any], wait: Wait) -> Any:
     """The value of `make`, which cannot be interrupted and waits in vain for a rank that dies in it. Collective."""
-    made = Work(wait.doing)
-    threading.Thread(target=made.run, args=(make,), name=wait.doing, daemon=True).start()
+    made = Work(wait.operation)
+    threading.Thread(target=made.run, args=(make,), name=wait.operation, daemon=True).start()
     with torch_errors(wait):
         wait.until(made.is_completed)
         return made.wait()
@@ -185,9 +185,9 @@ def torch_errors(wait: Wait) -> Iterator[None]:
     except StateExchangeError:
         raise
     except dist.DistStoreError as error:  # a wait of torch's own ran out
-        raise StallError(f"not all ranks reached {wait.doing} in time: {_first_line(error)}") from error
+        raise StallError(f"not all ranks reached {wait.operation} in time: {_first_line(error)}") from error
     except RuntimeError as error:
-        raise PeerError(-1, wait.doing, _first_line(error)) from error
+        raise PeerError(-1, wait.operation, _first_line(error)) from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,4 +1,9 @@
-"""One JSON value per line over a TCP connection that never blocks."""
+"""One JSON value per line over a TCP connection that never blocks.
+
+Closing needs care: a socket that is closed while received bytes lie unread makes the kernel send RST instead of FIN,
+and RST discards what the other end has received from us but not read yet. So a goodbye could get lost. `finish` sends
+what is left, shuts down the sending side, and reads until the other end has closed, too; only then may `close` come.
+"""
 
 from __future__ import annotations
 
@@ -9,73 +14,76 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["EndedError", "JsonConnection"]
+__all__ = ["ConnectionEndedError", "JsonConnection"]
 
-_LINE_BYTES = 1 << 20
+_LONGEST_LINE_BYTES = 1 << 20
 
 
-class EndedError(Exception):
-    """The other end of a line is gone, or talks nonsense."""
+class ConnectionEndedError(Exception):
+    """The other end of a connection is gone, or has sent something that is no JSON."""
 
 
 class JsonConnection:
-    """A connection that carries one JSON value per line, and never blocks."""
+    """A connection that carries one JSON value per line, and never blocks. `rank` is the other end's, -1 if unknown."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection = connection
-        self.rank = -1  # until it has said who it is
-        self._in = bytearray()
-        self._out = bytearray()
+        self.rank = -1
+        self._received = bytearray()
+        self._unsent = bytearray()
 
     @property
-    def busy(self) -> bool:
-        """Whether something said before has not left yet."""
-        return bool(self._out)
+    def has_unsent(self) -> bool:
+        """Whether a part of an earlier message has not been sent yet."""
+        return bool(self._unsent)
 
-    def say(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         """Send `message`, now or by later calls of `flush`."""
-        self._out += json.dumps(message).encode() + b"\n"
+        self._unsent += json.dumps(message).encode() + b"\n"
         self.flush()
 
     def flush(self) -> None:
         """Send what can be sent; a lost connection shows when it is read."""
         with contextlib.suppress(OSError):
-            while self._out:
-                del self._out[: self.connection.send(self._out)]
+            while self._unsent:
+                del self._unsent[: self.connection.send(self._unsent)]
 
-    def hear(self) -> Iterator[Any]:
-        """The messages that have come; EndedError when no more will."""
+    def receive(self) -> Iterator[Any]:
+        """Yield the messages that have come; raise ConnectionEndedError when no more will."""
         ended = False
         try:
             while data := self.connection.recv(1 << 16):
-                self._in += data
+                self._received += data
             ended = True
         except BlockingIOError:
             pass
         except OSError:
             ended = True
-        *lines, self._in = self._in.split(b"\n")
+        *lines, self._received = self._received.split(b"\n")
         try:
             yield from [json.loads(line) for line in lines]
         except ValueError:
             ended = True
-        if ended or len(self._in) > _LINE_BYTES:
-            raise EndedError
+        if ended or len(self._received) > _LONGEST_LINE_BYTES:
+            raise ConnectionEndedError
 
-    def hang_up(self, deadline: float) -> None:
-        """Wait until what was said has arrived: closing with words unread would take our last ones back."""
+    def finish(self, deadline: float) -> None:
+        """Send what is left and wait until the other end has closed. Drain first: unread input makes close() send RST.
+
+        Blocks until `deadline`, a time of the monotonic clock, at most.
+        """
         with contextlib.suppress(OSError):
-            self._within(deadline)
-            self.connection.sendall(self._out)
+            self._set_timeout(deadline)
+            self.connection.sendall(self._unsent)
             self.connection.shutdown(socket.SHUT_WR)
             while self.connection.recv(1 << 16):
-                self._within(deadline)
+                self._set_timeout(deadline)
 
-    def _within(self, deadline: float) -> None:
+    def _set_timeout(self, deadline: float) -> None:
         self.connection.settimeout(max(0.001, deadline - time.monotonic()))
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self.connection.close()

@@ -37,7 +37,7 @@ from statexchange.shared_memory import Arena, Attached, Kind, attach
 __all__ = ["ControlPage", "DifferentCallsError", "closed_error"]
 
 _ROW_WORDS = 16
-_PID, _START, _ARRIVED, _LEFT, _PROGRESS, _CALLED = range(6)
+_PID, _START, _ARRIVED, _LEFT, _PROGRESS, _REQUESTED = range(6)
 _FINGERPRINT, _LOCATION = 6, 8  # two of each, by the arrival's parity
 _SLOT_BYTES = 4096
 _BOX_BYTES = 1024
@@ -94,7 +94,7 @@ class ControlPage(GroupMonitor):
         """Size of a page for `world_size` ranks."""
         return world_size * (_ROW_WORDS * 8 + 3 * _SLOT_BYTES + world_size * _BOX_BYTES)
 
-    def box(self, src: int, dst: int) -> memoryview:
+    def mailbox_memory(self, src: int, dst: int) -> memoryview:
         """Zeros at first, for what `src` sends to `dst`."""
         begin = 3 * self.world_size * _SLOT_BYTES + (src * self.world_size + dst) * _BOX_BYTES
         return self._slots[begin : begin + _BOX_BYTES]
@@ -109,7 +109,7 @@ class ControlPage(GroupMonitor):
     def _get(self, rank: int, word: int) -> int:
         return int(self._words[rank * _ROW_WORDS + word])
 
-    def exchange(self, payload: bytes, root: int | None, fingerprint: int, wait: Wait) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes, root: int | None, fingerprint: int, wait: Wait) -> list[bytes]:
         """Every rank's payload, in rank order, on `root` and [] elsewhere; on all ranks if root is None. Collective.
 
         Blocks until all ranks have arrived: a rank that has left or died is a PeerError within about a second, one
@@ -118,7 +118,7 @@ class ControlPage(GroupMonitor):
         """
         parity = (self._count + 1) & 1
         self._post(payload, parity)
-        self.meet(fingerprint, 0, wait)
+        self.enter(fingerprint, 0, wait)
         reads = root is None or root == self.rank
         answers = [self._read(r, parity) for r in range(self.world_size)] if reads else []
         if any(is_spilled(self._slot(r, parity)) for r in range(self.world_size)):
@@ -128,7 +128,7 @@ class ControlPage(GroupMonitor):
             self._attached = {key: kept for key, kept in self._attached.items() if len(kept[1].view) <= _KEPT_BYTES}
         return answers
 
-    def meet(self, fingerprint: int, location: int, wait: Wait) -> list[int]:
+    def enter(self, fingerprint: int, location: int, wait: Wait) -> list[int]:
         """Every rank's `location`; DifferentCallsError, on all ranks, unless all show one `fingerprint`. Collective."""
         self.raise_if_left()
         parity = (self._count + 1) & 1
@@ -196,7 +196,7 @@ class ControlPage(GroupMonitor):
                 words[self._mine] = here + CLOSING
             raise
 
-    def _look(self, own: int, here: int) -> int:
+    def _observe(self, own: int, here: int) -> int:
         """The next phase, after a look at the others."""
         lowest, highest = PASSED, ABSENT
         words = self._words
@@ -220,24 +220,24 @@ class ControlPage(GroupMonitor):
         if phase == UNKNOWN:
             stuck = tuple(r for r in range(self.world_size) if self._get(r, _ARRIVED) == here)
             raise OutcomeUnknownError(
-                f"{wait.doing} is given up, but ranks {list(stuck)}, which have arrived, do not run: whether they "
+                f"{wait.operation} is given up, but ranks {list(stuck)}, which have arrived, do not run: whether they "
                 "complete it is not known",
                 missing=stuck,
                 rank=stuck[0] if stuck else None,
             ) from reason
         if phase == FAILED:
-            raise reason or self._reason_of_others(here, wait.doing)
+            raise reason or self._reason_of_others(here, wait.operation)
 
     def _wait_here(self, here: int, wait: Wait) -> int:
         """PASSED, or CLOSING if another rank has given up; raises what makes this one give up."""
         phase = self._first
         for _ in range(self._spins):
-            phase = self._look(phase, here)
+            phase = self._observe(phase, here)
             if phase in (PASSED, CLOSING):
                 return phase
         began = time.monotonic()
         for _ in range(_YIELDS):
-            phase = self._look(phase, here)
+            phase = self._observe(phase, here)
             if phase in (PASSED, CLOSING):
                 return phase
             if time.monotonic() - began > _YIELDING_S:
@@ -265,38 +265,38 @@ class ControlPage(GroupMonitor):
         phase = self._get(rank, _ARRIVED) - here  # looked at last: it may have passed before it died
         return CLOSING if ended and phase == HERE else phase
 
-    def _reason_of_others(self, here: int, doing: str) -> StateExchangeError:
+    def _reason_of_others(self, here: int, operation: str) -> StateExchangeError:
         """Why this meeting has failed, as a rank says that has given it up."""
         closing = [r for r in range(self.world_size) if self._get(r, _ARRIVED) - here in (CLOSING, FAILED)]
         deadline = time.monotonic() + _REASON_S
         while time.monotonic() < deadline:
             for rank in closing:
                 if rank != self.rank and self._get(rank, _LEFT) == _GONE_WITH_ERROR:
-                    return self._last_words(rank)
+                    return self._departure_error(rank)
             time.sleep(_SETTLE_S)
         others = [rank for rank in closing if rank != self.rank]
-        return PeerError(others[0] if others else -1, doing, "it gave up waiting")
+        return PeerError(others[0] if others else -1, operation, "it gave up waiting")
 
     def _nap(self, phase: int, here: int, wait: Wait) -> int:
         started = moved = time.monotonic()
         checked = 0.0
         progress, nap = -1, 2e-5
-        while (phase := self._look(phase, here)) not in (PASSED, CLOSING):
+        while (phase := self._observe(phase, here)) not in (PASSED, CLOSING):
             missing = self._behind(here)
             if not missing:
                 continue
             now = time.monotonic()
             if now - checked >= _LIVENESS_PERIOD_S or now - started < 2 * nap:
                 checked = now
-                self._raise_for_gone(missing, wait.doing)
+                self._raise_for_gone(missing, wait.operation)
                 if wait.monitor is not None:
-                    wait.monitor.check(wait.doing)
+                    wait.monitor.check(wait.operation)
                 latest = self.progress_count()
                 if latest != progress:
                     progress, moved = latest, now
                 if now - moved > wait.timeout_s:
                     raise StallError(
-                        f"ranks {missing} did not reach {wait.doing} in {wait.timeout_s:g} s",
+                        f"ranks {missing} did not reach {wait.operation} in {wait.timeout_s:g} s",
                         missing=tuple(missing),
                         rank=missing[0],
                     )
@@ -307,43 +307,43 @@ class ControlPage(GroupMonitor):
     def _behind(self, here: int) -> list[int]:
         return [r for r in range(self.world_size) if self._get(r, _ARRIVED) < here]
 
-    def check(self, doing: str) -> None:
-        """Raise PeerError if a rank has died, or what a rank has left with, while this one waits for `doing`."""
+    def check(self, operation: str) -> None:
+        """Raise PeerError if a rank has died, or what a rank has left with, while this one waits for `operation`."""
         for rank in range(self.world_size):
-            reason = self.departure_of(rank, doing)
+            reason = self.departure_of(rank, operation)
             if reason is not None and self._get(rank, _LEFT) != _GONE_QUIETLY:
                 raise reason
 
-    def departure_of(self, rank: int, doing: str) -> StateExchangeError | None:
-        """Why `rank` will not come to `doing`: the error with which it left, that it closed, or that it died."""
+    def departure_of(self, rank: int, operation: str) -> StateExchangeError | None:
+        """Why `rank` will not come to `operation`: the error with which it left, that it closed, or that it died."""
         alive = self._alive(rank)
         left = self._get(rank, _LEFT)  # looked at last: a rank may say why and die between two looks
         if left == _GONE_WITH_ERROR:
-            return self._last_words(rank)
+            return self._departure_error(rank)
         if left == _GONE_QUIETLY:
-            return PeerError(rank, doing, "it closed its communicator")
-        return None if alive else PeerError(rank, doing, f"its process {self._get(rank, _PID)} died")
+            return PeerError(rank, operation, "it closed its communicator")
+        return None if alive else PeerError(rank, operation, f"its process {self._get(rank, _PID)} died")
 
     def missing_ranks(self) -> tuple[int, ...]:
         """Ranks that have not arrived where this one is, and ranks whose process is stopped."""
         stopped = [r for r in range(self.world_size) if process_is_stopped(self._get(r, _PID))]
         return tuple(self._behind(self._count << _PHASE_BITS) or stopped)
 
-    def _raise_for_gone(self, ranks: list[int], doing: str) -> None:
+    def _raise_for_gone(self, ranks: list[int], operation: str) -> None:
         for rank in ranks:
-            reason = self.departure_of(rank, doing)
+            reason = self.departure_of(rank, operation)
             if self._get(rank, _ARRIVED) >= self._count << _PHASE_BITS:
                 continue  # looked at last: a rank may arrive, read and leave between two looks
             if reason is not None:
                 raise reason
 
-    def _last_words(self, rank: int) -> StateExchangeError:
+    def _departure_error(self, rank: int) -> StateExchangeError:
         return from_record(json.loads(read_slot(self._slot(rank, 2))[0]))
 
     def _alive(self, rank: int) -> bool:
-        return self._threads or self.sees(rank)
+        return self._threads or self.can_see(rank)
 
-    def sees(self, rank: int) -> bool:
+    def can_see(self, rank: int) -> bool:
         """Whether the process of `rank` runs, as far as this one can see."""
         return process_is_alive(self._get(rank, _PID), self._get(rank, _START))
 
@@ -362,11 +362,11 @@ class ControlPage(GroupMonitor):
 
     def request_collective(self) -> None:
         """Tell ranks that poll `progress`, or wait for single ranks, to come to this rank's next meeting at once."""
-        self._set(_CALLED, self._count + 1)
+        self._set(_REQUESTED, self._count + 1)
 
     def collective_requested(self) -> bool:
         """Whether a rank waits in a meeting to which it has called all, and this one has not come yet."""
-        return any(self._get(r, _CALLED) > self._count for r in range(self.world_size))
+        return any(self._get(r, _REQUESTED) > self._count for r in range(self.world_size))
 
     def leave(self, error: BaseException | None = None) -> None:
         """Say that this rank will not arrive any more, and why."""

@@ -1,4 +1,8 @@
-"""Rank 0 of the failure board, which hears everybody and tells everybody."""
+"""The coordinator of failure detection between hosts: rank 0, which receives from all members and informs all.
+
+Anybody who reaches the port may connect. A connection counts as a member's only after it has sent the nonce that rank 0
+has given to its ranks, and anything malformed ends the connection.
+"""
 
 from __future__ import annotations
 
@@ -11,184 +15,197 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from statexchange.comm.failure.connection import EndedError, JsonConnection
-from statexchange.comm.failure.detector import Board
+from statexchange.comm.failure.connection import ConnectionEndedError, JsonConnection
+from statexchange.comm.failure.detector import FailureDetector
 from statexchange.comm.failure.outcome import CLOSING, FAILED, HERE, PASSED, next_phase
-from statexchange.comm.topology import Place
+from statexchange.comm.topology import Topology
 
 __all__ = ["Coordinator"]
 
-_PART_S = 0.5
+_FINISH_S = 0.5
 
 
 @dataclass
 class _PendingDecision:
-    """State of a closed call that awaits rank 0's decision."""
+    """State of a closing call that awaits a decision."""
 
     record: dict[str, Any]
     deadline: float
     answered: set[int] = field(default_factory=set)
 
 
-class Coordinator(Board):
-    """Rank 0, which hears everybody and tells everybody."""
+class Coordinator(FailureDetector):
+    """Rank 0, which receives from all members and informs all."""
 
-    def __init__(self, place: Place, processes: Sequence[tuple[int, int]], listener: socket.socket, nonce: str) -> None:
-        super().__init__(place, processes)
+    def __init__(
+        self, topology: Topology, processes: Sequence[tuple[int, int]], listener: socket.socket, nonce: str
+    ) -> None:
+        super().__init__(topology, processes)
         self._nonce = nonce
-        self._lines: dict[int, JsonConnection] = {}
-        self._heard = [time.monotonic()] * self._world_size
-        self._moves_of = [0] * self._world_size
-        self._passed_of = [0] * self._world_size
+        self._connections: dict[int, JsonConnection] = {}
+        self._heard_at = [time.monotonic()] * self._world_size
+        self._progress_of = [0] * self._world_size
+        self._completed_of = [0] * self._world_size
         self._dead: set[int] = set()
-        self._rounds: dict[int, _PendingDecision] = {}
+        self._pending: dict[int, _PendingDecision] = {}
         self._listener = listener
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
 
-    def _hear(self, line: JsonConnection | None) -> None:
-        if line is None:
-            self._welcome()
+    def _handle_input(self, connection: JsonConnection | None) -> None:
+        if connection is None:
+            self._accept()
             return
         try:
-            for message in line.hear():
-                self._take(line, message)
-        except (EndedError, ValueError, TypeError, LookupError):  # a stranger may say anything
-            self._lose(line)
+            for message in connection.receive():
+                self._handle_message(connection, message)
+        except (ConnectionEndedError, ValueError, TypeError, LookupError):  # anything may come from a stranger
+            self._lose(connection)
 
-    def _welcome(self) -> None:
+    def _accept(self) -> None:
         with contextlib.suppress(OSError):
             connection, _ = self._listener.accept()
             self._selector.register(connection, selectors.EVENT_READ, JsonConnection(connection))
 
-    def _take(self, line: JsonConnection, message: Any) -> None:
-        if line.rank < 0:
-            self._introduce(line, message)
+    def _handle_message(self, connection: JsonConnection, message: Any) -> None:
+        rank = connection.rank
+        if rank < 0:
+            self._introduce(connection, message)
             return
         kind, *rest = message
-        self._heard[line.rank] = time.monotonic()
+        self._heard_at[rank] = time.monotonic()
         if kind == "at":
-            self._view.sequence[line.rank], self._moves_of[line.rank] = int(rest[0]), int(rest[1])
-            self._passed_of[line.rank] = int(rest[2])
+            self._view.op_numbers[rank], self._progress_of[rank] = int(rest[0]), int(rest[1])
+            self._completed_of[rank] = int(rest[2])
         elif kind == "failure":
-            self._post(rest[0])
-        elif kind == "called":
-            self._call_to(int(rest[0]))
+            self._post_failure(rest[0])
+        elif kind == "collective_requested":
+            self._post_request(int(rest[0]))
         elif kind == "closing":
-            self._close_call(int(rest[0]), rest[1])
+            self._close_op(int(rest[0]), rest[1])
         elif kind == "answer":
-            self._take_answer(line.rank, int(rest[0]), int(rest[1]))
+            self._take_answer(rank, int(rest[0]), int(rest[1]))
         else:
-            self._view.left[line.rank] = (rest[0], rest[1])
-            self._passed_of[line.rank] = int(rest[2])
-            self._tell_all()
+            self._view.departed[rank] = (rest[0], rest[1])
+            self._completed_of[rank] = int(rest[2])
+            self._inform_all()
 
-    def _close_call(self, number: int, record: dict[str, Any]) -> None:
-        if number in self._closed:
+    # Calls that are given up
+
+    def _close_op(self, number: int, record: dict[str, Any]) -> None:
+        if number in self._closed_ops:
             return
-        self._closed[number] = CLOSING
-        self._rounds[number] = _PendingDecision(record, time.monotonic() + self._silent_s)
-        self._passed_of[0] = self._passed  # after the call is noted as closed
-        self._rounds[number].answered.add(0)
-        self._tell_all()
+        self._closed_ops[number] = CLOSING
+        self._pending[number] = _PendingDecision(record, time.monotonic() + self._silent_s)
+        self._completed_of[0] = self._completed_op  # after the call is noted as closing
+        self._pending[number].answered.add(0)
+        self._inform_all()
         self._decide()
 
-    def _take_answer(self, rank: int, number: int, passed: int) -> None:
-        self._passed_of[rank] = max(self._passed_of[rank], passed)
-        if number in self._rounds:
-            self._rounds[number].answered.add(rank)
+    def _take_answer(self, rank: int, number: int, completed_op: int) -> None:
+        self._completed_of[rank] = max(self._completed_of[rank], completed_op)
+        if number in self._pending:
+            self._pending[number].answered.add(rank)
             self._decide()
 
-    def _judge(self) -> None:
-        super()._judge()
+    def _report_deaths(self) -> None:
+        super()._report_deaths()
         self._decide()
 
     def _decide(self) -> None:
-        """Decide closed calls of which enough is known."""
-        for number, round_ in list(self._rounds.items()):
-            phases = [self._phase_of(rank, number, round_) for rank in range(self._world_size)]
-            late = time.monotonic() > round_.deadline
-            phase = next_phase(CLOSING, min(phases), max(phases), late)
+        """Decide closing calls of which enough is known."""
+        for number, pending in list(self._pending.items()):
+            phases = [self._phase_of(rank, number, pending) for rank in range(self._world_size)]
+            is_late = time.monotonic() > pending.deadline
+            phase = next_phase(CLOSING, min(phases), max(phases), is_late)
             if phase != CLOSING:
-                del self._rounds[number]
+                del self._pending[number]
                 if phase == FAILED and self._failure is None:
-                    self._failure = round_.record
-                self._closed[number] = phase  # last: whoever sees FAILED in another thread looks for the failure
-                self._tell_all()
+                    self._failure = pending.record
+                # Last: another thread that sees FAILED here looks for the failure next.
+                self._closed_ops[number] = phase
+                self._inform_all()
 
-    def _phase_of(self, rank: int, number: int, round_: _PendingDecision) -> int:
-        if self._passed_of[rank] >= number:
+    def _phase_of(self, rank: int, number: int, pending: _PendingDecision) -> int:
+        if self._completed_of[rank] >= number:
             return PASSED
-        has_ended = rank in self._dead or rank in self._view.left
-        return CLOSING if has_ended or rank in round_.answered else HERE
+        has_ended = rank in self._dead or rank in self._view.departed
+        return CLOSING if has_ended or rank in pending.answered else HERE
 
     def _post_death(self, rank: int) -> None:
         self._dead.add(rank)
         super()._post_death(rank)
 
-    def _introduce(self, line: JsonConnection, message: Any) -> None:
+    # Connections
+
+    def _introduce(self, connection: JsonConnection, message: Any) -> None:
         nonce, rank = message
         if not hmac.compare_digest(str(nonce), self._nonce) or not 0 < rank < self._world_size:
-            raise EndedError
-        line.rank = rank
-        self._lines[rank] = line
-        self._gone.pop(rank, None)
-        self._heard[rank] = time.monotonic()
-        line.say(self._news())
+            raise ConnectionEndedError
+        connection.rank = rank
+        self._connections[rank] = connection
+        self._ended_at.pop(rank, None)
+        self._heard_at[rank] = time.monotonic()
+        connection.send(self._status())
 
-    def _lose(self, line: JsonConnection) -> None:
-        self._selector.unregister(line.connection)
-        line.close()
-        if self._lines.get(line.rank) is line:
-            del self._lines[line.rank]
-            if line.rank not in self._view.left:
-                self._gone.setdefault(line.rank, time.monotonic())
+    def _lose(self, connection: JsonConnection) -> None:
+        self._selector.unregister(connection.connection)
+        connection.close()
+        if self._connections.get(connection.rank) is connection:
+            del self._connections[connection.rank]
+            if connection.rank not in self._view.departed:
+                self._ended_at.setdefault(connection.rank, time.monotonic())
 
-    def _speak(self) -> None:
+    # What is sent to all
+
+    def _send_status(self) -> None:
         now = time.monotonic()
         view = self._view
-        view.sequence[0], self._moves_of[0] = self._sequence, self._moves
-        view.moves = sum(self._moves_of)
-        view.heard = self._heard[0] = now
-        view.silent = [r for r, heard in enumerate(self._heard) if now - heard > self._silent_s and r not in view.left]
-        for line in self._lines.values():
-            line.flush()
-            if not line.busy:
-                line.say(self._news())
+        view.op_numbers[0], self._progress_of[0] = self._op_number, self._progress
+        view.progress_count = sum(self._progress_of)
+        view.updated = self._heard_at[0] = now
+        silent = []
+        for rank, heard_at in enumerate(self._heard_at):
+            if now - heard_at > self._silent_s and rank not in view.departed:
+                silent.append(rank)
+        view.silent = silent  # at once: other threads read it
+        for connection in self._connections.values():
+            connection.flush()
+            if not connection.has_unsent:
+                connection.send(self._status())
 
-    def _news(self) -> dict[str, Any]:
+    def _status(self) -> dict[str, Any]:
         view = self._view
-        left = [[rank, sequence, cause] for rank, (sequence, cause) in view.left.items()]
         return {
-            "sequence": view.sequence,
+            "op_numbers": view.op_numbers,
             "silent": view.silent,
-            "left": left,
-            "called": view.called,
-            "moves": view.moves,
+            "departed": [[rank, last_op, cause] for rank, (last_op, cause) in view.departed.items()],
+            "requested_op": view.requested_op,
+            "progress_count": view.progress_count,
             "failure": self._failure,
-            "closed": list(self._closed.items()),
+            "closed_ops": list(self._closed_ops.items()),
         }
 
-    def _tell_all(self) -> None:
-        news = self._news()
-        for line in self._lines.values():
-            line.say(news)
+    def _inform_all(self) -> None:
+        status = self._status()
+        for connection in self._connections.values():
+            connection.send(status)
 
-    def _post(self, record: dict[str, Any]) -> None:
+    def _post_failure(self, record: dict[str, Any]) -> None:
         if self._failure is None:
             self._failure = record
-            self._tell_all()
+            self._inform_all()
 
-    def _call_to(self, sequence: int) -> None:
-        self._view.called = max(self._view.called, sequence)
-        self._tell_all()
+    def _post_request(self, number: int) -> None:
+        self._view.requested_op = max(self._view.requested_op, number)
+        self._inform_all()
 
     def _suspects(self) -> tuple[int, ...]:
-        return ()  # only our own thread has been silent
+        return ()  # only the thread of this very rank has been silent
 
-    def _say_farewell(self) -> None:
-        self._view.left[0] = (self._sequence, self._farewell or "")
-        self._tell_all()
-        deadline = time.monotonic() + _PART_S
-        for line in self._lines.values():
-            line.hang_up(deadline)
+    def _send_goodbye(self) -> None:
+        self._view.departed[0] = (self._op_number, self._goodbye or "")
+        self._inform_all()
+        deadline = time.monotonic() + _FINISH_S
+        for connection in self._connections.values():
+            connection.finish(deadline)

@@ -1,24 +1,38 @@
-"""The failure board of ranks on several hosts: who has failed and who has not come, known without asking anybody.
+"""Failure detection between hosts: which ranks have failed, left or not come, without asking them.
 
-Rank 0 keeps the board, and every other rank holds one connection to it. A thread on each rank says four times a second
-in which of its collectives it is, and hears the same of all. A failure that a rank tells goes to all at once. A
-connection that ends without a farewell means that a process has ended, which the kernel reports the moment it happens,
-even when it was killed; ranks of one host also look at each other's processes. A host that is cut off ends nothing:
-it falls silent, and whoever waits for its ranks when the deadline comes finds them missing.
+Rank 0 is the coordinator, and every other rank is a member that holds one TCP connection to it. A thread on each rank
+keeps the connection alive, so that the rank itself may compute or be blocked. Who writes what:
+
+    member -> coordinator    ["at", op number, progress count, last completed op]    each period, a quarter of a second
+                             ["failure", record]                                     when its communicator has failed
+                             ["collective_requested", op number]                     see `request_collective`
+                             ["closing", op number, record]                          when it gives up a call
+                             ["answer", op number, last completed op]                to a call that is being closed
+                             ["goodbye", op number, cause, last completed op]        when it leaves
+    coordinator -> members   the status of the group, as one object                  each period, and on every change
+
+How a failure shows:
+
+* A rank reports one: the coordinator sends it to all at once. The first report counts.
+* A connection ends without a goodbye: the process has ended. The kernel closes its sockets at that moment, even when it
+  was killed. Ranks of one host also look at each other's processes. A grace of 0.4 s lets a goodbye, or a second
+  connection of the same rank, arrive before the death is reported.
+* A host is cut off: nothing ends. Its ranks fall silent, and a wait that reaches its deadline names them as missing.
 
 A rank that gives up waiting in its n-th call must not simply raise, as another one may just be completing that call:
 
-1. It asks rank 0 to close call n.
-2. Rank 0 notes that the call is closed, and sends that to all ranks.
-3. Each rank replies whether it has passed the call, that is whether all that it waited for has come. A rank that has
-   died or left without having passed counts as one that has not.
-4. Rank 0 decides by the rule of `outcome`, and sends the decision. If a rank has passed, the others wait a little
-   longer for what is on its way to them; if none has, all raise. If one does not reply, because it is stopped or its
-   host is cut off, the decision is UNKNOWN, and a wait that ran out is an OutcomeUnknownError.
+1. It asks the coordinator to close call n.
+2. The coordinator notes that the call is closing, and sends that to all ranks.
+3. Each rank answers whether it has completed the call, that is whether all that it waited for has come. A rank that has
+   died or left without having completed it counts as one that has not.
+4. The coordinator decides by the rule of `outcome`, and sends the decision. If a rank has completed the call, the
+   others wait a little longer for what is on its way to them; if none has, all raise. If one does not answer, because
+   it is stopped or its host is cut off, the decision is UNKNOWN, and a wait that ran out is an OutcomeUnknownError.
 
-The order that this rests on: a rank writes that it has passed before it reads whether the call is closed, and its
-thread here writes that the call is closed before it reads whether the rank has passed. So a rank that replies no finds
-the call closed before it goes on, and waits for the decision. A call that nobody gives up sends no message for this.
+The order that this rests on: a rank writes that it has completed the call before it reads whether the call is closing,
+and its detector thread writes that the call is closing before it reads whether the rank has completed it. So a rank
+that answers no finds the call closing before it goes on, and waits for the decision. A call that nobody gives up sends
+no message for this.
 """
 
 from __future__ import annotations
@@ -38,7 +52,7 @@ from statexchange.comm import forks
 from statexchange.comm.failure.connection import JsonConnection
 from statexchange.comm.failure.monitor import GroupMonitor
 from statexchange.comm.failure.outcome import CLOSING, FAILED, HERE, PASSED, SEEN, UNKNOWN, next_phase
-from statexchange.comm.topology import Place
+from statexchange.comm.topology import Topology
 from statexchange.errors import (
     OutcomeUnknownError,
     PeerError,
@@ -49,115 +63,128 @@ from statexchange.errors import (
 )
 from statexchange.processes import process_is_alive
 
-__all__ = ["Board", "View"]
+__all__ = ["FailureDetector", "GroupView"]
 
-_PERIOD_S = 0.25  # between two words of a rank, in worlds of up to _CROWD ranks; in larger ones longer
-_CROWD = 128
+_PERIOD_S = 0.25  # between two messages of a rank, in groups of up to _LARGE_GROUP ranks; in larger ones longer
+_LARGE_GROUP = 128
 _SILENT_PERIODS = 6
-_GRACE_S = 0.4  # for a farewell, or a second connection, to be seen before a process is said to have died
-_TELL_S = 1.0
+_GRACE_S = 0.4  # for a goodbye, or a second connection, to arrive before a process is reported as dead
+_REPORT_S = 1.0
 _JOIN_S = 2.0
 _DECISION_NAP_S = 1e-3
 
 
 @dataclass
-class View:
-    """What rank 0 knows of all ranks."""
+class GroupView:
+    """What the coordinator knows of all ranks."""
 
-    sequence: list[int]
+    op_numbers: list[int]
+    """The number of each rank's current collective."""
     silent: list[int] = field(default_factory=list)
-    left: dict[int, tuple[int, str]] = field(default_factory=dict)
-    """Ranks that took leave: after which of their collectives, and how."""
-    called: int = 0
-    """The latest collective to which a rank has called all."""
-    moves: int = 0
-    """How often ranks have said that they move bytes."""
-    heard: float = field(default_factory=time.monotonic)
+    """Ranks that have sent nothing for several periods."""
+    departed: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """Ranks that sent a goodbye: after which of their collectives, and why."""
+    requested_op: int = 0
+    """The latest collective that a rank has requested all to come to."""
+    progress_count: int = 0
+    """How often ranks have reported that bytes move."""
+    updated: float = field(default_factory=time.monotonic)
 
 
-class Board(GroupMonitor):
-    """One rank's side of the board: the monitor of communicators that span hosts. Made by `open_board`."""
+class FailureDetector(GroupMonitor):
+    """One rank's side of failure detection between hosts. Made by `start_failure_detector`.
 
-    def __init__(self, place: Place, processes: Sequence[tuple[int, int]]) -> None:
+    The rank's own threads call the public methods; `_run` is the detector thread. Each attribute that both use is
+    written by one of them only, or is a dict whose items are only added.
+    """
+
+    def __init__(self, topology: Topology, processes: Sequence[tuple[int, int]]) -> None:
         """`processes`: the id and start time of every rank's process."""
-        self._place = place
+        self._topology = topology
         self._processes = processes
-        self._mates = [rank for rank in place.mates if rank != place.rank and process_is_alive(*processes[rank])]
-        self._sequence = 0
-        self._doing = "its own code"
-        self._moves = 0
-        self._passed = 0  # the last call of which this rank has all that it needs
-        self._closed: dict[int, int] = {}  # calls that a rank has given up; CLOSING, or the decision
+        others = [rank for rank in topology.node_ranks if rank != topology.rank]
+        self._watched_ranks = [rank for rank in others if process_is_alive(*processes[rank])]
+        self._op_number = 0
+        self._operation = "its own code"
+        self._progress = 0
+        self._completed_op = 0  # the last call of which this rank has all that it needs
+        self._closed_ops: dict[int, int] = {}  # calls that a rank has given up: CLOSING, or the decision
         self._failure: dict[str, Any] | None = None
-        self._view = View([0] * self._world_size)
-        self._gone: dict[int, float] = {}  # when a process was first seen to have ended
-        self._period_s = _PERIOD_S * max(1.0, self._world_size / _CROWD)
+        self._view = GroupView([0] * self._world_size)
+        self._ended_at: dict[int, float] = {}  # when a process was first seen to have ended
+        self._period_s = _PERIOD_S * max(1.0, self._world_size / _LARGE_GROUP)
         self._silent_s = _SILENT_PERIODS * self._period_s
-        self._notes: queue.SimpleQueue[tuple[Callable[[], None], threading.Event]] = queue.SimpleQueue()
-        self._farewell: str | None = None
+        self._requests: queue.SimpleQueue[tuple[Callable[[], None], threading.Event]] = queue.SimpleQueue()
+        self._goodbye: str | None = None
         self._selector = selectors.DefaultSelector()
-        self._bell, self._string = socket.socketpair()
-        self._bell.setblocking(False)
-        self._string.setblocking(False)
-        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._wakeup_receiver, self._wakeup_sender = socket.socketpair()  # interrupts the thread's select
+        self._wakeup_receiver.setblocking(False)
+        self._wakeup_sender.setblocking(False)
+        self._selector.register(self._wakeup_receiver, selectors.EVENT_READ)
         self._is_inherited = False
-        self._thread = threading.Thread(target=self._run, name=f"statexchange board {place.rank}", daemon=True)
+        name = f"statexchange failure detector {topology.rank}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
     def _world_size(self) -> int:
-        return len(self._place.nodes)
+        return len(self._topology.nodes)
 
     def start(self) -> None:
-        """Begin to take part."""
+        """Begin to take part. Not collective."""
         forks.cut_off_in_children(self)
         atexit.register(self.close, "its process ended")
         self._thread.start()
 
-    def set_current_op(self, doing: str) -> None:
-        """This rank has come to its next collective, which all ranks count. Not collective; costs nothing."""
-        self._passed = self._sequence  # also of a call in which all ranks have met with an error
-        self._sequence += 1
-        self._doing = doing
+    # Called by this rank
+
+    def set_current_op(self, operation: str) -> None:
+        """Note that this rank begins its next collective, which all ranks count. Not collective; costs nothing."""
+        self._completed_op = self._op_number  # also of a call in which all ranks have raised together
+        self._op_number += 1
+        self._operation = operation
 
     def complete_op(self) -> None:
-        """This rank has all that it needs of its call; raises if the ranks have given it up. Not collective.
+        """Note that this rank has all that it needs of its call; raise if the ranks have given it up. Not collective.
 
-        Blocks only if the call is closed, and then for the decision.
+        Blocks only if the call is closing, and then for the decision.
         """
-        number = self._sequence
-        self._passed = number
-        if next_phase(SEEN, HERE, CLOSING if number in self._closed else HERE, False) != PASSED:
+        number = self._op_number
+        self._completed_op = number  # before the look at _closed_ops, see the top of this file
+        others_phase = CLOSING if number in self._closed_ops else HERE
+        if next_phase(SEEN, HERE, others_phase, False) != PASSED:
             self._await_decision(number, None)
 
     def give_up(self, error: StateExchangeError) -> None:
-        """Close this rank's call: return if another rank has passed; else raise `error`, or OutcomeUnknownError.
+        """Close this rank's call: return if another rank has completed it; else raise `error`, or OutcomeUnknownError.
 
-        Not collective. Blocks until rank 0 has decided. If rank 0 itself is what has failed, `error` says so.
+        Not collective. Blocks until the coordinator has decided. If it is what has failed, `error` is raised at once.
         """
-        number = self._sequence
+        number = self._op_number
         if isinstance(error, PeerError) and error.rank == 0:
             raise error
-        record = to_record(error, self._place.rank, self._doing)
-        self._have_said(lambda: self._close_call(number, record))
+        record = to_record(error, self._topology.rank, self._operation)
+        self._run_in_thread(lambda: self._close_op(number, record))
         self._await_decision(number, error)
 
     def _await_decision(self, number: int, error: StateExchangeError | None) -> None:
         deadline = time.monotonic() + 3 * self._silent_s
         phase = CLOSING
         while phase == CLOSING:
-            decision = self._closed.get(number, CLOSING)
-            is_known = decision in (PASSED, FAILED)
+            decision = self._closed_ops.get(number, CLOSING)
+            is_decided = decision in (PASSED, FAILED)
             gives_up = decision == UNKNOWN or time.monotonic() > deadline
-            phase = next_phase(CLOSING, HERE, decision if is_known else HERE, gives_up)
+            phase = next_phase(CLOSING, HERE, decision if is_decided else HERE, gives_up)
             if phase == CLOSING:
                 time.sleep(_DECISION_NAP_S)
         if phase == PASSED:
             return
-        known = error or (from_record(self._failure) if self._failure is not None else None)
+        known = error
+        if known is None and self._failure is not None:
+            known = from_record(self._failure)
         if known is not None and (phase == FAILED or not isinstance(known, StallError)):
             raise known
         missing = (known.missing if isinstance(known, StallError) else ()) or self.missing_ranks()
-        what = known.message if known is not None else f"{self._doing} was given up"
+        what = known.message if known is not None else f"{self._operation} was given up"
         who = f"ranks {list(missing)}" if missing else "some ranks"
         raise OutcomeUnknownError(
             f"{what}; whether other ranks have completed it is not known, as {who} do not answer",
@@ -165,137 +192,144 @@ class Board(GroupMonitor):
             rank=missing[0] if missing else None,
         ) from error
 
-    def check(self, doing: str) -> None:
-        """Raise the failure that is known; PeerError if a rank took leave that this one, which waits for `doing`,
-        needs. Not collective."""
+    def check(self, operation: str) -> None:
+        """Raise the failure that is known, or PeerError if a rank that this one waits for has left. Not collective."""
         failure = self._failure
         if failure is not None:
-            # A death has no phase of its own: what matters is what waits for the dead.
-            raise from_record(failure if failure.get("phase") != "" else {**failure, "phase": doing})
-        for rank, (sequence, cause) in tuple(self._view.left.items()):
-            if sequence < self._sequence and rank != self._place.rank:
-                raise self._peer_error(rank, doing, cause)
+            # A death has no phase of its own: what matters is what waits for the dead rank.
+            raise from_record(failure if failure.get("phase") != "" else {**failure, "phase": operation})
+        for rank, (last_op, cause) in tuple(self._view.departed.items()):
+            if last_op < self._op_number and rank != self._topology.rank:
+                raise self._peer_error(rank, operation, cause)
 
-    def departure_of(self, rank: int, doing: str) -> StateExchangeError | None:
-        """Why `rank` will not come to `doing`, if it has taken leave. Not collective."""
-        left = self._view.left.get(rank)
-        return None if left is None else self._peer_error(rank, doing, left[1])
+    def departure_of(self, rank: int, operation: str) -> StateExchangeError | None:
+        """Return why `rank` will not reach `operation`, if it has sent a goodbye. Not collective."""
+        departure = self._view.departed.get(rank)
+        return None if departure is None else self._peer_error(rank, operation, departure[1])
 
     def missing_ranks(self) -> tuple[int, ...]:
-        """The ranks that are in an earlier collective than this one, or silent; () if unknown. Not collective."""
+        """Return the ranks that are in an earlier collective than this one, or silent. Not collective."""
         view = self._view
-        if time.monotonic() - view.heard > self._silent_s:
+        if time.monotonic() - view.updated > self._silent_s:
             return self._suspects()
-        behind = {rank for rank, sequence in enumerate(view.sequence) if sequence < self._sequence}
-        return tuple(sorted((behind | set(view.silent)) - {self._place.rank}))
+        behind = {rank for rank, number in enumerate(view.op_numbers) if number < self._op_number}
+        return tuple(sorted((behind | set(view.silent)) - {self._topology.rank}))
 
     def report_failure(self, error: StateExchangeError) -> None:
-        """Post what this communicator has failed of; the first post counts. Not collective; blocks a second at most."""
-        number, record = self._sequence, to_record(error, self._place.rank, self._doing)
+        """Report what this communicator has failed of; the first report counts. Not collective; blocks 1 s at most."""
+        number, record = self._op_number, to_record(error, self._topology.rank, self._operation)
 
-        def note() -> None:
-            self._post(record)
-            self._close_call(number, record)
+        def report() -> None:
+            self._post_failure(record)
+            self._close_op(number, record)
 
-        self._have_said(note)
+        self._run_in_thread(report)
 
     def request_collective(self) -> None:
-        """Have ranks that wait for single ones come to this rank's next collective. Not collective."""
-        sequence = self._sequence + 1
-        self._have_said(lambda: self._call_to(sequence))
+        """Have ranks that wait for single ones come to this rank's next collective.
+
+        Not collective; blocks 1 s at most.
+        """
+        number = self._op_number + 1
+        self._run_in_thread(lambda: self._post_request(number))
 
     def collective_requested(self) -> bool:
-        """Whether a rank has called all to a collective to which this one has not come. Not collective."""
-        return self._view.called > self._sequence
+        """Whether a rank has requested a collective that this one has not reached. Not collective."""
+        return self._view.requested_op > self._op_number
 
     def report_progress(self) -> None:
-        """Say, with what is said anyway, that bytes move. Not collective; costs nothing."""
-        self._moves += 1
+        """Report, with the next periodic message, that bytes move. Not collective; costs nothing."""
+        self._progress += 1
 
     def progress_count(self) -> int:
-        """How often the ranks have said so, as far as this one knows. Not collective."""
-        return self._view.moves
+        """Return how often the ranks have reported progress, as far as this one knows. Not collective."""
+        return self._view.progress_count
 
-    def _have_said(self, note: Callable[[], None]) -> None:
-        if self._thread.is_alive():
-            posted = threading.Event()
-            self._notes.put((note, posted))
-            self._ring()
-            posted.wait(_TELL_S)
-
-    def close(self, farewell: str = "it closed its communicator") -> None:
-        """Take leave: ranks that wait for this one in a later collective raise PeerError. Not collective."""
-        if self._is_inherited or self._farewell is not None:
+    def close(self, goodbye: str = "it closed its communicator") -> None:
+        """Leave: ranks that wait for this one in a later collective raise PeerError. Not collective."""
+        if self._is_inherited or self._goodbye is not None:
             return
         atexit.unregister(self.close)
-        self._farewell = farewell
-        self._ring()
+        self._goodbye = goodbye
+        self._wake_thread()
         self._thread.join(_JOIN_S)
 
-    def _ring(self) -> None:
-        with contextlib.suppress(OSError):  # full: it rings already
-            self._string.send(b"!")
+    def _run_in_thread(self, request: Callable[[], None]) -> None:
+        """Have the detector thread run `request`, and wait for it."""
+        if self._thread.is_alive():
+            done = threading.Event()
+            self._requests.put((request, done))
+            self._wake_thread()
+            done.wait(_REPORT_S)
+
+    def _wake_thread(self) -> None:
+        with contextlib.suppress(OSError):  # a full buffer: the thread will wake up anyway
+            self._wakeup_sender.send(b"!")
 
     def _peer_error(self, rank: int, phase: str, cause: str) -> PeerError:
-        return PeerError(rank, phase, cause, self._place.hosts[rank])
+        return PeerError(rank, phase, cause, self._topology.hosts[rank])
 
-    # The thread
+    # The detector thread
 
     def _run(self) -> None:
         try:
             due = 0.0
-            while self._farewell is None:
-                self._attend(max(0.0, min(due - time.monotonic(), self._until_verdict())))
+            while self._goodbye is None:
+                self._handle_events(max(0.0, min(due - time.monotonic(), self._until_next_death_s())))
                 if time.monotonic() >= due:
                     due = time.monotonic() + self._period_s
-                    self._look_at_mates()
-                    self._speak()
-                self._judge()
-            self._deliver()
-            self._say_farewell()
+                    self._look_at_processes()
+                    self._send_status()
+                self._report_deaths()
+            # What this rank reported before it closed goes out before the goodbye.
+            self._run_requests()
+            self._send_goodbye()
         finally:
             self.drop()
 
-    def _attend(self, wait_s: float) -> None:
+    def _handle_events(self, wait_s: float) -> None:
         """Handle what comes within `wait_s`."""
         for key, _ in self._selector.select(wait_s):
-            if key.fileobj is self._bell:
+            if key.fileobj is self._wakeup_receiver:
                 with contextlib.suppress(BlockingIOError):
-                    self._bell.recv(1 << 12)
+                    self._wakeup_receiver.recv(1 << 12)
             else:
-                self._hear(key.data)
-        self._deliver()
+                self._handle_input(key.data)
+        self._run_requests()
 
-    def _deliver(self) -> None:
+    def _run_requests(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                note, posted = self._notes.get_nowait()
-                note()
-                posted.set()
+                request, done = self._requests.get_nowait()
+                request()
+                done.set()
 
-    def _look_at_mates(self) -> None:
+    def _look_at_processes(self) -> None:
         now = time.monotonic()
-        for rank in self._mates:
-            with contextlib.suppress(OSError):  # who cannot look, for want of file descriptors, says nothing
+        for rank in self._watched_ranks:
+            with contextlib.suppress(OSError):  # too few file descriptors to look: nothing is known
                 if not process_is_alive(*self._processes[rank]):
-                    self._gone.setdefault(rank, now)
+                    self._ended_at.setdefault(rank, now)
 
-    def _until_verdict(self) -> float:
-        return max(0.0, min(self._gone.values()) + _GRACE_S - time.monotonic()) if self._gone else self._period_s
+    def _until_next_death_s(self) -> float:
+        """Return when the next process that has ended is to be reported as dead."""
+        if not self._ended_at:
+            return self._period_s
+        return max(0.0, min(self._ended_at.values()) + _GRACE_S - time.monotonic())
 
-    def _judge(self) -> None:
-        """Post those as dead whose process ended, and who have not taken leave after all."""
+    def _report_deaths(self) -> None:
+        """Report processes that have exited without goodbye."""
         now = time.monotonic()
-        for rank, since in list(self._gone.items()):
-            if rank in self._view.left:
-                del self._gone[rank]
+        for rank, since in list(self._ended_at.items()):
+            if rank in self._view.departed:
+                del self._ended_at[rank]
             elif now - since >= _GRACE_S:
                 self._post_death(rank)
-                del self._gone[rank]
-                self._mates = [mate for mate in self._mates if mate != rank]
+                del self._ended_at[rank]
+                self._watched_ranks = [watched for watched in self._watched_ranks if watched != rank]
 
     def _post_death(self, rank: int) -> None:
-        self._post(to_record(self._peer_error(rank, "", self._cause_of(rank)), rank, ""))
+        self._post_failure(to_record(self._peer_error(rank, "", self._cause_of_death(rank)), rank, ""))
 
     def disown(self) -> None:
         """Drop the copy of the parent's connections: while they are open, nobody sees that the parent has ended."""
@@ -303,36 +337,37 @@ class Board(GroupMonitor):
         self.drop()
 
     def drop(self) -> None:
-        """Close this process's end of everything, saying nothing. Not collective."""
+        """Close this process's end of everything without a goodbye. Not collective."""
         forks.forget(self)
         for key in list(self._selector.get_map().values()):
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
         self._selector.close()
-        self._string.close()
+        self._wakeup_sender.close()
 
-    # What the keeper and the visitors do differently
+    # What the coordinator and the members do differently; all of it runs in the detector thread
 
-    def _hear(self, line: JsonConnection | None) -> None:
+    def _handle_input(self, connection: JsonConnection | None) -> None:
         raise NotImplementedError
 
-    def _speak(self) -> None:
+    def _send_status(self) -> None:
         raise NotImplementedError
 
-    def _post(self, record: dict[str, Any]) -> None:
+    def _post_failure(self, record: dict[str, Any]) -> None:
         raise NotImplementedError
 
-    def _call_to(self, sequence: int) -> None:
+    def _post_request(self, number: int) -> None:
         raise NotImplementedError
 
-    def _close_call(self, number: int, record: dict[str, Any]) -> None:
+    def _close_op(self, number: int, record: dict[str, Any]) -> None:
         raise NotImplementedError
 
-    def _cause_of(self, rank: int) -> str:
+    def _cause_of_death(self, rank: int) -> str:
         return f"its process {self._processes[rank][0]} died"
 
     def _suspects(self) -> tuple[int, ...]:
+        """Return the ranks that may be why the coordinator's status has not come."""
         raise NotImplementedError
 
-    def _say_farewell(self) -> None:
+    def _send_goodbye(self) -> None:
         raise NotImplementedError

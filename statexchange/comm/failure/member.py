@@ -1,4 +1,9 @@
-"""Every rank of the failure board but rank 0: one connection, through which it learns all."""
+"""A member of failure detection between hosts: any rank but 0, with one connection to the coordinator.
+
+A lost connection does not prove that the coordinator has died. So a member connects again: if that is refused twice,
+nothing listens there any more, and rank 0 is reported as dead. If the attempt runs into its timeout, the host does not
+answer, and then all its ranks are suspected when a deadline comes; if it succeeds, rank 0 alone is.
+"""
 
 from __future__ import annotations
 
@@ -10,152 +15,167 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from statexchange.comm.failure.connection import EndedError, JsonConnection
-from statexchange.comm.failure.detector import Board, View
+from statexchange.comm.failure.connection import ConnectionEndedError, JsonConnection
+from statexchange.comm.failure.detector import FailureDetector, GroupView
 from statexchange.comm.failure.outcome import CLOSING
-from statexchange.comm.topology import Place
+from statexchange.comm.topology import Topology
 
-__all__ = ["Member", "Offer", "visit"]
+__all__ = ["CoordinatorAddress", "Member", "connect_member"]
 
 _CONNECT_S = 1.0
-_CALL_S = 0.5
-_PART_S = 0.5
-_ENOUGH_REFUSALS = 2
+_RECONNECT_S = 0.5
+_FINISH_S = 0.5
+_REFUSALS_OF_DEAD = 2
 
 
 @dataclass(frozen=True)
-class Offer:
-    """Where the board is, and how the ranks of this world know it from others."""
+class CoordinatorAddress:
+    """Where the coordinator listens, and the nonce by which it knows the ranks of this group from others."""
 
     addresses: list[str]
     port: int
     nonce: str
 
 
-class Member(Board):
-    """Any other rank."""
+class Member(FailureDetector):
+    """Any rank but 0."""
 
     def __init__(
-        self, place: Place, processes: Sequence[tuple[int, int]], line: JsonConnection, address: str, offer: Offer
+        self,
+        topology: Topology,
+        processes: Sequence[tuple[int, int]],
+        connection: JsonConnection,
+        address: str,
+        coordinator: CoordinatorAddress,
     ) -> None:
-        super().__init__(place, processes)
+        """`address` is the one of `coordinator` at which `connection` was made."""
+        super().__init__(topology, processes)
         self._address = address
-        self._offer = offer
-        self._line: JsonConnection | None = line
-        self._selector.register(line.connection, selectors.EVENT_READ, line)
+        self._coordinator = coordinator
+        self._connection: JsonConnection | None = connection
+        self._selector.register(connection.connection, selectors.EVENT_READ, connection)
         self._refusals = 0
-        self._host_answers: bool | None = None  # while the keeper is silent
-        self._called = 0.0
+        self._host_answers: bool | None = None  # while the coordinator is silent
+        self._connected_at = 0.0  # the last attempt
 
-    def _hear(self, line: JsonConnection | None) -> None:
-        assert line is not None
+    def _handle_input(self, connection: JsonConnection | None) -> None:
+        assert connection is not None
         try:
-            for news in line.hear():
-                self._learn(news)
-        except EndedError:
-            self._selector.unregister(line.connection)
-            line.close()
-            self._line = None
+            for status in connection.receive():
+                self._take_status(status)
+        except ConnectionEndedError:
+            self._selector.unregister(connection.connection)
+            connection.close()
+            self._connection = None
             self._refusals += 1
-            self._call()
+            self._reconnect()
 
-    def _learn(self, news: dict[str, Any]) -> None:
-        left = {rank: (sequence, cause) for rank, sequence, cause in news["left"]}
-        self._view = View(news["sequence"], news["silent"], left, news["called"], news["moves"])
+    def _take_status(self, status: dict[str, Any]) -> None:
+        self._view = GroupView(
+            op_numbers=status["op_numbers"],
+            silent=status["silent"],
+            departed={rank: (last_op, cause) for rank, last_op, cause in status["departed"]},
+            requested_op=status["requested_op"],
+            progress_count=status["progress_count"],
+        )
         self._refusals = 0
         self._host_answers = None
-        self._gone.pop(0, None)
+        self._ended_at.pop(0, None)
         if self._failure is None:
-            self._failure = news["failure"]
-        for number, decision in news["closed"]:
-            self._closed[number] = decision  # before the look at what has passed
-            if decision == CLOSING and self._line is not None:
-                self._line.say(["answer", number, self._passed])
+            self._failure = status["failure"]
+        for number, decision in status["closed_ops"]:
+            self._closed_ops[number] = decision  # before the look at _completed_op, see detector.py
+            if decision == CLOSING:
+                self._send(["answer", number, self._completed_op])
 
-    def _speak(self) -> None:
-        if self._line is not None:
-            self._line.flush()
-            if not self._line.busy:
-                self._line.say(["at", self._sequence, self._moves, self._passed])
-        silent = time.monotonic() - self._view.heard > self._silent_s and not self._host_answers
-        if (self._line is None or silent) and time.monotonic() - self._called > _CALL_S:
-            self._call()
+    def _send(self, message: list[Any]) -> None:
+        if self._connection is not None:
+            self._connection.send(message)
 
-    def _call(self) -> None:
-        """The keeper has hung up, or is silent: see whether its process and its host are there."""
-        if 0 in self._view.left or self._failure is not None:
+    def _send_status(self) -> None:
+        if self._connection is not None:
+            self._connection.flush()
+            if not self._connection.has_unsent:
+                self._connection.send(["at", self._op_number, self._progress, self._completed_op])
+        is_silent = time.monotonic() - self._view.updated > self._silent_s and not self._host_answers
+        if (self._connection is None or is_silent) and time.monotonic() - self._connected_at > _RECONNECT_S:
+            self._reconnect()
+
+    def _reconnect(self) -> None:
+        """Find out whether the coordinator's process and host are there: its connection is lost, or it is silent."""
+        if 0 in self._view.departed or self._failure is not None:
             return
         try:
-            connection = socket.create_connection((self._address, self._offer.port), _CALL_S)
+            connection = socket.create_connection((self._address, self._coordinator.port), _RECONNECT_S)
         except ConnectionError:
             self._refusals += 1
         except OSError:
             self._host_answers = False
         else:
             self._host_answers = True
-            self._connected(connection)
-        self._called = time.monotonic()
-        if self._refusals >= _ENOUGH_REFUSALS:
-            self._gone.setdefault(0, time.monotonic())
+            self._use_connection(connection)
+        self._connected_at = time.monotonic()
+        if self._refusals >= _REFUSALS_OF_DEAD:
+            self._ended_at.setdefault(0, time.monotonic())
 
-    def _connected(self, connection: socket.socket) -> None:
-        if self._line is not None:
+    def _use_connection(self, connection: socket.socket) -> None:
+        if self._connection is not None:
             connection.close()
             return
-        self._line = JsonConnection(connection)
-        self._line.say([self._offer.nonce, self._place.rank])
-        self._selector.register(connection, selectors.EVENT_READ, self._line)
+        self._connection = JsonConnection(connection)
+        self._connection.send([self._coordinator.nonce, self._topology.rank])
+        self._selector.register(connection, selectors.EVENT_READ, self._connection)
 
-    def _post(self, record: dict[str, Any]) -> None:
+    def _post_failure(self, record: dict[str, Any]) -> None:
         if self._failure is None:
             self._failure = record
-        if self._line is not None:
-            self._line.say(["failure", record])
+        self._send(["failure", record])
 
-    def _call_to(self, sequence: int) -> None:
-        if self._line is not None:
-            self._line.say(["called", sequence])
+    def _post_request(self, number: int) -> None:
+        self._send(["collective_requested", number])
 
-    def _close_call(self, number: int, record: dict[str, Any]) -> None:
-        if self._line is not None:
-            self._line.say(["closing", number, record])
+    def _close_op(self, number: int, record: dict[str, Any]) -> None:
+        self._send(["closing", number, record])
 
-    def _cause_of(self, rank: int) -> str:
-        known = rank != 0 or rank in self._mates
-        return super()._cause_of(rank) if known else "its process or host is gone: the failure board does not answer"
+    def _cause_of_death(self, rank: int) -> str:
+        if rank == 0 and rank not in self._watched_ranks:
+            return "its process or host is gone: the coordinator does not answer"
+        return super()._cause_of_death(rank)
 
     def _suspects(self) -> tuple[int, ...]:
-        nodes = self._place.nodes
-        if self._host_answers or nodes[0] == nodes[self._place.rank]:
+        nodes = self._topology.nodes
+        if self._host_answers or nodes[0] == nodes[self._topology.rank]:
             return (0,)
         return tuple(rank for rank, node in enumerate(nodes) if node == nodes[0])
 
-    def _say_farewell(self) -> None:
-        if self._line is not None:
-            self._line.say(["left", self._sequence, self._farewell, self._passed])
-            self._line.hang_up(time.monotonic() + _PART_S)
+    def _send_goodbye(self) -> None:
+        if self._connection is not None:
+            self._connection.send(["goodbye", self._op_number, self._goodbye, self._completed_op])
+            self._connection.finish(time.monotonic() + _FINISH_S)
 
 
-def visit(place: Place, processes: list[tuple[int, int]], offer: Offer) -> Member | None:
-    """A connection to the keeper, by the first address at which somebody knows the nonce."""
-    for address in offer.addresses:
+def connect_member(
+    topology: Topology, processes: list[tuple[int, int]], coordinator: CoordinatorAddress
+) -> Member | None:
+    """Return a member that is connected by the first address at which the nonce is known; None if there is none."""
+    for address in coordinator.addresses:
         try:
-            line = JsonConnection(socket.create_connection((address, offer.port), _CONNECT_S))
+            connection = JsonConnection(socket.create_connection((address, coordinator.port), _CONNECT_S))
         except OSError:
             continue
-        line.say([offer.nonce, place.rank])
-        if _is_answered(line):
-            return Member(place, processes, line, address, offer)
-        line.close()
+        connection.send([coordinator.nonce, topology.rank])
+        if _is_answered(connection):
+            return Member(topology, processes, connection, address, coordinator)
+        connection.close()
     return None
 
 
-def _is_answered(line: JsonConnection) -> bool:
+def _is_answered(connection: JsonConnection) -> bool:
     deadline = time.monotonic() + _CONNECT_S
-    with contextlib.suppress(EndedError), selectors.DefaultSelector() as selector:
-        selector.register(line.connection, selectors.EVENT_READ)
+    with contextlib.suppress(ConnectionEndedError), selectors.DefaultSelector() as selector:
+        selector.register(connection.connection, selectors.EVENT_READ)
         while (left_s := deadline - time.monotonic()) > 0:
             selector.select(left_s)
-            if any(True for _ in line.hear()):
+            if any(True for _ in connection.receive()):
                 return True
     return False

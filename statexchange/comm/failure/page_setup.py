@@ -6,7 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from statexchange.comm.failure.control_page import ControlPage
 from statexchange.errors import (
@@ -15,7 +15,10 @@ from statexchange.errors import (
 from statexchange.processes import host_identity, pid_namespace
 from statexchange.shared_memory import Arena, Attached, Kind, attach
 
-__all__ = ["meet"]
+__all__ = ["open_control_page"]
+
+AllGatherBytes: TypeAlias = Callable[[bytes], list[bytes]]
+"""What brings every rank's bytes to all ranks, in rank order."""
 
 
 def _is_supported() -> bool:
@@ -23,23 +26,23 @@ def _is_supported() -> bool:
     return platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
 
 
-def meet(rank: int, world_size: int, exchange: Callable[[bytes], list[bytes]]) -> ControlPage | None:
+def open_control_page(rank: int, world_size: int, all_gather_bytes: AllGatherBytes) -> ControlPage | None:
     """Set up a page for ranks that can only `exchange` messages so far; None, on all, where that is impossible.
 
     Collective. It is tried, not guessed: ranks of several hosts or with separate /proc and /dev/shm get None.
     """
     ours = json.dumps([host_identity(), pid_namespace(), _is_supported()]).encode()
-    hosts = [json.loads(answer) for answer in exchange(ours)]
+    hosts = [json.loads(answer) for answer in all_gather_bytes(ours)]
     if any(host != hosts[0] or not host[2] for host in hosts):
         return None
     for kind in ("memfd", "file"):
-        page = _try_kind(kind, rank, world_size, exchange)
+        page = _try_kind(kind, rank, world_size, all_gather_bytes)
         if page is not None:
             return page
     return None
 
 
-def _try_kind(kind: Kind, rank: int, world_size: int, exchange: Callable[[bytes], list[bytes]]) -> ControlPage | None:
+def _try_kind(kind: Kind, rank: int, world_size: int, all_gather_bytes: AllGatherBytes) -> ControlPage | None:
     arena: Arena | None = None
     offer: dict[str, Any] | None = None
     if rank == 0:
@@ -48,17 +51,17 @@ def _try_kind(kind: Kind, rank: int, world_size: int, exchange: Callable[[bytes]
             offer = arena.address
         except StateExchangeError:
             offer = None  # said to the others as "no": all fall back together
-    address = json.loads(exchange(json.dumps(offer).encode())[0])
+    address = json.loads(all_gather_bytes(json.dumps(offer).encode())[0])
     attached = _try_attach(address)
-    everybody = all(answer == b"1" for answer in exchange(b"1" if attached is not None else b"0"))
+    everybody = all(answer == b"1" for answer in all_gather_bytes(b"1" if attached is not None else b"0"))
     if arena is not None:
         arena.close()
     if not everybody or attached is None:
         return None
     page = ControlPage(attached.view, rank, world_size, kind)
-    exchange(b"")  # every row carries its pid before anybody looks for the others
-    sees_all = all(page.sees(other) for other in range(world_size))  # not across PID namespaces
-    return page if all(answer == b"1" for answer in exchange(b"1" if sees_all else b"0")) else None
+    all_gather_bytes(b"")  # every row carries its pid before anybody looks for the others
+    can_see_all = all(page.can_see(other) for other in range(world_size))  # not across PID namespaces
+    return page if all(answer == b"1" for answer in all_gather_bytes(b"1" if can_see_all else b"0")) else None
 
 
 def _try_attach(address: dict[str, Any] | None) -> Attached | None:

@@ -24,11 +24,11 @@ A round, on every rank:
 With `delay_reduce` step 3 does not happen and step 5 comes before step 4: the sum of weights has to be known before
 gradients are multiplied by their share of it.
 
-Streams. Hooks run in threads of autograd's engine, other ones on other ranks. What they send is sent in the name of the
-thread that last called `reduce` (`Communicator.called_by`). Reductions during backward run in the communicator's work
-queue; `reduce` waits for them.
+Threads. Hooks run in threads of autograd's engine, in another one on each rank perhaps. Collectives that they
+begin count as calls of the thread that last called `reduce` (`Communicator.called_by`). Reductions during backward run
+in the communicator's work queue; `reduce` waits for them.
 
-Failure. What one rank cannot copy (a gradient whose shape changed, say) is raised on all ranks, by `agree`. A failed
+Failure. If one rank cannot copy a gradient (its shape changed, say), all ranks raise the error, by `agree`. A failed
 reduction is raised where it is waited for. After `discard` or `reset` the reducer is usable again if its communicator
 is.
 """
@@ -41,25 +41,28 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statexchange.comm.communicator import Communicator
+from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
 from statexchange.errors import InvalidArgumentError, StateExchangeError
 from statexchange.processes import usable_cores
 from statexchange.train.buckets.arrival import Arrival
 from statexchange.train.buckets.hooks import GradientHooks
-from statexchange.train.buckets.options import BucketOptions, BucketType
+from statexchange.train.buckets.options import BucketOptions, BucketType, Communicate, ResetOptions
 from statexchange.train.buckets.plan import BucketMemory, BucketPlan, explicit_names
 from statexchange.train.buckets.rounds import ARRIVED, DENSE, FROZEN, LATE, RoundHeader, RoundSummary
-from statexchange.train.buckets.sender import PHASE, BucketSender, Communicate
+from statexchange.train.buckets.sender import PHASE, BucketSender
 from statexchange.train.buckets.views import Bucket, BucketView, publish_gradients
 from statexchange.train.malloc_tuning import raise_malloc_thresholds, trim_malloc
 from statexchange.train.parameter_specs import Source, compare_specs, local_part, named_parameters, specs_of
 from statexchange.train.reducers import Reducer
 from statexchange.train.sparse import average_sparse, same_sparse_dims
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 __all__ = ["BucketReducer"]
 
@@ -88,7 +91,7 @@ class BucketReducer(Reducer):
 
     Args:
         module_or_params: A module, parameters with or without names, or a list of modules.
-        comm: The communicator, as everywhere; None is the default one.
+        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
         bucket_bytes: Buckets come as near to this size as their parameters allow.
         align_bytes: The size of a bucket is a multiple of it; a power of two, 8 or more.
         chunking: Make the size a multiple of 32 bytes times the number of ranks, for a `communicate` that cuts a bucket
@@ -128,7 +131,7 @@ class BucketReducer(Reducer):
     def __init__(
         self,
         module_or_params: Source,
-        comm: Any = None,
+        comm: CommLike | None = None,
         *,
         bucket_bytes: int = 10 << 20,
         align_bytes: int = 8,
@@ -172,8 +175,8 @@ class BucketReducer(Reducer):
         if unknown := sorted(settings.keys() - known):
             raise InvalidArgumentError(f"unknown setting {unknown[0]!r}; known: {', '.join(sorted(known))}")
 
-    def reset(self, module_or_params: Source = None, **changes: Any) -> None:
-        """Begin anew with other parameters or options; gradients stay as they are.
+    def reset(self, module_or_params: Source | None = None, **changes: Unpack[ResetOptions]) -> None:
+        """Start over with other parameters or options; gradients stay as they are.
 
         Collective.
 
@@ -188,8 +191,9 @@ class BucketReducer(Reducer):
             if any(bucket.in_flight for bucket in self._plan.buckets):
                 raise InvalidArgumentError("gradients are on their way: finalize() before reset()")
             self.check_settings(changes, "comm")
-            given = {name: changes[name] for name in BucketOptions.names() & changes.keys() - {"buckets"}}
-            options = replace(self._options, **given)
+            given: dict[str, Any] = dict(changes)
+            shared = BucketOptions.names() & given.keys() - {"buckets"}  # whose names `_build` finds
+            options = replace(self._options, **{name: given[name] for name in shared})
             options.check()
         comm = as_communicator(changes.get("comm", self._comm))
         self.close()
@@ -202,7 +206,7 @@ class BucketReducer(Reducer):
         self._build()
 
     def _build(self) -> None:
-        """Compare parameters and options between ranks, and make all parts anew. Collective."""
+        """Compare parameters and options between ranks, and create all parts. Collective."""
         with self._comm.checking("BucketReducer"):
             self._options.check()
             if self._communicate is not None and not callable(self._communicate):
@@ -423,7 +427,7 @@ class BucketReducer(Reducer):
 
     def _exchange(self, header: RoundHeader, body: bytes, num_parameters: int) -> RoundSummary:
         """Compare plans and steps with all ranks, and learn what arrived on each. Collective."""
-        messages = self._comm.exchange(header.to_bytes() + body, doing=PHASE)
+        messages = self._comm.all_gather_bytes(header.to_bytes() + body, operation=PHASE)
         return RoundSummary.of(messages, num_parameters, header.plan_digest)
 
     def _reduce_gradients(self, header: RoundHeader) -> list[int]:
@@ -437,7 +441,7 @@ class BucketReducer(Reducer):
         if not summary.has_arrived:
             if any(not summary.headers[rank].weight for rank in summary.active):
                 for view in self._views:
-                    view.param.grad = None  # what there is has no weight
+                    view.param.grad = None  # all gradients have weight 0
             return summary.active
         is_plain = summary.is_plain
         share = header.weight * self._comm.world_size / summary.total_weight
@@ -458,7 +462,7 @@ class BucketReducer(Reducer):
         return summary.active
 
     def _add_late(self, summary: RoundSummary) -> None:
-        """Reduce what another backward made for buckets in flight, and add it to them. Collective."""
+        """Reduce the gradients that another backward made for buckets in flight, and add them. Collective."""
         for bucket in self._plan.buckets:
             if not any(summary.any_rank[view.index] & LATE for view in bucket.views):
                 continue

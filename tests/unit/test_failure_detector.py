@@ -1,4 +1,4 @@
-"""The failure board: told, noticed, missing, left; never in the way of a process's end."""
+"""The failure detector: told, noticed, missing, left; never in the way of a process's end."""
 
 import contextlib
 import json
@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from statexchange.comm.backends.backend import Backend
-from statexchange.comm.failure import setup
-from statexchange.comm.failure.detector import Board
-from statexchange.comm.failure.setup import open_board
-from statexchange.comm.topology import Place
+from statexchange.comm.failure import start
+from statexchange.comm.failure.detector import FailureDetector
+from statexchange.comm.failure.start import start_failure_detector
+from statexchange.comm.topology import Topology
 from statexchange.comm.wait import Wait
 from statexchange.errors import PeerError, StallError
 
@@ -36,7 +36,7 @@ class Meeting:
         self.payloads: list[bytes] = [b""] * world_size
 
 
-class Carrier(Backend):
+class Bootstrap(Backend):
     name = "meeting"
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
@@ -44,14 +44,14 @@ class Carrier(Backend):
         self.rank = rank
         self.world_size = len(meeting.payloads)
 
-    def exchange(self, payload: bytes, wait: Wait) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
         self.meeting.payloads[self.rank] = payload
         self.meeting.barrier.wait(wait.timeout_s)
         answers = list(self.meeting.payloads)
         self.meeting.barrier.wait(wait.timeout_s)
         return answers
 
-    def subset(self, ranks: Sequence[int], timeout_s: float) -> Backend:
+    def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
         raise NotImplementedError
 
 
@@ -70,21 +70,21 @@ def on_all(world_size: int, body: Callable[[int], Any]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def boards(nodes: tuple[int, ...] = NODES) -> Iterator[list[Board]]:
+def detectors(nodes: tuple[int, ...] = NODES) -> Iterator[list[FailureDetector]]:
     meeting = Meeting(len(nodes))
     hosts = tuple(HOSTS[2 * node] for node in nodes)
-    made = on_all(len(nodes), lambda r: open_board(Carrier(meeting, r), Place(r, nodes, hosts), 10))
+    made = on_all(len(nodes), lambda r: start_failure_detector(Bootstrap(meeting, r), Topology(r, nodes, hosts), 10))
     try:
         yield made
     finally:
         on_all(len(nodes), lambda r: made[r] is not None and made[r].close())
 
 
-def failure_of(board: Board, within_s: float, doing: str = "a barrier") -> Exception | None:
+def failure_of(detector: FailureDetector, within_s: float, operation: str = "a barrier") -> Exception | None:
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         try:
-            board.check(doing)
+            detector.check(operation)
         except Exception as error:  # noqa: BLE001
             return error
         time.sleep(0.005)
@@ -100,11 +100,11 @@ def until(condition: Callable[[], object], within_s: float) -> None:
 
 @pytest.mark.parametrize("teller", range(RANKS))
 def test_what_one_tells_all_know_at_once(teller: int) -> None:
-    with boards() as made:
-        for board in made:
-            board.check("a barrier")
+    with detectors() as made:
+        for detector in made:
+            detector.check("a barrier")
         made[teller].report_failure(StallError("ranks [2] did not come", missing=(2,), rank=2))
-        errors = [failure_of(board, 0.5) for board in made]
+        errors = [failure_of(detector, 0.5) for detector in made]
         assert [type(error) for error in errors] == [StallError] * RANKS
         assert all(error.missing == (2,) for error in errors)  # type: ignore[union-attr]
 
@@ -112,46 +112,46 @@ def test_what_one_tells_all_know_at_once(teller: int) -> None:
 @pytest.mark.parametrize("caller", range(RANKS))
 def test_ranks_that_wait_elsewhere_are_called(caller: int) -> None:
     """To the collective in which the caller is; who is there, or beyond, is not meant."""
-    with boards() as made:
+    with detectors() as made:
         ahead = (caller + 1) % RANKS
         made[ahead].set_current_op("the end of cooking")
         made[caller].request_collective()
         made[caller].set_current_op("the end of cooking")
-        waiting = [board for rank, board in enumerate(made) if rank not in (caller, ahead)]
-        until(lambda: all(board.collective_requested() for board in waiting), 0.5)
+        waiting = [detector for rank, detector in enumerate(made) if rank not in (caller, ahead)]
+        until(lambda: all(detector.collective_requested() for detector in waiting), 0.5)
         assert not made[caller].collective_requested()
         assert not made[ahead].collective_requested()
-        for board in waiting:
-            board.set_current_op("a message, broken off")
-            assert not board.collective_requested()
+        for detector in waiting:
+            detector.set_current_op("a message, broken off")
+            assert not detector.collective_requested()
 
 
 def test_the_first_failure_counts() -> None:
-    with boards() as made:
+    with detectors() as made:
         made[3].report_failure(PeerError(3, "one", "first"))
         assert failure_of(made[1], 0.5) is not None
         made[1].report_failure(PeerError(1, "two", "second"))
         time.sleep(0.1)
-        assert {str(failure_of(board, 0.5)) for board in made} == {"rank 3 failed in one: first"}
+        assert {str(failure_of(detector, 0.5)) for detector in made} == {"rank 3 failed in one: first"}
 
 
 def test_who_has_not_come_is_missing() -> None:
-    with boards() as made:
+    with detectors() as made:
         for rank in (0, 1, 3):
             made[rank].set_current_op("a barrier")
-        until(lambda: [board.missing_ranks() for board in made] == [(2,), (2,), (), (2,)], 2)
+        until(lambda: [detector.missing_ranks() for detector in made] == [(2,), (2,), (), (2,)], 2)
         made[2].set_current_op("a barrier")
-        until(lambda: not any(board.missing_ranks() for board in made), 2)
-        assert all(failure_of(board, 0.01) is None for board in made)
+        until(lambda: not any(detector.missing_ranks() for detector in made), 2)
+        assert all(failure_of(detector, 0.01) is None for detector in made)
 
 
 def test_who_takes_leave_is_needed_no_more_unless_a_later_call_waits() -> None:
-    with boards() as made:
-        for board in made:
-            board.set_current_op("the last call")
+    with detectors() as made:
+        for detector in made:
+            detector.set_current_op("the last call")
         made[2].close()
         time.sleep(0.7)
-        assert [failure_of(board, 0.01) for board in made] == [None] * RANKS
+        assert [failure_of(detector, 0.01) for detector in made] == [None] * RANKS
         made[1].set_current_op("a call too many")
         error = failure_of(made[1], 0.5, "a call too many")
         assert isinstance(error, PeerError)
@@ -160,43 +160,43 @@ def test_who_takes_leave_is_needed_no_more_unless_a_later_call_waits() -> None:
 
 
 def test_the_keeper_takes_leave_too() -> None:
-    with boards() as made:
-        for board in made:
-            board.set_current_op("the last call")
+    with detectors() as made:
+        for detector in made:
+            detector.set_current_op("the last call")
         made[0].close()
         time.sleep(0.7)
-        assert [failure_of(board, 0.01) for board in made] == [None] * RANKS
+        assert [failure_of(detector, 0.01) for detector in made] == [None] * RANKS
         made[3].set_current_op("a call too many")
         error = failure_of(made[3], 0.5)
         assert isinstance(error, PeerError)
         assert error.rank == 0
 
 
-def cut(board: Board) -> None:
-    """Reset this board's connection behind its back."""
-    line = board._line  # type: ignore[attr-defined]
+def cut(detector: FailureDetector) -> None:
+    """Reset this detector's connection behind its back."""
+    line = detector._connection  # type: ignore[attr-defined]
     line.connection.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_connection_that_is_lost_is_made_again() -> None:
-    with boards() as made:
+    with detectors() as made:
         cut(made[2])
         time.sleep(1.0)
-        assert [failure_of(board, 0.01) for board in made] == [None] * RANKS
+        assert [failure_of(detector, 0.01) for detector in made] == [None] * RANKS
         made[1].report_failure(PeerError(1, "its own code", "later"))
         assert str(failure_of(made[2], 0.5)) == "rank 1 failed in its own code: later"
 
 
 def test_strangers_are_shown_the_door() -> None:
-    with boards() as made:
-        offer = made[1]._offer  # type: ignore[attr-defined]
+    with detectors() as made:
+        offer = made[1]._coordinator  # type: ignore[attr-defined]
         for words in (b"GET / HTTP/1.1\r\n\r\n", b'["nonce", 1]\n', b'{"a": 1}\n', b'["a"]\n', b"7\n", b"\xff" * 100):
             with socket.create_connection(("127.0.0.1", offer.port), 2) as stranger:
                 stranger.sendall(words + b"\n")
                 stranger.settimeout(2)
                 with contextlib.suppress(ConnectionResetError):
                     assert stranger.recv(100) == b""
-        assert [failure_of(board, 0.01) for board in made] == [None] * RANKS
+        assert [failure_of(detector, 0.01) for detector in made] == [None] * RANKS
         made[3].report_failure(PeerError(3, "x", "y"))
         assert failure_of(made[0], 0.5) is not None
 
@@ -204,9 +204,13 @@ def test_strangers_are_shown_the_door() -> None:
 def test_where_some_cannot_reach_it_nobody_has_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    visit = setup.visit
-    monkeypatch.setattr(setup, "visit", lambda place, *rest: None if place.rank == 2 else visit(place, *rest))
-    with boards() as made:
+    connect = start.connect_member
+
+    def connect_but_rank_2(topology: Topology, *rest: Any) -> Any:
+        return None if topology.rank == 2 else connect(topology, *rest)
+
+    monkeypatch.setattr(start, "connect_member", connect_but_rank_2)
+    with detectors() as made:
         assert made == [None] * RANKS
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "ranks [2] cannot reach rank 0" in caplog.text
@@ -219,23 +223,23 @@ def test_where_nothing_can_be_served_nobody_has_one(
         raise OSError("no sockets here")
 
     monkeypatch.setattr(socket, "create_server", refuse)
-    with boards() as made:
+    with detectors() as made:
         assert made == [None] * RANKS
     assert len(caplog.records) == 1
 
 
 def test_a_host_name_that_does_not_resolve_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
-    with boards() as made:
+    with detectors() as made:
         assert None not in made
 
 
 def test_nothing_is_left() -> None:
     before = set(os.listdir("/proc/self/fd"))
     for _ in range(20):
-        with boards():
+        with detectors():
             pass
-    assert not [thread for thread in threading.enumerate() if "board" in thread.name]
+    assert not [thread for thread in threading.enumerate() if "detector" in thread.name]
     assert len(os.listdir("/proc/self/fd")) <= len(before)
 
 
@@ -244,34 +248,34 @@ def test_nothing_is_left() -> None:
 PROCESS = """
 import json, os, sys, time
 sys.path.insert(0, {tests!r})
-from test_board import *
+from test_failure_detector import *
 
-class Piped(Carrier):
-    def exchange(self, payload, wait):
+class Piped(Bootstrap):
+    def all_gather_bytes(self, payload, wait):
         print(json.dumps(payload.decode()), flush=True)
         return [text.encode() for text in json.loads(sys.stdin.readline())]
 
 rank, nodes = {rank}, {nodes}
-place = Place(rank, nodes, tuple(HOSTS[2 * node] for node in nodes))
+topology = Topology(rank, nodes, tuple(HOSTS[2 * node] for node in nodes))
 for cycle in range({cycles}):
-    board = open_board(Piped(Meeting(len(nodes)), rank), place, 20)
-    board.set_current_op("all_reduce")
+    detector = start_failure_detector(Piped(Meeting(len(nodes)), rank), topology, 20)
+    detector.set_current_op("all_reduce")
     if cycle < {cycles} - 1:
-        board.close()
+        detector.close()
 {body}
 """
 
 WATCH = """
 print(json.dumps(os.getpid()), flush=True)
-board.set_current_op("a barrier")
-error = failure_of(board, 6)
+detector.set_current_op("a barrier")
+error = failure_of(detector, 6)
 about = [getattr(error, "rank", None), getattr(error, "host", None)]
 print(json.dumps([time.monotonic(), str(error), *about]), flush=True)
 """
 
 
 class Job:
-    """Processes with a board each."""
+    """Processes with a detector each."""
 
     def __init__(self, nodes: tuple[int, ...], body: str, cycles: int = 1) -> None:
         self.processes = [
@@ -352,15 +356,15 @@ if rank == 1 and os.fork() == 0:
 def test_a_child_is_no_rank() -> None:
     fork = """
 import atexit
-board.close() if rank == 2 else None
+detector.close() if rank == 2 else None
 child = os.fork()
 if child == 0:
-    board.report_failure(PeerError(rank, "a child", "nonsense"))
-    board.close()
+    detector.report_failure(PeerError(rank, "a child", "nonsense"))
+    detector.close()
     sys.exit(0)
 assert os.waitpid(child, 0)[1] == 0
 time.sleep(0.7)
-print(json.dumps(str(failure_of(board, 0.01))), flush=True)
+print(json.dumps(str(failure_of(detector, 0.01))), flush=True)
 """
     with job((0, 0, 1), fork) as made:
         assert made.lines() == ["None"] * 3
@@ -386,7 +390,7 @@ def test_a_stopped_rank_is_missing(victim: int) -> None:
     look = """
 print(json.dumps("in"), flush=True)
 time.sleep(3)
-print(json.dumps(board.missing_ranks()), flush=True)
+print(json.dumps(detector.missing_ranks()), flush=True)
 """
     with job((0, 0, 1), look) as made:
         made.lines()

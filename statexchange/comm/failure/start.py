@@ -1,0 +1,121 @@
+"""The start of failure detection among ranks that can exchange bytes over a bootstrap backend.
+
+Rank 0 listens on all interfaces and sends its addresses, its port and a nonce; the others connect. Then all ranks
+report whether they are connected. All of them get a detector, or none: of a rank without a connection the coordinator
+would know nothing, and it would take no part in decisions.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+
+from statexchange.comm.backends.backend import Backend
+from statexchange.comm.failure.coordinator import Coordinator
+from statexchange.comm.failure.detector import FailureDetector
+from statexchange.comm.failure.member import CoordinatorAddress, connect_member
+from statexchange.comm.network import own_addresses
+from statexchange.comm.topology import Topology
+from statexchange.comm.wait import Wait
+from statexchange.processes import process_start
+
+__all__ = ["start_failure_detector"]
+
+_log = logging.getLogger(__name__)
+
+
+def start_failure_detector(bootstrap: Backend, topology: Topology, timeout_s: float) -> FailureDetector | None:
+    """Start failure detection among the ranks of `bootstrap`.
+
+    Collective. Blocks until all ranks have called.
+
+    Args:
+        bootstrap: A backend over which the ranks exchange bytes.
+        topology: Which rank is on which host.
+        timeout_s: How long to wait for the other ranks.
+
+    Returns:
+        The detector of this rank, started; None, on all ranks, if some cannot reach rank 0, with a warning.
+
+    Raises:
+        StallError: A rank did not call in time.
+    """
+    wait = Wait(timeout_s, "the meeting of all ranks")
+    listener: socket.socket | None = None
+    address: CoordinatorAddress | None = None
+    if bootstrap.rank == 0:
+        listener, address = _listen(bootstrap.world_size)
+    try:
+        offered = None if address is None else [address.addresses, address.port, address.nonce]
+        own = json.dumps([os.getpid(), process_start(os.getpid()) or 0, offered]).encode()
+        answers = [json.loads(answer) for answer in bootstrap.all_gather_bytes(own, wait)]
+    except BaseException:
+        if listener is not None:
+            listener.close()
+        raise
+    coordinator = None if answers[0][2] is None else CoordinatorAddress(*answers[0][2])
+    processes = [(pid, start) for pid, start, _ in answers]
+    detector = _start(topology, processes, listener, coordinator)
+    return _agree(detector, bootstrap, wait, coordinator)
+
+
+def _agree(
+    detector: FailureDetector | None, bootstrap: Backend, wait: Wait, coordinator: CoordinatorAddress | None
+) -> FailureDetector | None:
+    """Return `detector` if every rank has one."""
+    try:
+        answers = bootstrap.all_gather_bytes(b"1" if detector is not None else b"0", wait)
+    except BaseException:
+        if detector is not None:
+            detector.close()
+        raise
+    without = [rank for rank, answer in enumerate(answers) if answer != b"1"]
+    if not without:
+        return detector
+    if detector is not None:
+        detector.close()
+    if bootstrap.rank == 0:
+        where = "any address"
+        if coordinator is not None:
+            where = f"{', '.join(coordinator.addresses)}, port {coordinator.port}"
+        _log.warning(
+            "ranks %s cannot reach rank 0 at %s: only the transport and deadlines will tell of ranks that die",
+            without,
+            where,
+        )
+    return None
+
+
+def _listen(world_size: int) -> tuple[socket.socket | None, CoordinatorAddress | None]:
+    """Return a listening socket, and what the members need to know of it."""
+    try:
+        is_dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if is_dual else socket.AF_INET
+        listener = socket.create_server(("", 0), family=family, backlog=world_size + 64, dualstack_ipv6=is_dual)
+    except OSError:
+        return None, None  # sent to the others as None: all do without
+    # Names last, as resolving them may take long.
+    addresses = list(dict.fromkeys([*own_addresses(), "127.0.0.1", socket.gethostname()]))
+    return listener, CoordinatorAddress(addresses, listener.getsockname()[1], secrets.token_hex(16))
+
+
+def _start(
+    topology: Topology,
+    processes: list[tuple[int, int]],
+    listener: socket.socket | None,
+    coordinator: CoordinatorAddress | None,
+) -> FailureDetector | None:
+    """Return this rank's side, started; None if it cannot be."""
+    if coordinator is None:
+        return None
+    detector: FailureDetector | None
+    if listener is not None:
+        detector = Coordinator(topology, processes, listener, coordinator.nonce)
+    else:
+        detector = connect_member(topology, processes, coordinator)
+    if detector is not None:
+        detector.start()
+    return detector
