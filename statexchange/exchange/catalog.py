@@ -140,7 +140,7 @@ class Catalog:
                 if None not in (known.digest, byte_range.digest) and known.digest != byte_range.digest:
                     raise ReplicaError(
                         f"ranks {first} and {part.rank} saved different values for region {box}: load on as many "
-                        f"ranks as have saved, so that each gets its own, or pass replicas=\"root\" to take rank "
+                        f'ranks as have saved, so that each gets its own, or pass replicas="root" to take rank '
                         f"{min(first, part.rank)}'s",
                         name=name,
                         rank=part.rank,
