@@ -514,7 +514,7 @@ def gather_state(
     Raises:
         InvalidArgumentError: the ranks share no memory and `workspace` is None.
         UnsupportedError: a tensor cannot be sent (meta, masked, freed).
-        StorageError, StallError, PeerError.
+        StorageError, StallError, PeerError: as `statexchange.errors` describes.
 
     Example:
         >>> import torch
@@ -565,7 +565,7 @@ def get_tensors_parallel(
 
     Raises:
         InvalidArgumentError: `tensor` is not one, or the ranks share no memory and `workspace_path` is None.
-        UnsupportedError, StorageError, StallError, PeerError.
+        UnsupportedError, StorageError, StallError, PeerError: as `statexchange.errors` describes.
 
     Example:
         >>> import torch
@@ -616,7 +616,7 @@ def get_configs_parallel(
 
     Raises:
         UnsupportedError: a value cannot be encoded; the error names its path.
-        InvalidArgumentError, StorageError, StallError, PeerError.
+        InvalidArgumentError, StorageError, StallError, PeerError: as `statexchange.errors` describes.
 
     Example:
         >>> import statexchange as sx

@@ -142,7 +142,7 @@ def load_checkpoint(
         CorruptError: bytes differ from their digest, or files contradict each other.
         ReplacedError: the checkpoint was replaced during the load, twice.
         UnsafeError: `rename` gives two tensors one name.
-        UnsupportedError, StorageError: as `statexchange.errors` says.
+        UnsupportedError, StorageError: as `statexchange.errors` describes.
         StallError: no rank has moved a byte for `stall_timeout_s`.
         PeerError: another rank has failed.
 

@@ -73,7 +73,7 @@ class NFSWorkspace:
 
         Raises:
             InvalidArgumentError: there is no path, or several jobs cannot be told apart: pass `run`.
-            UnsupportedError, StorageError.
+            UnsupportedError, StorageError: as `statexchange.errors` describes.
         """
         workspace = self._initialized()
         rank, world_size = _position()
@@ -133,7 +133,7 @@ class NFSWorkspace:
         Raises:
             NotFoundError: the rank's file did not appear; the error names rank and path.
             InvalidArgumentError: several runs are in the directory: pass `run`.
-            CorruptError, StorageError.
+            CorruptError, StorageError: as `statexchange.errors` describes.
         """
         check_timeout(timeout_s, zero=True)
         workspace = self._initialized()

@@ -85,7 +85,7 @@ def save_checkpoint(
     Raises:
         InvalidArgumentError: a rule does not fit a tensor, or matches none.
         NotFoundError: a host does not see the files of the others.
-        UnsupportedError, IncompleteError, StorageError: as `statexchange.errors` says.
+        UnsupportedError, IncompleteError, StorageError: as `statexchange.errors` describes.
         StallError: no rank has moved a byte for `stall_timeout_s`.
         PeerError: another rank has failed.
 

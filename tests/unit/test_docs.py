@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from pathlib import Path
 from types import ModuleType
@@ -62,3 +63,17 @@ def public(home: ModuleType) -> set[str]:
     if home is errors:
         return {name for name in names if name.endswith("Error")}
     return names - {"StateExchangeError"}  # which the page of errors has
+
+
+def test_each_error_in_a_public_docstring_has_a_reason() -> None:
+    """As mkdocs reads them: under "Raises:" stand lines "NAME: reason", or "NAME, NAME: reason"."""
+    wrong = []
+    for home in (statexchange, statexchange.comm, statexchange.train, statexchange.testing):
+        for name in home.__all__:
+            found = getattr(home, name)
+            members = vars(found).values() if inspect.isclass(found) else ()
+            for documented in (found, *members):
+                _, _, section = (inspect.getdoc(documented) or "").partition("\nRaises:\n")
+                entries = re.findall(r"^    (\S.*)", section.partition("\n\n")[0], re.MULTILINE)
+                wrong += [f"{name}: {entry}" for entry in entries if not re.match(r"[\w., ]+: ", entry)]
+    assert wrong == []
