@@ -6,7 +6,6 @@ then write the output files, a thread each, window by window. All are published 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -36,7 +35,7 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.formats import rank_files
-from statexchange.formats.registry import open_source, opened, read_opened
+from statexchange.formats.registry import open_source, open_with, read_opened
 from statexchange.formats.source import ShardFile, Source, SourceTensor
 from statexchange.sharding.copies import check_copies, replica_error
 from statexchange.sharding.options import ExportOptions, Rename, Replicas
@@ -205,32 +204,31 @@ def merge_checkpoint(
     )
 
     def merge_once() -> MergeReport:
-        with contextlib.ExitStack() as holding:
-            opened, reductions = _open(source, options)
-            holding.callback(opened.close)
-            return _merged(opened, reductions)
+        checkpoint, reductions = _open(source, options)
+        with checkpoint:
+            return merge_opened(checkpoint, reductions)
 
-    def _merged(opened: Source, reductions: Mapping[str, str]) -> MergeReport:
-        check_readable(opened, options)
-        rank_shards = opened.rank_shards()
-        chosen, notes = _unwrapped(opened.kind, rank_shards, options)
-        plan = plan_merge(rank_shards, chosen, basis=_basis(opened, options, reductions), reductions=reductions)
+    def merge_opened(checkpoint: Source, reductions: Mapping[str, str]) -> MergeReport:
+        check_readable(checkpoint, options)
+        rank_shards = checkpoint.rank_shards()
+        chosen, notes = _unwrapped(checkpoint.kind, rank_shards, options)
+        plan = plan_merge(rank_shards, chosen, basis=_basis(checkpoint, options, reductions), reductions=reductions)
         if options.replicas == "equal":
-            check_replicas(opened, plan)
+            check_replicas(checkpoint, plan)
         extra = extra_files(files_from, plan)
-        metadata, lost = kept_metadata(opened)
+        metadata, lost = kept_metadata(checkpoint)
         sources = [tensor.source for file in plan.files for tensor in file.tensors]
-        notes += (*notes_about(opened, sources, options), *lost)
+        notes += (*notes_about(checkpoint, sources, options), *lost)
         target = target_path(path)
         reused: tuple[str, ...] = ()
-        _check_apart(opened, target)
+        _check_apart(checkpoint, target)
         if dry_run:
             check_publication(target, plan, extra=extra, metadata=metadata, overwrite=overwrite, resume=resume)
         else:
             with Publication(
                 target,
                 plan,
-                source=opened.kind,
+                source=checkpoint.kind,
                 extra=extra,
                 metadata=metadata,
                 overwrite=overwrite,
@@ -239,20 +237,21 @@ def merge_checkpoint(
             ) as publication:
                 target = publication.path
                 reused = tuple(sorted(publication.finished))
-                provenance = _Merge(opened, plan, publication, on_progress).run(threads)
-                opened.check_unchanged()  # what was changed in place while it was copied is half old, half new
+                provenance = _Merge(checkpoint, plan, publication, on_progress).run(threads)
+                # Before the commit: a copy of a file that was changed in place is half old and half new.
+                checkpoint.check_unchanged()
                 publication.commit(provenance)
         report = MergeReport(
-            target,
-            tuple((file.name, file.data_nbytes) for file in plan.files),
-            plan.nbytes,
-            plan.num_tensors,
-            plan.aliases,
-            time.perf_counter() - began,
-            dry_run,
-            notes,
-            reused,
-            _planned(opened, plan) if dry_run else (),
+            path=target,
+            files=tuple((file.name, file.data_nbytes) for file in plan.files),
+            nbytes=plan.nbytes,
+            num_tensors=plan.num_tensors,
+            aliases=plan.aliases,
+            seconds=time.perf_counter() - began,
+            dry_run=dry_run,
+            notes=notes,
+            reused=reused,
+            tensors=_planned(checkpoint, plan) if dry_run else (),
         )
         _log.info("merged %s", report)
         return report
@@ -289,7 +288,7 @@ def _open(source: str | os.PathLike[str], options: ExportOptions) -> tuple[Sourc
     """Return the source, sharded by the layout if there is one, and the reductions by tensor name."""
     if options.layout is None:
         return open_source(source), {}
-    return rank_files.apply_layout(opened(source, _read_plain, strict=True), options.new_layout())
+    return rank_files.apply_layout(open_with(source, _read_plain, strict=True), options.new_layout())
 
 
 def _read_plain(opened: OpenedPath, *, strict: bool) -> Source:
@@ -303,7 +302,8 @@ def _unwrapped(
     kind: str, rank_shards: Sequence[RankShards], options: ExportOptions
 ) -> tuple[ExportOptions, tuple[str, ...]]:
     """Return options that remove wrappers before all selected names, and notes about it."""
-    names = {shard.name for one in rank_shards for shard in one.shards if options.wants(shard.name)}
+    all_names = {shard.name for one in rank_shards for shard in one.shards}
+    names = set(filter(options.wants, all_names))
     # A common prefix of the first and the last name in sorted order is common to all names.
     ends = (min(names, default=""), max(names, default=""))
     shortest, end = min(map(len, names), default=0), 0

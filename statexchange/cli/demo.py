@@ -27,7 +27,7 @@ _LINE_EVERY = 10
 @click.option("--keep", metavar="DIR", help="Keep the merged checkpoint in DIR/merged, with a picture beside it.")
 @click.option("--steps", default=100, show_default=True, type=click.IntRange(min=1), help="Training steps.")
 def command(output: Output, ranks: int, keep: str | None, steps: int) -> int:
-    """Train a small model on several ranks, export it, load it, and compare.
+    """Train a small model on several ranks, export, load and compare it.
 
     Needs torch. Exits with 1 if a tensor is not bit-equal, or the logits differ by
     more than 1e-5.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @commands.command
 @click.argument("path")
 def command(output: Output, path: str) -> int:
-    """Summarize the checkpoint at PATH: kind, tensors, dtypes, bytes, ranks.
+    """Summarize the checkpoint at PATH: tensors, dtypes, bytes, ranks.
 
     Reads headers only. PATH is a Hugging Face directory or file, a workspace, a
     torch DCP directory, or files of torch.save; a local path or a URL.

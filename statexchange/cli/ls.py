@@ -25,10 +25,10 @@ _HEADER = ("NAME", "DTYPE", "SHAPE", "BYTES", "HELD-BY")
 @commands.command
 @click.argument("path")
 @click.option(
-    "--include", "-i", multiple=True, metavar="GLOB", help="Only tensors whose name matches; may be repeated."
+    "--include", "-i", multiple=True, metavar="GLOB", help="List only tensors whose name matches; repeatable."
 )
 def command(output: Output, path: str, include: tuple[str, ...]) -> int:
-    """List the tensors at PATH: name, dtype, global shape, bytes, ranks or file.
+    """List the tensors at PATH with dtypes, global shapes and bytes.
 
     Reads headers only. HELD-BY is the file, or the ranks that have a part.
     """

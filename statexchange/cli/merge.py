@@ -33,7 +33,7 @@ def _parse_renames(
 
 @commands.command
 @click.argument("source")
-@click.argument("out")
+@click.argument("path")
 @click.option(
     "--layout",
     metavar="FILE.json",
@@ -86,17 +86,17 @@ def _parse_renames(
     metavar="N",
     help="Number of files written at once; by default one per core.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace the checkpoint at OUT.")
+@click.option("--overwrite", is_flag=True, help="Replace the checkpoint at PATH.")
 @click.option(
     "--resume",
     is_flag=True,
     help="Reuse or remove files of interrupted merges on other hosts, which must have ended.",
 )
 @click.option("--dry-run", is_flag=True, help="Check everything and show what would be written.")
-def command(output: Output, source: str, out: str, **options: Any) -> int:
-    """Merge the shards at SOURCE into one checkpoint directory OUT.
+def command(output: Output, source: str, path: str, **options: Any) -> int:
+    """Merge the shards at SOURCE into one checkpoint directory PATH.
 
-    OUT appears complete or not at all. SOURCE is of any format that info reads.
+    PATH appears complete or not at all. SOURCE has any format that info reads.
 
     \b
     A layout file maps name patterns to rules; the first that matches wins:
@@ -116,7 +116,7 @@ def command(output: Output, source: str, out: str, **options: Any) -> int:
 
     commands.refuse_other_ranks()
     with Progress(output, "merge") as progress:
-        report = merge_checkpoint(source, out, **options, on_progress=progress)
+        report = merge_checkpoint(source, path, **options, on_progress=progress)
     for note in report.notes:
         output.warning(note)
     _show(output, report)

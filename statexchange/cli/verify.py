@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @commands.command
 @click.argument("path")
 def command(output: Output, path: str) -> int:
-    """Read and check everything at PATH: digests, complete tensors, equal copies.
+    """Check everything at PATH: digests, completeness, equal copies.
 
     Exits with 1 if copies of one region differ, 4 if something is broken, 5 if
     something is missing.

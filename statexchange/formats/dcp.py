@@ -229,16 +229,13 @@ def _file_name(storage_info: dict[str, Any], name: str) -> str:
 def _unstored(tensors: dict[str, _Tensor], by_file: dict[str, list[_Stored]], path: str) -> list[StateExchangeError]:
     """Return an error for each part that the metadata describes but that no file has."""
     stored = {(entry.name, entry.offsets) for entries in by_file.values() for entry in entries}
-    return [
-        IncompleteError(
-            f"region {box} is described in {METADATA} but stored in no file: the save did not finish",
-            name=name,
-            path=path,
-        )
-        for name, tensor in tensors.items()
-        for offsets, box in tensor.chunks.items()
-        if box.numel and (name, offsets) not in stored
-    ]
+    problems: list[StateExchangeError] = []
+    for name, tensor in tensors.items():
+        for offsets, box in tensor.chunks.items():
+            if box.numel and (name, offsets) not in stored:
+                text = f"region {box} is described in {METADATA} but stored in no file: the save did not finish"
+                problems.append(IncompleteError(text, name=name, path=path))
+    return problems
 
 
 def _is_plain(value: Any) -> bool:

@@ -65,10 +65,10 @@ def open_source(path: str | os.PathLike[str], *, strict: bool = True) -> Source:
         NotFoundError: no known format lies at the path.
         IncompleteError, CorruptError: with `strict`, something is missing or broken.
     """
-    return opened(path, read_opened, strict=strict)
+    return open_with(path, read_opened, strict=strict)
 
 
-def opened(path: str | os.PathLike[str], read: Callable[..., Source], *, strict: bool) -> Source:
+def open_with(path: str | os.PathLike[str], read: Callable[..., Source], *, strict: bool) -> Source:
     """Open a path and read its source with `read`; again if the path was replaced meanwhile."""
     path = resolve_path(path, "a source")
 

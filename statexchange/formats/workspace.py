@@ -176,7 +176,11 @@ def _choose(
 ) -> tuple[Sequence[Receipt | RankName], Manifest | None]:
     """Return the files to read: of the newest committed round, or without one of the newest complete round."""
     runs = view.runs() if run is None else [run]
-    candidates = [(name, n) for name in runs for n in _rounds(view, name) if number in (None, n)]
+    candidates = []
+    for name in runs:
+        for found in _rounds(view, name):
+            if number is None or found == number:
+                candidates.append((name, found))
     committed = view.manifests(candidates)
     if committed:
         return list(committed[-1].receipts), committed[-1]

@@ -113,12 +113,13 @@ class ExportOptions:
 
         Rules of a layout may differ, as they may have each rank's own boxes. Functions cannot be compared.
         """
+        dtype = None if self.dtype is None else LONG_NAMES[self.dtype]
         return {
             "include": excerpt(self.include, _COMPARED),
             "exclude": excerpt(self.exclude, _COMPARED),
             "rename": "a function" if callable(self.rename) else excerpt(self.rename, _COMPARED),
             "replicas": repr(self.replicas),
-            "dtype": repr(None if self.dtype is None else LONG_NAMES[self.dtype]),
+            "dtype": repr(dtype),
             "max_shard_size": repr(self.max_shard_size),
             "filename_pattern": repr(self.filename_pattern),
             **mesh_option(self.layout),
@@ -261,7 +262,9 @@ def _parse_size(size: Any) -> int:
     """Return a size in bytes, given as int, or as text with KB, MB, GB, TB (powers of 1000) or KiB ... (of 1024)."""
     if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
         number, unit, binary = match.groups()
-        size = int(Fraction(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() if unit else " "))
+        base = 1024 if binary else 1000
+        exponent = "KMGT".index(unit.upper()) + 1 if unit else 0
+        size = int(Fraction(number) * base**exponent)
     if type(size) is not int:
         raise InvalidArgumentError(f"max_shard_size: {excerpt(size)} is not a size like '5GB', '512MiB' or 2_000_000")
     if size <= 0:

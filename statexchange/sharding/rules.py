@@ -258,7 +258,9 @@ class Layout:
         """Return the layout described at the top of this module; raise InvalidArgumentError for anything else."""
         if not isinstance(raw, Mapping):
             raise InvalidArgumentError(f"layout must map name patterns to rules, not be a {type(raw).__name__}")
-        axes_key = "grid" if "grid" in raw else "mesh"  # 0.1 called it a grid
+        if "grid" in raw and "mesh" in raw:
+            raise InvalidArgumentError("layout has 'mesh' and 'grid', its old name: remove 'grid'")
+        axes_key = "grid" if "grid" in raw else "mesh"  # as in layouts of version 0.1
         has_sections = axes_key in raw or isinstance(raw.get("rules"), Mapping)
         unknown = sorted(str(key) for key in set(raw) - {axes_key, "rules"}) if has_sections else []
         if unknown:

@@ -140,13 +140,16 @@ class WritePlan:
 
     def reductions(self) -> list[BoxReduction]:
         """Return the reductions of all boxes that have copies to reduce."""
-        return [
-            BoxReduction(tensor.source, tensor.reduce, piece.holder, piece.box_index, piece.replicas)
-            for tensor in self.tensors
-            if tensor.reduce is not None
-            for piece in tensor.pieces
-            if piece.replicas
-        ]
+        found = []
+        for tensor in self.tensors:
+            if tensor.reduce is not None:
+                for piece in tensor.pieces:
+                    if piece.replicas:
+                        reduction = BoxReduction(
+                            tensor.source, tensor.reduce, piece.holder, piece.box_index, piece.replicas
+                        )
+                        found.append(reduction)
+        return found
 
     def compared(self, tensor: WriteTensor, piece: Piece) -> tuple[tuple[int, int], ...]:
         """Return the copies of a piece that must equal it."""

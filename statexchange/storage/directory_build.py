@@ -667,7 +667,7 @@ class DirectoryBuild(Build):
                 self._move_in()
         else:
             self._rename_exclusively()
-        files.sync_directory(self._parent_fd, self.path)
+        files.sync_directory(self._parent_fd, self.path)  # the new name is durable before success is reported
         self._is_published = True
         self._end()
 

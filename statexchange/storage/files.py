@@ -445,11 +445,13 @@ def check_room(fd: int, nbytes: int, path: str) -> None:
 def _fallocate(fd: int, begin: int, nbytes: int) -> int:
     """Return the errno of fallocate(2), or 0. Where it is unsupported, `os.posix_fallocate` would write every block."""
     call = libc("fallocate")
-    code = errno.EINTR
-    while code == errno.EINTR:
-        result = call(fd, 0, ctypes.c_int64(begin), ctypes.c_int64(nbytes)) if call else -1
-        code = (ctypes.get_errno() if call else errno.ENOSYS) if result else 0
-    return code
+    if call is None:
+        return errno.ENOSYS
+    while call(fd, 0, ctypes.c_int64(begin), ctypes.c_int64(nbytes)):
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            return code
+    return 0
 
 
 def libc(name: str) -> Callable[..., int] | None:

@@ -504,7 +504,7 @@ class ObjectBuild(Build):
         """Put a small object."""
         self.put_object(name, lambda: self._objects.create(name, bytes(data)))
 
-    def record(self, name: str, info: Any) -> None:
+    def record(self, name: str, metadata: Any) -> None:
         """Do nothing: objects of a killed publisher are removed, not reused."""
 
     def make_probe(self) -> str:
@@ -516,7 +516,7 @@ class ObjectBuild(Build):
     def commit(self, name: str, data: Buffer) -> None:
         """Check that all objects are unchanged, put the last one, and remove the claim."""
         assert name == self._manifest
-        self.renew(at_once=True)
+        self.renew(at_once=True)  # proves that this publisher still holds the claim
         there = self._objects.list_infos()
         for found, version in self._versions.items():
             now = _etag(there.get(found, {}))
@@ -531,9 +531,9 @@ class ObjectBuild(Build):
                 )
         for found in (there.keys() & set(self._claim.names)) - self._versions.keys():
             self._remove(found)  # put meanwhile by a publisher that was taken for dead
-        self.put(name, data)
-        self._versions.clear()
-        self._end()
+        self.put(name, data)  # commits: from here on readers accept the directory
+        self._versions.clear()  # so that `abandon` removes nothing
+        self._end()  # the claim is removed last
 
     def abandon(self) -> None:
         """Remove all objects of an uncommitted build, unless another publisher has taken over."""

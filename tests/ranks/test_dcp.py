@@ -255,7 +255,7 @@ def test_a_directory_of_one_rank_is_a_lazy_mapping(saved: Path) -> None:
 
 
 def test_the_metadata_is_told_from_its_directory(saved: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"give the directory in which it lies, {saved} "):
+    with pytest.raises(InvalidArgumentError, match=f"give its directory, {saved} "):
         open_source(saved / ".metadata")
 
 

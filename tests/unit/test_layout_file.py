@@ -79,7 +79,7 @@ def test_a_file_and_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert ended.value.code == 4
 
 
-def test_a_grid_of_pipeline_tensor_and_expert_parallel_ranks(tmp_path: Path) -> None:
+def test_a_mesh_of_pipeline_tensor_and_expert_parallel_ranks(tmp_path: Path) -> None:
     """pp 2 x ep 2 x tp 2: each stage has a layer, each ep rank two stacked experts, tp cuts their columns."""
     layers = [torch.randn(4, 6, 10) for _ in range(2)]
     embedding = torch.randn(12, 3)
@@ -98,6 +98,14 @@ def test_a_grid_of_pipeline_tensor_and_expert_parallel_ranks(tmp_path: Path) -> 
     expected |= {"embed": embedding, "norm": torch.arange(3)}
     layout = {"mesh": {"pp": 2, "ep": 2, "tp": 2}, "rules": rules}
     assert equal(merged(tmp_path, layout, *states), expected)
+
+
+def test_a_mesh_that_version_0_1_called_a_grid(tmp_path: Path) -> None:
+    w = torch.randn(10, 2)
+    layout = {"grid": {"tp": 2}, "rules": {"w": {"dim": 0, "axis": "tp"}}}
+    assert torch.equal(merged(tmp_path, layout, {"w": w[:5]}, {"w": w[5:]})["w"], w)
+    with pytest.raises(InvalidArgumentError, match="remove 'grid'"):
+        Layout.parse({**layout, "mesh": {"tp": 2}})
 
 
 def test_one_dim_cut_along_two_axes_the_first_being_the_slowest(tmp_path: Path) -> None:
@@ -382,8 +390,8 @@ WRONG: list[tuple[Any, str]] = [
     ({"w": {"dim": 0, "blocks": []}}, "a cut is like"),
     ({"w": {"dim": 0, "split": {"w": {"a": 1}}, "blocks": [1]}}, "a cut is like"),
     ({"w": {"reduce": "sum"}}, "'w' must be"),
-    ({"w": [{"dim": 0}, {"dim": 0}]}, "says twice"),
-    ({"w": ["colwise", {"dim": 0}]}, "says twice"),
+    ({"w": [{"dim": 0}, {"dim": 0}]}, "shards a tensor in two ways"),
+    ({"w": ["colwise", {"dim": 0}]}, "shards a tensor in two ways"),
     ({"w": {"dim": 0}, "v.*": {"dim": 0}}, r"'v\.\*' matches no tensor"),
     ({"model.w": "colwise"}, r"'model\.w' matches no tensor"),
     ({"w": "colwise", "v": {"dim": 0}}, "'v' matches no tensor"),
