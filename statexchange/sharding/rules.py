@@ -347,7 +347,7 @@ def _no_rule(pattern: str, raw: Any) -> InvalidArgumentError:
         )
     return InvalidArgumentError(
         f'layout rule for {pattern!r} must be Shard(dim), Replicate(), a mapping with dim ({{"dim": 0}}), "replicate", '
-        f'{{"reduce": "max"}}, {{"renumber": "experts"}}, boxes, a keyword of transformers\' tp_plan, or a list of these, '
+        f'{{"reduce": "max"}}, {{"renumber": "experts"}}, boxes, a tp_plan keyword, or a list of these, '
         f"not {excerpt(raw, 200)}"
     )
 
