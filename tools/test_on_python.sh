@@ -30,7 +30,7 @@ tests=(
 # What reads tensors of ranks makes torch's of them; older versions of click word a usage line in another way.
 left_out="not workspaces.md and not a_save_and and not a_ranks_file and not cli.md"
 if [ -n "$extra" ]; then
-    tests+=(tests/unit/test_merge.py tests/unit/test_sources.py tests/ranks/test_gather.py tests/ranks/test_readme.py)
+    tests+=(tests/unit/test_sources.py tests/ranks/test_gather.py tests/ranks/test_readme.py)
     left_out="not cli.md"
 fi
 unset PYTHONPATH # it may lead to another checkout

@@ -137,7 +137,9 @@ def export_checkpoint(
         PeerError: another rank has failed.
 
     Example:
-        >>> report = statexchange.export_checkpoint({"w": torch.zeros(2, 3)}, directory / "merged")
+        >>> import torch
+        >>> import statexchange as sx
+        >>> report = sx.export_checkpoint({"w": torch.zeros(2, 3)}, "merged")
         >>> report.num_tensors, report.nbytes
         (1, 24)
     """

@@ -51,10 +51,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What an export did. `files` are (name, bytes); `rank_nbytes` bytes of tensors by the rank that supplied them.
+    """The result of an export. `files` are (name, bytes); `rank_nbytes` the bytes that each rank supplied.
 
-    By phase, `phases` has seconds and `phase_nbytes` bytes: what ranks told root ("describe"), what root told them
-    ("plan"), tensors ("write") and receipts ("publish").
+    `phases` has seconds and `phase_nbytes` bytes by phase: metadata sent to root ("describe"), the plan sent to the
+    ranks ("plan"), tensors ("write") and receipts ("publish").
     """
 
     path: str
@@ -72,13 +72,13 @@ class ExportReport:
         return f"{done} -> {self.path} ({format_shares(self.rank_nbytes)})"
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON value that `from_json` reads."""
+        """Return a JSON value that `from_json` reads."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return {**found, "files": [{"name": name, "nbytes": nbytes} for name, nbytes in self.files]}
 
     @classmethod
     def from_json(cls, raw: Any) -> ExportReport:
-        """The report that `to_json` wrote; anything else is a ValueError."""
+        """Return the report that `to_json` wrote; raise ValueError for anything else."""
         names = [field.name for field in fields(cls)]
         path, files, nbytes, num_tensors, aliases, seconds, phases, phase_nbytes, rank_nbytes = records.fields(
             raw, *names
@@ -198,7 +198,7 @@ class _Export:
                 self._publication.abandon()
 
     def _agreed_plan(self) -> WritePlan:
-        """Every rank: the plan that root has made of what all ranks hold. Collective."""
+        """Send this rank's metadata to root; return root's plan. Collective."""
         comm = self._comm
         ours = RankMetadata.of(self._described, self._options.texts())
         metadata, nbytes = gather_metadata(comm, ours, root=0)
@@ -218,7 +218,7 @@ class _Export:
         return plan
 
     def _prepare(self, metadata: list[RankMetadata]) -> None:
-        """Root: prove the cover, take the target, and make the files."""
+        """Prove the cover, claim the target, and create the files. Root only."""
         check_equal_options([one.options for one in metadata])
         self._layout.check_ranks(range(len(metadata)))
         unused = set.intersection(*(set(one.unused) for one in metadata))
@@ -247,7 +247,7 @@ class _Export:
             self._probe = self._publication.make_probe()
 
     def _write_plan(self) -> WritePlan:
-        """Root: what every rank must know to write its part."""
+        """Return the plan by which each rank writes its part. Root only."""
         assert self._plan is not None
         distinct: dict[str, int] = {}
         numbers = [distinct.setdefault(json.dumps(names, sort_keys=True), len(distinct)) for names in self._renames]
@@ -262,7 +262,7 @@ class _Export:
         return WritePlan(tuple(files), tuple(tensors), maps, tuple(numbers), self._probe, compares)
 
     def _prepare_values(self, order: WritePlan) -> None:
-        """Every rank: names as the plan has them, and results in place of copies that are reduced."""
+        """Rename tensors as the plan does, and reduce the copies that a layout reduces. Collective."""
         comm = self._comm
         self._described = self._described.renamed(order.renames[order.rename_of[comm.rank]])
         reductions = order.reductions()
@@ -272,7 +272,7 @@ class _Export:
             self._clock.lap("reduce")
 
     def _publish(self, receipts: Sequence[bytes], nodes: Sequence[int]) -> ExportReport:
-        """Root: compare replicas, finish files, write the manifest, rename."""
+        """Compare replicas, finish the files, write the manifest and rename. Root only."""
         plan, publication = self._plan, self._publication
         assert plan is not None
         assert publication is not None
@@ -300,7 +300,7 @@ class _Export:
         )
 
     def _shared(self, report: ExportReport | None) -> ExportReport:
-        """Root's report on every rank."""
+        """Send root's report to every rank. Collective."""
         sent = self._comm.broadcast_object(None if report is None else report.to_json())
         if report is not None:
             _log.info("exported %s", report)
@@ -318,7 +318,7 @@ def _supplied(tensors: Sequence[TensorPlan], world_size: int) -> tuple[int, ...]
 def _box_facts(
     tensors: Sequence[TensorPlan], receipts: Sequence[BoxReceipts], *, compares: bool
 ) -> dict[str, list[BoxProvenance]]:
-    """For each tensor the supplier and digest of each piece; replicas that differ are a ReplicaError."""
+    """Return each tensor's supplier and digest for every piece; raise ReplicaError if replicas differ."""
     found = {
         (box.tensor, box.piece, rank, box.index): box.digest for rank, receipt in enumerate(receipts) for box in receipt
     }

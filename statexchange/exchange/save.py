@@ -90,10 +90,13 @@ def save_checkpoint(
         PeerError: another rank has failed.
 
     Example:
-        >>> state = {"model": model, "optimizer": optimizer, "step": 7}
-        >>> report = statexchange.save_checkpoint(state, directory / "saved")
-        >>> report.round
-        0
+        >>> import torch
+        >>> import statexchange as sx
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> report = sx.save_checkpoint({"model": model, "optimizer": optimizer, "step": 7}, "saved")
+        >>> report.num_tensors
+        2
     """
     began = time.perf_counter()
     communicator = as_communicator(comm)

@@ -161,7 +161,7 @@ class QuantizedAllReduce(Algorithm):
     Not collective to construct. A bucket is cut into one chunk for each rank. Every rank quantises each chunk to 256
     levels between its least and its largest value and sends it to the chunk's owner. The owner averages in float32,
     quantises the average and sends it to all, so that all ranks get equal bits. Each of the two stages is off by at
-    most half a step; a step is 1/255 of the chunk's range. The algorithm is Bagua's ByteGrad (MinMaxUInt8).
+    most half a step; a step is 1/255 of the chunk's range. The algorithm is Bagua's ByteGrad.
 
     With the hierarchy the leaders of hosts do this with the averages of their hosts, which are made in float32, and
     each average counts for as many ranks as its host has. Between hosts: 2 H (H - 1) (8 + ceil(N / H)) bytes for a

@@ -275,7 +275,7 @@ def data_parallel(
 
     Collective: all ranks call it, with modules of the same parameters. Blocks until parameters and buffers are root's.
     The optimizer's state stays each rank's own: if root resumes, call ``synchronize(optimizer)`` before. The shape of
-    the call is that of Bagua's `with_bagua`.
+    the call is that of Bagua's `bagua_init`.
 
     Args:
         module: The module.

@@ -104,7 +104,7 @@ def broadcast_parameters(
     """Give every rank root's parameters and buffers of `module`, in place.
 
     Collective. Blocks until all ranks have called. The same as `synchronize`, for one module; names in torch's
-    `_ddp_params_and_buffers_to_ignore` are left out. The name is Horovod's, which Bagua has too.
+    `_ddp_params_and_buffers_to_ignore` are left out. The name is Bagua's.
 
     Args:
         module: The module.
@@ -135,7 +135,7 @@ def allreduce_parameters(module: nn.Module, *, comm: CommLike | None = None) -> 
     """Replace every parameter and buffer of `module` by its mean over all ranks, in place.
 
     Collective. Blocks until all ranks have called. Integers and bools become rank 0's. Tied tensors count once; names
-    in torch's `_ddp_params_and_buffers_to_ignore` are left out. The name is Flashlight's `allReduceParameters`.
+    in torch's `_ddp_params_and_buffers_to_ignore` are left out. The name is Bagua's.
 
     Args:
         module: The module.

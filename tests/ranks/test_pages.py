@@ -119,3 +119,10 @@ def test_no_page_has_code_that_is_not_fenced() -> None:
         text = re.sub(r"^```.*?^```$", "", page_text(page), flags=re.MULTILINE | re.DOTALL)
         indented = re.findall(r"(?<=\n\n) {4}\S.*", text)
         assert len(indented) == (1 if page == "README.md" else 0), (page, indented)
+
+
+def test_the_files_that_contributing_names_exist() -> None:
+    text = (HOME / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:statexchange|tests|docs|tools)/[\w./-]+)`", text)
+    assert len(paths) > 25
+    assert [path for path in paths if not (HOME / path).exists() and "NAME" not in path] == []

@@ -11,8 +11,8 @@ NOT_HERE = 77
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("arguments", [("3.10", "lowest"), ("3.13",)], ids=" ".join)
+@pytest.mark.timeout(850)
+@pytest.mark.parametrize("arguments", [("3.10", "lowest", "torch"), ("3.10", "lowest"), ("3.13",)], ids=" ".join)
 def test_on_another_python(arguments: tuple[str, ...]) -> None:
     done = subprocess.run(
         ["bash", "tools/test_on_python.sh", *arguments],
@@ -20,7 +20,7 @@ def test_on_another_python(arguments: tuple[str, ...]) -> None:
         env={**os.environ, "PYTEST_ADDOPTS": ""},
         capture_output=True,
         text=True,
-        timeout=550,
+        timeout=840,
         check=False,
     )
     if done.returncode == NOT_HERE:

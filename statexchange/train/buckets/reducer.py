@@ -9,9 +9,10 @@ A round, on every rank:
    ``grad is not None``: users keep or zero old gradients.
 2. The gradient is copied into its bucket (`sender`). With fusion `.grad` becomes a view of the bucket, so nothing is
    copied back.
-3. A bucket that has all its gradients is reduced at once, while backward goes on, but never before the buckets that
-   precede it in the plan: every rank must reduce the same buckets in the same order, in whatever order its gradients
-   arrive. `.grad` of its parameters is None from then on, so that another backward does not add to memory in flight.
+3. With `overlap`, a bucket that has all its gradients is reduced while backward goes on, but never before the buckets
+   that precede it in the plan: every rank must reduce the same buckets in the same order, in whatever order its
+   gradients arrive. `.grad` of its parameters is None from then on, so that another backward does not add to memory in
+   flight.
    The plan's last bucket waits for `reduce`: nothing is left for it to overlap with.
 4. `reduce` sends the rest of the plan, with zeros where nothing arrived, so that ranks whose backward touched other
    parameters take part in the same collectives.
@@ -19,12 +20,13 @@ A round, on every rank:
    or steps are a MismatchError on all.
 6. Gradients that arrived late, for a bucket in flight, are reduced and added. Gradients in no bucket get one, in root's
    order of arrival; in the first round that is everything. Sparse gradients get none and are gathered. Gradients that
-   arrived on no rank become None.
+   arrived on no rank become None. If a parameter in the plan is frozen on all ranks, so that its bucket would never be
+   full, the plan is emptied and the next round makes a new one.
 
 With `delay_reduce` step 3 does not happen and step 5 comes before step 4: the sum of weights has to be known before
 gradients are multiplied by their share of it.
 
-Threads. Hooks run in threads of autograd's engine, in another one on each rank perhaps. Collectives that they
+Threads. Hooks run in threads of autograd's engine, and in which of them may differ between ranks. Collectives that they
 begin count as calls of the thread that last called `reduce` (`Communicator.called_by`). Reductions during backward run
 in the communicator's work queue; `reduce` waits for them.
 
@@ -86,8 +88,8 @@ class BucketReducer(Reducer):
     time. With `create_graph` the averages carry no graph. While the attribute `eager` is False, nothing is sent during
     backward.
 
-    Buckets are cut as Bagua cuts them (https://github.com/BaguaSys/bagua); that they overlap backward is the way of
-    torch's DistributedDataParallel.
+    Buckets in the order of arrival, bucket types, `align_bytes` and `chunking` are those of Bagua's Reducer
+    (https://github.com/BaguaSys/bagua).
 
     Args:
         module_or_params: A module, parameters with or without names, or a list of modules.

@@ -18,7 +18,7 @@ from statexchange.train.reducers import operation
 __all__ = ["PHASE", "BucketSender"]
 
 PHASE = "averaging gradients"
-_PENDING_BYTES = 1 << 18  # copied together: a quarter of a common L2 cache
+_PENDING_BYTES = 1 << 18  # of gradients that are copied together, while they are in cache
 
 
 class BucketSender:
