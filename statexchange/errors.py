@@ -262,7 +262,7 @@ class UnsupportedError(StateExchangeError, TypeError):
 
 
 class MismatchError(StateExchangeError, ValueError):
-    """Ranks met in different calls, and the message shows what each called, and where; or in different versions."""
+    """Ranks are in different calls, and the message shows what each called, and where; or in different versions."""
 
     code = "USAGE"
 

@@ -1378,7 +1378,7 @@ def ranks_that_differ_after_they_agreed_learn_it_too(comm: Communicator) -> None
 
 @_check(least_ranks=2)
 def a_mismatch_leaves_buffers_alone(comm: Communicator) -> None:
-    """Where ranks met in different calls, neither tensors nor `out`s have changed."""
+    """Where ranks are in different calls, neither tensors nor `out`s have changed."""
     for n in (5, 70_000):
         ours, out = _pattern(comm.rank, n), torch.full((n,), float(_UNTOUCHED))
         op = "max" if comm.rank == 0 else "sum"
