@@ -58,12 +58,8 @@ T = TypeVar("T")
 _CLOSE_S = 1.0
 _OF_ARGUMENTS = (TypeError, ValueError, AttributeError)
 _SECOND_CALLER_S = 0.05  # within which a thread that begins at the same time as another one has begun
-_SHARED_ERRORS = (
-    MismatchError,
-    NumericOverflowError,
-    InvalidArgumentError,
-    UnsupportedError,
-)  # raised where all ranks have met
+# Raised where all ranks have met, so that all of them raise the same.
+_SHARED_ERRORS = (MismatchError, NumericOverflowError, InvalidArgumentError, UnsupportedError)
 
 
 class Session:
@@ -108,9 +104,7 @@ class Session:
         self.shared_error: BaseException | None = None
         self._check = check
         self._pending_failure: dict[str, Any] | None = None  # the error that this rank is about to report in `agree`
-        self._last_shared_error: StateExchangeError | None = (
-            None  # the last one, also of work that nobody has waited for
-        )
+        self._last_shared_error: StateExchangeError | None = None  # also of work that nobody has waited for
         self._is_message_cut = False  # a message to or from a rank was broken off: half of it may be under way
         self._queue = WorkQueue(f"statexchange rank {topology.rank}", skips=True)
         self._peer_queues: dict[tuple[str, int], WorkQueue] = {}
@@ -175,9 +169,8 @@ class Session:
         """Return every rank's payload in rank order; on `root` only, if that is given. Collective."""
         self.raise_if_dead()
         if call.failure is not None and self.world_size > 1:
-            self._pending_failure = (
-                call.failure
-            )  # work under way may be the first in which the ranks compare their calls
+            # Work under way may be the first in which the ranks compare their calls.
+            self._pending_failure = call.failure
             if self.monitor is not None:
                 self.monitor.request_collective()
         call.caller = self.callers.number()
@@ -265,9 +258,8 @@ class Session:
             return result
 
         try:
-            call.caller = (
-                self.callers.local.number
-            )  # inlined from `callers.number()`: the call would cost small collectives too much
+            # Inlined from `callers.number()`: the call would cost small collectives too much.
+            call.caller = self.callers.local.number
         except AttributeError:
             call.caller = self.callers.new_number()
         if async_op:
@@ -425,9 +417,8 @@ class Session:
         is_same = len({account["text"] for account in accounts}) == 1
         confused = len(threads) > 1 or (is_same and threads != {None})
         several = len({account["caller"] for account in accounts}) > 1 or confused
-        if (
-            len({account["public"] for account in accounts}) > 1
-        ):  # their steps mean nothing to the user, who made the public calls
+        if len({account["public"] for account in accounts}) > 1:
+            # The user has made the public calls, and does not know their steps.
             for account in accounts:
                 account["text"] = account["public"] or account["text"]
         lines = [_line(rank, account, several) for rank, account in enumerate(accounts)]
@@ -488,9 +479,7 @@ class Session:
             known = from_record(failure)
             self._note_shared_error(call, known, is_shared=True)
             if type(known) is type(cause) and isinstance(cause, StateExchangeError):
-                raise known.with_traceback(
-                    cause.__traceback__
-                ) from cause.__cause__  # this rank's own error: its traceback once
+                raise known.with_traceback(cause.__traceback__) from cause.__cause__
             raise known from cause
 
     def close(self, error: BaseException | None) -> None:

@@ -45,7 +45,7 @@ class StoreBootstrap(Backend):
         self._server = server
         self._count = 0
         self._uses: Counter[str] = Counter()
-        self._subsets: list[StoreBootstrap] = []
+        self._groups: list[StoreBootstrap] = []
         self.rank = rank
         self.world_size = world_size
 
@@ -83,7 +83,7 @@ class StoreBootstrap(Backend):
         store = server.store  # not this bootstrap's client, in which a group that was given up may still wait
         with contextlib.suppress(StallError, RuntimeError):  # a rank has failed before it could read
             wait = Wait(LATER_S, "the end of the store")
-            wait.until(lambda: all(bootstrap._is_read(store) for bootstrap in [self, *self._subsets]))  # noqa: SLF001 (our own)
+            wait.until(lambda: all(backend._is_read(store) for backend in [self, *self._groups]))  # noqa: SLF001 (our own)
         server.close()
 
     def _within(self, use: str) -> str:
@@ -99,7 +99,7 @@ class StoreBootstrap(Backend):
         wait = Wait(timeout_s, f"the making of a group of ranks {list(ranks)}")
         await_ranks(_stores.PrefixStore(prefix, self._store), self.rank, ranks, wait)
         made = StoreBootstrap(self._store, list(ranks).index(self.rank), len(ranks), prefix)
-        self._subsets.append(made)
+        self._groups.append(made)
         return made
 
     def gloo(self, timeout_s: float) -> StoreBackend:
