@@ -1,4 +1,4 @@
-"""How much memory the cgroups of this process leave it: a limit beyond which the kernel kills instead of refusing."""
+"""Return how much memory the cgroups of this process leave it. Beyond it the kernel kills instead of refusing."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Room", "memory_room"]
+__all__ = ["Headroom", "memory_headroom"]
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """How many bytes may still be used, and the directory of the cgroup that sets this limit."""
+class Headroom:
+    """The bytes that may still be used, and the directory of the cgroup that sets the limit."""
 
     nbytes: int
     cgroup: str
@@ -20,7 +20,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """What a version of cgroups calls its files, and the words of `memory.stat` that count a whole subtree."""
+    """The file names of one cgroup version, and its keys of `memory.stat` that count a whole subtree."""
 
     limit: str
     usage: str
@@ -36,19 +36,20 @@ _UNLIMITED = 1 << 62  # cgroup v1 reports no limit as 2**63 rounded down to a pa
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
-def memory_room(proc: str = "/proc/self") -> Room | None:
-    """Return the least room of all memory cgroups, of version 1 and 2, above the process of `proc`; None without limit.
+def memory_headroom(proc: str = "/proc/self") -> Headroom | None:
+    """Return the smallest headroom of all memory cgroups above this process; None without a limit.
 
-    Room is the limit less what is in use, where file pages do not count: the kernel drops them when it needs memory.
-    Those of tmpfs and shared memory, which it cannot drop, count.
+    Both cgroup versions are read. Headroom is the limit minus the usage. File pages are not counted as used, because
+    the kernel drops them when it needs memory; pages of tmpfs and shared memory, which it cannot drop, are. `proc` is
+    the process's directory in /proc.
     """
-    rooms = []
+    found = []
     for version, mount, directory in _memory_cgroups(proc):
         for ancestor in _up_to(mount, directory):
-            room = _room_of(ancestor, _FILES[version])
-            if room is not None:
-                rooms.append(Room(room, ancestor))
-    return min(rooms, key=lambda room: room.nbytes, default=None)
+            nbytes = _headroom_of(ancestor, _FILES[version])
+            if nbytes is not None:
+                found.append(Headroom(nbytes, ancestor))
+    return min(found, key=lambda headroom: headroom.nbytes, default=None)
 
 
 def _memory_cgroups(proc: str) -> Iterator[tuple[str, str, str]]:
@@ -63,7 +64,7 @@ def _memory_cgroups(proc: str) -> Iterator[tuple[str, str, str]]:
             continue
         root, mount = (_ESCAPED.sub(lambda code: chr(int(code[1], 8)), word) for word in words[3:5])
         path = os.path.relpath(paths[version], root)
-        # In a container the mount may show only the container's cgroup, and /proc a path from outside of it.
+        # In a container the mount may show only the container's cgroup, while /proc has a path from outside.
         inside = path if not path.startswith("..") else "."
         yield version, mount, os.path.normpath(os.path.join(mount, inside))
 
@@ -88,8 +89,8 @@ def _paths_of(proc: str) -> dict[str, str]:
     return paths
 
 
-def _room_of(directory: str, files: _Files) -> int | None:
-    """Return what the limit of one cgroup leaves; None if it has none, or has gone."""
+def _headroom_of(directory: str, files: _Files) -> int | None:
+    """Return the headroom of one cgroup; None if it has no limit or was removed."""
     try:
         with open(f"{directory}/{files.limit}", encoding="ascii") as file:
             limit = file.read().strip()
@@ -108,5 +109,5 @@ def _lines(path: str) -> list[str]:
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
             return file.read().splitlines()
-    except OSError:  # a sandbox without /proc, or a cgroup that has gone
+    except OSError:  # a sandbox without /proc, or a removed cgroup
         return []

@@ -23,7 +23,7 @@ from statexchange.errors import (
     needing_torch,
     to_record,
 )
-from statexchange.storage.store import given_path
+from statexchange.storage.store import resolve_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -124,7 +124,7 @@ def _require_torch() -> None:
 
 
 def _target(directory: str) -> str:
-    directory = given_path(directory, "keep")
+    directory = resolve_path(directory, "keep")
     try:
         os.makedirs(directory, exist_ok=True)
     except OSError as error:

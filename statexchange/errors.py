@@ -1,4 +1,4 @@
-"""The exception tree: every error of ours, what it carries, and how it travels between ranks."""
+"""The exception tree: all errors that statexchange raises, their attributes, and their JSON form between ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = [
     "without_secrets",
 ]
 
-# The length of a scheme is limited, as a text of letters and dots could else take quadratic time.
+# The length of a scheme is limited: otherwise a long text of letters and dots takes quadratic time.
 _URL = re.compile(r"(?<!\w)(?!(?:file|shm)://)([A-Za-z][A-Za-z0-9+.-]{0,63}://)([^\s'\"<>]*)")
 _CHAINED = re.compile(r"::(?=[A-Za-z][A-Za-z0-9+.-]*://)")
 _HOST = re.compile(r"([^:\[\]]*|\[[^\]]*\])(:[0-9]*)?")
@@ -60,11 +60,11 @@ _BRACKETS: dict[type, tuple[str, str]] = {
 def excerpt(value: object, limit: int = 100) -> str:
     """Return the first `limit` characters of a value's repr, for a message.
 
-    The work is bounded by `limit`, however large or deep the value is and however often it holds the same object: use
-    this for everything that was read from a file.
+    The work is bounded by `limit`, however large or deep the value is and however often it contains the same object.
+    Use this for everything that was read from a file.
     """
     shown = ""
-    waiting: list[tuple[bool, Any]] = [(False, value)]  # text as it is, or a value
+    waiting: list[tuple[bool, Any]] = [(False, value)]  # (is text, text or value)
     while waiting and len(shown) < limit:
         is_text, item = waiting.pop()
         kind = type(item)
@@ -74,7 +74,7 @@ def excerpt(value: object, limit: int = 100) -> str:
             waiting += reversed(_pieces(item, limit))
         elif kind in (str, bytes):
             shown += repr(item[:limit])
-        elif kind is int and item.bit_length() > 4 * limit:  # decimal digits take quadratic time
+        elif kind is int and item.bit_length() > 4 * limit:  # conversion to decimal takes quadratic time
             shown += hex(item)
         else:
             shown += repr(item)
@@ -87,26 +87,30 @@ def _pieces(container: Any, limit: int) -> list[tuple[bool, Any]]:
     pieces: list[tuple[bool, Any]] = [(True, opening)]
     is_dict = type(container) is dict
     for number, item in enumerate(islice(container.items() if is_dict else container, limit)):
-        pieces += [(True, ", ")] if number else []
-        pieces += [(False, item[0]), (True, ": "), (False, item[1])] if is_dict else [(False, item)]
+        if number:
+            pieces.append((True, ", "))
+        if is_dict:
+            pieces += [(False, item[0]), (True, ": "), (False, item[1])]
+        else:
+            pieces.append((False, item))
     if type(container) is tuple and len(container) == 1:
         pieces.append((True, ","))
     return [*pieces, (True, closing)]
 
 
 def without_secrets(text: str) -> str:
-    """Return a text in which no URL has a user, a password or a query: they may grant access.
+    """Return a text with users, passwords and queries removed from all URLs, as these may grant access.
 
-    Every URL of a message, log or repr is shown so; errors do it themselves. A chain of URLs (``zip://a::http://b``)
-    is a URL in a URL. ``file://`` and ``shm://`` name local paths, which have neither.
+    Apply this to every URL in a message, log or repr; errors do it themselves. URLs in a chain (``zip://a::http://b``)
+    are treated one by one. ``file://`` and ``shm://`` are local paths, which have neither.
     """
     return _URL.sub(_shown_url, text)
 
 
 def secrets_of(url: str) -> list[str]:
-    """Return the users with passwords and the queries in a URL or a chain of them, the longest first.
+    """Return users with passwords, and queries, of a URL or a chain of URLs, the longest first.
 
-    Libraries put these parts into their messages without the URL around them.
+    Messages of libraries contain these parts without the URL around them.
     """
     found = []
     for one in _CHAINED.split(url):
@@ -122,7 +126,7 @@ def _shown_url(match: re.Match[str]) -> str:
 
 
 def _parts_of(rest: str) -> tuple[str, str, str]:
-    """Split what follows ``://`` into the user with the password, what may be shown, and the query."""
+    """Split what follows ``://`` into the user with the password, the part that may be shown, and the query."""
     host = re.split("[/?]", rest, maxsplit=1)[0]
     user, at, _ = host.rpartition("@")
     if not at and "@" in rest and not _HOST.fullmatch(host):  # a password with slashes or question marks
@@ -132,10 +136,16 @@ def _parts_of(rest: str) -> tuple[str, str, str]:
 
 
 class StateExchangeError(Exception):
-    """Base of every error raised on purpose; the message ends with the rank, tensor and path it is about.
+    """Base of all errors that statexchange raises. The message ends with the rank, tensor and path concerned.
 
-    Attributes: ``rank`` (int), ``path`` (str), ``name`` (a tensor's dotted path), ``expected``, ``found``;
-    each None where it does not apply. Instances can be pickled.
+    Attributes:
+        rank: the rank, an int.
+        path: the path or URL.
+        name: the tensor's dotted name.
+        expected: the expected value.
+        found: the value found.
+
+    Each is None where it does not apply. Instances can be pickled.
     """
 
     code: ClassVar[str] = "INTERNAL"
@@ -151,7 +161,7 @@ class StateExchangeError(Exception):
         expected: object = None,
         found: object = None,
     ) -> None:
-        super().__init__()  # first: ImportError's clears name and path
+        super().__init__()  # first, because ImportError's clears name and path
         self.message = without_secrets(message)
         self.rank = rank
         self.path = None if path is None else without_secrets(str(path))
@@ -162,9 +172,9 @@ class StateExchangeError(Exception):
 
     def located(self, *, rank: int | None = None, name: str | None = None, path: object = None) -> Self:
         """Return the same error, of the same class, with rank, name or path filled in."""
-        error = type(self).__new__(type(self))  # a subclass may have a constructor of its own
+        error = type(self).__new__(type(self))  # a subclass may have other constructor arguments
         error.__dict__.update(self.__dict__)
-        for key in self.attributes:  # some are not in __dict__, but attributes of the built-in base
+        for key in self.attributes:  # some are slots of the built-in base, not in __dict__
             setattr(error, key, getattr(self, key))
         error.rank = self.rank if rank is None else rank
         error.name = self.name if name is None else name
@@ -194,13 +204,13 @@ def _side(value: object) -> str:
 
 
 class InvalidArgumentError(StateExchangeError, ValueError):
-    """An argument cannot be right, whatever the state of the world."""
+    """An argument is invalid, whatever the state of files and ranks."""
 
     code = "USAGE"
 
 
 class NotInitializedError(StateExchangeError, RuntimeError):
-    """A launcher speaks of several ranks, but no communicator has been set up; or the communicator is closed."""
+    """A launcher has started several ranks, but there is no communicator, or it is closed."""
 
     code = "USAGE"
 
@@ -218,7 +228,7 @@ class MissingExtraError(StateExchangeError, ImportError):
 
 
 class NotFoundError(StateExchangeError, FileNotFoundError):
-    """There is no such path, or nothing of ours in it."""
+    """There is no such path, or no known checkpoint at it."""
 
     code = "NOT_FOUND"
 
@@ -230,7 +240,7 @@ class CorruptError(StateExchangeError, ValueError):
 
 
 class OverlapError(CorruptError):
-    """Two ranks claim the same region of a tensor with different boxes."""
+    """Boxes of two ranks overlap without being equal."""
 
 
 class ReplicaError(CorruptError):
@@ -250,7 +260,7 @@ class TargetExistsError(StateExchangeError, FileExistsError):
 
 
 class UnsafeError(StateExchangeError, ValueError):
-    """Refused, because going on could lose or run something."""
+    """Refused, because continuing could lose data or run foreign code."""
 
     code = "UNSAFE"
 
@@ -262,7 +272,7 @@ class UnsupportedError(StateExchangeError, TypeError):
 
 
 class MismatchError(StateExchangeError, ValueError):
-    """Ranks are in different calls, and the message shows what each called, and where; or in different versions."""
+    """Ranks made different calls, which the message shows with their lines; or they run different versions."""
 
     code = "USAGE"
 
@@ -285,16 +295,16 @@ class StorageError(StateExchangeError, OSError):
 
     @classmethod
     def of(cls, error: OSError, doing: str, **about: Any) -> StorageError:
-        """The same failure with what was being done, and to which path."""
+        """Return the error for an OSError; `doing` completes "cannot ..."."""
         return cls(f"cannot {doing}: {error.strerror or error}", errno=error.errno, **about)
 
 
 class ReplacedError(StorageError):
-    """What was read was replaced, removed or changed by somebody else meanwhile: read it again."""
+    """Another process replaced, removed or changed a file while it was read: read it again."""
 
 
 class StallError(StateExchangeError, TimeoutError):
-    """A wait ran out, and no rank has completed the call; ``missing`` lists all ranks that did not arrive."""
+    """A wait timed out, and no rank has completed the call; ``missing`` lists all ranks that did not arrive."""
 
     code = "TIMEOUT"
     attributes = (*_ABOUT, "missing")
@@ -305,15 +315,21 @@ class StallError(StateExchangeError, TimeoutError):
 
 
 class OutcomeUnknownError(StallError):
-    """A wait ran out, and other ranks may have completed the call; ``missing`` lists those that did not answer.
+    """A wait timed out, and other ranks may have completed the call; ``missing`` lists those that did not answer.
 
-    A StallError all the same, as what to do is the same: this communicator is dead, and its job starts again.
+    It is a StallError because the remedy is the same: the communicator cannot be used any more, so restart the job.
     """
 
 
 class PeerError(StateExchangeError, RuntimeError):
-    """A rank failed: ``rank`` says which (-1: the transport does not tell), ``host`` on which host, ``phase`` in what,
-    ``cause`` why."""
+    """Another rank failed.
+
+    Attributes:
+        rank: the rank; -1 if the transport does not report it.
+        phase: what it was doing.
+        cause: its error.
+        host: its host, if known.
+    """
 
     code = "IO"
 
@@ -334,13 +350,13 @@ class PeerError(StateExchangeError, RuntimeError):
 
 
 def needs_torch(what: str) -> MissingExtraError:
-    """Return the error for `what`, which cannot be done where torch is not installed."""
+    """Return the error for `what`, which needs torch, where torch is not installed."""
     return MissingExtraError(f'{what} needs torch: pip install "statexchange[torch]"')
 
 
 @contextlib.contextmanager
 def needing_torch(what: str) -> Iterator[None]:
-    """A block that does `what`, which imports torch: MissingExtraError where torch is not installed."""
+    """Translate a failed import of torch in the block to MissingExtraError; `what` needs torch."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -358,7 +374,7 @@ def _tree(cls: type[StateExchangeError]) -> dict[str, type[StateExchangeError]]:
 
 
 def to_record(error: BaseException, rank: int, phase: str, host: str | None = None) -> dict[str, Any]:
-    """A JSON object that carries `error`, of `rank` on `host`, to the other ranks."""
+    """Return a JSON object that describes the error of `rank` on `host` to the other ranks."""
     if isinstance(error, PeerError):
         about = {"rank": error.rank, "phase": error.phase, "cause": error.cause, "host": error.host}
         return {"type": "PeerError", **about}
@@ -367,20 +383,20 @@ def to_record(error: BaseException, rank: int, phase: str, host: str | None = No
             "type": "PeerError",
             "rank": rank,
             "phase": phase,
-            "cause": f"{type(error).__name__}: {_said(error)}".removesuffix(": "),
+            "cause": f"{type(error).__name__}: {_message_of(error)}".removesuffix(": "),
             "host": host,
         }
-    # A class of somebody else's may need more than can be told: the nearest of ours is told instead.
+    # A subclass defined elsewhere may need other arguments, so its nearest base in this module is sent.
     ours = next(c for c in type(error).__mro__ if c.__module__ == __name__ and issubclass(c, StateExchangeError))
     carried = {key: _portable(getattr(error, key)) for key in ours.attributes}
     carried["rank"] = rank if error.rank is None else error.rank
     return {"type": ours.__name__, "message": error.message, "about": carried}
 
 
-def _said(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # noqa: BLE001 (whatever a foreign __str__ does, the failure must reach the others)
+    except Exception:  # noqa: BLE001 (the failure must reach the other ranks, whatever a foreign __str__ does)
         return "(its message cannot be shown)"
 
 
@@ -391,7 +407,7 @@ def _portable(value: object) -> object:
 
 
 def from_record(record: dict[str, Any]) -> StateExchangeError:
-    """The error that `to_record` described; of a class that is not known here comes a StateExchangeError."""
+    """Return the error that `to_record` described; a StateExchangeError if its class is not known here."""
     if record["type"] == "PeerError":
         return PeerError(record["rank"], record["phase"], record["cause"], record.get("host"))
     cls = _tree(StateExchangeError).get(record["type"], StateExchangeError)

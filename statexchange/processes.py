@@ -1,4 +1,4 @@
-"""Processes: which one on which host, whether it still runs, on how many cores, and the pause of its collector."""
+"""Identify processes and hosts, test whether a process still runs, and pause this process's garbage collector."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ def _stat_fields(pid: int) -> list[bytes] | None:
 
 
 def process_start(pid: int) -> int | None:
-    """Return when `pid` started, in clock ticks since boot; None if it has ended (a zombie has)."""
+    """Return the start time of `pid` in clock ticks since boot; None if it has ended (a zombie counts as ended)."""
     fields = _stat_fields(pid)
     return None if fields is None or fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 def process_is_stopped(pid: int) -> bool:
-    """Whether `pid` has been stopped by a signal or a debugger."""
+    """Whether `pid` is stopped by a signal or a debugger."""
     fields = _stat_fields(pid)
     return fields is not None and fields[0] in (b"T", b"t")
 
 
 def process_is_alive(pid: int, start: int) -> bool:
-    """Whether the process that had `pid` at time `start` still runs."""
+    """Whether the process with `pid` and start time `start` still runs; pids are reused."""
     return process_start(pid) == start
 
 
 def _is_hidden(pid: int) -> bool:
-    """Whether `pid` exists although /proc does not show it (mount option hidepid)."""
+    """Whether `pid` exists although /proc does not list it (mount option hidepid)."""
     if _stat_fields(pid) is not None:
         return False
     try:
@@ -60,7 +60,7 @@ def _is_hidden(pid: int) -> bool:
         return False
     except OSError:
         return True
-    # It may have ended, and a new process begun, between the two looks: that one /proc may show.
+    # Between the two reads it may have ended and a new process, which /proc lists, may have got the pid.
     return _stat_fields(pid) is None
 
 
@@ -70,7 +70,7 @@ def usable_cores() -> int:
 
 
 def _host_name() -> str:
-    import platform  # which is slow to import, and needed by writers only
+    import platform  # slow to import, and only writers need it
 
     return platform.node()
 
@@ -84,9 +84,9 @@ def _boot_id() -> str:
 
 
 def host_identity() -> str:
-    """Return what ranks of one host have in common: the kernel's boot id, the host's name and /dev/shm.
+    """Return a string that is equal on ranks of one host: the kernel's boot id, the host's name and /dev/shm.
 
-    Containers with a name and a /dev/shm of their own are hosts of their own, even on one machine.
+    Containers with a name and a /dev/shm of their own count as hosts, even on one machine.
     """
     boot = _boot_id()
     try:
@@ -96,7 +96,7 @@ def host_identity() -> str:
 
 
 def pid_namespace() -> int:
-    """Return the number of the namespace in which this process sees others by their pids; 0 where none is visible."""
+    """Return the inode of this process's pid namespace; 0 if it cannot be read."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -104,7 +104,7 @@ def pid_namespace() -> int:
 
 
 def network_identity() -> str | None:
-    """Return what processes have in common that reach each other at the loopback address; None if it is not known."""
+    """Return a string that is equal on processes that share a loopback address; None if it is not known."""
     boot = _boot_id()
     try:
         return f"{boot} {os.stat('/proc/self/ns/net').st_ino}" if boot else None
@@ -117,9 +117,14 @@ _NAME = re.compile(r"([0-9a-f-]{0,36})\.([0-9a-f]{1,16})\.([0-9a-f]{1,16})\.([0-
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The process that a file or directory belongs to while it is built.
+    """The process that owns a file or directory during its construction.
 
-    `boot` and `namespace` say where `pid` and `start` (clock ticks since boot) mean anything; `host` is for messages.
+    Attributes:
+        host: the host's name, for messages.
+        boot: the kernel's boot id. `pid` and `start` are comparable only within one boot and namespace.
+        namespace: inode of the pid namespace.
+        pid: the process id.
+        start: start time in clock ticks since boot.
     """
 
     host: str
@@ -135,7 +140,7 @@ class Owner:
 
     @classmethod
     def from_json(cls, raw: Any) -> Owner:
-        """Return the record that `to_json` made; anything else is a ValueError."""
+        """Return the record that `to_json` encoded; raise ValueError for anything else."""
         if not isinstance(raw, dict) or raw.keys() != cls.__dataclass_fields__.keys():
             raise ValueError("not an owner record")
         if not isinstance(raw["host"], str) or not isinstance(raw["boot"], str):
@@ -150,7 +155,7 @@ class Owner:
 
     @classmethod
     def from_name(cls, name: str) -> Owner | None:
-        """Return the record that `to_name` made, with this host's name; None for anything else."""
+        """Return the record that `to_name` encoded, with this host's name; None for anything else."""
         match = _NAME.fullmatch(name)
         if match is None:
             return None
@@ -158,26 +163,26 @@ class Owner:
         return cls(_host_name(), match[1], namespace, pid, start)
 
     def to_name(self) -> str:
-        """Return the record, but for the host, in characters that are fit for a file name."""
+        """Return the record without the host, as part of a file name."""
         return f"{self.boot}.{self.namespace:x}.{self.pid:x}.{self.start:x}"
 
     @property
     def is_visible(self) -> bool:
-        """Whether this process can see if the owner runs: both belong to one boot and one pid namespace."""
+        """Whether this process can tell if the owner runs: both are in the same boot and pid namespace."""
         known = bool(self.boot) and self.namespace != 0 and self.pid > 0
         return known and (self.boot, self.namespace) == (_boot_id(), pid_namespace())
 
     @property
     def is_dead(self) -> bool:
-        """Whether this process has provably ended: it ran in this boot and pid namespace, and runs no more.
+        """Whether the owner has provably ended: it ran in this boot and pid namespace and does not run any more.
 
-        A process of another host, boot or container may still run: for those the answer is False.
+        False for a process of another host, boot or container, which may still run.
         """
         return self.is_visible and not process_is_alive(self.pid, self.start) and not _is_hidden(self.pid)
 
     @property
     def is_alive(self) -> bool:
-        """Whether this process provably runs; of another host, boot or container that is never known."""
+        """Whether the owner provably runs; False for a process of another host, boot or container."""
         return self.is_visible and process_is_alive(self.pid, self.start)
 
     def __str__(self) -> str:
@@ -186,16 +191,16 @@ class Owner:
 
 @functools.cache
 def _owner(pid: int) -> Owner:
-    """Return the owner record of this process, which is `pid`; a forked child has a record of its own."""
+    """Return the owner record of this process; cached by pid, so that a forked child gets its own."""
     return Owner(_host_name(), _boot_id(), pid_namespace(), pid, process_start(pid) or 0)
 
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Stop the cyclic garbage collector of this process for work that makes many objects, no cycles, and soon ends.
+    """Pause the cyclic garbage collector during short work that makes many objects without cycles.
 
-    Describing and planning make about a hundred objects for each tensor, all of which stay until the end. The collector
-    would look at them again and again, which takes half of the time. Whoever ends first of several threads lets it run.
+    Describing and planning make about a hundred objects for each tensor, all of which live until the end. Visiting them
+    again and again, the collector would take half of the time. With several threads, the first to end resumes it.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""The only reader of the process environment: what launcher started us, and the few knobs we have; checks deadlines."""
+"""Read the process environment: the launcher and our few settings. No other module reads it. Also check timeouts."""
 
 from __future__ import annotations
 
@@ -26,13 +26,19 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What a launcher's environment says of this process.
+    """This process's rank and job according to its launcher's environment.
 
-    `launcher` is "torchrun", "openmpi", "mpich", "slurm" or "none"; `variable` is the environment variable
-    that gave `world_size`. `job` identifies the job and its restart across all its ranks, and is fit to be a
-    file name; it is None where the launcher gives no trustworthy identity. `local_rank` is None where a launcher of
-    several ranks does not give it. `master` is the host and port at which rank 0 may listen: of MASTER_ADDR and
-    MASTER_PORT where they are set, else, under Slurm, the step's first host and a port of the step's own.
+    Attributes:
+        launcher: "torchrun", "openmpi", "mpich", "slurm" or "none".
+        rank: the rank in the job.
+        world_size: number of ranks.
+        local_rank: the rank on this host; None if a launcher of several ranks does not give it.
+        local_world_size: number of ranks on this host.
+        variable: the environment variable of `world_size`.
+        job: identifies the job and its restart on all its ranks, as a valid file name; None if the launcher gives no
+            reliable identity.
+        master: host and port at which rank 0 may listen: MASTER_ADDR and MASTER_PORT if they are set; under Slurm
+            otherwise the step's first host and a port computed for the step.
     """
 
     launcher: str
@@ -54,8 +60,8 @@ _HOST_PIECE = re.compile(r"([^\[\]]+)|\[([^\]]*)\]")
 
 _SINGLE = Launch("none", 0, 1, 0, 1, "")
 
-# In the order in which they are believed: torchrun may run under mpiexec, and mpiexec under Slurm. A batch script
-# alone has SLURM_NTASKS too, but is one process; only srun sets SLURM_STEP_NUM_TASKS.
+# In order of precedence: torchrun may run under mpiexec, and mpiexec under Slurm. SLURM_STEP_NUM_TASKS is set only by
+# srun; SLURM_NTASKS is also set in a batch script, which is a single process.
 _VARIABLES = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     (
@@ -77,7 +83,7 @@ def _number(variable: str, default: int) -> int:
 
 def _job(launcher: str) -> str | None:
     if launcher == "torchrun":
-        # torchrun's default id is the constant "none": two jobs in one directory would share it.
+        # torchrun's default id is the constant "none", which two jobs in one directory would share.
         name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
         return None if name == "none" else f"{_file_name(name)}-{_number('TORCHELASTIC_RESTART_COUNT', 0)}"
     if "SLURM_JOB_ID" in os.environ:
@@ -94,9 +100,9 @@ def _master(launcher: str) -> tuple[str, int] | None:
 
 
 def _first_host_of_step() -> str:
-    """Return the name of the host on which Slurm has started task 0 of this step; "" if it does not say."""
+    """Return the host of task 0 of this Slurm step; "" if it is not set."""
     if _number("SLURM_STEP_NUM_NODES", 0) == 1:
-        return "localhost"  # which needs no name service
+        return "localhost"  # works without a name service
     try:
         return next(iter(expand_hosts(os.environ.get("SLURM_STEP_NODELIST", ""))), "")
     except ValueError:
@@ -104,10 +110,10 @@ def _first_host_of_step() -> str:
 
 
 def _port_of_step() -> int:
-    """Return a port that all tasks of a Slurm step agree on without a message, and other steps are unlikely to share.
+    """Return a port that is equal on all tasks of a Slurm step and probably not used by other steps.
 
-    It is the first of those that Slurm has reserved for the step (`srun --resv-ports`), else follows from the ids of
-    job and step, below the range from which Linux picks ports of its own.
+    It is the first port that Slurm has reserved for the step (`srun --resv-ports`); otherwise it is computed from the
+    ids of job and step, below Linux's range of ephemeral ports.
     """
     reserved = re.match(r"\d+", os.environ.get("SLURM_STEP_RESV_PORTS", ""))
     if reserved:
@@ -120,7 +126,8 @@ def _port_of_step() -> int:
 def expand_hosts(text: str) -> list[str]:
     """Return the hosts of a Slurm host list: "n[08-10,3]-ib,login" is n08-ib, n09-ib, n10-ib, n3-ib, login.
 
-    A text that is no such list is a ValueError, and so is one of more than a million hosts.
+    Raises:
+        ValueError: the text is no host list, or has more than a million hosts.
     """
     if not _HOST_LIST.fullmatch(text):
         raise ValueError(f"not a host list: {text[:80]!r}")
@@ -139,7 +146,7 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def _span(text: str) -> tuple[range, int]:
-    """Return the numbers of "8", "08" or "08-10", and how many digits they have at least."""
+    """Return the numbers of "8", "08" or "08-10", and their minimal number of digits."""
     first, _, last = text.partition("-")
     numbers = range(int(first), int(last or first) + 1)
     if not numbers:
@@ -148,7 +155,7 @@ def _span(text: str) -> tuple[range, int]:
 
 
 def _file_name(text: str) -> str:
-    """`text` where it is fit to be a file name, else with a hash that keeps two such texts apart."""
+    """Return `text` if it is a plain file name, else a plain name with a hash of it, which keeps names distinct."""
     if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", text):
         return text
     plain = re.sub(r"[^A-Za-z0-9_-]", "-", text)[:80]
@@ -157,7 +164,7 @@ def _file_name(text: str) -> str:
 
 
 def detect_launch() -> Launch:
-    """The launcher of this process, by its environment; a world of one if there is none. Not collective."""
+    """Return the launcher of this process, by its environment; a world of one without a launcher. Not collective."""
     for launcher, rank, size, local_rank, local_size in _VARIABLES:
         if os.environ.get(rank, "").isdecimal() and os.environ.get(size, "").isdecimal():
             world_size = _number(size, 1)
@@ -175,7 +182,7 @@ def detect_launch() -> Launch:
 
 
 def default_timeout_s() -> float:
-    """Seconds that a wait for peers may take: STATEXCHANGE_TIMEOUT_S, else 300."""
+    """Return the default timeout of waits for other ranks, in seconds: STATEXCHANGE_TIMEOUT_S, else 300."""
     text = os.environ.get("STATEXCHANGE_TIMEOUT_S", "300")
     try:
         seconds: Any = float(text)
@@ -192,9 +199,17 @@ def _as_float(number: Any) -> float:
 
 
 def check_timeout(seconds: Any, name: str = "timeout_s", *, zero: bool = False) -> float:
-    """Return a deadline in seconds: a number above 0, inf for none; with `zero`, 0 too, for a look without a wait.
+    """Return a timeout in seconds, which is above 0; inf means no limit.
 
-    Not collective. Anything else, NaN among it, is an InvalidArgumentError that calls it `name`.
+    Not collective.
+
+    Args:
+        seconds: what the caller gave.
+        name: the argument's name for the message.
+        zero: also allow 0, which means no waiting.
+
+    Raises:
+        InvalidArgumentError: it is no number, NaN, or out of range.
     """
     if isinstance(seconds, numbers.Real) and not isinstance(seconds, bool):
         value = _as_float(seconds)
@@ -205,15 +220,15 @@ def check_timeout(seconds: Any, name: str = "timeout_s", *, zero: bool = False) 
 
 
 def has_agent_store() -> bool:
-    """Whether torchrun serves a store for its ranks; not so where a script sets RANK and WORLD_SIZE itself."""
+    """Whether torchrun serves a store for its ranks; False if a script sets RANK and WORLD_SIZE itself."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def gloo_interface() -> str | None:
-    """Return the network interface that GLOO_SOCKET_IFNAME names, the first of several; None if it is not set."""
+    """Return the first network interface in GLOO_SOCKET_IFNAME; None if it is not set."""
     return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip() or None
 
 
 def no_color() -> bool:
-    """Whether NO_COLOR asks for plain text."""
+    """Whether NO_COLOR is set."""
     return bool(os.environ.get("NO_COLOR"))

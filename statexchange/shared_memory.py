@@ -29,11 +29,14 @@ import secrets
 import stat
 import weakref
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from statexchange.cgroups import memory_room
+from statexchange.cgroups import memory_headroom
 from statexchange.errors import StorageError
 from statexchange.processes import Owner
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["Arena", "ArenaPool", "Attached", "Kind", "attach", "sweep"]
 
@@ -74,7 +77,7 @@ class Arena:
         arena = cls(nbytes, address, memoryview(b""), fd)
         try:
             _check_room(nbytes)
-            os.posix_fallocate(fd, 0, nbytes)  # so that writing never meets a page that cannot be had
+            os.posix_fallocate(fd, 0, nbytes)  # allocates all pages now: a write cannot SIGBUS
             if kind == "memfd":
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             arena.view = memoryview(_map(fd, nbytes))
@@ -115,7 +118,7 @@ def _check_room(nbytes: int) -> None:
         room = 1024 * (kibibytes["MemAvailable:"] + kibibytes["SwapFree:"])
     except OSError:  # a sandbox without /proc
         room = os.sysconf("SC_PHYS_PAGES") * _PAGE
-    limited = memory_room()
+    limited = memory_headroom()
     if limited is not None and limited.nbytes < room:
         room, where = limited.nbytes, f"in the cgroup {limited.cgroup}"
     if nbytes > room:
@@ -174,7 +177,7 @@ class Attached:
         """The memory, for access that keeps no reference."""
         return memoryview(self._map)
 
-    def lend(self) -> Any:
+    def lend(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return the memory as a numpy uint8 array; while a view of it lives, the arena is `referenced`."""
         import numpy as np
 

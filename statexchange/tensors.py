@@ -166,8 +166,8 @@ def from_bytes(data: Any, dtype: str, shape: tuple[int, ...], *, as_numpy: bool 
 def converted(array: Any, dtype: str) -> Any:
     """Cast `array` to another floating dtype, in C order, with the same bits as torch's `to` and `unify_nans`.
 
-    Numbers are rounded to nearest even by way of float32, so that float64 is rounded twice. What is out of range
-    becomes infinite.
+    Numbers are rounded to nearest even by way of float32, so that float64 is rounded twice. Numbers out of
+    range become infinite.
     """
     import numpy as np
 

@@ -252,7 +252,7 @@ def decode(
         text: The text.
         types: Types that may be built, by qualified name.
         leaf: `leaf(name)` returns the object that `encode`'s leaf kept under a name.
-        parse: Parses the text. Text from a file goes through `json_text.decode_stored`, which passes a strict one.
+        parse: Parses the text. Text from a file goes through `stored_values.decode_stored`, which passes a strict one.
 
     Raises:
         ValueError: `encode` cannot have written the text.

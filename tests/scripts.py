@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from programs import require_mpi
 
 BIN = Path(sys.executable).parent
-README = (Path(__file__).parent.parent / "README.md").read_text()
+HOME = Path(__file__).parent.parent
+PAGES = ("README.md", *sorted(str(path.relative_to(HOME)) for path in (HOME / "docs").rglob("*.md")))
 _MARK = "this rank has reached the end of its script"
 
 ALONE = ("python",)
@@ -27,11 +31,29 @@ def with_mpiexec(ranks: int) -> tuple[str, ...]:
     return ("mpiexec", "-n", str(ranks), sys.executable)
 
 
-def readme_block(name: str) -> str:
-    """A fenced block of the README."""
-    found = re.search(rf"<!-- {re.escape(name)} -->\n```\w*\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    assert found is not None, name
-    return found[1]
+class Block(NamedTuple):
+    """A fenced block of a page; the comment before it says what becomes of it."""
+
+    marker: str
+    text: str
+
+
+def page_text(page: str) -> str:
+    """The text of README.md or of a page in docs."""
+    return (HOME / page).read_text(encoding="utf-8")
+
+
+@cache
+def page_blocks(page: str) -> tuple[Block, ...]:
+    """The marked blocks of a page, in order."""
+    found = re.findall(r"^<!-- (.+?) -->\n```\w*\n(.*?)^```$", page_text(page), re.MULTILINE | re.DOTALL)
+    return tuple(Block(marker, text) for marker, text in found)
+
+
+def page_block(marker: str) -> str:
+    """The one block of all pages that is marked so."""
+    (block,) = [block for page in PAGES for block in page_blocks(page) if block.marker == marker]
+    return block.text
 
 
 def run_script(
@@ -40,7 +62,7 @@ def run_script(
     """Run a script called `name` in `folder`, which all its ranks must reach the end of.
 
     After that torch may abort a rank that used FSDP2 over Gloo: one of Gloo's threads that lets a tensor go while the
-    interpreter ends dies of it. The README says so, and it is no failure of the script.
+    interpreter ends dies of it. docs/limits.md says so, and it is no failure of the script.
     """
     if launcher[0] == "mpiexec":
         require_mpi()
@@ -51,3 +73,25 @@ def run_script(
     assert done.stderr.count(_MARK) == ranks, done.stderr
     assert done.returncode == 0 or "Signal 6 (SIGABRT)" in done.stderr, done.stderr
     return done
+
+
+def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command line of a page in `folder`; its programs are those of this environment, and it must succeed."""
+    environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "80"}
+    started = ["bash", "-o", "pipefail", "-c", command]
+    done = subprocess.run(started, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, (command, done.stdout, done.stderr)
+    return done
+
+
+def run_commands(text: str, folder: Path) -> None:
+    """Run the lines of a console block that begin with "$ "; what stands below one must be what it prints.
+
+    Three dots in what is printed stand for anything.
+    """
+    for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+        command, _, expected = part.partition("\n")
+        printed = shell(command, folder).stdout
+        if expected:
+            pattern = ".*?".join(re.escape(piece) for piece in expected.split("..."))
+            assert re.fullmatch(pattern, printed, re.DOTALL), (command, printed)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from statexchange.storage.place import open_place
+from statexchange.storage.opened_path import open_path
 from statexchange.storage.store import StoredFile
 from statexchange.storage.tensorfile import Header, read_header
 
@@ -15,7 +15,7 @@ from statexchange.storage.tensorfile import Header, read_header
 @contextlib.contextmanager
 def stored_file(path: str | Path) -> Iterator[StoredFile]:
     """The file at `path`, pinned."""
-    with open_place(os.fspath(path)) as place:
+    with open_path(os.fspath(path)) as place:
         assert place.file is not None
         yield place.store.open(place.file)
 

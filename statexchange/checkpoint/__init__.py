@@ -1,1 +1,1 @@
-"""A published checkpoint directory: built beside its target, complete or not there. No torch, no ranks."""
+"""Merge checkpoints offline and publish checkpoint directories. No torch, no ranks."""

@@ -1,4 +1,4 @@
-"""Values that change on their way from source to output: another floating dtype, or several copies made one."""
+"""Convert values between source and output: cast them to another floating dtype, or reduce several copies to one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from statexchange.sharding.shards import Box, intersect
-from statexchange.storage.regions import BoxReader, within
+from statexchange.storage.regions import BoxReader, slices_within
 from statexchange.tensors import ITEMSIZE, array_over, converted
 
 __all__ = ["ConvertingReader", "reduce_into"]
@@ -17,13 +17,21 @@ _REDUCE = {"max": np.maximum, "min": np.minimum}
 
 
 def reduce_into(op: str, values: Any, others: Any) -> None:
-    """Make each element of the array `values` the "max" or "min" of it and of `others`; a NaN in either wins."""
-    with np.errstate(invalid="ignore"):  # of which ml_dtypes warns for some NaN
+    """Reduce `others` into the array `values` by "max" or "min", elementwise; NaN in either gives NaN."""
+    with np.errstate(invalid="ignore"):  # ml_dtypes warns of some NaN
         _REDUCE[op](values, others, out=values)
 
 
 class ConvertingReader:
-    """One BoxReader, or several of equal boxes to be reduced, whose values are given in another dtype, and hashed."""
+    """Reads a box by one BoxReader, or reduces equal boxes of several, and converts and digests the values.
+
+    Args:
+        readers: one for each copy of the box.
+        held: dtype of the copies.
+        given: dtype of the output.
+        reduce: "max" or "min" for several readers; None for one.
+        hasher: digests the output.
+    """
 
     def __init__(self, readers: Sequence[BoxReader], held: str, given: str, reduce: str | None, hasher: Any) -> None:
         self.readers = readers
@@ -35,7 +43,7 @@ class ConvertingReader:
 
     @property
     def left(self) -> int:
-        """Bytes that are still to come from the source."""
+        """Bytes that are not yet read from the source."""
         return self.readers[0].left
 
     def copy_into(self, buffer: memoryview, window: Box, bounce: memoryview) -> int:
@@ -56,9 +64,9 @@ class ConvertingReader:
         given = np.ascontiguousarray(converted(values, self._given) if self._given != self._held else values)
         raw = given.reshape(-1).view(np.uint8)
         self._hasher.update(raw)
-        array_over(buffer, self._given, window.shape)[within(part, window)] = given.reshape(part.shape)
+        array_over(buffer, self._given, window.shape)[slices_within(part, window)] = given.reshape(part.shape)
         return part.numel * ITEMSIZE[self._given]
 
     def hexdigest(self) -> str:
-        """Return the digest of all bytes given."""
+        """Return the digest of all converted bytes."""
         return str(self._hasher.hexdigest())

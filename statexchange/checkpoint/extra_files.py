@@ -1,4 +1,4 @@
-"""Small files that go along with the weights of a published checkpoint: config, tokenizer."""
+"""Read the extra files of a published checkpoint, such as its config and tokenizer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from statexchange.checkpoint.index import index_name, single_file_name
 from statexchange.errors import InvalidArgumentError, excerpt
 from statexchange.formats.huggingface import MANIFEST
-from statexchange.storage.place import open_place
-from statexchange.storage.store import given_path
+from statexchange.storage.opened_path import open_path
+from statexchange.storage.store import resolve_path
 
 if TYPE_CHECKING:
     from statexchange.sharding.plan import Plan
@@ -26,9 +26,15 @@ _LEFT_OUT = re.compile(
 
 
 def extra_files(given: FilesFrom, plan: Plan) -> dict[str, bytes]:
-    """Return the content of each extra file by name: of a directory all small files, else those named or given whole.
+    """Return the content of each extra file by name.
 
-    Names that are no plain ones, or those of the checkpoint's own files, are an InvalidArgumentError.
+    Args:
+        given: a directory, of which all files but weights and indexes are taken; paths of files; or a mapping of names
+            to contents.
+        plan: the checkpoint's plan.
+
+    Raises:
+        InvalidArgumentError: a name is not a plain file name, occurs twice, or is a file of the checkpoint itself.
     """
     if given is None:
         return {}
@@ -61,7 +67,7 @@ def _given_files(given: FilesFrom) -> Iterator[tuple[str, bytes]]:
             f"files_from must be a path, a list of paths or a mapping of names to text, not {excerpt(given)}"
         )
     for one in named:
-        with open_place(given_path(one, "a path of files_from")) as place:
-            names = [name for name in place.names if not _LEFT_OUT.fullmatch(name)]
-            for name in names if place.file is None else [place.file]:
-                yield name, place.store.read_small(name)
+        with open_path(resolve_path(one, "a path of files_from")) as opened:
+            names = [name for name in opened.names if not _LEFT_OUT.fullmatch(name)]
+            for name in names if opened.file is None else [opened.file]:
+                yield name, opened.store.read_small(name)

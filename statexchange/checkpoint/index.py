@@ -1,4 +1,4 @@
-"""The small files of a published checkpoint that say what lies in it: Hugging Face's index, and our manifest."""
+"""Write and read the index (Hugging Face's) and the manifest (ours) of a published checkpoint."""
 
 from __future__ import annotations
 
@@ -15,38 +15,44 @@ if TYPE_CHECKING:
     from statexchange.sharding.plan import FilePlan, Plan, TensorPlan
     from statexchange.storage.store import Store
 
-__all__ = ["BoxFact", "index_name", "index_text", "listed_files", "manifest_text", "single_file_name"]
+__all__ = ["BoxProvenance", "index_name", "index_text", "listed_files", "manifest_text", "single_file_name"]
 
 _SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True)
-class BoxFact:
-    """Provenance of one published box: rank and digest."""
+class BoxProvenance:
+    """Where a published box comes from, its rank, and its digest."""
 
     rank: int
     digest: str
 
 
 def single_file_name(plan: Plan) -> str:
-    """Return what the weights would be called if they were one file: readers look for it first."""
+    """Return the name that the weights would have as one file; readers look for it first."""
     return plan.files[0].name.replace(f"-00001-of-{len(plan.files):05d}", "", 1) if plan.files else ""
 
 
 def index_name(plan: Plan) -> str | None:
-    """Return the name of the index that a plan's directory needs; None for a single file."""
+    """Return the name of a plan's index; None for a single file."""
     return None if len(plan.files) == 1 else f"{single_file_name(plan)}.index.json"
 
 
 def index_text(plan: Plan) -> bytes:
-    """Return Hugging Face's index: which file has which tensor."""
+    """Return Hugging Face's index, which maps tensor names to files."""
     weight_map = {tensor.name: file.name for file in plan.files for tensor in file.tensors}
     record = {"metadata": {"total_size": plan.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def manifest_text(plan: Plan, facts: Mapping[str, Sequence[BoxFact]], names: Sequence[str], source: str) -> bytes:
-    """Return the manifest: `names` of all other files, and for each tensor its boxes with their facts."""
+def manifest_text(
+    plan: Plan, provenance: Mapping[str, Sequence[BoxProvenance]], names: Sequence[str], source: str
+) -> bytes:
+    """Return the manifest: the names of all other files, and for each tensor its boxes with their provenance.
+
+    Raises:
+        UnsafeError: the manifest would be larger than readers accept.
+    """
     record = {
         "schema": _SCHEMA,
         "plan": plan.digest,
@@ -54,7 +60,7 @@ def manifest_text(plan: Plan, facts: Mapping[str, Sequence[BoxFact]], names: Seq
         "digest": "xxh3-128",
         "files": sorted(names),
         "aliases": dict(plan.aliases),
-        "tensors": {t.name: _tensor_record(f, t, facts[t.name]) for f in plan.files for t in f.tensors},
+        "tensors": {t.name: _tensor_record(f, t, provenance[t.name]) for f in plan.files for t in f.tensors},
     }
     text = json.dumps(record, separators=(",", ":"), ensure_ascii=False)
     data = text.encode()
@@ -63,10 +69,10 @@ def manifest_text(plan: Plan, facts: Mapping[str, Sequence[BoxFact]], names: Seq
     return data
 
 
-def _tensor_record(file: FilePlan, tensor: TensorPlan, facts: Sequence[BoxFact]) -> dict[str, Any]:
+def _tensor_record(file: FilePlan, tensor: TensorPlan, provenance: Sequence[BoxProvenance]) -> dict[str, Any]:
     boxes = []
-    for piece, fact in zip(tensor.pieces, facts, strict=True):
-        boxes.append([*piece.box.to_json(), fact.digest, fact.rank])
+    for piece, box in zip(tensor.pieces, provenance, strict=True):
+        boxes.append([*piece.box.to_json(), box.digest, box.rank])
     return {
         "file": file.name,
         "dtype": tensor.dtype,
@@ -77,8 +83,14 @@ def _tensor_record(file: FilePlan, tensor: TensorPlan, facts: Sequence[BoxFact])
 
 
 def listed_files(store: Store) -> list[str]:
-    """Return the files that a directory's own manifest lists, in the order in which they are to be removed: the
-    manifest itself, indexes, all others. Without a manifest none; a broken one is a CorruptError."""
+    """Return the files that a directory's manifest lists, in the order of their removal; [] without a manifest.
+
+    The manifest comes first, so that the directory is no checkpoint from the first removal on; then indexes, then the
+    others.
+
+    Raises:
+        CorruptError: the manifest is broken.
+    """
     path = store.path_of(MANIFEST)
     try:
         raw: Any = read_json(store.open(MANIFEST))

@@ -1,8 +1,11 @@
-"""Merge a sharded checkpoint on disk into one directory, offline, in bounded memory, without torch."""
+"""Merge a sharded checkpoint on disk into one directory: offline, in bounded memory, without torch.
+
+The steps: open the source; plan the output, which proves that each element is supplied exactly once; compare replicas;
+then write the output files, a thread each, window by window. All are published together (checkpoint/publication.py).
+"""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -20,7 +23,7 @@ import xxhash
 
 from statexchange.checkpoint.convert import ConvertingReader
 from statexchange.checkpoint.extra_files import FilesFrom, extra_files
-from statexchange.checkpoint.index import BoxFact
+from statexchange.checkpoint.index import BoxProvenance
 from statexchange.checkpoint.notes import check_readable, kept_metadata, notes_about
 from statexchange.checkpoint.publication import PlannedFile, Publication, check_publication, target_path
 from statexchange.errors import (
@@ -32,19 +35,19 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.formats import rank_files
-from statexchange.formats.registry import open_source, opened, read_place
-from statexchange.formats.source import Holder, Source, SourceTensor
+from statexchange.formats.registry import open_source, open_with, read_opened
+from statexchange.formats.source import ShardFile, Source, SourceTensor
 from statexchange.sharding.copies import check_copies, replica_error
 from statexchange.sharding.options import ExportOptions, Rename, Replicas
-from statexchange.sharding.plan import FilePlan, Holding, Piece, Plan, TensorPlan, plan_merge
+from statexchange.sharding.plan import FilePlan, Piece, Plan, RankShards, TensorPlan, plan_merge
 from statexchange.sharding.rules import Layout
 from statexchange.sharding.shards import Box
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.files import WINDOW_BYTES
 from statexchange.storage.json_text import parse_json
-from statexchange.storage.place import Place, open_place
-from statexchange.storage.regions import AHEAD_BYTES, BoxReader, windows
-from statexchange.storage.store import given_path, is_url
+from statexchange.storage.opened_path import OpenedPath, open_path
+from statexchange.storage.regions import READ_AHEAD_BYTES, BoxReader, windows
+from statexchange.storage.store import is_url, resolve_path
 from statexchange.tensors import ITEMSIZE, DType
 from statexchange.units import format_transfer
 
@@ -55,15 +58,15 @@ __all__ = ["MergeReport", "PlannedTensor", "merge_checkpoint"]
 
 _log = logging.getLogger(__name__)
 
-# What wrappers put before every name (DistributedDataParallel, torch.compile), and no model calls a part of its own.
+# Prefixes that wrappers (DistributedDataParallel, torch.compile) put before all names, and that no model uses itself.
 _WRAPPERS = ("module.", "_orig_mod.")
-# What a whole model's state dict may begin with, which therefore shows that a "model." before it is a wrapping.
+# First parts of names of whole models: after "model." they show that this "model." is a wrapper.
 _TOPS = ("model.", "lm_head.", "transformer.", *_WRAPPERS)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """One output tensor of the plan: its file and the ranks that supply its boxes."""
+    """One output tensor of a dry run: its file, and the ranks that supply its boxes."""
 
     name: str
     source: str
@@ -76,10 +79,19 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True)
 class MergeReport:
-    """The result of a merge, or of its dry run.
+    """The result of a merge or of its dry run.
 
-    `files` are (name, bytes of tensors); `notes` say what was done to names, what was not written, and what may not
-    have been meant; `reused` the files that a killed merge had finished already; `tensors` is filled by a dry run only.
+    Attributes:
+        path: the checkpoint directory.
+        files: (name, bytes of tensors) of each output file.
+        nbytes: bytes of all tensors.
+        num_tensors: number of tensors written.
+        aliases: names of tied tensors that are not written, with the names under which they are.
+        seconds: duration.
+        dry_run: whether nothing was written.
+        notes: changed names, entries that were not written, and tensors that may not be wanted.
+        reused: files that a killed merge had finished.
+        tensors: the planned tensors of a dry run.
     """
 
     path: str
@@ -117,38 +129,74 @@ def merge_checkpoint(
     dry_run: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> MergeReport:
-    """Merge what lies at `source` into the checkpoint directory `out`, complete and durable or not at all.
+    """Merge a sharded checkpoint into one checkpoint directory, which appears complete and durable or not at all.
 
-    Not collective. Every element of every output tensor is proved to be supplied exactly once before anything
-    is written, and every box is checked against its digest while it is copied. Options are those of
-    `export_checkpoint`; `threads` deals output files (default: one per core, at most one per file);
-    `on_progress(done, total)` counts bytes.
+    Not collective. Before anything is written, the merge proves that each element of each output tensor is supplied
+    exactly once. Each box is checked against its digest while it is copied. Memory is bounded, whatever the size of the
+    model.
 
-    `layout` says where tensors belong that do not say it themselves (`statexchange.sharding.rules`): a mapping or
-    the path of a JSON file. Each safetensors file of a directory then is one rank's. Its patterns, `include` and
-    `exclude` mean names as the source has them (`include` and `exclude` as the layout makes them, if it renames).
+    If all selected names begin with ``module.`` or ``_orig_mod.``, this prefix is removed before `rename`. If all begin
+    with a ``model.`` that seems to wrap a whole model, a note in the report says how to remove it.
 
-    `dtype` ("float16", "bfloat16", "float32", "float64" or torch's) is for floating tensors of these dtypes; all others
-    stay as they are. Digests in the manifest are of the bytes written.
+    Entries that are no tensors are not written; notes list them, and tensors that look like optimizer state. Text
+    metadata of safetensors files is kept if all files agree on it.
 
-    Names that all begin with ``module.`` or ``_orig_mod.`` lose it, before `rename`: no model has such names itself.
-    Where ``model.`` seems to wrap a whole model (as in torch DCP of ``{"model": ...}``), a note says how to remove it.
+    A source that is replaced while it is opened is read again, once. A source that is changed while it is copied raises
+    ReplacedError, and nothing is published.
 
-    A source that is replaced while it is read is read again, once; what is changed while it is copied is not published.
+    A killed merge that is run again with the same options and an unchanged source reuses the output files that it had
+    finished, provided its process has provably ended: it ran on this host, since the last boot.
 
-    A merge into a directory that was killed and is run again with the same options and unchanged sources goes on after
-    the output files that it had finished, if its process has provably ended: it ran on this host since the last boot.
-    With `resume` the caller says so of a process of another host; if it runs after all, it fails.
+    Args:
+        source: the checkpoint to merge, of any format that `open_checkpoint` reads; a path or an fsspec URL.
+        path: the directory to publish; a path or an fsspec URL.
+        layout: sharding of plain tensors, as a mapping or the path of a JSON file (`statexchange.sharding.rules`). Each
+            safetensors file of the source directory is then one rank's. Patterns match the names in the source.
+        include: shell patterns of names to merge; by default all. If the layout renames tensors, the new names count.
+        exclude: shell patterns of names to leave out.
+        rename: a function of a name, or (regex, replacement) pairs.
+        replicas: "equal": copies of a box must be equal; "root": the lowest rank's copy is taken.
+        dtype: write floating tensors as "float16", "bfloat16", "float32" or "float64" (or torch's dtype). Integers and
+            float8 stay as they are. The manifest has digests of the converted bytes.
+        max_shard_size: start a new file before a tensor that would make the file larger: bytes, or text like "5GB".
+        filename_pattern: names of the files; {suffix} becomes -00001-of-00004 if there are several.
+        files_from: extra files for the checkpoint: a directory, paths, or a mapping of names to contents.
+        overwrite: replace a published checkpoint at `path`.
+        resume: also reuse or remove files left by publishers of other hosts, which the caller knows to have ended. One
+            that still runs fails.
+        threads: number of files written at once; by default one per core.
+        dry_run: write nothing; check everything that can be checked without reading the tensors' bytes.
+        on_progress: called with (bytes done, bytes in total).
 
-    Entries of a source that are no tensors are not written, and notes name them; so do notes name tensors that look
-    like optimizer state. A tensor that is not supported is an error unless it is left out by `include` or `exclude`.
-    Text metadata of safetensors files on which all files agree is kept.
+    Returns:
+        The report.
 
-    `dry_run` writes nothing and raises what the merge would raise before it copies the first byte: everything but what
-    only the bytes show, which `verify` reads.
+    Raises:
+        NotFoundError: no checkpoint lies at `source`.
+        IncompleteError: a rank, a file or a region of a tensor is missing.
+        OverlapError: two ranks claim overlapping regions.
+        ReplicaError: copies of a box differ.
+        CorruptError: a file contradicts itself or its digests.
+        ReplacedError: the source was changed during the merge.
+        TargetExistsError: `path` exists, or another process is publishing to it.
+        UnsafeError: the source or the target is refused for safety.
+        UnsupportedError: a selected tensor has an unsupported dtype or kind.
+        InvalidArgumentError: an option is wrong.
+        StorageError: the operating system refused a read or write.
 
-    Raises NotFoundError, IncompleteError, OverlapError, CorruptError, ReplicaError, ReplacedError, TargetExistsError,
-    UnsafeError, InvalidArgumentError, UnsupportedError, StorageError.
+    Example:
+        >>> import numpy
+        >>> from safetensors.numpy import save_file
+        >>> import os
+        >>> os.mkdir("ranks")
+        >>> for rank in range(2):
+        ...     rows = numpy.full((2, 3), rank, dtype="float32")
+        ...     save_file({"w": rows}, f"ranks/rank-{rank}.safetensors")
+        >>> report = merge_checkpoint("ranks", "merged", layout={"w": {"dim": 0}})
+        >>> report.num_tensors, report.nbytes
+        (1, 48)
+        >>> sorted(os.listdir("merged"))
+        ['model.safetensors', 'statexchange.json']
     """
     began = time.perf_counter()
     options = ExportOptions(
@@ -156,32 +204,31 @@ def merge_checkpoint(
     )
 
     def merge_once() -> MergeReport:
-        with contextlib.ExitStack() as holding:
-            opened, reductions = _open(source, options)
-            holding.callback(opened.close)
-            return _merged(opened, reductions)
+        checkpoint, reductions = _open(source, options)
+        with checkpoint:
+            return merge_opened(checkpoint, reductions)
 
-    def _merged(opened: Source, reductions: Mapping[str, str]) -> MergeReport:
-        check_readable(opened, options)
-        holdings = opened.holdings()
-        chosen, notes = _unwrapped(opened.kind, holdings, options)
-        plan = plan_merge(holdings, chosen, basis=_basis(opened, options, reductions), reductions=reductions)
+    def merge_opened(checkpoint: Source, reductions: Mapping[str, str]) -> MergeReport:
+        check_readable(checkpoint, options)
+        rank_shards = checkpoint.rank_shards()
+        chosen, notes = _unwrapped(checkpoint.kind, rank_shards, options)
+        plan = plan_merge(rank_shards, chosen, basis=_basis(checkpoint, options, reductions), reductions=reductions)
         if options.replicas == "equal":
-            check_replicas(opened, plan)
+            check_replicas(checkpoint, plan)
         extra = extra_files(files_from, plan)
-        metadata, lost = kept_metadata(opened)
+        metadata, lost = kept_metadata(checkpoint)
         sources = [tensor.source for file in plan.files for tensor in file.tensors]
-        notes += (*notes_about(opened, sources, options), *lost)
+        notes += (*notes_about(checkpoint, sources, options), *lost)
         target = target_path(path)
         reused: tuple[str, ...] = ()
-        _check_apart(opened, target)
+        _check_apart(checkpoint, target)
         if dry_run:
             check_publication(target, plan, extra=extra, metadata=metadata, overwrite=overwrite, resume=resume)
         else:
             with Publication(
                 target,
                 plan,
-                source=opened.kind,
+                source=checkpoint.kind,
                 extra=extra,
                 metadata=metadata,
                 overwrite=overwrite,
@@ -190,20 +237,21 @@ def merge_checkpoint(
             ) as publication:
                 target = publication.path
                 reused = tuple(sorted(publication.finished))
-                facts = _Merge(opened, plan, publication, on_progress).run(threads)
-                opened.check_unchanged()  # what was changed in place while it was copied is half old, half new
-                publication.commit(facts)
+                provenance = _Merge(checkpoint, plan, publication, on_progress).run(threads)
+                # Before the commit: a copy of a file that was changed in place is half old and half new.
+                checkpoint.check_unchanged()
+                publication.commit(provenance)
         report = MergeReport(
-            target,
-            tuple((file.name, file.data_nbytes) for file in plan.files),
-            plan.nbytes,
-            plan.num_tensors,
-            plan.aliases,
-            time.perf_counter() - began,
-            dry_run,
-            notes,
-            reused,
-            _planned(opened, plan) if dry_run else (),
+            path=target,
+            files=tuple((file.name, file.data_nbytes) for file in plan.files),
+            nbytes=plan.nbytes,
+            num_tensors=plan.num_tensors,
+            aliases=plan.aliases,
+            seconds=time.perf_counter() - began,
+            dry_run=dry_run,
+            notes=notes,
+            reused=reused,
+            tensors=_planned(checkpoint, plan) if dry_run else (),
         )
         _log.info("merged %s", report)
         return report
@@ -215,80 +263,94 @@ def merge_checkpoint(
 
 
 def _check_apart(source: Source, path: str) -> None:
-    """A store has no second name under which a checkpoint could be built while its old objects are read."""
+    """Raise UnsafeError if the source lies in a target URL, whose objects would be replaced while they are read.
+
+    A local target is built under another name.
+    """
     below = f"{without_secrets(path)}/"
-    if is_url(path) and any(extent.path.startswith(below) for _, t in source.shards() for extent in t.extents):
+    if is_url(path) and any(
+        byte_range.path.startswith(below) for _, t in source.shards() for byte_range in t.byte_ranges
+    ):
         raise UnsafeError("refused: the source lies in the target, whose objects would be replaced", path=path)
 
 
 def _read_layout(layout: Mapping[str, Any] | str | os.PathLike[str] | None) -> Any:
-    """The layout as it was given, or parsed from its file if that is a path."""
+    """Return the layout as it was given, or parsed from the file if it is a path."""
     if not isinstance(layout, str | os.PathLike):
         return layout
-    with open_place(given_path(layout, "a layout file")) as place:
-        if place.file is None:
-            raise InvalidArgumentError("a layout is a JSON file, and this is a directory", path=place.path)
-        return Layout.parse(parse_json(place.store.read_small(place.file), place.path))
+    with open_path(resolve_path(layout, "a layout file")) as opened:
+        if opened.file is None:
+            raise InvalidArgumentError("a layout is a JSON file, and this is a directory", path=opened.path)
+        return Layout.parse(parse_json(opened.store.read_small(opened.file), opened.path))
 
 
 def _open(source: str | os.PathLike[str], options: ExportOptions) -> tuple[Source, Mapping[str, str]]:
-    """The source, laid out if a layout is given, and how copies of its tensors are reduced, by name."""
+    """Return the source, sharded by the layout if there is one, and the reductions by tensor name."""
     if options.layout is None:
         return open_source(source), {}
-    return rank_files.lay_out(opened(source, _read_plain, strict=True), options.new_layout())
+    return rank_files.apply_layout(open_with(source, _read_plain, strict=True), options.new_layout())
 
 
-def _read_plain(place: Place, *, strict: bool) -> Source:
-    """Read the files of a directory that say nothing of parts as one rank's each, anything else as what it is."""
-    if rank_files.matches(place):
-        return rank_files.read(place, strict=strict)
-    return read_place(place, strict=strict)
+def _read_plain(opened: OpenedPath, *, strict: bool) -> Source:
+    """Read a directory of plain safetensors files as one rank's each, anything else by its own format."""
+    if rank_files.matches(opened):
+        return rank_files.read(opened, strict=strict)
+    return read_opened(opened, strict=strict)
 
 
-def _unwrapped(kind: str, holdings: Sequence[Holding], options: ExportOptions) -> tuple[ExportOptions, tuple[str, ...]]:
-    """Options that remove wrappers which begin every selected name, and what to say about it."""
-    names = {shard.name for holding in holdings for shard in holding.shards if options.wants(shard.name)}
-    ends = (min(names, default=""), max(names, default=""))  # what both begin with, all names begin with
+def _unwrapped(
+    kind: str, rank_shards: Sequence[RankShards], options: ExportOptions
+) -> tuple[ExportOptions, tuple[str, ...]]:
+    """Return options that remove wrappers before all selected names, and notes about it."""
+    all_names = {shard.name for one in rank_shards for shard in one.shards}
+    names = set(filter(options.wants, all_names))
+    # A common prefix of the first and the last name in sorted order is common to all names.
+    ends = (min(names, default=""), max(names, default=""))
     shortest, end = min(map(len, names), default=0), 0
     while found := [w for w in _WRAPPERS if end + len(w) < shortest and all(n.startswith(w, end) for n in ends)]:
         end += len(found[0])
     if wrapper := ends[0][:end]:
-        pattern, rename = f"^{re.escape(wrapper)}", options.rename
-        given = rename if callable(rename) else None
-        unwrap = (lambda name: given(name.removeprefix(wrapper))) if given else ((pattern, ""), *rename)  # type: ignore[misc]
         text = f"names lost the wrapper {excerpt(wrapper)} that all of them began with"
-        return replace(options, rename=unwrap), (text,)
+        return replace(options, rename=_unwrapping(wrapper, options.rename)), (text,)
     inner = [name.removeprefix("model.") for name in names if name.startswith("model.")]
     if inner and len(inner) == len(names) and not options.rename:
         sure = any(name.startswith(_TOPS) for name in inner)
-        if sure or kind == "dcp":  # where saving {"model": ...} is the custom
-            what = (
-                "which seems to wrap a whole model" if sure else "which may be a wrapper around the model's own names"
-            )
+        if sure or kind == "dcp":  # DCP checkpoints are often saved as {"model": ...}
+            what = "which may be a wrapper around the model's own names"
+            if sure:
+                what = "which seems to wrap a whole model"
             line = 'rename=[(r"^model\\.", "")] (--rename "^model\\.=")'
             return options, (f"all names begin with 'model.', {what}: to remove it, {line}",)
     return options, ()
 
 
+def _unwrapping(wrapper: str, rename: Rename) -> Rename:
+    """Return a `rename` that removes `wrapper` first."""
+    if not callable(rename):
+        return ((f"^{re.escape(wrapper)}", ""), *rename)
+    inner: Callable[[str], str] = rename
+    return lambda name: inner(name.removeprefix(wrapper))
+
+
 def _basis(source: Source, options: ExportOptions, reductions: Mapping[str, str]) -> str:
-    """A digest of all that the merged bytes depend on beside the names: the sources' headers, sizes and times."""
+    """Return a digest of everything but names that the output depends on: options, headers, sizes and times."""
     hasher = hashlib.blake2b(digest_size=16)
 
-    def add(fact: Any) -> None:
-        hasher.update(json.dumps(fact, separators=(",", ":")).encode())
+    def add(one: Any) -> None:
+        hasher.update(json.dumps(one, separators=(",", ":")).encode())
 
     add([options.replicas, options.dtype, sorted(reductions.items())])
-    for holder in source.holders:
-        add([holder.rank, sorted(holder.aliases.items())])
-        for tensor in holder.tensors.values():
-            add([tensor.shard.to_json(), [[e.begin, e.nbytes, e.digest, e.strides] for e in tensor.extents]])
-        add(holder.file.version)
+    for shard_file in source.files:
+        add([shard_file.rank, sorted(shard_file.aliases.items())])
+        for tensor in shard_file.tensors.values():
+            add([tensor.shard.to_json(), [[e.begin, e.nbytes, e.digest, e.strides] for e in tensor.byte_ranges]])
+        add(shard_file.file.version)
     return hasher.hexdigest()
 
 
 def _planned(source: Source, plan: Plan) -> tuple[PlannedTensor, ...]:
     def ranks(tensor: TensorPlan) -> tuple[int, ...]:
-        return tuple(sorted({source.holders[piece.holder].rank for piece in tensor.pieces}))
+        return tuple(sorted({source.files[piece.holder].rank for piece in tensor.pieces}))
 
     return tuple(
         PlannedTensor(t.name, t.source, t.dtype, t.shape, file.name, len(t.pieces), ranks(t))
@@ -297,56 +359,61 @@ def _planned(source: Source, plan: Plan) -> tuple[PlannedTensor, ...]:
     )
 
 
-def extent_of(source: Source, tensor: TensorPlan, holder: int, box_index: int) -> ByteRange:
-    """Return the byte range of a piece."""
-    return source.holders[holder].tensors[tensor.source].extents[box_index]
+def byte_range_of(source: Source, tensor: TensorPlan, holder: int, box_index: int) -> ByteRange:
+    """Return the byte range of one box of a tensor."""
+    return source.files[holder].tensors[tensor.source].byte_ranges[box_index]
 
 
 def check_replicas(source: Source, plan: Plan) -> None:
-    """ReplicaError unless the copies of each box equal the one that is taken, and tied tensors each other."""
+    """Raise ReplicaError unless all copies of each box are equal, and tied tensors equal each other."""
     for file in plan.files:
         for tensor in file.tensors:
 
             def digest_of(holder: int, index: int, name: str = tensor.source) -> str:
-                return source.holders[holder].tensors[name].digest_of(index)
+                return source.files[holder].tensors[name].digest_of(index)
 
             def error(tensor: TensorPlan, box: Box, holder: int, other: int) -> ReplicaError:
                 advice = (
-                    f'if each holds a part, a layout says so (--layout): {{"{tensor.source}": {{"dim": 0}}}}; to take '
+                    f'if each holds a part, give a layout (--layout): {{"{tensor.source}": {{"dim": 0}}}}; to take '
                     'the lowest rank\'s, replicas="root" (--replicas root)'
                 )
-                ranks = source.holders[holder].rank, source.holders[other].rank
-                return replica_error(tensor.source, box, *ranks, advice, path=source.holders[other].path)
+                ranks = source.files[holder].rank, source.files[other].rank
+                return replica_error(tensor.source, box, *ranks, advice, path=source.files[other].path)
 
             for piece in tensor.pieces:
                 check_copies(tensor, piece, digest_of, error)
-    for holder in source.holders:
-        for alias, kept in holder.aliases.items():
-            _check_tied(holder, alias, kept)
+    for shard_file in source.files:
+        for alias, kept in shard_file.aliases.items():
+            _check_tied(shard_file, alias, kept)
 
 
-def _check_tied(holder: Holder, alias: str, kept: str) -> None:
-    one, other = holder.tensors.get(alias), holder.tensors.get(kept)
-    if one is None or other is None or one.extents == other.extents:  # one thing under two names
+def _check_tied(shard_file: ShardFile, alias: str, kept: str) -> None:
+    one, other = shard_file.tensors.get(alias), shard_file.tensors.get(kept)
+    if one is None or other is None or one.byte_ranges == other.byte_ranges:  # the same bytes under two names
         return
     if _digests(one) != _digests(other):
-        raise ReplicaError(f"is called tied to {kept!r}, but differs", name=alias, rank=holder.rank, path=holder.path)
+        raise ReplicaError(
+            f"is listed as tied to {kept!r}, but differs", name=alias, rank=shard_file.rank, path=shard_file.path
+        )
 
 
 def _digests(tensor: SourceTensor) -> list[str]:
-    return [tensor.digest_of(index) for index in range(len(tensor.extents))]
+    return [tensor.digest_of(index) for index in range(len(tensor.byte_ranges))]
 
 
 _Reader = BoxReader | ConvertingReader
 
 
-def _facts_of(plan: FilePlan, recorded: Any) -> dict[str, list[BoxFact]]:
-    """The facts of a file that a killed merge had finished."""
-    return {t.name: [BoxFact(*fact) for fact in facts] for t, facts in zip(plan.tensors, recorded, strict=True)}
+def _provenance_of(plan: FilePlan, recorded: Any) -> dict[str, list[BoxProvenance]]:
+    """Return the provenance of the boxes in a file that a killed merge had finished."""
+    return {
+        t.name: [BoxProvenance(*one) for one in provenance]
+        for t, provenance in zip(plan.tensors, recorded, strict=True)
+    }
 
 
 class _Merge:
-    """One merge, from a proved plan to finished files."""
+    """Writes the output files of a proved plan."""
 
     def __init__(
         self,
@@ -363,35 +430,35 @@ class _Merge:
         self._lock = threading.Lock()
         self._stop = threading.Event()
 
-    def run(self, threads: int | None) -> dict[str, list[BoxFact]]:
-        """Write all files; returns the facts of every box."""
-        facts: dict[str, list[BoxFact]] = {}
+    def run(self, threads: int | None) -> dict[str, list[BoxProvenance]]:
+        """Write all files and return the provenance of each box by tensor name."""
+        provenance: dict[str, list[BoxProvenance]] = {}
         for file in self._plan.files:
             if file.name in self._publication.finished:
-                facts |= _facts_of(file, self._publication.finished[file.name])
+                provenance |= _provenance_of(file, self._publication.finished[file.name])
                 self._count(file.data_nbytes)
         todo = [file for file in self._plan.files if file.name not in self._publication.finished]
         with ThreadPoolExecutor(max(1, min(threads or os.cpu_count() or 1, len(todo)))) as pool:
-            opened = list(pool.map(self._publication.create, todo))  # all room is there before anything is written
+            opened = list(pool.map(self._publication.create, todo))  # a full disk is found before anything is written
             writing = [pool.submit(self._write_file, *pair) for pair in zip(todo, opened, strict=True)]
             try:
                 for written in as_completed(writing):
-                    facts |= written.result()
+                    provenance |= written.result()
             except BaseException:
-                self._stop.set()  # the others end at their next window
+                self._stop.set()  # the other threads end at their next window
                 raise
-        return facts
+        return provenance
 
-    def _write_file(self, plan: FilePlan, opened: PlannedFile) -> dict[str, list[BoxFact]]:
+    def _write_file(self, plan: FilePlan, opened: PlannedFile) -> dict[str, list[BoxProvenance]]:
         memory = memoryview(bytearray(4 * WINDOW_BYTES))
-        facts = {tensor.name: self._write_tensor(tensor, opened, memory) for tensor in plan.tensors}
+        provenance = {tensor.name: self._write_tensor(tensor, opened, memory) for tensor in plan.tensors}
         opened.finish()
         self._publication.record(
-            plan.name, [[[fact.rank, fact.digest] for fact in facts[t.name]] for t in plan.tensors]
+            plan.name, [[[one.rank, one.digest] for one in provenance[t.name]] for t in plan.tensors]
         )
-        return facts
+        return provenance
 
-    def _write_tensor(self, tensor: TensorPlan, opened: PlannedFile, memory: memoryview) -> list[BoxFact]:
+    def _write_tensor(self, tensor: TensorPlan, opened: PlannedFile, memory: memoryview) -> list[BoxProvenance]:
         readers = [self._reader(tensor, piece) for piece in tensor.pieces]
         waiting = deque(readers)
         at = opened.offset_of(tensor)
@@ -406,7 +473,7 @@ class _Merge:
         return [self._fact(tensor, piece, reader) for piece, reader in zip(tensor.pieces, readers, strict=True)]
 
     def _fill(self, buffer: memoryview, window: Box, waiting: deque[_Reader], bounce: memoryview) -> None:
-        """One window's bytes, from readers in the order of their first elements; those done are dropped."""
+        """Fill one window from the readers, which are in the order of their first elements; drop finished readers."""
         last = tuple(end - 1 for end in window.ends)
         for reader in takewhile(lambda reader: reader.box.offsets <= last, waiting):
             self._count(reader.copy_into(buffer, window, bounce))
@@ -414,8 +481,8 @@ class _Merge:
             waiting.popleft()
 
     def _held_dtype(self, tensor: TensorPlan, piece: Piece) -> str:
-        """The dtype in which a piece's supplier has it."""
-        return self._source.holders[piece.holder].tensors[tensor.source].shard.dtype
+        """Return the dtype of a piece in the source."""
+        return self._source.files[piece.holder].tensors[tensor.source].shard.dtype
 
     def _reader(self, tensor: TensorPlan, piece: Piece) -> _Reader:
         held = self._held_dtype(tensor, piece)
@@ -426,18 +493,18 @@ class _Merge:
         return ConvertingReader(readers, held, tensor.dtype, tensor.reduce, xxhash.xxh3_128())
 
     def _box_reader(self, tensor: TensorPlan, piece: Piece, holder: int, box_index: int) -> BoxReader:
-        extent = extent_of(self._source, tensor, holder, box_index)
-        dtype = self._source.holders[holder].tensors[tensor.source].shard.dtype
+        byte_range = byte_range_of(self._source, tensor, holder, box_index)
+        dtype = self._source.files[holder].tensors[tensor.source].shard.dtype
         copies = 1 + len(piece.replicas) if tensor.reduce is not None else 1
-        ahead = AHEAD_BYTES // (len(tensor.pieces) * copies)
-        return BoxReader(extent, piece.box, dtype, ahead)
+        ahead = READ_AHEAD_BYTES // (len(tensor.pieces) * copies)
+        return BoxReader(byte_range, piece.box, dtype, ahead)
 
-    def _fact(self, tensor: TensorPlan, piece: Piece, reader: _Reader) -> BoxFact:
+    def _fact(self, tensor: TensorPlan, piece: Piece, reader: _Reader) -> BoxProvenance:
         suppliers = [(piece.holder, piece.box_index), *piece.replicas]
         readers = reader.readers if isinstance(reader, ConvertingReader) else [reader]
         for (holder, _), one in zip(suppliers, readers, strict=False):
-            one.digest.check(tensor.source, self._source.holders[holder].rank)
-        return BoxFact(self._source.holders[piece.holder].rank, reader.hexdigest())
+            one.digest.check(tensor.source, self._source.files[holder].rank)
+        return BoxProvenance(self._source.files[piece.holder].rank, reader.hexdigest())
 
     def _count(self, nbytes: int) -> None:
         with self._lock:

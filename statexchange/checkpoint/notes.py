@@ -1,4 +1,4 @@
-"""Say what a merge does not write, or should perhaps not write: nothing is dropped or taken along in silence."""
+"""Notes for the user of a merge about entries that are not written and tensors that may not be wanted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from statexchange.checkpoint.publication import FORMAT_METADATA
 from statexchange.errors import UnsupportedError, excerpt
-from statexchange.formats.source import listing
+from statexchange.formats.source import abbreviated_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["check_readable", "kept_metadata", "notes_about"]
 
 _OPTIMIZERS = ("optim", "optimizer", "optimizers", "optim_state", "optimizer_state", "optimizer_states")
-_BY_NUMBER = re.compile(r"state\.[0-9]+\.[^.]+")  # of an optimizer's state dict
+_BY_NUMBER = re.compile(r"state\.[0-9]+\.[^.]+")  # names in an optimizer's state dict
 _SLOTS = (
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"
 )  # fmt: skip
@@ -28,14 +28,14 @@ _DEEPSPEED = ("ds_version", "ds_config", "param_shapes")
 
 
 def check_readable(source: Source, options: ExportOptions) -> None:
-    """Raise UnsupportedError for a selected tensor whose bytes are not supported, or lie elsewhere."""
+    """Raise UnsupportedError for a selected tensor that is unsupported, or that DeepSpeed ZeRO-3 keeps elsewhere."""
     for name, error in source.unsupported.items():
         if options.wants(name):
             raise error
     if source.kind != "torch" or not any(name.startswith(_DEEPSPEED) for name in source.others):
         return
-    for holder in source.holders:
-        empty = [t.shard.name for t in holder.tensors.values() if t.shard.global_shape == (0,)]
+    for shard_file in source.files:
+        empty = [t.shard.name for t in shard_file.tensors.values() if t.shard.global_shape == (0,)]
         partitioned = list(filter(options.wants, empty))
         if partitioned:
             raise UnsupportedError(
@@ -43,19 +43,19 @@ def check_readable(source: Source, options: ExportOptions) -> None:
                 "*_optim_states.pt files: run DeepSpeed's zero_to_fp32.py there, or leave them out with exclude "
                 "(--exclude)",
                 name=partitioned[0],
-                path=holder.path,
+                path=shard_file.path,
             )
 
 
 def kept_metadata(source: Source) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the text metadata of the output files, and what to say of the source's that is not kept."""
+    """Return the text metadata of the output files, and notes about the source's metadata that is not kept."""
     others = {key: value for key, value in source.metadata.items() if key != "format"}
     kept = {key: value for key, value in others.items() if _is_text(key) and _is_text(value)}
     lost = [*source.differing, *(key for key in others if key not in kept)]
     notes = []
     if lost:
         reasons = {key: "files differ" if key in source.differing else "not valid text" for key in lost}
-        notes.append(f"metadata keys that are not kept: {listing(reasons)}")
+        notes.append(f"metadata keys that are not kept: {abbreviated_list(reasons)}")
     given, written = source.metadata.get("format"), FORMAT_METADATA["format"]
     if given not in (None, written):
         notes.append(f"the metadata key format becomes {written!r}; it was {excerpt(given, 60)}")
@@ -63,7 +63,7 @@ def kept_metadata(source: Source) -> tuple[dict[str, str], tuple[str, ...]]:
 
 
 def _is_text(value: str) -> bool:
-    """Whether this has no half of a surrogate pair, which JSON can name."""
+    """Whether a string can be encoded: JSON can contain half of a surrogate pair."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -72,12 +72,12 @@ def _is_text(value: str) -> bool:
 
 
 def notes_about(source: Source, names: Iterable[str], options: ExportOptions) -> tuple[str, ...]:
-    """Return what to say about entries that are no tensors, and about optimizer state among the tensors `names`."""
+    """Return notes about entries that are no tensors, and about optimizer state among the tensors `names`."""
     notes = []
     others = {name: what for name, what in source.others.items() if options.wants(name)}
     if others:
         count = "1 entry is no tensor" if len(others) == 1 else f"{len(others):,} entries are no tensors"
-        notes.append(f"{count}, not written: {listing(others)}")
+        notes.append(f"{count}, not written: {abbreviated_list(others)}")
     groups = Counter(map(_optimizer_group, names))
     rest = groups.pop("", 0)
     if groups and rest:
@@ -92,7 +92,7 @@ def notes_about(source: Source, names: Iterable[str], options: ExportOptions) ->
 
 
 def _optimizer_group(name: str) -> str:
-    """Return the pattern of the optimizer state to which a tensor seems to belong; "" if it seems to be no such."""
+    """Return a pattern of the optimizer state to which a tensor seems to belong; "" if to none."""
     first, _, _ = name.partition(".")
     if first in _OPTIMIZERS:
         return f"{first}.*"

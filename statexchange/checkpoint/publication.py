@@ -1,7 +1,7 @@
-"""Publish a checkpoint directory: output files with their headers, extra files, index, and the manifest last.
+"""Publish a checkpoint directory: output files with their headers, extra files, the index, and the manifest last.
 
-How the directory appears under its name as a whole or not at all is the build's part (storage/build.py). Here is what
-lies in it, and which directory it may replace: one in which every file is listed by a manifest of ours.
+A build (storage/build.py) makes the directory appear under its name as a whole or not at all. This module defines its
+content, and which directory it may replace: only one whose own manifest lists every file in it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from statexchange.checkpoint.index import index_name, index_text, listed_files, manifest_text
 from statexchange.errors import InvalidArgumentError, UnsafeError, UnsupportedError
 from statexchange.formats.huggingface import MANIFEST
-from statexchange.storage.build import OutputFile, check_build, open_build
-from statexchange.storage.store import Store, given_path, is_url
+from statexchange.storage.build import OutputFile
+from statexchange.storage.open_build import check_build, open_build
+from statexchange.storage.store import Store, is_url, resolve_path
 from statexchange.storage.tensorfile import encode_header
 
 if TYPE_CHECKING:
@@ -21,18 +22,18 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from statexchange.checkpoint.index import BoxFact
+    from statexchange.checkpoint.index import BoxProvenance
     from statexchange.sharding.plan import FilePlan, Plan, TensorPlan
     from statexchange.storage.files import Buffer
 
 __all__ = ["FORMAT_METADATA", "PlannedFile", "Publication", "check_publication", "target_path"]
 
-FORMAT_METADATA = {"format": "pt"}  # what save_file is given for tensors of torch
+FORMAT_METADATA = {"format": "pt"}  # as safetensors.torch.save_file writes
 
 
 def target_path(path: str | os.PathLike[str]) -> str:
-    """Return the absolute path of a directory to publish, or its URL without a slash at the end."""
-    name = given_path(path, "a target")
+    """Return the absolute path of a target directory, or its URL without a trailing slash."""
+    name = resolve_path(path, "a target")
     if is_url(name):
         return name.rstrip("/")
     if "://" in name:
@@ -41,7 +42,7 @@ def target_path(path: str | os.PathLike[str]) -> str:
 
 
 def _replaceable_files(store: Store) -> Sequence[str]:
-    """Return the files of a checkpoint of ours; UnsafeError if replacing the directory would remove anything else."""
+    """Return the files of a published checkpoint; raise UnsafeError if the directory has any other entry."""
     listed = listed_files(store)
     unlisted = sorted(name for name, kind in store.listing.items() if kind != "file" or name not in listed)
     if unlisted:
@@ -52,7 +53,7 @@ def _replaceable_files(store: Store) -> Sequence[str]:
 
 
 class PlannedFile:
-    """An output file under construction: where its tensors go, and what writes there."""
+    """An output file under construction: the offsets of its tensors, and how to write them."""
 
     def __init__(self, plan: FilePlan, output: OutputFile) -> None:
         self._plan = plan
@@ -75,7 +76,7 @@ class PlannedFile:
 
     @property
     def is_reserved(self) -> bool:
-        """Whether the room for all its bytes is reserved."""
+        """Whether disk space for all its bytes is reserved."""
         return self._output.is_reserved
 
     def offset_of(self, tensor: TensorPlan) -> int:
@@ -83,18 +84,21 @@ class PlannedFile:
         return len(self._output.header) + tensor.begin
 
     def write(self, data: Buffer, at: int) -> None:
-        """Write `data` at byte `at`; in an object store from the first tensor's begin on, in order."""
+        """Write `data` at byte `at`; into an object store in order, from the begin of the first tensor on."""
         self._output.write(data, at)
 
     def finish(self, *, writes_header: bool = True) -> None:
-        """Write the header, unless another host has, and make the file whole and durable."""
+        """Write the header, unless another host has written it, and make the file durable."""
         self._output.finish(writes_header=writes_header)
 
 
 class _Draft:
-    """All that is known of a publication before anything is written: its files by name, and their headers.
+    """The content of a publication that is known before anything is written: file names, headers, small files.
 
-    Raises what no file can hold: UnsupportedError for a dtype, UnsafeError for a name, InvalidArgumentError.
+    Raises:
+        UnsupportedError: safetensors cannot store a dtype.
+        UnsafeError: a tensor name cannot be stored, or a header is too large.
+        InvalidArgumentError: two tensors of one file have the same name.
     """
 
     def __init__(self, plan: Plan, extra: Mapping[str, bytes], metadata: Mapping[str, str]) -> None:
@@ -114,11 +118,13 @@ def check_publication(
     overwrite: bool = False,
     resume: bool = False,
 ) -> None:
-    """Raise what a `Publication` with these arguments would raise until its files have all their room.
+    """Raise what a `Publication` with these arguments would raise before it writes tensors, changing nothing.
 
-    Not collective. Nothing is changed. What cannot be told without writing (a quota, a store's permissions) is not
-    found. Raises TargetExistsError, UnsafeError, UnsupportedError, NotFoundError, CorruptError, InvalidArgumentError,
-    StorageError.
+    Not collective. A quota or a store's permissions are not checked, as only writing shows them.
+
+    Raises:
+        TargetExistsError, UnsafeError, UnsupportedError, NotFoundError, CorruptError, InvalidArgumentError,
+        StorageError: as `Publication`.
     """
     draft = _Draft(plan, extra or {}, metadata or FORMAT_METADATA)
     check = _replaceable_files if overwrite else None
@@ -126,25 +132,25 @@ def check_publication(
 
 
 class Publication:
-    """One checkpoint on its way to its path or URL. Root only.
+    """One checkpoint that is being published to a path or URL.
 
-    Constructing it checks the target, and takes over or removes what interrupted publishers left. Ends in `commit` or
-    `abandon`; in a with block `abandon` is the default.
+    Root only. The constructor checks the target and takes over or removes what interrupted publishers left. Call
+    `commit` or `abandon` at the end; leaving a with block abandons an uncommitted publication.
 
     Args:
         path: the target.
-        plan: what is published.
-        source: the format that the tensors come from, for the manifest.
+        plan: the output files and their tensors.
+        source: the format of the source, for the manifest.
         extra: content of the extra files by name.
-        metadata: text metadata of the tensor files; "format" alone unless given.
-        overwrite: replace a checkpoint of ours that lies at the target.
-        reuse: keep output files of this very plan that a dead publisher had finished: `finished` maps their names to
-            the facts that `record` was given. It is for plans whose digest stands for every byte.
-        resume: the user says that publishers of other hosts that have left something at the target are dead.
+        metadata: text metadata of the tensor files; by default only "format".
+        overwrite: replace a published checkpoint at the target.
+        reuse: keep output files that a dead publisher of the same plan had finished; `finished` maps their names to the
+            metadata that `record` was given. Only for plans whose digest depends on every byte.
+        resume: treat publishers of other hosts that have left files at the target as dead.
 
     Raises:
         TargetExistsError: the target exists (unless `overwrite`), or another process is publishing to it.
-        UnsafeError: overwriting would remove files that no manifest of ours lists.
+        UnsafeError: overwriting would remove files that the target's manifest does not list.
         UnsupportedError: a dtype that safetensors cannot hold, or a URL that cannot be written.
         StorageError, CorruptError, InvalidArgumentError.
     """
@@ -185,39 +191,39 @@ class Publication:
 
     @property
     def finished(self) -> Mapping[str, Any]:
-        """Facts of the output files that are finished, by name."""
+        """Metadata of the finished output files by name."""
         return self._build.finished
 
     def create(self, file: FilePlan) -> PlannedFile:
-        """Make an output file with all its room reserved; room in memory is only looked for. For several threads."""
+        """Create an output file and reserve its disk space; on tmpfs only the free space is checked. Thread-safe."""
         header = self._draft.headers[file.name]
         return PlannedFile(file, self._build.create(file.name, len(header) + file.data_nbytes, header))
 
-    def record(self, name: str, facts: Any) -> None:
-        """Record that an output file is finished, with facts (JSON), for whoever resumes after a kill."""
-        self._build.record(name, facts)
+    def record(self, name: str, metadata: Any) -> None:
+        """Record that an output file is finished, with JSON metadata, for a publisher that resumes after a kill."""
+        self._build.record(name, metadata)
 
     def make_probe(self) -> str:
-        """Return a path that exists where the files are seen, and nowhere else, until `commit`."""
+        """Create a file and return its path: a host on which it exists sees the output files."""
         return self._build.make_probe()
 
-    def commit(self, facts: Mapping[str, Sequence[BoxFact]]) -> list[tuple[str, int]]:
+    def commit(self, provenance: Mapping[str, Sequence[BoxProvenance]]) -> list[tuple[str, int]]:
         """Write extra files, index and manifest, and give the directory its name; return these files with their sizes.
 
         The sizes are those written: the name may lead to another checkpoint a moment later.
 
-        `facts` has one BoxFact per piece of each output tensor. When this returns the checkpoint is there, whole and
+        `provenance` has one entry per piece of each output tensor. When this returns the checkpoint is there, whole and
         durable. Raises TargetExistsError if another publisher was first.
         """
         texts = self._draft.texts
         for name, data in texts.items():
             self._build.put(name, data)
-        manifest = manifest_text(self._plan, facts, self._draft.names, self._source)
+        manifest = manifest_text(self._plan, provenance, self._draft.names, self._source)
         self._build.commit(MANIFEST, manifest)
         return [*((name, len(data)) for name, data in texts.items()), (MANIFEST, len(manifest))]
 
     def abandon(self) -> None:
-        """Remove what was built, unless it was committed."""
+        """Remove all files of an uncommitted publication."""
         self._build.abandon()
 
     def __enter__(self) -> Self:
@@ -228,7 +234,7 @@ class Publication:
 
 
 def _header_of(plan: FilePlan, metadata: Mapping[str, str]) -> bytes:
-    """Return the header of an output file; UnsupportedError for what safetensors cannot hold."""
+    """Return the header of an output file; raise UnsupportedError for a dtype that safetensors cannot store."""
     for tensor in plan.tensors:
         if tensor.dtype == "C128":
             raise UnsupportedError("safetensors has no complex128; cast or exclude it", name=tensor.name)

@@ -1,1 +1,1 @@
-"""The command line: commands, output and exit codes. A command imports a room only when it runs."""
+"""The command line: commands, output and exit codes. Each command imports a package only when it runs."""

@@ -1,4 +1,4 @@
-"""What every command has in common: its formats, its output, and who may run it."""
+"""What all commands share: the format options, the output object, and the check of the rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FORMAT = click.option(
     type=click.Choice(FORMATS),
     expose_value=False,
     callback=_set_format,
-    help="human: for eyes; json: one object; jsonl: one object a line; auto: text, with tabs in pipes.",
+    help="human: aligned text; json: one object; jsonl: one object a line; auto: text, tab-separated in pipes.",
 )
 _JSON = click.option(
     "--json", is_flag=True, expose_value=False, callback=_set_format, help="The same as --format json."
@@ -35,22 +35,22 @@ _JSON = click.option(
 
 
 def command(function: Callable[..., int]) -> click.Command:
-    """A click command out of a function that takes the Output first and returns its exit code."""
+    """Return a click command for a function that takes the Output first and returns the exit code."""
     return click.command()(_FORMAT(_JSON(click.pass_obj(function))))
 
 
 def refuse_other_ranks() -> None:
-    """UnsafeError on all ranks that a launcher started but rank 0: they would all write the same files."""
+    """Raise UnsafeError on every rank of a launcher but rank 0: all would write the same files."""
     launch = settings.detect_launch()
     if launch.world_size > 1 and launch.rank != 0:
         raise UnsafeError(
-            f"only rank 0 runs this command, and {launch.variable} speaks of {launch.world_size} ranks",
+            f"only rank 0 runs this command, and {launch.variable} is {launch.world_size}: start it once",
             rank=launch.rank,
         )
 
 
 def requested_format(arguments: Sequence[str]) -> str:
-    """The format that a command line asks for which could not be parsed."""
+    """Return the format that a command line with a usage error asks for."""
     options = list(arguments[: arguments.index("--")] if "--" in arguments else arguments)
     if "--json" in options:
         return "json"

@@ -1,4 +1,4 @@
-"""``statexchange demo``: the main job on a small model, and what came of it."""
+"""``statexchange demo``: train, export and load a small model, and show the result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 from statexchange.cli import command as commands
 from statexchange.cli.output import Output, fields_of
 from statexchange.errors import TargetExistsError
-from statexchange.storage.store import given_path
+from statexchange.storage.store import resolve_path
 from statexchange.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -24,18 +24,19 @@ _LINE_EVERY = 10
 
 @commands.command
 @click.option("--ranks", "-n", default=4, show_default=True, type=click.IntRange(min=1), help="Processes to train on.")
-@click.option("--keep", metavar="DIR", help="Leave the merged checkpoint in DIR/merged, and a picture beside it.")
+@click.option("--keep", metavar="DIR", help="Keep the merged checkpoint in DIR/merged, with a picture beside it.")
 @click.option("--steps", default=100, show_default=True, type=click.IntRange(min=1), help="Training steps.")
 def command(output: Output, ranks: int, keep: str | None, steps: int) -> int:
-    """Train a small model on several ranks, export its sharded state, load it in one process, compare.
+    """Train a small model on several ranks, export, load and compare it.
 
-    Needs torch. Exits with 1 if a tensor is not bit-equal, or the logits differ by more than 1e-5.
+    Needs torch. Exits with 1 if a tensor is not bit-equal, or the logits differ by
+    more than 1e-5.
     """
     from statexchange.demo import run_demo
 
     commands.refuse_other_ranks()
     picture = _picture_path(keep)
-    watch = _Watch(output, steps, picture)
+    watch = _DemoProgress(output, steps, picture)
     try:
         report = run_demo(ranks, keep=keep, steps=steps, on_progress=watch)
     finally:
@@ -48,14 +49,14 @@ def command(output: Output, ranks: int, keep: str | None, steps: int) -> int:
 def _picture_path(keep: str | None) -> str | None:
     if keep is None:
         return None
-    path = os.path.join(given_path(keep, "--keep"), _PICTURE)
+    path = os.path.join(resolve_path(keep, "--keep"), _PICTURE)
     if os.path.lexists(path):
         raise TargetExistsError("the demo's picture is already there: remove it, or keep another", path=path)
     return path
 
 
-class _Watch:
-    """Follows a demo: shows its steps, and draws the merged checkpoint while it is there."""
+class _DemoProgress:
+    """Shows a demo's steps, and draws the merged checkpoint before it is removed."""
 
     def __init__(self, output: Output, steps: int, picture: str | None) -> None:
         self._output = output
@@ -63,18 +64,18 @@ class _Watch:
         self._picture = picture
         self._began = time.monotonic()
         self.bars: list[str] = []
-        self._tell("starting the ranks")
+        self._show_status("starting the ranks")
 
     def __call__(self, event: dict[str, Any]) -> None:
         if event["phase"] == "train":
             self._step(event["step"] + 1, event["loss"], event["seconds"])
         elif event["phase"] == "export":
-            self._tell("exporting the merged checkpoint, comparing it with the shards")
+            self._show_status("exporting the merged checkpoint, comparing it with the shards")
         else:
-            self._tell("loading it in one process")
+            self._show_status("loading it in one process")
             self._draw(event["path"])
 
-    def _tell(self, text: str) -> None:
+    def _show_status(self, text: str) -> None:
         if not self._output.live(text):
             self._output.message(text)
 
@@ -130,7 +131,7 @@ def _show_checks(output: Output, report: DemoReport) -> None:
     rate = format_bytes(report.export_bytes / report.export_seconds)
     grown, root = format_bytes(report.root_peak_growth_bytes), format_bytes(report.root_peak_bytes)
     output.line()
-    output.facts(
+    output.fields(
         [
             ("tensors bit-equal", f"{report.tensors_equal}/{report.tensors_total}"),
             *(("not equal", name) for name in report.mismatches),

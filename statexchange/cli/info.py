@@ -1,4 +1,4 @@
-"""``statexchange info``: what lies at a path, in a few lines."""
+"""``statexchange info``: a summary of a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import click
 
 from statexchange.cli import command as commands
-from statexchange.cli.output import Output, code_of, fields_of, gravest
+from statexchange.cli.output import Output, code_of, fields_of, most_severe
 from statexchange.cli.text import ranges
-from statexchange.formats.source import listing
+from statexchange.formats.source import abbreviated_list
 from statexchange.units import format_bytes
 
 if TYPE_CHECKING:
@@ -19,22 +19,26 @@ if TYPE_CHECKING:
 @commands.command
 @click.argument("path")
 def command(output: Output, path: str) -> int:
-    """Say what lies at PATH, from headers alone: kind, tensors, dtypes, bytes, ranks."""
+    """Summarize the checkpoint at PATH: tensors, dtypes, bytes, ranks.
+
+    Reads headers only. PATH is a Hugging Face directory or file, a workspace, a
+    torch DCP directory, or files of torch.save; a local path or a URL.
+    """
     from statexchange.report.summary import summarize
 
     summary = summarize(path)
-    for problem in summary.problems:  # the reason comes first
+    for problem in summary.problems:  # before the summary, which may be partial because of them
         output.warning(str(problem))
     if summary.unsupported:
-        output.warning(f"tensors that cannot be read: {listing(summary.unsupported)}")
-    output.facts(_facts(summary))
-    worst = gravest(summary.problems)
+        output.warning(f"tensors that cannot be read: {abbreviated_list(summary.unsupported)}")
+    output.fields(_fields(summary))
+    worst = most_severe(summary.problems)
     return output.finish(code_of(worst) if worst else "OK", fields_of(summary), error=worst)
 
 
-def _facts(summary: Summary) -> list[tuple[str, str]]:
+def _fields(summary: Summary) -> list[tuple[str, str]]:
     dtypes = ", ".join(f"{dtype} {count}" for dtype, count in summary.dtypes.items())
-    facts = [
+    fields = [
         ("kind", summary.kind),
         ("path", summary.path),
         ("tensors", f"{summary.num_tensors:,}"),
@@ -44,21 +48,21 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         ("files", f"{summary.num_files:,}, {_exact(summary.file_nbytes)}"),
     ]
     if summary.world_size is not None:
-        facts += [
+        fields += [
             ("run", str(summary.run)),
             ("round", str(summary.round)),
             ("ranks", f"{len(summary.ranks)} of {summary.world_size}: {ranges(summary.ranks)}"),
         ]
     elif summary.ranks:
-        facts.append(("ranks", f"{len(summary.ranks)}: {ranges(summary.ranks)}"))
+        fields.append(("ranks", f"{len(summary.ranks)}: {ranges(summary.ranks)}"))
     if summary.aliases:
-        facts.append(("aliases", ", ".join(f"{alias} -> {kept}" for alias, kept in summary.aliases.items())))
+        fields.append(("aliases", ", ".join(f"{alias} -> {kept}" for alias, kept in summary.aliases.items())))
     if summary.others:
-        facts.append(("others", f"{len(summary.others):,}: {listing(summary.others)}"))
-    facts.append(("digests", "known, not checked here" if summary.proven else "not known"))
+        fields.append(("others", f"{len(summary.others):,}: {abbreviated_list(summary.others)}"))
+    fields.append(("digests", "known, not checked here" if summary.proven else "not known"))
     if summary.num_unreadable:
-        facts.append(("unreadable", f"{summary.num_unreadable:,} tensors, listed but not to be read"))
-    return facts
+        fields.append(("unreadable", f"{summary.num_unreadable:,} tensors are listed but cannot be read"))
+    return fields
 
 
 def _exact(nbytes: int) -> str:

@@ -1,4 +1,4 @@
-"""``statexchange ls``: every tensor at a path."""
+"""``statexchange ls``: the tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from statexchange.cli import command as commands
-from statexchange.cli.output import Output, code_of, fields_of, gravest
+from statexchange.cli.output import Output, code_of, fields_of, most_severe
 from statexchange.cli.text import ranges
 from statexchange.errors import InvalidArgumentError, without_secrets
 from statexchange.report.pictures import shape_text
@@ -25,12 +25,15 @@ _HEADER = ("NAME", "DTYPE", "SHAPE", "BYTES", "HELD-BY")
 @commands.command
 @click.argument("path")
 @click.option(
-    "--include", "-i", multiple=True, metavar="GLOB", help="Only tensors whose name matches; may be repeated."
+    "--include", "-i", multiple=True, metavar="GLOB", help="List only tensors whose name matches; repeatable."
 )
 def command(output: Output, path: str, include: tuple[str, ...]) -> int:
-    """List the tensors at PATH: name, dtype, global shape, bytes, and which ranks or which file hold them."""
+    """List the tensors at PATH with dtypes, global shapes and bytes.
+
+    Reads headers only. HELD-BY is the file, or the ranks that have a part.
+    """
     from statexchange.formats.registry import open_source
-    from statexchange.formats.source import listing
+    from statexchange.formats.source import abbreviated_list
     from statexchange.report.summary import tensor_rows
 
     source = open_source(path, strict=False)
@@ -38,12 +41,14 @@ def command(output: Output, path: str, include: tuple[str, ...]) -> int:
     by_rank = source.kind in ("workspace", "dcp")
     output.table(_HEADER, (_cells(row, by_rank, output.aligned) for row in rows), right=("BYTES",))
     if source.others:
-        output.message(f"entries that are no tensors: {listing(source.others)}")
+        output.message(f"entries that are no tensors: {abbreviated_list(source.others)}")
     if source.unsupported:
-        output.warning(f"tensors that cannot be read: {listing({n: e.message for n, e in source.unsupported.items()})}")
+        output.warning(
+            f"tensors that cannot be read: {abbreviated_list({n: e.message for n, e in source.unsupported.items()})}"
+        )
     for problem in source.problems:
         output.warning(str(problem))
-    worst = gravest(source.problems)
+    worst = most_severe(source.problems)
     data = {
         "path": without_secrets(path),
         "kind": source.kind,

@@ -1,4 +1,4 @@
-"""The ``statexchange`` command: finds the subcommand, turns what happens into an exit code and a message."""
+"""The ``statexchange`` command: run the subcommand and translate errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["cli", "main"]
 
 _COMMANDS = ("info", "ls", "verify", "merge", "demo")
-# What the operating system refuses through no fault of ours, where a room has not named it already.
+# Errors of the operating system that are no bugs of statexchange, should one arrive here as a plain OSError.
 _REFUSALS = {
     getattr(errno, name, None)
     for name in ("EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT", "EIO", "ESTALE", "ENAMETOOLONG")
@@ -35,7 +35,7 @@ _PACKAGE = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\.]+)")
 
 
 class _Commands(click.Group):
-    """Commands that are imported when they are asked for."""
+    """A group whose commands are imported on demand."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 (click's signature)
         return list(_COMMANDS)
@@ -50,7 +50,7 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> int:
         try:
             return int(super().invoke(ctx) or 0)
-        except KeyboardInterrupt:  # before click makes something else of it
+        except KeyboardInterrupt:  # before click translates it to Abort
             output: Output = ctx.obj
             return output.fail(KeyboardInterrupt("interrupted"), "INTERRUPTED")
 
@@ -59,35 +59,35 @@ class _Commands(click.Group):
 @click.version_option(__version__)
 @click.pass_context
 def cli(context: click.Context) -> None:
-    """Inspect, verify and merge sharded model state."""
+    """Inspect, verify and merge sharded checkpoints."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help(), err=True)
         context.exit(EXIT_CODES["USAGE"])
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit with the code that says how it went."""
+    """Run the command line and exit with its exit code."""
     output = Output(closed=_open_closed_streams())
     code = _run(output, sys.argv[1:] if arguments is None else arguments)
     sys.exit(code if output.close() else EXIT_CODES["IO"])
 
 
 def _open_closed_streams() -> OSError | None:
-    """Lead standard streams that are closed to nowhere; return an error if that is stdout.
+    """Open closed standard streams on /dev/null; return an error if stdout is one of them.
 
-    A file that is opened for writing would else get the number of a closed stream, and with it whatever a library
-    writes there.
+    Otherwise a file opened for writing would get the descriptor of a closed stream, and with it everything that
+    libraries write to that stream.
     """
     closed = []
     for fd in range(3):
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is `fd`
             closed.append(fd)
     for fd, name in ((1, "stdout"), (2, "stderr")):
         if fd in closed:
-            setattr(sys, name, open(fd, "w", closefd=False))  # noqa: SIM115 (it lives as long as the process)
+            setattr(sys, name, open(fd, "w", closefd=False))  # noqa: SIM115 (stays open until the process ends)
     return OSError(errno.EBADF, os.strerror(errno.EBADF)) if 1 in closed else None
 
 
@@ -102,14 +102,14 @@ def _run(output: Output, arguments: Sequence[str]) -> int:
         return _refuse_usage(output, error)
     except StateExchangeError as error:
         if error.code == "INTERNAL":
-            return _apologise(output, error)
+            return _report_internal_error(output, error)
         return output.fail(error, error.code, _hint(error, arguments))
     except OSError as error:
         if error.errno not in _REFUSALS:
-            return _apologise(output, error)
+            return _report_internal_error(output, error)
         return output.fail(StorageError.of(error, "go on", path=error.filename), "IO")
-    except Exception as error:  # noqa: BLE001 (the last resort: nothing is hidden, the traceback is shown)
-        return _apologise(output, error)
+    except Exception as error:  # noqa: BLE001 (a bug: the traceback is shown)
+        return _report_internal_error(output, error)
 
 
 def _refuse_usage(output: Output, error: click.ClickException) -> int:
@@ -120,26 +120,26 @@ def _refuse_usage(output: Output, error: click.ClickException) -> int:
 
 def _hint(error: StateExchangeError, arguments: Sequence[str]) -> str | None:
     if isinstance(error, CorruptError | IncompleteError) and "verify" not in arguments[:1]:
-        return "statexchange verify lists everything that is wrong"
+        return "statexchange verify lists all problems"
     return None
 
 
-def _apologise(output: Output, error: Exception) -> int:
+def _report_internal_error(output: Output, error: Exception) -> int:
     import traceback
 
     text = "".join(traceback.format_exception(error))
     for line in without_secrets(text).splitlines():
         output.message(line)
-    other = _other_package(getattr(error, "tracebacks", {}).values() or [text])  # those of failed ranks, if it has any
+    other = _other_package(getattr(error, "tracebacks", {}).values() or [text])  # of failed ranks, if there are any
     if other is None:
-        return output.fail(error, "INTERNAL", f"this is a fault of statexchange: {_REPORT}")
+        return output.fail(error, "INTERNAL", f"this is a bug in statexchange: {_REPORT}")
     return output.fail(error, "INTERNAL", f"{other} raised this: try another version of it, else {_REPORT}")
 
 
 def _other_package(tracebacks: Iterable[str]) -> str | None:
-    """Return the installed package, with its version, in whose code the first of these errors arose that is not ours.
+    """Return the other installed package, with its version, in which the first of these errors arose.
 
-    None if all arose in this package.
+    None if all errors arose in this package.
     """
     from importlib import metadata
 
@@ -149,6 +149,6 @@ def _other_package(tracebacks: Iterable[str]) -> str | None:
         if match is not None and match[1] != __package__.partition(".")[0]:
             try:
                 return f"{match[1]} {metadata.version(match[1])}"
-            except metadata.PackageNotFoundError:  # it has another name than its package
+            except metadata.PackageNotFoundError:  # the distribution has another name than the package
                 return match[1]
     return None

@@ -1,4 +1,4 @@
-"""``statexchange merge``: shards on disk into one checkpoint directory."""
+"""``statexchange merge``: merge shards on disk into one checkpoint directory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DEFAULTS = {field.name: field.default for field in dataclasses.fields(ExportOpt
 def _parse_renames(
     context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
 ) -> list[tuple[str, str]]:
-    """Cut at the last ``=``: a lookahead in the regex may hold one, a tensor's name hardly ever does."""
+    """Split at the last ``=``: a lookahead in the regex may contain one, a tensor's name hardly ever does."""
     for value in values:
         if "=" not in value:
             raise click.BadParameter(f"{value!r} is not REGEX=REPL", context, parameter)
@@ -33,23 +33,27 @@ def _parse_renames(
 
 @commands.command
 @click.argument("source")
-@click.argument("out")
+@click.argument("path")
 @click.option(
     "--layout",
     metavar="FILE.json",
-    help="Where plain tensors of per-rank files belong, by name pattern: see below.",
+    help="How plain tensors of per-rank files are sharded, by name pattern: see above.",
 )
-@click.option("--include", multiple=True, metavar="GLOB", help="Only tensors whose name matches; may be repeated.")
-@click.option("--exclude", multiple=True, metavar="GLOB", help="No tensors whose name matches; may be repeated.")
+@click.option("--include", multiple=True, metavar="GLOB", help="Merge only tensors whose name matches; repeatable.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Leave out tensors whose name matches; repeatable.")
 @click.option(
-    "--rename", multiple=True, metavar="REGEX=REPL", callback=_parse_renames, help="Rename tensors; in order."
+    "--rename",
+    multiple=True,
+    metavar="REGEX=REPL",
+    callback=_parse_renames,
+    help="Replace REGEX by REPL in tensor names; repeatable, applied in order.",
 )
 @click.option(
     "--replicas",
     type=click.Choice(REPLICAS),
     default=_DEFAULTS["replicas"],
     show_default=True,
-    help="Copies must be equal, or the lowest rank's is taken.",
+    help="equal: copies must be equal; root: take the lowest rank's copy.",
 )
 @click.option(
     "--dtype",
@@ -74,27 +78,29 @@ def _parse_renames(
     "--files-from",
     multiple=True,
     metavar="PATH",
-    help="Files to go along, or a directory: config, tokenizer.",
+    help="Extra files to copy (config, tokenizer), or a directory of them; repeatable.",
 )
 @click.option(
     "--threads",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Files written at once; one per core unless given.",
+    help="Number of files written at once; by default one per core.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace the checkpoint that lies at OUT.")
+@click.option("--overwrite", is_flag=True, help="Replace the checkpoint at PATH.")
 @click.option(
     "--resume",
     is_flag=True,
-    help="Processes of other hosts that have left something at OUT have ended: go on with it, or remove it.",
+    help="Reuse or remove files of interrupted merges on other hosts, which must have ended.",
 )
-@click.option("--dry-run", is_flag=True, help="Check everything and say what would be written.")
-def command(output: Output, source: str, out: str, **options: Any) -> int:
-    """Merge the shards at SOURCE into the checkpoint directory OUT, whole or not at all.
+@click.option("--dry-run", is_flag=True, help="Check everything and show what would be written.")
+def command(output: Output, source: str, path: str, **options: Any) -> int:
+    """Merge the shards at SOURCE into one checkpoint directory PATH.
+
+    PATH appears complete or not at all. SOURCE has any format that info reads.
 
     \b
     A layout file maps name patterns to rules; the first that matches wins:
-      {"grid": {"pp": 2, "ep": 2, "tp": 4},         the ranks, slowest axis first
+      {"mesh": {"pp": 2, "ep": 2, "tp": 4},         the ranks, slowest axis first
        "rules": {
          "*.o_proj.weight": {"dim": 1, "axis": "tp"},
          "*.gate_up.weight": {"dim": 0, "axis": "tp", "blocks": [1, 1]},
@@ -102,14 +108,15 @@ def command(output: Output, source: str, out: str, **options: Any) -> int:
                           "split": {"qkv": {"q": 4, "k": 1, "v": 1}}},
          "*.experts.*": {"renumber": "experts", "axis": "ep"},
          "*.scale": {"reduce": "max"}}}
-    Without a grid the rules alone do. Words of transformers' tp_plan are rules too.
-    All of it: python -m pydoc statexchange.sharding.rules
+    Without a mesh the layout may be the rules alone. Keywords of
+    transformers' tp_plan are rules too.
+    Reference: python -m pydoc statexchange.sharding.rules
     """
     from statexchange.checkpoint.merge import merge_checkpoint
 
     commands.refuse_other_ranks()
     with Progress(output, "merge") as progress:
-        report = merge_checkpoint(source, out, **options, on_progress=progress)
+        report = merge_checkpoint(source, path, **options, on_progress=progress)
     for note in report.notes:
         output.warning(note)
     _show(output, report)
@@ -125,16 +132,16 @@ def _show(output: Output, report: MergeReport) -> None:
     for name, nbytes in report.files:
         output.line(f"  {name}  {format_bytes(nbytes)}")
     for name in report.reused:
-        output.line(f"  {name} had been finished by a merge that was interrupted")
+        output.line(f"  {name} was reused from an interrupted merge")
     rows = [[t.name, t.dtype, shape_text(t.shape), t.file, _origin(t)] for t in report.tensors]
     if rows:
         output.table(["tensor", "dtype", "shape", "file", "from"], rows)
     for alias, kept in report.aliases.items():
-        output.line(f"  {alias} is tied to {kept}, which is written once")
+        output.line(f"  {alias} is tied to {kept} and not written again")
 
 
 def _origin(tensor: PlannedTensor) -> str:
-    """Which ranks supply a tensor, and in how many boxes."""
+    """Return which ranks supply a tensor, and in how many boxes."""
     boxes = f"{tensor.num_boxes} boxes of " if tensor.num_boxes != len(tensor.ranks) else ""
     source = f", as {tensor.source}" if tensor.source != tensor.name else ""
     return f"{boxes}rank{'s' if len(tensor.ranks) != 1 else ''} {ranges(tensor.ranks)}{source}"

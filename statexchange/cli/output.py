@@ -1,4 +1,4 @@
-"""All that the command line writes: data on stdout, the rest on stderr; for people, or JSON for programs."""
+"""Write the command line's output: data on stdout, messages on stderr; as text, or as JSON for programs."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = [
     "code_of",
     "error_record",
     "fields_of",
-    "gravest",
+    "most_severe",
     "printable",
 ]
 
 SCHEMA = 1
-_MAX_TEXT = 5000  # characters of what an error is about
+_MAX_TEXT = 5000  # characters of a field of an error
 FORMATS = ("auto", "human", "json", "jsonl")
 EXIT_CODES = {
     "OK": 0,
@@ -45,7 +45,7 @@ EXIT_CODES = {
     "INTERNAL": 70,
     "INTERRUPTED": 130,
 }
-_GRAVEST_FIRST = (
+_MOST_SEVERE_FIRST = (
     "INTERNAL",
     "CORRUPT",
     "INCOMPLETE",
@@ -62,17 +62,17 @@ Row = dict[str, Any]
 
 
 def code_of(finding: StateExchangeError) -> str:
-    """The code under which a look reports what it found: copies that differ are no broken file."""
+    """Return the code of a finding; different copies are FINDINGS, not CORRUPT."""
     return "FINDINGS" if isinstance(finding, ReplicaError) else finding.code
 
 
-def gravest(findings: Iterable[StateExchangeError]) -> StateExchangeError | None:
-    """The finding that decides the exit code; of equally grave ones the first."""
-    return min(findings, key=lambda finding: _GRAVEST_FIRST.index(code_of(finding)), default=None)
+def most_severe(findings: Iterable[StateExchangeError]) -> StateExchangeError | None:
+    """Return the most severe finding, which decides the exit code; of several the first."""
+    return min(findings, key=lambda finding: _MOST_SEVERE_FIRST.index(code_of(finding)), default=None)
 
 
 def printable(text: str) -> str:
-    """`text` with everything escaped that a terminal could obey or that nobody could see."""
+    """Return a text with all control and invisible characters escaped."""
     return "".join(char if char.isprintable() else _escape(char) for char in text)
 
 
@@ -81,13 +81,13 @@ def _escape(char: str) -> str:
 
 
 class Output:
-    """Where a command writes. What is for people is not written where JSON was asked for, and vice versa.
+    """Writes a command's output, either text or JSON.
 
-    A reader that goes away (``| head``) does not change what a command found: the rest is dropped quietly.
+    If the reader closes the pipe (``| head``), the rest is dropped quietly, and the exit code stays the same.
     """
 
     def __init__(self, *, closed: OSError | None = None) -> None:
-        """`closed` is why nothing can be written to stdout."""
+        """Make the output; `closed` is the error of a stdout that cannot be written."""
         self.format = "auto"
         self._warnings: list[str] = []
         self._closed = closed
@@ -95,16 +95,16 @@ class Output:
 
     @property
     def human(self) -> bool:
-        """Whether text is wanted, not JSON. "auto" is text wherever it goes."""
+        """Whether text is written, not JSON."""
         return self.format in ("auto", "human")
 
     @property
     def aligned(self) -> bool:
-        """Whether a table is laid out for eyes; else its cells are exact, and tabs separate them."""
+        """Whether tables are aligned and numbers rounded; else cells are exact and separated by tabs."""
         return self.format == "human" or sys.stdout.isatty()
 
     def can_show(self, characters: str) -> bool:
-        """Whether stdout's encoding has `characters`."""
+        """Whether stdout can encode `characters`."""
         try:
             characters.encode(sys.stdout.encoding or "ascii")
         except UnicodeEncodeError:
@@ -112,19 +112,19 @@ class Output:
         return True
 
     def line(self, text: str = "") -> None:
-        """A line of data for people."""
+        """Write a line of data as text."""
         if self.human:
             self._write(sys.stdout, printable(text))
 
-    def facts(self, facts: Iterable[tuple[str, str]]) -> None:
-        """Keys and values, one pair a line."""
-        rows = list(facts)
+    def fields(self, fields: Iterable[tuple[str, str]]) -> None:
+        """Write keys and values, one pair a line."""
+        rows = list(fields)
         width = max((len(key) for key, _ in rows), default=0)
         for key, value in rows:
             self.line(f"{key:<{width}}  {value}")
 
     def table(self, header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-        """A table; columns named in `right` are aligned there. Nothing is ever cut off."""
+        """Write a table; columns named in `right` are right-aligned. Nothing is cut off."""
         if not self.human:
             return
         cells = [list(header), *([printable(cell) for cell in row] for row in rows)]
@@ -134,11 +134,11 @@ class Output:
             self._write(sys.stdout, line)
 
     def message(self, text: str) -> None:
-        """Something for people to know that is no data."""
+        """Write a message to stderr."""
         self._write(sys.stderr, _printable_lines(text))
 
     def warning(self, text: str) -> None:
-        """Something to know that is no failure; JSON carries it too."""
+        """Write a warning to stderr, or keep it for the JSON output."""
         self._warnings.append(text)
         if self.human:
             self._marked("warning:", _YELLOW, text)
@@ -151,10 +151,14 @@ class Output:
         rows: tuple[str, Iterable[Row]] | None = None,
         error: BaseException | None = None,
     ) -> int:
-        """Write the result where JSON was asked for; returns the exit code.
+        """Write the JSON result, if JSON was requested, and return the exit code.
 
-        `rows` are (plural name, objects): JSON has them in `data` under that name; JSON Lines has one object
-        a line, whose type is the name's singular, and `data` in the summary that is the last line.
+        Args:
+            code: the code of the result.
+            data: the result's fields.
+            rows: (plural name, objects). JSON has them in `data` under that name. JSON Lines has one object a line,
+                whose type is the name's singular; the last line is a summary with `data`.
+            error: the most severe error.
         """
         if self.human:
             return EXIT_CODES[code]
@@ -179,7 +183,7 @@ class Output:
         return EXIT_CODES[code]
 
     def fail(self, error: BaseException, code: str, hint: str | None = None) -> int:
-        """Report an error that ended the command; returns the exit code."""
+        """Report the error that ended the command and return the exit code."""
         if not self.human:
             return self.finish(code, None, error=error)
         self._marked("error:", _RED, without_secrets(str(error)))
@@ -188,7 +192,7 @@ class Output:
         return EXIT_CODES[code]
 
     def live(self, text: str) -> bool:
-        """Show `text` in place of what `live` showed last; "" clears the line. False without a terminal."""
+        """Show `text` in place of the last live text; "" clears the line. Return False without a terminal."""
         if not sys.stderr.isatty():
             return False
         width = shutil.get_terminal_size().columns - 1
@@ -196,7 +200,7 @@ class Output:
         return True
 
     def close(self) -> bool:
-        """Flush; False, with a message, if stdout could not take everything."""
+        """Flush stdout; write an error and return False if part of the output could not be written."""
         try:
             sys.stdout.flush()
         except OSError as error:
@@ -225,7 +229,7 @@ class Output:
             self._give_up(stream, error)
 
     def _give_up(self, stream: TextIO, error: OSError) -> None:
-        """Lead a stream to nowhere from now on, so that nothing stumbles over it again, not even at exit."""
+        """Redirect a stream to /dev/null, so that no later write fails, not even the flush at exit."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
@@ -240,23 +244,23 @@ def _aligned(cells: Sequence[Sequence[str]], right: Sequence[str]) -> list[str]:
 
 
 def _printable_lines(text: str) -> str:
-    """Several lines stay several, but none after the first can pass for a line of ours."""
+    """Escape each line, and indent all but the first so that they cannot pass for other messages."""
     return "\n  ".join(printable(line.expandtabs()) for line in text.splitlines())
 
 
 def error_record(error: BaseException, code: str) -> Row:
-    """What JSON says of an error; `expected` and `found` as text unless they are numbers."""
+    """Return the JSON object of an error; `expected` and `found` are text unless they are numbers."""
     about = {key: _simple(getattr(error, key, None)) for key in ("rank", "name", "path", "expected", "found")}
     return {"code": code, "message": without_secrets(getattr(error, "message", None) or str(error)), **about}
 
 
 def fields_of(report: DataclassInstance) -> Row:
-    """A report's fields by name."""
+    """Return a report's fields by name."""
     return {field.name: getattr(report, field.name) for field in dataclasses.fields(report)}
 
 
 def _simple(value: object) -> object:
-    """A number, or text of limited length: a broken file may have a name of any length in each of many errors."""
+    """Return a number, or text of limited length: a broken file may have a huge name in each of many errors."""
     if value is None or isinstance(value, int | float):
         return value
     text = str(value)

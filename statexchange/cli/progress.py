@@ -1,4 +1,4 @@
-"""How far a long command is: one live line on a terminal, a plain line now and then in a log."""
+"""Show the progress of a long command: a live line on a terminal, a line every 30 s in a log."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _FIRST_S, _LIVE_S, _LOG_S = 1.0, 0.1, 30.0
 
 
 class Progress:
-    """Shows bytes done of a total, bytes/s and time left; a context manager that clears its line.
+    """Shows bytes done, bytes/s and time left. A context manager, which clears its line at the end.
 
-    Calling it as `progress(done, total)` is cheap and may happen in any one thread at a time. Of what ends
-    within a second nothing is shown.
+    Call it as `progress(done, total)`; that is cheap, and only one thread at a time may do so. Nothing is shown in the
+    first second.
     """
 
     def __init__(self, output: Output, label: str) -> None:
@@ -33,7 +33,7 @@ class Progress:
         self._shown = False
 
     def __call__(self, done: int, total: int) -> None:
-        """Show `done` of `total` bytes, unless that was done just now."""
+        """Show `done` of `total` bytes, at most every 0.1 s."""
         now = time.monotonic()
         if now < self._next_live:
             return

@@ -11,7 +11,7 @@ __all__ = ["ranges"]
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Numbers with neighbours joined: ``0-3, 7``."""
+    """Return numbers as text, with neighbours joined: ``0-3, 7``."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""``statexchange verify``: read everything at a path and check it."""
+"""``statexchange verify``: read and check a whole checkpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from statexchange.cli import command as commands
-from statexchange.cli.output import Output, code_of, error_record, fields_of, gravest
+from statexchange.cli.output import Output, code_of, error_record, fields_of, most_severe
 from statexchange.cli.progress import Progress
 from statexchange.units import format_bytes, format_seconds
 
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 @commands.command
 @click.argument("path")
 def command(output: Output, path: str) -> int:
-    """Read and check everything at PATH: digests, that boxes cover every tensor exactly, that copies agree.
+    """Check everything at PATH: digests, completeness, equal copies.
 
-    Exits with 1 if copies of one region differ, 4 if something is broken, 5 if something is missing.
+    Exits with 1 if copies of one region differ, 4 if something is broken, 5 if
+    something is missing.
     """
     from statexchange.report.verify import verify
 
@@ -29,7 +30,7 @@ def command(output: Output, path: str) -> int:
     with Progress(output, "verify") as progress:
         report = verify(path, on_progress=progress)
     _show(output, report, time.perf_counter() - began)
-    worst = gravest(report.findings)
+    worst = most_severe(report.findings)
     rows = [error_record(finding, code_of(finding)) for finding in report.findings]
     data = {key: value for key, value in fields_of(report).items() if key != "findings"}
     return output.finish(code_of(worst) if worst else "OK", data, rows=("findings", rows), error=worst)

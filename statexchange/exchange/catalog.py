@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint under the names that live state has for them, and the saved tree under the same names."""
+"""Look up a checkpoint's tensors and its saved tree by the names of the live state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Catalog", "LivePlaces", "paths_of", "with_new_names", "without_unwan
 
 @dataclass(frozen=True, slots=True)
 class _SavedPart:
-    """What one rank has saved of a tensor."""
+    """The part of a tensor that one rank has saved."""
 
     rank: int
     tensor: SourceTensor
@@ -29,10 +29,10 @@ class _SavedPart:
 
 
 class Catalog:
-    """The tensors of a source by the state's names: dtype, shape, and where every box lies.
+    """The tensors of a source by the state's names: dtype, shape, and the byte range of every box.
 
-    On as many ranks as saved it, what a rank saved itself comes first, else the lowest rank's. `counted` maps names of
-    the state to others where a layout counts on over the ranks.
+    If as many ranks load as have saved, each rank's own part comes first; otherwise the lowest rank's does. `counted`
+    maps names of the state to the source's names where a layout numbers tensors over all ranks.
     """
 
     def __init__(self, source: Source, options: LoadOptions, rank: int, world_size: int) -> None:
@@ -45,7 +45,7 @@ class Catalog:
         self._aliases: dict[str, str] = {}
         self._parts: dict[str, list[_SavedPart]] = {}
         old_names: dict[str, str] = {}
-        for holder in sorted(source.holders, key=lambda holder: (holder.rank != self.own, holder.rank)):
+        for holder in sorted(source.files, key=lambda holder: (holder.rank != self.own, holder.rank)):
             self._add_aliases(holder.aliases)
             for tensor in holder.tensors.values():
                 old = tensor.shard.name
@@ -70,15 +70,15 @@ class Catalog:
         return isinstance(name, str) and self.stored(name) in self._parts
 
     def new_name(self, name: str) -> str:
-        """The state's name for the tensor that the source calls `name`."""
+        """Return the state's name of the source's tensor `name`."""
         return renamed(name, self.options.rename) if self.options.rename else name
 
     def stored(self, name: str) -> str:
-        """The name under which a tied tensor was written."""
+        """Return the name under which a tensor was written: for a tied tensor that of the kept one."""
         return name if name in self._parts else self._aliases.get(name, name)
 
     def names_of(self, name: str) -> list[str]:
-        """The names here of what live tensor `name` is: several where a layout splits it."""
+        """Return the catalog's names for a live tensor: several if a layout splits it."""
         if not self.layout.rules:
             return [name]
         rule = self.layout.rule_for(name)
@@ -86,31 +86,31 @@ class Catalog:
         return [self.counted.get(one, one) for one in names]
 
     def keeps(self, path: str, value: Any) -> bool:
-        """Whether anything at a path of the state, where `value` lies, is to be loaded."""
+        """Whether `value`, at this path of the state, or anything inside it is to be loaded."""
         has_inside = is_module(value) or isinstance(value, Mapping | list | tuple) or hasattr(value, "load_state_dict")
         return self.options.wants(path) or (has_inside and self.options.may_want(path))
 
     def has(self, name: str) -> bool:
-        """Whether live tensor `name` is to be loaded from here."""
+        """Whether the live tensor `name` is selected, and the source has it."""
         return self.options.wants(name) and all(one in self for one in self.names_of(name))
 
     def shape_like(self, name: str) -> str | None:
-        """The parameter that a layout cuts, and of whose shape the tensor `name` of an optimizer's state is."""
+        """Return the parameter of the same shape as this optimizer tensor, if a layout shards that parameter."""
         shape = self.shard_of(name).global_shape
         for parameter in parameter_names(name):
             if parameter in self and self.shard_of(parameter).global_shape == shape:
                 return parameter if self.layout.rule_for(parameter) is not None else None
         return None
 
-    def _counting(self, name: str) -> list[_SavedPart]:
-        """The parts of a tensor that count: a whole one that this rank has saved itself counts alone."""
+    def _parts_to_read(self, name: str) -> list[_SavedPart]:
+        """Return the parts of a tensor to read from: only this rank's own part if that is the whole tensor."""
         parts = self._parts[self.stored(name)]
         shard = parts[0].tensor.shard
         return parts[:1] if parts[0].rank == self.own and shard.boxes == (full_box(shard.global_shape),) else parts
 
     def shard_of(self, name: str) -> Shard:
-        """What the source says of a tensor; CorruptError if its files disagree."""
-        parts = self._counting(name)
+        """Return a tensor's dtype and shape; raise CorruptError if the source's files disagree."""
+        parts = self._parts_to_read(name)
         first = parts[0].tensor.shard
         for part in parts[1:]:
             shard = part.tensor.shard
@@ -127,20 +127,21 @@ class Catalog:
     def boxes_of(self, name: str) -> dict[Box, tuple[ByteRange, int]]:
         """Return the byte range of each box, with the rank that saved it.
 
-        ReplicaError if copies differ, none is this rank's own, and `replicas` is not "root".
+        Raise ReplicaError if copies differ, unless this rank saved one itself or `replicas` is "root".
         """
         found: dict[Box, tuple[ByteRange, int]] = {}
-        for part in self._counting(name):
-            for box, extent in zip(part.tensor.shard.boxes, part.tensor.extents, strict=True):
+        for part in self._parts_to_read(name):
+            for box, byte_range in zip(part.tensor.shard.boxes, part.tensor.byte_ranges, strict=True):
                 if not box.numel:
                     continue
-                known, first = found.setdefault(box, (extent, part.rank))
+                known, first = found.setdefault(box, (byte_range, part.rank))
                 if first == self.own or self.options.replicas == "root":
                     continue
-                if None not in (known.digest, extent.digest) and known.digest != extent.digest:
+                if None not in (known.digest, byte_range.digest) and known.digest != byte_range.digest:
                     raise ReplicaError(
-                        f"ranks {first} and {part.rank} saved different values for region {box}, and on as many ranks "
-                        f'each would get its own: to take rank {min(first, part.rank)}\'s, replicas="root"',
+                        f"ranks {first} and {part.rank} saved different values for region {box}: load on as many "
+                        f'ranks as have saved, so that each gets its own, or pass replicas="root" to take rank '
+                        f"{min(first, part.rank)}'s",
                         name=name,
                         rank=part.rank,
                         path=part.path,
@@ -153,10 +154,10 @@ class Catalog:
 
 @dataclass(frozen=True, slots=True)
 class LivePlaces:
-    """Where in a live state things lie, by dotted path.
+    """The containers and stateful objects of a live state, by dotted path.
 
-    `containers` are mappings and modules, with the keys that lead to them; `objects` what has a state of its own:
-    optimizers, schedulers, scalers.
+    `containers` are mappings and modules, with the keys that lead to them; `objects` are optimizers, schedulers,
+    scalers and other objects with a state of their own.
     """
 
     containers: dict[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -164,7 +165,7 @@ class LivePlaces:
 
     @classmethod
     def of(cls, state: Any) -> LivePlaces:
-        """The places of a state."""
+        """Find the containers and objects of a state."""
         found = cls()
         for place in walk(state, lambda _, value: isinstance(value, Mapping) and not is_module(value)):
             if not place.is_leaf or is_module(place.value):
@@ -174,7 +175,7 @@ class LivePlaces:
         return found
 
     def may_want(self, path: str, options: LoadOptions) -> bool:
-        """Whether what lies at a path of the state, or anything in it, is to be loaded."""
+        """Whether the entry at a path of the state, or anything inside it, is to be loaded."""
         if path in self.containers or path in self.objects:
             return options.may_want(path)
         return options.wants(path)
@@ -185,10 +186,10 @@ def _is_optimizer(saved: Any) -> bool:
 
 
 def with_new_names(saved: Any, catalog: Catalog, places: LivePlaces) -> Any:
-    """A saved tree with its entries where `rename` puts them.
+    """Return a saved tree with its entries moved to the paths that `rename` gives them.
 
-    An entry whose path is another one then moves into the mapping or module of the live state in which it lies, with
-    what is left of the path as its key. An optimizer's state goes by new names of parameters.
+    A moved entry goes into the innermost mapping or module of the live state that contains its new path; the rest of
+    the path is its key. The parameters in an optimizer's state are renamed too.
     """
     if not catalog.options.rename or not isinstance(saved, Mapping):
         return saved
@@ -206,7 +207,7 @@ def with_new_names(saved: Any, catalog: Catalog, places: LivePlaces) -> Any:
 
 
 def _split(path: str, places: LivePlaces) -> list[Any]:
-    """The keys that lead to the innermost mapping or module of the live state in which `path` lies, and the rest."""
+    """Return the keys of the innermost live mapping or module that contains `path`, and the rest of the path."""
     inside = [one for one in places.containers if one and path.startswith(f"{one}.")]
     if not inside:
         return [path]
@@ -219,13 +220,13 @@ def _renamed_optimizer(saved: Mapping[str, Any], catalog: Catalog) -> dict[str, 
         return catalog.new_name(name) if isinstance(name, str) else name
 
     groups = [{**group, "params": [new(name) for name in group["params"]]} for group in saved["param_groups"]]
-    return {**saved, "state": {new(name): told for name, told in saved["state"].items()}, "param_groups": groups}
+    return {**saved, "state": {new(name): entry for name, entry in saved["state"].items()}, "param_groups": groups}
 
 
 def without_unwanted(saved: Any, options: LoadOptions, places: LivePlaces) -> Any:
-    """A saved tree without what `include` leaves out.
+    """Return a saved tree without the entries that `include` does not select.
 
-    A list, a tuple and the state of one object stay whole: they are kept if anything in them is to be loaded.
+    A list, a tuple or the state of one object is kept whole if any entry in it is selected.
     """
     if not options.include or not isinstance(saved, Mapping):
         return saved
@@ -240,7 +241,7 @@ def without_unwanted(saved: Any, options: LoadOptions, places: LivePlaces) -> An
 
 
 def _units(saved: Mapping[Any, Any], places: LivePlaces) -> Iterator[WalkStep]:
-    """What is loaded as one: the values in nested mappings, and the states of objects whole."""
+    """Yield the entries that are loaded as one: values in nested mappings, and whole states of objects."""
 
     def enters(path: str, value: Any) -> bool:
         if value is saved:
@@ -251,5 +252,5 @@ def _units(saved: Mapping[Any, Any], places: LivePlaces) -> Iterator[WalkStep]:
 
 
 def paths_of(saved: Any) -> set[str]:
-    """The paths of all entries of nested mappings."""
+    """Return the paths of all entries of nested mappings."""
     return {place.path for place in walk(saved, lambda _, value: isinstance(value, Mapping)) if place.keys}

@@ -131,13 +131,15 @@ def export_checkpoint(
         TargetExistsError: `path` exists and `overwrite` is false, or another process is writing there.
         IncompleteError, OverlapError: the ranks' shards do not cover a tensor exactly once.
         ReplicaError: copies of a region differ.
-        UnsafeError, UnsupportedError, CorruptError, StorageError.
+        UnsafeError, UnsupportedError, CorruptError, StorageError: as `statexchange.errors` says.
         NotFoundError: a file of `files_from` does not exist.
         StallError: no rank has moved a byte for `stall_timeout_s`.
         PeerError: another rank has failed.
 
     Example:
-        >>> report = statexchange.export_checkpoint({"w": torch.zeros(2, 3)}, directory / "merged")
+        >>> import torch
+        >>> import statexchange as sx
+        >>> report = sx.export_checkpoint({"w": torch.zeros(2, 3)}, "merged")
         >>> report.num_tensors, report.nbytes
         (1, 24)
     """

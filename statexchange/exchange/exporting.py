@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from statexchange.checkpoint.extra_files import FilesFrom, extra_files
-from statexchange.checkpoint.index import BoxFact
+from statexchange.checkpoint.index import BoxProvenance
 from statexchange.checkpoint.publication import PlannedFile, Publication, target_path
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, MismatchError, ReplicaError
@@ -35,11 +35,11 @@ from statexchange.settings import check_timeout
 from statexchange.sharding import records
 from statexchange.sharding.copies import check_copies, replica_error
 from statexchange.sharding.options import ExportOptions
-from statexchange.sharding.plan import Holding, Plan, TensorPlan, plan_merge
+from statexchange.sharding.plan import Plan, RankShards, TensorPlan, plan_merge
 from statexchange.sharding.shards import Box
 from statexchange.sharding.write_plan import BoxReceipts, WriteFile, WritePlan, WriteTensor
 from statexchange.state.describe import Description
-from statexchange.storage.store import given_path, is_url
+from statexchange.storage.store import is_url, resolve_path
 from statexchange.tensors import ITEMSIZE
 from statexchange.units import format_shares, format_transfer
 
@@ -51,10 +51,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What an export did. `files` are (name, bytes); `rank_nbytes` bytes of tensors by the rank that supplied them.
+    """The result of an export. `files` are (name, bytes); `rank_nbytes` the bytes that each rank supplied.
 
-    By phase, `phases` has seconds and `phase_nbytes` bytes: what ranks told root ("describe"), what root told them
-    ("plan"), tensors ("write") and receipts ("publish").
+    `phases` has seconds and `phase_nbytes` bytes by phase: metadata sent to root ("describe"), the plan sent to the
+    ranks ("plan"), tensors ("write") and receipts ("publish").
     """
 
     path: str
@@ -72,13 +72,13 @@ class ExportReport:
         return f"{done} -> {self.path} ({format_shares(self.rank_nbytes)})"
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON value that `from_json` reads."""
+        """Return a JSON value that `from_json` reads."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return {**found, "files": [{"name": name, "nbytes": nbytes} for name, nbytes in self.files]}
 
     @classmethod
     def from_json(cls, raw: Any) -> ExportReport:
-        """The report that `to_json` wrote; anything else is a ValueError."""
+        """Return the report that `to_json` wrote; raise ValueError for anything else."""
         names = [field.name for field in fields(cls)]
         path, files, nbytes, num_tensors, aliases, seconds, phases, phase_nbytes, rank_nbytes = records.fields(
             raw, *names
@@ -126,7 +126,12 @@ class ExportRequest:
         """Check and keep the arguments of a call; `options` are those of `ExportOptions`."""
         check_timeout(stall_timeout_s, "stall_timeout_s")
         return cls(
-            given_path(path, "a target"), ExportOptions(**options), files_from, overwrite, stall_timeout_s, on_progress
+            resolve_path(path, "a target"),
+            ExportOptions(**options),
+            files_from,
+            overwrite,
+            stall_timeout_s,
+            on_progress,
         )
 
 
@@ -193,7 +198,7 @@ class _Export:
                 self._publication.abandon()
 
     def _agreed_plan(self) -> WritePlan:
-        """Every rank: the plan that root has made of what all ranks hold. Collective."""
+        """Send this rank's metadata to root; return root's plan. Collective."""
         comm = self._comm
         ours = RankMetadata.of(self._described, self._options.texts())
         metadata, nbytes = gather_metadata(comm, ours, root=0)
@@ -213,7 +218,7 @@ class _Export:
         return plan
 
     def _prepare(self, metadata: list[RankMetadata]) -> None:
-        """Root: prove the cover, take the target, and make the files."""
+        """Prove the cover, claim the target, and create the files. Root only."""
         check_equal_options([one.options for one in metadata])
         self._layout.check_ranks(range(len(metadata)))
         unused = set.intersection(*(set(one.unused) for one in metadata))
@@ -225,8 +230,8 @@ class _Export:
             for rank, (one, names) in enumerate(zip(metadata, self._renames, strict=True))
         ]
         shards = rank_shards(metadata, self._layout)
-        holdings = [Holding(rank, shards[rank], one.aliases) for rank, one in enumerate(metadata)]
-        self._plan = plan_merge(holdings, self._options, reductions=operations(metadata))
+        by_rank = [RankShards(rank, shards[rank], one.aliases) for rank, one in enumerate(metadata)]
+        self._plan = plan_merge(by_rank, self._options, reductions=operations(metadata))
         if not self._plan.num_tensors:
             why = "include and exclude leave out every tensor" if any(shards) else "no rank's state has a tensor"
             raise InvalidArgumentError(f"there is nothing to export: {why}")
@@ -242,7 +247,7 @@ class _Export:
             self._probe = self._publication.make_probe()
 
     def _write_plan(self) -> WritePlan:
-        """Root: what every rank must know to write its part."""
+        """Return the plan by which each rank writes its part. Root only."""
         assert self._plan is not None
         distinct: dict[str, int] = {}
         numbers = [distinct.setdefault(json.dumps(names, sort_keys=True), len(distinct)) for names in self._renames]
@@ -257,7 +262,7 @@ class _Export:
         return WritePlan(tuple(files), tuple(tensors), maps, tuple(numbers), self._probe, compares)
 
     def _prepare_values(self, order: WritePlan) -> None:
-        """Every rank: names as the plan has them, and results in place of copies that are reduced."""
+        """Rename tensors as the plan does, and reduce the copies that a layout reduces. Collective."""
         comm = self._comm
         self._described = self._described.renamed(order.renames[order.rename_of[comm.rank]])
         reductions = order.reductions()
@@ -267,7 +272,7 @@ class _Export:
             self._clock.lap("reduce")
 
     def _publish(self, receipts: Sequence[bytes], nodes: Sequence[int]) -> ExportReport:
-        """Root: compare replicas, finish files, write the manifest, rename."""
+        """Compare replicas, finish the files, write the manifest and rename. Root only."""
         plan, publication = self._plan, self._publication
         assert plan is not None
         assert publication is not None
@@ -295,7 +300,7 @@ class _Export:
         )
 
     def _shared(self, report: ExportReport | None) -> ExportReport:
-        """Root's report on every rank."""
+        """Send root's report to every rank. Collective."""
         sent = self._comm.broadcast_object(None if report is None else report.to_json())
         if report is not None:
             _log.info("exported %s", report)
@@ -312,19 +317,19 @@ def _supplied(tensors: Sequence[TensorPlan], world_size: int) -> tuple[int, ...]
 
 def _box_facts(
     tensors: Sequence[TensorPlan], receipts: Sequence[BoxReceipts], *, compares: bool
-) -> dict[str, list[BoxFact]]:
-    """For each tensor the supplier and digest of each piece; replicas that differ are a ReplicaError."""
+) -> dict[str, list[BoxProvenance]]:
+    """Return each tensor's supplier and digest for every piece; raise ReplicaError if replicas differ."""
     found = {
         (box.tensor, box.piece, rank, box.index): box.digest for rank, receipt in enumerate(receipts) for box in receipt
     }
-    facts: dict[str, list[BoxFact]] = {}
+    facts: dict[str, list[BoxProvenance]] = {}
     for number, tensor in enumerate(tensors):
         facts[tensor.name] = []
         for index, piece in enumerate(tensor.pieces):
             digest_of = partial(_digest_of, found, tensor.name, number, index)
             if compares:
                 check_copies(tensor, piece, digest_of, _replica_error)
-            facts[tensor.name].append(BoxFact(piece.holder, digest_of(piece.holder, piece.box_index)))
+            facts[tensor.name].append(BoxProvenance(piece.holder, digest_of(piece.holder, piece.box_index)))
     return facts
 
 

@@ -1,7 +1,9 @@
 """Gather tensors, configs and whole states to one rank: through shared memory on one host, or through a workspace.
 
-Writers put one copy of their tensors where the root can see it; the root gets views (shared memory) or reads on demand
-(workspace). The block ends in an agreement, after which writers take their memory back or remove their files.
+Each rank copies its tensors once, into an arena of shared memory or into a file of the workspace. Root gets views of
+the arena, or reads from the file on demand. The with block ends in an agreement of all ranks. After it, writers remove
+their files and recycle their arenas; an arena of which root still holds a view is lent instead, and recycled after the
+view is gone. If the block fails, every writer closes its arena, and root removes files of ranks that cannot.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from statexchange.sharding import records
 from statexchange.sharding.shards import Shard, full_box, shape_from_json
 from statexchange.shared_memory import Arena
 from statexchange.state.describe import State, describe
-from statexchange.storage.tensorfile import Held
+from statexchange.storage.tensorfile import ShardData
 from statexchange.storage.workspace import RankFile, Receipt, Workspace
 from statexchange.tensors import (
     ITEMSIZE,
@@ -49,8 +51,8 @@ _READ_RETRY_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Fact:
-    """What root must know of one tensor to rebuild it: how its bytes read, and what kind of object it was."""
+class _TensorMetadata:
+    """Metadata from which root rebuilds one tensor: dtype, shape, kind of object and place in the block of memory."""
 
     name: str
     dtype: str
@@ -65,7 +67,7 @@ class _Fact:
         return full_box(self.shape).numel * ITEMSIZE[self.dtype]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON value that `from_json` reads."""
+        """Return a JSON value that `from_json` reads."""
         return {
             "name": self.name,
             "dtype": self.dtype,
@@ -77,8 +79,8 @@ class _Fact:
         }
 
     @classmethod
-    def from_json(cls, raw: Any) -> _Fact:
-        """The fact that `to_json` wrote; anything else is a ValueError."""
+    def from_json(cls, raw: Any) -> _TensorMetadata:
+        """Return the record that `to_json` wrote; raise ValueError for anything else."""
         names = ("name", "dtype", "shape", "kind", "requires_grad", "alias", "offset")
         name, dtype, shape, kind, requires_grad, alias, offset = records.fields(raw, *names)
         itemsize_of(dtype)
@@ -96,148 +98,149 @@ class _Fact:
 
 
 @dataclass(frozen=True, slots=True)
-class _Parcel:
-    """What one rank sends root: facts of its tensors, where the transport has put them, and the caller's own message.
+class _RankMessage:
+    """A rank's message to root: its tensors' metadata, where the transport put them, and the caller's message.
 
     `where` and `message` are read by who knows what they are.
     """
 
-    facts: tuple[_Fact, ...] = ()
+    metadata: tuple[_TensorMetadata, ...] = ()
     where: Mapping[str, Any] = field(default_factory=dict)
     message: Any = None
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON value that `from_json` reads."""
-        return {"facts": [fact.to_json() for fact in self.facts], "where": dict(self.where), "message": self.message}
+        """Return a JSON value that `from_json` reads."""
+        metadata = [entry.to_json() for entry in self.metadata]
+        return {"metadata": metadata, "where": dict(self.where), "message": self.message}
 
     @classmethod
-    def from_json(cls, raw: Any) -> _Parcel:
-        """The parcel that `to_json` wrote; anything else is a ValueError."""
-        raw_facts, where, message = records.fields(raw, "facts", "where", "message")
-        facts = records.items(raw_facts, _Fact.from_json)
-        written = {fact.name for fact in facts if fact.alias is None}
-        if not {fact.alias for fact in facts if fact.alias is not None} <= written:
+    def from_json(cls, raw: Any) -> _RankMessage:
+        """Return the record that `to_json` wrote; raise ValueError for anything else."""
+        raw_metadata, where, message = records.fields(raw, "metadata", "where", "message")
+        metadata = records.items(raw_metadata, _TensorMetadata.from_json)
+        written = {entry.name for entry in metadata if entry.alias is None}
+        if not {entry.alias for entry in metadata if entry.alias is not None} <= written:
             raise ValueError("a tensor is tied to one that was not sent")
         if type(where) is not dict:
             raise ValueError(f"not an address: {excerpt(where)}")
-        return cls(facts, where, message)
+        return cls(metadata, where, message)
 
 
 @dataclass(frozen=True, slots=True)
 class _ArenaNote:
-    """For the agreement at the end: which arenas a rank has, and which of others' it still looks at."""
+    """A rank's note in the final agreement: the arenas that it owns, and those of others that it still views."""
 
     has: tuple[str, ...]
     looks_at: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON value that `from_json` reads."""
+        """Return a JSON value that `from_json` reads."""
         return {"has": list(self.has), "looks_at": list(self.looks_at)}
 
     @classmethod
     def from_json(cls, raw: Any) -> _ArenaNote:
-        """The note that `to_json` wrote; anything else is a ValueError."""
+        """Return the record that `to_json` wrote; raise ValueError for anything else."""
         has, looks_at = records.fields(raw, "has", "looks_at")
         return cls(records.items(has, records.text), records.items(looks_at, records.text))
 
 
-def _arena_address(raw: Any, facts: Sequence[_Fact]) -> dict[str, Any]:
-    """The address of an arena that holds what `facts` say; anything else is a ValueError."""
+def _arena_address(raw: Any, metadata: Sequence[_TensorMetadata]) -> dict[str, Any]:
+    """Return the address of an arena that holds these tensors; raise ValueError for anything else."""
     number, pid, fd, inode, nbytes, path = records.fields(raw, "id", "pid", "fd", "inode", "nbytes", "path")
     records.text(number)
     records.optional(path, records.text)
     for one in (pid, fd, inode):
         records.count(one)
-    if any(fact.alias is None and fact.offset + fact.nbytes > records.count(nbytes) for fact in facts):
+    if any(entry.alias is None and entry.offset + entry.nbytes > records.count(nbytes) for entry in metadata):
         raise ValueError("a tensor lies outside of its memory")
     found: dict[str, Any] = raw
     return found
 
 
-def _facts(tensors: Mapping[str, Any]) -> list[_Fact]:
-    """Facts with offsets into one block of memory; a tied tensor has its first name as alias and takes no room."""
-    facts: list[_Fact] = []
+def _metadata_of(tensors: Mapping[str, Any]) -> list[_TensorMetadata]:
+    """Return metadata with offsets into one block; a tied tensor has its first name as alias and no bytes."""
+    metadata: list[_TensorMetadata] = []
     seen: dict[tuple[Any, ...], str] = {}
     offset = 0
     for name, tensor in tensors.items():
-        fact = _fact(name, tensor, offset)
+        entry = _metadata_of_one(name, tensor, offset)
         key = same_memory(tensor)
         if key is not None:  # a Parameter and its plain data are two objects over one memory
-            first = seen.setdefault((*key, fact.kind, fact.requires_grad), name)
-            fact = fact if first == name else replace(fact, alias=first)
-        facts.append(fact)
-        if fact.alias is None:
-            offset += -(-fact.nbytes // _ALIGNMENT) * _ALIGNMENT
-    return facts
+            first = seen.setdefault((*key, entry.kind, entry.requires_grad), name)
+            entry = entry if first == name else replace(entry, alias=first)
+        metadata.append(entry)
+        if entry.alias is None:
+            offset += -(-entry.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return metadata
 
 
-def _fact(name: str, tensor: Any, offset: int) -> _Fact:
+def _metadata_of_one(name: str, tensor: Any, offset: int) -> _TensorMetadata:
     if hasattr(tensor, "__create_chunk_list__"):
         raise UnsupportedError("this is a part of a sharded tensor: pass its to_local()", name=name)
     dtype, shape = dtype_name(tensor, name), tuple(int(size) for size in tensor.shape)
     if isinstance(tensor, np.ndarray):
-        return _Fact(name, dtype, shape, "numpy", False, None, offset)
+        return _TensorMetadata(name, dtype, shape, "numpy", False, None, offset)
     kind = "parameter" if type(tensor).__name__ == "Parameter" else "tensor"
-    return _Fact(name, dtype, shape, kind, bool(tensor.requires_grad), None, offset)
+    return _TensorMetadata(name, dtype, shape, kind, bool(tensor.requires_grad), None, offset)
 
 
-def _rebuild(fact: _Fact, data: Any) -> Any:
-    tensor = from_bytes(data, fact.dtype, fact.shape, as_numpy=fact.kind == "numpy")
-    if fact.kind == "parameter":
+def _rebuild(entry: _TensorMetadata, data: Any) -> Any:
+    tensor = from_bytes(data, entry.dtype, entry.shape, as_numpy=entry.kind == "numpy")
+    if entry.kind == "parameter":
         import torch
 
-        return torch.nn.Parameter(tensor, requires_grad=fact.requires_grad)
-    return tensor.requires_grad_() if fact.requires_grad else tensor
+        return torch.nn.Parameter(tensor, requires_grad=entry.requires_grad)
+    return tensor.requires_grad_() if entry.requires_grad else tensor
 
 
 class _Block(ABC):
-    """What one rank sent, as root sees it: tensors made on demand, and released at the end of the block."""
+    """One rank's tensors on root, made on demand and released at the end of the with block."""
 
-    def __init__(self, facts: Sequence[_Fact]) -> None:
-        self.facts = {fact.name: fact for fact in facts}
+    def __init__(self, metadata: Sequence[_TensorMetadata]) -> None:
+        self.metadata = {entry.name: entry for entry in metadata}
         self._made: dict[str, Any] = {}
         self._open = True
 
     def tensor(self, name: str) -> Any:
-        """The tensor of this name; a tied one is the same object under both names."""
+        """Return a tensor; a tied one is the same object under both names."""
         if name not in self._made:
             if not self._open:
                 raise InvalidArgumentError("the with block that gathered this has ended", name=name)
-            fact = self.facts[name]
-            self._made[name] = self.tensor(fact.alias) if fact.alias is not None else self._make(fact)
+            entry = self.metadata[name]
+            self._made[name] = self.tensor(entry.alias) if entry.alias is not None else self._make(entry)
         return self._made[name]
 
     @abstractmethod
-    def _make(self, fact: _Fact) -> Any:
-        """The tensor of one fact."""
+    def _make(self, entry: _TensorMetadata) -> Any:
+        """Make the tensor of this metadata."""
 
     def close(self) -> None:
-        """Forget everything; what the user kept stays valid."""
+        """Drop all references; tensors that the user kept stay valid."""
         self._made.clear()
         self._open = False
 
 
 class _OwnBlock(_Block):
-    """Root's own tensors: the same objects, where they are on the host."""
+    """Root's own tensors: the same objects if they are on the host, else copies."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
-        super().__init__(_facts(tensors))
+        super().__init__(_metadata_of(tensors))
         self._tensors = tensors
 
-    def _make(self, fact: _Fact) -> Any:
-        tensor = self._tensors[fact.name]
-        return tensor if fact.kind == "numpy" or tensor.device.type == "cpu" else tensor.cpu()
+    def _make(self, entry: _TensorMetadata) -> Any:
+        tensor = self._tensors[entry.name]
+        return tensor if entry.kind == "numpy" or tensor.device.type == "cpu" else tensor.cpu()
 
 
 class _MemoryBlock(_Block):
     """Views of another rank's arena."""
 
-    def __init__(self, facts: Sequence[_Fact], base: Any) -> None:
-        super().__init__(facts)
+    def __init__(self, metadata: Sequence[_TensorMetadata], base: Any) -> None:
+        super().__init__(metadata)
         self._base = base
 
-    def _make(self, fact: _Fact) -> Any:
-        return _rebuild(fact, self._base[fact.offset : fact.offset + fact.nbytes])
+    def _make(self, entry: _TensorMetadata) -> Any:
+        return _rebuild(entry, self._base[entry.offset : entry.offset + entry.nbytes])
 
     def close(self) -> None:
         super().close()
@@ -245,14 +248,14 @@ class _MemoryBlock(_Block):
 
 
 class _FileBlock(_Block):
-    """Tensors read from another rank's file, each into memory of its own."""
+    """Tensors read from another rank's file, each into its own memory."""
 
-    def __init__(self, facts: Sequence[_Fact], file: RankFile) -> None:
-        super().__init__(facts)
+    def __init__(self, metadata: Sequence[_TensorMetadata], file: RankFile) -> None:
+        super().__init__(metadata)
         self._file = file
 
-    def _make(self, fact: _Fact) -> Any:
-        return _rebuild(fact, self._file.read(fact.name))
+    def _make(self, entry: _TensorMetadata) -> Any:
+        return _rebuild(entry, self._file.read(entry.name))
 
     def close(self) -> None:
         super().close()
@@ -260,45 +263,45 @@ class _FileBlock(_Block):
 
 
 class _MemoryTransport:
-    """Through an arena of each writer's; at the end of the block all learn which arenas are still looked at."""
+    """Transport through an arena of each writer; the final agreement tells writers which arenas are still viewed."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._arena: Arena | None = None
 
-    def send(self, tensors: Mapping[str, Any], facts: Sequence[_Fact]) -> dict[str, Any]:
-        """Copy this rank's tensors into its arena; returns what root must know."""
-        total = max((f.offset + f.nbytes for f in facts if f.alias is None), default=0)
+    def send(self, tensors: Mapping[str, Any], metadata: Sequence[_TensorMetadata]) -> dict[str, Any]:
+        """Copy this rank's tensors into its arena; return the arena's address."""
+        total = max((f.offset + f.nbytes for f in metadata if f.alias is None), default=0)
         if not total:
             return {}
         self._arena = self._comm.arenas.acquire(total)
-        for fact in facts:
-            if fact.alias is None and fact.nbytes:
-                _copy_in(tensors[fact.name], fact, self._arena.view[fact.offset : fact.offset + fact.nbytes])
+        for entry in metadata:
+            if entry.alias is None and entry.nbytes:
+                _copy_in(tensors[entry.name], entry, self._arena.view[entry.offset : entry.offset + entry.nbytes])
                 self._comm.progress()
         return self._arena.address
 
-    def receive(self, facts: Sequence[_Fact], where: Mapping[str, Any], rank: int) -> _Block:
-        """Views of another rank's tensors."""
+    def receive(self, metadata: Sequence[_TensorMetadata], where: Mapping[str, Any], rank: int) -> _Block:
+        """Return views of another rank's tensors."""
         if not where:
-            return _MemoryBlock(facts, np.empty(0, dtype=np.uint8))
-        address = records.parsed(where, lambda raw: _arena_address(raw, facts), "the address of its memory", rank)
-        return _MemoryBlock(facts, self._comm.arenas.attach(address))
+            return _MemoryBlock(metadata, np.empty(0, dtype=np.uint8))
+        address = records.parsed(where, lambda raw: _arena_address(raw, metadata), "the address of its memory", rank)
+        return _MemoryBlock(metadata, self._comm.arenas.attach(address))
 
     def received(self) -> None:
-        """Root has attached: what name the arena had, it needs no more."""
+        """Unlink the arena: root has attached to it."""
         if self._arena is not None:
             self._arena.unlink()
 
     def note(self) -> Any:
-        """What this rank says in the agreement at the end."""
+        """Return this rank's note for the final agreement."""
         arenas = self._comm.arenas
         has = arenas.owned_ids()
         has += [self._arena.ident] if self._arena is not None else []
         return _ArenaNote(tuple(has), tuple(arenas.referenced_ids())).to_json()
 
     def end(self, notes: Sequence[Any] | None) -> None:
-        """Recycle the arenas that nobody looks at; without an agreement (None) give this one away."""
+        """Recycle arenas that no rank views; close this one if there was no agreement (None)."""
         arenas = self._comm.arenas
         arena, self._arena = self._arena, None
         if notes is None:
@@ -312,29 +315,29 @@ class _MemoryTransport:
         arenas.recycle(referenced, {ident for note in read for ident in note.has})
 
 
-def _copy_in(tensor: Any, fact: _Fact, memory: memoryview) -> None:
+def _copy_in(tensor: Any, entry: _TensorMetadata, memory: memoryview) -> None:
     target = np.frombuffer(memory, dtype=np.uint8)
     if isinstance(tensor, np.ndarray):
-        np.copyto(array_over(target, fact.dtype, fact.shape), tensor)
+        np.copyto(array_over(target, entry.dtype, entry.shape), tensor)
         return
     import torch
 
     with torch.no_grad():
-        torch.from_numpy(target).view(torch_dtype(fact.dtype)).view(fact.shape).copy_(tensor)
+        torch.from_numpy(target).view(torch_dtype(entry.dtype)).view(entry.shape).copy_(tensor)
 
 
 class _FileTransport:
-    """Through a tensor file of each writer's, removed by its writer when the block ends."""
+    """Transport through a tensor file of each writer, which removes it when the with block ends."""
 
     def __init__(self, comm: Communicator, workspace: Workspace) -> None:
         self._comm = comm
         self._workspace = workspace
         self._receipt: Receipt | None = None
 
-    def send(self, tensors: Mapping[str, Any], facts: Sequence[_Fact]) -> dict[str, Any]:
-        """Write this rank's tensors as one durable file; returns its receipt."""
+    def send(self, tensors: Mapping[str, Any], metadata: Sequence[_TensorMetadata]) -> dict[str, Any]:
+        """Write this rank's tensors as one durable file; return its receipt."""
         staging = Staging()
-        held = [_held(tensors[fact.name], fact, staging) for fact in facts if fact.alias is None]
+        held = [_held(tensors[entry.name], entry, staging) for entry in metadata if entry.alias is None]
         comm = self._comm
         number = self._workspace.next_round(comm.run, comm.rank)
         self._receipt = self._workspace.write(
@@ -342,19 +345,19 @@ class _FileTransport:
         )
         return receipt_to_json(self._receipt)
 
-    def receive(self, facts: Sequence[_Fact], where: Mapping[str, Any], rank: int) -> _Block:
-        """Another rank's file, opened by the name that its receipt gives."""
+    def receive(self, metadata: Sequence[_TensorMetadata], where: Mapping[str, Any], rank: int) -> _Block:
+        """Open another rank's file by the name in its receipt."""
         receipt = records.parsed(where, receipt_from_json, "the name of its file", rank)
-        return _FileBlock(facts, self._workspace.open(receipt, timeout_s=_READ_RETRY_S))
+        return _FileBlock(metadata, self._workspace.open(receipt, timeout_s=_READ_RETRY_S))
 
     def received(self) -> None:
-        """Nothing to do: root may still read from the file."""
+        """No-op: root may still read from the file."""
 
     def note(self) -> None:
-        """Nothing to tell."""
+        """No-op: a file needs no note."""
 
     def end(self, notes: Sequence[Any] | None) -> None:
-        """Remove this rank's file; after a failure the reader removes those of ranks that cannot."""
+        """Remove this rank's file; after a failure root removes those of ranks that cannot."""
         if self._receipt is not None:
             self._workspace.remove([self._receipt.relative])
             self._receipt = None
@@ -364,9 +367,9 @@ class _FileTransport:
             self._workspace.sweep()
 
 
-def _held(tensor: Any, fact: _Fact, staging: Staging) -> Held:
-    shard = Shard(fact.name, fact.dtype, fact.shape, (full_box(fact.shape),))
-    return Held(shard, lambda _: (part for _, part in staging.parts(tensor, fact.dtype)))
+def _held(tensor: Any, entry: _TensorMetadata, staging: Staging) -> ShardData:
+    shard = Shard(entry.name, entry.dtype, entry.shape, (full_box(entry.shape),))
+    return ShardData(shard, lambda _: (part for _, part in staging.parts(tensor, entry.dtype)))
 
 
 _Transport = _MemoryTransport | _FileTransport
@@ -386,9 +389,9 @@ def _transport(comm: Communicator, workspace: Workspace | str | os.PathLike[str]
 def _gathered(
     call: str, comm: Communicator, root: int, tensors: Mapping[str, Any], message: Any, workspace: Any
 ) -> Iterator[list[tuple[_Block, Any]]]:
-    """Every rank's block and message, in rank order, on root; [] elsewhere. Collective at both ends.
+    """Yield every rank's block and message, in rank order, on root; [] elsewhere. Collective at both ends.
 
-    `call` is the public one; what the user does inside the block is no part of it.
+    `call` is the name of the public function; calls that the user makes inside the block are not part of it.
     """
     with public_call(call):
         transport, blocks = _exchange(comm, root, tensors, message, workspace)
@@ -398,16 +401,16 @@ def _gathered(
 def _exchange(
     comm: Communicator, root: int, tensors: Mapping[str, Any], message: Any, workspace: Any
 ) -> tuple[_Transport, list[tuple[_Block, Any]]]:
-    """Bring every rank's block and message to root. Collective."""
+    """Send every rank's block and message to root. Collective."""
     with comm.phase("choosing a transport"):
         transport = _transport(comm, workspace)
-    parcel = _Parcel()
+    ours = _RankMessage()
     try:
         with comm.phase("sending"):
             if comm.rank != root:
-                facts = _facts(tensors)
-                parcel = _Parcel(tuple(facts), transport.send(tensors, facts), message)
-        sent = comm.all_gather_bytes(records.encoded(parcel), root=root, operation="sending to root")
+                metadata = _metadata_of(tensors)
+                ours = _RankMessage(tuple(metadata), transport.send(tensors, metadata), message)
+        sent = comm.all_gather_bytes(records.encoded(ours), root=root, operation="sending to root")
         blocks: list[tuple[_Block, Any]] = []
         with comm.phase("receiving"):
             for rank, data in enumerate(sent):
@@ -420,8 +423,8 @@ def _exchange(
 
 
 def _receive(transport: _Transport, data: bytes, rank: int) -> tuple[_Block, Any]:
-    parcel = records.decoded(data, _Parcel.from_json, "the description of its tensors", rank)
-    return transport.receive(parcel.facts, parcel.where, rank), parcel.message
+    ours = records.decoded(data, _RankMessage.from_json, "the description of its tensors", rank)
+    return transport.receive(ours.metadata, ours.where, rank), ours.message
 
 
 def _until_done(
@@ -430,7 +433,7 @@ def _until_done(
     transport: _Transport,
     blocks: list[tuple[_Block, Any]],
 ) -> Iterator[list[tuple[_Block, Any]]]:
-    """The user's block, and the agreement at its end, which waits as long as everybody lives."""
+    """Run the user's block, then agree; the agreement waits without limit while all ranks are alive."""
     failure: BaseException | None = None
     try:
         yield blocks
@@ -460,9 +463,9 @@ def _end(comm: Communicator, failure: BaseException | None, note: Any) -> list[A
 
 
 class GatheredState(Mapping[str, Any]):
-    """One rank's state on root: names to tensors, made on first access, valid to look up until the block ends.
+    """One rank's state on root: a mapping of names to tensors, made on first access inside the with block.
 
-    `shards` says which part of which tensor each is: global shape and boxes. A tensor that is kept stays valid.
+    `shards` has each tensor's global shape and boxes. A tensor that is kept stays valid after the block.
     """
 
     def __init__(self, rank: int, block: _Block, shards: Mapping[str, Shard]) -> None:
@@ -471,15 +474,15 @@ class GatheredState(Mapping[str, Any]):
         self._block = block
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._block.facts:
+        if name not in self._block.metadata:
             raise KeyError(name)
         return self._block.tensor(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._block.facts)
+        return iter(self._block.metadata)
 
     def __len__(self) -> int:
-        return len(self._block.facts)
+        return len(self._block.metadata)
 
     def __repr__(self) -> str:
         return f"GatheredState(rank {self.rank}, {len(self)} tensors)"
@@ -493,12 +496,32 @@ def gather_state(
     root: int = 0,
     workspace: Workspace | str | os.PathLike[str] | None = None,
 ) -> Iterator[tuple[GatheredState, ...]]:
-    """Every rank's state on root: one lazy mapping per rank, in rank order; () on the others.
+    """Gather every rank's state on root: yield one lazy mapping per rank, in rank order; () on other ranks.
 
-    Collective over `comm`, also at the end of the block, where the others wait for root. `state` is a module, a mapping
-    of names to tensors, or a list of modules; of a DTensor each rank gives its local part, and its mapping's `shards`
-    says where it belongs. Through shared memory on one host, or through `workspace` (a directory or Workspace). An
-    exception on any rank reaches all. Costs one copy of what is gathered.
+    Collective, also at the end of the with block, where the other ranks wait for root. The transport is shared memory
+    on one host, or a workspace. Each rank copies its tensors once. An exception on any rank is raised on all ranks.
+
+    Args:
+        state: a module, a mapping of names to tensors, or a list of modules. Of a DTensor each rank sends its local
+            part; `shards` of its mapping has the boxes.
+        comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current communicator.
+        root: the rank that receives.
+        workspace: a directory or Workspace that all hosts see; None for shared memory.
+
+    Yields:
+        On root a tuple of mappings from names to tensors, with attributes `rank` and `shards`.
+
+    Raises:
+        InvalidArgumentError: the ranks share no memory and `workspace` is None.
+        UnsupportedError: a tensor cannot be sent (meta, masked, freed).
+        StorageError, StallError, PeerError.
+
+    Example:
+        >>> import torch
+        >>> import statexchange as sx
+        >>> with sx.gather_state({"w": torch.ones(2)}) as states:
+        ...     [(state.rank, state["w"].tolist()) for state in states]
+        [(0, [1.0, 1.0])]
     """
     communicator = as_communicator(comm)
     tensors: dict[str, Any] = {}
@@ -525,18 +548,37 @@ def _state(rank: int, block: _Block, message: Any) -> GatheredState:
 def get_tensors_parallel(
     tensor: Any, ranks: Sequence[int], group: Any = None, workspace_path: str | os.PathLike[str] | None = None
 ) -> Iterator[list[Any]]:
-    """Every member's tensor on the first of `ranks`, as a list in `ranks` order; [] on the others.
+    """Gather one tensor of each of `ranks` on the first of them: yield a list in `ranks` order; [] on the others.
 
-    Collective over `ranks` only, also at the end of the block. They are world ranks, or ranks of the Communicator or
-    MPI communicator `group`. Shapes and dtypes may differ. The first
-    entry is the caller's own tensor; the others are views of shared memory, or copies read from `workspace_path`, and
-    stay valid when kept. An exception on any member reaches all.
+    Collective over `ranks` only, also at the end of the with block. An exception on any of them is raised on all.
+    The interface is that of ModelOpt's export/distribute.
+
+    Args:
+        tensor: this rank's tensor or array; shapes and dtypes may differ between ranks.
+        ranks: world ranks, or ranks of `group` if that is a Communicator or MPI communicator.
+        group: a ProcessGroup, Communicator or MPI communicator that contains the ranks.
+        workspace_path: a directory that all hosts see; None for shared memory.
+
+    Yields:
+        On the first rank its own tensor, then views of shared memory, or copies read from the workspace. They stay
+        valid if kept.
+
+    Raises:
+        InvalidArgumentError: `tensor` is not one, or the ranks share no memory and `workspace_path` is None.
+        UnsupportedError, StorageError, StallError, PeerError.
+
+    Example:
+        >>> import torch
+        >>> import statexchange as sx
+        >>> with sx.get_tensors_parallel(torch.ones(2), [0]) as tensors:
+        ...     [tensor.tolist() for tensor in tensors]
+        [[1.0, 1.0]]
     """
     with public_call("get_tensors_parallel"):
         communicator = members(ranks, group)
-        with communicator.phase("looking at its tensor"):
+        with communicator.phase("checking its tensor"):
             if not is_tensor(tensor):
-                raise InvalidArgumentError(f"get_tensors_parallel wants a tensor, not {type(tensor)!r}")
+                raise InvalidArgumentError(f"tensor must be a torch tensor or numpy array, not {type(tensor)!r}")
     with _gathered(
         "get_tensors_parallel", communicator, 0, {"tensor": wait_tensor(tensor)}, None, workspace_path
     ) as blocks:
@@ -544,7 +586,7 @@ def get_tensors_parallel(
 
 
 def _the_tensor(rank: int, block: _Block) -> Any:
-    if "tensor" not in block.facts:
+    if "tensor" not in block.metadata:
         raise MismatchError("this rank has not sent a tensor: run the same version of statexchange on all", rank=rank)
     return block.tensor("tensor")
 
@@ -556,12 +598,31 @@ def get_configs_parallel(
     group: Any = None,
     workspace_path: str | os.PathLike[str] | None = None,
 ) -> Iterator[list[T | None]]:
-    """Every member's config on the first of `ranks`: a list with one entry per rank in `ranks` order; [] elsewhere.
+    """Gather one config of each of `ranks` on the first of them: yield a list in `ranks` order; [] on the others.
 
-    Collective over `ranks` only, also at the end of the block. They are world ranks, or ranks of the Communicator or
-    MPI communicator `group`. A config is any nesting of dataclasses,
-    dicts, lists, tuples, enums, numbers, strings, dtypes and tensors, or None, which keeps its place. Dataclasses come
-    back as the first rank's own types or registered ones (`register_config`), else as dicts with ``"__name__"``.
+    Collective over `ranks` only, also at the end of the with block. An exception on any of them is raised on all.
+    The interface is that of ModelOpt's export/distribute.
+
+    Args:
+        config: any nesting of dataclasses, dicts, lists, tuples, enums, numbers, strings, dtypes and tensors; or None,
+            which keeps its place in the list.
+        ranks: world ranks, or ranks of `group` if that is a Communicator or MPI communicator.
+        group: a ProcessGroup, Communicator or MPI communicator that contains the ranks.
+        workspace_path: a directory that all hosts see; None for shared memory.
+
+    Yields:
+        On the first rank one config per rank. Dataclasses have the first rank's own types or types given to
+        `register_config`; unknown ones are dicts with ``"__name__"``.
+
+    Raises:
+        UnsupportedError: a value cannot be encoded; the error names its path.
+        InvalidArgumentError, StorageError, StallError, PeerError.
+
+    Example:
+        >>> import statexchange as sx
+        >>> with sx.get_configs_parallel({"layers": 2}, [0]) as configs:
+        ...     configs
+        [{'layers': 2}]
     """
     tensors: dict[str, Any] = {}
 
@@ -583,7 +644,7 @@ def get_configs_parallel(
 
 def _config(rank: int, block: _Block, message: Any, types: Mapping[str, type]) -> Any:
     def tensor(name: str) -> Any:
-        if name not in block.facts:
+        if name not in block.metadata:
             raise MismatchError("the config has a tensor that was not sent", name=name, rank=rank)
         return block.tensor(name)
 

@@ -25,19 +25,19 @@ from statexchange.errors import (
 from statexchange.exchange.catalog import Catalog, LivePlaces, paths_of, with_new_names, without_unwanted
 from statexchange.exchange.placing import place_parts
 from statexchange.exchange.rank_metadata import check_equal_options
-from statexchange.exchange.reading import Job, assign_readers, read_all
+from statexchange.exchange.reading import ReadItem, assign_readers, read_all
 from statexchange.formats.registry import open_source
 from statexchange.formats.source import Source
 from statexchange.processes import collector_paused
 from statexchange.sharding import records
 from statexchange.sharding.options import FLOATS, LoadOptions, Rename, Replicas
 from statexchange.sharding.plan import prove_cover
-from statexchange.sharding.rules import Layout, renumbered
+from statexchange.sharding.rules import Layout, renumber_names
 from statexchange.state.describe import Description, LocalTensor, State, describe_entry
 from statexchange.state.load_plan import LoadPlan, SavedTensor, merge_trees, plan_load, tree_from_names
 from statexchange.state.tree import flatten
-from statexchange.storage.json_text import decode_stored
 from statexchange.storage.store import is_url
+from statexchange.storage.stored_values import decode_stored
 from statexchange.storage.tensorfile import digest
 from statexchange.tensors import DTYPE_NAMES, check_writable, dtype_name, mark_changed, torch_dtype
 from statexchange.units import format_transfer
@@ -99,7 +99,7 @@ def load_checkpoint(
     checkpoint: if it is replaced during the load, the new one is loaded instead, once; after that it is an error.
 
     `strict`, `dtype` and `replicas` must be the same on all ranks; `layout`, `include` and `rename` may differ, as
-    between the stages of a pipeline, but not a layout's grid.
+    between the stages of a pipeline, but not a layout's mesh.
 
     Args:
         state: a module, a mapping of names to tensors or a list of modules, with the source's names for tensors; or a
@@ -142,9 +142,18 @@ def load_checkpoint(
         CorruptError: bytes differ from their digest, or files contradict each other.
         ReplacedError: the checkpoint was replaced during the load, twice.
         UnsafeError: `rename` gives two tensors one name.
-        UnsupportedError, StorageError.
+        UnsupportedError, StorageError: as `statexchange.errors` says.
         StallError: no rank has moved a byte for `stall_timeout_s`.
         PeerError: another rank has failed.
+
+    Example:
+        >>> import torch
+        >>> import statexchange as sx
+        >>> report = sx.save_checkpoint({"model": {"w": torch.ones(2)}, "step": 7}, "saved")
+        >>> state = {"model": {"w": torch.zeros(2)}, "step": 0}
+        >>> report = sx.load_checkpoint(state, "saved")
+        >>> state
+        {'model': {'w': tensor([1., 1.])}, 'step': 7}
 
     Example:
         state = {"model": model, "optimizer": optimizer, "step": 0}
@@ -169,9 +178,10 @@ def load_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class _OpenedSource:
-    """What a rank has opened, and how it was asked to: `content` and `files` are digests.
+    """The checkpoint that a rank has opened, and its options; ranks compare these records.
 
-    Equal `content` means the same checkpoint; equal `files` of ranks of one host, that they read the same files.
+    `content` and `files` are digests. Equal `content` means the same checkpoint. Equal `files`, on ranks of one host,
+    means the same files.
     """
 
     content: str
@@ -183,14 +193,14 @@ class _OpenedSource:
 
     @classmethod
     def of(cls, source: Source, options: LoadOptions) -> _OpenedSource:
-        """What this rank has opened.
+        """Describe the source that this rank has opened.
 
-        Files of one name and size may still be those of two publications: ranks of a host compare which files they
-        have opened, and so do all ranks on a file system that hosts share.
+        Two publications may have files of equal names and sizes. So ranks of one host also compare the files' local
+        identity, and all ranks compare their identity on a file system that hosts share.
         """
-        holders = [[os.path.basename(holder.path), holder.nbytes, len(holder.tensors)] for holder in source.holders]
-        shared = [holder.file.shared_identity for holder in source.holders]
-        local = [holder.file.local_identity for holder in source.holders]
+        holders = [[os.path.basename(holder.path), holder.nbytes, len(holder.tensors)] for holder in source.files]
+        shared = [holder.file.shared_identity for holder in source.files]
+        local = [holder.file.local_identity for holder in source.files]
         content = [source.kind, source.run, source.round, holders, source.manifest, shared]
         where = f", round {source.round} of {source.run}" if source.round is not None else ""
         shown = source.path + where
@@ -198,7 +208,7 @@ class _OpenedSource:
         return cls(_digest(content), _digest(local), source.path, shown, options.texts(), has_layout)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON value that `from_json` reads."""
+        """Return a JSON value that `from_json` reads."""
         return {
             "content": self.content,
             "files": self.files,
@@ -210,7 +220,7 @@ class _OpenedSource:
 
     @classmethod
     def from_json(cls, raw: Any) -> _OpenedSource:
-        """The record that `to_json` wrote; anything else is a ValueError."""
+        """Return the record that `to_json` wrote; raise ValueError for anything else."""
         content, files, path, shown, options, has_layout = records.fields(
             raw, "content", "files", "path", "shown", "options", "has_layout"
         )
@@ -255,24 +265,24 @@ class _Load:
             tree = _saved_tree(state, catalog)
             if not has_layout:
                 wanted = _wanted(state, catalog, tree)
-                jobs = [_job(target, catalog) for target in _targets(wanted, catalog, comm.rank)]
+                items = [_read_item(target, catalog) for target in _targets(wanted, catalog, comm.rank)]
         if has_layout:
-            wanted, jobs = self._laid_out(state, catalog, tree)
+            wanted, items = self._laid_out(state, catalog, tree)
         sent = comm.all_gather_object(wanted.unexpected)
         with comm.phase("comparing the names"):
-            told = [
+            by_rank = [
                 set(records.parsed(raw, lambda raw: records.items(raw, records.text), "unexpected names", rank))
                 for rank, raw in enumerate(sent)
             ]
-            # those that no rank has a place for
-            wanted.unexpected = [name for name in wanted.unexpected if all(name in names for names in told)]
-            if options.strict or (wanted.missing and not wanted.targets):  # nothing at all is never what was meant
+            # Unexpected names are those for which no rank has a place.
+            wanted.unexpected = [name for name in wanted.unexpected if all(name in names for names in by_rank)]
+            if options.strict or (wanted.missing and not wanted.targets):  # loading nothing is never intended
                 _check_names(wanted, catalog)
-        readers = assign_readers(jobs, comm) if is_url(source.path) else {}
+        readers = assign_readers(items, comm) if is_url(source.path) else {}
         with comm.phase("reading", timeout_s=self._stall_timeout_s):
             mark_changed(live for _, live, _ in wanted.targets)
-            mark_changed(part for job in jobs for part in job.held.tensors)
-            read = read_all(jobs, readers, comm, self._on_progress)
+            mark_changed(part for item in items for part in item.held.tensors)
+            read = read_all(items, readers, comm, self._on_progress)
             for callback in wanted.callbacks:
                 callback()
         names = (tuple(wanted.missing), tuple(wanted.unexpected))
@@ -281,18 +291,18 @@ class _Load:
             _log.info("loaded %s", report)
         return report
 
-    def _laid_out(self, state: Any, catalog: Catalog, tree: _SavedTree | None) -> tuple[LoadPlan, list[Job]]:
-        """What is wanted, and the jobs, where any rank has a layout. Collective."""
+    def _laid_out(self, state: Any, catalog: Catalog, tree: _SavedTree | None) -> tuple[LoadPlan, list[ReadItem]]:
+        """Return the load plan and what to read, if any rank has a layout. Collective."""
         catalog.counted = self._counted(state, catalog.layout, of_names=tree is None)
         with self._comm.phase("finding its tensors", timeout_s=self._stall_timeout_s):
             wanted = _wanted(state, catalog, tree)
             targets = _targets(wanted, catalog, self._comm.rank)
         targets = self._placed(targets, catalog)
         with self._comm.phase("comparing the tensors", timeout_s=self._stall_timeout_s):
-            return wanted, [_job(target, catalog) for target in targets]
+            return wanted, [_read_item(target, catalog) for target in targets]
 
     def _counted(self, state: Any, layout: Layout, *, of_names: bool) -> dict[str, str]:
-        """The names in the source of tensors that a layout counts on over the ranks. Collective."""
+        """Return the source's names of tensors that a layout numbers over all ranks. Collective."""
         ours: dict[str, str] = {}
         with self._comm.phase("naming its tensors"):
             if of_names and any(rule.renumber for rule in layout.rules.values()):
@@ -307,10 +317,10 @@ class _Load:
         sent = self._comm.all_gather_object(ours)
         with self._comm.phase("counting over the ranks"):
             names = {rank: records.parsed(raw, records.texts, "its names", rank) for rank, raw in enumerate(sent)}
-            return renumbered(names, layout)[self._comm.rank]
+            return renumber_names(names, layout)[self._comm.rank]
 
     def _placed(self, targets: Sequence[_Target], catalog: Catalog) -> list[_Target]:
-        """The targets with parts of whole tensors placed in these. Collective."""
+        """Return the targets with each part's boxes in its whole tensor. Collective."""
         held: dict[str, LocalTensor] = {}
         for target in targets:
             held.setdefault(target.name, target.held.renamed(target.name))
@@ -330,8 +340,8 @@ class _Load:
 def _check_same(source: Source, options: LoadOptions, comm: Communicator) -> bool:
     """Raise, on all ranks, if they have opened different checkpoints or were given different options. Collective.
 
-    Different checkpoints of one path are a ReplacedError, else an InvalidArgumentError. Returns whether any rank has a
-    layout.
+    Different checkpoints at one path are a ReplacedError, at different paths an InvalidArgumentError. Return whether
+    any rank has a layout.
     """
     ours = _OpenedSource.of(source, options)
     if comm.world_size == 1:
@@ -365,7 +375,7 @@ def _digest(facts: Any) -> str:
 
 
 def _opened(source: str | os.PathLike[str], comm: Communicator) -> Source:
-    """The source; where there are several hosts, the error that it is not there tells on which."""
+    """Open the source; on several hosts NotFoundError names the host that does not see it."""
     try:
         return open_source(source)
     except NotFoundError as error:
@@ -375,26 +385,26 @@ def _opened(source: str | os.PathLike[str], comm: Communicator) -> Source:
         raise NotFoundError(text, rank=comm.rank, path=error.path) from error
 
 
-# What is wanted
+# The load plan
 
 
 @dataclass(frozen=True, slots=True)
 class _SavedTree:
-    """What was saved as one tree, under the state's names; `left_out` are paths of what `include` has left out."""
+    """The saved tree under the state's names; `left_out` are the paths that `include` does not select."""
 
     tree: Any
     left_out: frozenset[str]
 
 
 def _saved_tree(state: Any, catalog: Catalog) -> _SavedTree | None:
-    """What was saved as one tree, under the state's names; None for a source of tensors alone."""
+    """Return the saved tree under the state's names; None if the source has only tensors."""
     types = values.types_of(state)
     own = catalog.source.configs.get(-1 if catalog.own is None else catalog.own)
     texts = [*([own] if own is not None else []), *catalog.source.configs.values()]
     kept: list[str] = []
-    leaf, path = _noting(kept, catalog), catalog.source.path
+    leaf, path = _leaf_reader(kept, catalog), catalog.source.path
     trees = [decode_stored(text, path, types=types, leaf=leaf) for text in dict.fromkeys(texts)]
-    if not kept and (len(catalog) > 0 or not trees):  # a config beside tensors is not what they lie in
+    if not kept and (len(catalog) > 0 or not trees):  # a config that does not contain the tensors
         return None
     for rule in catalog.layout.rules.values():
         if rule.renames:
@@ -410,14 +420,14 @@ def _saved_tree(state: Any, catalog: Catalog) -> _SavedTree | None:
 
 
 def _wanted(state: Any, catalog: Catalog, tree: _SavedTree | None) -> LoadPlan:
-    """The tensors of `state` with their names in the source, and what is to be done besides."""
+    """Plan the load: the live tensors with their names in the source, and the callbacks that restore the rest."""
     options = catalog.options
     if tree is None:
         texts = {catalog.new_name(name): text for name, text in catalog.source.texts.items()}
         saved = tree_from_names(state, catalog.has, filter(options.wants, catalog), texts, catalog.keeps)
     else:
         saved = tree.tree
-    wanted = plan_load(state, saved, lambda name, own, like: _memory(catalog, name, own, like))
+    wanted = plan_load(state, saved, lambda name, own, like: _tensor_to_fill(catalog, name, own, like))
     if options.include:
         places = LivePlaces.of(state)
         left_out = frozenset() if tree is None else tree.left_out
@@ -432,8 +442,8 @@ def _wanted(state: Any, catalog: Catalog, tree: _SavedTree | None) -> LoadPlan:
     return wanted
 
 
-def _noting(kept: list[str], catalog: Catalog) -> Callable[[str], SavedTensor]:
-    """Makes the places of tensors, whose names are kept; CorruptError for one that is in no file."""
+def _leaf_reader(kept: list[str], catalog: Catalog) -> Callable[[str], SavedTensor]:
+    """Return a leaf decoder that adds tensor names to `kept`; CorruptError for a tensor that no file has."""
 
     def leaf(name: str) -> SavedTensor:
         kept.append(name)
@@ -446,18 +456,20 @@ def _noting(kept: list[str], catalog: Catalog) -> Callable[[str], SavedTensor]:
     return leaf
 
 
-def _memory(catalog: Catalog, name: str, own: Any, like: Any) -> Any:
-    """`own` if the tensor fits into it; else new memory, placed as `like` if that has its shape, else whole."""
+def _tensor_to_fill(catalog: Catalog, name: str, own: Any, like: Any) -> Any:
+    """Return `own` if the tensor fits into it; else a new tensor: sharded as `like` if shapes agree, else whole."""
     import torch
 
     shard = catalog.shard_of(name)
     shape = shard.global_shape
     if like is not None and catalog.options.layout is not None and catalog.shape_like(name) is not None:
-        shape = tuple(like.shape)  # a part of the whole, as the parameter is
+        shape = tuple(like.shape)  # a shard, as the parameter is
     if isinstance(own, torch.Tensor) and tuple(own.shape) == shape and _fits(catalog, shard.dtype, own):
         return own
     if like is not None and tuple(like.shape) == shape:
-        casts = len(shape) > 0 and catalog.options.casts(shard.dtype, dtype_name(like, name))  # a scalar counts steps
+        casts = len(shape) > 0 and catalog.options.casts(
+            shard.dtype, dtype_name(like, name)
+        )  # a scalar is a step count
         return torch.zeros_like(like, dtype=like.dtype if casts else torch_dtype(shard.dtype), requires_grad=False)
     return torch.empty(shape, dtype=torch_dtype(shard.dtype))
 
@@ -470,7 +482,7 @@ def _fits(catalog: Catalog, stored: str, own: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A live tensor at `path` of the state, or a part of one, and the name of what fills it in the catalog."""
+    """A live tensor at `path` of the state, or a part of one, and the catalog's name of its source."""
 
     name: str
     path: str
@@ -479,7 +491,7 @@ class _Target:
 
 
 def _targets(wanted: LoadPlan, catalog: Catalog, rank: int) -> list[_Target]:
-    """The live tensors that are to be filled, described; a layout's rules may make several of one."""
+    """Describe the live tensors to fill; a layout's rule may split one into several."""
     layout = catalog.layout
     if layout.rules:
         like = {name: catalog.shape_like(name) for name, _, _ in wanted.targets if name in catalog}
@@ -495,16 +507,16 @@ def _targets(wanted: LoadPlan, catalog: Catalog, rank: int) -> list[_Target]:
 
 
 def _check_names(wanted: LoadPlan, catalog: Catalog) -> None:
-    """Missing or unexpected names, all at once, as torch reports them."""
+    """Raise an error that lists all missing and unexpected names, as torch does."""
     if not wanted.missing and not wanted.unexpected:
         return
-    told = [
+    lists = [
         f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
         for what, names in (("missing in the source", wanted.missing), ("not in the state", wanted.unexpected))
         if names
     ]
     advice = [_hint(wanted, catalog), "strict=False loads what both have" if wanted.targets else ""]
-    text = "; ".join(["the names differ", *told, *filter(None, advice)])
+    text = "; ".join(["the names differ", *lists, *filter(None, advice)])
     kind = NotFoundError if wanted.missing else InvalidArgumentError
     raise kind(text, path=catalog.source.path)
 
@@ -521,12 +533,12 @@ def _hint(wanted: LoadPlan, catalog: Catalog) -> str:
     return ""
 
 
-def _job(target: _Target, catalog: Catalog) -> Job:
+def _read_item(target: _Target, catalog: Catalog) -> ReadItem:
     stored, held = catalog.shard_of(target.name), target.held
     for part in held.tensors:
         check_writable(part, target.path)
     ours, theirs = held.shard.global_shape, stored.global_shape
-    # of a padded tensor what both have is read
+    # The common part of a padded tensor is read.
     if ours != theirs and not (target.is_padded and len(ours) == len(theirs)):
         hint = ""
         if len(ours) == len(theirs) and held.placement is None and catalog.world_size > 1:
@@ -549,4 +561,4 @@ def _job(target: _Target, catalog: Catalog) -> Job:
         prove_cover(target.name, stored.global_shape, {box: [rank] for box, (_, rank) in boxes.items()})
     except (CorruptError, IncompleteError) as error:
         raise error.located(name=target.name, path=catalog.source.path) from error
-    return Job(target.name, held, {box: extent for box, (extent, _) in boxes.items()}, stored.dtype)
+    return ReadItem(target.name, held, {box: byte_range for box, (byte_range, _) in boxes.items()}, stored.dtype)

@@ -1,4 +1,4 @@
-"""NFSWorkspace: configs and weights of ranks in a shared directory, with no communicator at all."""
+"""NFSWorkspace: configs and weights of ranks in a shared directory, without a communicator."""
 
 from __future__ import annotations
 
@@ -15,22 +15,35 @@ from statexchange.errors import InvalidArgumentError, NotFoundError, ReplacedErr
 from statexchange.exchange.staging import Staging, held_bytes
 from statexchange.settings import check_timeout, detect_launch
 from statexchange.state.describe import describe
-from statexchange.storage.json_text import decode_stored
+from statexchange.storage.stored_values import decode_stored
 from statexchange.storage.workspace import RankFile, RankName, Workspace, WorkspaceView
 from statexchange.tensors import from_bytes
 
 __all__ = ["NFSWorkspace"]
 
-_PATIENCE_S = 5.0  # for a directory to be seen as it is, while files in it come and go
+_PATIENCE_S = 5.0  # for a consistent view of a directory in which files appear and disappear
 
 
 class NFSWorkspace:
-    """A shared directory in which each rank leaves its config and weights for others to read.
+    """A shared directory in which each rank writes its config and weights for others to read.
 
-    Not collective: nothing here involves another rank, a collective or a barrier. `workspace_path` None makes an
-    uninitialised workspace, whose methods raise ValueError; "" is the current directory. `run` separates jobs that
-    share a directory: by default it is that of this process's communicator, else of the launcher's job; a reader of a
-    directory that holds one run needs none, and where several jobs cannot be told apart an error asks for it.
+    Not collective: no method needs another rank, a collective or a barrier. The interface is that of ModelOpt's
+    export/distribute.
+
+    Args:
+        workspace_path: the directory or URL; "" is the current directory. With None the workspace is uninitialised,
+            and its methods raise InvalidArgumentError, a ValueError.
+        run: separates jobs that share a directory. By default it is the run of this process's communicator, else the
+            launcher's job id. A reader needs none if the directory holds one run.
+
+    Example:
+        >>> import torch
+        >>> import statexchange as sx
+        >>> workspace = sx.NFSWorkspace("workspace")
+        >>> workspace.write_configs_and_weights({"layers": 2}, {"w": torch.ones(2)})
+        >>> config, weights = workspace.read_configs_and_weights_from_rank(0)
+        >>> config, weights["w"].tolist()
+        ({'layers': 2}, [1.0, 1.0])
     """
 
     def __init__(self, workspace_path: str | os.PathLike[str] | None = None, *, run: str | None = None) -> None:
@@ -50,9 +63,17 @@ class NFSWorkspace:
         return self._workspace
 
     def write_configs_and_weights(self, config_json: Any, weights: Mapping[str, Any]) -> None:
-        """Write this rank's config (any value of `values`) and weights (names to tensors) as one durable file.
+        """Write this rank's config and weights as one durable file.
 
         Not collective. A rank's n-th write is its round n; its last two rounds stay.
+
+        Args:
+            config_json: any nesting of dataclasses, dicts, lists, numbers, strings, dtypes and the like.
+            weights: tensors by name.
+
+        Raises:
+            InvalidArgumentError: there is no path, or several jobs cannot be told apart: pass `run`.
+            UnsupportedError, StorageError.
         """
         workspace = self._initialized()
         rank, world_size = _position()
@@ -97,10 +118,22 @@ class NFSWorkspace:
         round: int | None = None,  # noqa: A002 (a workspace's own word)
         timeout_s: float = 0.0,
     ) -> tuple[Any, dict[str, Any]]:
-        """The config and weights (on the CPU) that `target_rank` wrote: in its newest whole round, or in `round`.
+        """Return the config and weights that `target_rank` wrote.
 
-        Not collective. A rank whose file does not appear within `timeout_s` seconds is a NotFoundError naming rank and
-        path; it is never taken for None.
+        Not collective; waits at most `timeout_s` for the file. A missing file is an error, never None.
+
+        Args:
+            target_rank: the rank that wrote.
+            round: the round to read; by default the rank's newest whole one.
+            timeout_s: how long to wait for the file, in seconds.
+
+        Returns:
+            The config, and tensors by name on the CPU.
+
+        Raises:
+            NotFoundError: the rank's file did not appear; the error names rank and path.
+            InvalidArgumentError: several runs are in the directory: pass `run`.
+            CorruptError, StorageError.
         """
         check_timeout(timeout_s, zero=True)
         workspace = self._initialized()
@@ -112,7 +145,7 @@ class NFSWorkspace:
                 with workspace.view() as view:
                     found, observed = _find(view, self._run, target_rank, round)
                     if found is not None:
-                        vanished = True  # unless it can be read
+                        vanished = True  # if it cannot be read
                         return _read(view, found)
             except ReplacedError:
                 vanished = True
@@ -146,7 +179,7 @@ def _read(view: WorkspaceView, name: RankName) -> tuple[Any, dict[str, Any]]:
 
 
 def _position() -> tuple[int, int]:
-    """(rank, world size): of a communicator or torch.distributed where one runs, else as the launcher says."""
+    """Return (rank, world size) of the communicator or of torch.distributed, else those of the launcher."""
     launch = detect_launch()
     size = defaults.get_world_size()
     return (defaults.get_rank(), size) if size > 1 else (launch.rank, launch.world_size)
@@ -158,7 +191,7 @@ def _tensor(file: RankFile, name: str) -> Any:
 
 
 def _find(view: WorkspaceView, run: str | None, rank: int, number: int | None) -> tuple[RankName | None, object]:
-    """The newest file of a rank, or that of a round; and all that was seen on the way."""
+    """Return a rank's newest file, or that of a round, and all names that were listed on the way."""
     chosen = run if run is not None else _reading_run(view)
     rounds = view.rounds(chosen) if number is None else [number]
     seen: list[object] = [chosen, *rounds]

@@ -1,4 +1,4 @@
-"""Place what a layout says of plain tensors in the whole tensors, where live state is saved or loaded."""
+"""Place the parts that a layout describes in their whole tensors, for save and load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from statexchange.exchange.rank_metadata import (
     parse_metadata,
     rank_shards,
 )
-from statexchange.sharding.options import grid_option
+from statexchange.sharding.options import mesh_option
 from statexchange.sharding.rules import Layout
 from statexchange.sharding.shards import Shard
 from statexchange.state.describe import Description
@@ -23,7 +23,7 @@ __all__ = ["parameter_names", "place_parts"]
 
 
 def parameter_names(name: str) -> Iterable[str]:
-    """The names of parameters whose state in an optimizer tensor `name` may be: ``optimizer.state.NAME.exp_avg``."""
+    """Return the parameter names that an optimizer tensor's name may contain: ``optimizer.state.NAME.exp_avg``."""
     base = "." + name.rpartition(".")[0]
     at = base.find(".state.")
     while at >= 0:
@@ -32,12 +32,12 @@ def parameter_names(name: str) -> Iterable[str]:
 
 
 def place_parts(comm: Communicator, described: Description, layout: Layout) -> Description:
-    """`described` with the parts that `layout` speaks of placed in the whole tensors. Collective.
+    """Return the description with the parts of a layout placed in their whole tensors. Collective.
 
-    All ranks must have the same grid. A pattern that matches no tensor of any rank is an InvalidArgumentError.
+    All ranks must have the same mesh. A pattern that matches no tensor of any rank is an InvalidArgumentError.
     """
     parts = {name: held for name, held in described.held.items() if held.part is not None}
-    ours = RankMetadata.of(Description(parts, unused=described.unused), grid_option(layout))
+    ours = RankMetadata.of(Description(parts, unused=described.unused), mesh_option(layout))
     sent, _ = gather_metadata(comm, ours)
     held = dict(described.held)
     with comm.phase("placing its tensors"):

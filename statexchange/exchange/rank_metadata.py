@@ -1,4 +1,4 @@
-"""Serialise each rank's shard metadata, send it to those that plan, and merge it there."""
+"""Serialise each rank's shard metadata, send it to the ranks that plan, and merge it there."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, MismatchError
 from statexchange.sharding import records
-from statexchange.sharding.rules import Layout, Part, place, renumbered
+from statexchange.sharding.rules import Layout, Part, place_parts, renumber_names
+from statexchange.sharding.sharding_spec import Placement, ShardingSpec
 from statexchange.sharding.shards import Box, Shard, shape_from_json
-from statexchange.sharding.spread import Placement, Spread
 from statexchange.state.describe import Description
 from statexchange.storage.tensorfile import digest
 from statexchange.tensors import itemsize_of
@@ -35,19 +35,19 @@ _MAX_SHOWN = 300  # characters of an option in a message
 
 @dataclass(frozen=True, slots=True)
 class HeldShard:
-    """What a rank holds of one tensor; `part` is set where a layout has yet to place it."""
+    """A rank's shard of one tensor; `part` is set if a layout has yet to place it in the whole."""
 
-    shard: Shard | Spread
+    shard: Shard | ShardingSpec
     part: Part | None = None
 
     def renamed(self, name: str) -> HeldShard:
-        """The same under another name."""
+        """Return the same shard under another name."""
         return HeldShard(replace(self.shard, name=name), None if self.part is None else replace(self.part, name=name))
 
 
 @dataclass(frozen=True, slots=True)
 class RankMetadata:
-    """What one rank holds, and the options that it was given, as text by name.
+    """One rank's shards, and its options as text by name.
 
     `reductions` are operations by name; `aliases`, `unused` and `sources` are as in a Description. Of tensors over a
     mesh all ranks say the same, and equal metadata is parsed once.
@@ -62,22 +62,22 @@ class RankMetadata:
 
     @classmethod
     def of(cls, described: Description, options: Mapping[str, str]) -> RankMetadata:
-        """What this rank has described."""
+        """Return the metadata of a description."""
         held = []
         for one in described.held.values():
-            shard: Shard | Spread = one.shard
+            shard: Shard | ShardingSpec = one.shard
             if one.placement is not None:
-                shard = Spread(shard.name, shard.dtype, shard.global_shape, one.placement)
+                shard = ShardingSpec(shard.name, shard.dtype, shard.global_shape, one.placement)
             held.append(HeldShard(shard, one.part))
         reductions = {name: one.reduce for name, one in described.held.items() if one.reduce is not None}
         return cls(held, described.aliases, described.unused, described.sources, reductions, options)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON value that `from_json` reads."""
+        """Return a JSON value that `from_json` reads."""
         placements: dict[Placement, int] = {}
         held: list[dict[str, Any]] = []
         for one in self.held:
-            if isinstance(one.shard, Spread):
+            if isinstance(one.shard, ShardingSpec):
                 number = placements.setdefault(one.shard.placement, len(placements))
                 shape = one.shard.global_shape
                 held.append({"name": one.shard.name, "dtype": one.shard.dtype, "shape": shape, "placement": number})
@@ -97,7 +97,7 @@ class RankMetadata:
 
     @classmethod
     def from_json(cls, raw: Any) -> RankMetadata:
-        """The metadata that `to_json` wrote; anything else is a ValueError."""
+        """Return the metadata that `to_json` wrote; raise ValueError for anything else."""
         names = ("held", "placements", "aliases", "unused", "sources", "reductions", "options")
         raw_held, raw_placements, aliases, unused, sources, raw_reductions, options = records.fields(raw, *names)
         placements = records.items(raw_placements, Placement.from_json)
@@ -114,7 +114,7 @@ class RankMetadata:
         )
 
     def renamed(self, names: Mapping[str, str], rank: int) -> RankMetadata:
-        """The same under other names, for those that `names` has one for."""
+        """Return the metadata with the tensors in `names` renamed."""
         held: dict[str, HeldShard] = {}
         for one in self.held:
             new = names.get(one.shard.name, one.shard.name)
@@ -131,7 +131,7 @@ def _held(raw: Any, placements: Sequence[Placement]) -> HeldShard:
         name, dtype, shape, number = records.fields(raw, "name", "dtype", "shape", "placement")
         itemsize_of(dtype)
         placement = placements[records.count(number, len(placements))]
-        return HeldShard(Spread(records.text(name), dtype, shape_from_json(shape), placement))
+        return HeldShard(ShardingSpec(records.text(name), dtype, shape_from_json(shape), placement))
     if type(raw) is dict and "part" in raw:
         raw_shard, part = records.fields(raw, "shard", "part")
         return HeldShard(Shard.from_json(raw_shard), Part.from_json(part))
@@ -140,9 +140,9 @@ def _held(raw: Any, placements: Sequence[Placement]) -> HeldShard:
 
 
 def gather_metadata(comm: Communicator, ours: RankMetadata, root: int | None = None) -> tuple[list[bytes], int]:
-    """Every rank's metadata as bytes on `root` ([] elsewhere), or on all ranks without one; and how many travelled.
+    """Return every rank's metadata as bytes on `root` ([] elsewhere; None: on all ranks), and the bytes sent.
 
-    Collective. Of equal metadata the first rank's alone travels; `parse_metadata` reads it.
+    Collective. Of several ranks with equal metadata only the first sends it. `parse_metadata` decodes the bytes.
     """
     data = records.encoded(ours)
     digests = comm.all_gather_bytes(digest(data).encode(), operation="the comparison of descriptions")
@@ -155,7 +155,7 @@ def gather_metadata(comm: Communicator, ours: RankMetadata, root: int | None = N
 
 
 def parse_metadata(sent: Sequence[bytes], own_rank: int, ours: RankMetadata) -> list[RankMetadata]:
-    """The metadata of each rank, from the bytes that `gather_metadata` gives for `ours`; equal ones are parsed once."""
+    """Decode the result of `gather_metadata`; equal metadata is parsed once, and this rank's own not at all."""
     found = {sent[own_rank]: ours}
     for rank, data in enumerate(sent):
         if data not in found:
@@ -164,7 +164,7 @@ def parse_metadata(sent: Sequence[bytes], own_rank: int, ours: RankMetadata) -> 
 
 
 def check_equal_options(options: Sequence[Mapping[str, str]]) -> None:
-    """Raise InvalidArgumentError naming an option that two ranks were given differently, and both values."""
+    """Raise InvalidArgumentError if an option differs between ranks; it names the option and both values."""
     first = options[0]
     for rank, theirs in enumerate(options):
         for option, value in theirs.items() if theirs is not first else ():
@@ -177,7 +177,7 @@ def check_equal_options(options: Sequence[Mapping[str, str]]) -> None:
 
 
 def held_box(described: Description, name: str, index: int) -> Any:
-    """The tensor that holds box `index` of `name` here; MismatchError if a plan names what this rank has not."""
+    """Return the tensor of box `index` of `name`; raise MismatchError if this rank does not hold it."""
     held = described.held.get(name)
     if held is None or index >= len(held.tensors):
         raise MismatchError("the plan names a box that this rank does not hold", name=name)
@@ -189,19 +189,19 @@ def _shown(value: str | None) -> str:
 
 
 def renames(metadata: Sequence[RankMetadata], layout: Layout) -> list[dict[str, str]]:
-    """By rank, the names that become others because a layout counts on over the ranks."""
+    """Return for each rank the new names of tensors that a layout numbers over all ranks."""
     if not any(rule.renumber for rule in layout.rules.values()):
         return [{}] * len(metadata)
     names = {
         rank: {held.shard.name: one.sources.get(held.shard.name, held.shard.name) for held in one.held}
         for rank, one in enumerate(metadata)
     }
-    found = renumbered(names, layout)
+    found = renumber_names(names, layout)
     return [{old: new for old, new in found[rank].items() if old != new} for rank in range(len(metadata))]
 
 
 def operations(metadata: Sequence[RankMetadata]) -> dict[str, str]:
-    """The operation for each tensor of which copies are reduced; ranks must name the same one."""
+    """Return the reduction of each tensor whose copies are reduced; it must be equal on all ranks."""
     found: dict[str, str] = {}
     for rank, one in enumerate(metadata):
         for name, operation in one.reductions.items():
@@ -217,12 +217,12 @@ def operations(metadata: Sequence[RankMetadata]) -> dict[str, str]:
 
 
 def _by_rank(metadata: Sequence[RankMetadata]) -> list[list[HeldShard]]:
-    """What each rank holds: a tensor that lies over a mesh of all ranks, by all ranks' words, is rank 0's alone."""
+    """Return each rank's shards; one that all ranks describe over a mesh of all ranks stands at rank 0 only."""
     distinct = list({id(one): one for one in metadata}.values())
     agreed = set.intersection(
-        *({held.shard for held in one.held if isinstance(held.shard, Spread)} for one in distinct)
+        *({held.shard for held in one.held if isinstance(held.shard, ShardingSpec)} for one in distinct)
     )
-    agreed = {spread for spread in agreed if math.prod(spread.placement.mesh_shape) == len(metadata)}
+    agreed = {spec for spec in agreed if math.prod(spec.placement.mesh_shape) == len(metadata)}
     rest = {id(one): [held for held in one.held if held.shard not in agreed] for one in distinct}
     found: list[list[HeldShard]] = []
     for rank, one in enumerate(metadata):
@@ -232,23 +232,23 @@ def _by_rank(metadata: Sequence[RankMetadata]) -> list[list[HeldShard]]:
 
 
 def _explicit(held: HeldShard, rank: int) -> HeldShard:
-    return HeldShard(held.shard.shard_of(rank)) if isinstance(held.shard, Spread) else held
+    return HeldShard(held.shard.shard_of(rank)) if isinstance(held.shard, ShardingSpec) else held
 
 
-def rank_shards(metadata: Sequence[RankMetadata], layout: Layout) -> list[list[Shard | Spread]]:
-    """Every rank's shards, with the parts that layout rules speak of placed where they lie in the whole."""
+def rank_shards(metadata: Sequence[RankMetadata], layout: Layout) -> list[list[Shard | ShardingSpec]]:
+    """Return each rank's shards, with the parts of layout rules placed in their whole tensors."""
     described = _by_rank(metadata)
     parts: dict[str, dict[int, Part]] = {}
     for rank, shards in enumerate(described):
         for held in shards:
             if held.part is not None:
                 parts.setdefault(held.shard.name, {})[rank] = held.part
-    placed = {name: place(of_rank, layout.grid) for name, of_rank in parts.items()}
+    placed = {name: place_parts(of_rank, layout.mesh) for name, of_rank in parts.items()}
     return [
         [held.shard if held.part is None else _placed(held.shard, *placed[held.shard.name][rank]) for held in shards]
         for rank, shards in enumerate(described)
     ]
 
 
-def _placed(shard: Shard | Spread, global_shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Shard:
+def _placed(shard: Shard | ShardingSpec, global_shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Shard:
     return Shard(shard.name, shard.dtype, global_shape, boxes)

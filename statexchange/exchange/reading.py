@@ -14,36 +14,36 @@ from statexchange.sharding import records
 from statexchange.sharding.shards import Box, intersect
 from statexchange.state.describe import LocalTensor
 from statexchange.storage.byte_range import ByteRange
-from statexchange.storage.regions import BoxDigest, read_part, shifted
+from statexchange.storage.regions import BoxDigest, read_part, to_global
 from statexchange.storage.store import StoredFile
 from statexchange.tensors import ITEMSIZE, itemsize_of
 
-__all__ = ["Job", "WantedBox", "assign_readers", "read_all"]
+__all__ = ["ReadItem", "WantedBox", "assign_readers", "read_all"]
 
 
 @dataclass(frozen=True, slots=True)
 class WantedBox:
-    """A box of the tensor that the source calls `name`, whose values are wanted in `dtype`."""
+    """A box of the source's tensor `name`, to be read into memory of dtype `dtype`."""
 
     name: str
     box: Box
     dtype: str
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON value that `from_json` reads."""
+        """Return a JSON value that `from_json` reads."""
         return {"name": self.name, "box": self.box.to_json(), "dtype": self.dtype}
 
     @classmethod
     def from_json(cls, raw: Any) -> WantedBox:
-        """The box that `to_json` wrote; anything else is a ValueError."""
+        """Return the box that `to_json` wrote; raise ValueError for anything else."""
         name, box, dtype = records.fields(raw, "name", "box", "dtype")
         itemsize_of(dtype)
         return cls(records.text(name), Box.from_json(box), dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """A live tensor, and the stored boxes, of the dtype `stored`, that fill it: values are cast if it has another."""
+class ReadItem:
+    """A live tensor to fill, and the stored boxes of dtype `stored` that fill it; values are cast if dtypes differ."""
 
     name: str
     held: LocalTensor
@@ -51,12 +51,12 @@ class Job:
     stored: str
 
 
-def assign_readers(jobs: Sequence[Job], comm: Communicator) -> dict[WantedBox, list[int]]:
+def assign_readers(items: Sequence[ReadItem], comm: Communicator) -> dict[WantedBox, list[int]]:
     """Choose, for each box that several ranks of this host need, one rank to read it. Collective.
 
-    Returns {box: [reader, *receivers]} in an order equal on all ranks; the load is balanced by elements.
+    Return {box: [reader, *receivers]} in an order equal on all ranks, balanced by elements.
     """
-    ours = [wanted.to_json() for wanted in _places(jobs)]
+    ours = [wanted.to_json() for wanted in _places(items)]
     holders: dict[WantedBox, list[int]] = {}
     for rank, theirs in enumerate(comm.all_gather_object(ours)):
         if comm.nodes[rank] == comm.node_rank:
@@ -74,40 +74,40 @@ def assign_readers(jobs: Sequence[Job], comm: Communicator) -> dict[WantedBox, l
     return found
 
 
-def _places(jobs: Sequence[Job]) -> dict[WantedBox, Any]:
-    """The first live tensor of each box that is wanted here."""
+def _places(items: Sequence[ReadItem]) -> dict[WantedBox, Any]:
+    """Return the first live tensor of each box that this rank needs."""
     found: dict[WantedBox, Any] = {}
-    for job in jobs:
-        for box, part in zip(job.held.shard.boxes, job.held.tensors, strict=True):
-            wanted = WantedBox(job.name, box, job.held.shard.dtype)
+    for item in items:
+        for box, part in zip(item.held.shard.boxes, item.held.tensors, strict=True):
+            wanted = WantedBox(item.name, box, item.held.shard.dtype)
             found.setdefault(wanted, part if isinstance(part, np.ndarray) else part.detach())
     return found
 
 
 def read_all(
-    jobs: Sequence[Job],
+    items: Sequence[ReadItem],
     readers: Mapping[WantedBox, Sequence[int]],
     comm: Communicator,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> int:
-    """Fill the live tensors; returns the bytes that this rank has read.
+    """Fill the live tensors; return the bytes that this rank has read.
 
-    Raises ReplacedError if a file that was read may have changed since it was opened.
-    Not collective without `readers` (of `assign_readers`); else all ranks that they name take part.
+    Not collective without `readers` (from `assign_readers`); otherwise all ranks that they name must call this.
+    Raise ReplacedError if a file may have changed since it was opened.
     """
-    places = _places(jobs) if readers else {}
+    places = _places(items) if readers else {}
     received = {wanted for wanted, ranks in readers.items() if comm.rank in ranks[1:]}
     parts = []
-    for job in jobs:
-        for box, part in zip(job.held.shard.boxes, job.held.tensors, strict=True):
-            wanted = WantedBox(job.name, box, job.held.shard.dtype) if received else None
+    for item in items:
+        for box, part in zip(item.held.shard.boxes, item.held.tensors, strict=True):
+            wanted = WantedBox(item.name, box, item.held.shard.dtype) if received else None
             if wanted in received:
                 received.remove(wanted)  # another live tensor of this name is read
             else:
-                parts.append((job, box, part))
+                parts.append((item, box, part))
     reading = _Reading(comm, sum(map(_nbytes_of, parts)) if on_progress is not None else 0, on_progress)
-    for job, box, part in parts:
-        reading.fill(job, box, part)
+    for item, box, part in parts:
+        reading.fill(item, box, part)
     for file in reading.files:
         file.check_unchanged()
     for wanted, (reader, *others) in readers.items():
@@ -120,42 +120,42 @@ def read_all(
     return reading.nbytes
 
 
-def _nbytes_of(part: tuple[Job, Box, Any]) -> int:
-    """Bytes that are read for one box of a live tensor."""
-    job, target, _ = part
-    shared = (intersect(box, target) for box in job.boxes)
-    return sum(box.numel for box in shared if box is not None) * ITEMSIZE[job.stored]
+def _nbytes_of(part: tuple[ReadItem, Box, Any]) -> int:
+    """Return the bytes to read for one box of a live tensor."""
+    item, target, _ = part
+    shared = (intersect(box, target) for box in item.boxes)
+    return sum(box.numel for box in shared if box is not None) * ITEMSIZE[item.stored]
 
 
 class _Reading:
-    """Reads boxes of live tensors, and counts the bytes."""
+    """Read boxes of live tensors, and count the bytes."""
 
     def __init__(self, comm: Communicator, total: int, on_progress: Callable[[int, int], None] | None) -> None:
         self.nbytes = 0
-        self.files: dict[StoredFile, None] = {}  # that were read, each once
+        self.files: dict[StoredFile, None] = {}  # read so far, each once
         self._comm = comm
         self._total = total
         self._on_progress = on_progress
         self._staging = Staging()
 
-    def fill(self, job: Job, target: Box, part: Any) -> None:
-        """Read one box of a live tensor, which `part` holds."""
-        dtype = job.stored
+    def fill(self, item: ReadItem, target: Box, part: Any) -> None:
+        """Read one box of a live tensor into `part`."""
+        dtype = item.stored
         needed = []
-        for box, stored in job.boxes.items():
+        for box, stored in item.boxes.items():
             shared = intersect(box, target)
             if shared is not None:
                 digest = BoxDigest(stored, box, dtype, region=shared)
                 needed.append((box, stored, shared, digest))
                 self.files[stored.file] = None
         for window, memory in self._staging.targets(part, dtype):
-            placed = shifted(window, target)
+            placed = to_global(window, target)
             for box, stored, shared, digest in needed:
                 inside = shared if placed == target else intersect(shared, placed)
                 if inside is not None:
                     read_part(stored, box, inside, dtype, memory, placed, digest, self._count)
         for *_, digest in needed:
-            digest.check(job.name)
+            digest.check(item.name)
 
     def _count(self, nbytes: int) -> None:
         self.nbytes += nbytes

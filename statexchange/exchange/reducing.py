@@ -1,4 +1,4 @@
-"""Copies that differ and are to become one: their values meet at the rank that writes the box."""
+"""Reduce copies that differ into one, at the rank that writes the box."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from statexchange.checkpoint.convert import reduce_into
 from statexchange.comm.communicator import Communicator
 from statexchange.exchange.rank_metadata import held_box
 from statexchange.exchange.staging import Staging
-from statexchange.sharding.write_plan import Reduction
+from statexchange.sharding.write_plan import BoxReduction
 from statexchange.state.describe import Description, LocalTensor
 from statexchange.tensors import array_over, dtype_name, from_bytes, own_bytes
 
@@ -22,15 +22,15 @@ _MESSAGE_BYTES = 4 << 20
 _ALIGN_BYTES = 16  # a multiple of every dtype's size
 
 
-def reduce_copies(comm: Communicator, described: Description, reductions: Sequence[Reduction]) -> Description:
-    """`described` with the reduced values in place of those of the boxes that this rank is to write. Collective.
+def reduce_copies(comm: Communicator, described: Description, reductions: Sequence[BoxReduction]) -> Description:
+    """Return the description with reduced values for the boxes that this rank writes. Collective.
 
-    All ranks give the same `reductions`. Copies are reduced in their order, in the dtype in which they are held; the
-    state itself stays as it is. Takes as much memory as this rank's reduced boxes have, and that of one more where it
-    lies on a GPU or is strided.
+    `reductions` must be equal on all ranks. Copies are reduced in their order and in the dtype in which they are held.
+    The live state does not change. Memory: the size of this rank's reduced boxes, and of one more box if it lies on a
+    GPU or is strided.
     """
     results: dict[tuple[str, int], Any] = {}
-    for src, dst, pairs in _journeys(reductions):
+    for src, dst, pairs in _transfers(reductions):
         if comm.rank == dst:
             for one, _ in pairs:
                 key = (one.name, one.index)
@@ -52,9 +52,9 @@ def reduce_copies(comm: Communicator, described: Description, reductions: Sequen
     return replace(described, held=held)
 
 
-def _journeys(reductions: Sequence[Reduction]) -> Iterator[tuple[int, int, list[tuple[Reduction, int]]]]:
-    """(src, dst, what goes from one to the other) in an order that all ranks share."""
-    found: dict[tuple[int, int], list[tuple[Reduction, int]]] = {}
+def _transfers(reductions: Sequence[BoxReduction]) -> Iterator[tuple[int, int, list[tuple[BoxReduction, int]]]]:
+    """Yield (src, dst, boxes that src sends to dst) in an order equal on all ranks."""
+    found: dict[tuple[int, int], list[tuple[BoxReduction, int]]] = {}
     for one in reductions:
         for rank, index in one.copies:
             found.setdefault((rank, one.holder), []).append((one, index))
@@ -63,7 +63,7 @@ def _journeys(reductions: Sequence[Reduction]) -> Iterator[tuple[int, int, list[
 
 
 def _parts(comm: Communicator, nbytes: int) -> Iterator[slice]:
-    """Runs of so many bytes, with word to the other ranks after each that bytes move."""
+    """Yield slices of at most one message's bytes, and report progress after each."""
     for at in range(0, nbytes, _MESSAGE_BYTES):
         yield slice(at, at + _MESSAGE_BYTES)
         comm.progress()
@@ -77,7 +77,7 @@ def _copy(comm: Communicator, data: Any) -> Any:
 
 
 def _bytes(comm: Communicator, described: Description, name: str, index: int) -> Any:
-    """A box's bytes as an array, in the dtype in which it is held."""
+    """Return a box's bytes as an array, in the dtype in which it is held."""
     tensor = held_box(described, name, index)
     own = own_bytes(tensor)
     if own is not None:
@@ -91,7 +91,7 @@ def _bytes(comm: Communicator, described: Description, name: str, index: int) ->
 
 
 def _messages(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """What goes in each message: (number, first byte, last) of whole elements, of at most 4 MiB together."""
+    """Yield each message's parts: (box number, first byte, last byte) of whole elements, at most 4 MiB together."""
     message: list[tuple[int, int, int]] = []
     room = _MESSAGE_BYTES
     for number, size in enumerate(sizes):
@@ -122,7 +122,7 @@ def _send(comm: Communicator, dst: int, described: Description, boxes: Sequence[
         comm.progress()
 
 
-def _receive(comm: Communicator, src: int, results: Sequence[tuple[Reduction, Any]], described: Description) -> None:
+def _receive(comm: Communicator, src: int, results: Sequence[tuple[BoxReduction, Any]], described: Description) -> None:
     memory = np.empty(min(_MESSAGE_BYTES, sum(result.nbytes for _, result in results)), np.uint8)
     for message in _messages([result.nbytes for _, result in results]):
         data = memory[: sum(end - begin for _, begin, end in message)]
@@ -135,8 +135,8 @@ def _receive(comm: Communicator, src: int, results: Sequence[tuple[Reduction, An
             at += end - begin
 
 
-def _reduce(described: Description, one: Reduction, result: Any, others: Any) -> None:
-    """Reduce elements, given as bytes, into those of `result`."""
+def _reduce(described: Description, one: BoxReduction, result: Any, others: Any) -> None:
+    """Reduce elements, given as bytes, into `result`."""
     dtype = _held_dtype(described.held[one.name])
     reduce_into(one.op, array_over(result, dtype, (-1,)), array_over(others, dtype, (-1,)))
 
@@ -146,7 +146,7 @@ def _held_dtype(held: LocalTensor) -> str:
 
 
 def _with(held: LocalTensor, index: int, data: Any) -> LocalTensor:
-    """`held` with other bytes for one of its boxes."""
+    """Return `held` with other bytes for one of its boxes."""
     own = held.tensors[index]
     made = from_bytes(data, _held_dtype(held), held.shard.boxes[index].shape, as_numpy=isinstance(own, np.ndarray))
     return replace(held, tensors=(*held.tensors[:index], made, *held.tensors[index + 1 :]))

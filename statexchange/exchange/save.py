@@ -85,15 +85,18 @@ def save_checkpoint(
     Raises:
         InvalidArgumentError: a rule does not fit a tensor, or matches none.
         NotFoundError: a host does not see the files of the others.
-        UnsupportedError, IncompleteError, StorageError.
+        UnsupportedError, IncompleteError, StorageError: as `statexchange.errors` says.
         StallError: no rank has moved a byte for `stall_timeout_s`.
         PeerError: another rank has failed.
 
     Example:
-        >>> state = {"model": model, "optimizer": optimizer, "step": 7}
-        >>> report = statexchange.save_checkpoint(state, directory / "saved")
-        >>> report.round
-        0
+        >>> import torch
+        >>> import statexchange as sx
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> report = sx.save_checkpoint({"model": model, "optimizer": optimizer, "step": 7}, "saved")
+        >>> report.num_tensors
+        2
     """
     began = time.perf_counter()
     communicator = as_communicator(comm)

@@ -1,4 +1,4 @@
-"""A tensor's elements as host memory, window by window: its own where they lie there in C order, else two buffers.
+"""Give a tensor's elements as host memory, window by window: its own if it is in C order on the host, else a buffer.
 
 The buffers take turns, so that a GPU copies into or out of one while the host works on the other.
 """
@@ -13,15 +13,15 @@ import numpy as np
 from statexchange.sharding.shards import Box, full_box
 from statexchange.state.describe import LocalTensor
 from statexchange.storage.files import WINDOW_BYTES
-from statexchange.storage.regions import windows, within
-from statexchange.storage.tensorfile import Held
+from statexchange.storage.regions import slices_within, windows
+from statexchange.storage.tensorfile import ShardData
 from statexchange.tensors import ITEMSIZE, converted, dtype_name, numpy_dtype, own_bytes, torch_dtype, unify_nans
 
 __all__ = ["Staging", "held_bytes"]
 
 
 class Staging:
-    """Windows of at most `window_bytes`, and the two buffers, pinned for tensors of a GPU.
+    """Windows of at most `window_bytes` and two buffers, pinned for tensors of a GPU.
 
     For one thread, and one tensor at a time.
     """
@@ -31,7 +31,7 @@ class Staging:
         self._buffers: dict[tuple[int, str], Any] = {}
 
     def parts(self, tensor: Any, dtype: str) -> Iterator[tuple[Box, memoryview]]:
-        """A tensor's bytes in C order, part by part, each good until the next one is asked for. Not collective.
+        """Yield a tensor's bytes in C order, part by part; each is valid until the next is requested. Not collective.
 
         `dtype` is the safetensors name of what is given; a tensor of another one is cast.
         """
@@ -55,7 +55,7 @@ class Staging:
             yield _arrived(*before, dtype if is_cast else None)
 
     def targets(self, tensor: Any, dtype: str) -> Iterator[tuple[Box, memoryview]]:
-        """Memory for a tensor's elements in C order, part by part, each to be filled before the next one is asked for.
+        """Yield memory for a tensor's elements in C order, part by part; fill each before requesting the next.
 
         All is in the tensor when the iterator has ended. Not collective. `dtype` is the safetensors name of what is put
         there; a tensor of another one gets it cast.
@@ -74,7 +74,7 @@ class Staging:
             _await(copy)
 
     def _buffer(self, number: int, tensor: Any, window: Box, dtype: str) -> tuple[Any, memoryview]:
-        """One of the buffers as an array or tensor of the window's shape, and its bytes."""
+        """Return a buffer as an array or tensor of the window's shape, and its bytes."""
         nbytes = window.numel * ITEMSIZE[dtype]
         if isinstance(tensor, np.ndarray):
             memory = self._memory(number, "numpy", lambda size: np.empty(size, np.uint8))[:nbytes]
@@ -94,10 +94,10 @@ class Staging:
         return self._buffers[key]
 
 
-def held_bytes(held: LocalTensor, staging: Staging, progress: Callable[[], None] | None = None) -> Held:
-    """The shard of a live tensor with the bytes of all its boxes, which are made when they are asked for.
+def held_bytes(held: LocalTensor, staging: Staging, progress: Callable[[], None] | None = None) -> ShardData:
+    """Return a live tensor's shard with the bytes of its boxes, which are produced on request through `staging`.
 
-    They go by way of `staging`; `progress` is called for each part of them.
+    `progress` is called for each part.
     """
 
     def parts(box: int) -> Iterator[memoryview]:
@@ -106,7 +106,7 @@ def held_bytes(held: LocalTensor, staging: Staging, progress: Callable[[], None]
             if progress is not None:
                 progress()
 
-    return Held(held.shard, parts)
+    return ShardData(held.shard, parts)
 
 
 def _is_of(tensor: Any, dtype: str) -> bool:
@@ -114,11 +114,11 @@ def _is_of(tensor: Any, dtype: str) -> bool:
 
 
 def _window_of(tensor: Any, window: Box) -> Any:
-    return tensor[within(window, full_box(tuple(tensor.shape)))]
+    return tensor[slices_within(window, full_box(tuple(tensor.shape)))]
 
 
 def _copy(target: Any, source: Any, tensor: Any) -> Any:
-    """Begin a copy; `_await` what it gives. `tensor` is the one of both that may lie on a GPU."""
+    """Start a copy; pass the result to `_await`. `tensor` is the operand that may be on a GPU."""
     if isinstance(tensor, np.ndarray):
         target[...] = source if source.dtype == target.dtype else converted(source, dtype_name(target, ""))
         return None
@@ -140,7 +140,7 @@ def _await(copy: Any) -> None:
 
 
 def _arrived(window: Box, memory: memoryview, copy: Any, cast: str | None) -> tuple[Box, memoryview]:
-    """What has been copied, or cast to the dtype `cast`."""
+    """Wait for a copy; return the data, cast to the dtype `cast` if given."""
     _await(copy)
     if cast is not None:
         unify_nans(memory, cast)

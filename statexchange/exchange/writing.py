@@ -1,7 +1,10 @@
-"""Every rank's boxes on their way into the output files: in place where its host writes the file, else by messages.
+"""Write the ranks' boxes into the output files: in place on the file's own host, by messages from other hosts.
 
-A file is written by the ranks of one host. Hosts that see the directory share the files; what other hosts hold of one
-goes, window by window, from the rank that has it to a rank of the host that writes it.
+The ranks of one host write a file. Hosts that see the directory share the files among them. A box that another host
+holds is sent, window by window, from the rank that holds it to a rank of the host that writes the file.
+
+All ranks derive the same order of messages from the plan, so a send always meets its receive. Each rank first writes
+and digests the boxes that need no message. Ranks start in different files to spread the load of the file system.
 """
 
 from __future__ import annotations
@@ -39,17 +42,19 @@ _MAX_OPEN = 64  # files of one rank
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """One box of rank `src`, which it writes, sends to `dst`, or only digests because another rank has its replica."""
+    """One box that rank `src` holds and `dst` writes.
+
+    `number` is the tensor's in the plan. If `dst` is `src`, the rank writes the box itself; if `dst` is -1, it only
+    digests the box, because another rank writes a replica of it.
+    """
 
     tensor: WriteTensor
     number: int
-    """Of the tensor in the plan."""
     piece: int
     box: Box
     box_index: int
     src: int
     dst: int
-    """The rank that writes; -1 if none does."""
 
     @property
     def dtype(self) -> str:
@@ -67,12 +72,12 @@ class _Task:
         return self.box.numel * self.itemsize
 
     def receipt(self, digest: str) -> BoxReceipt:
-        """The receipt for the box, once it is digested."""
+        """Return the receipt of the box, given its digest."""
         return BoxReceipt(self.number, self.piece, self.box_index, digest)
 
 
 def writing_nodes(comm: Communicator, plan: WritePlan) -> list[int]:
-    """For each file the number of the host that writes it. Collective."""
+    """Return for each file the number of the host that writes it. Collective."""
     if comm.num_nodes == 1:
         return [0] * len(plan.files)
     sees = comm.all_gather_object(os.path.lexists(plan.probe))
@@ -88,18 +93,28 @@ def write_boxes(
     headers: Sequence[bytes],
     on_progress: Callable[[int, int], None] | None,
 ) -> BoxReceipts:
-    """Write all boxes of all ranks into files, and the headers of those that root's host does not write. Collective.
+    """Write all ranks' boxes, and the headers of files that another host than root's writes. Collective.
 
-    `nodes` is what `writing_nodes` gives, `headers`, on root only, those of all files. Returns the digest of each box
-    that this rank holds.
+    Args:
+        comm: the communicator.
+        described: this rank's tensors.
+        plan: the plan, equal on all ranks.
+        nodes: the result of `writing_nodes`.
+        headers: on root the headers of all files; ignored elsewhere.
+        on_progress: called with the bytes that this rank has written or sent, and the total.
+
+    Returns:
+        The digest of each box that this rank holds.
     """
     writing = _Writing(comm, described, plan, nodes)
-    away: tuple[bytes, ...] = ()
+    remote_headers: tuple[bytes, ...] = ()
     if writing.is_shared:
         sent = comm.broadcast_object([base64.b64encode(header).decode() for header in headers])
-        away = records.parsed(sent, lambda raw: records.items(raw, _header, len(plan.files)), "the headers", 0)
+        remote_headers = records.parsed(
+            sent, lambda raw: records.items(raw, _header, len(plan.files)), "the headers", 0
+        )
     with _Files(plan.files, comm, writing.total, on_progress) as opened:
-        for number, header in enumerate(away):
+        for number, header in enumerate(remote_headers):
             if nodes[number] != comm.nodes[0] and comm.rank == writing.first_of(nodes[number]):
                 opened.write_header(number, header)
         return BoxReceipts(tuple(writing.run(opened)))
@@ -110,13 +125,13 @@ def _header(raw: Any) -> bytes:
 
 
 class _Writing:
-    """One rank's share of the work."""
+    """One rank's share of the writing."""
 
     def __init__(self, comm: Communicator, described: Description, plan: WritePlan, nodes: Sequence[int]) -> None:
         self._comm = comm
         self._described = described
         self._written, self._sent = Staging(WINDOW_BYTES), Staging(_SENT_BYTES)
-        self._mates = [[r for r, node in enumerate(comm.nodes) if node == n] for n in range(comm.num_nodes)]
+        self._node_ranks = [[r for r, node in enumerate(comm.nodes) if node == n] for n in range(comm.num_nodes)]
         self.is_shared = any(node != comm.nodes[0] for node in nodes)
         local, self._messages = self._tasks(plan, nodes)
         start = len(local) * comm.rank // comm.world_size  # ranks begin in different files
@@ -124,20 +139,20 @@ class _Writing:
         self.total = sum(t.nbytes for t in [*local, *self._messages] if t.src == comm.rank and t.dst >= 0)
 
     def first_of(self, node: int) -> int:
-        """The first rank of a host."""
-        return self._mates[node][0]
+        """Return the first rank of a host."""
+        return self._node_ranks[node][0]
 
     def _tasks(self, plan: WritePlan, nodes: Sequence[int]) -> tuple[list[_Task], list[_Task]]:
-        """What this rank does alone, and the messages in which it has a part, in an order that all ranks share."""
+        """Return this rank's own tasks, and its sends and receives in an order equal on all ranks."""
         rank, sent = self._comm.rank, 0
         local: list[_Task] = []
         messages: list[_Task] = []
         for number, tensor in enumerate(plan.tensors):
-            mates = self._mates[nodes[tensor.file]]
+            node_ranks = self._node_ranks[nodes[tensor.file]]
             for index, piece in enumerate(tensor.pieces):
                 dst = piece.holder
                 if self._comm.nodes[piece.holder] != nodes[tensor.file]:
-                    dst = mates[sent % len(mates)]
+                    dst = node_ranks[sent % len(node_ranks)]
                     sent += 1
                 if rank in (piece.holder, dst):
                     task = _Task(tensor, number, index, piece.box, piece.box_index, piece.holder, dst)
@@ -148,7 +163,7 @@ class _Writing:
         return local, messages
 
     def run(self, opened: _Files) -> list[BoxReceipt]:
-        """Do it all: what needs nobody else first."""
+        """Write this rank's own boxes, then send and receive the others; return the receipts."""
         receipts = [task.receipt(self._write(task, opened)) for task in self._local]
         for task in self._messages:
             if task.src == self._comm.rank:
@@ -158,13 +173,13 @@ class _Writing:
         return receipts
 
     def _tensor(self, task: _Task) -> Any:
-        """The tensor that holds a box of this rank."""
+        """Return the tensor that holds a task's box on this rank."""
         return held_box(self._described, task.tensor.source, task.box_index)
 
     def _write(self, task: _Task, opened: _Files) -> str:
         hasher = xxhash.xxh3_128()
         for window, data in self._written.parts(self._tensor(task), task.dtype):
-            hasher.update(data)  # it is written while the processor's cache holds it
+            hasher.update(data)  # hash before the write, while the data is in the processor's cache
             if task.dst >= 0:
                 opened.write(task, _within(window, task.box), data)
                 opened.count(len(data))
@@ -190,7 +205,7 @@ class _Writing:
 
 
 def _within(window: Box, box: Box) -> Box:
-    """A window of `box`, counted in the whole tensor."""
+    """Return a window of `box` in coordinates of the whole tensor."""
     return Box(tuple(map(operator.add, window.offsets, box.offsets)), window.shape)
 
 
@@ -230,14 +245,14 @@ class _Files:
         files.pwrite_all(self._fd(number, path), header, 0, path)
 
     def count(self, nbytes: int) -> None:
-        """Bytes of this rank are on their way."""
+        """Count bytes that this rank has written or sent, and report progress."""
         self._done += nbytes
         self._comm.progress()
         if self._on_progress is not None:
             self._on_progress(self._done, self._total)
 
     def _fd(self, number: int, path: str) -> int:
-        """Return the descriptor of a file; of many files those that were not used for longest are closed."""
+        """Return the descriptor of a file; close the least recently used ones beyond a limit."""
         fd = self._fds.pop(number, -1)
         if fd < 0:
             while len(self._fds) >= _MAX_OPEN:
@@ -262,7 +277,7 @@ class _Files:
         self._dirty = 0
 
     def __exit__(self, kind: object, *exception: object) -> None:
-        """Sync and close all files: the system may report a full disk as late as at the close."""
+        """Sync and close all files. The system may report a full disk only at the close."""
         try:
             while kind is None and self._fds:
                 self._close(next(iter(self._fds)))

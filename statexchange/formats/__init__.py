@@ -1,1 +1,1 @@
-"""Every sharded checkpoint as one thing: shards plus byte ranges, detected by content, nothing executed."""
+"""Read checkpoints of any format as shards with byte ranges; nothing in a file is executed. No torch, no ranks."""

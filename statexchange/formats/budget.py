@@ -1,7 +1,7 @@
-"""Bound the work of reading a pickle by the number of its bytes.
+"""Bound the work of reading a pickle by its size in bytes.
 
-A pickle can name one object many times, and so stand for far more than it holds: what is copied, visited or hashed each
-time that it is named is counted against a `Budget`. What follows from each byte once needs no count.
+A pickle can refer to one object many times, so a small file can stand for a huge structure. Work that is done once for
+each reference (copying, visiting, hashing) is counted against a `Budget`; work that is done once for each byte is not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _CHARACTERS_PER_STEP = 16
 
 
 class Budget:
-    """The steps that are left to the reader of one pickle of `nbytes`; `path` is for the message."""
+    """The remaining work of reading one pickle of `nbytes` bytes; `path` is for the message."""
 
     __slots__ = ("_left", "_path")
 
@@ -24,8 +24,12 @@ class Budget:
         self._path = path
 
     def spend(self, steps: int, characters: int = 0) -> None:
-        """Count steps, and characters of text that are copied, hashed or compared; CorruptError if none are left."""
+        """Count steps, and characters of text that are copied, hashed or compared.
+
+        Raises:
+            CorruptError: the budget is used up.
+        """
         self._left -= steps + characters // _CHARACTERS_PER_STEP
         if self._left < 0:
-            problem = "it repeats what it holds more often than anything real: reading it would take too long"
+            problem = "refused: it refers to the same objects so often that reading it would take too long"
             raise CorruptError(problem, path=self._path)

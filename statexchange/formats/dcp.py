@@ -1,6 +1,7 @@
-"""torch.distributed.checkpoint (DCP), which FSDP and accelerate write too: ``.metadata`` and ``__R_N.distcp`` files.
+"""Read a directory of torch.distributed.checkpoint (DCP), which FSDP and accelerate write too.
 
-Each entry of a .distcp file is a file of torch.save of its own. Names are the flattened keys of the saved state.
+It has a ``.metadata`` pickle and files ``__R_N.distcp``. Each entry of a .distcp file is a complete torch.save archive.
+Names are the flattened keys of the saved state.
 """
 
 from __future__ import annotations
@@ -20,12 +21,20 @@ from statexchange.errors import (
     excerpt,
 )
 from statexchange.formats.budget import Budget
-from statexchange.formats.pickles import MAX_PICKLE_BYTES, Made, Symbol, read_pickle
-from statexchange.formats.source import Holder, ListedTensor, Source, SourceTensor
-from statexchange.formats.torch_archive import Archive, View, described, dtype_of, holds_tensor, plain, view_of
+from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, read_pickle
+from statexchange.formats.source import ShardFile, Source, SourceTensor, UnreadableTensor
+from statexchange.formats.torch_archive import (
+    Archive,
+    TensorView,
+    describe,
+    dtype_of,
+    holds_tensor,
+    unwrap_tensor,
+    view_of,
+)
 from statexchange.sharding.shards import Box, Shard, shape_from_json, sizes_from_json
 from statexchange.storage.byte_range import ByteRange
-from statexchange.storage.place import Place
+from statexchange.storage.opened_path import OpenedPath
 from statexchange.storage.store import Store, StoredFile
 
 __all__ = ["METADATA", "matches", "read"]
@@ -33,15 +42,15 @@ __all__ = ["METADATA", "matches", "read"]
 METADATA = ".metadata"
 _FILE_NAME = re.compile(r"__([0-9]{1,9})_([0-9]{1,9})\.distcp")
 _REFUSALS = (CorruptError, UnsafeError, UnsupportedError)
-_STEPS_PER_BOX = 64  # it takes about 500 bytes; in a pickle, with where it is stored, 130
-_MAX_ENTRY_PICKLE_BYTES = 1 << 20  # of a tensor, about 200 bytes
+_STEPS_PER_BOX = 64  # a box takes about 500 bytes of memory, and 130 bytes of the pickle
+_MAX_ENTRY_PICKLE_BYTES = 1 << 20  # a tensor's pickle has about 200 bytes
 _PLAIN = {bool, float, int, str, type(None)}
-_MAX_PLAIN_VALUES, _MAX_PLAIN_CHARACTERS = 10_000, 1000  # of param groups and the like
+_MAX_PLAIN_VALUES, _MAX_PLAIN_CHARACTERS = 10_000, 1000  # limits of a plain value, such as param groups
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor by the metadata: its boxes by their offsets."""
+    """A tensor of the metadata, with its boxes by their offsets."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -50,7 +59,7 @@ class _Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """One entry of a .distcp file; no `offsets` if it is no tensor."""
+    """One entry of a .distcp file; `offsets` is None if it is no tensor."""
 
     name: str
     offsets: tuple[int, ...] | None
@@ -58,26 +67,28 @@ class _Stored:
     length: int
 
 
-def matches(place: Place) -> bool:
-    """Whether a DCP directory lies at a place, perhaps without its metadata."""
-    if place.file is not None:
+def matches(opened: OpenedPath) -> bool:
+    """Whether a path is a DCP directory, perhaps without its metadata."""
+    if opened.file is not None:
         return False
-    return METADATA in place.store.listing or any(map(_FILE_NAME.fullmatch, place.store.files))
+    return METADATA in opened.store.listing or any(map(_FILE_NAME.fullmatch, opened.store.files))
 
 
-def read(place: Place, *, strict: bool = True) -> Source:
-    """Return the source at a place: each .distcp file is a holder, its rank that of its name.
+def read(opened: OpenedPath, *, strict: bool = True) -> Source:
+    """Return the source at a path; each .distcp file has the rank in its name.
 
-    What is broken in the metadata itself is an error in any case; all else is named by its file.
+    Broken metadata raises even without `strict`.
     """
-    store = place.store
+    store = opened.store
     metadata = store.path_of(METADATA)
     if METADATA not in store.listing:
-        text = f"{METADATA} is missing, which torch writes last: the save did not end, or hidden files were not copied"
+        text = (
+            f"{METADATA} is missing, which torch writes last: the save did not finish, or hidden files were not copied"
+        )
         problem = IncompleteError(text, path=store.path)
         if strict:
             raise problem
-        return Source("dcp", place, (), problems=(problem,))
+        return Source("dcp", opened, (), problems=(problem,))
     try:
         data = store.read_small(METADATA, MAX_PICKLE_BYTES)
         budget = Budget(len(data), metadata)
@@ -87,28 +98,34 @@ def read(place: Place, *, strict: bool = True) -> Source:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptError(f"not what torch writes: {excerpt(error, 200)}", path=metadata) from None
     problems = _unstored(tensors, by_file, metadata)
-    holders: list[Holder] = []
+    shard_files: list[ShardFile] = []
     others: dict[str, str] = {}
     texts: dict[str, str] = {}
     listed = list(unsupported)
-    views: dict[bytes, View] = {}
+    views: dict[bytes, TensorView] = {}
     for file in sorted(by_file, key=_order):
-        reader = _File(store.path_of(file), _order(file)[0], tensors, views)
+        reader = _DcpFileReader(store.path_of(file), _order(file)[0], tensors, views)
         try:
-            holders.append(reader.read(_opened(store, file, by_file[file]), by_file[file]))
+            shard_files.append(reader.read(_opened(store, file, by_file[file]), by_file[file]))
             others |= reader.others
             texts |= reader.texts
             listed += reader.unsupported
         except StateExchangeError as error:
             problems.append(error)
             listed += [
-                ListedTensor(name, tensors[name].dtype, tensors[name].shape, store.path_of(file))
+                UnreadableTensor(name, tensors[name].dtype, tensors[name].shape, store.path_of(file))
                 for name in {entry.name: None for entry in by_file[file] if entry.name in tensors}
             ]
     if problems and strict:
         raise problems[0]
     return Source(
-        "dcp", place, tuple(holders), others=others, texts=texts, problems=tuple(problems), listed=tuple(listed)
+        "dcp",
+        opened,
+        tuple(shard_files),
+        others=others,
+        texts=texts,
+        problems=tuple(problems),
+        unreadable=tuple(listed),
     )
 
 
@@ -127,103 +144,102 @@ def _opened(store: Store, file: str, entries: list[_Stored]) -> StoredFile:
 
 def _order(file: str) -> tuple[int, int]:
     match = _FILE_NAME.fullmatch(file)
-    assert match is not None  # only such names come this far
+    assert match is not None  # `_file_name` accepts only such names
     return int(match[1]), int(match[2])
 
 
 def _parsed(
     metadata: Any, budget: Budget, path: str
-) -> tuple[dict[str, _Tensor], dict[str, list[_Stored]], list[ListedTensor]]:
-    """Return the tensors by name, the entries of each file, and the tensors of dtypes that are not supported."""
+) -> tuple[dict[str, _Tensor], dict[str, list[_Stored]], list[UnreadableTensor]]:
+    """Return the tensors by name, the entries of each file, and the tensors of unsupported dtypes."""
     _expect(metadata, "Metadata")
     tensors = {}
     others = set()
-    unsupported: dict[str, ListedTensor] = {}
-    for name, fact in metadata.state["state_dict_metadata"].items():
+    unsupported: dict[str, UnreadableTensor] = {}
+    for name, record in metadata.state["state_dict_metadata"].items():
         if type(name) is not str:
             raise ValueError(f"a {type(name).__name__} as a name")
-        if fact.name == "BytesStorageMetadata":
+        if record.name == "BytesStorageMetadata":
             others.add(name)
         else:
             try:
-                tensors[name] = _tensor(name, fact, budget)
+                tensors[name] = _tensor(name, record, budget)
             except UnsupportedError as error:
-                unsupported[name] = _unsupported(name, fact, error, path)
+                unsupported[name] = _unsupported(name, record, error, path)
     by_file: dict[str, list[_Stored]] = {}
-    for index, place in (metadata.state["storage_data"] or {}).items():
+    for index, storage_info in (metadata.state["storage_data"] or {}).items():
         _expect(index, "MetadataIndex")
-        _expect(place, "_StorageInfo")
+        _expect(storage_info, "_StorageInfo")
         name, offsets = index.state["fqn"], index.state.get("offset")
         if type(name) is str and name in unsupported:
             continue
         if type(name) is not str or (name not in tensors and name not in others):
             text = f"{METADATA} stores this entry but does not describe it: the save is damaged, save again"
             raise CorruptError(text, name=name if type(name) is str else None)
-        stored = _stored(name, offsets if name in tensors else None, place.state)
+        stored = _stored(name, offsets if name in tensors else None, storage_info.state)
         if name in tensors and stored.offsets not in tensors[name].chunks:
             raise CorruptError(f"part at {stored.offsets} is stored but not described in {METADATA}", name=name)
-        by_file.setdefault(_file_name(place.state, name), []).append(stored)
+        by_file.setdefault(_file_name(storage_info.state, name), []).append(stored)
     return tensors, by_file, list(unsupported.values())
 
 
-def _unsupported(name: str, fact: Made, error: UnsupportedError, path: str) -> ListedTensor:
-    symbol = fact.state["properties"].state[0]
-    dtype = symbol.name if type(symbol) is Symbol else None
-    return ListedTensor(name, dtype, shape_from_json(fact.state["size"]), path, error.located(name=name, path=path))
+def _unsupported(name: str, record: OpaqueObject, error: UnsupportedError, path: str) -> UnreadableTensor:
+    symbol = record.state["properties"].state[0]
+    dtype = symbol.name if type(symbol) is GlobalRef else None
+    return UnreadableTensor(
+        name, dtype, shape_from_json(record.state["size"]), path, error.located(name=name, path=path)
+    )
 
 
 def _expect(made: Any, name: str) -> None:
-    if type(made) is not Made or made.name != name:
+    if type(made) is not OpaqueObject or made.name != name:
         raise ValueError(f"no {name}")
 
 
-def _tensor(name: str, fact: Made, budget: Budget) -> _Tensor:
-    _expect(fact, "TensorStorageMetadata")
-    budget.spend(_STEPS_PER_BOX * len(fact.state["chunks"]))
-    shape = shape_from_json(fact.state["size"])
+def _tensor(name: str, record: OpaqueObject, budget: Budget) -> _Tensor:
+    _expect(record, "TensorStorageMetadata")
+    budget.spend(_STEPS_PER_BOX * len(record.state["chunks"]))
+    shape = shape_from_json(record.state["size"])
     chunks: dict[tuple[int, ...], Box] = {}
-    for chunk in fact.state["chunks"]:
+    for chunk in record.state["chunks"]:
         box = Box.from_json([chunk.state["offsets"], chunk.state["sizes"]])
-        # Empty parts may begin where a real one does.
+        # An empty part may begin where another part does.
         if chunks.setdefault(box.offsets, box) != box and box.numel:
             if chunks[box.offsets].numel:
                 raise CorruptError(f"two parts begin at {box.offsets}", name=name)
             chunks[box.offsets] = box
-    return _Tensor(dtype_of(fact.state["properties"].state[0]), shape, chunks)
+    return _Tensor(dtype_of(record.state["properties"].state[0]), shape, chunks)
 
 
-def _stored(name: str, offsets: Any, place: dict[str, Any]) -> _Stored:
-    if place.get("transform_descriptors"):
-        shown = excerpt(place["transform_descriptors"])
-        raise UnsupportedError(f"its bytes went through {shown}: save it without extensions", name=name)
-    begin, length = sizes_from_json((place["offset"], place["length"]))
+def _stored(name: str, offsets: Any, storage_info: dict[str, Any]) -> _Stored:
+    if storage_info.get("transform_descriptors"):
+        shown = excerpt(storage_info["transform_descriptors"])
+        raise UnsupportedError(f"its bytes are transformed by {shown}: save it without extensions", name=name)
+    begin, length = sizes_from_json((storage_info["offset"], storage_info["length"]))
     return _Stored(name, None if offsets is None else sizes_from_json(offsets), begin, length)
 
 
-def _file_name(place: dict[str, Any], name: str) -> str:
-    file = place["relative_path"]
+def _file_name(storage_info: dict[str, Any], name: str) -> str:
+    file = storage_info["relative_path"]
     if type(file) is not str or not _FILE_NAME.fullmatch(file):
         raise CorruptError(f"{METADATA} names the file {excerpt(file)}, which is not a DCP file name", name=name)
     return file
 
 
 def _unstored(tensors: dict[str, _Tensor], by_file: dict[str, list[_Stored]], path: str) -> list[StateExchangeError]:
-    """Return an error for each part that is described but stored in no file: nothing else would notice it."""
+    """Return an error for each part that the metadata describes but that no file has."""
     stored = {(entry.name, entry.offsets) for entries in by_file.values() for entry in entries}
-    return [
-        IncompleteError(
-            f"region {box} is described in {METADATA} but stored in no file: the save did not finish",
-            name=name,
-            path=path,
-        )
-        for name, tensor in tensors.items()
-        for offsets, box in tensor.chunks.items()
-        if box.numel and (name, offsets) not in stored
-    ]
+    problems: list[StateExchangeError] = []
+    for name, tensor in tensors.items():
+        for offsets, box in tensor.chunks.items():
+            if box.numel and (name, offsets) not in stored:
+                text = f"region {box} is described in {METADATA} but stored in no file: the save did not finish"
+                problems.append(IncompleteError(text, name=name, path=path))
+    return problems
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value consists of few plain ones: a pickle can name one object many times, and text would repeat it."""
+    """Whether a value consists of a few plain ones. A pickle can repeat an object, and so make its text huge."""
     left = [value]
     for _ in range(_MAX_PLAIN_VALUES):
         if not left:
@@ -238,24 +254,24 @@ def _is_plain(value: Any) -> bool:
     return False
 
 
-class _File:
-    """Reads the entries of one .distcp file. `views` remembers what equal pickles of entries mean."""
+class _DcpFileReader:
+    """Reads the entries of one .distcp file. `views` caches the parsed pickles of entries, many of which are equal."""
 
-    def __init__(self, path: str, rank: int, tensors: dict[str, _Tensor], views: dict[bytes, View]) -> None:
+    def __init__(self, path: str, rank: int, tensors: dict[str, _Tensor], views: dict[bytes, TensorView]) -> None:
         self._path = path
         self._rank = rank
         self._tensors = tensors
         self._views = views
         self.others: dict[str, str] = {}
         self.texts: dict[str, str] = {}
-        self.unsupported: list[ListedTensor] = []
+        self.unsupported: list[UnreadableTensor] = []
 
-    def read(self, file: StoredFile, entries: list[_Stored]) -> Holder:
-        """Return the holder with all tensors of the file. No bytes are read for two entries."""
+    def read(self, file: StoredFile, entries: list[_Stored]) -> ShardFile:
+        """Return the file with all its tensors; entries must not overlap."""
         end = 0
         for entry in sorted(entries, key=lambda e: e.begin):
             if entry.begin < end:
-                problem = f"it overlaps another entry of the file by {METADATA}: the save is damaged, save again"
+                problem = f"by {METADATA} it overlaps another entry of the file: the save is damaged, save again"
                 raise CorruptError(problem, name=entry.name, rank=self._rank, path=self._path)
             end = entry.begin + entry.length
         parts: dict[str, list[tuple[Box, ByteRange]]] = {}
@@ -264,7 +280,7 @@ class _File:
                 self._entry(file, entry, parts)
             except _REFUSALS as error:
                 raise error.located(rank=self._rank, name=entry.name, path=self._path) from None
-        return Holder(self._rank, file, {n: self._joined(n, p) for n, p in parts.items()})
+        return ShardFile(self._rank, file, {n: self._joined(n, p) for n, p in parts.items()})
 
     def _entry(self, file: StoredFile, entry: _Stored, parts: dict[str, list[tuple[Box, ByteRange]]]) -> None:
         archive = Archive(file, entry.begin, entry.length)
@@ -277,12 +293,12 @@ class _File:
         for what, expected, found in (("dtype", tensor.dtype, view.dtype), ("shape", box.shape, view.shape)):
             if expected != found:
                 raise CorruptError(f"{what} in {METADATA} differs from the file", expected=expected, found=found)
-        parts.setdefault(entry.name, []).append((box, archive.extent(view)))
+        parts.setdefault(entry.name, []).append((box, archive.byte_range(view)))
 
-    def _view(self, data: bytes) -> View:
+    def _view(self, data: bytes) -> TensorView:
         if data not in self._views:
             try:
-                self._views[data] = view_of(plain(read_pickle(data, self._path)))
+                self._views[data] = view_of(unwrap_tensor(read_pickle(data, self._path)))
             except _REFUSALS:
                 raise
             except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -290,29 +306,29 @@ class _File:
         return self._views[data]
 
     def _other(self, name: str, archive: Archive) -> None:
-        """Describe an entry that is no tensor, and keep a plain value; what is refused in its pickle is named too.
+        """Describe an entry that is no tensor, and keep it if it is a plain value.
 
-        Tensors in lists and dicts, as the states of random generators are saved, are named as what they are part of;
-        those in an object that is not understood are unsupported.
+        Tensors in lists and dicts, such as the states of random generators, belong to the entry's description. Tensors
+        in an object of an unknown class make the entry unsupported. A refused pickle is described by its error.
         """
         data = archive.pickle()
         budget = Budget(len(data), self._path)
         try:
-            value = read_pickle(data, self._path, budget, opaque=True)
+            value = read_pickle(data, self._path, budget, unknown_classes=True)
         except UnsafeError as error:
             self.others[name] = error.message
             return
-        what = described(value)
+        what = describe(value)
         if _is_plain(value):
             self.others[name], self.texts[name] = what, values.encode(value)
         elif not holds_tensor(value, budget, set()):
             self.others[name] = what
-        elif type(value) is not Made:
+        elif type(value) is not OpaqueObject:
             self.others[name] = f"{what}, with tensors in it"
         else:
             text = f"this holds tensors and is not understood: {what}"
             refusal = UnsupportedError(text, rank=self._rank, name=name, path=self._path)
-            self.unsupported.append(ListedTensor(name, None, None, self._path, refusal))
+            self.unsupported.append(UnreadableTensor(name, None, None, self._path, refusal))
 
     def _joined(self, name: str, parts: list[tuple[Box, ByteRange]]) -> SourceTensor:
         tensor = self._tensors[name]
@@ -320,4 +336,4 @@ class _File:
             shard = Shard(name, tensor.dtype, tensor.shape, tuple(box for box, _ in parts))
         except ValueError as error:
             raise CorruptError(str(error), name=name, rank=self._rank, path=self._path) from None
-        return SourceTensor(shard, tuple(extent for _, extent in parts))
+        return SourceTensor(shard, tuple(byte_range for _, byte_range in parts))

@@ -1,11 +1,11 @@
-"""Hugging Face checkpoints: one safetensors file, or a directory of them with or without an index.
+"""Read Hugging Face checkpoints: one safetensors file, or a directory of them with or without an index.
 
-Files in which torch's HuggingFaceStorageWriter says where each tensor's part begins are shards. They do not say how
-large a tensor is: it ends where the last part that is there ends.
+Files of torch's HuggingFaceStorageWriter are shards: their metadata has the offsets of each tensor's part, but not the
+tensor's global shape, which is taken from the ends of all parts.
 
-A directory that we published has a manifest, which lists for each tensor its boxes and the digest of each. Where the
-boxes are runs of the file, the tensor is read as these boxes; else it is read whole, and their digests are checked on
-the way (`ByteRange.parts`).
+A directory that statexchange published has a manifest with each tensor's boxes and their digests. If the boxes are
+contiguous in the file, the tensor is read as these boxes; otherwise it is read whole, and the boxes' digests are
+checked on the way (`ByteRange.parts`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, StateExchangeError, excerpt
 from statexchange.formats.source import (
-    Holder,
-    ListedTensor,
+    ShardFile,
     Source,
     SourceTensor,
+    UnreadableTensor,
     merged_metadata,
     unknown_dtypes,
 )
@@ -36,7 +36,7 @@ from statexchange.sharding.shards import (
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.claim import CLAIM_NAME, claim_of
 from statexchange.storage.json_text import parse_json, read_json
-from statexchange.storage.place import Place
+from statexchange.storage.opened_path import OpenedPath
 from statexchange.storage.store import Store, StoredFile
 from statexchange.storage.tensorfile import TORCH_SHARDING_KEY, Header, read_header
 from statexchange.storage.workspace import is_rank_file
@@ -52,32 +52,34 @@ _SHARD_NAME = re.compile(r"shard-([0-9]{5,9})-model-[0-9]{5,9}-of-[0-9]{5,9}\.sa
 _NUMBERED = re.compile(r"(.*?)([0-9]{5,9})-of-([0-9]{5,9})(\.[a-z]+)")
 
 
-def matches(place: Place) -> bool:
-    """Whether the path is a safetensors file, or a directory with safetensors files, an index, our manifest or a
-    publisher's claim. Workspace rank files do not match."""
-    if place.file is not None:
-        return not is_rank_file(place.file) and (place.file.endswith(_SUFFIX) or _has_header(place))
-    names = place.store.listing
-    others = ".metadata" in names or any(map(is_rank_file, names))  # of a torch DCP directory, or a workspace's round
+def matches(opened: OpenedPath) -> bool:
+    """Whether a path is a safetensors file, or a directory with such files, an index, our manifest or a claim.
+
+    Rank files of a workspace do not match.
+    """
+    if opened.file is not None:
+        return not is_rank_file(opened.file) and (opened.file.endswith(_SUFFIX) or _has_header(opened))
+    names = opened.store.listing
+    others = ".metadata" in names or any(map(is_rank_file, names))  # a torch DCP directory, or a workspace's round
     ours = (MANIFEST, CLAIM_NAME)
     return not others and any(name in ours or name.endswith((_SUFFIX, INDEX_SUFFIX)) for name in names)
 
 
-def _has_header(place: Place) -> bool:
+def _has_header(opened: OpenedPath) -> bool:
     try:
-        read_header(place.store.open(str(place.file)))
+        read_header(opened.store.open(str(opened.file)))
     except CorruptError:
         return False
     return True
 
 
-def read(place: Place, *, strict: bool = True) -> Source:
-    """Return the source at a place: each file is a holder of whole tensors."""
-    store = place.store
+def read(opened: OpenedPath, *, strict: bool = True) -> Source:
+    """Return the source at a path."""
+    store = opened.store
     problems: list[StateExchangeError] = []
     manifest: dict[str, Any] | None = None
     weight_map: dict[str, str] = {}
-    if place.file is None:
+    if opened.file is None:
         try:
             manifest = _manifest(store)
             problems += _unfinished(store, manifest)
@@ -86,27 +88,27 @@ def read(place: Place, *, strict: bool = True) -> Source:
             problems.append(error)
     published = manifest["tensors"] if manifest is not None else {}
     names_in = names_by_file(weight_map)
-    present = [name for name in place.names if name.endswith(_SUFFIX) or name == place.file]
+    present = [name for name in opened.names if name.endswith(_SUFFIX) or name == opened.file]
     names = sorted(set(weight_map.values())) or present
-    if place.file is None and not weight_map:
+    if opened.file is None and not weight_map:
         problems += check_numbers(names, store.path)
-    holders: list[Holder] = []
-    listed: list[ListedTensor] = []
+    shard_files: list[ShardFile] = []
+    listed: list[UnreadableTensor] = []
     texts: list[Mapping[str, str]] = []
     for number, name in enumerate(names):
         try:
             file = store.open(name)
             header = read_header(file)
-            holders.append(_holder(number, file, header, published))
+            shard_files.append(_shard_file(number, file, header, published))
             listed += unknown_dtypes(header, file.path)
             texts.append(header.common_metadata)
         except StateExchangeError as error:
             problems.append(_missing(error, store.path_of(name)))
             listed += _listed_in(store, name, names_in.get(name, []), published)
-    problems += _misplaced(weight_map, holders, listed)
-    problems += _contradicted(published, holders)
+    problems += _misplaced(weight_map, shard_files, listed)
+    problems += _contradicted(published, shard_files)
     try:
-        holders = _whole(holders)
+        shard_files = _whole(shard_files)
     except StateExchangeError as error:
         problems.append(error)
     if problems and strict:
@@ -114,20 +116,20 @@ def read(place: Place, *, strict: bool = True) -> Source:
     metadata, differing = merged_metadata(texts)
     return Source(
         "huggingface",
-        place,
-        tuple(holders),
+        opened,
+        tuple(shard_files),
         manifest=manifest,
         problems=tuple(problems),
-        listed=tuple(listed),
+        unreadable=tuple(listed),
         metadata=metadata,
         differing=differing,
     )
 
 
 def check_numbers(names: Sequence[str], path: str) -> list[StateExchangeError]:
-    """Return an IncompleteError for each set of files numbered "i-of-n" of which some are missing.
+    """Return an IncompleteError for each incomplete set of files that are numbered "i-of-n".
 
-    Without an index nothing else says how many there should be.
+    Without an index nothing else tells how many files there should be.
     """
     found: dict[tuple[str, int, str], set[int]] = {}
     for name in names:
@@ -157,26 +159,27 @@ def names_by_file(weight_map: Mapping[str, str]) -> dict[str, list[str]]:
     return found
 
 
-def _listed_in(store: Store, file: str, names: Sequence[str], published: Mapping[str, Any]) -> list[ListedTensor]:
-    """Return the tensors of an unreadable file, with what the manifest or the header of a truncated file says of them.
+def _listed_in(store: Store, file: str, names: Sequence[str], published: Mapping[str, Any]) -> list[UnreadableTensor]:
+    """Return the tensors of an unreadable file.
 
-    `names` are those that the manifest or an index assigns to it.
+    dtype and shape come from the manifest, or from the header if the file is only truncated. `names` are those that the
+    manifest or an index assigns to the file.
     """
     path = store.path_of(file)
-    facts: dict[str, tuple[str | None, tuple[int, ...] | None]]
-    facts = {name: (published[name]["dtype"], tuple(published[name]["shape"])) for name in names if name in published}
-    if not facts:
+    known: dict[str, tuple[str | None, tuple[int, ...] | None]]
+    known = {name: (published[name]["dtype"], tuple(published[name]["shape"])) for name in names if name in published}
+    if not known:
         try:
             header = read_header(store.open(file), whole=False)
             entries = {**header.entries, **header.unknown}
-            facts = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
+            known = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
         except StateExchangeError:
-            facts = {}
-    return [ListedTensor(name, *facts.get(name, (None, None)), path) for name in names or list(facts)]
+            known = {}
+    return [UnreadableTensor(name, *known.get(name, (None, None)), path) for name in names or list(known)]
 
 
-def _holder(number: int, file: StoredFile, header: Header, published: Mapping[str, Any]) -> Holder:
-    """A file; a tensor of which it has a part is taken to end with that part."""
+def _shard_file(number: int, file: StoredFile, header: Header, published: Mapping[str, Any]) -> ShardFile:
+    """Return a file with its tensors; a part's tensor ends with this part until `_whole` compares all parts."""
     parts = _parts(header, file.path)
     tensors = {}
     for name, entry in header.entries.items():
@@ -186,18 +189,18 @@ def _holder(number: int, file: StoredFile, header: Header, published: Mapping[st
         except ValueError as error:
             raise CorruptError(str(error), name=name, path=file.path) from None
         stored = ByteRange(file, entry.begin, entry.nbytes)
-        fact = published.get(name)
+        record = published.get(name)
         is_whole = box.shape == shard.global_shape
-        if fact is None or not is_whole or (fact["dtype"], tuple(fact["shape"])) != (entry.dtype, entry.shape):
+        if record is None or not is_whole or (record["dtype"], tuple(record["shape"])) != (entry.dtype, entry.shape):
             tensors[name] = SourceTensor(shard, (stored,))
         else:
-            tensors[name] = _published(shard, stored, fact["boxes"])
+            tensors[name] = _published(shard, stored, record["boxes"])
     match = _SHARD_NAME.fullmatch(file.path.rpartition("/")[2])
-    return Holder(int(match[1]) - 1 if match else number, file, tensors)
+    return ShardFile(int(match[1]) - 1 if match else number, file, tensors)
 
 
 def _published(shard: Shard, stored: ByteRange, raw: Sequence[Any]) -> SourceTensor:
-    """A merged tensor with the digests of the boxes that its manifest lists."""
+    """Return a published tensor with the digests of the boxes that its manifest lists."""
     shape, itemsize = shard.global_shape, ITEMSIZE[shard.dtype]
     boxes = {Box.from_json([offsets, sizes]): digest for offsets, sizes, digest, _ in raw}
     if list(boxes) == [full_box(shape)]:
@@ -212,13 +215,13 @@ def _published(shard: Shard, stored: ByteRange, raw: Sequence[Any]) -> SourceTen
 
 
 def _parts(header: Header, path: str) -> dict[str, tuple[int, ...]]:
-    """Return the offsets of each tensor's part, as torch's writer recorded them."""
+    """Return the offsets of each tensor's part from the metadata of torch's writer."""
     text = header.metadata.get(TORCH_SHARDING_KEY)
     found = parse_json(text, path) if text is not None else {}
     try:
         if not isinstance(found, dict):
             raise TypeError("not an object")
-        parts = {name: sizes_from_json(fact["saved_offsets"]) for name, fact in found.items()}
+        parts = {name: sizes_from_json(record["saved_offsets"]) for name, record in found.items()}
         for name, entry in header.entries.items():
             if name in parts and len(parts[name]) != len(entry.shape):
                 raise ValueError(f"{excerpt(name)} has another number of dims than its offsets")
@@ -227,19 +230,19 @@ def _parts(header: Header, path: str) -> dict[str, tuple[int, ...]]:
     return parts
 
 
-def _whole(holders: list[Holder]) -> list[Holder]:
-    """Return the holders with the global shapes of tensors whose parts are in several files."""
+def _whole(shard_files: list[ShardFile]) -> list[ShardFile]:
+    """Return the files with global shapes that reach to the end of the last part of each tensor."""
     ends: dict[str, tuple[int, ...]] = {}
-    for holder in holders:
-        for name, tensor in holder.tensors.items():
+    for shard_file in shard_files:
+        for name, tensor in shard_file.tensors.items():
             shape = tensor.shard.global_shape
             known = ends.setdefault(name, shape)
             if len(known) != len(shape):
-                raise CorruptError("its parts differ in their number of dims", name=name, path=holder.path)
+                raise CorruptError("its parts differ in their number of dims", name=name, path=shard_file.path)
             ends[name] = tuple(map(max, known, shape))
     return [
-        replace(holder, tensors={name: _ending(tensor, ends[name]) for name, tensor in holder.tensors.items()})
-        for holder in holders
+        replace(shard_file, tensors={name: _ending(tensor, ends[name]) for name, tensor in shard_file.tensors.items()})
+        for shard_file in shard_files
     ]
 
 
@@ -256,12 +259,12 @@ def _unfinished(store: Store, manifest: Mapping[str, Any] | None) -> list[StateE
     claim = claim_of(store) if manifest is None else None
     if claim is None:
         return []
-    text = f"no complete checkpoint: {claim}. Wait until it finishes, or, if that process is dead, publish again"
+    text = f"no complete checkpoint: {claim}. Wait until it finishes; if that process is dead, publish again"
     return [IncompleteError(text, path=store.path)]
 
 
 def _manifest(store: Store) -> dict[str, Any] | None:
-    """The content of statexchange.json, checked; None where there is none."""
+    """Return the checked content of statexchange.json; None without one."""
     if MANIFEST not in store.listing:
         return None
     path = store.path_of(MANIFEST)
@@ -274,23 +277,25 @@ def _manifest(store: Store) -> dict[str, Any] | None:
         aliases = manifest.get("aliases", {})
         if not isinstance(aliases, dict) or any(not isinstance(kept, str) for kept in aliases.values()):
             raise TypeError("its aliases do not map names to names")
-        for fact in manifest["tensors"].values():
-            _check_fact(fact)
+        for record in manifest["tensors"].values():
+            _check_record(record)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CorruptError(f"broken manifest: {excerpt(error, 200)}", path=path) from None
     return manifest
 
 
-def _check_fact(fact: Any) -> None:
-    """Raise ValueError, KeyError or TypeError unless this is one tensor's record: file, dtype, shape, and boxes as
-    (offsets, shape, digest, rank)."""
-    itemsize_of(fact["dtype"])
-    shape = shape_from_json(fact["shape"])
-    for offsets, sizes, known, rank in fact["boxes"]:
-        Shard("", fact["dtype"], shape, (Box.from_json([offsets, sizes]),))
+def _check_record(record: Any) -> None:
+    """Raise ValueError, KeyError or TypeError unless this is a tensor's record of a manifest.
+
+    It has file, dtype, shape, and boxes as (offsets, shape, digest, rank).
+    """
+    itemsize_of(record["dtype"])
+    shape = shape_from_json(record["shape"])
+    for offsets, sizes, known, rank in record["boxes"]:
+        Shard("", record["dtype"], shape, (Box.from_json([offsets, sizes]),))
         if not isinstance(known, str) or type(rank) is not int or rank < 0:
             raise ValueError(f"not a box: {excerpt([known, rank])}")
-    if not isinstance(fact["file"], str):
+    if not isinstance(record["file"], str):
         raise TypeError("a tensor lies in no file")
 
 
@@ -299,7 +304,7 @@ def _weight_map(store: Store, manifest: Mapping[str, Any] | None) -> dict[str, s
     indexes = [name for name in store.files if name.endswith(INDEX_SUFFIX)]
     found = {name: file for index in indexes for name, file in read_index(store, index).items()}
     if manifest is not None:
-        known = {name: fact["file"] for name, fact in manifest["tensors"].items()}
+        known = {name: record["file"] for name, record in manifest["tensors"].items()}
         if found and found != known:
             raise CorruptError(
                 "index and manifest disagree: remove the index or publish again", path=store.path_of(indexes[0])
@@ -312,11 +317,15 @@ def _weight_map(store: Store, manifest: Mapping[str, Any] | None) -> dict[str, s
 def _check_names(weight_map: Mapping[str, str], suffix: str, path: str) -> None:
     for file in weight_map.values():
         if not isinstance(file, str) or not _PLAIN_NAME.fullmatch(file) or not file.endswith(suffix):
-            raise CorruptError(f"a tensor is said to lie in {excerpt(file)}, which is no plain file name", path=path)
+            raise CorruptError(f"a tensor is listed in {excerpt(file)}, which is no plain file name", path=path)
 
 
 def read_index(store: Store, index: str, suffix: str = _SUFFIX) -> dict[str, str]:
-    """Return the file of each tensor by an index; a name that is not plain and ends otherwise is a CorruptError."""
+    """Return the file of each tensor by an index.
+
+    Raises:
+        CorruptError: a file name is not plain, or has another suffix.
+    """
     path = store.path_of(index)
     raw = read_json(store.open(index))
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
@@ -327,37 +336,41 @@ def read_index(store: Store, index: str, suffix: str = _SUFFIX) -> dict[str, str
 
 
 def _misplaced(
-    weight_map: Mapping[str, str], holders: Sequence[Holder], listed: Sequence[ListedTensor]
+    weight_map: Mapping[str, str], shard_files: Sequence[ShardFile], listed: Sequence[UnreadableTensor]
 ) -> list[StateExchangeError]:
     """Return an error for each tensor that the weight map assigns to a file that does not have it."""
-    has = {holder.path.rpartition("/")[2]: holder for holder in holders}
+    has = {shard_file.path.rpartition("/")[2]: shard_file for shard_file in shard_files}
     unsupported = {(one.name, one.path) for one in listed}
     return [
-        IncompleteError("this file should have the tensor, but has not", name=name, path=has[file].path)
+        IncompleteError(
+            "the index assigns this tensor to the file, which does not have it", name=name, path=has[file].path
+        )
         for name, file in weight_map.items()
         if file in has and name not in has[file].tensors and (name, has[file].path) not in unsupported
     ]
 
 
-def _contradicted(published: Mapping[str, Any], holders: Sequence[Holder]) -> list[StateExchangeError]:
-    """Return an error for each tensor whose dtype or shape differs from the manifest, or that it does not list."""
+def _contradicted(published: Mapping[str, Any], shard_files: Sequence[ShardFile]) -> list[StateExchangeError]:
+    """Return an error for each tensor that the manifest does not list, or lists with another dtype or shape."""
     if not published:
         return []
     problems: list[StateExchangeError] = []
-    for holder in holders:
-        for name, tensor in holder.tensors.items():
-            fact, shard = published.get(name), tensor.shard
-            if fact is None:
+    for shard_file in shard_files:
+        for name, tensor in shard_file.tensors.items():
+            record, shard = published.get(name), tensor.shard
+            if record is None:
                 problems.append(
-                    CorruptError("the manifest does not list this tensor: publish again", name=name, path=holder.path)
+                    CorruptError(
+                        "the manifest does not list this tensor: publish again", name=name, path=shard_file.path
+                    )
                 )
-            elif (fact["dtype"], tuple(fact["shape"])) != (shard.dtype, shard.global_shape):
+            elif (record["dtype"], tuple(record["shape"])) != (shard.dtype, shard.global_shape):
                 problems.append(
                     CorruptError(
                         "file and manifest disagree: publish again",
                         name=name,
-                        path=holder.path,
-                        expected=f"{fact['dtype']} {fact['shape']}",
+                        path=shard_file.path,
+                        expected=f"{record['dtype']} {record['shape']}",
                         found=f"{shard.dtype} {list(shard.global_shape)}",
                     )
                 )

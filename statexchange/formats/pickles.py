@@ -1,20 +1,21 @@
-"""Pickles that torch writes, read as plain data: nothing in them is imported, called or built but what is here.
+"""Read pickles that torch writes as plain data, without importing, calling or constructing anything that they name.
 
-A small machine of its own for the opcodes that Python's pickler emits since protocol 2. What the pickle would construct
-becomes a `Made`, which names its class and does nothing. Which names a pickle may use:
+This is an interpreter for the opcodes that Python's pickler emits since protocol 2. Where the pickle would construct an
+object, the result is an `OpaqueObject` with the class's name, the arguments and the state. Where it refers to a global,
+the result is a `GlobalRef` with the name. A pickle may refer to:
 
-1. The names that are known here. A pickle of which each object must be understood (the metadata of a DCP directory, the
-   entry of a tensor) may use no others.
-2. With `opaque` (a file of torch.save, an entry of a DCP directory that is no tensor) any class as well. Its objects
-   are opaque: their class is known, and what they are made of is kept, so that tensors in them are found. A name stands
-   for a class if all its parts begin with a capital letter, if it is in the list of other harmless ones (`_HARMLESS`),
-   or if the pickle makes an object of it by NEWOBJ, which fails in Python for anything else.
-3. A function (any other name) only where it is no more than a value: an entry of a container, or in the state of an
-   object. The pickle may not call it, nor give it to what it constructs, which could call it.
-4. Never anything of the modules that start processes, load code or open connections (`_RUNS_CODE`), and never a
-   builtin that runs code or opens files.
+1. The names known here (`_SPELLINGS`). A pickle that must be understood completely (the metadata of a DCP directory,
+   the entry of a tensor) may use no others.
+2. With `unknown_classes` (a file of torch.save, a non-tensor entry of a DCP directory), any other class too. Arguments
+   and state of its objects are kept, so that tensors in them are found. A name counts as a class if all its parts begin
+   with a capital letter, if it is listed in `_HARMLESS`, or if the pickle makes an object of it by NEWOBJ, which fails
+   in Python for anything but a class.
+3. With `unknown_classes`, a function (any other name) only as a value: an entry of a container, or in the state of an
+   object. The pickle may neither call it nor pass it to an object that it constructs, which could call it.
+4. Never a name of a module that starts processes, loads code or opens connections (`_RUNS_CODE`), and never a builtin
+   that runs code or opens files.
 
-What breaks a rule is an UnsafeError: whoever loads the file with pickle runs what it calls.
+A pickle that breaks a rule raises UnsafeError, because loading it with Python's pickle would run what it calls.
 """
 
 from __future__ import annotations
@@ -28,42 +29,42 @@ from statexchange.errors import CorruptError, StateExchangeError, UnsafeError, e
 from statexchange.formats.budget import Budget
 from statexchange.tensors import DTYPE_NAMES
 
-__all__ = ["MAX_PICKLE_BYTES", "Made", "Symbol", "contents", "read_pickle"]
+__all__ = ["MAX_PICKLE_BYTES", "GlobalRef", "OpaqueObject", "contents", "read_pickle"]
 
 MAX_PICKLE_BYTES = 512 << 20
 _MAX_LONG_BYTES = 1024
-_MAX_SHORT_TEXT = 64  # characters, up to which it costs nothing to compare a key
-_HASH_PRIME = (1 << 61) - 1  # whole numbers below it differ in their hashes
+_MAX_SHORT_TEXT = 64  # characters of a key that is compared without counting
+_HASH_PRIME = (1 << 61) - 1  # smaller integers have different hashes
 _MAX_OF_ONE_HASH = 64
 _STEPS_PER_COPY = 8  # an entry of a dict takes about 100 bytes
 _STOP, _MEMOIZE, _BINGET, _BININT1, _LONG_BINGET = b".\x94hKj"
 
 
 @dataclass(frozen=True, slots=True)
-class Symbol:
-    """A class, function or dtype by its name, not the thing itself.
+class GlobalRef:
+    """A reference to a class, function or dtype by name.
 
-    Names that are known are short, and other spellings of one share it. Others have their module: "numpy.ndarray".
+    A known name has no module, and all its spellings are one name. An unknown name has its module: "numpy.ndarray".
     """
 
     name: str
 
     @property
-    def is_opaque(self) -> bool:
-        """Whether it is not known here."""
+    def is_unknown(self) -> bool:
+        """Whether the name is not known here."""
         return "." in self.name
 
     @property
     def class_name(self) -> str:
-        """Its name."""
+        """The name."""
         return self.name
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Made:
-    """An object that the pickle would construct: name of its class, arguments, state, items. Never constructed.
+class OpaqueObject:
+    """An object that the pickle would construct: class name, arguments, state and items.
 
-    Only opaque objects, whose class is not known here, have items.
+    Only objects of unknown classes have items.
     """
 
     name: str
@@ -75,19 +76,19 @@ class Made:
         return f"<{self.name}>"
 
     @property
-    def is_opaque(self) -> bool:
+    def is_unknown(self) -> bool:
         """Whether its class is not known here."""
         return "." in self.name
 
     @property
     def class_name(self) -> str:
-        """The name of its class; if a function would construct it, that of the class that the function is given."""
+        """The name of its class; of an object that a function would construct, the class passed to the function."""
         is_function = self.name == "getattr" or self.name.rpartition(".")[2] in _CONSTRUCTING
         given = self.args[0] if is_function and self.args else None
-        return given.name if type(given) is Symbol else self.name
+        return given.name if type(given) is GlobalRef else self.name
 
 
-# Every name that is understood, by the modules that have had it.
+# Every known name, by the modules that define it in some version of torch or Python.
 _SPELLINGS = {
     "torch": "Size device Tensor DoubleStorage FloatStorage HalfStorage BFloat16Storage LongStorage IntStorage"
     " ShortStorage CharStorage ByteStorage BoolStorage ComplexDoubleStorage ComplexFloatStorage"
@@ -126,9 +127,8 @@ _SPELLINGS = {
     "__builtin__": "set frozenset bytearray complex dict list tuple int float str bool getattr",
     "_codecs": "encode",
 }
-_KNOWN = {(module, name): Symbol(name) for module, names in _SPELLINGS.items() for name in names.split()}
-# Classes whose names do not begin with a capital letter, and functions that construct objects of the class they are
-# given, where that is all they do.
+_KNOWN = {(module, name): GlobalRef(name) for module, names in _SPELLINGS.items() for name in names.split()}
+# Classes whose names do not begin with a capital letter, and functions that only construct an object of a given class.
 _CONSTRUCTING = ("_reconstruct", "_reconstructor")
 _HARMLESS = {
     "array": "array _array_reconstructor",
@@ -151,7 +151,7 @@ _HARMLESS = {
     "re": "_compile",
 }
 _HARMLESS_NAMES = {(module, name) for module, names in _HARMLESS.items() for name in names.split()}
-# By the first part of a module's name.
+# First parts of modules' names.
 _MODULES_THAT_RUN_CODE = (
     "_ctypes _io _pickle _posixsubprocess _socket asyncio bdb cProfile cloudpickle code codeop commands concurrent"
     " ctypes dill ftplib http imp importlib inspect io joblib marshal multiprocessing nt os pdb pickle pip pkgutil"
@@ -162,20 +162,31 @@ _RUNS_CODE = frozenset(_MODULES_THAT_RUN_CODE.split())
 _BUILTINS_THAT_RUN_CODE = {"__import__", "breakpoint", "compile", "eval", "exec", "globals", "input", "open"}
 _ONLY_DATA = {("types", "SimpleNamespace"), ("_io", "BytesIO"), ("_io", "StringIO")}  # of these modules
 _MAX_NAME = 200  # characters of a module's name, and of a class's
-_SCALARS = {str, int, float, bool, bytes, type(None), Symbol}
-_HOLDING = {dict, list, tuple, set, frozenset, Made}
+_SCALARS = {str, int, float, bool, bytes, type(None), GlobalRef}
+_HOLDING = {dict, list, tuple, set, frozenset, OpaqueObject}
 
 
-def read_pickle(data: bytes, path: str, budget: Budget | None = None, *, opaque: bool = False) -> Any:
-    """Parse a pickle into builtins, Made and Symbol without importing or calling anything.
+def read_pickle(data: bytes, path: str, budget: Budget | None = None, *, unknown_classes: bool = False) -> Any:
+    """Parse a pickle into builtins, OpaqueObject and GlobalRef without importing or calling anything.
 
-    `path` is for messages; `budget` is what the reading of these bytes, and what follows from it, may take; with
-    `opaque` objects of classes that are not known are read too. torch.Size becomes a tuple and an OrderedDict a dict; a
-    persistent id becomes a `Made` called "persistent". A name that is refused (see the top of this file), or an opcode
-    that no pickler of today emits, is an UnsafeError; broken bytes are a CorruptError. Memory and time are proportional
-    to `data`, whatever it claims and repeats.
+    Memory and time are proportional to the size of `data`, whatever it claims or repeats.
+
+    Args:
+        data: the pickle.
+        path: the file's path for messages.
+        budget: the work that reading and later uses of the result may take; a new one by default.
+        unknown_classes: also accept classes that are not known here.
+
+    Returns:
+        The value. torch.Size becomes a tuple, OrderedDict a dict, and a persistent id an OpaqueObject "persistent".
+
+    Raises:
+        UnsafeError: the pickle uses a name that is refused, or an opcode that picklers no longer emit.
+        CorruptError: the bytes are no valid pickle, or exceed the budget.
     """
-    machine = _Machine(data, path, Budget(len(data), path) if budget is None else budget, opaque=opaque)
+    if budget is None:
+        budget = Budget(len(data), path)
+    machine = _Machine(data, path, budget, unknown_classes=unknown_classes)
     try:
         return machine.run()
     except StateExchangeError:
@@ -185,9 +196,10 @@ def read_pickle(data: bytes, path: str, budget: Budget | None = None, *, opaque:
 
 
 def contents(values: Iterable[Any], budget: Budget, seen: set[int], without: Container[int] = ()) -> Iterator[Any]:
-    """Values from a pickle and all that lies in them; what holds others comes once, and its id goes into `seen`.
+    """Yield values of a pickle and everything in them, each container once.
 
-    What has its id in `without` is left out. The pickle's root keeps all alive.
+    Ids of visited containers are added to `seen`; containers with ids in `without` are skipped. Ids stay valid because
+    the pickle's root keeps all values alive.
     """
     waiting = list(values)
     while waiting:
@@ -197,7 +209,7 @@ def contents(values: Iterable[Any], budget: Budget, seen: set[int], without: Con
             if id(item) in without or id(item) in seen:
                 continue
             seen.add(id(item))
-            if kind is Made:
+            if kind is OpaqueObject:
                 below: Any = (item.args, item.state, item.items)
             else:
                 below = (*item.keys(), *item.values()) if kind is dict else item
@@ -219,31 +231,31 @@ class _Machine:
         "functions",
         "given",
         "memo",
-        "opaque",
         "path",
         "stack",
+        "unknown_classes",
     )
 
-    def __init__(self, data: bytes, path: str, budget: Budget, *, opaque: bool) -> None:
+    def __init__(self, data: bytes, path: str, budget: Budget, *, unknown_classes: bool) -> None:
         self.at = 0
         self.budget = budget
-        self.by_hash: dict[int, list[Any]] = {}  # keys that a pickle can make to share a hash
+        self.by_hash: dict[int, list[Any]] = {}  # keys of types for which a pickle can choose equal hashes
         self.data = data
         self.path = path
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
-        self.opaque = opaque
-        self.classes: dict[tuple[str, str], Symbol] = {}  # names that are not known, by module and name
-        self.functions: set[str] = set()  # those that are functions unless NEWOBJ makes an object of them
-        self.given: list[Any] = []  # the arguments of all that the pickle would call
+        self.unknown_classes = unknown_classes
+        self.classes: dict[tuple[str, str], GlobalRef] = {}  # unknown names, by module and name
+        self.functions: set[str] = set()  # unknown names that count as functions unless NEWOBJ uses them
+        self.given: list[Any] = []  # the arguments of everything that the pickle would call
 
     def run(self) -> Any:
-        """Run to the end; return the one value that is left on the stack."""
+        """Run to the end and return the one value that is left on the stack."""
         data, memo, at = self.data, self.memo, self.at
         while (code := data[at]) != _STOP:
             at += 1
-            if code == _MEMOIZE:  # these few are most of all opcodes, and inline twice as fast
+            if code == _MEMOIZE:  # the four most frequent opcodes: inline they are twice as fast
                 memo[len(memo)] = self.stack[-1]
             elif code == _BINGET:
                 self.stack.append(memo[data[at]])
@@ -266,12 +278,12 @@ class _Machine:
             raise ValueError("a mark is left")
         if self.functions:
             for item in contents(self.given, self.budget, set()):
-                if type(item) is Symbol and item.name in self.functions:
+                if type(item) is GlobalRef and item.name in self.functions:
                     raise self.unsafe(item.name)
         return value
 
     def take(self, nbytes: int) -> bytes:
-        """The next bytes, if there are as many."""
+        """Return the next bytes; raise ValueError if there are fewer."""
         end = self.at + nbytes
         if not self.at <= end <= len(self.data):
             raise ValueError(f"{nbytes} bytes are claimed, {len(self.data) - self.at} are left")
@@ -280,11 +292,11 @@ class _Machine:
         return taken
 
     def number(self, width: int) -> int:
-        """An unsigned number of `width` bytes."""
+        """Read an unsigned number of `width` bytes."""
         return int.from_bytes(self.take(width), "little")
 
     def line(self) -> str:
-        """Text up to the end of the line."""
+        """Read text up to the end of the line."""
         end = self.data.index(b"\n", self.at)
         return self.take(end + 1 - self.at)[:-1].decode()
 
@@ -295,35 +307,35 @@ class _Machine:
         return items
 
     def symbol(self, module: Any, name: Any) -> None:
-        """Push the Symbol of a name."""
+        """Push the GlobalRef of a name."""
         found = None
         if type(module) is type(name) is str:
-            found = _KNOWN.get((module, name)) or self.classes.get((module, name)) or self.opaque_symbol(module, name)
+            found = _KNOWN.get((module, name)) or self.classes.get((module, name)) or self.unknown_global(module, name)
         if found is None:
             raise self.unsafe(f"{_plain_text(module)}.{_plain_text(name)}")
         self.stack.append(found)
 
-    def opaque_symbol(self, module: str, name: str) -> Symbol | None:
-        """The Symbol of a name that is not known; None if the pickle may not use it."""
-        if not self.opaque or len(module) > _MAX_NAME or len(name) > _MAX_NAME:
+    def unknown_global(self, module: str, name: str) -> GlobalRef | None:
+        """Return the GlobalRef of an unknown name; None if the pickle may not use it."""
+        if not self.unknown_classes or len(module) > _MAX_NAME or len(name) > _MAX_NAME:
             return None
         if module.partition(".")[0] in _RUNS_CODE and (module, name) not in _ONLY_DATA:
             return None
         if module in ("builtins", "__builtin__") and name in _BUILTINS_THAT_RUN_CODE:
             return None
-        found = self.classes[module, name] = Symbol(f"{module}.{name}")
+        found = self.classes[module, name] = GlobalRef(f"{module}.{name}")
         if not _is_class_name(name) and (module, name) not in _HARMLESS_NAMES:
             self.functions.add(found.name)
         return found
 
     def unsafe(self, name: str) -> UnsafeError:
-        """The error for a name that the pickle may not use."""
+        """Return the error for a name that the pickle may not use."""
         return UnsafeError(f"refused: the pickle wants {name}, which is not known to be harmless", path=self.path)
 
     def check_key(self, key: Any) -> None:
-        """Keys are scalars or flat tuples of them: hashing one must not recurse.
+        """Check a key: a scalar or a flat tuple of scalars, so that hashing it does not recurse.
 
-        The hash of a text or of bytes depends on a secret; that of numbers does not.
+        Python randomises the hashes of str and bytes; those of numbers and tuples of them a pickle can choose.
         """
         kind = type(key)
         if kind is tuple:
@@ -338,17 +350,17 @@ class _Machine:
             self.check_hash(key)
 
     def check_hash(self, key: Any) -> None:
-        """Refuse many different keys with one hash, which would be compared each with each."""
+        """Raise CorruptError for many different keys with one hash, each of which is compared with all others."""
         known = self.by_hash.setdefault(hash(key), [])
         self.budget.spend(len(known) * (len(key) if type(key) is tuple else 1))
         if key not in known:
             if len(known) == _MAX_OF_ONE_HASH:
-                raise CorruptError("more keys with one hash than anything real has", path=self.path)
+                raise CorruptError("refused: too many keys have the same hash", path=self.path)
             known.append(key)
 
 
 def _is_class_name(name: str) -> bool:
-    """Whether all parts of a dotted name are words that begin with a capital letter, after underscores."""
+    """Whether all parts of a dotted name are identifiers that begin with a capital letter, after underscores."""
     return all(part.isidentifier() and part.lstrip("_")[:1].isupper() for part in name.split("."))
 
 
@@ -440,7 +452,7 @@ def _extend(machine: _Machine) -> None:
 
 def _add(machine: _Machine) -> None:
     items = machine.above_mark()
-    if _is_opaque(machine.stack[-1]):
+    if _is_unknown(machine.stack[-1]):
         _list_of(machine).extend(items)
         return
     for item in items:
@@ -450,7 +462,7 @@ def _add(machine: _Machine) -> None:
 
 def _set_item(machine: _Machine) -> None:
     value, key = machine.stack.pop(), machine.stack.pop()
-    if _is_opaque(machine.stack[-1]):
+    if _is_unknown(machine.stack[-1]):
         _list_of(machine).extend((key, value))
         return
     machine.check_key(key)
@@ -461,7 +473,7 @@ def _set_items(machine: _Machine) -> None:
     items = machine.above_mark()
     if len(items) % 2:
         raise ValueError("a key without a value")
-    if _is_opaque(machine.stack[-1]):
+    if _is_unknown(machine.stack[-1]):
         _list_of(machine).extend(items)
         return
     keys = items[::2]
@@ -471,14 +483,17 @@ def _set_items(machine: _Machine) -> None:
     _of(machine, dict).update(zip(keys, items[1::2], strict=True))
 
 
-def _is_opaque(value: Any) -> bool:
-    return type(value) is Made and value.is_opaque
+def _is_unknown(value: Any) -> bool:
+    return type(value) is OpaqueObject and value.is_unknown
 
 
 def _list_of(machine: _Machine) -> list[Any]:
-    """The list on top of the stack; of an opaque object its items, which are the keys and values of a mapping."""
+    """Return the list on top of the stack; for an object of an unknown class, its items.
+
+    Items of a mapping are its keys and values in turn.
+    """
     made: Any = machine.stack[-1]
-    if not _is_opaque(made):
+    if not _is_unknown(made):
         found: list[Any] = _of(machine, list)
         return found
     if made.items is None:
@@ -487,7 +502,7 @@ def _list_of(machine: _Machine) -> list[Any]:
 
 
 def _of(machine: _Machine, kind: type[Any]) -> Any:
-    """The container on top of the stack, which must be of a kind."""
+    """Return the container on top of the stack, which must be of type `kind`."""
     found = machine.stack[-1]
     if type(found) is not kind:
         raise TypeError(f"not a {kind.__name__}")
@@ -511,34 +526,34 @@ def _stack_global(machine: _Machine) -> None:
 
 
 def _persistent(machine: _Machine) -> None:
-    machine.stack.append(Made("persistent", (machine.stack.pop(),)))
+    machine.stack.append(OpaqueObject("persistent", (machine.stack.pop(),)))
 
 
 def _new_object(machine: _Machine) -> None:
-    """NEWOBJ: as REDUCE, of what must be a class."""
+    """NEWOBJ: like REDUCE; the callee must be a class."""
     symbol = machine.stack[-2]
-    if type(symbol) is Symbol:
+    if type(symbol) is GlobalRef:
         machine.functions.discard(symbol.name)
     _call(machine)
 
 
 def _call(machine: _Machine) -> None:
-    """REDUCE: push a Made instead of calling."""
+    """REDUCE: push an OpaqueObject instead of calling."""
     args, symbol = machine.stack.pop(), machine.stack.pop()
-    if type(symbol) is not Symbol or type(args) is not tuple:
+    if type(symbol) is not GlobalRef or type(args) is not tuple:
         raise UnsafeError(f"refused: the pickle calls a {type(symbol).__name__}", path=machine.path)
     if symbol.name in machine.functions:
         raise machine.unsafe(symbol.name)
     machine.given.append(args)
-    if symbol.name == "getattr" and [type(arg) for arg in args] != [Symbol, str]:
-        # Early releases of Python 3.11 pickle a member of an enum as getattr(class, name).
+    if symbol.name == "getattr" and [type(arg) for arg in args] != [GlobalRef, str]:
+        # Early releases of Python 3.11 pickle an enum member as getattr(class, name).
         raise UnsafeError("refused: the pickle calls getattr on something that is not a known class", path=machine.path)
     if symbol.name == "Size" and len(args) == 1 and type(args[0]) is tuple:
         machine.stack.append(args[0])
     elif symbol.name in ("OrderedDict", "defaultdict", "Counter"):
         machine.stack.append(_dict(machine, args))
     else:
-        machine.stack.append(Made(symbol.name, args))
+        machine.stack.append(OpaqueObject(symbol.name, args))
 
 
 def _dict(machine: _Machine, args: tuple[Any, ...]) -> dict[Any, Any]:
@@ -551,17 +566,17 @@ def _dict(machine: _Machine, args: tuple[Any, ...]) -> dict[Any, Any]:
 
 
 def _build(machine: _Machine) -> None:
-    """BUILD: store the state of a Made; ignore attributes of a dict, as a state dict's `_metadata`."""
+    """BUILD: store the state of an OpaqueObject; ignore attributes of a dict, such as a state dict's `_metadata`."""
     state = machine.stack.pop()
     target = machine.stack[-1]
-    if type(target) is Made:
+    if type(target) is OpaqueObject:
         target.state = state
     elif type(target) is not dict:
         raise UnsafeError(f"refused: the pickle sets attributes of a {type(target).__name__}", path=machine.path)
 
 
 _Operation = Callable[[_Machine], None]
-_KEYS = {*_SCALARS, Made}
+_KEYS = {*_SCALARS, OpaqueObject}
 _OPERATIONS: dict[int, _Operation] = {
     ord(code): operation
     for code, operation in {

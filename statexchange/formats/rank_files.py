@@ -1,4 +1,4 @@
-"""Read plain safetensors files, one per rank, whose sharding a layout file describes."""
+"""Read plain safetensors files, one per rank, whose sharding a layout describes (sharding/rules.py)."""
 
 from __future__ import annotations
 
@@ -8,47 +8,54 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from statexchange.errors import IncompleteError, InvalidArgumentError
-from statexchange.formats.source import Holder, ListedTensor, Source, SourceTensor, merged_metadata, unknown_dtypes
-from statexchange.sharding.rules import Layout, Part, place, renumbered
+from statexchange.formats.source import (
+    ShardFile,
+    Source,
+    SourceTensor,
+    UnreadableTensor,
+    merged_metadata,
+    unknown_dtypes,
+)
+from statexchange.sharding.rules import Layout, Part, place_parts, renumber_names
 from statexchange.sharding.shards import Box, Shard, c_strides, full_box
 from statexchange.storage.byte_range import ByteRange
-from statexchange.storage.place import Place
+from statexchange.storage.opened_path import OpenedPath
 from statexchange.storage.tensorfile import TORCH_SHARDING_KEY, read_header
 from statexchange.storage.workspace import is_rank_file
 from statexchange.tensors import ITEMSIZE
 
-__all__ = ["lay_out", "matches", "read"]
+__all__ = ["apply_layout", "matches", "read"]
 
 _SUFFIX = ".safetensors"
 _NUMBER = re.compile(r"([0-9]+)")
 _TOTAL = re.compile(r"[-_.]of[-_.]?0*([0-9]+)")
 
 
-def matches(place: Place) -> bool:
-    """Whether a directory of safetensors files lies at a place that say nothing of parts, as workspaces and torch's
-    do."""
-    names = _names(place)
+def matches(opened: OpenedPath) -> bool:
+    """Whether a path is a directory of safetensors files without sharding metadata of their own."""
+    names = _names(opened)
     if not names or any(map(is_rank_file, names)):
         return False
-    return TORCH_SHARDING_KEY not in read_header(place.store.open(names[0])).metadata
+    return TORCH_SHARDING_KEY not in read_header(opened.store.open(names[0])).metadata
 
 
-def _names(place: Place) -> list[str]:
-    return [name for name in place.store.files if name.endswith(_SUFFIX)] if place.file is None else []
+def _names(opened: OpenedPath) -> list[str]:
+    return [name for name in opened.store.files if name.endswith(_SUFFIX)] if opened.file is None else []
 
 
-def read(place: Place, *, strict: bool = True) -> Source:  # noqa: ARG001 (nothing can be read of a set with holes)
-    """Return the safetensors files of a directory, one per rank, in the order of the numbers in their names.
+def read(opened: OpenedPath, *, strict: bool = True) -> Source:  # noqa: ARG001 (nothing can be read of a set with holes)
+    """Return the safetensors files of a directory as a source, one rank each, in the order of the numbers in names.
 
-    IncompleteError if the names leave out a number, or say "of n" and there are not n.
+    Raises:
+        IncompleteError: a number is missing among the names, or they say "of n" and there are not n files.
     """
-    names = sorted(_names(place), key=_in_order)
-    _check_whole(names, place.path)
-    holders = []
-    listed: list[ListedTensor] = []
+    names = sorted(_names(opened), key=_in_order)
+    _check_whole(names, opened.path)
+    shard_files = []
+    listed: list[UnreadableTensor] = []
     texts = []
     for rank, name in enumerate(names):
-        file = place.store.open(name)
+        file = opened.store.open(name)
         header = read_header(file)
         listed += unknown_dtypes(header, file.path)
         texts.append(header.common_metadata)
@@ -56,21 +63,21 @@ def read(place: Place, *, strict: bool = True) -> Source:  # noqa: ARG001 (nothi
         for entry in header.entries.values():
             shard = Shard(entry.name, entry.dtype, entry.shape, (full_box(entry.shape),))
             tensors[entry.name] = SourceTensor(shard, (ByteRange(file, entry.begin, entry.nbytes),))
-        holders.append(Holder(rank, file, tensors))
+        shard_files.append(ShardFile(rank, file, tensors))
     metadata, differing = merged_metadata(texts)
     return Source(
         "rank files",
-        place,
-        tuple(holders),
-        world_size=len(holders),
-        listed=tuple(listed),
+        opened,
+        tuple(shard_files),
+        world_size=len(shard_files),
+        unreadable=tuple(listed),
         metadata=metadata,
         differing=differing,
     )
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
-    """A key by which 10 comes after 9."""
+    """Return a sort key that compares digits as numbers."""
     return [(int(piece), "") if _NUMBER.fullmatch(piece) else (-1, piece) for piece in _NUMBER.split(name)]
 
 
@@ -80,7 +87,7 @@ def _check_whole(names: list[str], path: str) -> None:
     if len({len(row) for row in numbers}) == 1 and len(varying) == 1:
         (column,) = varying
         present, begin = set(column), min(1, *column)
-        if len(present) < max(column) + 1 - begin:  # a name may hold any number: it is not counted up to
+        if len(present) < max(column) + 1 - begin:  # a number in a name may be huge, so no range is built
             absent = next(number for number in range(begin, max(column) + 1) if number not in present)
             raise IncompleteError(f"files are numbered, but number {absent} is missing", path=path)
     totals = {int(found[1]) for name in names if (found := _TOTAL.search(name))}
@@ -88,28 +95,31 @@ def _check_whole(names: list[str], path: str) -> None:
         raise IncompleteError(f"files are numbered as of {max(totals)}, but there are {len(names)}", path=path)
 
 
-def lay_out(source: Source, layout: Layout) -> tuple[Source, dict[str, str]]:
-    """`source` with its plain tensors placed where `layout` says, and the operation by name of those to be reduced.
+def apply_layout(source: Source, layout: Layout) -> tuple[Source, dict[str, str]]:
+    """Return the source with its plain tensors as shards, as the layout says, and the reductions by tensor name.
 
-    InvalidArgumentError for a rule that matches no tensor, does not fit one, or contradicts what a tensor says itself;
-    IncompleteError for a part that no rank holds.
+    Raises:
+        InvalidArgumentError: a rule matches no tensor, does not fit one, or matches one with sharding of its own.
+        IncompleteError: no rank holds some part.
     """
-    layout.check_ranks([holder.rank for holder in source.holders])
-    paths = {holder.rank: holder.path for holder in source.holders}
-    names = renumbered({holder.rank: {name: name for name in holder.tensors} for holder in source.holders}, layout)
+    layout.check_ranks([shard_file.rank for shard_file in source.files])
+    paths = {shard_file.rank: shard_file.path for shard_file in source.files}
+    names = renumber_names(
+        {shard_file.rank: {name: name for name in shard_file.tensors} for shard_file in source.files}, layout
+    )
     parts: dict[str, dict[int, tuple[Part, SourceTensor]]] = {}
     reductions: dict[str, str] = {}
-    for holder in source.holders:
-        for name, tensor in holder.tensors.items():
-            for part in _parts(holder, tensor, names[holder.rank][name], layout, reductions):
-                if holder.rank in parts.setdefault(part.name, {}):
+    for shard_file in source.files:
+        for name, tensor in shard_file.tensors.items():
+            for part in _parts(shard_file, tensor, names[shard_file.rank][name], layout, reductions):
+                if shard_file.rank in parts.setdefault(part.name, {}):
                     raise InvalidArgumentError(
-                        "the layout makes two tensors of one rank this one",
+                        "the layout gives this name to two tensors of one rank",
                         name=part.name,
-                        rank=holder.rank,
-                        path=holder.path,
+                        rank=shard_file.rank,
+                        path=shard_file.path,
                     )
-                parts[part.name][holder.rank] = (part, tensor)
+                parts[part.name][shard_file.rank] = (part, tensor)
     unused = [pattern for pattern in layout.rules if pattern in layout.unused]
     if unused:
         raise InvalidArgumentError(f"layout pattern {unused[0]!r} matches no tensor", path=source.path)
@@ -117,58 +127,60 @@ def lay_out(source: Source, layout: Layout) -> tuple[Source, dict[str, str]]:
     for name, held in parts.items():
         for rank, tensor in _placed(name, held, layout, paths).items():
             tensors[rank][name] = tensor
-    holders = tuple(replace(h, tensors=tensors[h.rank], aliases=_kept(h, tensors[h.rank])) for h in source.holders)
-    return replace(source, holders=holders), reductions
+    shard_files = tuple(replace(h, tensors=tensors[h.rank], aliases=_kept(h, tensors[h.rank])) for h in source.files)
+    return replace(source, files=shard_files), reductions
 
 
-def _parts(holder: Holder, tensor: SourceTensor, name: str, layout: Layout, reductions: dict[str, str]) -> list[Part]:
+def _parts(
+    shard_file: ShardFile, tensor: SourceTensor, name: str, layout: Layout, reductions: dict[str, str]
+) -> list[Part]:
     shard = tensor.shard
     rule = layout.rule_for(shard.name)
     if rule is None or shard.boxes != (full_box(shard.global_shape),):
         if rule is not None:
             raise InvalidArgumentError(
-                f"layout rule for {rule.pattern!r} matches a tensor that says itself which part it is",
+                f"layout rule for {rule.pattern!r} matches a tensor whose file already has its sharding",
                 name=shard.name,
-                rank=holder.rank,
-                path=holder.path,
+                rank=shard_file.rank,
+                path=shard_file.path,
             )
         return [Part(name, shard.local_shape, fixed=(shard.global_shape, shard.boxes))]
     try:
-        parts = rule.parts(name, shard.global_shape, holder.rank)
+        parts = rule.parts(name, shard.global_shape, shard_file.rank)
     except InvalidArgumentError as error:
-        raise error.located(rank=holder.rank, name=name, path=holder.path) from None
+        raise error.located(rank=shard_file.rank, name=name, path=shard_file.path) from None
     if rule.reduce is not None:
         reductions |= {part.name: rule.reduce for part in parts}
     return parts
 
 
-def _kept(holder: Holder, tensors: Mapping[str, SourceTensor]) -> dict[str, str]:
-    return {alias: kept for alias, kept in holder.aliases.items() if alias in tensors and kept in tensors}
+def _kept(shard_file: ShardFile, tensors: Mapping[str, SourceTensor]) -> dict[str, str]:
+    return {alias: kept for alias, kept in shard_file.aliases.items() if alias in tensors and kept in tensors}
 
 
 def _placed(
     name: str, held: Mapping[int, tuple[Part, SourceTensor]], layout: Layout, paths: Mapping[int, str]
 ) -> dict[int, SourceTensor]:
-    """Every rank's part of one tensor, as boxes and where their bytes lie."""
+    """Return each rank's shard of one tensor with its byte ranges."""
     found = {}
     ruled = {rank: part for rank, (part, _) in held.items() if part.cuts or part.fixed is None}
-    boxes = place(ruled, layout.grid, paths) if ruled else {}
+    boxes = place_parts(ruled, layout.mesh, paths) if ruled else {}
     for rank, (part, tensor) in held.items():
-        if rank not in boxes:  # it says itself which part it is
+        if rank not in boxes:  # its file has its sharding
             found[rank] = replace(tensor, shard=replace(tensor.shard, name=name))
             continue
         global_shape, whole = boxes[rank]
-        (extent,) = tensor.extents
-        extents = tuple(_slice(extent, tensor.shard, local) for local in part.local_boxes())
-        found[rank] = SourceTensor(Shard(name, tensor.shard.dtype, global_shape, whole), extents)
+        (byte_range,) = tensor.byte_ranges
+        byte_ranges = tuple(_slice(byte_range, tensor.shard, local) for local in part.local_boxes())
+        found[rank] = SourceTensor(Shard(name, tensor.shard.dtype, global_shape, whole), byte_ranges)
     return found
 
 
-def _slice(extent: ByteRange, shard: Shard, local: Box) -> ByteRange:
+def _slice(byte_range: ByteRange, shard: Shard, local: Box) -> ByteRange:
     """Return the byte range of a block of a plain tensor."""
     if local.shape == shard.global_shape:
-        return extent
+        return byte_range
     itemsize = ITEMSIZE[shard.dtype]
-    strides = extent.strides or c_strides(shard.global_shape)
-    begin = extent.begin + itemsize * sum(map(operator.mul, local.offsets, strides))
-    return ByteRange(extent.file, begin, local.numel * itemsize, strides=strides)
+    strides = byte_range.strides or c_strides(shard.global_shape)
+    begin = byte_range.begin + itemsize * sum(map(operator.mul, local.offsets, strides))
+    return ByteRange(byte_range.file, begin, local.numel * itemsize, strides=strides)

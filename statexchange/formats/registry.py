@@ -1,6 +1,7 @@
-"""The formats in which a checkpoint may lie: each says whether it matches what a place holds, and reads it.
+"""The registry of checkpoint formats, and the functions that open a checkpoint of any of them.
 
-A place is opened and listed once, and all formats look at this one listing. Nothing in a file is executed.
+A format is a module with the functions of `Format`. To add one, write the module and put its name into `FORMATS`. A
+path is opened and listed once, and all formats match against this one listing. Nothing in a file is executed.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from statexchange.errors import (
     UnsupportedError,
 )
 from statexchange.formats.source import OpenCheckpoint, Source
-from statexchange.storage.place import Place, reading_again
-from statexchange.storage.store import given_path
+from statexchange.storage.opened_path import OpenedPath, read_with_retry
+from statexchange.storage.store import resolve_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,110 +30,147 @@ __all__ = ["FORMATS", "Format", "open_checkpoint", "open_source"]
 class Format(Protocol):
     """A module that reads one kind of checkpoint."""
 
-    def matches(self, place: Place) -> bool:
-        """Whether this format lies at a place, by its listing and at most the first bytes of a file."""
+    def matches(self, opened: OpenedPath) -> bool:
+        """Whether a path has this format, by its listing and at most the first bytes of a file."""
 
-    def read(self, place: Place, *, strict: bool = True) -> Source:
-        """Return the source, from headers only. With `strict`, what is missing or broken is raised, else it is in the
-        source's `problems`."""
+    def read(self, opened: OpenedPath, *, strict: bool = True) -> Source:
+        """Return the source, reading headers only.
+
+        With `strict` the first missing or broken part is raised, else all are in the source's `problems`.
+        """
 
 
-# The first that matches reads. A format is imported when it is asked: the last two read pickles, for which looking at
-# other things does not wait.
+# In order: the first format that matches reads. A format is imported when it is tried; the last two import the pickle
+# reader, which the others do not need.
 FORMATS = ("huggingface", "workspace", "dcp", "torch_file")
-_DESCRIPTIONS = (".index.json", "statexchange.json", "manifest.json", ".metadata")  # ends of names of files
-_FREE_BYTES, _MAX_REPETITION = 64 << 20, 16  # of tensors, in bytes and in multiples of those of their files
+_DESCRIPTIONS = (".index.json", "statexchange.json", "manifest.json", ".metadata")  # endings of file names
+_FREE_BYTES, _MAX_REPETITION = 64 << 20, 16  # limits of all tensors: bytes, and multiples of their files' bytes
 _UNKNOWN = "neither a workspace nor a checkpoint (safetensors, torch DCP, or torch.save's .pt files)"
 
 
 def open_source(path: str | os.PathLike[str], *, strict: bool = True) -> Source:
-    """Return what lies at `path`: a workspace (or one run or round of it), a Hugging Face directory or file, a torch
-    DCP directory, or a file of torch.save or a directory of them.
+    """Open a checkpoint of any format.
 
-    Not collective; reads headers only. What is replaced while it is read is opened again. NotFoundError if nothing
-    known lies there; with `strict`, IncompleteError or CorruptError for what is missing or broken, else such things
-    become the source's `problems`. The source holds its files open until it is closed.
+    Not collective. Reads headers only. A checkpoint that is replaced meanwhile is opened again.
+
+    Args:
+        path: a workspace (or one run or round of it), a Hugging Face directory or file, a torch DCP directory, a file
+            of torch.save or a directory of such files.
+        strict: raise the first missing or broken part; otherwise all become the source's `problems`.
+
+    Returns:
+        The source, which holds its files open until it is closed.
+
+    Raises:
+        NotFoundError: no known format lies at the path.
+        IncompleteError, CorruptError: with `strict`, something is missing or broken.
     """
-    return opened(path, read_place, strict=strict)
+    return open_with(path, read_opened, strict=strict)
 
 
-def opened(path: str | os.PathLike[str], read: Callable[..., Source], *, strict: bool) -> Source:
-    """Open the source at `path` with `read`, again if it was replaced meanwhile."""
-    path = given_path(path, "a source")
+def open_with(path: str | os.PathLike[str], read: Callable[..., Source], *, strict: bool) -> Source:
+    """Open a path and read its source with `read`; again if the path was replaced meanwhile."""
+    path = resolve_path(path, "a source")
 
-    def read_once(place: Place) -> Source:
-        source = read(place, strict=strict)
+    def read_once(opened: OpenedPath) -> Source:
+        source = read(opened, strict=strict)
         try:
             _check_not_repeated(source)
         except UnsupportedError:
             source.close()
             raise
-        if source.problems and not place.is_current():
+        if source.problems and not opened.is_current():
             raise ReplacedError("replaced while it was read", path=path) from source.problems[0]
         return source
 
-    return reading_again(path, read_once)
+    return read_with_retry(path, read_once)
 
 
 def _check_not_repeated(source: Source) -> None:
-    """Raise UnsupportedError if reading all tensors would read a file's bytes again and again.
+    """Raise UnsupportedError if the tensors together are far larger than their files.
 
-    A tensor whose strides are 0, or tensors that share a storage, may have any number of elements in a small file.
+    A tensor with strides of 0, or tensors that share a storage, may have any number of elements in a small file.
     """
-    files = {(holder.path, holder.nbytes) for holder in source.holders}
+    files = {(shard_file.path, shard_file.nbytes) for shard_file in source.files}
     limit = _FREE_BYTES + _MAX_REPETITION * sum(nbytes for _, nbytes in files)
     total = 0
-    for holder, tensor in source.shards():
-        total += sum(extent.nbytes for extent in tensor.extents)
+    for shard_file, tensor in source.shards():
+        total += sum(byte_range.nbytes for byte_range in tensor.byte_ranges)
         if total > limit:
             text = (
                 f"refused: its tensors would be {total} bytes, more than {_MAX_REPETITION} times those of its files, "
                 "which hold expanded or shared ones: save them with .contiguous()"
             )
-            raise UnsupportedError(text, name=tensor.shard.name, path=holder.path)
+            raise UnsupportedError(text, name=tensor.shard.name, path=shard_file.path)
 
 
-def read_place(place: Place, *, strict: bool = True) -> Source:
-    """Return the source at an open place."""
+def read_opened(opened: OpenedPath, *, strict: bool = True) -> Source:
+    """Return the source at an opened path, by the first format that matches."""
     for name in FORMATS:
         known: Format = import_module(f"statexchange.formats.{name}")
-        if known.matches(place):
+        if known.matches(opened):
             if name == "torch_file":
-                _check_not_above(place)
-            return known.read(place, strict=strict)
-    _check_not_above(place)
-    _check_not_a_part(place)
-    raise NotFoundError(_UNKNOWN, path=place.path)
+                _check_not_above(opened)
+            return known.read(opened, strict=strict)
+    _check_not_above(opened)
+    _check_not_a_part(opened)
+    raise NotFoundError(_UNKNOWN, path=opened.path)
 
 
-def _check_not_above(place: Place) -> None:
-    """accelerate puts DCP directories below a directory of its own, beside files of torch.save that are no model."""
-    if place.file is not None:
+def _check_not_above(opened: OpenedPath) -> None:
+    """Raise InvalidArgumentError if DCP directories lie one level below.
+
+    accelerate writes DCP directories into a directory of its own, beside files of torch.save that are no model.
+    """
+    if opened.file is not None:
         return
-    below = [name for name in place.store.directories if _is_dcp(place, name)]
+    below = [name for name in opened.store.directories if _is_dcp(opened, name)]
     if below:
         text = f"torch DCP directories lie here, name one of them: {', '.join(below)}"
-        raise InvalidArgumentError(text, path=place.path)
+        raise InvalidArgumentError(text, path=opened.path)
 
 
-def _check_not_a_part(place: Place) -> None:
-    """An index or the metadata of a checkpoint is not read by itself."""
-    if place.file is not None and place.file.endswith(_DESCRIPTIONS):
-        text = f"this file describes a checkpoint: give the directory in which it lies, {place.store.path}"
-        raise InvalidArgumentError(text, path=place.path)
+def _check_not_a_part(opened: OpenedPath) -> None:
+    """Raise InvalidArgumentError for a file that only describes a checkpoint, such as an index."""
+    if opened.file is not None and opened.file.endswith(_DESCRIPTIONS):
+        text = f"this file only describes a checkpoint: give its directory, {opened.store.path}"
+        raise InvalidArgumentError(text, path=opened.path)
 
 
-def _is_dcp(place: Place, name: str) -> bool:
+def _is_dcp(opened: OpenedPath, name: str) -> bool:
     try:
-        return ".metadata" in place.store.below(name).listing
-    except StateExchangeError:  # gone meanwhile, or not to be looked at
+        return ".metadata" in opened.store.below(name).listing
+    except StateExchangeError:  # removed meanwhile, or unreadable
         return False
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
-    """Return a lazy mapping of tensor names to shape, dtype and `read()`; shards of one tensor are read as one.
+    """Open a checkpoint of any format as a lazy mapping of tensor names to tensors.
 
-    Not collective. The checkpoint's files stay open until the mapping is closed or dropped, so what is replaced later
-    is read as it was. Raises what `open_source` raises.
+    Not collective. Reads headers only; a tensor's bytes are read by its `read`. A tensor that is stored as shards, even
+    in several files, is read as one. The files stay open until the mapping is closed, so that a checkpoint that is
+    replaced later is still read as it was.
+
+    Args:
+        path: a Hugging Face directory or file, a workspace, a torch DCP directory, or files of torch.save; a local path
+            or an fsspec URL.
+
+    Returns:
+        A mapping of names to `StoredTensor`, which has `shape`, `dtype`, `nbytes` and `read()`. It is a context
+        manager.
+
+    Raises:
+        NotFoundError: no checkpoint lies at the path.
+        IncompleteError: a file or a rank is missing.
+        CorruptError: a file is broken.
+
+    Example:
+        >>> import numpy
+        >>> from safetensors.numpy import save_file
+        >>> save_file({"w": numpy.arange(6, dtype="float32").reshape(2, 3)}, "model.safetensors")
+        >>> with open_checkpoint("model.safetensors") as checkpoint:
+        ...     w = checkpoint["w"]
+        ...     w.dtype, w.shape, w.read().tolist()
+        ('F32', (2, 3), [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]])
     """
     return OpenCheckpoint(open_source(path))

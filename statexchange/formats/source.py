@@ -1,4 +1,4 @@
-"""A source: a sharded checkpoint as holders with shards, and for every box the byte range that holds it."""
+"""A source: a checkpoint of any format as files with shards, and a byte range for each box of each shard."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from statexchange.errors import (
     UnsupportedError,
     excerpt,
 )
-from statexchange.sharding.plan import Holding, prove_cover
+from statexchange.sharding.plan import RankShards, prove_cover
 from statexchange.sharding.shards import Box, Shard, full_box, intersect
 from statexchange.storage.byte_range import ByteRange
-from statexchange.storage.place import Place
+from statexchange.storage.opened_path import OpenedPath
 from statexchange.storage.store import StoredFile
 from statexchange.storage.tensorfile import Header
 from statexchange.tensors import ITEMSIZE
@@ -27,49 +27,53 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
-    "Holder",
-    "Kind",
-    "ListedTensor",
+    "FormatName",
     "OpenCheckpoint",
+    "ShardFile",
     "Source",
     "SourceTensor",
     "StoredTensor",
-    "listing",
+    "UnreadableTensor",
+    "abbreviated_list",
     "merged_metadata",
     "unknown_dtypes",
 ]
 
 _MAX_LISTED, _MAX_NAME = 8, 100
-Kind = Literal["workspace", "huggingface", "dcp", "torch", "rank files"]
+FormatName = Literal["workspace", "huggingface", "dcp", "torch", "rank files"]
 
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A holder's shard of one tensor, with one byte range per box."""
+    """A file's shard of one tensor, with one byte range per box."""
 
     shard: Shard
-    extents: tuple[ByteRange, ...]
+    byte_ranges: tuple[ByteRange, ...]
 
     def digest_of(self, index: int) -> str:
-        """Return the digest of a box: the one that is known, else that of its bytes, which are read."""
-        from statexchange.storage import regions  # and with it numpy, for which looking does not wait
+        """Return the known digest of a box, or else read its bytes and compute it."""
+        from statexchange.storage import regions  # imports numpy, which reading headers does not need
 
-        stored, box = self.extents[index], self.shard.boxes[index]
+        stored, box = self.byte_ranges[index], self.shard.boxes[index]
         if stored.digest is not None:
             return stored.digest
         digest = regions.BoxDigest(stored, box, self.shard.dtype, always=True)
         for window, data in regions.blocks(stored, box.shape, self.shard.dtype):
-            digest.update(regions.shifted(window, box), data)
+            digest.update(regions.to_global(window, box), data)
         digest.check(self.shard.name)
         return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
-class ListedTensor:
-    """A tensor that is known, and whose bytes are missing or cannot be read.
+class UnreadableTensor:
+    """A tensor whose bytes are missing or cannot be read.
 
-    `dtype` and `shape` are None where only the name is known; `path` is the file that should have it. `unsupported` is
-    why it cannot be read although its file can: it has a dtype of which nothing is known, or is no strided tensor.
+    Attributes:
+        name: the tensor's name.
+        dtype: None if only the name is known.
+        shape: None if only the name is known.
+        path: the file that should have the tensor.
+        unsupported: why it cannot be read although its file can: an unsupported dtype, or no strided tensor.
     """
 
     name: str
@@ -79,18 +83,18 @@ class ListedTensor:
     unsupported: UnsupportedError | None = None
 
 
-def listing(entries: Mapping[str, str]) -> str:
-    """Return the first names, what each one is, and how many more there are, for a message."""
+def abbreviated_list(entries: Mapping[str, str]) -> str:
+    """Return the first names with their descriptions and the number of the others, for a message."""
     shown = [f"{excerpt(name, _MAX_NAME)[1:-1]} ({what})" for name, what in islice(entries.items(), _MAX_LISTED)]
     hidden = len(entries) - len(shown)
     return ", ".join(shown) + (f" and {hidden:,} more" if hidden else "")
 
 
-def unknown_dtypes(header: Header, path: str) -> list[ListedTensor]:
-    """Return the tensors of a safetensors file that have dtypes of which nothing is known."""
+def unknown_dtypes(header: Header, path: str) -> list[UnreadableTensor]:
+    """Return the tensors of a safetensors file with unsupported dtypes."""
     text = "dtype {} is not supported: leave this tensor out with exclude (--exclude)"
     return [
-        ListedTensor(
+        UnreadableTensor(
             name, entry.dtype, entry.shape, path, UnsupportedError(text.format(entry.dtype), name=name, path=path)
         )
         for name, entry in header.unknown.items()
@@ -98,7 +102,7 @@ def unknown_dtypes(header: Header, path: str) -> list[ListedTensor]:
 
 
 def merged_metadata(files: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the text metadata of several files as one mapping, and the keys to which they give different values."""
+    """Return the text metadata on which all files agree, and the keys on which they differ."""
     found: dict[str, set[str]] = {}
     for metadata in files:
         for key, value in metadata.items():
@@ -108,8 +112,8 @@ def merged_metadata(files: Sequence[Mapping[str, str]]) -> tuple[dict[str, str],
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
-    """A rank's file, or a file that stands for one."""
+class ShardFile:
+    """One file of a checkpoint, with its tensors and its rank, or its number if it has no rank."""
 
     rank: int
     file: StoredFile
@@ -131,17 +135,26 @@ class Holder:
 class Source:
     """A checkpoint on disk, pinned as it was opened.
 
-    `configs` is JSON text of `values` by rank; `manifest` the content of the statexchange.json of a published
-    directory; `others` describes by name what is no tensor, and `texts` has the plain values among
-    it, as JSON text of `values`; `problems` are what is missing or broken, and `listed` the tensors that this concerns,
-    and those that are unsupported. `metadata` is the text metadata that the files do not
-    contradict each other about, `differing` are the keys about which they do. `place` is what holds the files open;
-    `close` or a with block releases it.
+    Attributes:
+        kind: the format.
+        opened: the opened path, which holds the files open until `close` or the end of a with block.
+        files: the files with their tensors.
+        run: of a workspace.
+        round: of a workspace.
+        world_size: number of ranks, where the format has it.
+        configs: each rank's config as JSON text of `values.encode`.
+        manifest: content of the statexchange.json of a published directory.
+        others: descriptions, by name, of entries that are no tensors.
+        texts: those of `others` that are plain values, as JSON text of `values.encode`.
+        problems: errors for everything that is missing or broken.
+        unreadable: tensors that are affected by `problems` or are unsupported.
+        metadata: text metadata on which all files agree.
+        differing: metadata keys on which files differ.
     """
 
-    kind: Kind
-    place: Place
-    holders: tuple[Holder, ...]
+    kind: FormatName
+    opened: OpenedPath
+    files: tuple[ShardFile, ...]
     run: str | None = None
     round: int | None = None
     world_size: int | None = None
@@ -150,15 +163,15 @@ class Source:
     others: Mapping[str, str] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     problems: tuple[StateExchangeError, ...] = ()
-    listed: tuple[ListedTensor, ...] = ()
+    unreadable: tuple[UnreadableTensor, ...] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)
     differing: tuple[str, ...] = ()
 
     @property
     def unsupported(self) -> dict[str, UnsupportedError]:
-        """Why tensors cannot be read, by name, of those whose files can."""
+        """The errors, by name, of tensors that cannot be read although their files can."""
         found: dict[str, UnsupportedError] = {}
-        for one in self.listed:
+        for one in self.unreadable:
             if one.unsupported is not None:
                 found.setdefault(one.name, one.unsupported)
         return found
@@ -166,31 +179,31 @@ class Source:
     @property
     def path(self) -> str:
         """The path or URL that was opened."""
-        return self.place.path
+        return self.opened.path
 
     @property
     def nbytes(self) -> int:
         """Bytes of all files."""
-        return sum(holder.nbytes for holder in self.holders)
+        return sum(shard_file.nbytes for shard_file in self.files)
 
-    def holdings(self) -> list[Holding]:
+    def rank_shards(self) -> list[RankShards]:
         """Return each rank's shards for the merge plan."""
-        return [Holding(h.rank, [t.shard for t in h.tensors.values()], h.aliases) for h in self.holders]
+        return [RankShards(h.rank, [t.shard for t in h.tensors.values()], h.aliases) for h in self.files]
 
-    def shards(self) -> Iterator[tuple[Holder, SourceTensor]]:
-        """Every holder's tensors."""
-        for holder in self.holders:
-            for tensor in holder.tensors.values():
-                yield holder, tensor
+    def shards(self) -> Iterator[tuple[ShardFile, SourceTensor]]:
+        """Yield each tensor of each file."""
+        for shard_file in self.files:
+            for tensor in shard_file.tensors.values():
+                yield shard_file, tensor
 
     def check_unchanged(self) -> None:
         """Raise ReplacedError if bytes of any file may have changed since it was opened."""
-        for holder in self.holders:
-            holder.file.check_unchanged()
+        for shard_file in self.files:
+            shard_file.file.check_unchanged()
 
     def close(self) -> None:
-        """Release all files."""
-        self.place.close()
+        """Close all files."""
+        self.opened.close()
 
     def __enter__(self) -> Self:
         return self
@@ -201,7 +214,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint on disk: shape and dtype at once, bytes on demand."""
+    """A tensor of a checkpoint on disk. Its bytes are read on demand."""
 
     name: str
     dtype: str
@@ -211,20 +224,37 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor; 0 if its dtype is not known."""
+        """Bytes of the tensor; 0 if its dtype is unknown."""
         return full_box(self.shape).numel * ITEMSIZE.get(self.dtype, 0)
 
     def read(self, box: Box | None = None) -> Any:
-        """Return the tensor, or the block `box` of it, as a numpy array; ml_dtypes supplies dtypes that numpy lacks.
+        """Read the tensor, or one block of it, into a numpy array.
 
-        Not collective. What is read whole is checked against its digest, where one is known.
+        Not collective. Stored boxes that are read whole are checked against their digests, where these are known.
+
+        Args:
+            box: the block to read; None for the whole tensor.
+
+        Returns:
+            A new array. ml_dtypes supplies dtypes that numpy lacks.
 
         Raises:
             InvalidArgumentError: the box is outside of the tensor, or the checkpoint has been closed.
-            IncompleteError: a region is in no file.
-            ReplacedError: a file was changed or removed since the checkpoint was opened: open it again.
-            UnsupportedError: the tensor has a dtype of which nothing is known, or is no strided tensor.
-            CorruptError, StorageError.
+            IncompleteError: no file has some region.
+            ReplacedError: a file was changed or removed since the checkpoint was opened; open it again.
+            UnsupportedError: the tensor has an unsupported dtype, or is no strided tensor.
+            ReplicaError: ranks hold different values of a region.
+            CorruptError: the bytes differ from their digest.
+            StorageError: a file cannot be read.
+
+        Example:
+            >>> import numpy
+            >>> from safetensors.numpy import save_file
+            >>> from statexchange.formats.registry import open_checkpoint
+            >>> save_file({"w": numpy.arange(6, dtype="int32").reshape(2, 3)}, "model.safetensors")
+            >>> with open_checkpoint("model.safetensors") as checkpoint:
+            ...     checkpoint["w"].read(Box((0, 1), (2, 2))).tolist()
+            [[1, 2], [4, 5]]
         """
         from statexchange.storage import regions
         from statexchange.tensors import array_over
@@ -255,12 +285,11 @@ class StoredTensor:
 
 
 class OpenCheckpoint(Mapping[str, StoredTensor]):
-    """Lazy view of a checkpoint: names to `StoredTensor`, also where a tensor lies in several files as shards.
+    """A lazy mapping of tensor names to `StoredTensor`; `open_checkpoint` returns it.
 
-    A tensor that is not supported is there too, and its `read` raises an UnsupportedError.
-
-    It holds the files that it has opened: a checkpoint that is replaced later is read as it was. `close` or a with
-    block releases them, and so does the end of the last reference.
+    Not collective. Shards of one tensor, even in several files, are one entry. Unsupported tensors are entries too, and
+    their `read` raises UnsupportedError. The files stay open until `close`, the end of a with block or the end of the
+    last reference.
     """
 
     def __init__(self, source: Source) -> None:
@@ -269,7 +298,7 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
         self._tensors: dict[str, StoredTensor] = {}
         conflicts: dict[str, StateExchangeError] = {}
         boxes: dict[str, dict[Box, tuple[ByteRange, int]]] = {}
-        for holder, tensor in source.shards():
+        for shard_file, tensor in source.shards():
             shard = tensor.shard
             known = self._tensors.get(shard.name)
             if known is None:
@@ -277,15 +306,17 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
                 stored = StoredTensor(shard.name, shard.dtype, shard.global_shape, boxes[shard.name], conflicts)
                 self._tensors[shard.name] = stored
             elif (known.dtype, known.shape) != (shard.dtype, shard.global_shape):
-                raise CorruptError("two files disagree on dtype or shape", name=shard.name, path=holder.path)
+                raise CorruptError("two files disagree on dtype or shape", name=shard.name, path=shard_file.path)
             elif source.kind == "huggingface" and boxes[shard.name].keys() & set(shard.boxes):
-                raise CorruptError("two files have a tensor of this name", name=shard.name, path=holder.path)
-            for box, stored_range in zip(shard.boxes, tensor.extents, strict=True):
-                first, _ = boxes[shard.name].setdefault(box, (stored_range, holder.rank))
+                raise CorruptError("two files have a tensor of this name", name=shard.name, path=shard_file.path)
+            for box, stored_range in zip(shard.boxes, tensor.byte_ranges, strict=True):
+                first, _ = boxes[shard.name].setdefault(box, (stored_range, shard_file.rank))
                 if None not in (first.digest, stored_range.digest) and first.digest != stored_range.digest:
                     text = f"two ranks hold different values for region {box}: open one rank's file"
-                    conflicts[shard.name] = ReplicaError(text, name=shard.name, rank=holder.rank, path=holder.path)
-        for listed in source.listed:
+                    conflicts[shard.name] = ReplicaError(
+                        text, name=shard.name, rank=shard_file.rank, path=shard_file.path
+                    )
+        for listed in source.unreadable:
             if listed.unsupported is not None:
                 conflicts.setdefault(listed.name, listed.unsupported)
                 unread = StoredTensor(listed.name, listed.dtype or "?", listed.shape or (), {}, conflicts)
@@ -301,7 +332,7 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
         return len(self._tensors)
 
     def close(self) -> None:
-        """Release all files; tensors can be read no more."""
+        """Close all files; then no tensor can be read."""
         self._source.close()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,7 @@
-"""Read the zip archive that torch.save writes: its pickle, and the byte range of each tensor's storage."""
+"""Read the zip archive that torch.save writes: its pickle, and the byte range of each tensor's storage.
+
+A zip directory may claim anything, so each offset and size is checked against the file before it is used.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,28 @@ from typing import Any
 
 from statexchange.errors import CorruptError, UnsupportedError, excerpt
 from statexchange.formats.budget import Budget
-from statexchange.formats.pickles import MAX_PICKLE_BYTES, Made, Symbol, contents
+from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, contents
 from statexchange.sharding.shards import c_strides, sizes_from_json
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.store import StoredFile
 from statexchange.tensors import DTYPE_NAMES, ITEMSIZE
 
-__all__ = ["Archive", "View", "described", "dtype_of", "holds_tensor", "is_tensor", "plain", "strides_of", "view_of"]
+__all__ = [
+    "Archive",
+    "TensorView",
+    "describe",
+    "dtype_of",
+    "holds_tensor",
+    "is_tensor",
+    "strides_of",
+    "unwrap_tensor",
+    "view_of",
+]
 
 _END, _END64, _LOCATOR64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")
 _ENTRY, _LOCAL = struct.Struct("<4s6H3L5H2L"), struct.Struct("<4s5H3L2H")
 _MAX_DIRECTORY_BYTES = 256 << 20
-_AHEAD_BYTES = 2048  # holds all of a small tensor's archive but its bytes
+_AHEAD_BYTES = 2048  # read at once: a small tensor's archive without its data
 _RESAVE = "load it with a torch that you trust it to and save it again with torch.save"
 
 _STORAGES = {
@@ -39,10 +52,10 @@ _MAX_CLASSES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """A strided tensor as the pickle describes it: a part of the storage `key`, which has `storage_nbytes`.
+class TensorView:
+    """A strided tensor as the pickle describes it: a part of the storage `key`, which has `storage_nbytes` bytes.
 
-    `begin` counts bytes of the storage, `strides` elements.
+    `begin` is an offset in the storage in bytes; `strides` are in elements.
     """
 
     dtype: str
@@ -59,7 +72,7 @@ class View:
 
 
 class Archive:
-    """One zip, in `length` bytes of an open file from `begin` on; whatever it claims is checked against these."""
+    """A zip archive in `length` bytes of an open file, from `begin` on."""
 
     def __init__(self, file: StoredFile, begin: int = 0, length: int | None = None) -> None:
         size, path = file.size, file.path
@@ -79,7 +92,7 @@ class Archive:
         if len(roots) != 1:
             raise CorruptError("not a file of torch.save: its zip has no data.pkl", path=path)
         self._root = roots[0].removesuffix("data.pkl")
-        order = self._root + "byteorder"  # older torch does not say, and was little-endian
+        order = self._root + "byteorder"  # absent in files of older torch, which are little-endian
         if order in self._entries and self._content(order, 16) != b"little":
             raise UnsupportedError("its numbers are big-endian", path=path)
 
@@ -87,15 +100,15 @@ class Archive:
         """Return the bytes of the pickle."""
         return self._content(self._root + "data.pkl", limit)
 
-    def extent(self, view: View) -> ByteRange:
-        """Return the byte range of a tensor; CorruptError if the zip contradicts the pickle."""
+    def byte_range(self, view: TensorView) -> ByteRange:
+        """Return the byte range of a tensor; raise CorruptError if the zip contradicts the pickle."""
         name = f"{self._root}data/{view.key}"
         if name not in self._entries:
             raise CorruptError(f"the zip has no storage {excerpt(view.key, 60)}", path=self._path)
         begin, nbytes = self._member(name)
         if nbytes != view.storage_nbytes:
             raise CorruptError(
-                f"storage {excerpt(view.key, 60)} has another size than the pickle says",
+                f"storage {excerpt(view.key, 60)} has another size than in the pickle",
                 path=self._path,
                 expected=f"{view.storage_nbytes} bytes",
                 found=f"{nbytes} bytes",
@@ -104,7 +117,7 @@ class Archive:
 
     def _read(self, at: int, nbytes: int) -> bytes:
         if not 0 <= at <= at + nbytes <= self._length:
-            raise CorruptError("its zip points outside of the file", path=self._path)
+            raise CorruptError("its zip refers to bytes outside of the file", path=self._path)
         for begin, block in self._blocks:
             if begin <= at and at + nbytes <= begin + len(block):
                 return block[at - begin : at - begin + nbytes]
@@ -113,7 +126,7 @@ class Archive:
         return bytes(data)
 
     def _directory(self) -> dict[str, tuple[int, int]]:
-        """Each member's (offset of its local header, bytes)."""
+        """Return (offset of the local header, bytes) of each member."""
         if self._length < _END.size:
             raise self._no_zip()
         at = self._length - _END.size
@@ -129,10 +142,10 @@ class Archive:
         try:
             at = 0
             for _ in range(count):
-                name, place, at = self._entry(data, at)
+                name, position, at = self._entry(data, at)
                 if name in entries:
                     raise CorruptError(f"the zip has two members {excerpt(name)}", path=self._path)
-                entries[name] = place
+                entries[name] = position
         except (struct.error, UnicodeDecodeError):
             raise CorruptError("its zip directory is broken", path=self._path) from None
         return entries
@@ -141,7 +154,7 @@ class Archive:
         return CorruptError("not a whole file of torch.save: it does not end as a zip does", path=self._path)
 
     def _large(self, end: int) -> tuple[int, int, int]:
-        """Members, bytes and offset of the directory of a zip that is larger than 4 GiB or has many members."""
+        """Return members, bytes and offset of the directory of a zip64, of more than 4 GiB or 65,534 members."""
         mark, _, at, _ = _LOCATOR64.unpack(self._read(end - _LOCATOR64.size, _LOCATOR64.size))
         if mark != b"PK\6\7":
             raise self._no_zip()
@@ -166,13 +179,13 @@ class Archive:
         return name, (begin, nbytes), name_end + fields[11] + fields[12]
 
     def _member(self, name: str) -> tuple[int, int]:
-        """First byte in the file, and bytes, of a member."""
+        """Return (first byte in the file, bytes) of a member."""
         begin, nbytes = self._entries[name]
         mark, *_, name_length, extra_length = _LOCAL.unpack(self._read(begin, _LOCAL.size))
         encoded = name.encode()
         begin += _LOCAL.size
         if mark != b"PK\3\4" or self._read(begin, name_length) != encoded:
-            raise CorruptError(f"the zip has no member {excerpt(name)} where it says", path=self._path)
+            raise CorruptError(f"the zip has no member {excerpt(name)} at the offset in its directory", path=self._path)
         begin += name_length + extra_length
         if begin + nbytes > self._length:
             raise CorruptError(f"member {excerpt(name)} ends outside of the file", path=self._path)
@@ -186,7 +199,7 @@ class Archive:
 
 
 def _wide_numbers(extra: bytes) -> Any:
-    """The 64-bit numbers of a directory entry, in their order."""
+    """Yield the 64-bit numbers of a zip64 directory entry, in order."""
     at = 0
     while at + 4 <= len(extra):
         kind, nbytes = struct.unpack_from("<2H", extra, at)
@@ -197,57 +210,69 @@ def _wide_numbers(extra: bytes) -> Any:
 
 
 def strides_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The strides of an extent: None if elements follow in C order; that of a dim of size 1 means nothing."""
-    expected = c_strides(shape)
-    run = not math.prod(shape) or all(n == 1 or a == b for n, a, b in zip(shape, strides, expected, strict=True))
-    return None if run else strides
+    """Return the strides for a `ByteRange`: None if the elements are one run in C order.
+
+    The stride of a dim of size 1 has no effect.
+    """
+    if not math.prod(shape):
+        return None
+    for size, stride, expected in zip(shape, strides, c_strides(shape), strict=True):
+        if size != 1 and stride != expected:
+            return strides
+    return None
 
 
-def plain(made: Made) -> Made:
-    """A tensor without what makes it a parameter or a subclass with attributes of its own.
+def unwrap_tensor(made: OpaqueObject) -> OpaqueObject:
+    """Return the tensor inside of parameters and of subclasses with attributes of their own.
 
-    ValueError if it is wrapped more often than torch does.
+    Raises:
+        ValueError: it is wrapped more often than torch does.
     """
     for _ in range(_MAX_WRAPPERS):
-        if made.name in _WRAPPING and made.args and type(made.args[0]) is Made:
+        if made.name in _WRAPPING and made.args and type(made.args[0]) is OpaqueObject:
             made = made.args[0]
         elif made.name in _FROM_TYPE and len(made.args) == 4 and _is_plain_type(made.args[1]):
             function, _, args, _ = made.args
-            made = Made(function.name, args) if type(function) is Symbol and type(args) is tuple else Made("", ())
+            made = (
+                OpaqueObject(function.name, args)
+                if type(function) is GlobalRef and type(args) is tuple
+                else OpaqueObject("", ())
+            )
         else:
             return made
     raise ValueError(f"a tensor in more than {_MAX_WRAPPERS} parameters or subclasses")
 
 
 def _is_plain_type(kind: Any) -> bool:
-    return type(kind) is Symbol and kind.name in ("Tensor", "Parameter", "Buffer")
+    return type(kind) is GlobalRef and kind.name in ("Tensor", "Parameter", "Buffer")
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether a value from a pickle would be a tensor of any kind."""
-    return type(value) is Made and value.name.startswith("_rebuild_") and not value.is_opaque
+    """Whether a value of a pickle stands for a tensor of any kind."""
+    return type(value) is OpaqueObject and value.name.startswith("_rebuild_") and not value.is_unknown
 
 
 def holds_tensor(value: Any, budget: Budget, without: set[int]) -> bool:
-    """Whether a tensor, or a storage, is anywhere in a value from a pickle.
+    """Whether a value of a pickle contains a tensor or a storage.
 
-    `without` are the ids of values that hold none. It is filled for further calls: the pickle's root keeps all alive.
+    `without` has the ids of values known to contain none, and is extended for further calls. Ids stay valid because the
+    pickle's root keeps all values alive.
     """
     seen: set[int] = set()
     for item in contents([value], budget, seen, without):
-        if is_tensor(item) or (type(item) is Made and item.name == "persistent"):
+        if is_tensor(item) or (type(item) is OpaqueObject and item.name == "persistent"):
             return True
     without |= seen
     return False
 
 
-def described(value: Any) -> str:
-    """Describe a non-tensor value in a few words, for listings."""
-    if type(value) in (Made, Symbol) and value.is_opaque:
+def describe(value: Any) -> str:
+    """Describe a non-tensor value in a few words."""
+    if type(value) in (OpaqueObject, GlobalRef) and value.is_unknown:
         return f"opaque {value.class_name}"
-    if type(value) is Made:
+    if type(value) is OpaqueObject:
         return f"a {value.class_name}"
-    if type(value) is Symbol:
+    if type(value) is GlobalRef:
         return value.name
     if type(value) is bytes:
         return f"{len(value)} bytes"
@@ -255,24 +280,26 @@ def described(value: Any) -> str:
         shown = excerpt(value, 80)
         return shown if value is None else f"{type(value).__name__} {shown}"
     items = value.values() if type(value) is dict else value
-    classes = {item.class_name: None for item in items if type(item) in (Made, Symbol) and item.is_opaque}
+    classes = {item.class_name: None for item in items if type(item) in (OpaqueObject, GlobalRef) and item.is_unknown}
     more = "" if len(classes) <= _MAX_CLASSES else ", ..."
     opaque = f" (opaque {', '.join(islice(classes, _MAX_CLASSES))}{more})" if classes else ""
     return f"{type(value).__name__} of {len(value)}{opaque}"
 
 
 def dtype_of(symbol: Any) -> str:
-    """The safetensors name of a torch dtype (UnsupportedError where there is none)."""
-    name = symbol.name if type(symbol) is Symbol else excerpt(symbol, 60)
+    """Return the safetensors name of a torch dtype; raise UnsupportedError if there is none."""
+    name = symbol.name if type(symbol) is GlobalRef else excerpt(symbol, 60)
     if name not in DTYPE_NAMES:
         raise UnsupportedError(f"dtype {name} is not supported")
     return DTYPE_NAMES[name]
 
 
-def view_of(made: Made) -> View:
+def view_of(made: OpaqueObject) -> TensorView:
     """Return dtype, shape, strides and storage of a strided tensor.
 
-    Raises UnsupportedError for other kinds of tensor, ValueError for contradictory arguments.
+    Raises:
+        UnsupportedError: it is another kind of tensor.
+        ValueError: its arguments contradict each other.
     """
     if made.name not in _STRIDED:
         kind = made.name.removeprefix("_rebuild_").partition("_")[0]
@@ -282,7 +309,7 @@ def view_of(made: Made) -> View:
     storage, offset, shape, strides = made.args[:4]
     extra = made.args[7:] if made.name == "_rebuild_tensor_v3" else made.args[6:]
     if any(extra):
-        raise UnsupportedError("its bytes must be conjugated or negated when they are read")
+        raise UnsupportedError("its values are stored conjugated or negated (torch.resolve_conj, resolve_neg)")
     kind, key, numel = _storage(storage)
     dtype = dtype_of(made.args[6]) if made.name == "_rebuild_tensor_v3" else _STORAGES.get(kind)
     if dtype is None:
@@ -294,15 +321,15 @@ def view_of(made: Made) -> View:
     reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1 if all(shape) else 0
     if reach and (offset + reach) * itemsize > storage_nbytes:
         raise ValueError("the tensor is larger than its storage")
-    return View(dtype, shape, strides, offset * itemsize if reach else 0, key, storage_nbytes)
+    return TensorView(dtype, shape, strides, offset * itemsize if reach else 0, key, storage_nbytes)
 
 
 def _storage(made: Any) -> tuple[str, str, int]:
-    """The type, key and number of elements of a storage."""
-    if type(made) is not Made or made.name != "persistent":
+    """Return the type, key and number of elements of a storage."""
+    if type(made) is not OpaqueObject or made.name != "persistent":
         raise ValueError("a tensor without a storage")
     mark, kind, key, _, numel = made.args[0]
-    if mark != "storage" or type(kind) is not Symbol or type(key) is not str or len(key) > _MAX_KEY:
+    if mark != "storage" or type(kind) is not GlobalRef or type(key) is not str or len(key) > _MAX_KEY:
         raise ValueError("not a storage")
     (numel,) = sizes_from_json((numel,))
     return kind.name, key, numel

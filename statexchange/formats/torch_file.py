@@ -1,8 +1,8 @@
-"""Files of torch.save (.pt, .pth, .bin): one, or a directory of them, one per rank or one per part of a model.
+"""Read files of torch.save (.pt, .pth, .bin): one file, or a directory with one file per rank or per part of a model.
 
 Nested dicts and lists become dotted names. A DTensor's pickle has its placements, its mesh and the coordinate of the
-rank that saved it, so that its boxes follow from the file alone; a plain tensor counts as whole. An object of a class
-that is not known is opaque: it is named, and nothing of it runs (pickles.py). If it holds tensors it is unsupported.
+rank that saved it, so its boxes follow from the file alone; a plain tensor counts as whole. An object of an unknown
+class is listed by its class and never constructed (pickles.py); if it contains tensors, it is unsupported.
 """
 
 from __future__ import annotations
@@ -22,15 +22,24 @@ from statexchange.errors import (
 )
 from statexchange.formats.budget import Budget
 from statexchange.formats.huggingface import check_numbers, names_by_file, read_index
-from statexchange.formats.pickles import Made, Symbol, read_pickle
-from statexchange.formats.source import Holder, ListedTensor, Source, SourceTensor
-from statexchange.formats.torch_archive import Archive, described, holds_tensor, is_tensor, plain, strides_of, view_of
-from statexchange.sharding.placements import Cut, local_boxes
+from statexchange.formats.pickles import GlobalRef, OpaqueObject, read_pickle
+from statexchange.formats.source import ShardFile, Source, SourceTensor, UnreadableTensor
+from statexchange.formats.torch_archive import (
+    Archive,
+    describe,
+    holds_tensor,
+    is_tensor,
+    strides_of,
+    unwrap_tensor,
+    view_of,
+)
+from statexchange.sharding.placements import DimSplit, local_boxes
 from statexchange.sharding.shards import MAX_DIMS, Shard, c_strides, full_box, sizes_from_json
 from statexchange.storage.byte_range import ByteRange
-from statexchange.storage.place import Place
+from statexchange.storage.opened_path import OpenedPath
 from statexchange.storage.store import StoredFile
 from statexchange.tensors import ITEMSIZE
+from statexchange.values import MAX_DEPTH
 
 __all__ = ["matches", "read"]
 
@@ -38,16 +47,15 @@ _SUFFIXES = (".pt", ".pth", ".bin")
 _INDEX_SUFFIX = ".bin.index.json"
 _RANK = re.compile(r"(?<![A-Za-z])rank[_-]?([0-9]{1,9})(?![0-9])", re.IGNORECASE)
 _ZIP, _LEGACY = b"PK\3\4", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-_MAX_DEPTH = 100
 _STEPS_PER_REFUSAL = 256  # an error takes about 2,000 bytes; a tensor's pickle has 200
 _MAX_KEY_TEXT = 512  # characters by which a key stands in a name, if it is no text
 
 
-def matches(place: Place) -> bool:
-    """Whether a file of torch.save or a directory with such files lies at a place."""
-    if place.file is None:
-        return any(name.endswith(_SUFFIXES) for name in place.store.files)
-    return place.file.endswith(_SUFFIXES) or _start_of(place.store.open(place.file)).startswith((_ZIP, _LEGACY))
+def matches(opened: OpenedPath) -> bool:
+    """Whether a path is a file of torch.save or a directory with such files."""
+    if opened.file is None:
+        return any(name.endswith(_SUFFIXES) for name in opened.store.files)
+    return opened.file.endswith(_SUFFIXES) or _start_of(opened.store.open(opened.file)).startswith((_ZIP, _LEGACY))
 
 
 def _start_of(file: StoredFile) -> bytes:
@@ -56,28 +64,28 @@ def _start_of(file: StoredFile) -> bytes:
     return bytes(start)
 
 
-def read(place: Place, *, strict: bool = True) -> Source:
-    """Return the source at a place: each file is a holder.
+def read(opened: OpenedPath, *, strict: bool = True) -> Source:
+    """Return the source at a path.
 
-    In a directory with an index (``*.bin.index.json``) these are the files that it names, else all of them. Their ranks
-    are the numbers N in names that all have exactly one ``rankN``, else the files are numbered in the order of names.
+    In a directory with an index (``*.bin.index.json``) the files that it names are read, else all of them. If all names
+    have exactly one ``rankN``, N is the file's rank; otherwise the files are numbered in the order of their names.
     """
-    store = place.store
+    store = opened.store
     problems: list[StateExchangeError] = []
-    holders: list[Holder] = []
+    shard_files: list[ShardFile] = []
     others: dict[str, str] = {}
-    listed: list[ListedTensor] = []
+    listed: list[UnreadableTensor] = []
     indexed: dict[str, str] = {}
-    if place.file is None:
+    if opened.file is None:
         indexes = [name for name in store.files if name.endswith(_INDEX_SUFFIX)]
         indexed = {name: file for index in indexes for name, file in read_index(store, index, ".bin").items()}
         if not indexed:
             problems += check_numbers([name for name in store.files if name.endswith(_SUFFIXES)], store.path)
     names_in = names_by_file(indexed)
-    for rank, name in _ranked(place, sorted(names_in)):
+    for rank, name in _ranked(opened, sorted(names_in)):
         try:
-            found = _File(store.open(name), rank)
-            holders.append(found.holder)
+            found = _TorchFileReader(store.open(name), rank)
+            shard_files.append(found.shard_file)
             others |= found.others
             listed += found.unsupported
             continue
@@ -85,39 +93,41 @@ def read(place: Place, *, strict: bool = True) -> Source:
             problems.append(IncompleteError("a file of this checkpoint is missing", path=store.path_of(name)))
         except StateExchangeError as error:
             problems.append(error)
-        listed += [ListedTensor(key, None, None, store.path_of(name)) for key in names_in.get(name, [])]
+        listed += [UnreadableTensor(key, None, None, store.path_of(name)) for key in names_in.get(name, [])]
     if problems and strict:
         raise problems[0]
-    return Source("torch", place, tuple(holders), others=others, problems=tuple(problems), listed=tuple(listed))
+    return Source(
+        "torch", opened, tuple(shard_files), others=others, problems=tuple(problems), unreadable=tuple(listed)
+    )
 
 
-def _ranked(place: Place, indexed: list[str]) -> list[tuple[int, str]]:
-    """The files to read with their ranks."""
-    if place.file is not None:
-        return [(0, place.file)]
-    names = indexed or [name for name in place.store.files if name.endswith(_SUFFIXES)]
+def _ranked(opened: OpenedPath, indexed: list[str]) -> list[tuple[int, str]]:
+    """Return (rank, name) of the files to read."""
+    if opened.file is not None:
+        return [(0, opened.file)]
+    names = indexed or [name for name in opened.store.files if name.endswith(_SUFFIXES)]
     numbers = [_RANK.findall(name) for name in names]
     ranks = [int(found[0]) for found in numbers] if all(len(n) == 1 for n in numbers) else list(range(len(names)))
     return sorted(zip(ranks, names, strict=True))
 
 
-class _File:
-    """One file's tensors, and what else it has."""
+class _TorchFileReader:
+    """Reads one file: its tensors, its other entries, and its unsupported tensors."""
 
     def __init__(self, file: StoredFile, rank: int) -> None:
         self._file = file
         self._path = path = file.path
         self._rank = rank
         self.others: dict[str, str] = {}
-        self.unsupported: list[ListedTensor] = []
+        self.unsupported: list[UnreadableTensor] = []
         tensors: dict[str, SourceTensor] = {}
         aliases: dict[str, str] = {}
         seen: dict[Any, str] = {}
         self._archive = _archive(file)
         data = self._archive.pickle()
         self._budget = Budget(len(data), path)
-        self._meshes = _Meshes(self._budget)
-        root = read_pickle(data, path, self._budget, opaque=True)
+        self._meshes = _MeshShapes(self._budget)
+        root = read_pickle(data, path, self._budget, unknown_classes=True)
         names: set[str] = set()
         without_tensors: set[int] = set()
         for name, value in _leaves(root, path, self._budget):
@@ -125,7 +135,7 @@ class _File:
                 raise CorruptError("two entries have this name once nesting becomes dots", name=name, path=path)
             names.add(name)
             if not is_tensor(value):
-                what = described(value)
+                what = describe(value)
                 if holds_tensor(value, self._budget, without_tensors):
                     self._refuse(name, UnsupportedError(f"this holds tensors and is not understood: {what}"))
                 else:
@@ -137,25 +147,25 @@ class _File:
                 self._refuse(name, error)
                 continue
             tensors[name] = tensor
-            key = tensor.shard.dtype, tensor.shard.global_shape, tensor.shard.boxes, tensor.extents
+            key = tensor.shard.dtype, tensor.shard.global_shape, tensor.shard.boxes, tensor.byte_ranges
             if tensor.shard.nbytes and seen.setdefault(key, name) != name:
                 aliases[name] = seen[key]
-        self.holder = Holder(rank, file, tensors, aliases)
+        self.shard_file = ShardFile(rank, file, tensors, aliases)
 
     def _refuse(self, name: str, error: UnsupportedError) -> None:
-        """List a tensor that cannot be read."""
+        """List an unsupported tensor."""
         self._budget.spend(_STEPS_PER_REFUSAL)
         located = error.located(rank=self._rank, name=name, path=self._path)
-        self.unsupported.append(ListedTensor(name, None, None, self._path, located))
+        self.unsupported.append(UnreadableTensor(name, None, None, self._path, located))
 
-    def _tensor(self, name: str, value: Made) -> SourceTensor:
+    def _tensor(self, name: str, value: OpaqueObject) -> SourceTensor:
         try:
-            made = plain(value)
+            made = unwrap_tensor(value)
             if _is_distributed(made):
                 return self._distributed(name, made)
             view = view_of(made)
             shard = Shard(name, view.dtype, view.shape, (full_box(view.shape),))
-            return SourceTensor(shard, (self._archive.extent(view),))
+            return SourceTensor(shard, (self._archive.byte_range(view),))
         except StateExchangeError:
             raise
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
@@ -163,39 +173,43 @@ class _File:
                 f"not what torch writes for a tensor: {excerpt(error, 200)}", name=name, path=self._path
             ) from None
 
-    def _distributed(self, name: str, made: Made) -> SourceTensor:
-        """A DTensor: the boxes of its placements, each a part of the local tensor."""
+    def _distributed(self, name: str, made: OpaqueObject) -> SourceTensor:
+        """Return a DTensor's shard: the boxes of its placements, each with its part of the local tensor."""
         _, _, wrapped, state = made.args
         slots = state[1] if type(state) is tuple else state
         shape, spec = sizes_from_json(wrapped[2]), slots["_spec"].state
-        local = view_of(plain(slots["_local_tensor"]))
-        whole = self._archive.extent(local)
+        local = view_of(unwrap_tensor(slots["_local_tensor"]))
+        whole = self._archive.byte_range(local)
         mesh = spec["mesh"].state
-        cuts = [_cut(placement) for placement in _few(spec["placements"])]
+        splits = [_dim_split(placement) for placement in _few(spec["placements"])]
         if "_coordinate_on_dim" not in mesh:
-            raise UnsupportedError("its mesh does not say which coordinate the saving rank had")
+            raise UnsupportedError("its mesh does not have the coordinate of the rank that saved it")
         boxes = []
-        self._budget.spend(sum(min(cut.split_factor, max(shape, default=0)) for cut in cuts if cut is not None))
+        self._budget.spend(sum(min(split.split_factor, max(shape, default=0)) for split in splits if split is not None))
         if mesh["_coordinate_on_dim"] is not None:
             boxes = local_boxes(
-                shape, self._meshes.shape_of(spec["mesh"], cuts), sizes_from_json(mesh["_coordinate_on_dim"]), cuts
+                shape, self._meshes.shape_of(spec["mesh"], splits), sizes_from_json(mesh["_coordinate_on_dim"]), splits
             )
         self._budget.spend(len(boxes))
         shard = Shard(name, local.dtype, shape, tuple(box for box, _ in boxes))
-        ends = [tuple(map(operator.add, place, box.shape)) for box, place in boxes]
-        expected = tuple(map(max, *ends)) if len(ends) > 1 else (ends or [local.shape])[0]
+        ends = [tuple(map(operator.add, local_offsets, box.shape)) for box, local_offsets in boxes]
+        expected = local.shape
+        if len(ends) > 1:
+            expected = tuple(map(max, *ends))
+        elif ends:
+            expected = ends[0]
         if shard.nbytes != local.nbytes or expected != local.shape:
-            problem = "its local part does not fit its placements"
+            problem = "its local tensor does not fit its placements"
             raise CorruptError(problem, name=name, path=self._path, expected=expected, found=local.shape)
         if len(boxes) == 1:
             return SourceTensor(shard, (whole,))
         itemsize = ITEMSIZE[local.dtype]
-        extents = []
-        for box, place in boxes:
-            begin = whole.begin + itemsize * sum(p * s for p, s in zip(place, local.strides, strict=True))
+        byte_ranges = []
+        for box, local_offsets in boxes:
+            begin = whole.begin + itemsize * sum(p * s for p, s in zip(local_offsets, local.strides, strict=True))
             strides = strides_of(box.shape, local.strides)
-            extents.append(ByteRange(self._file, begin, box.numel * itemsize, strides=strides))
-        return SourceTensor(shard, tuple(extents))
+            byte_ranges.append(ByteRange(self._file, begin, box.numel * itemsize, strides=strides))
+        return SourceTensor(shard, tuple(byte_ranges))
 
 
 def _archive(file: StoredFile) -> Archive:
@@ -210,15 +224,15 @@ def _archive(file: StoredFile) -> Archive:
 
 
 def _leaves(root: Any, path: str, budget: Budget) -> Iterator[tuple[str, Any]]:
-    """Dotted names and what is no container, in order. A sequence without tensors is one leaf.
+    """Yield (dotted name, value) of everything but containers, in order. A sequence without tensors is one leaf.
 
-    A pickle can name one list many times, so what is visited, and the text of names, is counted.
+    A pickle can refer to one list many times, so visits and the text of names are counted against the budget.
     """
     waiting = [(("tensor" if is_tensor(root) else ""), root, 0)]
     while waiting:
         name, value, depth = waiting.pop()
-        if depth > _MAX_DEPTH:
-            raise CorruptError("its nesting is deeper than anything real", name=name[:80], path=path)
+        if depth > MAX_DEPTH:
+            raise CorruptError(f"refused: it is nested more than {MAX_DEPTH} levels deep", name=name[:80], path=path)
         if type(value) in (dict, list, tuple, set, frozenset):
             budget.spend(len(value))
         children = _children(value)
@@ -235,7 +249,7 @@ def _leaves(root: Any, path: str, budget: Budget) -> Iterator[tuple[str, Any]]:
 
 def _children(value: Any) -> list[tuple[Any, Any]] | None:
     if type(value) is dict:
-        if any(type(key) is Made for key in value):  # an object gives no name
+        if any(type(key) is OpaqueObject for key in value):  # a name cannot be made of an object
             return None
         return list(value.items()) or None
     if type(value) in (list, tuple) and any(type(item) in (dict, list, tuple) or is_tensor(item) for item in value):
@@ -243,45 +257,51 @@ def _children(value: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def _is_distributed(made: Made) -> bool:
+def _is_distributed(made: OpaqueObject) -> bool:
     kind = made.args[1] if made.name == "_rebuild_from_type_v2" and len(made.args) == 4 else None
-    return type(kind) is Symbol and kind.name == "DTensor"
+    return type(kind) is GlobalRef and kind.name == "DTensor"
 
 
-def _cut(placement: Made) -> Cut | None:
+def _dim_split(placement: OpaqueObject) -> DimSplit | None:
     if placement.name == "Replicate":
         return None
     if placement.name in ("Shard", "_StridedShard"):
         factor = placement.state["split_factor"] if placement.name == "_StridedShard" else 1
-        return Cut(*sizes_from_json((placement.state["dim"], factor)))
-    raise UnsupportedError(f"placement {placement.name} holds an unfinished sum; redistribute it before it is saved")
+        return DimSplit(*sizes_from_json((placement.state["dim"], factor)))
+    raise UnsupportedError(f"placement {placement.name} is a pending reduction: redistribute the tensor, then save it")
 
 
-_Axis = tuple[tuple[int, int], ...]  # (size, stride) of its parts, in numbers of entries of the rank map
+_Axis = tuple[tuple[int, int], ...]  # (size, stride) of the parts of a mesh axis, in entries of the rank map
 
 
-class _Meshes:
-    """The shapes of a pickle's meshes. What is checked is remembered by ids: the pickle's root keeps all alive."""
+class _MeshShapes:
+    """The shapes of a pickle's meshes.
+
+    Checked meshes and axes are cached by id, which stays valid because the pickle's root keeps all values alive.
+    """
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
         self._shapes: dict[Any, list[int]] = {}
         self._sizes: dict[Any, int] = {}
 
-    def shape_of(self, mesh: Made, cuts: list[Cut | None]) -> list[int]:
-        """A mesh is checked once for all tensors that are cut along the same axes of it, an axis once for all meshes
-        that share their list of ranks."""
-        is_cut = tuple(cut is not None for cut in cuts)
-        key = id(mesh), is_cut
+    def shape_of(self, mesh: OpaqueObject, splits: list[DimSplit | None]) -> list[int]:
+        """Return the shape of a mesh; `splits` says which axes split a tensor.
+
+        A mesh is checked once for all tensors that are split along the same axes, an axis once for all meshes that
+        share their list of ranks.
+        """
+        is_split = tuple(split is not None for split in splits)
+        key = id(mesh), is_split
         if key not in self._shapes:
             ranks, axes = _ranks_and_axes(mesh.state)
-            self._shapes[key] = [self._size(ranks, axis, cut) for axis, cut in zip(axes, is_cut, strict=True)]
+            self._shapes[key] = [self._size(ranks, axis, split) for axis, split in zip(axes, is_split, strict=True)]
         return self._shapes[key]
 
-    def _size(self, ranks: Any, axis: _Axis, is_cut: bool) -> int:
-        key = id(ranks), axis, is_cut
+    def _size(self, ranks: Any, axis: _Axis, is_split: bool) -> int:
+        key = id(ranks), axis, is_split
         if key not in self._sizes:
-            self._sizes[key] = _checked_axis(ranks, axis, self._budget, is_cut=is_cut)
+            self._sizes[key] = _checked_axis(ranks, axis, self._budget, is_split=is_split)
         return self._sizes[key]
 
 
@@ -292,34 +312,32 @@ def _ranks_and_axes(mesh: dict[str, Any]) -> tuple[Any, list[_Axis]]:
     return mesh["_flatten_mesh_list"], [(part,) for part in zip(shape, c_strides(shape), strict=True)]
 
 
-def _checked_axis(ranks: Any, axis: _Axis, budget: Budget, *, is_cut: bool) -> int:
-    """The size of a mesh's axis. Ranks must ascend along one that cuts, as in live tensors (state.dtensors)."""
+def _checked_axis(ranks: Any, axis: _Axis, budget: Budget, *, is_split: bool) -> int:
+    """Return the size of a mesh axis. Along an axis that splits, ranks must ascend, as in state/dtensors.py."""
     steps = [0]
     for size, stride in axis:
         if size * len(steps) > len(ranks):
             raise ValueError(f"a mesh of {len(ranks)} ranks has an axis that is larger")
         steps = [step + index * stride for step in steps for index in range(size)]
     budget.spend(len(steps))
-    if not is_cut or len(steps) == 1:
+    if not is_split or len(steps) == 1:
         return len(steps)
     budget.spend(len(ranks))
     for first in range(len(ranks) - max(steps)):
-        for size, stride in axis:
-            if (first // stride) % size:
-                break  # not where a line of this axis begins
-        else:
+        is_start = all((first // stride) % size == 0 for size, stride in axis)
+        if is_start:  # the coordinate along this axis is 0
             budget.spend(len(steps))
-            _check_line([ranks[first + step] for step in steps])
+            _check_ascending([ranks[first + step] for step in steps])
     return len(steps)
 
 
-def _check_line(ranks: list[Any]) -> None:
-    """Refuse ranks along an axis that do not ascend."""
+def _check_ascending(ranks: list[Any]) -> None:
+    """Raise unless the ranks along an axis ascend."""
     if any(type(rank) is not int for rank in ranks):
         raise ValueError("a rank of a mesh is no number")
     if ranks != sorted(ranks):
         raise UnsupportedError(
-            "its mesh lists ranks out of order, and torch itself is of two minds about who then holds what"
+            "its mesh lists ranks out of order, for which torch itself is inconsistent about which rank has which part"
         )
 
 
@@ -332,7 +350,7 @@ def _axes(layout: dict[str, Any]) -> list[_Axis]:
 
 
 def _few(axes: Sequence[Any]) -> Sequence[Any]:
-    """Return `axes`, of which a mesh has few: a pickle may use one long list for many tensors."""
+    """Return `axes`; raise ValueError for too many, as a pickle may use one long list for many tensors."""
     if len(axes) > MAX_DIMS:
         raise ValueError(f"a mesh of {len(axes)} axes")
     return axes

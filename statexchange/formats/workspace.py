@@ -1,4 +1,4 @@
-"""A workspace as a source: the newest committed round, or the newest in which every rank has written."""
+"""Read a workspace as a source: its newest committed round, else its newest complete round."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from statexchange.errors import (
     ReplacedError,
     StateExchangeError,
 )
-from statexchange.formats.source import Holder, Source, SourceTensor
+from statexchange.formats.source import ShardFile, Source, SourceTensor
 from statexchange.storage.byte_range import ByteRange
-from statexchange.storage.place import Place, open_place
+from statexchange.storage.opened_path import OpenedPath, open_path
 from statexchange.storage.store import Store
 from statexchange.storage.workspace import (
     DROPPED,
@@ -36,95 +36,99 @@ __all__ = ["matches", "read"]
 _SHOWN_RANKS = 20
 
 
-def matches(place: Place) -> bool:
-    """Whether a workspace lies at a place, or one run, round or rank's file of it."""
-    return is_rank_file(place.file) if place.file is not None else _depth(place) is not None
+def matches(opened: OpenedPath) -> bool:
+    """Whether a path is a workspace, or one run, round or rank's file of it."""
+    return is_rank_file(opened.file) if opened.file is not None else _depth(opened) is not None
 
 
-def _depth(place: Place) -> int | None:
-    """How far below a workspace's root a directory lies: 2 for a round, 1 for a run, 0 for the root itself."""
-    if _is_round(place.store, place.path):
+def _depth(opened: OpenedPath) -> int | None:
+    """Return the depth of a directory below a workspace's root: 0 for the root, 1 for a run, 2 for a round."""
+    if _is_round(opened.store, opened.path):
         return 2
-    if any(_is_round(store, store.path) for store in _below(place.store, is_round_name)):
+    if any(_is_round(store, store.path) for store in _below(opened.store, is_round_name)):
         return 1
-    for run in _below(place.store, is_run_name):
+    for run in _below(opened.store, is_run_name):
         if any(_is_round(store, store.path) for store in _below(run, is_round_name)):
             return 0
     return None
 
 
 def _below(store: Store, is_wanted: Callable[[str], bool]) -> Iterator[Store]:
-    """Yield the directories in one whose names may be those of runs or rounds.
+    """Yield the subdirectories whose names are wanted.
 
-    ReplacedError if one is gone meanwhile: a round may have been dropped for a newer one.
+    Raises:
+        ReplacedError: one was removed meanwhile; its round may have been dropped for a newer one.
     """
     for name in filter(is_wanted, store.directories):
         try:
             yield store.below(name)
         except NotFoundError:
-            raise ReplacedError("removed while it was looked at", path=store.path_of(name)) from None
+            raise ReplacedError("removed while it was opened", path=store.path_of(name)) from None
 
 
 def _is_round(store: Store, path: str) -> bool:
     name = path.rstrip("/").rpartition("/")[2]
     if is_round_name(name) and not store.listing and not store.is_current():
-        raise ReplacedError("removed while it was looked at", path=path)
+        raise ReplacedError("removed while it was opened", path=path)
     return is_round_name(name) and any(is_rank_file(found) or found in (MANIFEST, DROPPED) for found in store.listing)
 
 
-def read(place: Place, *, strict: bool = True) -> Source:
-    """Return the source at a place. Ranks that are missing are an IncompleteError naming them and their files.
+def read(opened: OpenedPath, *, strict: bool = True) -> Source:
+    """Return the source at a path.
 
-    A round that is dropped while it is read is a ReplacedError: another one is the newest by then.
+    Raises:
+        IncompleteError: ranks are missing; the error names them and their files.
+        ReplacedError: the round was dropped meanwhile, so that another one is the newest.
     """
-    root, run, number = _position(place)
+    root, run, number = _position(opened)
     try:
         view = WorkspaceView(root.store)
-        if place.file is not None:
-            name = RankName.parse(os.path.join(str(run), f"{number:06d}", place.file))
+        if opened.file is not None:
+            name = RankName.parse(os.path.join(str(run), f"{number:06d}", opened.file))
             names: Sequence[Receipt | RankName] = [name]
             manifest = None
         else:
             names, manifest = _choose(view, run, number)
-        return _read(root, view, names, manifest, strict=strict, alone=place.file is not None)
+        return _read(root, view, names, manifest, strict=strict, alone=opened.file is not None)
     except BaseException:
         root.close()
         raise
     finally:
-        if root is not place:
-            place.close()
+        if root is not opened:
+            opened.close()
 
 
-def _position(place: Place) -> tuple[Place, str | None, int | None]:
-    """The place of the workspace's root, and the run and round that `place` means.
+def _position(opened: OpenedPath) -> tuple[OpenedPath, str | None, int | None]:
+    """Return the workspace's opened root, and the run and round that `opened` stands for.
 
-    InvalidArgumentError for a rank's file that does not lie in a round's directory.
+    Raises:
+        InvalidArgumentError: a rank's file does not lie in a round's directory.
     """
-    if place.file is not None:
-        folder, number = os.path.split(place.store.path)
+    if opened.file is not None:
+        folder, number = os.path.split(opened.store.path)
         root, run = os.path.split(folder)
         if not is_round_name(number) or not is_run_name(run):
-            text = "a rank's file is read where it was written, in <workspace>/<run>/<round>, and this is another place"
-            raise InvalidArgumentError(text, path=os.path.join(place.store.path, place.file))
-        return _opened(root, place), run, int(number)
-    depth = _depth(place)
+            text = "a rank's file can only be read where it was written, in <workspace>/<run>/<round>"
+            raise InvalidArgumentError(text, path=os.path.join(opened.store.path, opened.file))
+        return _open_root(root, opened), run, int(number)
+    depth = _depth(opened)
     if depth == 0:
-        return place, None, None
-    folder, number = os.path.split(place.path.rstrip("/"))
+        return opened, None, None
+    folder, number = os.path.split(opened.path.rstrip("/"))
     if depth == 1:
-        return _opened(folder, place), number, None
+        return _open_root(folder, opened), number, None
     root, run = os.path.split(folder)
-    return _opened(root, place), run, int(number)
+    return _open_root(root, opened), run, int(number)
 
 
-def _opened(root: str, place: Place) -> Place:
-    """The root, opened under the path by which the user asked for a part of it."""
-    opened = open_place(root)
-    return Place(place.path, opened.store, None)
+def _open_root(root: str, opened: OpenedPath) -> OpenedPath:
+    """Open the root; messages show the path that the user gave."""
+    opened = open_path(root)
+    return OpenedPath(opened.path, opened.store, None)
 
 
 def _read(
-    root: Place,
+    root: OpenedPath,
     view: WorkspaceView,
     names: Sequence[Receipt | RankName],
     manifest: Manifest | None,
@@ -133,14 +137,14 @@ def _read(
     alone: bool,
 ) -> Source:
     problems: list[StateExchangeError] = []
-    holders: list[Holder] = []
+    shard_files: list[ShardFile] = []
     configs: dict[int, str] = {}
     absent: list[Receipt | RankName] = []
     for receipt in names:
         try:
             file = view.open(receipt)
-            holders.append(_holder(file))
-            configs[holders[-1].rank] = file.config
+            shard_files.append(_shard_file(file))
+            configs[shard_files[-1].rank] = file.config
         except NotFoundError as error:
             absent.append(receipt)
             problems.append(IncompleteError("this rank's file is missing", rank=error.rank, path=error.path))
@@ -158,7 +162,7 @@ def _read(
     return Source(
         "workspace",
         root,
-        tuple(holders),
+        tuple(shard_files),
         run=first.run,
         round=first.round,
         world_size=first.world_size,
@@ -172,19 +176,23 @@ def _choose(
 ) -> tuple[Sequence[Receipt | RankName], Manifest | None]:
     """Return the files to read: of the newest committed round, or without one of the newest complete round."""
     runs = view.runs() if run is None else [run]
-    places = [(name, n) for name in runs for n in _rounds(view, name) if number in (None, n)]
-    committed = view.manifests(places)
+    candidates = []
+    for name in runs:
+        for found in _rounds(view, name):
+            if number is None or found == number:
+                candidates.append((name, found))
+    committed = view.manifests(candidates)
     if committed:
         return list(committed[-1].receipts), committed[-1]
-    paths = [os.path.join(view.path, name) for name in dict.fromkeys(name for name, _ in places)]
+    paths = [os.path.join(view.path, name) for name in dict.fromkeys(name for name, _ in candidates)]
     if len(paths) > 1:
         raise InvalidArgumentError(
             f"several runs are in this workspace: open one of {', '.join(paths)}", path=view.path
         )
-    rounds = [names for place in places if (names := _rank_names(view, *place))]
+    rounds = [names for name, n in candidates if (names := _rank_names(view, name, n))]
     if not rounds:
         if view.has_changed:
-            raise ReplacedError("its rounds were dropped while they were looked at", path=view.path)
+            raise ReplacedError("its rounds were dropped while they were opened", path=view.path)
         text = "no rank has written to this workspace yet: check the path, or wait for the writers"
         raise NotFoundError(text, path=view.path)
     whole = [names for names in rounds if not _missing_ranks(view, names, None)]
@@ -208,14 +216,14 @@ def _rank_names(view: WorkspaceView, run: str, number: int) -> list[RankName]:
 def _missing_ranks(
     view: WorkspaceView, names: Sequence[Receipt | RankName], manifest: Manifest | None
 ) -> list[StateExchangeError]:
-    """Return why a round does not have exactly one file per rank; [] if it has."""
+    """Return the error of a round that does not have exactly one file per rank; [] if it has."""
     if manifest is not None:
         return []
     parsed = [name.rank_name for name in names]
     first, ranks = parsed[0], {name.rank for name in parsed}
     where = os.path.join(view.path, os.path.dirname(first.relative))
     if len(ranks) < first.world_size:
-        # A file's name may claim any number of ranks: no more is counted than is shown.
+        # A file's name may claim any number of ranks, so no more are counted than are shown.
         absent = list(islice((rank for rank in range(first.world_size) if rank not in ranks), _SHOWN_RANKS))
         more = "" if len(ranks) + len(absent) == first.world_size else " and more"
         text = f"ranks {absent}{more} of {first.world_size} have no file"
@@ -225,15 +233,15 @@ def _missing_ranks(
     return []
 
 
-def _holder(file: RankFile) -> Holder:
+def _shard_file(file: RankFile) -> ShardFile:
     tensors = {}
     for name, shard in file.shards.items():
         stored = [
             ByteRange(file.file, begin, nbytes, known)
-            for (begin, nbytes), known in zip(file.extents(name), file.digests[name], strict=True)
+            for (begin, nbytes), known in zip(file.byte_ranges(name), file.digests[name], strict=True)
         ]
         tensors[name] = SourceTensor(shard, tuple(stored))
-    aliases: Mapping[str, str] = file.facts.get("aliases", {})
+    aliases: Mapping[str, str] = file.metadata.get("aliases", {})
     if not isinstance(aliases, dict) or any(not isinstance(kept, str) for kept in aliases.values()):
         raise CorruptError("broken aliases", path=file.path)
-    return Holder(int(file.facts["rank"]), file.file, tensors, aliases)
+    return ShardFile(int(file.metadata["rank"]), file.file, tensors, aliases)

@@ -1,1 +1,1 @@
-"""Facts and pictures about files, as dataclasses and SVG. No torch, no ranks."""
+"""Reports about checkpoints: summaries, verification and pictures. No torch, no ranks."""

@@ -1,4 +1,4 @@
-"""Pictures of which rank supplied which bytes, as SVG and as text, and a curve as text."""
+"""Draw which rank supplied which bytes of a checkpoint, as SVG and as text; and a curve as text."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ __all__ = [
 ]
 
 _MAX_ROWS, _MAX_CELLS, _MAX_RANKS = 20, 8000, 16
-_MAX_STEPS = 1 << 18  # to divide one tensor: a box in an interval of one dim is a step
-# Okabe and Ito's colours, told apart with every kind of colour vision; for more ranks cividis, dark to light.
+_MAX_STEPS = 1 << 18  # of dividing one tensor: a box in an interval of one dim is a step
+# Okabe and Ito's colours, distinct for every kind of colour vision; for more ranks cividis, dark to light.
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#7f7f7f")
 _RAMP = ((0, 34, 78), (53, 69, 108), (102, 105, 112), (148, 142, 119), (200, 184, 102), (254, 232, 56))
 
 
 @dataclass(frozen=True, slots=True)
 class Supplied:
-    """A tensor and who supplied its boxes: ranks, or numbers of files where no rank is known."""
+    """A tensor with (box, rank) of each box; the number of the file stands for an unknown rank."""
 
     name: str
     dtype: str
@@ -50,7 +50,7 @@ class Supplied:
         return full_box(self.shape).numel * ITEMSIZE[self.dtype]
 
     def nbytes_by_rank(self) -> Counter[int]:
-        """Bytes that each rank supplied."""
+        """Return the bytes that each rank supplied."""
         found: Counter[int] = Counter()
         for box, rank in self.boxes:
             found[rank] += box.numel * ITEMSIZE[self.dtype]
@@ -58,9 +58,10 @@ class Supplied:
 
 
 def supplied_tensors(source: Source | str | os.PathLike[str]) -> list[Supplied]:
-    """Who supplied what, largest tensor first. Not collective; reads headers only.
+    """Return the tensors with the ranks that supplied their boxes, largest tensor first.
 
-    A published directory's manifest knows; in a workspace it is the first rank that has a box; else the file.
+    Not collective. Reads headers only. The rank comes from the manifest of a published directory; in a workspace it is
+    the first rank that has the box; otherwise it is the number of the file.
     """
     opened = _open(source)
     found = list(_held(opened) if opened.manifest is None else _published(opened.manifest))
@@ -72,18 +73,18 @@ def _open(source: Source | str | os.PathLike[str]) -> Source:
 
 
 def _published(manifest: Mapping[str, Any]) -> Iterator[Supplied]:
-    for name, fact in manifest["tensors"].items():
-        boxes = tuple((Box.from_json([offsets, shape]), rank) for offsets, shape, _, rank in fact["boxes"])
-        yield Supplied(name, fact["dtype"], tuple(fact["shape"]), boxes)
+    for name, record in manifest["tensors"].items():
+        boxes = tuple((Box.from_json([offsets, shape]), rank) for offsets, shape, _, rank in record["boxes"])
+        yield Supplied(name, record["dtype"], tuple(record["shape"]), boxes)
 
 
 def _held(source: Source) -> Iterator[Supplied]:
     boxes: dict[tuple[str, str, tuple[int, ...]], dict[Box, int]] = {}
-    for holder, tensor in source.shards():
+    for shard_file, tensor in source.shards():
         shard = tensor.shard
         first = boxes.setdefault((shard.name, shard.dtype, shard.global_shape), {})
         for box in shard.boxes:
-            first.setdefault(box, holder.rank)
+            first.setdefault(box, shard_file.rank)
     for (name, dtype, shape), ranks in boxes.items():
         yield Supplied(name, dtype, shape, tuple(ranks.items()))
 
@@ -96,12 +97,12 @@ def _total(tensors: Sequence[Supplied]) -> Counter[int]:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """``[256,64]``; ``[]`` for a tensor without dims."""
+    """Return a shape as ``[256,64]``; ``[]`` for a tensor without dims."""
     return f"[{','.join(map(str, shape))}]"
 
 
 def _shortened(text: str, width: int) -> str:
-    """`text`, with its middle left out if it is too wide: the ends of a tensor's name tell the most."""
+    """Return `text` with its middle left out if it is too wide; the ends of a tensor's name are the most specific."""
     shown = "".join(char if char.isprintable() else "?" for char in text)
     if len(shown) <= width:
         return shown
@@ -111,7 +112,7 @@ def _shortened(text: str, width: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """A part of the unit square, and who supplied it."""
+    """A part of the unit square, and the rank that supplied it."""
 
     x: float
     y: float
@@ -121,9 +122,9 @@ class _Cell:
 
 
 def _cells(tensor: Supplied) -> list[_Cell]:
-    """The tensor as a unit square in which a box has its share of the area; dim 0 runs down.
+    """Divide the unit square among a tensor's boxes, by their sizes; dim 0 runs down.
 
-    Boxes that cut it into too many cells are summed by rank.
+    If there are too many cells, they are summed by rank.
     """
     ndim = len(tensor.shape)
     boxes = [(box, rank) for box, rank in tensor.boxes if box.numel]
@@ -138,7 +139,7 @@ def _cells(tensor: Supplied) -> list[_Cell]:
 
 
 def _shares(by_rank: Mapping[int, int], nbytes: int) -> list[_Cell]:
-    """A bar with the share of each rank."""
+    """Return a bar with each rank's share."""
     x, cells, whole = 0.0, [], max(1, nbytes, sum(by_rank.values()))
     for rank, part in sorted(by_rank.items()):
         cells.append(_Cell(x, 0, part / whole, 1, rank))
@@ -147,16 +148,16 @@ def _shares(by_rank: Mapping[int, int], nbytes: int) -> list[_Cell]:
 
 
 class _Division:
-    """Cuts a square at every edge of a box, in a number of steps that does not depend on the boxes."""
+    """Divides a square at each edge of a box, in a limited number of steps."""
 
     def __init__(self, shape: Sequence[int]) -> None:
         self._shape = shape
         self._steps_left = _MAX_STEPS
 
     def cells(self, boxes: list[tuple[Box, int]], dims: list[tuple[int, bool]], area: _Cell) -> Iterator[_Cell]:
-        """Cut `area` dim after dim, until one box is left; what nobody has stays free.
+        """Divide `area` dim by dim until one box is left, and yield its cells; regions without a box stay free.
 
-        Out of steps, it yields more cells than are drawn.
+        When the steps run out, yield more cells than are drawn, so that the caller sums them by rank.
         """
         if not boxes:
             return
@@ -203,10 +204,13 @@ _NOBODY = (
 
 
 def supply_picture(source: Source | str | os.PathLike[str]) -> str:
-    """An SVG of which rank supplied which bytes: a row per tensor, its boxes to scale, coloured by rank.
+    """Return an SVG of which rank supplied which bytes: a row per tensor, its boxes to scale, coloured by rank.
 
-    Not collective; reads headers only. The largest tensors have rows, the rest is summed in one. Gaps of a
-    workspace are drawn as such. Raises what `open_source` raises, and NotFoundError if there is no tensor.
+    Not collective. Reads headers only. The largest tensors have rows; the others are summed in one. Regions that no
+    rank supplied are hatched.
+
+    Raises:
+        NotFoundError: there is no checkpoint, or no tensor in it.
     """
     opened = _open(source)
     tensors = supplied_tensors(opened)
@@ -232,7 +236,7 @@ class _Svg:
         self._y = _MARGIN
 
     def text(self) -> str:
-        """The whole document."""
+        """Return the whole document."""
         self._heading()
         self._legend()
         rows = _affordable(self._tensors)
@@ -318,7 +322,7 @@ class _Svg:
         self._number(cells, top, height)
 
     def _number(self, cells: Sequence[_Cell], top: float, height: float) -> None:
-        """The rank's number in its largest cell that has room for it, so that colour is not all there is."""
+        """Write each rank's number into its largest cell with space for it, for readers who cannot tell colours."""
         largest: dict[int, _Cell] = {}
         for cell in sorted(cells, key=lambda cell: cell.width * cell.height):
             if cell.height * height >= 9.5 and cell.width * _FRAME >= 8 * len(str(cell.rank)):
@@ -340,7 +344,7 @@ class _Svg:
 
 
 def _affordable(tensors: Sequence[Supplied]) -> list[tuple[Supplied, list[_Cell]]]:
-    """The largest tensors with their cells, as many as keep the picture small."""
+    """Return the largest tensors with their cells, as many as keep the picture small."""
     rows: list[tuple[Supplied, list[_Cell]]] = []
     room = _MAX_CELLS
     for tensor in tensors[:_MAX_ROWS]:
@@ -366,7 +370,7 @@ def _ramp(position: float) -> str:
 
 
 def _ink(colour: str) -> str:
-    """Black or white, whichever is read better on `colour`."""
+    """Return black or white, whichever has more contrast with `colour`."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return "#000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#fff"
 
@@ -380,10 +384,10 @@ _MAPS, _MAP_ROWS = 3, 6
 
 
 def supply_bars(source: Source | str | os.PathLike[str], *, width: int = 100, ascii_only: bool = False) -> list[str]:
-    """Lines of text that show who supplied which bytes: a bar per rank, and maps of the largest tensors.
+    """Return lines of text that show which rank supplied which bytes: a bar per rank, maps of the largest tensors.
 
-    Not collective; reads headers only. In a map each character is the rank that supplied that part of the
-    tensor, in base 36, or ``.`` where nobody did; dim 0 runs down. `width` is the longest line, 60 to 100.
+    Not collective. Reads headers only. In a map each character is the rank, in base 36, that supplied that part of the
+    tensor, or ``.`` for none; dim 0 runs down. `width` is the length of the longest line, 60 to 100.
     """
     opened = _open(source)
     tensors = supplied_tensors(opened)
@@ -419,7 +423,7 @@ def _bar(share: float, room: int, ascii_only: bool) -> str:
 
 
 def _maps(tensors: Sequence[Supplied], width: int) -> list[str]:
-    """Maps side by side, each under its tensor's name and shape."""
+    """Return maps side by side, each below its tensor's name and shape."""
     blocks = []
     for tensor in tensors:
         about = _shortened(f"{tensor.dtype} {shape_text(tensor.shape)}", width)
@@ -428,7 +432,7 @@ def _maps(tensors: Sequence[Supplied], width: int) -> list[str]:
 
 
 def _map(tensor: Supplied, width: int, height: int) -> list[str]:
-    """A grid of characters; each shows who supplied the point in its middle."""
+    """Return a grid of characters; each is the rank that supplied the point in its middle."""
     grid = [["."] * width for _ in range(height)]
     for cell in _cells(tensor):
         digit = _DIGITS[cell.rank] if cell.rank < len(_DIGITS) else "#"
@@ -439,15 +443,15 @@ def _map(tensor: Supplied, width: int, height: int) -> list[str]:
 
 
 def _middles(begin: float, extent: float, count: int) -> range:
-    """The cells of `count` whose middles lie from `begin` on within `extent` of the unit line."""
+    """Return which of `count` equal cells of the unit line have their middles in `extent` from `begin` on."""
     first, last = (max(0, -int(-(edge * count - 0.5) // 1)) for edge in (begin, begin + extent))
     return range(first, min(last, count))
 
 
 def curve(values: Sequence[float], *, width: int = 60, height: int = 6, ascii_only: bool = False) -> list[str]:
-    """A curve of `values` as lines of text, with the highest and lowest value written beside it.
+    """Return a curve of `values` as lines of text, labelled with the highest and the lowest value.
 
-    Where there are more values than columns, a column shows the mean of those that fall into it.
+    With more values than columns, each column shows a mean.
     """
     columns = [_mean(part) for part in _parts(values, min(width, len(values)))]
     low, high = min(columns), max(columns)
@@ -456,8 +460,13 @@ def curve(values: Sequence[float], *, width: int = 60, height: int = 6, ascii_on
     rows = []
     for row in reversed(range(height)):
         level = [min(max(h - row * levels, 0), levels) for h in heights]
-        note = f"{high:.2f}" if row == height - 1 else f"{low:.2f}" if row == 0 else ""
-        rows.append(f"{note:>6} |" + "".join(("#" if v else " ") if ascii_only else _LEVELS[v] for v in level))
+        note = ""
+        if row == height - 1:
+            note = f"{high:.2f}"
+        elif row == 0:
+            note = f"{low:.2f}"
+        characters = " #" if ascii_only else _LEVELS
+        rows.append(f"{note:>6} |" + "".join(characters[value] for value in level))
     return [row.rstrip() for row in rows]
 
 

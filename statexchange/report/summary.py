@@ -1,4 +1,4 @@
-"""What lies at a path, from headers alone: kind, ranks, tensors, dtypes and bytes."""
+"""Summarize a checkpoint from its headers: format, ranks, tensors, dtypes and bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from statexchange.errors import without_secrets
 from statexchange.formats.registry import open_source
-from statexchange.formats.source import Holder, Source
+from statexchange.formats.source import ShardFile, Source
 from statexchange.sharding.shards import Shard, full_box
 from statexchange.tensors import ITEMSIZE
 
@@ -21,11 +21,27 @@ __all__ = ["Summary", "TensorRow", "summarize", "tensor_rows"]
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A checkpoint in a few numbers. `nbytes` counts each tensor once; `file_nbytes` is that of all files.
+    """A checkpoint in a few numbers.
 
-    Tensors that are listed somewhere and cannot be read are counted too; `num_unreadable` says how many. `proven` says
-    whether the digests of all bytes are known; `others` describes by name what is no tensor; `problems` are what is
-    missing or broken, `unsupported` why tensors cannot be read whose files can, by name.
+    Attributes:
+        kind: the format.
+        path: the path.
+        num_tensors: number of tensors, unreadable ones included.
+        num_parameters: number of elements of all tensors with known dtypes.
+        nbytes: bytes of all tensors, each counted once.
+        dtypes: number of tensors by dtype.
+        num_files: number of files.
+        file_nbytes: bytes of all files.
+        run: run of a workspace.
+        round: round of a workspace.
+        world_size: number of ranks, where the format has it.
+        ranks: ranks that have files.
+        aliases: names of tied tensors, with the names under which they are kept.
+        num_unreadable: number of tensors that are listed but cannot be read.
+        proven: whether digests of all bytes are known.
+        others: descriptions, by name, of entries that are no tensors.
+        unsupported: reasons, by name, why tensors cannot be read although their files can.
+        problems: errors for everything that is missing or broken.
     """
 
     kind: str
@@ -50,9 +66,16 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """One tensor: its global shape, which ranks or numbers of files hold it, and the first file.
+    """One tensor of a checkpoint.
 
-    Of a tensor that is only listed nobody holds a box; its `dtype` is "?" where only its name is known.
+    Attributes:
+        name: its name.
+        dtype: its dtype; "?" if only the name is known.
+        shape: its global shape.
+        nbytes: its bytes.
+        holders: ranks (or numbers of files) that have a part of it; empty if it cannot be read.
+        num_boxes: number of stored boxes.
+        file: the first file that has a part of it.
     """
 
     name: str
@@ -65,7 +88,27 @@ class TensorRow:
 
 
 def summarize(path: str | os.PathLike[str]) -> Summary:
-    """The summary of what lies at `path`. Not collective; reads headers only."""
+    """Summarize a checkpoint.
+
+    Not collective. Reads headers only. Problems are in the summary, not raised.
+
+    Args:
+        path: a path or URL of any format that `open_checkpoint` reads.
+
+    Returns:
+        The summary.
+
+    Raises:
+        NotFoundError: no checkpoint lies at the path.
+
+    Example:
+        >>> import numpy
+        >>> from safetensors.numpy import save_file
+        >>> save_file({"w": numpy.zeros((2, 3), "float32")}, "model.safetensors")
+        >>> summary = summarize("model.safetensors")
+        >>> summary.kind, summary.num_parameters, summary.dtypes
+        ('huggingface', 6, {'F32': 1})
+    """
     with open_source(path, strict=False) as source:
         return _summary(without_secrets(os.fspath(path)), source)
 
@@ -81,12 +124,12 @@ def _summary(path: str, source: Source) -> Summary:
         num_parameters=sum(full_box(row.shape).numel for row in rows if row.dtype in ITEMSIZE),
         nbytes=sum(row.nbytes for row in rows),
         dtypes=dict(sorted(dtypes.items())),
-        num_files=len(source.holders),
+        num_files=len(source.files),
         file_nbytes=source.nbytes,
         run=source.run,
         round=source.round,
         world_size=source.world_size,
-        ranks=tuple(dict.fromkeys(holder.rank for holder in source.holders)) if by_rank else (),
+        ranks=tuple(dict.fromkeys(shard_file.rank for shard_file in source.files)) if by_rank else (),
         aliases=_aliases(source),
         num_unreadable=sum(not row.holders for row in rows),
         proven=_proven(source),
@@ -97,26 +140,26 @@ def _summary(path: str, source: Source) -> Summary:
 
 
 def _proven(source: Source) -> bool:
-    """Whether digests cover all bytes: nothing is said of what is broken, or is not there."""
-    if source.problems or not source.holders:
+    """Whether digests cover all bytes; False if anything is missing or broken."""
+    if source.problems or not source.files:
         return False
-    return all(extent.is_proven for _, tensor in source.shards() for extent in tensor.extents)
+    return all(byte_range.is_proven for _, tensor in source.shards() for byte_range in tensor.byte_ranges)
 
 
 def _aliases(source: Source) -> dict[str, str]:
     if source.manifest is not None:
         return {str(k): str(v) for k, v in source.manifest.get("aliases", {}).items()}
-    return {alias: kept for holder in source.holders for alias, kept in holder.aliases.items()}
+    return {alias: kept for shard_file in source.files for alias, kept in shard_file.aliases.items()}
 
 
 def tensor_rows(source: Source) -> list[TensorRow]:
-    """Every tensor of a source, in its order."""
-    held_by: dict[str, list[Holder]] = {}
+    """Return a row for each tensor of a source, in its order. Not collective."""
+    held_by: dict[str, list[ShardFile]] = {}
     last: dict[str, Shard] = {}
     num_boxes: Counter[str] = Counter()
-    for holder, tensor in source.shards():
+    for shard_file, tensor in source.shards():
         shard = last[tensor.shard.name] = tensor.shard
-        held_by.setdefault(shard.name, []).append(holder)
+        held_by.setdefault(shard.name, []).append(shard_file)
         num_boxes[shard.name] += len(shard.boxes)
     found: dict[str, TensorRow] = {}
     for name, holders in held_by.items():
@@ -126,11 +169,11 @@ def tensor_rows(source: Source) -> list[TensorRow]:
             shard.dtype,
             shard.global_shape,
             full_box(shard.global_shape).numel * ITEMSIZE[shard.dtype],
-            tuple(holder.rank for holder in holders),
+            tuple(shard_file.rank for shard_file in holders),
             num_boxes[name],
             os.path.basename(holders[0].path),
         )
-    for listed in source.listed:
+    for listed in source.unreadable:
         if listed.name not in found:
             dtype, shape = listed.dtype or "?", listed.shape or ()
             nbytes = full_box(shape).numel * ITEMSIZE[dtype] if dtype in ITEMSIZE else 0

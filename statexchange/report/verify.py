@@ -1,4 +1,4 @@
-"""Verify a checkpoint: recompute every digest, prove that boxes cover every tensor exactly, compare replicas."""
+"""Verify a checkpoint: recompute all digests, prove that boxes cover each tensor exactly once, compare replicas."""
 
 from __future__ import annotations
 
@@ -11,15 +11,25 @@ from statexchange.errors import ReplacedError, ReplicaError, StateExchangeError,
 from statexchange.formats.registry import open_source
 from statexchange.formats.source import Source, SourceTensor
 from statexchange.sharding.options import ExportOptions
-from statexchange.sharding.plan import Holding, TensorPlan, plan_merge, prove_cover
-from statexchange.storage.regions import BoxDigest, blocks, shifted
+from statexchange.sharding.plan import RankShards, TensorPlan, plan_merge, prove_cover
+from statexchange.storage.regions import BoxDigest, blocks, to_global
 
 __all__ = ["VerifyReport", "verify"]
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was checked and what was found. `num_unproven` counts boxes of which no digest is known."""
+    """The result of `verify`.
+
+    Attributes:
+        path: the verified path.
+        kind: its format.
+        num_tensors: number of tensors.
+        num_boxes: number of boxes read.
+        num_unproven: number of boxes without a known digest, whose bytes cannot be checked.
+        nbytes: bytes read.
+        findings: an error for each problem.
+    """
 
     path: str
     kind: str
@@ -31,22 +41,48 @@ class VerifyReport:
 
 
 def verify(path: str | os.PathLike[str], *, on_progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-    """Read and check everything at `path`; what is wrong becomes a finding, not an exception. Not collective.
+    """Read and check a whole checkpoint.
 
-    `on_progress(done, total)` counts bytes. Raises NotFoundError if there is nothing to verify.
+    Not collective. Problems become findings, not exceptions.
+
+    Args:
+        path: a path or URL of any format that `open_checkpoint` reads.
+        on_progress: called with (bytes done, bytes in total).
+
+    Returns:
+        The report.
+
+    Raises:
+        NotFoundError: no checkpoint lies at the path.
+        ReplacedError: the checkpoint was replaced twice while it was read.
+
+    Example:
+        >>> import numpy
+        >>> from safetensors.numpy import save_file
+        >>> save_file({"w": numpy.zeros(4)}, "model.safetensors")
+        >>> report = verify("model.safetensors")
+        >>> report.num_tensors, report.nbytes, report.findings
+        (1, 32, ())
     """
     for last in (False, True):
         with open_source(path, strict=False) as source:
             check = _Check(source, on_progress)
             try:
                 check.run()
-            except ReplacedError:  # it is read again once
+            except ReplacedError:  # read it again, once
                 if last:
                     raise
                 continue
             names = {tensor.shard.name for _, tensor in source.shards()}
-            counts = (len(names), check.num_boxes, check.num_unproven, check.done)
-            return VerifyReport(without_secrets(os.fspath(path)), source.kind, *counts, tuple(check.findings))
+            return VerifyReport(
+                path=without_secrets(os.fspath(path)),
+                kind=source.kind,
+                num_tensors=len(names),
+                num_boxes=check.num_boxes,
+                num_unproven=check.num_unproven,
+                nbytes=check.done,
+                findings=tuple(check.findings),
+            )
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -56,18 +92,18 @@ class _Check:
     def __init__(self, source: Source, on_progress: Callable[[int, int], None] | None) -> None:
         self._source = source
         self._on_progress = on_progress
-        self._total = sum(extent.nbytes for _, tensor in source.shards() for extent in tensor.extents)
+        self._total = sum(byte_range.nbytes for _, tensor in source.shards() for byte_range in tensor.byte_ranges)
         self.done = 0
         self.num_boxes = 0
         self.num_unproven = 0
         self.findings: list[StateExchangeError] = [*source.problems, *source.unsupported.values()]
-        self._found: dict[tuple[int, str, int], str] = {}  # digests that nobody knew before
+        self._computed: dict[tuple[int, str, int], str] = {}  # digests that are not stored: by file, tensor, box
 
     def run(self) -> None:
-        """Check everything; ReplacedError if something was replaced or changed meanwhile."""
-        for number, holder in enumerate(self._source.holders):
-            for tensor in holder.tensors.values():
-                for index in range(len(tensor.extents)):
+        """Check everything; raise ReplacedError if a file was replaced or changed meanwhile."""
+        for number, shard_file in enumerate(self._source.files):
+            for tensor in shard_file.tensors.values():
+                for index in range(len(tensor.byte_ranges)):
                     self._guard(self._box, number, tensor, index)
         self._cover()
         self._source.check_unchanged()
@@ -82,33 +118,35 @@ class _Check:
 
     def _box(self, number: int, tensor: SourceTensor, index: int) -> None:
         """Read a box and compare its digests, or those of its parts."""
-        stored, box, shard = tensor.extents[index], tensor.shard.boxes[index], tensor.shard
+        stored, box, shard = tensor.byte_ranges[index], tensor.shard.boxes[index], tensor.shard
         self.num_boxes += len(stored.parts) or 1
         digest = BoxDigest(stored, box, shard.dtype, always=not stored.parts)
         for window, data in blocks(stored, box.shape, shard.dtype):
-            digest.update(shifted(window, box), data)
+            digest.update(to_global(window, box), data)
             self._count(len(data))
         if stored.parts:
             prove_cover(shard.name, shard.global_shape, {part: [0] for part, _ in stored.parts})
         elif stored.digest is None:
             self.num_unproven += 1
-            self._found[number, shard.name, index] = digest.hexdigest()
-        rank = self._source.holders[number].rank if self._source.kind == "workspace" else None
+            self._computed[number, shard.name, index] = digest.hexdigest()
+        rank = self._source.files[number].rank if self._source.kind == "workspace" else None
         for problem in digest.problems(shard.name, rank):
             self.findings.append(problem)
 
     def _cover(self) -> None:
-        """Prove the cover of each tensor by itself, so that every flaw is found, and compare replicas."""
+        """Prove the cover of each tensor separately, so that every problem is found, and compare replicas."""
         by_name: dict[str, list[int]] = {}
-        for number, holder in enumerate(self._source.holders):
-            for name in holder.tensors:
+        for number, shard_file in enumerate(self._source.files):
+            for name in shard_file.tensors:
                 by_name.setdefault(name, []).append(number)
         for name, numbers in by_name.items():
             self._guard(self._cover_of, name, numbers)
 
     def _cover_of(self, name: str, numbers: list[int]) -> None:
-        held = [self._source.holders[number] for number in numbers]
-        plan = plan_merge([Holding(holder.rank, [holder.tensors[name].shard]) for holder in held], ExportOptions())
+        held = [self._source.files[number] for number in numbers]
+        plan = plan_merge(
+            [RankShards(shard_file.rank, [shard_file.tensors[name].shard]) for shard_file in held], ExportOptions()
+        )
         for tensor in plan.files[0].tensors:
             self._replicas(tensor, numbers)
 
@@ -118,7 +156,7 @@ class _Check:
             for holder, index in piece.replicas:
                 theirs = self._digest(numbers[holder], tensor.source, index)
                 if ours is not None and theirs is not None and ours != theirs:
-                    one, other = (self._source.holders[numbers[h]].rank for h in (piece.holder, holder))
+                    one, other = (self._source.files[numbers[h]].rank for h in (piece.holder, holder))
                     self.findings.append(
                         ReplicaError(
                             f"ranks {one} and {other} hold different values for region {piece.box}",
@@ -128,9 +166,9 @@ class _Check:
                     )
 
     def _digest(self, number: int, name: str, index: int) -> str | None:
-        """The digest of a box; None if it could not be read, which is a finding of its own."""
-        known = self._source.holders[number].tensors[name].extents[index].digest
-        return known if known is not None else self._found.get((number, name, index))
+        """Return the digest of a box; None if it could not be read, which is another finding."""
+        known = self._source.files[number].tensors[name].byte_ranges[index].digest
+        return known if known is not None else self._computed.get((number, name, index))
 
     def _count(self, nbytes: int) -> None:
         self.done += nbytes

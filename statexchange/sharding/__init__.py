@@ -1,1 +1,1 @@
-"""Which part of a tensor lies where, and who writes and reads what. No I/O, no torch, no ranks."""
+"""Which rank has which part of a tensor: boxes, meshes, layouts, cover proofs and plans. No I/O, torch or ranks."""

@@ -1,4 +1,4 @@
-"""Copies of one box, which must be equal: the one check of export and merge."""
+"""Check that copies of a box are equal; shared by export and merge."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ def check_copies(
     digest_of: Callable[[int, int], str],
     error: Callable[[TensorPlan, Box, int, int], ReplicaError],
 ) -> None:
-    """Raise unless all copies of a piece have the digest of the one that is written.
+    """Raise unless all copies of a piece have the digest of the copy that is written; copies to reduce may differ.
 
-    `digest_of` a holder and the index of a box there gives a digest; `error` makes the error about a box that the first
-    holder's copy and the second's differ in. Copies that are reduced may differ.
+    Args:
+        tensor: the output tensor.
+        piece: one of its pieces.
+        digest_of: returns the digest of a box, given its holder and its index there.
+        error: returns the error, given the tensor, the box and the two holders whose copies differ.
     """
     if tensor.reduce is not None or not piece.replicas:
         return
@@ -31,6 +34,6 @@ def check_copies(
 
 
 def replica_error(name: str, box: Box, rank: int, other: int, advice: str, path: str | None = None) -> ReplicaError:
-    """The error that two ranks, or one twice, hold different values of a box; `advice` says what to do."""
-    who = f"ranks {rank} and {other} hold" if rank != other else f"rank {rank} twice holds"
-    return ReplicaError(f"{who} different values for region {box}: {advice}", name=name, rank=other, path=path)
+    """Return the error for two ranks, or one rank's two copies, with different values of a box."""
+    holders = f"ranks {rank} and {other} hold" if rank != other else f"two copies of rank {rank} have"
+    return ReplicaError(f"{holders} different values for region {box}: {advice}", name=name, rank=other, path=path)

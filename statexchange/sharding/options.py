@@ -1,4 +1,4 @@
-"""The options that an export and a merge have in common: checked once, with the rules that follow from them."""
+"""The options of export, merge and load: checked once, and applied."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
     "Rename",
     "Replicas",
     "check_replicas_option",
-    "grid_option",
+    "mesh_option",
     "name_patterns",
     "rename_rules",
     "renamed",
@@ -35,29 +35,29 @@ REPLICAS: tuple[str, ...] = ("equal", "root")
 FLOATS = ("F16", "BF16", "F32", "F64")
 CAST_DTYPES = tuple(LONG_NAMES[name] for name in FLOATS)
 _FILENAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\{suffix\}[A-Za-z0-9._-]{0,80}\.safetensors")
-_COMPARED = 1 << 16  # characters of an option
+_COMPARED = 1 << 16  # characters of an option that ranks compare
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(i?))?B?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """How tensors are selected, named, converted and dealt to files.
+    """How tensors are selected, named, converted and assigned to files.
 
-    Takes the values that callers of `export_checkpoint` and `merge_checkpoint` give, and keeps them in one form:
-    patterns and pairs as tuples, `dtype` as a safetensors name, `max_shard_size` in bytes, `layout` parsed.
+    Accepts the arguments of `export_checkpoint` and `merge_checkpoint` and normalises them: patterns and pairs become
+    tuples, `dtype` a safetensors name, `max_shard_size` bytes, and `layout` is parsed.
 
     Args:
-        include: shell patterns of names at the source; without any, all names are selected.
-        exclude: shell patterns of names that are not selected.
+        include: shell patterns of names in the source; by default all are selected.
+        exclude: shell patterns of names to leave out.
         rename: a function of a name, or (regex, replacement) pairs, which are applied in order.
         replicas: "equal": copies of a box must be equal; "root": the lowest rank's copy is taken.
         dtype: the floating dtype, as torch's or by name, in which floating tensors are written; None keeps each one's.
         max_shard_size: a new file begins before a tensor that would make it larger: bytes, or text like "5GB".
-        filename_pattern: names of the files, with ``{suffix}`` where several are numbered.
+        filename_pattern: names of the files, with ``{suffix}`` for their numbers.
         layout: rules for plain tensors (`statexchange.sharding.rules`).
 
     Raises:
-        InvalidArgumentError: a value is not accepted; it names the option.
+        InvalidArgumentError: a value is not accepted; the message names the option.
     """
 
     include: str | Sequence[str] = ()
@@ -88,55 +88,56 @@ class ExportOptions:
 
     @property
     def max_shard_bytes(self) -> int:
-        """The size from which on a new file begins."""
+        """`max_shard_size` in bytes."""
         return int(self.max_shard_size)
 
     def wants(self, name: str) -> bool:
-        """Whether a name at the source is selected."""
+        """Whether a name in the source is selected."""
         included = not self.include or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.include)
         return included and not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude)
 
     def renamed(self, name: str) -> str:
-        """The name under which a tensor is written."""
+        """Return the name under which a tensor is written."""
         return renamed(name, self.rename)
 
     def output_dtype(self, dtype: str) -> str:
-        """The dtype in which a tensor of `dtype` is written: floating ones as the option says, all others as is."""
+        """Return the dtype in which a tensor of `dtype` is written; only floating dtypes are converted."""
         return self.dtype if self.dtype is not None and dtype in FLOATS else dtype
 
     def new_layout(self) -> Layout:
-        """The layout, none of whose patterns has matched a name yet."""
+        """Return a new copy of the layout, in which no pattern has matched a name yet."""
         return Layout({}) if self.layout is None else self.layout.unmatched()
 
     def texts(self) -> dict[str, str]:
-        """The options that all ranks must be given alike, as text by name.
+        """Return the options that must be equal on all ranks, as text by name.
 
-        Not the rules of a layout, which may give each rank's own boxes. Of a function no more is known than that.
+        Rules of a layout may differ, as they may have each rank's own boxes. Functions cannot be compared.
         """
+        dtype = None if self.dtype is None else LONG_NAMES[self.dtype]
         return {
             "include": excerpt(self.include, _COMPARED),
             "exclude": excerpt(self.exclude, _COMPARED),
             "rename": "a function" if callable(self.rename) else excerpt(self.rename, _COMPARED),
             "replicas": repr(self.replicas),
-            "dtype": repr(None if self.dtype is None else LONG_NAMES[self.dtype]),
+            "dtype": repr(dtype),
             "max_shard_size": repr(self.max_shard_size),
             "filename_pattern": repr(self.filename_pattern),
-            **grid_option(self.layout),
+            **mesh_option(self.layout),
         }
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How a checkpoint's tensors find their places in live state, and what may differ.
+    """How a checkpoint's tensors are matched with live state, and what may differ.
 
     Args:
         strict: names that are missing or unexpected are an error.
         layout: rules for plain tensors of the state (`statexchange.sharding.rules`).
-        include: shell patterns of the state's names that are loaded; without any, all are.
+        include: shell patterns of names in the state; by default all are loaded.
         rename: from the source's names to the state's: a function, or (regex, replacement) pairs.
         dtype: None: dtypes must be equal; "state": floating values are cast to the dtype that the state has.
-        replicas: "equal": what several ranks saved of one region must be equal, unless each gets its own; "root": the
-            lowest rank's counts.
+        replicas: "equal": several ranks' copies of a region must be equal, unless each rank loads its own; "root": the
+            lowest rank's copy is taken.
 
     Raises:
         InvalidArgumentError: a value is not accepted; it names the option.
@@ -164,44 +165,48 @@ class LoadOptions:
             object.__setattr__(self, option, value)
 
     def wants(self, name: str) -> bool:
-        """Whether the state's tensor or value of this name is loaded."""
+        """Whether the state's tensor or value with this name is loaded."""
         return not self.include or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.include)
 
     def may_want(self, path: str) -> bool:
-        """Whether anything that lies below `path` may be loaded."""
+        """Whether anything below `path` may be loaded."""
         begin = f"{path}."
         heads = [re.split(r"[*?[]", pattern, maxsplit=1)[0] for pattern in self.include]
         return not heads or any(head.startswith(begin) or begin.startswith(head) for head in heads)
 
     def casts(self, stored: str, live: str) -> bool:
-        """Whether values of the dtype `stored` are cast to `live`."""
+        """Whether values of dtype `stored` are cast to `live`."""
         return self.dtype == "state" and stored in FLOATS and live in FLOATS
 
     def texts(self) -> dict[str, str]:
-        """The options that all ranks must be given alike, as text by name: stages may differ in what they load."""
+        """Return the options that must be equal on all ranks, as text by name; pipeline stages may load other names."""
         return {
             "strict": repr(bool(self.strict)),
             "dtype": repr(self.dtype),
             "replicas": repr(self.replicas),
-            **grid_option(self.layout),
+            **mesh_option(self.layout),
         }
 
 
-def grid_option(layout: Layout | None) -> dict[str, str]:
-    """The part of a layout that all ranks must be given alike, as text by name."""
-    return {"layout's grid": excerpt({} if layout is None else dict(layout.grid), _COMPARED)}
+def mesh_option(layout: Layout | None) -> dict[str, str]:
+    """Return the part of a layout that must be equal on all ranks, as text by name."""
+    return {"layout's mesh": excerpt({} if layout is None else dict(layout.mesh), _COMPARED)}
 
 
 def name_patterns(option: str, given: Any) -> tuple[str, ...]:
-    """One shell pattern or several as a tuple; InvalidArgumentError naming the option for anything else."""
-    found = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else [None]
-    if not all(isinstance(pattern, str) for pattern in found):
+    """Return one shell pattern or several as a tuple; raise InvalidArgumentError for anything else."""
+    found: tuple[Any, ...] | None = None
+    if isinstance(given, str):
+        found = (given,)
+    elif isinstance(given, Iterable):
+        found = tuple(given)
+    if found is None or not all(isinstance(pattern, str) for pattern in found):
         raise InvalidArgumentError(f"{option} must be a pattern or several, not {excerpt(given)}")
-    return tuple(map(str, found))
+    return found
 
 
 def rename_rules(given: Any) -> Rename:
-    """A `rename` as a function or a tuple of pairs; InvalidArgumentError for anything else."""
+    """Return a `rename` as a function or a tuple of pairs; raise InvalidArgumentError for anything else."""
     if callable(given):
         function: Callable[[str], str] = given
         return function
@@ -217,12 +222,12 @@ def rename_rules(given: Any) -> Rename:
 
 
 def _is_pair(one: Any) -> bool:
-    """Whether this is a regex with what replaces its matches."""
+    """Whether this is a (regex, replacement) pair."""
     return isinstance(one, list | tuple) and len(one) == 2 and all(isinstance(part, str) for part in one)
 
 
 def renamed(name: str, rename: Rename) -> str:
-    """The name that `rename` makes of `name`."""
+    """Return the new name of a tensor."""
     if callable(rename):
         new = rename(name)
         if not isinstance(new, str):
@@ -231,7 +236,7 @@ def renamed(name: str, rename: Rename) -> str:
     for pattern, replacement in rename:
         try:
             name = re.sub(pattern, replacement, name)
-        except (re.error, IndexError) as error:  # a group that the pattern has not
+        except (re.error, IndexError) as error:  # the replacement refers to a missing group
             text = f"rename replacement {excerpt(replacement)} of pattern {excerpt(pattern)}: {error}"
             raise InvalidArgumentError(text, name=name) from None
     return name
@@ -244,7 +249,7 @@ def check_replicas_option(replicas: Any) -> None:
 
 
 def _float_name(dtype: Any) -> str | None:
-    """The safetensors name of the floating dtype that a caller gives by any of its names or as torch's."""
+    """Return the safetensors name of a floating dtype, given by any of its names or as torch's."""
     if dtype is None:
         return None
     name = DTYPE_NAMES.get(str(dtype).removeprefix("torch."), str(dtype))
@@ -254,10 +259,12 @@ def _float_name(dtype: Any) -> str | None:
 
 
 def _parse_size(size: Any) -> int:
-    """Bytes of `size`: an int, or a number with KB, MB, GB, TB (powers of 1000) or KiB ... (of 1024)."""
+    """Return a size in bytes, given as int, or as text with KB, MB, GB, TB (powers of 1000) or KiB ... (of 1024)."""
     if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
         number, unit, binary = match.groups()
-        size = int(Fraction(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() if unit else " "))
+        base = 1024 if binary else 1000
+        exponent = "KMGT".index(unit.upper()) + 1 if unit else 0
+        size = int(Fraction(number) * base**exponent)
     if type(size) is not int:
         raise InvalidArgumentError(f"max_shard_size: {excerpt(size)} is not a size like '5GB', '512MiB' or 2_000_000")
     if size <= 0:

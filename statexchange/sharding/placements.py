@@ -1,4 +1,4 @@
-"""Which boxes a rank of a device mesh holds: torch's DTensor placements, computed without torch."""
+"""Compute the boxes of a rank of a device mesh from torch's DTensor placements, without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from statexchange.sharding.shards import Box
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Cut", "local_boxes"]
+__all__ = ["DimSplit", "local_boxes"]
 
 _MAX_PIECES = 1 << 16
 
@@ -20,8 +20,8 @@ Run = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """One mesh axis cuts `dim` into as many parts as it has ranks.
+class DimSplit:
+    """One mesh axis splits `dim` into as many parts as it has ranks.
 
     Each part is one run, as with Shard. With a `split_factor`, as with _StridedShard, the dim is first cut into so
     many pieces, and a part is one run of every piece.
@@ -32,26 +32,29 @@ class Cut:
 
 
 def local_boxes(
-    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], cuts: Sequence[Cut | None]
+    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], splits: Sequence[DimSplit | None]
 ) -> list[tuple[Box, tuple[int, ...]]]:
-    """The boxes that the rank at `coordinate` holds, each with its offsets in the local tensor.
+    """Return the boxes of the rank at `coordinate`, each with its offsets in the local tensor.
 
-    `cuts` has one entry per mesh axis, None for Replicate, applied from the first axis on. All sizes follow
-    `torch.chunk`: parts are as large as the first, the last ones smaller or empty. A local tensor without elements
-    has no boxes. What cannot be a placement is a ValueError.
+    `splits` has one entry per mesh axis, None for Replicate, and is applied from the first axis on. Sizes follow
+    `torch.chunk`: all parts are as large as the first, the last ones smaller or empty. A local tensor without elements
+    has no boxes.
+
+    Raises:
+        ValueError: the arguments are no placement.
     """
-    if not len(mesh_shape) == len(coordinate) == len(cuts):
-        raise ValueError(f"{len(cuts)} placements for a mesh of {len(mesh_shape)} axes")
+    if not len(mesh_shape) == len(coordinate) == len(splits):
+        raise ValueError(f"{len(splits)} placements for a mesh of {len(mesh_shape)} axes")
     runs: list[list[Run]] = [[(0, size)] for size in shape]
-    for parts, index, cut in zip(mesh_shape, coordinate, cuts, strict=True):
+    for parts, index, split in zip(mesh_shape, coordinate, splits, strict=True):
         if not 0 <= index < parts:
             raise ValueError(f"coordinate {tuple(coordinate)} lies outside a mesh of shape {tuple(mesh_shape)}")
-        if cut is not None:
-            if not -len(shape) <= cut.dim < len(shape) or cut.split_factor < 1:
-                raise ValueError(f"{cut} does not fit shape {tuple(shape)}")
-            runs[cut.dim] = _joined(_part(runs[cut.dim], parts, index, cut.split_factor))
-            if len(runs[cut.dim]) > _MAX_PIECES:
-                raise ValueError(f"a rank would hold {len(runs[cut.dim])} pieces of one dim")
+        if split is not None:
+            if not -len(shape) <= split.dim < len(shape) or split.split_factor < 1:
+                raise ValueError(f"{split} does not fit shape {tuple(shape)}")
+            runs[split.dim] = _joined(_part(runs[split.dim], parts, index, split.split_factor))
+            if len(runs[split.dim]) > _MAX_PIECES:
+                raise ValueError(f"a rank would hold {len(runs[split.dim])} pieces of one dim")
     if not all(_length(of_dim) for of_dim in runs):
         return []
     if math.prod(map(len, runs)) > _MAX_PIECES:
@@ -88,7 +91,10 @@ def _part(runs: list[Run], parts: int, index: int, split_factor: int) -> list[Ru
 
 
 def _between(runs: Sequence[Run], wanted: Sequence[Run]) -> list[Run]:
-    """Return the runs at ascending positions, which count `runs` as if they were one. Each run is looked at once."""
+    """Return the parts of `runs` at ascending positions, which number the elements of all runs in order.
+
+    Each run is visited once.
+    """
     found: list[Run] = []
     number = position = 0  # the run, and the position at which it begins
     for first, last in wanted:

@@ -1,7 +1,8 @@
-"""The merge plan: proof that every element is supplied exactly once, by whom, and where it goes.
+"""Plan a merge: prove that each element is supplied exactly once, and assign holders and output files.
 
-`holders` are whoever has bytes: live ranks, or the files that ranks left behind. A plan is a pure function of
-what they hold and of `ExportOptions`; the same input gives the same plan and the same digest everywhere.
+A *holder* is anything that has bytes: a live rank or a rank's file. It is numbered by its position in the `rank_shards`
+that are given to `plan_merge`. A plan is a pure function of these and of `ExportOptions`: the same input gives the same
+plan and the same digest everywhere.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from statexchange.errors import (
 )
 from statexchange.processes import collector_paused
 from statexchange.sharding.options import ExportOptions
+from statexchange.sharding.sharding_spec import Placement, ShardingSpec, SpecBox, SpecBoxes, covers_exactly
 from statexchange.sharding.shards import Box, Shard, full_box, intersect, region_text
-from statexchange.sharding.spread import Placement, Spread, SpreadBox, SpreadBoxes, tiles
 from statexchange.tensors import ITEMSIZE
 
 __all__ = [
     "FilePlan",
-    "Holding",
     "Piece",
     "Plan",
+    "RankShards",
     "TensorPlan",
     "plan_merge",
     "prove_cover",
@@ -42,28 +43,31 @@ __all__ = [
 
 _MAX_CUT_DIMS = 12
 _MANY_BOXES = 1000
-_FEW_RANKS = 16  # of a mesh: what is kept for its tensors is small
-_MAX_CORNERS = 1 << 22  # that are counted at once: a box has two in each dim that is cut, to that power
-_MAX_LOOKS = 64  # at each box and dim, to split many boxes into few
+_FEW_RANKS = 16  # of a mesh, up to which the pieces of equal specs are cached
+_MAX_CORNERS = 1 << 22  # counted at once; a box that is split along n dims has 2**n corners
+_MAX_LOOKS = 64  # at each box and dim, while boxes are divided into slabs
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
-    """What one holder has. `rank` names it in errors; `aliases` maps a tied name to the name that is kept.
+class RankShards:
+    """The shards of one holder.
 
-    A `Spread` among the shards of one holding speaks for all holdings.
+    Attributes:
+        rank: the rank in error messages.
+        shards: its shards. A `ShardingSpec`, given by any one holder, covers all holders.
+        aliases: names of tied tensors, with the names under which they are kept.
     """
 
     rank: int
-    shards: Sequence[Shard | Spread]
+    shards: Sequence[Shard | ShardingSpec]
     aliases: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One box of an output tensor, supplied by box `box_index` of holder `holder`'s shard.
+    """One box of an output tensor, supplied by box `box_index` of the shard of `holder`.
 
-    `replicas` are the other (holder, box_index) that have the same box.
+    `replicas` are (holder, box_index) of the other copies of the box.
     """
 
     box: Box
@@ -74,9 +78,16 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """One output tensor: `source` is its name at the holders, `begin` its offset in the data section.
+    """One output tensor.
 
-    `reduce` is the operation, "max" or "min", that makes one of copies that differ; without it copies must be equal.
+    Attributes:
+        name: its name in the output.
+        source: its name at the holders.
+        dtype: its dtype in the output.
+        shape: its global shape.
+        begin: its offset in the data section of the file.
+        pieces: its boxes with their holders, in the order of their first elements.
+        reduce: "max" or "min" if copies are reduced; None if they must be equal.
     """
 
     name: str
@@ -95,7 +106,7 @@ class TensorPlan:
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """One output file; `tensors` in the order of their bytes."""
+    """One output file, with its tensors in the order of their bytes."""
 
     name: str
     tensors: tuple[TensorPlan, ...]
@@ -108,10 +119,12 @@ class FilePlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that a merge or export will write. `digest` identifies it (32 hex digits).
+    """Everything that a merge or export will write.
 
-    `aliases` maps names that are not written, because they are tied, to those that are; both as they would be
-    written.
+    Attributes:
+        files: the output files.
+        aliases: output names of tied tensors that are not written, with the names under which they are.
+        digest: 32 hex digits that identify the plan.
     """
 
     files: tuple[FilePlan, ...]
@@ -130,52 +143,63 @@ class Plan:
 
 
 def plan_merge(
-    holdings: Sequence[Holding],
+    rank_shards: Sequence[RankShards],
     options: ExportOptions | None = None,
     *,
     basis: str = "",
     reductions: Mapping[str, str] | None = None,
 ) -> Plan:
-    """The plan that merges `holdings`. Not collective. `basis` is what else the bytes depend on, for the digest.
+    """Plan the merge of all holders' shards. Not collective.
 
-    `reductions` are the operations by the name, at the holders, of each tensor of which copies are reduced.
+    The pieces of a tensor with a `ShardingSpec` are computed on access, so the plan does not grow with the ranks.
 
-    The pieces of a spread tensor are made when they are asked for: of these the plan does not grow with the ranks.
+    Args:
+        rank_shards: the shards of each holder.
+        options: selection, names, dtypes and files.
+        basis: everything else that the output bytes depend on, for the digest.
+        reductions: "max" or "min" by the source name of each tensor whose copies are reduced.
 
-    Raises IncompleteError (a region nobody holds), OverlapError (a region claimed by different boxes) or
-    CorruptError (dtype or global shape differ between holders); each names tensor, region and ranks. A
-    `rename` that gives two tensors one name is an UnsafeError.
+    Returns:
+        The plan.
+
+    Raises:
+        IncompleteError: no holder has some region.
+        OverlapError: different boxes overlap.
+        CorruptError: holders disagree on dtype or global shape.
+        UnsafeError: `rename` gives one name to two tensors.
     """
     with collector_paused():
-        return _plan(holdings, options or ExportOptions(), basis, reductions or {})
+        return _plan(rank_shards, options or ExportOptions(), basis, reductions or {})
 
 
-def _plan(holdings: Sequence[Holding], options: ExportOptions, basis: str, reductions: Mapping[str, str]) -> Plan:
-    chosen = _select(_by_name(holdings), options)
-    aliases = _aliases(holdings, chosen)
+def _plan(rank_shards: Sequence[RankShards], options: ExportOptions, basis: str, reductions: Mapping[str, str]) -> Plan:
+    chosen = _select(_by_name(rank_shards), options)
+    aliases = _aliases(rank_shards, chosen)
     for alias in aliases:
         chosen.pop(alias, None)
     renamed = _renamed(chosen, options)
-    load = [0] * len(holdings)
+    load = [0] * len(rank_shards)
     tensors = []
     for number, (new, old) in enumerate(renamed.items()):
         held, reduce = chosen[old], reductions.get(old)
         if reduce is not None:
-            _check_reducible(reduce, held, holdings)
-        if isinstance(held, Spread):
-            tensor = _plan_spread(new, held, options, number)
+            _check_reducible(reduce, held, rank_shards)
+        if isinstance(held, ShardingSpec):
+            tensor = _plan_spec(new, held, options, number)
         else:
-            tensor = _plan_tensor(new, held, holdings, options, load)
+            tensor = _plan_tensor(new, held, rank_shards, options, load)
         tensors.append(tensor if reduce is None else replace(tensor, reduce=reduce))
-    files = _deal(tensors, options)
+    files = _assign_files(tensors, options)
     written = {options.renamed(alias): options.renamed(kept) for alias, kept in aliases.items()}
     return Plan(files, written, _digest(files, written, basis))
 
 
-def _check_reducible(reduce: str, held: Sequence[tuple[int, Shard]] | Spread, holdings: Sequence[Holding]) -> None:
-    """Raise unless all copies are of one dtype, whose values have an order."""
-    shards = [(0, held)] if isinstance(held, Spread) else held
-    first: Shard | Spread = shards[0][1]
+def _check_reducible(
+    reduce: str, held: Sequence[tuple[int, Shard]] | ShardingSpec, rank_shards: Sequence[RankShards]
+) -> None:
+    """Raise unless all copies have one dtype whose values are ordered."""
+    shards = [(0, held)] if isinstance(held, ShardingSpec) else held
+    first: Shard | ShardingSpec = shards[0][1]
     if first.dtype.startswith("C"):
         raise UnsupportedError(f"complex numbers have no {reduce}", name=first.name)
     for holder, shard in shards:
@@ -183,16 +207,16 @@ def _check_reducible(reduce: str, held: Sequence[tuple[int, Shard]] | Spread, ho
             raise CorruptError(
                 "copies to be reduced differ in dtype",
                 name=first.name,
-                rank=holdings[holder].rank,
+                rank=rank_shards[holder].rank,
                 expected=first.dtype,
                 found=shard.dtype,
             )
 
 
-class _SpreadPieces(Sequence[Piece]):
-    """The pieces of a spread tensor; of equal replicas each tensor takes the next ones in turn."""
+class _SpecPieces(Sequence[Piece]):
+    """The pieces of a tensor with a spec. `turn` selects the replica that writes, so that tensors balance the ranks."""
 
-    def __init__(self, boxes: SpreadBoxes, turn: int) -> None:
+    def __init__(self, boxes: SpecBoxes, turn: int) -> None:
         self._boxes = boxes
         self._turn = turn
 
@@ -206,42 +230,44 @@ class _SpreadPieces(Sequence[Piece]):
         found = self._boxes[index]
         return list(map(self._piece, found)) if isinstance(index, slice) else self._piece(found)
 
-    def _piece(self, found: SpreadBox) -> Piece:
+    def _piece(self, found: SpecBox) -> Piece:
         chosen = found.owners[self._turn % len(found.owners)]
         return Piece(found.box, *chosen, tuple(owner for owner in found.owners if owner != chosen))
 
 
 @functools.lru_cache(1024)  # a model has many tensors of few shapes and placements
 def _few_pieces(shape: tuple[int, ...], placement: Placement, turn: int) -> tuple[Piece, ...]:
-    return tuple(_SpreadPieces(SpreadBoxes(shape, placement), turn))
+    return tuple(_SpecPieces(SpecBoxes(shape, placement), turn))
 
 
-def _plan_spread(new: str, held: Spread, options: ExportOptions, number: int) -> TensorPlan:
-    if not tiles(held.global_shape, held.placement):
+def _plan_spec(new: str, held: ShardingSpec, options: ExportOptions, number: int) -> TensorPlan:
+    if not covers_exactly(held.global_shape, held.placement):
         raise IncompleteError(f"{held.placement} does not cover shape {held.global_shape}", name=held.name)
     turn = 0 if options.replicas == "root" else number
-    pieces: Sequence[Piece] = _SpreadPieces(SpreadBoxes(held.global_shape, held.placement), turn)
     num_ranks = math.prod(held.placement.mesh_shape)
+    pieces: Sequence[Piece]
     if num_ranks <= _FEW_RANKS:
         pieces = _few_pieces(held.global_shape, held.placement, turn % num_ranks)
+    else:
+        pieces = _SpecPieces(SpecBoxes(held.global_shape, held.placement), turn)
     return TensorPlan(new, held.name, options.output_dtype(held.dtype), held.global_shape, 0, pieces)
 
 
-def _by_name(holdings: Sequence[Holding]) -> dict[str, list[tuple[int, Shard]] | Spread]:
-    found: dict[str, list[tuple[int, Shard]] | Spread] = {}
-    for holder, holding in enumerate(holdings):
-        for shard in holding.shards:
-            held = found.setdefault(shard.name, shard if isinstance(shard, Spread) else [])
+def _by_name(rank_shards: Sequence[RankShards]) -> dict[str, list[tuple[int, Shard]] | ShardingSpec]:
+    found: dict[str, list[tuple[int, Shard]] | ShardingSpec] = {}
+    for holder, one in enumerate(rank_shards):
+        for shard in one.shards:
+            held = found.setdefault(shard.name, shard if isinstance(shard, ShardingSpec) else [])
             if isinstance(held, list) and isinstance(shard, Shard):
                 held.append((holder, shard))
             elif held is not shard:
-                raise CorruptError("it is said twice how this tensor lies", name=shard.name, rank=holding.rank)
+                raise CorruptError("conflicting sharding specs for one tensor", name=shard.name, rank=one.rank)
     return found
 
 
 def _select(
-    by_name: Mapping[str, list[tuple[int, Shard]] | Spread], options: ExportOptions
-) -> dict[str, list[tuple[int, Shard]] | Spread]:
+    by_name: Mapping[str, list[tuple[int, Shard]] | ShardingSpec], options: ExportOptions
+) -> dict[str, list[tuple[int, Shard]] | ShardingSpec]:
     for pattern in options.include:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in by_name):
             raise InvalidArgumentError(f"include pattern {pattern!r} matches no tensor")
@@ -251,29 +277,44 @@ def _select(
     return chosen
 
 
-def _aliases(holdings: Sequence[Holding], by_name: Mapping[str, list[tuple[int, Shard]] | Spread]) -> dict[str, str]:
-    """Tied names that may be dropped: every holder of the alias says so, and the kept name is written."""
-    tied_to: dict[str, set[str]] = {}
-    for holding in holdings:
-        # An empty part cannot tell what it is tied to.
-        parts = {
-            s.name: (s.dtype, s.global_shape, s.boxes) for s in holding.shards if isinstance(s, Shard) and s.nbytes
-        }
+def _aliases(
+    rank_shards: Sequence[RankShards], by_name: Mapping[str, list[tuple[int, Shard]] | ShardingSpec]
+) -> dict[str, str]:
+    """Return tied names that need not be written, with the names under which they are.
+
+    A name is dropped only if every holder with elements of it has the same alias for it, and the other name is written
+    with an equal shard.
+    """
+    # The names under which holders keep each tensor; its own name means that it is not tied.
+    kept_as: dict[str, set[str]] = {}
+    for one in rank_shards:
+        # An empty shard does not prove what it is tied to.
+        parts = {s.name: (s.dtype, s.global_shape, s.boxes) for s in one.shards if isinstance(s, Shard) and s.nbytes}
         for name, part in parts.items():
-            kept = holding.aliases.get(name, name)
-            tied_to.setdefault(name, set()).add(kept if parts.get(kept) == part else name)
-        for name, kept in holding.aliases.items():
-            one, other = by_name.get(name), by_name.get(kept)
-            if isinstance(one, Spread):
-                same = isinstance(other, Spread) and replace(other, name=name) == one
-                tied_to.setdefault(name, set()).add(kept if same else name)
+            kept = one.aliases.get(name, name)
+            kept_as.setdefault(name, set()).add(kept if parts.get(kept) == part else name)
+        for name, kept in one.aliases.items():
+            spec, other = by_name.get(name), by_name.get(kept)
+            if isinstance(spec, ShardingSpec):
+                same = isinstance(other, ShardingSpec) and replace(other, name=name) == spec
+                kept_as.setdefault(name, set()).add(kept if same else name)
     for name, held in by_name.items():
-        if isinstance(held, Spread):
-            says = tied_to.setdefault(name, set())
-            if not says or any(name not in h.aliases and held.shard_of(n).nbytes for n, h in enumerate(holdings)):
-                says.add(name)
-    only = {name: next(iter(kept)) for name, kept in tied_to.items() if len(kept) == 1}
-    return {a: k for a, k in only.items() if a != k and a in by_name and k in by_name and only.get(k) == k}
+        if isinstance(held, ShardingSpec):
+            names = kept_as.setdefault(name, set())
+            if not names or _is_untied_somewhere(held, rank_shards):
+                names.add(name)
+    only = {name: next(iter(names)) for name, names in kept_as.items() if len(names) == 1}
+    aliases = {}
+    for alias, kept in only.items():
+        if alias != kept and alias in by_name and kept in by_name and only.get(kept) == kept:
+            aliases[alias] = kept
+    return aliases
+
+
+def _is_untied_somewhere(spec: ShardingSpec, rank_shards: Sequence[RankShards]) -> bool:
+    """Whether a holder with elements of the tensor has no alias for it."""
+    untied = [holder for holder, one in enumerate(rank_shards) if spec.name not in one.aliases]
+    return any(spec.shard_of(holder).nbytes for holder in untied)
 
 
 def _renamed(names: Iterable[str], options: ExportOptions) -> dict[str, str]:
@@ -289,7 +330,7 @@ def _renamed(names: Iterable[str], options: ExportOptions) -> dict[str, str]:
 def _plan_tensor(
     new: str,
     held: Sequence[tuple[int, Shard]],
-    holdings: Sequence[Holding],
+    rank_shards: Sequence[RankShards],
     options: ExportOptions,
     load: list[int],
 ) -> TensorPlan:
@@ -301,12 +342,13 @@ def _plan_tensor(
             ("global_shape", first.global_shape, shard.global_shape),
         ):
             if ours != theirs:
-                plain = all(s.boxes == (full_box(s.global_shape),) for s in (first, shard)) and what == "global_shape"
-                hint = f'; if each holds a part, a layout says so: {{"{first.name}": {{"dim": 0}}}}' if plain else ""
+                hint = ""
+                if what == "global_shape" and all(s.boxes == (full_box(s.global_shape),) for s in (first, shard)):
+                    hint = f'; if each holds a part, give a layout: {{"{first.name}": {{"dim": 0}}}}'
                 raise CorruptError(
-                    f"ranks {holdings[held[0][0]].rank} and {holdings[holder].rank} disagree on the {what}{hint}",
+                    f"ranks {rank_shards[held[0][0]].rank} and {rank_shards[holder].rank} disagree on the {what}{hint}",
                     name=first.name,
-                    rank=holdings[holder].rank,
+                    rank=rank_shards[holder].rank,
                     expected=ours,
                     found=theirs,
                 )
@@ -315,48 +357,49 @@ def _plan_tensor(
         for index, box in enumerate(shard.boxes):
             if box.numel:
                 owners.setdefault(box, []).append((holder, index))
-    at = _flaw(first.name, first.global_shape, owners)
+    at = _first_flaw(first.name, first.global_shape, owners)
     if at is not None:
-        ranks = {box: [holdings[holder].rank for holder, _ in who] for box, who in owners.items()}
+        ranks = {box: [rank_shards[holder].rank for holder, _ in copies] for box, copies in owners.items()}
         raise _flaw_error(first.name, first.global_shape, ranks, at)
-    pieces = tuple(_piece(box, who, options, load, ITEMSIZE[dtype]) for box, who in _in_order(owners))
+    pieces = tuple(_piece(box, copies, options, load, ITEMSIZE[dtype]) for box, copies in _in_order(owners))
     return TensorPlan(new, first.name, dtype, first.global_shape, 0, pieces)
 
 
 def _in_order(owners: Mapping[Box, list[tuple[int, int]]]) -> list[tuple[Box, list[tuple[int, int]]]]:
-    """Boxes in the order of their first element, so that a merge reads and writes forward."""
+    """Return boxes in the order of their first elements, so that a merge reads and writes forward."""
     return sorted(owners.items(), key=lambda item: item[0].offsets)
 
 
-def _piece(box: Box, who: list[tuple[int, int]], options: ExportOptions, load: list[int], itemsize: int) -> Piece:
-    """Of equal replicas the least loaded holder writes; with "root", the first one."""
-    if len(who) == 1:
-        load[who[0][0]] += box.numel * itemsize
-        return Piece(box, *who[0])
-    chosen = who[0] if options.replicas == "root" else min(who, key=lambda h: load[h[0]])
+def _piece(box: Box, copies: list[tuple[int, int]], options: ExportOptions, load: list[int], itemsize: int) -> Piece:
+    """Return a box's piece: the least loaded holder of a replica writes it; with replicas="root", the first one."""
+    if len(copies) == 1:
+        load[copies[0][0]] += box.numel * itemsize
+        return Piece(box, *copies[0])
+    chosen = copies[0] if options.replicas == "root" else min(copies, key=lambda h: load[h[0]])
     load[chosen[0]] += box.numel * itemsize
-    return Piece(box, *chosen, tuple(h for h in who if h != chosen))
+    return Piece(box, *chosen, tuple(h for h in copies if h != chosen))
 
 
 def prove_cover(name: str, shape: tuple[int, ...], boxes: Mapping[Box, Sequence[int]]) -> None:
-    """Raise unless the non-empty `boxes` (mapped to their ranks) tile a tensor of `shape` exactly."""
-    at = _flaw(name, shape, boxes)
+    """Raise unless the non-empty `boxes` (mapped to their ranks) cover a tensor of `shape` exactly once."""
+    at = _first_flaw(name, shape, boxes)
     if at is not None:
         raise _flaw_error(name, shape, boxes, at)
 
 
-def _flaw(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> tuple[int, ...] | None:
-    """The first element that is not covered exactly once."""
-    if list(boxes) == [full_box(shape)]:
+def _first_flaw(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> tuple[int, ...] | None:
+    """Return the first element that is not covered exactly once; None if there is none."""
+    found = list(boxes)
+    whole = full_box(shape)
+    if found == [whole]:
         return None
-    cut = [d for d, size in enumerate(shape) if any(box.shape[d] != size for box in boxes)]
+    cut = [d for d, size in enumerate(shape) if any(box.shape[d] != size for box in found)]
     if len(cut) > _MAX_CUT_DIMS:
         raise UnsupportedError(f"cut along {len(cut)} dims; {_MAX_CUT_DIMS} are supported", name=name)
-    if not full_box(shape).numel:
+    if not whole.numel:
         return None
-    found = list(boxes)
     try:
-        return _Tiling(len(found)).first_flaw(full_box(shape), found, cut)
+        return _CoverProof(len(found)).first_flaw(whole, found, cut)
     except UnsupportedError as error:
         raise error.located(name=name) from None
 
@@ -380,8 +423,8 @@ def _flaw_error(
     )
 
 
-class _Tiling:
-    """The search for the first flaw among `count` boxes, whose work and memory are bounded by their number."""
+class _CoverProof:
+    """Searches the first flaw of a cover by `count` boxes, with work and memory bounded by their number."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -389,17 +432,17 @@ class _Tiling:
         self._corners_left = 4 * _MAX_CORNERS + _MAX_LOOKS * count
 
     def first_flaw(self, region: Box, boxes: Sequence[Box], dims: Sequence[int]) -> tuple[int, ...] | None:
-        """The first element of `region`, in lexicographic order, that is not covered exactly once by boxes inside it.
+        """Return the first element of `region` that is not covered exactly once by the boxes, all of which lie in it.
 
-        Boxes of too many corners are split into slabs along a dim, between which no box reaches, and each slab is
-        looked at by itself.
+        The order is lexicographic. If the boxes have too many corners, the region is divided along one dim into slabs
+        that no box crosses, and each slab is searched by itself.
         """
         cut = [d for d in dims if any(box.shape[d] != region.shape[d] for box in boxes)]
         if len(boxes) << len(cut) <= _MAX_CORNERS:
             self._corners_left -= len(boxes) << len(cut)
             if self._corners_left < 0:
                 raise self._too_many(cut)
-            return _first_flaw(region, boxes, cut)
+            return _flaw_by_corners(region, boxes, cut)
         for dim in cut:
             self._looks_left -= len(boxes)
             if self._looks_left < 0:
@@ -416,8 +459,8 @@ class _Tiling:
 
 
 def _slabs(region: Box, boxes: Sequence[Box], dim: int) -> list[tuple[Box, list[Box]]]:
-    """The blocks of a region between which no box reaches along `dim`, with the boxes in each; gaps have none."""
-    found: list[tuple[int, list[Box]]] = []  # where each begins, which is where the one before ends; its boxes
+    """Divide a region along `dim` into slabs that no box crosses; return each slab with its boxes (none for a gap)."""
+    found: list[tuple[int, list[Box]]] = []  # the begin of each slab, which is the end of the one before, and its boxes
     reached = region.offsets[dim]
     for box in sorted(boxes, key=lambda box: box.offsets[dim]):
         begin = box.offsets[dim]
@@ -439,23 +482,24 @@ def _slabs(region: Box, boxes: Sequence[Box], dim: int) -> list[tuple[Box, list[
     return [(slab(begin, end), inside) for (begin, inside), end in zip(found, ends, strict=True)]
 
 
-def _first_flaw(region: Box, boxes: Sequence[Box], cut: Sequence[int]) -> tuple[int, ...] | None:
-    """The first element, in lexicographic order, that is not covered exactly once; None if there is none.
+def _flaw_by_corners(region: Box, boxes: Sequence[Box], cut: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the first element, in lexicographic order, that is not covered exactly once; None if there is none.
 
-    Only dims in `cut` matter; all boxes span the others. Prefix sums: let c(x) be the number of boxes at x,
-    less one inside the region. c is the sum of what lies at the corners of boxes at or before x in every dim:
-    +1 or -1 for an even or odd number of ends. So c is zero everywhere exactly if all corners cancel; else
-    the first corner that is left has no other before it, and is the first flaw.
+    Only dims in `cut` matter; all boxes span the others. The proof uses prefix sums. Let c(x) be the number of boxes
+    that contain x, minus one inside the region. Put a weight on each corner of each box: +1 for an even number of ends
+    among its coordinates, -1 for an odd number; and the negated weights on the corners of the region. Then c(x) is the
+    sum of the weights at all corners at or before x in every dim. So c is zero everywhere if and only if all weights
+    cancel; else the first corner with a remaining weight has no other before it, and is the first flaw.
     """
     if not boxes:
         return region.offsets
     if cut and len(boxes) >= _MANY_BOXES:
-        return _first_flaw_of_many(region, boxes, cut)
-    return _first_flaw_of_few(region, boxes, cut)
+        return _flaw_of_many(region, boxes, cut)
+    return _flaw_of_few(region, boxes, cut)
 
 
-def _first_flaw_of_few(region: Box, boxes: Sequence[Box], cut: Sequence[int]) -> tuple[int, ...] | None:
-    """`_first_flaw` with a dictionary of the corners that are left."""
+def _flaw_of_few(region: Box, boxes: Sequence[Box], cut: Sequence[int]) -> tuple[int, ...] | None:
+    """`_flaw_by_corners` with a dictionary of the remaining weights."""
     signs = [(-1) ** sum(bits) for bits in product((0, 1), repeat=len(cut))]
     corners = product(*((region.offsets[dim], region.ends[dim]) for dim in cut))
     left = {corner: -sign for corner, sign in zip(corners, signs, strict=True)}
@@ -471,20 +515,20 @@ def _first_flaw_of_few(region: Box, boxes: Sequence[Box], cut: Sequence[int]) ->
     return tuple(first.get(dim, low) for dim, low in enumerate(region.offsets))
 
 
-def _first_flaw_of_many(region: Box, boxes: Sequence[Box], cut: Sequence[int]) -> tuple[int, ...] | None:
-    """`_first_flaw` by sorting the corners, which is faster than a dictionary."""
+def _flaw_of_many(region: Box, boxes: Sequence[Box], cut: Sequence[int]) -> tuple[int, ...] | None:
+    """`_flaw_by_corners` by sorting numbered corners in numpy, which is faster for many boxes."""
     import numpy as np
 
     lows = np.array([[box.offsets[dim] for dim in cut] for box in [*boxes, region]], dtype=np.int64)
     highs = np.array([[box.shape[dim] for dim in cut] for box in [*boxes, region]], dtype=np.int64)
     highs += lows
     signs = np.ones(len(lows), np.int8)
-    signs[-1] = -1  # one is taken away inside the region
+    signs[-1] = -1  # the region itself, with negated weights
     edges = [np.unique(np.concatenate([lows[:, d], highs[:, d]])) for d in range(len(cut))]
     places = [[np.searchsorted(edges[d], side[:, d]) for side in (lows, highs)] for d in range(len(cut))]
     counts = tuple(map(len, edges))
     if math.prod(counts) >= 1 << 62:  # corners cannot be numbered
-        return _first_flaw_of_few(region, boxes, cut)
+        return _flaw_of_few(region, boxes, cut)
     corners = list(product((0, 1), repeat=len(cut)))
     keys = np.concatenate(
         [np.ravel_multi_index([places[d][b] for d, b in enumerate(bits)], counts) for bits in corners]
@@ -502,7 +546,7 @@ def _first_flaw_of_many(region: Box, boxes: Sequence[Box], cut: Sequence[int]) -
 
 
 def _free_region(at: tuple[int, ...], shape: tuple[int, ...], boxes: Iterable[Box]) -> Box:
-    """A block from `at` on that no box reaches into, grown in the last dim first."""
+    """Return a block that begins at `at` and that no box overlaps, extended in the last dim first."""
     ends = [low + 1 for low in at]
     for dim in reversed(range(len(shape))):
         ends[dim] = shape[dim]
@@ -511,8 +555,8 @@ def _free_region(at: tuple[int, ...], shape: tuple[int, ...], boxes: Iterable[Bo
     return Box(at, tuple(e - a for a, e in zip(at, ends, strict=True)))
 
 
-def _deal(tensors: list[TensorPlan], options: ExportOptions) -> tuple[FilePlan, ...]:
-    """Tensors to files, greedily in their order; in a file by alignment, then name, as safetensors does."""
+def _assign_files(tensors: list[TensorPlan], options: ExportOptions) -> tuple[FilePlan, ...]:
+    """Assign tensors to files greedily in their order; within a file sort by alignment, then name, as safetensors."""
     groups: list[list[TensorPlan]] = []
     current: list[TensorPlan] = []
     size = 0
@@ -542,6 +586,6 @@ def _file_plan(index: int, count: int, tensors: list[TensorPlan], options: Expor
 
 
 def _digest(files: tuple[FilePlan, ...], aliases: Mapping[str, str], basis: str) -> str:
-    facts = [[f.name, [[t.name, t.source, t.dtype, t.shape, t.begin] for t in f.tensors]] for f in files]
-    text = json.dumps([facts, sorted(aliases.items()), *([basis] if basis else [])], separators=(",", ":"))
+    described = [[f.name, [[t.name, t.source, t.dtype, t.shape, t.begin] for t in f.tensors]] for f in files]
+    text = json.dumps([described, sorted(aliases.items()), *([basis] if basis else [])], separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,7 +1,7 @@
-"""Typed fields of the records that ranks send each other: each is checked where it is read.
+"""Encode and decode the typed records that ranks send each other; each field is checked when it is read.
 
-What is wrong is a ValueError, which `decoded` makes a MismatchError naming the rank that sent the record. Such a record
-comes from another version of this package, not from a user's file.
+The readers of fields raise ValueError, which `decoded` and `parsed` translate to a MismatchError with the rank of the
+sender: a wrong record comes from another version of this package, not from a user's file.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ T = TypeVar("T")
 
 
 def encoded(record: Any) -> bytes:
-    """The `to_json` of a record as bytes."""
+    """Return `record.to_json()` as bytes."""
     return json.dumps(record.to_json(), separators=(",", ":")).encode()
 
 
 def decoded(data: bytes, read: Callable[[Any], T], what: str, rank: int) -> T:
-    """The record that `encoded` wrote on `rank`, by its `from_json`; MismatchError for anything else."""
+    """Decode what `encoded` wrote on `rank`; `read` is the record's `from_json`, `what` names it in a MismatchError."""
     try:
         raw = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -46,7 +46,7 @@ def decoded(data: bytes, read: Callable[[Any], T], what: str, rank: int) -> T:
 
 
 def parsed(raw: Any, read: Callable[[Any], T], what: str, rank: int) -> T:
-    """The record that `rank` has sent as the JSON value `raw`, by its `from_json`; MismatchError for anything else."""
+    """Read a record that `rank` sent as a JSON value; raise MismatchError if it is broken."""
     try:
         return read(raw)
     except StateExchangeError:
@@ -63,7 +63,7 @@ def _mismatch(error: Exception, what: str, rank: int) -> MismatchError:
 
 
 def fields(raw: Any, *names: str) -> list[Any]:
-    """The values of an object that has these fields and no others."""
+    """Return the values of an object that has exactly these fields."""
     if type(raw) is dict and len(raw) == len(names):
         try:
             return [raw[name] for name in names]
@@ -73,7 +73,7 @@ def fields(raw: Any, *names: str) -> list[Any]:
 
 
 def count(raw: Any, below: int | None = None) -> int:
-    """A whole number from 0 on, less than `below` if that is given."""
+    """Return a non-negative integer, less than `below` if that is given."""
     if type(raw) is not int or raw < 0 or (below is not None and raw >= below):
         limit = "" if below is None else f" below {below}"
         raise ValueError(f"not a number{limit}: {excerpt(raw)}")
@@ -81,26 +81,26 @@ def count(raw: Any, below: int | None = None) -> int:
 
 
 def text(raw: Any) -> str:
-    """A text."""
+    """Return a string."""
     if type(raw) is not str:
         raise ValueError(f"not a text: {excerpt(raw)}")
     return raw
 
 
 def flag(raw: Any) -> bool:
-    """True or False."""
+    """Return a bool."""
     if type(raw) is not bool:
         raise ValueError(f"neither true nor false: {excerpt(raw)}")
     return raw
 
 
 def optional(raw: Any, read: Callable[[Any], T]) -> T | None:
-    """None, or what `read` makes of it."""
+    """Return None, or the value that `read` returns."""
     return None if raw is None else read(raw)
 
 
 def items(raw: Any, read: Callable[[Any], T], length: int | None = None) -> tuple[T, ...]:
-    """A list, of `length` items if that is given, each as `read` makes it."""
+    """Return a list's items, each read by `read`; `length` is their required number."""
     if not isinstance(raw, list | tuple) or (length is not None and len(raw) != length):
         wanted = "" if length is None else f" of {length}"
         raise ValueError(f"not a list{wanted}: {excerpt(raw)}")
@@ -108,28 +108,28 @@ def items(raw: Any, read: Callable[[Any], T], length: int | None = None) -> tupl
 
 
 def number(raw: Any) -> float:
-    """A floating number."""
+    """Return a float."""
     if type(raw) is not float:
         raise ValueError(f"not a floating number: {excerpt(raw)}")
     return raw
 
 
 def mapping(raw: Any, read: Callable[[Any], T]) -> dict[str, T]:
-    """An object, each value as `read` makes it."""
+    """Return an object with each value read by `read`."""
     if type(raw) is not dict or not all(type(key) is str for key in raw):
         raise ValueError(f"not an object: {excerpt(raw)}")
     return {key: read(value) for key, value in raw.items()}
 
 
 def texts(raw: Any) -> dict[str, str]:
-    """An object of texts."""
+    """Return an object whose values are strings."""
     if type(raw) is not dict or not all(type(part) is str for pair in raw.items() for part in pair):
         raise ValueError(f"not an object of texts: {excerpt(raw)}")
     return raw
 
 
 def pair(raw: Any, below: Sequence[int | None] = (None, None)) -> tuple[int, int]:
-    """Two whole numbers from 0 on, each less than its limit."""
+    """Return two non-negative integers, each less than its limit."""
     if not isinstance(raw, list | tuple) or len(raw) != 2:
         raise ValueError(f"not a pair: {excerpt(raw)}")
     return count(raw[0], below[0]), count(raw[1], below[1])

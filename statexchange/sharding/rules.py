@@ -1,10 +1,10 @@
-"""Layout rules: which part of which tensor a rank's plain tensor is, where the tensors do not say it themselves.
+"""Layout rules: the sharding of plain tensors, which carry no sharding of their own.
 
-A layout maps name patterns (shell patterns; the first that matches wins) to rules, and may name the axes of the grid
-in which the ranks stand, slowest first. `statexchange merge --layout FILE` reads it as JSON::
+A layout maps name patterns (shell patterns; the first match wins) to rules, and may name the axes of the mesh of ranks,
+slowest first. `statexchange merge --layout FILE` reads it as JSON::
 
     {
-      "grid": {"pp": 2, "tp": 4},
+      "mesh": {"pp": 2, "tp": 4},
       "rules": {
         "*.embed_tokens.weight":   {"dim": 0, "axis": "tp"},
         "*.o_proj.weight":         {"dim": 1, "axis": "tp"},
@@ -15,35 +15,39 @@ in which the ranks stand, slowest first. `statexchange merge --layout FILE` read
       }
     }
 
-Without a grid the rules alone do: ``{"*.o_proj.weight": {"dim": 1}}``. A rule is one of these, or a list of several:
+Without a mesh, the layout may be the rules alone: ``{"*.o_proj.weight": {"dim": 1}}``. Version 0.1 wrote "grid" for
+"mesh", which is still read. A rule is one of these, or a list of several:
 
 ``"replicate"``
-    Every rank has the whole tensor. Copies must be equal. So it is for tensors without a rule.
+    Every rank has the whole tensor; copies must be equal. This is the default for tensors without a rule.
 ``{"dim": 1}``
-    The ranks' tensors lie one after another along dim 1, in the order of ranks. Their sizes may differ.
+    The ranks' tensors are concatenated along dim 1, in the order of ranks. Their sizes may differ.
 ``{"dim": 1, "axis": "tp"}``
-    The same along one axis of the grid; ranks that differ in other axes only have copies. A list of axes, slowest
-    first, cuts along all of them; an empty list cuts nothing.
+    The same along one axis of the mesh; ranks that differ only in other axes have copies. A list of axes, slowest
+    first, shards along all of them; an empty list shards nothing.
 ``{"dim": 0, "blocks": [32, 8, 8]}``
-    A fused tensor (QKV, gate and up): each rank has its part of each block, one after another. Sizes or ratios.
+    A fused tensor (QKV, gate and up): each rank has its part of each block, one after another. The numbers are sizes or
+    ratios.
 ``{"dim": 0, "split": {"qkv": {"q_proj": 32, "k_proj": 8, "v_proj": 8}}}``
-    The same, and each block becomes a tensor of its own: this part of the name is replaced. With
-    ``"interleaved": true`` the blocks, now in whole sizes, repeat along the dim (Megatron's groups of heads).
+    The same, and each block becomes a tensor of its own, in whose name the part "qkv" is replaced. With
+    ``"interleaved": true`` the blocks, in whole sizes, repeat along the dim (Megatron's groups of heads).
 ``{"dim": 0, "axis": "ep"}`` and ``{"renumber": "experts", "axis": "ep"}``
-    Experts: stacked along a dim; or one tensor each, whose number after the name's part ``experts`` is the rank's own
-    and is counted on over the ranks. ``{"renumber": "layers", "axis": "pp"}`` does it for layers of pipeline stages.
+    Experts: stacked along a dim; or one tensor each, numbered in its name after the part ``experts``, on each rank from
+    0 on; the numbers then continue over the ranks. ``{"renumber": "layers", "axis": "pp"}`` does the same for layers of
+    pipeline stages.
 ``{"reduce": "max"}``
-    Copies differ, and the largest (or "min", the smallest) value of each element is right: scales of float8 weights.
+    Copies differ; take the largest (or "min", the smallest) value of each element, as for scales of float8 weights.
 ``{"global_shape": [8, 4], "boxes": [[[[0, 0], [2, 4]]], ...]}``
-    Explicit: for each rank its list of boxes, each (offsets, shape); several lie one after another along "dim" (0).
+    Explicit: for each rank a list of boxes, each (offsets, shape). Several boxes of one rank are concatenated along
+    "dim" (by default 0).
 ``{"global_shape": [8, 4], "offsets": [2, 0], "shape": [2, 4]}``
-    The box of the rank that says it, for live ranks.
+    The box of the rank that gives this rule, for live ranks.
 ``"colwise"``, ``"rowwise"``, ``"packed_colwise"``, ...
-    transformers' words: `model.tp_plan` may be given as it is. Such a pattern may also name the tensor's module. The
-    axis is "tp" ("ep" for "grouped_gemm") where the grid has it. A plan also has patterns for what the files lack (a
-    tied lm_head, modules without tensors of their own), so that one match is enough for all of them.
+    transformers' keywords: `model.tp_plan` may be given as it is. Such a pattern may also name the tensor's module. The
+    axis is "tp" ("ep" for "grouped_gemm") if the mesh has it. A plan also has patterns without tensors in the files (a
+    tied lm_head, modules without tensors of their own), so one match is enough for all of them.
 
-torch's ``Shard(dim)`` and ``Replicate()`` are understood too.
+torch's ``Shard(dim)`` and ``Replicate()`` are accepted too.
 """
 
 from __future__ import annotations
@@ -59,7 +63,7 @@ from statexchange.errors import IncompleteError, InvalidArgumentError, excerpt
 from statexchange.sharding import records
 from statexchange.sharding.shards import Box, full_box, shape_from_json, sizes_from_json
 
-__all__ = ["Cut", "Layout", "Part", "Rule", "place", "renumbered"]
+__all__ = ["DimSegments", "Layout", "Part", "Rule", "place_parts", "renumber_names"]
 
 _SHOWN = 8
 _MAX_RUNS = 1 << 20  # along one dim; of heads there are far fewer
@@ -68,21 +72,22 @@ _BOXES_KEYS = {"global_shape", "boxes", "dim"}
 _OWN_BOX_KEYS = {"global_shape", "offsets", "shape"}
 _REDUCTIONS = ("max", "min")
 
-# transformers' words: which dim of a tensor with n dims they cut (None: none), and into how many packed blocks.
+# transformers' keywords: which dim of a tensor with n dims they cut (None: none), and into how many packed blocks.
 _COLWISE = ("colwise", "colwise_rep", "colwise_gather_output", "local_colwise")
 _ROWWISE = ("rowwise", "rowwise_rep", "rowwise_split_input", "local_rowwise")
 _PACKED_ROWWISE = ("packed_rowwise", "local_packed_rowwise")
 _WHOLE = {"replicate", "replicated_with_grad_allreduce", "sequence_parallel", "mla_kv_a_proj", "all_reduce", "local"}
 _WHOLE |= {"local_params", "gather", "moe_tp_experts", "moe_identity_expert", "ep_dispatch_experts"}
-_WORDS = {*_COLWISE, *_ROWWISE, "embedding_rowwise", "embedding_colwise", "packed_colwise", *_PACKED_ROWWISE}
-_WORDS |= {"grouped_gemm"} | _WHOLE
+_KEYWORDS = {*_COLWISE, *_ROWWISE, "embedding_rowwise", "embedding_colwise", "packed_colwise", *_PACKED_ROWWISE}
+_KEYWORDS |= {"grouped_gemm"} | _WHOLE
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """How a rank's tensor lies along one dim: `segments` are (block, begin in the rank's tensor, size).
+class DimSegments:
+    """How a rank's tensor is sharded along one dim: `segments` are (block, begin in the rank's tensor, size).
 
-    Over all ranks along `axes` (None: all that hold the tensor, in order) block after block makes the dim.
+    The global dim is the concatenation, block after block, of the segments of all ranks along `axes` (None: of all
+    ranks that have the tensor, in order).
     """
 
     dim: int
@@ -92,18 +97,19 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One rank's plain tensor, or a slice of it, as a part of the tensor `name`; `shape` is the rank's tensor's.
+    """One rank's plain tensor, or a slice of it, as a part of the tensor `name`.
 
-    `fixed` is set where a rule gives the boxes themselves: the global shape and, for each segment, its box.
+    `shape` is that of the rank's tensor. `fixed` is set if a rule has explicit boxes: the global shape, and the box of
+    each segment.
     """
 
     name: str
     shape: tuple[int, ...]
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[DimSegments, ...] = ()
     fixed: tuple[tuple[int, ...], tuple[Box, ...]] | None = None
 
     def local_boxes(self) -> tuple[Box, ...]:
-        """Where each box's elements lie in the rank's tensor, in the order of the boxes that `place` gives."""
+        """Return each box's block of the rank's tensor, in the order of the boxes that `place_parts` returns."""
         found = []
         for segments in product(*(cut.segments for cut in self.cuts)):
             offsets, sizes = [0] * len(self.shape), list(self.shape)
@@ -113,16 +119,16 @@ class Part:
         return tuple(found)
 
     def to_json(self) -> list[Any]:
-        """A JSON value that `from_json` reads."""
+        """Return a JSON value for `from_json`."""
         fixed = [list(self.fixed[0]), [box.to_json() for box in self.fixed[1]]] if self.fixed else None
         return [self.name, list(self.shape), [[c.dim, c.axes, c.segments] for c in self.cuts], fixed]
 
     @classmethod
     def from_json(cls, raw: Any) -> Part:
-        """The part that `to_json` wrote; anything else is a ValueError."""
+        """Return the part that `to_json` encoded; raise ValueError for anything else."""
         name, raw_shape, raw_cuts, raw_fixed = records.items(raw, lambda part: part, 4)
         shape = sizes_from_json(raw_shape)
-        cuts = records.items(raw_cuts, lambda cut: _cut_from_json(cut, shape))
+        cuts = records.items(raw_cuts, lambda cut: _segments_from_json(cut, shape))
         fixed = records.optional(raw_fixed, _fixed_from_json)
         segments = math.prod(len(cut.segments) for cut in cuts)
         if fixed is not None and len(fixed[1]) != segments:
@@ -130,7 +136,7 @@ class Part:
         return cls(records.text(name), shape, cuts, fixed)
 
 
-def _cut_from_json(raw: Any, shape: tuple[int, ...]) -> Cut:
+def _segments_from_json(raw: Any, shape: tuple[int, ...]) -> DimSegments:
     raw_dim, raw_axes, raw_segments = records.items(raw, lambda part: part, 3)
     dim = records.count(raw_dim, len(shape))
     axes = records.optional(raw_axes, lambda axes: records.items(axes, records.text))
@@ -140,7 +146,7 @@ def _cut_from_json(raw: Any, shape: tuple[int, ...]) -> Cut:
         if begin + size > shape[dim]:
             raise ValueError(f"a segment ends at {begin + size} of {shape[dim]}")
         segments.append((block, begin, size))
-    return Cut(dim, axes, tuple(segments))
+    return DimSegments(dim, axes, tuple(segments))
 
 
 def _fixed_from_json(raw: Any) -> tuple[tuple[int, ...], tuple[Box, ...]]:
@@ -149,8 +155,11 @@ def _fixed_from_json(raw: Any) -> tuple[tuple[int, ...], tuple[Box, ...]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """One cut of a rule: `split` is (part of the name, new parts) where each block becomes a tensor of its own."""
+class _RuleCut:
+    """One sharded dim of a rule.
+
+    If each block becomes a tensor of its own, `split` is (part of the name, its replacements).
+    """
 
     dim: int
     axes: tuple[str, ...] | None
@@ -161,25 +170,33 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One parsed rule: how the tensor is cut (`steps`, a `word` of transformers along `word_axes`, or `boxes` by rank),
-    what is counted on in its name (`renumber`), and what is done with copies that differ (`reduce`).
+    """One parsed rule.
+
+    Attributes:
+        pattern: the name pattern.
+        steps: how the tensor is divided, one step for each dim.
+        keyword: a tp_plan keyword of transformers, instead of steps.
+        keyword_axes: the mesh axes of the keyword; None for all ranks.
+        boxes: the explicit boxes of the rule, instead of steps.
+        renumber: (name part, mesh axes) of each number in the name that continues over the ranks.
+        reduce: "max" or "min" of copies that differ.
     """
 
     pattern: str
-    steps: tuple[_Step, ...] = ()
-    word: str | None = None
-    word_axes: tuple[str, ...] | None = None
+    steps: tuple[_RuleCut, ...] = ()
+    keyword: str | None = None
+    keyword_axes: tuple[str, ...] | None = None
     boxes: Mapping[str, Any] | None = None
     renumber: tuple[tuple[str, tuple[str, ...] | None], ...] = ()
     reduce: str | None = None
 
     @property
     def renames(self) -> bool:
-        """Whether tensors get other names by it."""
+        """Whether the rule changes names of tensors."""
         return bool(self.renumber) or any(step.split is not None for step in self.steps)
 
     def names(self, name: str) -> list[str]:
-        """The names of the tensors that it makes of tensor `name`, before any are counted on over the ranks."""
+        """Return the names of the tensors that tensor `name` becomes, before numbers continue over the ranks."""
         found = [name]
         for step in self.steps:
             if step.split is not None:
@@ -194,21 +211,27 @@ class Rule:
             raise InvalidArgumentError(f"layout rule for {self.pattern!r}: {error}", name=name) from None
 
     @property
-    def of_plan(self) -> bool:
-        """Whether it is a word that only transformers' plans have."""
-        return self.word is not None and self.word != "replicate"
+    def is_tp_keyword(self) -> bool:
+        """Whether this is a tp_plan keyword that only transformers uses."""
+        return self.keyword is not None and self.keyword != "replicate"
 
     @property
-    def says_where(self) -> bool:
-        """Whether it says, in no word that a whole plan has, which part of a tensor a rank's is."""
+    def is_explicit(self) -> bool:
+        """Whether the sharding is explicit rather than a tp_plan keyword."""
         return bool(self.steps) or self.boxes is not None
 
     def parts(self, name: str, shape: tuple[int, ...], rank: int) -> list[Part]:
-        """What rank `rank`'s tensor of `shape` is a part of; a rule that does not fit it is an InvalidArgumentError."""
+        """Return the tensors of which a rank's tensor of `shape` is a part.
+
+        Raises:
+            InvalidArgumentError: the rule does not fit the tensor.
+        """
         try:
             if self.boxes is not None:
                 return [_fixed_part(name, shape, rank, self.boxes)]
-            steps = self.steps if self.word is None else _word_steps(self.word, self.word_axes, name, len(shape))
+            steps = (
+                self.steps if self.keyword is None else _keyword_cuts(self.keyword, self.keyword_axes, name, len(shape))
+            )
             return _cut_parts(name, shape, steps)
         except (ValueError, TypeError, IndexError, KeyError) as error:
             raise InvalidArgumentError(f"layout rule for {self.pattern!r}: {error}", name=name, rank=rank) from None
@@ -216,90 +239,98 @@ class Rule:
 
 @dataclass(slots=True)
 class Layout:
-    """Rules by name pattern, in order, and the grid of ranks.
+    """Rules by name pattern, in order, and the mesh of ranks.
 
-    `unused` are patterns that should have matched a name and so far have not. `like` are names, as of an optimizer's
-    state, that go by the rule of another name, as of its parameter, if that has one.
+    Attributes:
+        rules: the rules by pattern.
+        mesh: sizes of the mesh's axes by name, slowest first.
+        unused: patterns that have not matched a name yet.
+        like: names, such as those of an optimizer's state, with the name (the parameter's) whose rule they use.
     """
 
     rules: Mapping[str, Rule]
-    grid: Mapping[str, int] = field(default_factory=dict)
+    mesh: Mapping[str, int] = field(default_factory=dict)
     unused: set[str] = field(default_factory=set)
     like: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, raw: Any) -> Layout:
-        """The layout that this module's text describes; anything else is an InvalidArgumentError saying where."""
+        """Return the layout described at the top of this module; raise InvalidArgumentError for anything else."""
         if not isinstance(raw, Mapping):
             raise InvalidArgumentError(f"layout must map name patterns to rules, not be a {type(raw).__name__}")
-        with_grid = "grid" in raw or isinstance(raw.get("rules"), Mapping)
-        unknown = sorted(str(key) for key in set(raw) - {"grid", "rules"}) if with_grid else []
+        if "grid" in raw and "mesh" in raw:
+            raise InvalidArgumentError("layout has 'mesh' and 'grid', its old name: remove 'grid'")
+        axes_key = "grid" if "grid" in raw else "mesh"  # as in layouts of version 0.1
+        has_sections = axes_key in raw or isinstance(raw.get("rules"), Mapping)
+        unknown = sorted(str(key) for key in set(raw) - {axes_key, "rules"}) if has_sections else []
         if unknown:
-            raise InvalidArgumentError(f"layout has the unknown key {unknown[0]!r} beside 'grid' and 'rules'")
-        rules, grid = (raw.get("rules", {}), raw.get("grid", {})) if with_grid else (raw, {})
+            raise InvalidArgumentError(f"layout has the unknown key {unknown[0]!r} beside 'mesh' and 'rules'")
+        rules, mesh = (raw.get("rules", {}), raw.get(axes_key, {})) if has_sections else (raw, {})
         if not isinstance(rules, Mapping):
             raise InvalidArgumentError(f'layout "rules" must map name patterns to rules, not be {excerpt(rules)}')
-        if not isinstance(grid, Mapping) or any(type(size) is not int or size < 1 for size in grid.values()):
-            raise InvalidArgumentError(f'layout grid must be like {{"pp": 2, "tp": 4}}, not {excerpt(grid)}')
-        parsed = {str(pattern): _parse_rule(str(pattern), rule, grid) for pattern, rule in rules.items()}
-        return cls(parsed, dict(grid), set(parsed))
+        if not isinstance(mesh, Mapping) or any(type(size) is not int or size < 1 for size in mesh.values()):
+            raise InvalidArgumentError(f'layout mesh must be like {{"pp": 2, "tp": 4}}, not {excerpt(mesh)}')
+        parsed = {str(pattern): _parse_rule(str(pattern), rule, mesh) for pattern, rule in rules.items()}
+        return cls(parsed, dict(mesh), set(parsed))
 
     def rule_for(self, name: str) -> Rule | None:
-        """The first rule whose pattern matches the name, else the first word that matches the name of its module."""
+        """Return the first rule whose pattern matches the name, else the first keyword for its module."""
         rule = self._rule_for(name)
         return self._rule_for(self.like[name]) or rule if name in self.like else rule
 
     def _rule_for(self, name: str) -> Rule | None:
         module = name.rpartition(".")[0]
         named = [rule for pattern, rule in self.rules.items() if fnmatch.fnmatchcase(name, pattern)]
-        named = named or [r for pattern, r in self.rules.items() if r.word and fnmatch.fnmatchcase(module, pattern)]
+        named = named or [r for pattern, r in self.rules.items() if r.keyword and fnmatch.fnmatchcase(module, pattern)]
         if not named:
             return None
         if named[0].pattern in self.unused:
-            self.unused -= {p for p, r in self.rules.items() if r.of_plan} if named[0].of_plan else {named[0].pattern}
+            self.unused -= (
+                {p for p, r in self.rules.items() if r.is_tp_keyword} if named[0].is_tp_keyword else {named[0].pattern}
+            )
         return named[0]
 
     def unmatched(self) -> Layout:
-        """The same layout, none of whose patterns has matched a name yet."""
-        return Layout(self.rules, self.grid, set(self.rules))
+        """Return a copy in which no pattern has matched a name yet."""
+        return Layout(self.rules, self.mesh, set(self.rules))
 
     def check_ranks(self, ranks: Sequence[int]) -> None:
-        """InvalidArgumentError unless these are all ranks of the grid, if there is one."""
-        wanted = math.prod(self.grid.values())
-        if self.grid and (len(ranks) != wanted or sorted(ranks) != list(range(wanted))):
-            shape = " x ".join(f"{axis} {size}" for axis, size in self.grid.items())
-            raise InvalidArgumentError(f"the layout's grid ({shape}) is of {wanted} ranks; there are {len(ranks)}")
+        """Raise InvalidArgumentError if there is a mesh and these are not all of its ranks."""
+        wanted = math.prod(self.mesh.values())
+        if self.mesh and (len(ranks) != wanted or sorted(ranks) != list(range(wanted))):
+            shape = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
+            raise InvalidArgumentError(f"the layout's mesh ({shape}) has {wanted} ranks, but there are {len(ranks)}")
 
 
-def _parse_rule(pattern: str, raw: Any, grid: Mapping[str, int]) -> Rule:
-    steps: list[_Step] = []
-    words: list[str] = []
+def _parse_rule(pattern: str, raw: Any, mesh: Mapping[str, int]) -> Rule:
+    steps: list[_RuleCut] = []
+    keywords: list[str] = []
     boxes: list[Mapping[str, Any]] = []
     renumber: list[tuple[str, tuple[str, ...] | None]] = []
     reduce: str | None = None
     for one in raw if isinstance(raw, list) else [raw]:
         keys = one.keys() if isinstance(one, Mapping) else set()
-        if isinstance(one, str) and one in _WORDS:
-            words.append(one)
+        if isinstance(one, str) and one in _KEYWORDS:
+            keywords.append(one)
         elif type(one).__name__ == "Shard":
-            steps.append(_Step(int(one.dim), _axes(pattern, {}, grid)))
+            steps.append(_RuleCut(int(one.dim), _axes(pattern, {}, mesh)))
         elif type(one).__name__ == "Replicate":
-            words.append("replicate")
+            keywords.append("replicate")
         elif keys == {"reduce"} and one["reduce"] in _REDUCTIONS:
             reduce = one["reduce"]
         elif "renumber" in keys and keys <= {"renumber", "axis"}:
-            renumber.append((str(one["renumber"]), _axes(pattern, one, grid)))
+            renumber.append((str(one["renumber"]), _axes(pattern, one, mesh)))
         elif "dim" in keys and keys <= _CUT_KEYS:
-            steps.append(_parse_step(pattern, one, grid))
+            steps.append(_parse_cut(pattern, one, mesh))
         elif "global_shape" in keys and (keys <= _BOXES_KEYS or keys == _OWN_BOX_KEYS):
             boxes.append(one)
         else:
             raise _no_rule(pattern, one)
-    if len(words) + len(boxes) + bool(steps) > 1 or len({step.dim for step in steps}) < len(steps):
-        raise InvalidArgumentError(f"layout rule for {pattern!r} says twice how a tensor is cut: {excerpt(raw, 200)}")
-    word = words[0] if words else None
-    axes = _word_axes(pattern, word, grid) if word is not None and word not in _WHOLE else None
-    return Rule(pattern, tuple(steps), word, axes, boxes[0] if boxes else None, tuple(renumber), reduce)
+    if len(keywords) + len(boxes) + bool(steps) > 1 or len({step.dim for step in steps}) < len(steps):
+        raise InvalidArgumentError(f"layout rule for {pattern!r} shards a tensor in two ways: {excerpt(raw, 200)}")
+    keyword = keywords[0] if keywords else None
+    axes = _keyword_axes(pattern, keyword, mesh) if keyword is not None and keyword not in _WHOLE else None
+    return Rule(pattern, tuple(steps), keyword, axes, boxes[0] if boxes else None, tuple(renumber), reduce)
 
 
 def _no_rule(pattern: str, raw: Any) -> InvalidArgumentError:
@@ -316,29 +347,29 @@ def _no_rule(pattern: str, raw: Any) -> InvalidArgumentError:
     )
 
 
-def _axes(pattern: str, raw: Mapping[str, Any], grid: Mapping[str, int]) -> tuple[str, ...] | None:
-    """The axes that a rule names; of a grid with one axis that one; without a grid None."""
+def _axes(pattern: str, raw: Mapping[str, Any], mesh: Mapping[str, int]) -> tuple[str, ...] | None:
+    """Return the axes that a rule names; by default the only axis of the mesh; None without a mesh."""
     if "axis" not in raw:
-        if len(grid) > 1:
-            raise InvalidArgumentError(f'layout rule for {pattern!r} must say its "axis": one of {list(grid)}')
-        return tuple(grid) or None
-    said = raw["axis"]
-    axes = (said,) if isinstance(said, str) else tuple(said) if isinstance(said, list | tuple) else (said,)
+        if len(mesh) > 1:
+            raise InvalidArgumentError(f'layout rule for {pattern!r} needs an "axis": one of {list(mesh)}')
+        return tuple(mesh) or None
+    given = raw["axis"]
+    axes = tuple(given) if isinstance(given, list | tuple) else (given,)
     for axis in axes:
-        if not isinstance(axis, str) or axis not in grid:
-            text = f'layout rule for {pattern!r}: axis {excerpt(axis)} is not in the "grid" {dict(grid)}'
+        if not isinstance(axis, str) or axis not in mesh:
+            text = f'layout rule for {pattern!r}: axis {excerpt(axis)} is not in the "mesh" {dict(mesh)}'
             raise InvalidArgumentError(text)
     return axes
 
 
-def _word_axes(pattern: str, word: str, grid: Mapping[str, int]) -> tuple[str, ...] | None:
-    usual = "ep" if word == "grouped_gemm" else "tp"
-    return (usual,) if usual in grid else _axes(pattern, {}, grid)
+def _keyword_axes(pattern: str, keyword: str, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
+    usual = "ep" if keyword == "grouped_gemm" else "tp"
+    return (usual,) if usual in mesh else _axes(pattern, {}, mesh)
 
 
-def _parse_step(pattern: str, raw: Mapping[str, Any], grid: Mapping[str, int]) -> _Step:
+def _parse_cut(pattern: str, raw: Mapping[str, Any], mesh: Mapping[str, int]) -> _RuleCut:
     dim, blocks, split = raw["dim"], raw.get("blocks"), raw.get("split")
-    axes = _axes(pattern, raw, grid)
+    axes = _axes(pattern, raw, mesh)
     name: tuple[str, tuple[str, ...]] | None = None
     try:
         if split is not None:
@@ -353,28 +384,28 @@ def _parse_step(pattern: str, raw: Mapping[str, Any], grid: Mapping[str, int]) -
             f'layout rule for {pattern!r}: a cut is like {{"dim": 0, "blocks": [32, 8, 8]}} or {{"dim": 0, "split": '
             f'{{"qkv": {{"q": 32, "k": 8, "v": 8}}}}, "interleaved": true}}, not {excerpt(raw, 200)}'
         ) from None
-    return _Step(dim, axes, sizes, name, bool(raw.get("interleaved", False)))
+    return _RuleCut(dim, axes, sizes, name, bool(raw.get("interleaved", False)))
 
 
-def _word_steps(word: str, axes: tuple[str, ...] | None, name: str, dims: int) -> tuple[_Step, ...]:
-    """What transformers' tensor parallel styles do with a parameter of so many dims."""
+def _keyword_cuts(keyword: str, axes: tuple[str, ...] | None, name: str, dims: int) -> tuple[_RuleCut, ...]:
+    """Return how transformers' tensor parallel style `keyword` shards a parameter with so many dims."""
     is_bias = name.rpartition(".")[2] == "bias"
-    if word in _WHOLE or not dims:
+    if keyword in _WHOLE or not dims:
         return ()
-    if word in _COLWISE:
-        return (_Step(max(dims - 2, 0), axes),)
-    if word in _ROWWISE:
-        return () if is_bias else (_Step(dims - 1, axes),)
-    if word == "packed_colwise":
-        return (_Step(max(dims - 2, 0), axes, (1, 1) if dims > 1 else (1,)),)
-    if word in _PACKED_ROWWISE:
-        return (_Step(dims - 1, axes, (1, 1)),) if dims > 1 else ()
-    return (_Step(1 if word == "embedding_colwise" else 0, axes),)
+    if keyword in _COLWISE:
+        return (_RuleCut(max(dims - 2, 0), axes),)
+    if keyword in _ROWWISE:
+        return () if is_bias else (_RuleCut(dims - 1, axes),)
+    if keyword == "packed_colwise":
+        return (_RuleCut(max(dims - 2, 0), axes, (1, 1) if dims > 1 else (1,)),)
+    if keyword in _PACKED_ROWWISE:
+        return (_RuleCut(dims - 1, axes, (1, 1)),) if dims > 1 else ()
+    return (_RuleCut(1 if keyword == "embedding_colwise" else 0, axes),)
 
 
-def _cut_parts(name: str, shape: tuple[int, ...], steps: Sequence[_Step]) -> list[Part]:
-    """The parts that the product of all cuts makes of a tensor; a split gives several of different names."""
-    named: list[tuple[str, tuple[Cut, ...]]] = [(name, ())]
+def _cut_parts(name: str, shape: tuple[int, ...], steps: Sequence[_RuleCut]) -> list[Part]:
+    """Return the parts into which the product of all steps divides a tensor; a split makes several names."""
+    named: list[tuple[str, tuple[DimSegments, ...]]] = [(name, ())]
     for step in steps:
         if not -len(shape) <= step.dim < len(shape):
             raise ValueError(f"dim {step.dim}, but the shape is {shape}")
@@ -382,13 +413,13 @@ def _cut_parts(name: str, shape: tuple[int, ...], steps: Sequence[_Step]) -> lis
         runs = list(_runs(shape[dim], step))
         if step.split is None:
             segments = tuple((block, begin, size) for block, begin, size in runs)
-            named = [(known, (*cuts, Cut(dim, step.axes, segments))) for known, cuts in named]
+            named = [(known, (*cuts, DimSegments(dim, step.axes, segments))) for known, cuts in named]
             continue
         replaced, news = step.split
         named = [
             (
                 _replaced(known, replaced, new),
-                (*cuts, Cut(dim, step.axes, tuple((0, b, s) for k, b, s in runs if k == i))),
+                (*cuts, DimSegments(dim, step.axes, tuple((0, b, s) for k, b, s in runs if k == i))),
             )
             for known, cuts in named
             for i, new in enumerate(news)
@@ -396,8 +427,8 @@ def _cut_parts(name: str, shape: tuple[int, ...], steps: Sequence[_Step]) -> lis
     return [Part(known, shape, cuts) for known, cuts in named]
 
 
-def _runs(length: int, step: _Step) -> Iterator[tuple[int, int, int]]:
-    """(block, begin, size) along a rank's dim of this length."""
+def _runs(length: int, step: _RuleCut) -> Iterator[tuple[int, int, int]]:
+    """Yield (block, begin, size) along a rank's dim of this length."""
     total = sum(step.blocks)
     repeats, unit = (length // total, total) if step.interleaved else (1, length)
     if (step.interleaved and length % total) or any(unit * block % total for block in step.blocks):
@@ -422,7 +453,7 @@ def _replaced(name: str, part: str, new: str) -> str:
 
 
 def _fixed_part(name: str, shape: tuple[int, ...], rank: int, raw: Mapping[str, Any]) -> Part:
-    """The boxes that a rule gives, which lie one after another along a dim of the rank's tensor."""
+    """Return the part of a rule with explicit boxes, which are concatenated along a dim of the rank's tensor."""
     global_shape = sizes_from_json(raw["global_shape"])
     if "boxes" in raw:
         if not isinstance(raw["boxes"], list | tuple):
@@ -445,32 +476,35 @@ def _fixed_part(name: str, shape: tuple[int, ...], rank: int, raw: Mapping[str, 
     if not shape:
         return Part(name, shape)
     segments = tuple((0, begin, box.shape[dim]) for begin, box in zip(begins, boxes, strict=False))
-    return Part(name, shape, (Cut(dim, (), segments),), (global_shape, boxes))
+    return Part(name, shape, (DimSegments(dim, (), segments),), (global_shape, boxes))
 
 
-def _coordinates(rank: int, grid: Mapping[str, int]) -> dict[str, int]:
+def _coordinates(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:
     found = {}
-    for axis, size in reversed(tuple(grid.items())):
+    for axis, size in reversed(tuple(mesh.items())):
         rank, found[axis] = divmod(rank, size)
     return found
 
 
-def _index(rank: int, axes: tuple[str, ...], grid: Mapping[str, int]) -> int:
-    """The place of a rank along some axes, the first of which is the slowest."""
-    at = _coordinates(rank, grid)
+def _index(rank: int, axes: tuple[str, ...], mesh: Mapping[str, int]) -> int:
+    """Return the index of a rank along some axes, the first of which is the slowest."""
+    at = _coordinates(rank, mesh)
     index = 0
     for axis in axes:
-        index = index * grid[axis] + at[axis]
+        index = index * mesh[axis] + at[axis]
     return index
 
 
-def place(
-    parts: Mapping[int, Part], grid: Mapping[str, int], paths: Mapping[int, str] | None = None
+def place_parts(
+    parts: Mapping[int, Part], mesh: Mapping[str, int], paths: Mapping[int, str] | None = None
 ) -> dict[int, tuple[tuple[int, ...], tuple[Box, ...]]]:
-    """For each rank the global shape of one tensor and the rank's boxes, from all ranks' parts of it.
+    """Return, for each rank, the global shape of one tensor and the rank's boxes, from all ranks' parts of it.
 
-    InvalidArgumentError where shapes do not fit each other, IncompleteError where a place along an axis has no rank;
     `paths` are the ranks' files, for messages.
+
+    Raises:
+        InvalidArgumentError: the shapes of parts do not fit each other.
+        IncompleteError: a coordinate along an axis has no rank.
     """
     one, first = next(iter(parts.items()))
     paths = paths or {}
@@ -482,7 +516,7 @@ def place(
             where = odd[0] if odd else 0
             raise InvalidArgumentError(
                 f"ranks {one} and {rank} have shapes {first.shape} and {part.shape}: if each rank holds a part, the "
-                f'layout must say so, {{"{first.name}": {{"dim": {where}}}}}',
+                f'layout needs a rule, {{"{first.name}": {{"dim": {where}}}}}',
                 name=first.name,
                 rank=rank,
                 path=paths.get(rank),
@@ -492,7 +526,7 @@ def place(
     shape = list(first.shape)
     spans: dict[int, list[list[tuple[int, int]]]] = {rank: [] for rank in parts}  # by rank, cut, segment
     for number in range(len(first.cuts)):
-        length = _place_cut(parts, number, grid, paths, spans)
+        length = _place_cut(parts, number, mesh, paths, spans)
         shape[first.cuts[number].dim] = length
     return {rank: (tuple(shape), _boxes(part, spans[rank])) for rank, part in parts.items()}
 
@@ -512,39 +546,39 @@ def _boxes(part: Part, spans: Sequence[Sequence[tuple[int, int]]]) -> tuple[Box,
 def _place_cut(
     parts: Mapping[int, Part],
     number: int,
-    grid: Mapping[str, int],
+    mesh: Mapping[str, int],
     paths: Mapping[int, str],
     spans: dict[int, list[list[tuple[int, int]]]],
 ) -> int:
-    """Add where each segment of one cut begins in the tensor to `spans`; returns the length of the dim."""
+    """Compute the global begin of each segment along one dim, append it to `spans`, and return the dim's length."""
     first = next(iter(parts.values()))
     axes, dim = first.cuts[number].axes, first.cuts[number].dim
-    order = {rank: n if axes is None else _index(rank, axes, grid) for n, rank in enumerate(sorted(parts))}
-    sizes: dict[int, dict[int, int]] = {}  # by place along the axes, by block
-    speaker: dict[int, int] = {}
+    order = {rank: n if axes is None else _index(rank, axes, mesh) for n, rank in enumerate(sorted(parts))}
+    sizes: dict[int, dict[int, int]] = {}  # by index along the axes, by block
+    first_rank: dict[int, int] = {}  # by index along the axes
     for rank in sorted(parts):
         ours: dict[int, int] = {}
         for block, _, size in parts[rank].cuts[number].segments:
             ours[block] = ours.get(block, 0) + size
         if sizes.setdefault(order[rank], ours) != ours:
-            other = speaker[order[rank]]
+            other = first_rank[order[rank]]
             raise InvalidArgumentError(
-                f"ranks {other} and {rank} are at the same place along {list(axes or ())}, but have shapes "
-                f'{parts[other].shape} and {parts[rank].shape}: its "axis" must name all axes that cut dim {dim}',
+                f"ranks {other} and {rank} have the same index along {list(axes or ())}, but shapes "
+                f'{parts[other].shape} and {parts[rank].shape}: its "axis" must name all axes that shard dim {dim}',
                 name=first.name,
                 rank=rank,
                 path=paths.get(rank),
             )
-        speaker.setdefault(order[rank], rank)
-    wanted = len(parts) if axes is None else math.prod(grid[axis] for axis in axes)
+        first_rank.setdefault(order[rank], rank)
+    wanted = len(parts) if axes is None else math.prod(mesh[axis] for axis in axes)
     absent = sorted(set(range(wanted)) - set(sizes))
     if absent:
         raise IncompleteError(
-            f"no rank at place {_some(absent)} along {list(axes or ())} holds a part; ranks {_some(sorted(parts))} do",
+            f"no rank with index {_some(absent)} along {list(axes or ())} has a part; ranks {_some(sorted(parts))} do",
             name=first.name,
         )
     blocks = sorted({block for ours in sizes.values() for block in ours})
-    begins: dict[tuple[int, int], int] = {}  # by block, place
+    begins: dict[tuple[int, int], int] = {}  # by block and index along the axes
     at = 0
     for block in blocks:
         for index in range(wanted):
@@ -565,10 +599,10 @@ def _some(numbers: Sequence[int]) -> str:
     return f"[{shown}, ... {len(numbers)} of them]" if len(numbers) > _SHOWN else f"[{shown}]"
 
 
-def renumbered(names: Mapping[int, Mapping[str, str]], layout: Layout) -> dict[int, dict[str, str]]:
-    """For each rank its tensors' names with the numbers that rules count on over the ranks; others unchanged.
+def renumber_names(names: Mapping[int, Mapping[str, str]], layout: Layout) -> dict[int, dict[str, str]]:
+    """Return each rank's names, in which the numbers of `renumber` rules continue over the ranks.
 
-    `names` maps each name to the one by which its rule is found: another for what a rule has split.
+    `names` maps each name to the one by which its rule is found, which differs for tensors that a rule has split.
     """
     found = {rank: {name: name for name in ours} for rank, ours in names.items()}
     for component in sorted({c for rule in layout.rules.values() for c, _ in rule.renumber}):
@@ -593,12 +627,15 @@ def renumbered(names: Mapping[int, Mapping[str, str]], layout: Layout) -> dict[i
 def _numbered(
     name: str, now: str, component: str, layout: Layout, rank: int
 ) -> tuple[tuple[Any, ...], int, int, tuple[str, str]] | None:
-    """(who counts together, place among them, number, text around it) of a name `now` that is counted on."""
+    """Return how a name is renumbered; None if it is not.
+
+    The result is (group of ranks whose numbers continue, index in the group, number, text before and after it).
+    """
     rule = layout.rule_for(name)
-    said = [axes for counted, axes in rule.renumber if counted == component] if rule is not None else []
-    if not said:
+    found = [axes for counted, axes in rule.renumber if counted == component] if rule is not None else []
+    if not found:
         return None
-    axes = said[0]
+    axes = found[0]
     parts = now.split(".")
     at = parts.index(component) + 1 if component in parts else len(parts)
     if at >= len(parts) or not parts[at].isdecimal():
@@ -607,5 +644,5 @@ def _numbered(
     tail = "".join("." + part for part in parts[at + 1 :])
     if axes is None:
         return (head,), rank, int(parts[at]), (head, tail)
-    others = tuple((axis, c) for axis, c in _coordinates(rank, layout.grid).items() if axis not in axes)
-    return (head, others), _index(rank, axes, layout.grid), int(parts[at]), (head, tail)
+    others = tuple((axis, c) for axis, c in _coordinates(rank, layout.mesh).items() if axis not in axes)
+    return (head, others), _index(rank, axes, layout.mesh), int(parts[at]), (head, tail)

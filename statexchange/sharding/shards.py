@@ -1,4 +1,4 @@
-"""Boxes and shards: the words in which every package says which part of which tensor it means."""
+"""Boxes and shards: how every package describes parts of tensors."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Exclusive end in every dim."""
+        """The exclusive end in every dim."""
         return tuple(map(operator.add, self.offsets, self.shape))
 
     def __str__(self) -> str:
         return region_text(self.offsets, self.ends)
 
     def to_json(self) -> list[list[int]]:
-        """``[offsets, shape]``."""
+        """Return ``[offsets, shape]``."""
         return [list(self.offsets), list(self.shape)]
 
     @classmethod
     def from_json(cls, raw: Any) -> Box:
-        """The box that `to_json` wrote; anything else is a ValueError."""
+        """Return the box that `to_json` encoded; raise ValueError for anything else."""
         if not isinstance(raw, list | tuple) or len(raw) != 2:
             raise ValueError(f"not a box: {excerpt(raw)}")
         offsets, shape = sizes_from_json(raw[0]), sizes_from_json(raw[1])
@@ -68,9 +68,9 @@ class Box:
 
 
 def sizes_from_json(raw: Any) -> tuple[int, ...]:
-    """A shape or offsets: a list of whole numbers of at most 2**48 (ValueError)."""
+    """Return a shape or offsets, a list of integers from 0 to 2**48; raise ValueError for anything else."""
     if isinstance(raw, list | tuple) and len(raw) <= MAX_DIMS:
-        for size in raw:  # a loop, as a generator takes twice as long, and plans have millions of sizes
+        for size in raw:  # plans have millions of sizes, and a generator expression takes twice as long
             if type(size) is not int or not 0 <= size <= _MAX_SIZE:
                 break
         else:
@@ -79,7 +79,7 @@ def sizes_from_json(raw: Any) -> tuple[int, ...]:
 
 
 def shape_from_json(raw: Any) -> tuple[int, ...]:
-    """The shape of a whole tensor: sizes of fewer than 2**63 elements, even without its empty dims (ValueError)."""
+    """Return the shape of a whole tensor; raise ValueError for 2**63 elements or more, not counting empty dims."""
     shape = sizes_from_json(raw)
     _check_numel(shape)
     return shape
@@ -92,7 +92,7 @@ def _check_numel(shape: tuple[int, ...]) -> None:
 
 
 def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Elements from one index to the next in each dim, of a tensor of `shape` in C order."""
+    """Return the strides, in elements, of a tensor of `shape` in C order."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
@@ -111,7 +111,7 @@ def c_contiguous(box: Box, shape: Sequence[int]) -> bool:
 
 
 def full_box(shape: Sequence[int]) -> Box:
-    """The box that covers a whole tensor of `shape`."""
+    """Return the box that covers a whole tensor of `shape`."""
     return _full_box(tuple(shape))
 
 
@@ -121,7 +121,7 @@ def _full_box(shape: tuple[int, ...]) -> Box:
 
 
 def intersect(one: Box, other: Box) -> Box | None:
-    """The block that two boxes share, or None."""
+    """Return the block that two boxes share; None if they share no element."""
     if one == other:
         return one if one.numel else None
     lows = tuple(max(a, b) for a, b in zip(one.offsets, other.offsets, strict=True))
@@ -132,15 +132,16 @@ def intersect(one: Box, other: Box) -> Box | None:
 
 
 def region_text(offsets: Sequence[int], ends: Sequence[int]) -> str:
-    """A region as an index expression: ``[0:4, 8:16]``; ``[]`` for a 0-d tensor."""
+    """Return a region as an index expression: ``[0:4, 8:16]``; ``[]`` for a 0-d tensor."""
     return "[" + ", ".join(f"{a}:{b}" for a, b in zip(offsets, ends, strict=True)) + "]"
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one holder has of one tensor: boxes of a tensor of `global_shape`, most often one.
+    """One rank's part of a tensor of `global_shape`: a list of boxes, most often one.
 
-    Constructing one checks that every box lies inside `global_shape` (ValueError otherwise).
+    Raises:
+        ValueError: a box lies outside of `global_shape`, or the dtype is unknown.
     """
 
     name: str
@@ -151,8 +152,9 @@ class Shard:
     def __post_init__(self) -> None:
         itemsize_of(self.dtype)
         _check_numel(self.global_shape)
+        whole = full_box(self.global_shape)
         for box in self.boxes:
-            if box == full_box(self.global_shape) and min(box.shape, default=0) >= 0:
+            if box == whole and min(box.shape, default=0) >= 0:
                 continue
             fits = len(box.shape) == len(self.global_shape) and min((*box.offsets, *box.shape), default=0) >= 0
             if not fits or any(end > size for end, size in zip(box.ends, self.global_shape, strict=True)):
@@ -160,23 +162,23 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all boxes."""
+        """The bytes of all boxes."""
         return sum(box.numel for box in self.boxes) * ITEMSIZE[self.dtype]
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape in which the bytes are kept: the box's own, or flat where there are several boxes."""
+        """The shape of the stored bytes: that of the box, or one dim for several boxes."""
         if len(self.boxes) == 1:
             return self.boxes[0].shape
         return (sum(box.numel for box in self.boxes),)
 
     def to_json(self) -> list[Any]:
-        """A JSON value that `from_json` reads."""
+        """Return a JSON value for `from_json`."""
         return [self.name, self.dtype, list(self.global_shape), [box.to_json() for box in self.boxes]]
 
     @classmethod
     def from_json(cls, raw: Any) -> Shard:
-        """The shard that `to_json` wrote; anything else is a ValueError."""
+        """Return the shard that `to_json` encoded; raise ValueError for anything else."""
         if not isinstance(raw, list) or len(raw) != 4 or not isinstance(raw[3], list):
             raise ValueError(f"not a shard: {excerpt(raw)}")
         name, dtype, shape, boxes = raw

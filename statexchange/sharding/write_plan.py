@@ -1,4 +1,4 @@
-"""What root has all ranks write: the files of an export, and where in them each box of each tensor goes."""
+"""The write plan that root sends to all ranks of an export: the files, and the offset of each tensor in them."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from statexchange.sharding.plan import Piece
 from statexchange.sharding.shards import Box, shape_from_json
 from statexchange.tensors import ITEMSIZE, itemsize_of
 
-__all__ = ["BoxReceipt", "BoxReceipts", "Reduction", "WriteFile", "WritePlan", "WriteTensor", "assign_hosts"]
+__all__ = ["BoxReceipt", "BoxReceipts", "BoxReduction", "WriteFile", "WritePlan", "WriteTensor", "assign_hosts"]
 
 _REDUCTIONS = ("max", "min")
 
 
 @dataclass(frozen=True, slots=True)
 class WriteFile:
-    """An output file; `is_reserved` says that its room on disk is taken already."""
+    """An output file; `is_reserved` says whether its disk space is reserved."""
 
     path: str
     is_reserved: bool
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON value that `from_json` reads."""
+        """Return a JSON value for `from_json`."""
         return {"path": self.path, "is_reserved": self.is_reserved}
 
     @classmethod
     def from_json(cls, raw: Any) -> WriteFile:
-        """The file that `to_json` wrote; anything else is a ValueError."""
+        """Return the file that `to_json` encoded; raise ValueError for anything else."""
         path, is_reserved = records.fields(raw, "path", "is_reserved")
         return cls(records.text(path), records.flag(is_reserved))
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
-    """One box of the tensor `name`: box `index` of rank `holder` becomes the `op` ("max", "min") of it and of `copies`.
+class BoxReduction:
+    """The reduction of copies of one box: box `index` of rank `holder` becomes the `op` ("max", "min") of all copies.
 
-    The copies are (rank, index of the box there).
+    `name` is the tensor's; `copies` are (rank, index of the box there).
     """
 
     name: str
@@ -50,9 +50,16 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class WriteTensor:
-    """A tensor whose bytes begin at `begin` of the file number `file`; `source` is its name at the ranks.
+    """An output tensor.
 
-    `reduce` is the operation that makes one of copies that differ, if any.
+    Attributes:
+        file: number of its file.
+        begin: first byte in the file.
+        shape: its global shape.
+        dtype: its dtype in the file.
+        source: its name on the ranks.
+        reduce: "max" or "min" if copies are reduced.
+        pieces: its boxes with their holders.
     """
 
     file: int
@@ -64,7 +71,7 @@ class WriteTensor:
     pieces: Sequence[Piece]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON value that `from_json` reads."""
+        """Return a JSON value for `from_json`."""
         return {
             "file": self.file,
             "begin": self.begin,
@@ -80,7 +87,7 @@ class WriteTensor:
 
     @classmethod
     def from_json(cls, raw: Any, world_size: int) -> WriteTensor:
-        """The tensor that `to_json` wrote; anything else is a ValueError."""
+        """Return the tensor that `to_json` encoded; raise ValueError for anything else."""
         names = ("file", "begin", "shape", "dtype", "source", "reduce", "pieces")
         file, begin, shape, dtype, source, reduce, pieces = records.fields(raw, *names)
         itemsize_of(dtype)
@@ -113,10 +120,15 @@ def _piece(raw: Any, shape: tuple[int, ...], world_size: int) -> Piece:
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """What all ranks are to do.
+    """What all ranks write.
 
-    `renames` are maps of names at a rank to those that the plan has, and `rename_of` the number of each rank's map.
-    `probe` is a path that exists where root's directory is seen. `compares` says that all replicas are digested.
+    Attributes:
+        files: the output files.
+        tensors: the output tensors.
+        renames: distinct maps from names on a rank to names in the plan.
+        rename_of: for each rank, the number of its map.
+        probe: a path that exists on hosts that see root's directory.
+        compares: whether replicas are digested and compared.
     """
 
     files: tuple[WriteFile, ...]
@@ -126,22 +138,25 @@ class WritePlan:
     probe: str
     compares: bool
 
-    def reductions(self) -> list[Reduction]:
-        """The boxes of which copies are reduced."""
-        return [
-            Reduction(tensor.source, tensor.reduce, piece.holder, piece.box_index, piece.replicas)
-            for tensor in self.tensors
-            if tensor.reduce is not None
-            for piece in tensor.pieces
-            if piece.replicas
-        ]
+    def reductions(self) -> list[BoxReduction]:
+        """Return the reductions of all boxes that have copies to reduce."""
+        found = []
+        for tensor in self.tensors:
+            if tensor.reduce is not None:
+                for piece in tensor.pieces:
+                    if piece.replicas:
+                        reduction = BoxReduction(
+                            tensor.source, tensor.reduce, piece.holder, piece.box_index, piece.replicas
+                        )
+                        found.append(reduction)
+        return found
 
     def compared(self, tensor: WriteTensor, piece: Piece) -> tuple[tuple[int, int], ...]:
-        """The copies of a piece that must equal it."""
+        """Return the copies of a piece that must equal it."""
         return piece.replicas if self.compares and tensor.reduce is None else ()
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON value that `from_json` reads."""
+        """Return a JSON value for `from_json`."""
         return {
             "files": [file.to_json() for file in self.files],
             "tensors": [tensor.to_json() for tensor in self.tensors],
@@ -153,7 +168,7 @@ class WritePlan:
 
     @classmethod
     def from_json(cls, raw: Any, world_size: int) -> WritePlan:
-        """The plan that `to_json` wrote for so many ranks; anything else is a ValueError."""
+        """Return the plan that `to_json` encoded for `world_size` ranks; raise ValueError for anything else."""
         names = ("files", "tensors", "renames", "rename_of", "probe", "compares")
         raw_files, raw_tensors, raw_renames, raw_numbers, probe, compares = records.fields(raw, *names)
         files = records.items(raw_files, WriteFile.from_json)
@@ -166,10 +181,15 @@ class WritePlan:
 
 
 def assign_hosts(plan: WritePlan, nodes: Sequence[int], sees: Sequence[bool]) -> list[int]:
-    """For each file the number of the host that writes it.
+    """Return the number of the host that writes each file.
 
-    `nodes` is the number of each rank's host, and `sees` whether the rank sees the directory. Of the hosts all of whose
-    ranks do, the one is chosen to which the least must be sent, given what it has been assigned.
+    Only hosts all of whose ranks see the directory are chosen. Among them a file goes to the host with the smallest sum
+    of the bytes of files already assigned to it and the bytes of this file that other hosts must send.
+
+    Args:
+        plan: the plan.
+        nodes: the host number of each rank.
+        sees: whether each rank sees the directory.
     """
     num_nodes = max(nodes) + 1
     blind = {node for node, seen in zip(nodes, sees, strict=True) if not seen}
@@ -190,7 +210,7 @@ def assign_hosts(plan: WritePlan, nodes: Sequence[int], sees: Sequence[bool]) ->
 
 @dataclass(frozen=True, slots=True)
 class BoxReceipt:
-    """The digest of box `index` of a rank, which is, or is a copy of, piece `piece` of tensor `tensor` of the plan."""
+    """The digest of a rank's box `index`, which supplies, or is a copy of, a piece of a tensor of the plan."""
 
     tensor: int
     piece: int
@@ -200,7 +220,7 @@ class BoxReceipt:
 
 @dataclass(frozen=True, slots=True)
 class BoxReceipts:
-    """All boxes that one rank has digested. As JSON each field is one list, as there is one receipt for each box."""
+    """The receipts of one rank. In JSON each field is one list, because there may be millions of receipts."""
 
     boxes: tuple[BoxReceipt, ...]
 
@@ -208,7 +228,7 @@ class BoxReceipts:
         return iter(self.boxes)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON value that `from_json` reads."""
+        """Return a JSON value for `from_json`."""
         return {
             "tensor": [box.tensor for box in self.boxes],
             "piece": [box.piece for box in self.boxes],
@@ -218,7 +238,7 @@ class BoxReceipts:
 
     @classmethod
     def from_json(cls, raw: Any) -> BoxReceipts:
-        """The receipts that `to_json` wrote; anything else is a ValueError."""
+        """Return the receipts that `to_json` encoded; raise ValueError for anything else."""
         raw_tensors, raw_pieces, raw_indices, raw_digests = records.fields(raw, "tensor", "piece", "index", "digest")
         tensors = records.items(raw_tensors, records.count)
         pieces = records.items(raw_pieces, records.count, len(tensors))

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt
 from statexchange.sharding.rules import Layout, Part, Rule
+from statexchange.sharding.sharding_spec import Placement
 from statexchange.sharding.shards import Shard, full_box
-from statexchange.sharding.spread import Placement
 from statexchange.state.dtensors import chunks_of
 from statexchange.state.megatron import MegatronTensor, holds_sharded, leaves, sharded_kind
 from statexchange.state.modules import is_extra_state, is_module, is_plain_entry, model_items
@@ -116,8 +116,8 @@ def describe_entry(name: str, value: Any, layout: Layout, rank: int = 0) -> list
 def named_tensors(state: Any) -> Iterator[tuple[str, Any]]:
     """Yield the (name, tensor) pairs of a state.
 
-    ShardedTensors of Megatron-Core go by their keys, all parts of a key as one tensor. What is no tensor in its sharded
-    state dicts is left out: extra state, and what Megatron-Core itself leaves out.
+    ShardedTensors of Megatron-Core go by their keys, all parts of a key as one tensor. Other objects in its sharded
+    state dicts are left out: extra state, and what Megatron-Core itself does not save.
 
     Raises:
         InvalidArgumentError: A name is no text, or a value is no tensor; it names the value.
@@ -186,9 +186,9 @@ def _local_tensors(name: str, tensor: Any, rule: Rule | None, rank: int) -> list
     shape = tuple(int(size) for size in tensor.shape)
     reduce = rule.reduce if rule is not None else None
     if hasattr(tensor, "__create_chunk_list__"):
-        if rule is not None and rule.says_where:
+        if rule is not None and rule.is_explicit:
             raise InvalidArgumentError(
-                f"layout rule for {rule.pattern!r} matches a tensor that says itself which part it is", name=name
+                f"layout rule for {rule.pattern!r} matches a tensor that is sharded already", name=name
             )
         held = [_from_chunks(name, dtype, shape, tensor, rank)]
     elif rule is None:
@@ -199,7 +199,7 @@ def _local_tensors(name: str, tensor: Any, rule: Rule | None, rank: int) -> list
 
 
 def _from_part(part: Part, dtype: str, tensor: Any) -> LocalTensor:
-    """Describe what a layout rule says of a plain tensor."""
+    """Describe a plain tensor that a layout rule makes a part of a larger one."""
     boxes = part.local_boxes()
     tensors = [tensor]
     if part.cuts:

@@ -11,9 +11,9 @@ from operator import add
 from typing import Any
 
 from statexchange.errors import UnsupportedError
-from statexchange.sharding.placements import Cut, local_boxes
+from statexchange.sharding.placements import DimSplit, local_boxes
+from statexchange.sharding.sharding_spec import Placement, coordinate_of
 from statexchange.sharding.shards import Box
-from statexchange.sharding.spread import Placement, coordinate_of
 from statexchange.tensors import wait_tensor
 
 __all__ = ["chunks_of"]
@@ -23,7 +23,7 @@ def chunks_of(name: str, tensor: Any, rank: int) -> tuple[list[tuple[Box, Any]],
     """Return the boxes that this rank holds, each with its memory, and the placement of a DTensor. Not collective.
 
     The placement is None unless the mesh has the ranks 0, 1, ... in order and `rank` holds just the boxes that follow
-    from the placement: then the placement says all, and one record describes all ranks.
+    from the placement: then one record describes all ranks.
 
     Raises:
         UnsupportedError: A placement is an unfinished sum, or a mesh lists ranks out of order; names the tensor.
@@ -87,14 +87,13 @@ def _compute_layout(tensor: Any, mesh: Any, coordinate: Any, rank: int) -> _Loca
             return _LocalLayout(problem=f"placement {placement} holds an unfinished sum; redistribute it first")
     ranks = mesh.mesh
     shape, mesh_shape = tuple(tensor.shape), tuple(ranks.shape)
-    cuts = [Cut(p.dim, getattr(p, "split_factor", 1)) if hasattr(p, "dim") else None for p in tensor.placements]
+    cuts = [DimSplit(p.dim, getattr(p, "split_factor", 1)) if hasattr(p, "dim") else None for p in tensor.placements]
     if coordinate is None:  # this rank is not in the tensor's mesh
         return _LocalLayout(placement=_placement_of(ranks, shape, cuts, (), rank))
     for axis, cut in enumerate(cuts):
         if cut is not None and bool((ranks.diff(dim=axis) <= 0).any()):
             return _LocalLayout(
-                problem="its mesh lists ranks out of order, and torch's own functions then disagree about who holds "
-                "what"
+                problem="its mesh lists ranks out of order, and torch's functions then disagree about who holds what"
             )
     if any(cut is not None and cut.split_factor > 1 for cut in cuts):
         # Several runs of rows: torch's chunk has the beginning of the first and the size of all together.
@@ -105,7 +104,9 @@ def _compute_layout(tensor: Any, mesh: Any, coordinate: Any, rank: int) -> _Loca
     return _LocalLayout(boxes, None, _placement_of(ranks, shape, cuts, boxes, rank))
 
 
-def _placement_of(ranks: Any, shape: tuple[int, ...], cuts: list[Cut | None], boxes: tuple[Box, ...], rank: int) -> Any:
+def _placement_of(
+    ranks: Any, shape: tuple[int, ...], cuts: list[DimSplit | None], boxes: tuple[Box, ...], rank: int
+) -> Any:
     """Return a DTensor's placement if its mesh has ranks 0, 1, ... and `rank` holds just the boxes it implies."""
     mesh_shape = tuple(ranks.shape)
     if ranks.flatten().tolist() != list(range(ranks.numel())) or rank >= ranks.numel() or len(boxes) > 1:

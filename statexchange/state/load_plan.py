@@ -1,4 +1,4 @@
-"""How live state becomes a saved tree: which tensors are to be read into which, and which callbacks run afterwards.
+"""Plan the loading of a saved tree into live state: tensors to be read, and callbacks that run afterwards.
 
 Live objects stay the same objects: tensors are filled in place, and containers keep their type. Only a tuple or a
 frozen dataclass is replaced, in the container that holds it, by a new one of its type. Planning changes nothing: an
@@ -72,7 +72,7 @@ class LoadTarget(NamedTuple):
 
 @dataclass(slots=True)
 class LoadPlan:
-    """What makes a live state the saved one.
+    """The steps that turn a live state into the saved one.
 
     Attributes:
         targets: The tensors to be read.
@@ -286,8 +286,8 @@ class _Planner:
     ) -> dict[str, Any] | None:
         """Return the hyperparameters of the first parameter in a group that was saved; None if none was."""
         names = {id(parameter): name for name, parameter in parameters.items()}
-        ours = [names[id(parameter)] for parameter in live["params"]]
-        saved = next((groups[name] for name in ours if name in groups), None)
+        in_group = [names[id(parameter)] for parameter in live["params"]]
+        saved = next((groups[name] for name in in_group if name in groups), None)
         if saved is None:
             return None
         found = hyperparameters(live)

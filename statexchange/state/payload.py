@@ -43,7 +43,7 @@ class EncodedPayload:
 
 @dataclass(frozen=True, slots=True)
 class _LeafSpec:
-    """What a leaf without JSON text is; `dtype`, `shape` and `device_type` are a tensor's."""
+    """The kind of a leaf without JSON text; of a tensor or array also dtype, shape and device type."""
 
     kind: Literal["tensor", "array", "object"]
     dtype: str = ""

@@ -1,4 +1,4 @@
-"""StateSpec: what a rank holds of a tree, in a form that ranks can compare."""
+"""StateSpec: a rank's tensors, values and objects with a state, in a form that ranks can compare."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class EntryDetail(NamedTuple):
 
 
 class StateSpec:
-    """What one rank holds, by how it travels.
+    """The contents of a tree on one rank, by how they travel.
 
     Attributes:
         entries: (path, text) of everything, in an order that all ranks share. Equal entries are alike on all ranks.
@@ -62,7 +62,7 @@ class StateSpec:
     """
 
     def __init__(self, *, written: bool) -> None:
-        """`written` says that this rank's tensors will be filled, and so have to be writable."""
+        """Begin empty; with `written` this rank's tensors will be filled, and so have to be writable."""
         self.entries: list[tuple[str, str]] = []
         self.tensors: dict[str, TensorLike] = {}
         self.values: dict[str, Any] = {}

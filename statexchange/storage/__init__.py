@@ -1,1 +1,1 @@
-"""Bytes at rest: durable publish, the tensor file, the workspace. No torch, no ranks."""
+"""Files and objects: durable publication, the tensor file and the workspace. No torch, no ranks."""

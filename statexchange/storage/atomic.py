@@ -1,14 +1,27 @@
-"""Create files and rename directories so that a name appears only when its content is complete.
+"""Create files and rename directories so that a name appears only when its content is complete and durable.
 
-A name appears only when its bytes are whole and durable. A file is built under a temporary name in its directory,
-synced, linked to its name and then loses the temporary one: `link` refuses a name that is taken, on NFS too, where a
-rename would replace it. A directory is renamed, which refuses a name that is taken unless an empty directory has it.
+**New file** (`write_new`). The writer:
 
-Replacing a directory where two names can be exchanged is one step. Elsewhere (NFS) it is two: the old one is moved
-aside to ``.<name>.<nonce>.replaced``, then the new one, ``.<name>.<plan>.<nonce>.partial``, gets the name. Between the
-two the name is absent. Since the old one is moved aside only when the new one is whole, whoever finds the name absent
-and the old one aside reads the new one under its hidden name (`local.replacement_of`), and a publisher completes the
-second step.
+1. creates ``.tmp-<nonce>.<owner>`` in the target directory,
+2. writes it (the header last) and syncs it,
+3. links it to its name. `link` fails if the name exists, on NFS too, where a rename would replace the other file,
+4. unlinks the temporary name and syncs the directory.
+
+A failure in steps 1 to 3 removes the temporary file; a killed writer leaves it, and its name says whose it is, so that
+others can remove it once its owner is dead (`is_abandoned`). If the sync in step 4 fails, the name is removed again.
+
+**New directory** (`rename_new`). The directory is built under a hidden name and renamed. A rename onto a directory that
+is not empty fails, so this is exclusive too.
+
+**Replaced directory.** Where the file system can exchange two names (`exchange_names`), this is one step. Elsewhere, as
+on NFS, it takes two: the old directory is renamed to ``.<name>.<nonce>.replaced``, then the new one,
+``.<name>.<plan>.<nonce>.partial``, gets the name. Between the two steps the name is absent. The old directory is moved
+only when the new one is complete. Therefore a reader that finds the name absent and a ``.replaced`` directory reads the
+new one under its hidden name (`local.replacement_of`), and the next publisher completes the second step.
+
+**NFS.** A request that is retransmitted may be answered with an error although the first one succeeded. So after each
+failed link or rename the inode under the new name is compared before the failure counts. Clients also cache lookups and
+listings; `invalidate_lookups` and `invalidate_listings` say how that is dealt with.
 """
 
 from __future__ import annotations
@@ -43,19 +56,19 @@ from statexchange.storage.mounts import mount_of
 __all__ = [
     "exchange_names",
     "identity_of",
+    "invalidate_listings",
+    "invalidate_lookups",
     "is_abandoned",
     "is_temporary",
-    "look_up_anew",
     "new_nonce",
     "rename_new",
-    "settle",
     "write_new",
 ]
 
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}(?:\.(.+))?")
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
-_CLOCK_TICK_S = 0.03  # more than a tick of any server's clock (4 or 10 ms)
-# File systems without hard links answer one of these.
+_CLOCK_TICK_S = 0.03  # longer than the tick of any server's clock (4 or 10 ms)
+# What file systems without hard links return.
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK)
 
 
@@ -65,12 +78,12 @@ def new_nonce() -> str:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a name is that of a temporary file."""
+    """Whether `write_new` gives temporary files such a name."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
 def is_abandoned(name: str) -> bool:
-    """Whether a name is that of a temporary file whose writer has provably ended."""
+    """Whether this is the name of a temporary file whose writer has provably ended."""
     match = _TEMPORARY.fullmatch(name)
     owner = Owner.from_name(match[1]) if match is not None and match[1] else None
     return owner is not None and owner.is_dead
@@ -88,10 +101,22 @@ def write_new(
     begin: int = 0,
     header: Callable[[], Buffer] | None = None,
 ) -> None:
-    """Write a new file `name` in a directory: the name appears only when all `nbytes` are there and durable.
+    """Write a new file, whose name appears only when all `nbytes` are written and durable.
 
-    `header` returns the first `begin` bytes when all parts are written. `path` is the full name for messages. A name
-    that exists is a TargetExistsError; a failed write leaves nothing.
+    Args:
+        dir_fd: descriptor of the directory.
+        name: the file's name, which must not exist.
+        parts: the content after the header.
+        nbytes: size of the whole file.
+        path: full path for messages.
+        durable: sync the file and the directory.
+        mode: permissions of the file.
+        begin: size of the header.
+        header: returns the header; called after all parts are written. None if `begin` is 0.
+
+    Raises:
+        TargetExistsError: the name exists.
+        StorageError: the write failed; nothing is left of it.
     """
     temporary = f".tmp-{new_nonce()}.{Owner.current().to_name()}"
     fd = create_file(temporary, dir_fd, path, mode)
@@ -103,26 +128,26 @@ def write_new(
             if durable:
                 sync_file(fd, path)
         except BaseException:
-            with contextlib.suppress(OSError):  # the first failure counts
+            with contextlib.suppress(OSError):  # report the first failure
                 os.close(fd)
             raise
-        close_file(fd, path)
+        close_file(fd, path)  # before the link: close may report a full quota or a lost server
         _link(temporary, name, dir_fd, path)
     except BaseException:
-        with contextlib.suppress(OSError):  # the first failure counts
+        with contextlib.suppress(OSError):  # report the first failure
             os.unlink(temporary, dir_fd=dir_fd)
         raise
     try:
         if durable:
             sync_directory(dir_fd, path)
-    except BaseException:
+    except BaseException:  # the name may not survive a power cut, so it must not stay
         with contextlib.suppress(OSError):
             os.unlink(name, dir_fd=dir_fd)
         raise
 
 
 def _fill(fd: int, parts: Iterable[Buffer], begin: int, nbytes: int, path: str) -> None:
-    if mount_of(path).is_memory:  # to reserve room there would be to write it
+    if mount_of(path).is_memory:  # tmpfs writes zeros to reserve space
         check_room(fd, nbytes, path)
     else:
         reserve(fd, nbytes, path)
@@ -134,7 +159,7 @@ def _fill(fd: int, parts: Iterable[Buffer], begin: int, nbytes: int, path: str) 
 
 
 def _link(temporary: str, name: str, dir_fd: int, path: str) -> None:
-    """Give a whole file its name, which must be free (TargetExistsError), and take the temporary one away."""
+    """Link a complete file to its name and unlink the temporary one; raise TargetExistsError if the name exists."""
     audit("link", path)
     try:
         os.link(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
@@ -142,35 +167,45 @@ def _link(temporary: str, name: str, dir_fd: int, path: str) -> None:
         if error.errno in _NO_LINKS:
             rename_new(temporary, name, dir_fd=dir_fd, path=path)
             return
-        # A link that was retransmitted to an NFS server may report failure although it was made.
+        # A retransmitted NFS request may report failure although the link was made.
         ours = identity_of(temporary, dir_fd, path)
         if ours is None or identity_of(name, dir_fd, path) != ours:
             if error.errno == errno.EEXIST:
                 raise TargetExistsError("a file of this name exists", path=path) from None
             raise StorageError.of(error, "link into place", path=path) from error
     audit("unlink", path)
-    with contextlib.suppress(OSError):  # the file is whole under its name; syncing the directory reports a broken disk
+    with contextlib.suppress(OSError):  # the file has its name; the sync of the directory reports a broken disk
         os.unlink(temporary, dir_fd=dir_fd)
 
 
 def identity_of(name: str, dir_fd: int, path: str) -> tuple[int, int] | None:
-    """Return what tells a file or directory from all others of its host; None if there is none of this name."""
+    """Return (device, inode) of a file or directory; None if the name does not exist."""
     found = stat_of(name, dir_fd, path)
     return None if found is None else (found.st_dev, found.st_ino)
 
 
 def rename_new(source: str, target: str, *, dir_fd: int, path: str) -> None:
-    """Rename to a name that must not exist (TargetExistsError) in one directory, atomically where the system can.
+    """Rename within one directory to a name that must not exist.
 
-    For a directory plain rename is exclusive as well: a target that is not empty is refused. `path` is the full name of
-    the target for messages.
+    Uses renameat2(RENAME_NOREPLACE), else a lookup and a plain rename, which for a directory is exclusive as well: it
+    fails if the target is not empty.
+
+    Args:
+        source: the present name.
+        target: the new name.
+        dir_fd: descriptor of the directory.
+        path: full path of the target, for messages.
+
+    Raises:
+        TargetExistsError: the new name exists.
+        StorageError: the rename failed.
     """
     audit("rename", path)
     ours = identity_of(source, dir_fd, path)
     code = _renameat2(source, target, _RENAME_NOREPLACE, dir_fd)
     if code in UNSUPPORTED:
         code = errno.EEXIST if identity_of(target, dir_fd, path) else _rename(source, target, dir_fd)
-    # A rename that was retransmitted to an NFS server may report failure although it was done.
+    # A retransmitted NFS request may report failure although the rename was done.
     if code and ours is not None and identity_of(target, dir_fd, path) == ours:
         return
     if code in (errno.EEXIST, errno.ENOTEMPTY):
@@ -197,7 +232,7 @@ def _renameat2(source: str, target: str, flags: int, dir_fd: int) -> int:
 
 
 def exchange_names(one: str, other: str, *, dir_fd: int, path: str) -> bool:
-    """Exchange two names of one directory atomically; False where the file system cannot."""
+    """Exchange two names in one directory atomically; return False if the file system cannot."""
     audit("exchange", path)
     code = _renameat2(one, other, _RENAME_EXCHANGE, dir_fd)
     if code and code not in UNSUPPORTED:
@@ -205,12 +240,12 @@ def exchange_names(one: str, other: str, *, dir_fd: int, path: str) -> bool:
     return not code
 
 
-def look_up_anew(dir_fd: int, path: str) -> None:
-    """Make this host look names up anew in a directory that it has just changed (NFS).
+def invalidate_lookups(dir_fd: int, path: str) -> None:
+    """Make this host's NFS client drop its cached lookups in a directory that it has just changed.
 
-    A client renames on the server by name, but in its cache it moves the entry that it knew: if another host had given
-    the name to another directory meanwhile, the new name shows the wrong one until the client sees that the parent has
-    changed again. So its modification time is set. Where that is not allowed nothing is done.
+    A client renames by name on the server, but moves its own cached entry. If another host had given the old name to
+    another directory meanwhile, the new name shows the wrong directory until the client notices another change of the
+    parent. Setting the parent's modification time is such a change. Without permission for that nothing is done.
     """
     if mount_of(path).is_network:
         audit("touch", path)
@@ -218,13 +253,13 @@ def look_up_anew(dir_fd: int, path: str) -> None:
             os.utime(dir_fd)
 
 
-def settle(*dir_fds: int, path: str) -> None:
-    """Change directories once more after a change that others wait for, where their listings may be cached (NFS).
+def invalidate_listings(*dir_fds: int, path: str) -> None:
+    """Make other hosts' NFS clients drop cached listings of directories that have just been changed.
 
-    A client of NFS 3 keeps a listing while the directory's modification time is the same, and two changes within one
-    tick of the server's clock have the same time: whoever listed between the two would not see the second. So the
-    modification time is set to the server's present time, at least one tick later. Unlike a name that is made and
-    removed, that leaves nothing behind if this process is killed. `path` says on which file system the directories lie.
+    An NFS 3 client keeps a listing while the directory's modification time is the same. Two changes within one tick of
+    the server's clock have the same time, so a client that listed between the two would not see the second. Therefore
+    the modification time is set to the server's present time, at least one tick later. Unlike making and removing a
+    file, that leaves nothing behind if this process is killed. `path` is a path on the same file system.
     """
     if not mount_of(path).is_network:
         return

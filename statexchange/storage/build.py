@@ -1,15 +1,16 @@
-"""A build: one checkpoint directory under construction, which appears under its name as a whole or not at all.
+"""The interface of a build: one checkpoint directory under construction, which appears whole or not at all.
 
-`open_build` begins one at a local path (directory_build.py) or at an fsspec URL (object_build.py); the two have
-protocols of their own, explained at the top of their files.
+open_build.py opens a build at a local path (directory_build.py) or at an fsspec URL (object_build.py). The top of each
+of these files explains its protocol.
 
-Guarantees of every build:
+A build goes through the states *open* (files are created, written and recorded), then *committed* or *abandoned*. It
+guarantees:
 
-1. The name appears only when all files are complete and durable.
-2. Exactly one of several concurrent publishers succeeds, the others get TargetExistsError.
-3. Only the directory checked at the start is replaced.
-4. Only files that a record proves to be ours are removed.
-5. The next publisher to the same name cleans up after a killed one.
+1. The target's name appears only when all files are complete and durable.
+2. Of several concurrent publishers exactly one succeeds; the others get TargetExistsError.
+3. Only the directory that was checked when the build began is replaced.
+4. Only files that a record proves to be of a statexchange publisher are removed.
+5. The next publisher to the same name cleans up after one that was killed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from statexchange.errors import StorageError, TargetExistsError
 from statexchange.processes import Owner
 from statexchange.storage.files import Buffer
-from statexchange.storage.store import Store, is_url
+from statexchange.storage.store import Store
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,8 +37,6 @@ __all__ = [
     "ReplaceCheck",
     "active_builds",
     "busy_error",
-    "check_build",
-    "open_build",
     "removed_error",
     "target_exists",
 ]
@@ -48,9 +47,9 @@ must not be replaced."""
 
 
 class ActiveBuilds:
-    """The nonces of all builds of this process that have not ended. Safe for several threads.
+    """The nonces of this process's open builds. Thread-safe.
 
-    A forked child inherits none of them.
+    Each nonce is stored with the pid, so that a forked child has none.
     """
 
     def __init__(self) -> None:
@@ -58,17 +57,17 @@ class ActiveBuilds:
         self._active: set[tuple[int, str]] = set()  # pid and nonce
 
     def add(self, nonce: str) -> None:
-        """Add a build that begins."""
+        """Add an open build."""
         with self._lock:
             self._active.add((os.getpid(), nonce))
 
     def discard(self, nonce: str) -> None:
-        """Remove a build that has ended."""
+        """Remove a committed or abandoned build."""
         with self._lock:
             self._active.discard((os.getpid(), nonce))
 
     def is_active(self, nonce: str) -> bool:
-        """Whether a build of this process has this nonce."""
+        """Whether an open build of this process has this nonce."""
         with self._lock:
             return (os.getpid(), nonce) in self._active
 
@@ -77,26 +76,32 @@ active_builds = ActiveBuilds()
 
 
 def busy_error(owner: Owner | None, path: str) -> TargetExistsError:
-    """Return the error for a target to which `owner` is publishing; None if that process is unknown."""
+    """Return the error for a target to which `owner` is publishing; `owner` is None if the process is unknown."""
     who = "another process" if owner is None else str(owner)
     return TargetExistsError(f"{who} is publishing to this target: wait for it, or choose another path", path=path)
 
 
 def target_exists(path: str) -> TargetExistsError:
-    """Return the error for a target that exists and may not be replaced."""
+    """Return the error for a target that exists while overwriting is not allowed."""
     return TargetExistsError("the target exists; overwrite=True (--overwrite) replaces it", path=path)
 
 
 def removed_error(path: str) -> StorageError:
-    """Return the error for a file of a build that is gone although the build has not removed it."""
+    """Return the error for a file of a build that another process has removed."""
     text = "another process removed this file during publishing: check for cleanup jobs, then publish again"
     return StorageError(text, errno=errno.ENOENT, path=path)
 
 
 class OutputFile(ABC):
-    """A large file of a build. Its first bytes, `header`, are written after all others, where the store allows it.
+    """A large file of a build.
 
-    Attributes: `path` (of a local file where it lies now), `header`, `is_reserved` (its room is reserved).
+    A local file gets its header last, so that an unfinished file is never mistaken for a finished one. Objects are
+    written from begin to end.
+
+    Attributes:
+        path: where the file lies during the build.
+        header: the first bytes of the file.
+        is_reserved: whether disk space for all its bytes is reserved.
     """
 
     path: str
@@ -105,22 +110,26 @@ class OutputFile(ABC):
 
     @abstractmethod
     def write(self, data: Buffer, at: int) -> None:
-        """Write `data` at byte `at`; into an object store in order, from the end of `header` on."""
+        """Write `data` at byte `at`; into an object store in order, starting after `header`."""
 
     @abstractmethod
     def finish(self, *, writes_header: bool = True) -> None:
-        """Make the file complete and durable; `header` is written unless another process has written it in place."""
+        """Write the header, unless another process has written it in place, and make the file durable."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release descriptors and uploads; a file that is not finished is not wanted any more."""
+        """Release descriptors and uploads; an unfinished upload is cancelled."""
 
 
 class Build(ABC):
-    """One directory under construction. Ends in `commit` or `abandon`, which is the default of a with block.
+    """One checkpoint directory under construction. Root only.
 
-    Attributes: `path` (of the target), `building_path` (where its files lie now), `finished` (facts by name of the
-    output files that an interrupted publisher of the same plan had finished). Root only.
+    Call `commit` or `abandon` at the end; leaving a with block abandons an uncommitted build.
+
+    Attributes:
+        path: the target.
+        building_path: where the files lie until `commit`.
+        finished: metadata by name of the output files that an interrupted publisher of the same plan had finished.
     """
 
     path: str
@@ -129,82 +138,37 @@ class Build(ABC):
 
     @abstractmethod
     def create(self, name: str, nbytes: int, header: bytes) -> OutputFile:
-        """Make an output file of `nbytes` bytes, of which `header` are the first. Safe for several threads."""
+        """Create an output file of `nbytes` bytes that begins with `header`. Thread-safe."""
 
     @abstractmethod
     def put(self, name: str, data: Buffer) -> None:
-        """Write a small file, whose name must be free."""
+        """Write a small file durably; its name must not exist."""
 
     @abstractmethod
-    def record(self, name: str, facts: Any) -> None:
-        """Record that an output file is finished, with facts (JSON), for whoever resumes after a kill."""
+    def record(self, name: str, metadata: Any) -> None:
+        """Record that an output file is finished, with JSON metadata, for a publisher that resumes this build."""
 
     @abstractmethod
     def make_probe(self) -> str:
-        """Return a path that exists where this directory is seen, and nowhere else, until `commit`."""
+        """Create a file with a random name and return its path: a host on which it exists sees this directory.
+
+        It is removed by `commit`.
+        """
 
     @abstractmethod
     def commit(self, name: str, data: Buffer) -> None:
-        """Write the last file and give the directory its name: it is there whole and durable when this returns.
+        """Write the last file and give the directory its name; both are durable on return.
 
-        Raises TargetExistsError if another publisher was first.
+        Raises:
+            TargetExistsError: another publisher was first.
         """
 
     @abstractmethod
     def abandon(self) -> None:
-        """Remove what was built, unless it was committed. Does nothing the second time."""
+        """Remove all files of an uncommitted build. A second call does nothing."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.abandon()
-
-
-def open_build(
-    path: str,
-    plan_digest: str,
-    names: Sequence[str],
-    *,
-    check: ReplaceCheck | None,
-    reuse: bool = False,
-    resume: bool = False,
-) -> Build:
-    """Begin to build the directory `path` (an absolute path or a URL), which will hold files of these `names`.
-
-    Args:
-        path: the target.
-        plan_digest: 32 hex digits; with `reuse` they must stand for every byte of the output files.
-        names: of all files; the last one is the one that `commit` writes.
-        check: called with a directory that is at `path`, before it is replaced; None if none may be replaced.
-        reuse: keep the output files that a killed publisher of the same plan had finished.
-        resume: the user says that all publishers that have left something here are dead; else that must be proved.
-
-    Raises:
-        TargetExistsError: the target exists and `check` is None, or another process is publishing to it.
-        UnsafeError: something lies there that is no directory of ours.
-        UnsupportedError: the store cannot be written.
-        StorageError, InvalidArgumentError.
-    """
-    if is_url(path):
-        from statexchange.storage.object_build import ObjectBuild  # and with it fsspec, only for a URL
-
-        return ObjectBuild(path, plan_digest, names, check=check, resume=resume)
-    from statexchange.storage.directory_build import DirectoryBuild
-
-    return DirectoryBuild(path, plan_digest, check=check, reuse=reuse, resume=resume)
-
-
-def check_build(path: str, manifest: str, *, check: ReplaceCheck | None, nbytes: int, resume: bool) -> None:
-    """Check, without changing anything, whether `open_build` would accept the target. Raises what it would raise.
-
-    `manifest` is the name of the file that `commit` writes; `nbytes` is the room that all files together need.
-    """
-    if is_url(path):
-        from statexchange.storage.object_build import check_url
-
-        check_url(path, manifest, check)
-        return
-    from statexchange.storage.directory_build import check_directory
-
-    check_directory(path, check, nbytes, resume=resume)

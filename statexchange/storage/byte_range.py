@@ -14,9 +14,13 @@ __all__ = ["ByteRange"]
 class ByteRange:
     """The position of one box's bytes in a file, and their known digests.
 
-    The first element starts at byte `begin` of `file`. Without `strides` all `nbytes` of the box follow in C order;
-    else index i lies ``sum(i * strides)`` elements further. `digest` is that of the box's bytes in C order, where it is
-    known; `parts` are blocks of the box (in the tensor's coordinates) whose digests are known.
+    Attributes:
+        file: the opened file.
+        begin: offset in the file, in bytes, of the box's first element.
+        nbytes: size of the box.
+        digest: digest of the box's bytes in C order; None if it is not known.
+        strides: elements from one index to the next in each dim; None if the box is one run in C order.
+        parts: blocks of the box, in the tensor's coordinates, with their known digests.
     """
 
     file: StoredFile

@@ -1,7 +1,13 @@
-"""The claim: the object in a directory of an object store that names the process publishing there.
+"""The claim: an object in a directory of an object store that names the process publishing there.
 
-A store has no directory to rename and no locks. A publisher creates the claim exclusively, renews it while it writes,
-and removes it when it has put the manifest. object_build.py explains the protocol; readers only need `claim_of`.
+An object store can neither rename a directory nor lock one, so the claim stands for both:
+
+* absent: no process publishes here. A manifest, if there is one, describes a whole checkpoint.
+* present, no manifest: a publisher is writing, or died while it wrote. Readers refuse the directory.
+* present, manifest present: a publisher is about to remove the claim, or died just before. The checkpoint is whole.
+
+Only the publisher writes the claim: it creates it exclusively, renews it while it writes, and removes it after the
+manifest. After a failure another publisher replaces it. object_build.py has the protocol; readers need only `claim_of`.
 """
 
 from __future__ import annotations
@@ -26,10 +32,16 @@ _MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A publisher's claim: its process, start time, plan digest and the objects it may put.
+    """A publisher's claim.
 
-    `names` also lists objects of earlier publishers, which it removes; `versions` has the store's version of each
-    object that it has put. `renewal` is a counter, so that no two contents of a claim are equal.
+    Attributes:
+        nonce: random digits that identify the build.
+        owner: the publisher's process.
+        since: start time, in ISO format.
+        plan: digest of the merge plan.
+        names: objects that the publisher may put, and objects of earlier publishers that it will remove.
+        versions: the store's version of each object that the publisher has put.
+        renewal: counter of renewals, so that no two contents of a claim are equal.
     """
 
     nonce: str
@@ -42,7 +54,7 @@ class Claim:
 
     @classmethod
     def new(cls, nonce: str, plan: str, names: tuple[str, ...]) -> Claim:
-        """Return a claim of this process that begins now."""
+        """Return a claim of this process with the present time."""
         from datetime import datetime, timezone  # for writers only
 
         since = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -64,7 +76,7 @@ class Claim:
 
     @classmethod
     def parse(cls, data: bytes, path: str) -> Claim:
-        """Return what `to_bytes` wrote; anything else is a CorruptError."""
+        """Return the claim that `to_bytes` encoded; raise CorruptError for anything else."""
         raw: Any = parse_json(data, path)
         try:
             if raw["schema"] != _SCHEMA or type(raw["renewal"]) is not int:
@@ -85,9 +97,9 @@ class Claim:
 
 
 def claim_of(store: Store) -> str | None:
-    """Describe the process that is publishing, or was interrupted while publishing, in a directory; None without one.
+    """Describe the process that publishes in a directory or was interrupted there; None without a claim.
 
-    A directory with a claim and without a manifest is being written; with a manifest it is whole. Not collective.
+    Not collective.
     """
     if CLAIM_NAME not in store.listing:
         return None

@@ -1,29 +1,38 @@
-"""Build a directory on a file system: under a hidden name beside the target, then renamed; whole or not there.
+"""Build a directory on a file system: under a hidden name beside the target, then renamed to the target's name.
 
-Names, all in the target's parent directory, `nonce` being 64 random bits that each publisher draws; a long name is cut
-in them (`files.hidden_stem`):
+**Names.** All lie in the target's parent directory. Each publisher draws a `nonce` of 64 random bits and writes only
+names with its nonce. Long target names are cut (`files.hidden_prefix`).
 
-* ``.<name>.<nonce>.owner``: the owner record, a symbolic link that leads nowhere. Its target is JSON text that says
-  which process on which host the nonce belongs to. It is durable before anything else of that nonce is made, and
-  removed last, so nothing of ours is ever without one.
+* ``.<name>.<nonce>.owner``: the owner record, a symbolic link whose target is JSON text: the process and host of the
+  nonce. It is durable before anything else of that nonce is made and is removed last, so that every hidden directory
+  has one.
 * ``.<name>.<plan>.<nonce>.partial``: the directory under construction. `plan` is the digest of the merge plan.
-* ``.<name>.<nonce>.replaced``: the old directory, while it is replaced where two names cannot be exchanged.
-* ``.<name>.<nonce>.discarded``: a directory whose files are being removed. It is renamed first, so that nobody who
-  still builds in it can publish a part of it.
-* ``.<name>.lock``: a file lock, on file systems of this host only. It and the owner records of live processes of this
-  host make the second of two publishers fail at once. Nothing else rests on them: over NFS a lock may mean nothing,
-  or be answered after half a minute.
+* ``.<name>.<nonce>.replaced``: the old directory, between the two renames of a replacement (see atomic.py).
+* ``.<name>.<nonce>.discarded``: a directory whose files are being removed. It is renamed before the first removal, so
+  that a process that still builds in it can never publish a part of it.
+* ``.<name>.lock``: a file lock, only on file systems of this host. With the owner records of this host's live processes
+  it makes the second of two publishers fail at once. Correctness does not depend on it: over NFS a lock may have no
+  effect, or be granted after half a minute.
 
-A publisher looks for others first and writes its own record afterwards, so two that begin at the same time never
-refuse each other; then the rename decides. Replacing is a compare-and-swap: only the directory that was looked at when
-the build began is replaced. After the exchange (or after the old one was moved aside) the publisher looks at what it
-got; if that is another directory, it puts it back and fails. A target that was absent is renamed to exclusively.
+**Steps of a publisher**: look for other publishers; write the owner record; complete an interrupted replacement; check
+the target; remove the leftovers of dead publishers or take over a directory of the same plan; make the partial
+directory; write its files; commit.
 
-Who comes next removes what belongs to owners that are provably dead, or takes over the directory of the same plan by
-renaming it to its own nonce, which exactly one of several can do. It completes a replacement that was interrupted
-between its two renames (atomic.py): the new directory, whole by then, gets the name. What belongs to a process of
-another host or boot is left alone unless the user says that it is dead. A record counts, and the directories of its
-nonce with it, only if it has the owner (uid) that a file made there just now gets: a server may map uids.
+* The look precedes the record, so two publishers that start at the same time never refuse each other. The final rename
+  decides between them.
+* Replacing is a compare-and-swap. Only the directory that was checked when the build began is replaced. After the
+  exchange (or after the old directory was set aside) the publisher compares the directory it got; if it is another
+  one, it puts that back and fails. If the target was absent, the rename is exclusive.
+
+**After a failure.** `abandon` removes everything under the nonce. After a kill, the next publisher to this target finds
+the record:
+
+* Its owner has provably ended: the leftovers are removed. A partial directory of the same plan is taken over instead,
+  by renaming it to the new nonce, which exactly one of several publishers can do.
+* The replacement was interrupted between its two renames: the new directory, which is complete, gets the name.
+* Its owner is a process of another host or boot: the leftovers stay, unless the user says that it has ended.
+* The record, or a directory of its nonce, has another uid than a file that this process makes there: both are ignored.
+  (Compared with a new file rather than with this process's uid, because an NFS server may map uids.)
 """
 
 from __future__ import annotations
@@ -55,10 +64,10 @@ from statexchange.storage import files
 from statexchange.storage.atomic import (
     exchange_names,
     identity_of,
-    look_up_anew,
+    invalidate_listings,
+    invalidate_lookups,
     new_nonce,
     rename_new,
-    settle,
     write_new,
 )
 from statexchange.storage.build import (
@@ -71,7 +80,7 @@ from statexchange.storage.build import (
     target_exists,
 )
 from statexchange.storage.json_text import MAX_MANIFEST_BYTES, parse_json
-from statexchange.storage.local import open_path
+from statexchange.storage.local import open_local
 from statexchange.storage.mounts import Mount, mount_of, warn_of_options
 
 if TYPE_CHECKING:
@@ -80,20 +89,20 @@ if TYPE_CHECKING:
 __all__ = ["DirectoryBuild", "check_directory", "open_for_writing"]
 
 _log = logging.getLogger(__name__)
-_BROKEN_RECORD_S = 60.0  # an owner record that is not whole by then was left by a process that died while it wrote
-_STAT_BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's
-_EMPTYING_S = 3.0  # how long files that others still hold open may keep a directory on NFS from being removed
+_BROKEN_RECORD_S = 60.0  # a record still incomplete after that was left by a process that died while writing it
+_STAT_BLOCK_BYTES = 512  # the unit of st_blocks on every file system
+_EMPTYING_S = 3.0  # how long open files of other processes may keep a directory on NFS from being removed
 _OPEN_EXISTING = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _Identity = tuple[int, int, int]
 
 
 @dataclass(slots=True)
 class _Leftover:
-    """All files and directories beside the target that carry one nonce."""
+    """All files and directories beside the target with one nonce."""
 
     nonce: str
     owner: Owner | None = None
-    """None if the record is absent or not whole."""
+    """None if the record is absent or incomplete."""
     record: os.stat_result | None = None
     partials: dict[str, str] = field(default_factory=dict)
     """Hidden name by plan digest."""
@@ -111,18 +120,20 @@ class _Leftover:
             return "unknown"
         if self.owner == Owner.current():
             return "alive" if active_builds.is_active(self.nonce) else "dead"
-        return "dead" if self.owner.is_dead else "alive" if self.owner.is_alive else "unknown"
+        if self.owner.is_dead:
+            return "dead"
+        return "alive" if self.owner.is_alive else "unknown"
 
 
 def _leftovers(name: str, dir_fd: int, parent: str) -> list[_Leftover]:
-    """Return what publishers have under hidden names beside the target `name`, by nonce."""
+    """Return what publishers have left under hidden names beside the target `name`, by nonce."""
     pattern = re.compile(
-        re.escape(files.hidden_stem(name))
+        re.escape(files.hidden_prefix(name))
         + r"\.(?:(?P<plan>[0-9a-f]{32})\.(?P<of>[0-9a-f]{16})\.partial"
         + r"|(?P<nonce>[0-9a-f]{16})\.(?P<kind>owner|replaced|discarded))"
     )
     found: dict[str, _Leftover] = {}
-    for entry in files.names_in(dir_fd, parent):
+    for entry in files.list_names(dir_fd, parent):
         match = pattern.fullmatch(entry)
         if match is None:
             continue
@@ -155,7 +166,7 @@ def _parts(path: str) -> tuple[str, str]:
     """Return the parent and the name of a target."""
     parent, name = os.path.split(path)
     if not name:
-        raise InvalidArgumentError("not a place for a checkpoint", path=path)
+        raise InvalidArgumentError("not a path for a checkpoint: it has no name", path=path)
     nbytes = len(os.fsencode(name))
     if nbytes > files.NAME_MAX:
         raise InvalidArgumentError(
@@ -166,10 +177,9 @@ def _parts(path: str) -> tuple[str, str]:
 
 
 def check_directory(path: str, check: ReplaceCheck | None, nbytes: int, *, resume: bool) -> None:
-    """Check, without changing anything, whether a build of `nbytes` bytes at `path` would accept the target.
+    """Raise what a build of `nbytes` bytes at `path` would raise for the target, without changing anything.
 
-    Raises what it would raise. What dead publishers have left does not count as taken: their room becomes free, or
-    their files are taken over.
+    Disk space of dead publishers' files counts as free: a build removes or reuses them.
     """
     parent, name = _parts(path)
     dir_fd, nearest = files.open_nearest(parent)
@@ -182,7 +192,7 @@ def check_directory(path: str, check: ReplaceCheck | None, nbytes: int, *, resum
             is_there = files.stat_of(name, dir_fd, path) is not None
             if check is None and (is_there or any(_interrupted(leftovers))):
                 raise target_exists(path)
-            files.check_writable(dir_fd, parent)  # here, as in a build
+            files.check_writable(dir_fd, parent)  # in the same order of errors as in a build
             if is_there or not any(_interrupted(leftovers)):
                 looked = _check_target(path, dir_fd, check)
                 if looked is not None:
@@ -196,25 +206,26 @@ def check_directory(path: str, check: ReplaceCheck | None, nbytes: int, *, resum
 
 def _check_mount(mount: Mount, path: str) -> None:
     if mount.has_no_files:
-        raise StorageError(f"cannot make files here: {mount.kind} shows the kernel", errno=errno.ENOENT, path=path)
+        text = f"cannot make files here: {mount.kind} is an interface of the kernel"
+        raise StorageError(text, errno=errno.ENOENT, path=path)
 
 
 def _room_of(leftover: _Leftover, dir_fd: int, parent: str) -> int:
-    """Return the bytes on disk of a publisher's unfinished directories; of what cannot be looked at, 0."""
-    if leftover.owner is None or leftover.replaced:  # it is left alone, or is about to get the target's name
+    """Return the bytes on disk of a publisher's unfinished directories; what cannot be read counts 0."""
+    if leftover.owner is None or leftover.replaced:  # a build would not remove it, or would give it the target's name
         return 0
     taken = 0
     for name in leftover.partials.values():
         path = os.path.join(parent, name)
         with contextlib.suppress(StateExchangeError), files.directory(name, dir_fd, path) as partial_fd:
-            for entry in files.names_in(partial_fd, path):
+            for entry in files.list_names(partial_fd, path):
                 found = files.stat_of(entry, partial_fd, path)
                 taken += 0 if found is None else getattr(found, "st_blocks", 0) * _STAT_BLOCK_BYTES
     return taken
 
 
-def _another(path: str, why: str) -> TargetExistsError:
-    return TargetExistsError(f"refused: another publisher {why}; what lies there now was left as it is", path=path)
+def _conflict(path: str, what: str) -> TargetExistsError:
+    return TargetExistsError(f"refused: another publisher {what}; the present target was not changed", path=path)
 
 
 def _refuse_others(leftovers: Iterable[_Leftover], path: str) -> None:
@@ -224,7 +235,10 @@ def _refuse_others(leftovers: Iterable[_Leftover], path: str) -> None:
 
 
 def _interrupted(leftovers: Iterable[_Leftover]) -> Iterator[tuple[_Leftover, str]]:
-    """Yield whose replacement was interrupted between its two renames, if the target is absent, and the new one."""
+    """Yield each leftover whose replacement may have been interrupted between its two renames, and the new directory.
+
+    It was interrupted if the target is absent too.
+    """
     for leftover in leftovers:
         if leftover.replaced and leftover.owner is not None:
             for partial in leftover.partials.values():
@@ -232,11 +246,16 @@ def _interrupted(leftovers: Iterable[_Leftover]) -> Iterator[tuple[_Leftover, st
 
 
 def _check_target(path: str, dir_fd: int, check: ReplaceCheck | None) -> tuple[int, _Identity] | None:
-    """Check what is at the target, and open it.
+    """Check the target and open it.
 
-    Return None if nothing is at the target, else (fd, identity). The caller closes fd; it stays open so that the inode
-    number is not reused. Raises TargetExistsError (check is None, or the target was replaced meanwhile), UnsafeError,
-    and what `check` raises.
+    Returns:
+        None if the target is absent, else (fd, identity). The caller closes fd; while it is open, the inode number is
+        not reused.
+
+    Raises:
+        TargetExistsError: `check` is None, or the target was replaced during the check.
+        UnsafeError: the target is no directory.
+        StateExchangeError: what `check` raises.
     """
     parent, name = os.path.split(path)
     found = files.stat_of(name, dir_fd, path)
@@ -250,13 +269,13 @@ def _check_target(path: str, dir_fd: int, check: ReplaceCheck | None) -> tuple[i
     fd = files.open_directory(name, dir_fd, path)
     try:
         identity = _identity(files.fstat_of(fd, path))
-        store, _ = open_path(parent)
+        store, _ = open_local(parent)
         try:
             check(store.below(name))
         finally:
             store.close()
         if _identity_at(name, dir_fd, path) != identity:
-            raise _another(path, "replaced the target meanwhile")
+            raise _conflict(path, "replaced the target meanwhile")
     except BaseException:
         os.close(fd)
         raise
@@ -264,7 +283,7 @@ def _check_target(path: str, dir_fd: int, check: ReplaceCheck | None) -> tuple[i
 
 
 def _refuse_old_leftovers(path: str, dir_fd: int) -> None:
-    """Raise UnsafeError for an interrupted replacement of version 0.1, whose name does not prove an owner."""
+    """Raise UnsafeError for an interrupted replacement of version 0.1, which has no owner record."""
     waiting = f".{os.path.basename(path)}.replacement"
     if len(os.fsencode(waiting)) <= files.NAME_MAX and files.stat_of(waiting, dir_fd, path) is not None:
         raise UnsafeError(
@@ -275,7 +294,7 @@ def _refuse_old_leftovers(path: str, dir_fd: int) -> None:
 
 
 def _identity(found: os.stat_result) -> _Identity:
-    """Return (device, inode, mtime). The time is included because inode numbers are reused."""
+    """Return (device, inode, mtime); inode numbers alone are reused."""
     return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
@@ -285,7 +304,7 @@ def _identity_at(name: str, dir_fd: int, path: str) -> _Identity | None:
 
 
 class DirectoryFile(OutputFile):
-    """A file of a `DirectoryBuild`, in which several processes may write. It is open only while it is written."""
+    """A file of a `DirectoryBuild`, which several processes may write. It is opened by the first write."""
 
     def __init__(self, path: str, header: bytes, *, is_reserved: bool) -> None:
         self.path = path
@@ -312,12 +331,12 @@ class DirectoryFile(OutputFile):
     def close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            with contextlib.suppress(OSError):  # its bytes are not wanted
+            with contextlib.suppress(OSError):  # the file will be removed
                 os.close(fd)
 
 
 def open_for_writing(path: str) -> int:
-    """Return a descriptor of a file that root has made, for writing in place. Not collective."""
+    """Return a descriptor for writing in place to a file that root has created. Not collective."""
     files.audit("open", path)
     try:
         return os.open(path, _OPEN_EXISTING)
@@ -332,12 +351,12 @@ def open_for_writing(path: str) -> int:
 
 
 class DirectoryBuild(Build):
-    """A directory under construction on a file system; the protocol is at the top of this file."""
+    """A directory under construction on a file system. The top of this file explains the protocol."""
 
     def __init__(self, path: str, plan_digest: str, *, check: ReplaceCheck | None, reuse: bool, resume: bool) -> None:
         self.path = path
         self._parent, self._name = _parts(path)
-        self._stem = files.hidden_stem(self._name)
+        self._stem = files.hidden_prefix(self._name)
         self._nonce = new_nonce()
         self._partial = f"{self._stem}.{plan_digest}.{self._nonce}.partial"
         self._replaced, self._discarded, self._record = (
@@ -349,7 +368,7 @@ class DirectoryBuild(Build):
         self._pid = os.getpid()
         self._outputs: list[DirectoryFile] = []
         self._probes: list[str] = []
-        self._claimed = 0  # bytes of files whose room is not reserved
+        self._unreserved = 0  # bytes of created files whose disk space is not reserved
         self._lock: FileLock | None = None
         self._dir_fd = self._old_fd = -1
         self._own: tuple[int, int] | None = None
@@ -371,13 +390,14 @@ class DirectoryBuild(Build):
 
     def _begin(self, plan_digest: str, *, reuse: bool, resume: bool) -> None:
         self._acquire_lock()
+        # Before the record: of two publishers that start together, both pass, and the final rename decides.
         leftovers = _leftovers(self._name, self._parent_fd, self._parent)
         _refuse_others(leftovers, self.path)
         if self._check is None and files.stat_of(self._name, self._parent_fd, self.path) is not None:
             raise target_exists(self.path)
-        record = self._write_record()
+        record = self._write_record()  # durable before anything else of this nonce
         ours = [one for one in leftovers if self._is_ours(one, record)]
-        self._complete_replacements(leftovers, ours)
+        self._complete_replacements(leftovers, ours)  # before the target is checked: it may get its name here
         looked = _check_target(self.path, self._parent_fd, self._check)
         if looked is not None:
             self._old_fd, self._old = looked
@@ -389,28 +409,29 @@ class DirectoryBuild(Build):
         self._keep_finished()
 
     def _acquire_lock(self) -> None:
-        """Take the file lock where it belongs to this host alone; where there are no locks go on without."""
+        """Take the file lock on a file system of this host; go on without it if there are no locks."""
         if self._mount.is_network:
             return
         lock = FileLock(os.path.join(self._parent, f"{self._stem}.lock"), thread_local=False)
         files.audit("lock", lock.lock_file)
         try:
             lock.acquire(timeout=0)
-        except Timeout:  # filelock also waits for a file that cannot be made
+        except Timeout:  # filelock also times out if it cannot make the file
             if files.stat_of(os.path.basename(lock.lock_file), self._parent_fd, self.path) is not None:
                 raise busy_error(None, self.path) from None
             return
-        except (OSError, NotImplementedError):  # if nothing can be made here at all, the owner record says so
+        except (OSError, NotImplementedError):  # if no file can be made here, writing the owner record reports it
             with contextlib.suppress(OSError):
                 os.unlink(lock.lock_file)
             return
         self._lock = lock
 
     def _write_record(self) -> os.stat_result:
-        """Make the owner record: the target of a symbolic link, which is there whole or not at all, or else a file.
+        """Make the owner record durably and return its attributes.
 
-        A file could be there and still be empty when its writer dies; nobody could then prove whose it was. Few file
-        systems have no symbolic links: FAT, and some that network or user-space servers offer.
+        It is a symbolic link, because a link is created with its content. A file could be left empty by a writer that
+        dies, and its owner could not be proved. File systems without symbolic links (FAT, some network and user-space
+        ones) get a file.
         """
         path = os.path.join(self._parent, self._record)
         text = json.dumps(Owner.current().to_json())
@@ -433,20 +454,20 @@ class DirectoryBuild(Build):
             fd = files.create_file(self._record, self._parent_fd, path)
         except StorageError as error:
             why = os.strerror(error.errno) if error.errno is not None else error.message
-            text = f"cannot make anything in the target's directory: {why}; choose a target that you may write"
+            text = f"cannot write in the target's directory: {why}; choose a directory that you may write"
             raise StorageError(text, errno=error.errno, path=self.path) from error
         try:
             files.audit("write", path)
             files.pwrite_all(fd, data, 0, path)
             files.sync_file(fd, path)
         except BaseException:
-            with contextlib.suppress(OSError):  # the first failure counts
+            with contextlib.suppress(OSError):  # report the first failure
                 os.close(fd)
             raise
         files.close_file(fd, path)
 
     def _is_ours(self, leftover: _Leftover, record: os.stat_result) -> bool:
-        """Whether the record, and the directories under its nonce, belong to the user that this process is there."""
+        """Whether the record and the directories of its nonce have the uid of this process's own record."""
         if leftover.record is None or leftover.record.st_uid != record.st_uid:
             return False
         for name in leftover.directories:
@@ -456,7 +477,7 @@ class DirectoryBuild(Build):
         return True
 
     def _complete_replacements(self, leftovers: Iterable[_Leftover], ours: Sequence[_Leftover]) -> None:
-        """Give the target's name to a whole directory that was to replace it when its publisher was interrupted."""
+        """Rename a complete directory to the target's name if its publisher died between the two renames."""
         if files.stat_of(self._name, self._parent_fd, self.path) is not None:
             return
         for leftover, partial in _interrupted(leftovers):
@@ -470,7 +491,7 @@ class DirectoryBuild(Build):
             try:
                 rename_new(partial, self._name, dir_fd=self._parent_fd, path=self.path)
             except TargetExistsError:
-                return  # somebody else was faster
+                return  # another publisher has completed it
             except StorageError as error:
                 if error.errno != errno.ENOENT:
                     raise
@@ -482,13 +503,14 @@ class DirectoryBuild(Build):
     def _clear(
         self, leftovers: Iterable[_Leftover], record: os.stat_result, plan_digest: str | None, *, resume: bool
     ) -> None:
-        """Remove what dead publishers have left, or take over a directory of this plan."""
+        """Remove the leftovers of dead publishers, or take over a directory of this plan."""
         unknown = []
         for leftover in leftovers:
             if leftover.owner is None:
                 age_s = (record.st_mtime_ns - leftover.record.st_mtime_ns) / 1e9 if leftover.record else 0.0
-                if age_s > _BROKEN_RECORD_S and not leftover.directories:  # both times are the file system's
-                    self._remove_name(leftover)
+                # Both times come from the file system, so clocks of hosts are not compared.
+                if age_s > _BROKEN_RECORD_S and not leftover.directories:
+                    self._remove_record_of(leftover)
                 continue
             if leftover.state != "dead" and not resume:
                 unknown.append(leftover)
@@ -501,14 +523,14 @@ class DirectoryBuild(Build):
             hidden = [*leftover.directories, f"{self._stem}.{leftover.nonce}.owner"]
             _log.warning(
                 "%s: %s is publishing here, or was interrupted and left %s: if it has ended, resume=True (--resume) "
-                "of a merge removes that, or goes on with it",
+                "of a merge removes or reuses these files",
                 self.path,
                 leftover.owner,
                 ", ".join(hidden),
             )
 
     def _take_over(self, partial: str) -> None:
-        """Give a dead publisher's directory our nonce; another publisher may have been faster."""
+        """Rename a dead publisher's directory to this nonce, unless another publisher did so first."""
         try:
             rename_new(partial, self._partial, dir_fd=self._parent_fd, path=self.building_path)
         except StorageError as error:
@@ -518,22 +540,22 @@ class DirectoryBuild(Build):
         self._own = identity_of(self._partial, self._parent_fd, self.building_path)
 
     def _remove(self, leftover: _Leftover) -> None:
-        """Remove a dead publisher's directories, then its record. A failure is logged: the next one tries again."""
+        """Remove a dead publisher's directories, then its record. A failure is logged: the next build tries again."""
         if leftover.replaced and files.stat_of(self._name, self._parent_fd, self.path) is None:
-            return  # the only copy of what was there
+            return  # the only copy of the old checkpoint
         try:
             for name in leftover.directories:
                 self._discard(name, f"{self._stem}.{leftover.nonce}.discarded")
-            self._remove_name(leftover)
+            self._remove_record_of(leftover)  # last: it proves the owner of the directories
         except StateExchangeError as error:
-            _log.warning("what an interrupted publisher left stays: %s", error)
+            _log.warning("cannot remove what an interrupted publisher left: %s", error)
 
-    def _remove_name(self, leftover: _Leftover) -> None:
+    def _remove_record_of(self, leftover: _Leftover) -> None:
         name = f"{self._stem}.{leftover.nonce}.owner"
         files.remove_file(name, os.path.join(self._parent, name), self._parent_fd)
 
     def _discard(self, name: str, discarded: str) -> None:
-        """Remove a directory of plain files, under another name."""
+        """Rename a directory of plain files to `discarded`, then remove it."""
         path = os.path.join(self._parent, discarded)
         if name != discarded:
             if files.stat_of(name, self._parent_fd, path) is None:
@@ -544,12 +566,12 @@ class DirectoryBuild(Build):
             except StorageError as error:
                 if error.errno != errno.ENOENT:
                     raise
-                return  # somebody else removes it
+                return  # another process removes it
         deadline = time.monotonic() + (_EMPTYING_S if self._mount.is_network else 0.0)
         while files.stat_of(discarded, self._parent_fd, path) is not None:
             with files.directory(discarded, self._parent_fd, path) as dir_fd:
-                for entry in files.names_in(dir_fd, path):
-                    if not entry.startswith(".nfs"):  # a file that somebody has open, gone when it is closed
+                for entry in files.list_names(dir_fd, path):
+                    if not entry.startswith(".nfs"):  # a removed file that is still open: NFS removes it when closed
                         files.remove_file(entry, os.path.join(path, entry), dir_fd)
             if files.remove_directory(discarded, self._parent_fd, path):
                 return
@@ -560,49 +582,49 @@ class DirectoryBuild(Build):
             time.sleep(0.05)
 
     def _keep_finished(self) -> None:
-        """Keep the finished files of a directory that was taken over, each with its receipt, and nothing else."""
-        names = files.names_in(self._dir_fd, self.building_path)
+        """In a directory that was taken over, keep finished files with their receipts and remove everything else."""
+        names = files.list_names(self._dir_fd, self.building_path)
         for name in names:
             if _receipt(name) in names:
-                facts = self._finished_facts(name)
-                if facts is not None:
-                    self.finished[name] = facts
+                metadata = self._finished_metadata(name)
+                if metadata is not None:
+                    self.finished[name] = metadata
         kept = {*self.finished, *map(_receipt, self.finished)}
         for name in set(names) - kept:
             files.remove_file(name, os.path.join(self.building_path, name), self._dir_fd)
 
-    def _finished_facts(self, name: str) -> Any:
-        """Return the facts of a finished output file; None unless its receipt is whole and fits."""
+    def _finished_metadata(self, name: str) -> Any:
+        """Return the metadata of a finished output file; None unless its receipt is complete and fits the file."""
         path = os.path.join(self.building_path, name)
         try:
             data = files.read_small(_receipt(name), self._dir_fd, path, MAX_MANIFEST_BYTES)
             raw: Any = parse_json(data, path)
-            size, mtime_ns, facts = raw
+            size, mtime_ns, metadata = raw
             found = files.stat_of(name, self._dir_fd, path)
         except (CorruptError, UnsafeError, NotFoundError, TypeError, ValueError):
             return None
         is_same = found is not None and stat.S_ISREG(found.st_mode) and _size_and_time(found) == [size, mtime_ns]
-        return facts if is_same else None
+        return metadata if is_same else None
 
     # Building
 
     def create(self, name: str, nbytes: int, header: bytes) -> DirectoryFile:
-        """Make a file with all its room reserved. Room in memory is only looked for: to reserve it is to write it."""
+        """Create a file and reserve its disk space; on tmpfs, which would write zeros, only check the free space."""
         path = os.path.join(self.building_path, name)
         fd = files.create_file(name, self._dir_fd, path)
         try:
             is_reserved = False
             if self._mount.is_memory:
-                self._claimed += nbytes
-                files.check_room(fd, self._claimed, path)
+                self._unreserved += nbytes
+                files.check_room(fd, self._unreserved, path)
             else:
                 is_reserved = files.reserve(fd, nbytes, path)
             try:
                 os.ftruncate(fd, nbytes)
             except OSError as error:
-                raise StorageError.of(error, f"make {nbytes} bytes of room", path=path) from error
+                raise StorageError.of(error, f"extend the file to {nbytes} bytes", path=path) from error
         except BaseException:
-            with contextlib.suppress(OSError):  # the first failure counts
+            with contextlib.suppress(OSError):  # report the first failure
                 os.close(fd)
             raise
         files.close_file(fd, path)
@@ -615,14 +637,14 @@ class DirectoryBuild(Build):
         path = os.path.join(self.building_path, name)
         write_new(self._dir_fd, name, [data], nbytes=memoryview(data).nbytes, path=path, mode=0o666)
 
-    def record(self, name: str, facts: Any) -> None:
-        """Write the receipt of an output file beside it."""
+    def record(self, name: str, metadata: Any) -> None:
+        """Write the receipt of a finished output file beside it: size, modification time and metadata."""
         path = os.path.join(self.building_path, name)
         found = files.stat_of(name, self._dir_fd, path)
         if found is None:
             raise removed_error(path)
-        self.put(_receipt(name), json.dumps([*_size_and_time(found), facts], separators=(",", ":")).encode())
-        self.finished[name] = facts
+        self.put(_receipt(name), json.dumps([*_size_and_time(found), metadata], separators=(",", ":")).encode())
+        self.finished[name] = metadata
 
     def make_probe(self) -> str:
         """Make an empty file with a random name."""
@@ -634,28 +656,28 @@ class DirectoryBuild(Build):
     # Ending
 
     def commit(self, name: str, data: files.Buffer) -> None:
-        """Write the last file, then rename the directory to its name or exchange it with the old one."""
+        """Write the last file, then rename the directory to the target's name or exchange it with the old one."""
         self.put(name, data)
         for hidden in [*map(_receipt, self.finished), *self._probes]:
             files.remove_file(hidden, os.path.join(self.building_path, hidden), self._dir_fd)
-        files.sync_directory(self._dir_fd, self.building_path)
+        files.sync_directory(self._dir_fd, self.building_path)  # all names are durable before the rename
         if self._old is not None and self._is_replaceable():
             if not self._exchange():
                 self._move_aside()
                 self._move_in()
         else:
             self._rename_exclusively()
-        files.sync_directory(self._parent_fd, self.path)
+        files.sync_directory(self._parent_fd, self.path)  # the new name is durable before success is reported
         self._is_published = True
         self._end()
 
     def _is_replaceable(self) -> bool:
-        """Look at the target once more: False if it is gone, an error if it is not what it was at the beginning."""
+        """Check the target again: False if it is absent; an error if it is not the directory checked at the start."""
         found = _identity_at(self._name, self._parent_fd, self.path)
         if found is None:
             return False  # removed, or another publisher is between two renames: the next rename decides
         if found != self._old:
-            raise _another(self.path, "replaced or changed the target meanwhile")
+            raise _conflict(self.path, "replaced or changed the target meanwhile")
         looked = _check_target(self.path, self._parent_fd, self._check)
         if looked is None:
             return False
@@ -666,37 +688,38 @@ class DirectoryBuild(Build):
         try:
             rename_new(self._partial, self._name, dir_fd=self._parent_fd, path=self.path)
         except TargetExistsError:
-            raise _another(self.path, "was first") from None
+            raise _conflict(self.path, "was first") from None
         except StorageError as error:
-            raise self._lost(error) from error
+            raise self._rename_error(error) from error
 
-    def _lost(self, error: StorageError) -> StateExchangeError:
-        """Return the error of a rename: our directory may have been taken over by who was told that we are dead."""
+    def _rename_error(self, error: StorageError) -> StateExchangeError:
+        """Return the error for a failed rename: with `resume`, another publisher may have taken over the directory."""
         if error.errno == errno.ENOENT and identity_of(self._partial, self._parent_fd, self.path) is None:
-            return _another(self.path, "took this one for dead (--resume) and went on with its directory")
+            return _conflict(self.path, "took this one for dead (--resume) and went on with its directory")
         return error
 
     def _exchange(self) -> bool:
-        """Exchange the new directory with the old one; False where the file system cannot."""
+        """Exchange the new directory with the old one; return False if the file system cannot."""
         try:
             if not exchange_names(self._partial, self._name, dir_fd=self._parent_fd, path=self.path):
                 return False
         except StorageError as error:
             if error.errno == errno.ENOENT:
                 if identity_of(self._partial, self._parent_fd, self.path) is None:
-                    raise self._lost(error) from error
-                raise _another(self.path, "removed the target meanwhile") from error
+                    raise self._rename_error(error) from error
+                raise _conflict(self.path, "removed the target meanwhile") from error
             raise
+        # The target may have been replaced between the check and the exchange: compare what was exchanged.
         if _identity_at(self._partial, self._parent_fd, self.path) != self._old:
             self._undo_exchange()
-            raise _another(self.path, "replaced the target meanwhile")
+            raise _conflict(self.path, "replaced the target meanwhile")
         return True
 
     def _undo_exchange(self) -> None:
         files.audit("undo exchange", self.path)
         exchange_names(self._partial, self._name, dir_fd=self._parent_fd, path=self.path)
         if identity_of(self._partial, self._parent_fd, self.path) != self._own:
-            # A third publisher replaced ours while it lay there: what it published must stay.
+            # A third publisher replaced this build's directory meanwhile: its checkpoint must stay published.
             exchange_names(self._partial, self._name, dir_fd=self._parent_fd, path=self.path)
 
     def _move_aside(self) -> None:
@@ -706,50 +729,50 @@ class DirectoryBuild(Build):
             if error.errno == errno.ENOENT:
                 return  # removed, or moved aside by another publisher: the next rename decides
             raise
-        look_up_anew(self._parent_fd, self._parent)  # else the old directory is seen, whatever was moved
+        invalidate_lookups(self._parent_fd, self._parent)  # else the old directory is seen, whatever was moved
         if _identity_at(self._replaced, self._parent_fd, self.path) != self._old:
             self._put_back()
-            raise _another(self.path, "replaced the target meanwhile")
+            raise _conflict(self.path, "replaced the target meanwhile")
 
     def _move_in(self) -> None:
         try:
             rename_new(self._partial, self._name, dir_fd=self._parent_fd, path=self.path)
         except TargetExistsError:
-            raise _another(self.path, "was first") from None
+            raise _conflict(self.path, "was first") from None
         except StorageError as error:
-            # If ours is gone while the old one lies aside, another publisher has completed the replacement for us.
+            # If the new directory is gone and the old one lies aside, another publisher has completed the replacement.
             if error.errno != errno.ENOENT or identity_of(self._partial, self._parent_fd, self.path) is not None:
                 raise
             if identity_of(self._replaced, self._parent_fd, self.path) is None:
-                raise self._lost(error) from error
+                raise self._rename_error(error) from error
 
     def _put_back(self) -> None:
-        """Give the name back to what was moved aside, unless another publisher has taken it meanwhile."""
+        """Rename the directory that was moved aside back to the target, unless another publisher has taken the name."""
         try:
             rename_new(self._replaced, self._name, dir_fd=self._parent_fd, path=self.path)
         except TargetExistsError:
             if _identity_at(self._replaced, self._parent_fd, self.path) != self._old:
-                # It is another publisher's: it gets a name of no nonce of ours, so that nobody removes it.
+                # It is another publisher's checkpoint. A name without this nonce keeps it from being removed.
                 kept = f"{self._stem}.{new_nonce()}.kept"
                 rename_new(self._replaced, kept, dir_fd=self._parent_fd, path=os.path.join(self._parent, kept))
                 shown = os.path.join(self._parent, kept)
-                _log.warning("%s: two others published here; the first one's directory lies at %s", self.path, shown)
+                _log.warning("%s: two others published here; the first one's directory is now at %s", self.path, shown)
 
     def abandon(self) -> None:
-        """Remove what was built, unless it was committed. A failure is logged: the next publisher tries again."""
-        if self._has_ended or os.getpid() != self._pid:  # a forked child owns nothing
+        """Remove an uncommitted build. A failure is logged: the next publisher to this target tries again."""
+        if self._has_ended or os.getpid() != self._pid:  # a forked child must not remove its parent's files
             return
         try:
             for output in self._outputs:
                 output.close()
             self._undo()
         except StateExchangeError as error:
-            _log.warning("what was built to be %s stays until the next publication: %s", self.path, error)
+            _log.warning("files of the abandoned build of %s stay until the next publication: %s", self.path, error)
         finally:
             self._end()
 
     def _undo(self) -> None:
-        """Put the target back if an interrupt came between the steps that replace it."""
+        """Restore the target if an interrupt came between the steps of a replacement."""
         if self._is_published:
             return
         if identity_of(self._replaced, self._parent_fd, self.path) is not None:
@@ -759,17 +782,17 @@ class DirectoryBuild(Build):
             self._undo_exchange()
 
     def _end(self) -> None:
-        """Remove all that is left under our nonce, the record last, and free the lock."""
+        """Remove all names of this nonce, the record last, and release the lock."""
         try:
             self._clear_own()
-            if self._is_published:  # other hosts are to see neither the old names nor those that were just removed
-                self._settle()
+            if self._is_published:  # other hosts must see neither the old names nor those just removed
+                self._invalidate_listings()
         finally:
             self._has_ended = True
             active_builds.discard(self._nonce)
             if self._lock is not None:
-                with contextlib.suppress(OSError):  # an empty file that stays does no harm
-                    os.unlink(self._lock.lock_file)  # while it is held, so that no name of ours stays
+                with contextlib.suppress(OSError):  # an empty lock file does no harm
+                    os.unlink(self._lock.lock_file)  # leaves no name; later the lock may be another publisher's
                 self._lock.release()
             os.close(self._parent_fd)
 
@@ -783,16 +806,16 @@ class DirectoryBuild(Build):
             if is_clear and files.stat_of(self._record, self._parent_fd, self.path) is not None:
                 files.remove_file(self._record, os.path.join(self._parent, self._record), self._parent_fd)
         except StateExchangeError as error:
-            _log.warning("a directory that is not needed any more stays until the next publication: %s", error)
+            _log.warning("cannot remove an obsolete directory; the next publication tries again: %s", error)
 
-    def _settle(self) -> None:
+    def _invalidate_listings(self) -> None:
         try:
-            settle(self._parent_fd, path=self._parent)
-        except StateExchangeError as error:  # it is published; another host may see it a little later
-            _log.warning("hosts that listed the directory meanwhile may see %s late: %s", self.path, error)
+            invalidate_listings(self._parent_fd, path=self._parent)
+        except StateExchangeError as error:  # the checkpoint is published all the same
+            _log.warning("hosts that have just listed the directory may see %s late: %s", self.path, error)
 
     def _discard_own(self) -> bool:
-        """Remove the directories under our nonce; False if one of them is not ours to remove."""
+        """Remove the directories of this nonce; return False if one of them is another publisher's."""
         all_gone = True
         for name in (self._partial, self._replaced, self._discarded):
             found = _identity_at(name, self._parent_fd, self.path)
@@ -800,7 +823,7 @@ class DirectoryBuild(Build):
                 continue
             target = identity_of(self._name, self._parent_fd, self.path)
             is_ours = found[:2] == self._own or self._own is None or found == self._old or name == self._discarded
-            # If we have published and the target is absent, the next publisher is between its two renames.
+            # After publishing, an absent target means that the next publisher is between its two renames.
             is_only_copy = name == self._replaced and target is None and not self._is_published
             if is_ours and not is_only_copy:
                 self._discard(name, self._discarded)
@@ -810,10 +833,10 @@ class DirectoryBuild(Build):
 
 
 def _receipt(name: str) -> str:
-    """Return the name of the file beside an output file that says that it is finished."""
-    return f"{files.hidden_stem(name)}.finished"
+    """Return the name of the receipt beside a finished output file."""
+    return f"{files.hidden_prefix(name)}.finished"
 
 
 def _size_and_time(found: os.stat_result) -> list[int]:
-    """Return [size, mtime_ns], which detects a finished file that was touched."""
+    """Return [size, mtime_ns], to detect a finished file that was changed."""
     return [found.st_size, found.st_mtime_ns]

@@ -1,7 +1,7 @@
-"""Local files and directories: system calls on descriptors, with the checks that NFS and full disks made necessary.
+"""System calls on local files and directories, by descriptors, with the checks that NFS and full disks require.
 
-Directories are opened through their parent, which makes NFS look the name up anew: a name that was absent at an earlier
-look would else stay absent for as long as the directory's attributes are cached (30 s by default).
+Directories are opened through their parent: opening the parent makes an NFS client revalidate its cache. Otherwise a
+name that was absent once would stay absent until the directory's cached attributes expire (30 s by default).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ __all__ = [
     "create_file",
     "directory",
     "fstat_of",
-    "hidden_stem",
+    "hidden_prefix",
     "libc",
+    "list_names",
     "make_directory",
     "make_path",
-    "names_in",
     "open_directory",
     "open_file",
     "open_nearest",
@@ -56,7 +56,7 @@ __all__ = [
     "sync_file",
 ]
 
-WINDOW_BYTES = 2 << 20  # what the processor's cache holds while it is read, hashed and written
+WINDOW_BYTES = 2 << 20  # fits the processor's cache while it is read, digested and written
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
@@ -65,7 +65,7 @@ _BINARY = getattr(os, "O_BINARY", 0)
 _DIRECTORY = getattr(os, "O_DIRECTORY", 0)
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
-# The handle of a directory that was removed on an NFS server is stale, and all names in it are gone.
+# ESTALE: the directory was removed on the NFS server, and all names in it with it.
 _GONE = (errno.ENOENT, errno.ESTALE)
 NAME_MAX = 255  # bytes of a file's name
 _MAX_ENDING = len(f".{'0' * 32}.{'0' * 16}.partial")  # of hidden names; directory_build.py lists them
@@ -77,10 +77,10 @@ def audit(call: str, path: str) -> None:
     sys.audit("statexchange.storage", call, path)
 
 
-def hidden_stem(name: str) -> str:
-    """Return how hidden names beside a file or directory begin: with a dot and its name.
+def hidden_prefix(name: str) -> str:
+    """Return the beginning of hidden names beside a file or directory: a dot and its name.
 
-    A name that is too long for the endings of hidden names is cut, and a digest of all of it added.
+    A name too long for the endings of hidden names is cut and a digest of the whole name added.
     """
     encoded, room = os.fsencode(name), NAME_MAX - 1 - _MAX_ENDING
     if len(encoded) <= room:
@@ -93,10 +93,19 @@ def hidden_stem(name: str) -> str:
 
 
 def open_directory(path: str, dir_fd: int | None = None, shown: str | None = None) -> int:
-    """Return a descriptor of an existing directory, looked up anew on NFS.
+    """Return a descriptor of an existing directory.
 
-    Below another directory (`dir_fd`) a symbolic link is refused. `shown` is the full path for messages. Raises
-    NotFoundError, also for what is no directory; UnsafeError for a link or file below `dir_fd`; StorageError.
+    An absolute path is opened through its parent, so that an NFS client revalidates the name (close-to-open).
+
+    Args:
+        path: the path, or a name in `dir_fd`.
+        dir_fd: descriptor of the parent; then a symbolic link is refused.
+        shown: full path for messages.
+
+    Raises:
+        NotFoundError: there is no such directory.
+        UnsafeError: `dir_fd` is given and the name is a link or a file.
+        StorageError: it cannot be opened.
     """
     shown = shown or path
     audit("open directory", shown)
@@ -115,7 +124,7 @@ def open_directory(path: str, dir_fd: int | None = None, shown: str | None = Non
 
 
 def _open_through_parent(path: str, flags: int) -> int:
-    """Open a directory through its parent; where that is absent too, from further above down."""
+    """Open a directory through its parent; if the parent is absent too, through the grandparent, and so on."""
     parent, name = os.path.split(path.rstrip(os.sep))
     if name in ("", ".", ".."):
         return os.open(path, flags)
@@ -127,13 +136,13 @@ def _open_through_parent(path: str, flags: int) -> int:
 
 
 def open_parent(parent: str, flags: int = os.O_RDONLY | _DIRECTORY | _CLOEXEC) -> int:
-    """Return a descriptor of a directory for looking up names in it, for which its own name is looked up anew."""
+    """Return a descriptor of a directory in which names will be looked up."""
     parent = parent or "."
     try:
         return os.open(parent, flags)
     except FileNotFoundError:
         return _open_through_parent(parent, flags)
-    except PermissionError:  # others may be allowed to pass through a directory, but not to list it
+    except PermissionError:  # search permission without read permission is enough for O_PATH
         return os.open(parent, flags | getattr(os, "O_PATH", 0))
 
 
@@ -147,7 +156,7 @@ def directory(path: str, dir_fd: int | None = None, shown: str | None = None) ->
         os.close(fd)
 
 
-def names_in(dir_fd: int, path: str) -> list[str]:
+def list_names(dir_fd: int, path: str) -> list[str]:
     """Return the names in an open directory, sorted."""
     audit("list", path)
     try:
@@ -157,7 +166,7 @@ def names_in(dir_fd: int, path: str) -> list[str]:
 
 
 def stat_of(name: str, dir_fd: int, path: str, *, follow: bool = False) -> os.stat_result | None:
-    """Return what lies under `name` in an open directory; None if nothing does."""
+    """Return the attributes of `name` in an open directory; None if it does not exist."""
     try:
         return os.stat(name, dir_fd=dir_fd, follow_symlinks=follow)
     except FileNotFoundError:
@@ -167,7 +176,7 @@ def stat_of(name: str, dir_fd: int, path: str, *, follow: bool = False) -> os.st
 
 
 def make_directory(name: str, dir_fd: int, path: str, mode: int = 0o700) -> bool:
-    """Make the directory `name` in another one, and its name durable; return whether it was new."""
+    """Make the directory `name` in another one durably; return whether it was new."""
     audit("mkdir", path)
     try:
         os.mkdir(name, mode, dir_fd=dir_fd)
@@ -180,7 +189,7 @@ def make_directory(name: str, dir_fd: int, path: str, mode: int = 0o700) -> bool
 
 
 def make_path(path: str, mode: int = 0o700) -> None:
-    """Make the directory at an absolute path, and the directories above it, where they are missing."""
+    """Make the directory at an absolute path and its missing parents."""
     try:
         os.close(open_directory(path))
     except NotFoundError:
@@ -193,10 +202,11 @@ def make_path(path: str, mode: int = 0o700) -> None:
 
 
 def open_nearest(path: str) -> tuple[int, str]:
-    """Return a descriptor and the path of the directory at an absolute path or, if it is missing, of the nearest one
-    above, in which `make_path` would begin.
+    """Return a descriptor and the path of a directory, or, if it is missing, of its nearest existing parent.
 
-    Raises NotFoundError if something else lies there; StorageError, also for a name that is too long.
+    Raises:
+        NotFoundError: a file lies there.
+        StorageError: it cannot be opened, or a name is too long.
     """
     while True:
         try:
@@ -209,7 +219,7 @@ def open_nearest(path: str) -> tuple[int, str]:
 
 
 def check_writable(dir_fd: int, path: str) -> None:
-    """Raise StorageError if this process may make no files in an open directory, by what the system says of it."""
+    """Raise StorageError if this process has no permission to make files in an open directory."""
     ids = {"effective_ids": True} if os.access in os.supports_effective_ids else {}
     if not os.access(".", os.W_OK | os.X_OK, dir_fd=dir_fd, **ids):
         is_read_only = os.fstatvfs(dir_fd).f_flag & os.ST_RDONLY
@@ -218,7 +228,7 @@ def check_writable(dir_fd: int, path: str) -> None:
 
 
 def remove_directory(name: str, dir_fd: int, path: str) -> bool:
-    """Remove an empty directory; return False if it is not empty (on NFS a file that is open counts) or gone."""
+    """Remove an empty directory; return False if it is not empty (on NFS, an open file counts) or does not exist."""
     audit("rmdir", path)
     try:
         os.rmdir(name, dir_fd=dir_fd)
@@ -230,7 +240,7 @@ def remove_directory(name: str, dir_fd: int, path: str) -> bool:
 
 
 def sync_directory(dir_fd: int, path: str) -> None:
-    """Make the names in a directory durable, where the system can."""
+    """Make the names in a directory durable; do nothing on a file system that cannot."""
     audit("sync directory", path)
     try:
         os.fsync(dir_fd)
@@ -240,10 +250,10 @@ def sync_directory(dir_fd: int, path: str) -> None:
 
 
 def check_private(dir_fd: int, path: str) -> None:
-    """Raise UnsafeError for a directory in which others could change what lies there.
+    """Raise UnsafeError for a directory in which another user could change files.
 
-    It must belong to this user or to root. A server may map users (root_squash, all_squash): then what this user makes
-    there belongs to the same other one as the directory.
+    The directory must belong to this user or to root. An NFS server may map users (root_squash, all_squash); then it
+    is enough that a new file of this process gets the same owner as the directory.
     """
     found = fstat_of(dir_fd, path)
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -255,14 +265,14 @@ def check_private(dir_fd: int, path: str) -> None:
 
 
 def _owner_of_new(dir_fd: int, path: str) -> int | None:
-    """Return who owns a file that this process makes in a directory; None if it may not make one."""
+    """Return the uid that a new file of this process gets in a directory; None if it may not make one."""
     name = f".probe-{secrets.token_hex(8)}"
     try:
         fd = create_file(name, dir_fd, path)
     except StorageError:
         return None
     try:
-        remove_file(name, path, dir_fd)  # first, so that it vanishes with this process
+        remove_file(name, path, dir_fd)  # before the look at its owner, so that nothing is left if this process dies
         return fstat_of(fd, path).st_uid
     finally:
         os.close(fd)
@@ -272,8 +282,11 @@ def _owner_of_new(dir_fd: int, path: str) -> int | None:
 
 
 def open_file(path: str, dir_fd: int, shown: str | None = None, *, follow: bool = False) -> int:
-    """Return a read-only descriptor of a regular file; a FIFO, which would block, is an UnsafeError, as is a symbolic
-    link unless `follow`. `shown` is the full path for messages."""
+    """Return a read-only descriptor of a regular file.
+
+    Raises UnsafeError for anything else (opening a FIFO would block), and for a symbolic link unless `follow` is True.
+    `shown` is the full path for messages.
+    """
     shown = shown or path
     audit("open", shown)
     flags = os.O_RDONLY | _NONBLOCK | _CLOEXEC | _BINARY | (0 if follow else _NOFOLLOW)
@@ -305,7 +318,7 @@ def fstat_of(fd: int, path: str) -> os.stat_result:
 
 
 def read_error(error: OSError, doing: str, path: str) -> StorageError:
-    """Return the error for a failed look at a file; an NFS handle that is stale means that the file is gone."""
+    """Return the error for a failed read; ESTALE on NFS becomes ReplacedError, as the file is gone."""
     if error.errno == errno.ESTALE:
         text = f"cannot {doing}: replaced or removed on the server meanwhile; open it again"
         return ReplacedError(text, errno=error.errno, path=path)
@@ -313,7 +326,7 @@ def read_error(error: OSError, doing: str, path: str) -> StorageError:
 
 
 def create_file(name: str, dir_fd: int, path: str, mode: int = 0o666) -> int:
-    """Return a descriptor of a new, empty file, for reading and writing; TargetExistsError if the name exists."""
+    """Create an empty file and return a descriptor for reading and writing; TargetExistsError if the name exists."""
     audit("create", path)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _CLOEXEC | _BINARY
     try:
@@ -325,7 +338,7 @@ def create_file(name: str, dir_fd: int, path: str, mode: int = 0o666) -> int:
 
 
 def pread_into(fd: int, buffer: memoryview, offset: int, path: str) -> None:
-    """Fill `buffer` from `offset`; a file that ends before that is a CorruptError."""
+    """Fill `buffer` from `offset`; raise CorruptError if the file ends before."""
     done = 0
     try:
         while done < len(buffer):
@@ -340,7 +353,7 @@ def pread_into(fd: int, buffer: memoryview, offset: int, path: str) -> None:
 
 
 def pwrite_all(fd: int, buffer: Buffer, offset: int, path: str) -> None:
-    """Write all of `buffer` at `offset`. A short count is no error to the system, so it is checked here."""
+    """Write all of `buffer` at `offset`; pwrite may write less than it was given, without an error."""
     view = memoryview(buffer)
     view = view.cast("B") if view.nbytes else memoryview(b"")  # an empty array's view cannot be cast
     done = 0
@@ -355,7 +368,10 @@ def pwrite_all(fd: int, buffer: Buffer, offset: int, path: str) -> None:
 
 
 def sync_file(fd: int, path: str) -> None:
-    """Make a file's bytes durable. After a failure write the file anew: a second sync would report success."""
+    """Make a file's bytes durable.
+
+    After a failure the file must be written again: the kernel drops the failed pages, and a second fsync succeeds.
+    """
     audit("sync", path)
     try:
         os.fsync(fd)
@@ -364,7 +380,7 @@ def sync_file(fd: int, path: str) -> None:
 
 
 def close_file(fd: int, path: str) -> None:
-    """Close a file that was written: the system may report a full quota or a lost server only now."""
+    """Close a written file and report errors: a full quota or a lost server may appear only here."""
     try:
         os.close(fd)
     except OSError as error:
@@ -372,7 +388,7 @@ def close_file(fd: int, path: str) -> None:
 
 
 def remove_file(name: str, path: str, dir_fd: int) -> None:
-    """Remove a file; one that is gone already is no error."""
+    """Remove a file; do nothing if it does not exist."""
     audit("unlink", path)
     try:
         os.unlink(name, dir_fd=dir_fd)
@@ -388,7 +404,7 @@ def check_size(size: int, limit: int, path: str) -> None:
 
 
 def bytes_of(size: int, read_into: Callable[[memoryview], None]) -> bytes:
-    """Return `size` bytes that `read_into` fills in; they are in memory once, not twice."""
+    """Return `size` bytes that `read_into` fills in, without a second copy in memory."""
     data = io.BytesIO(bytes(size))
     with data.getbuffer() as buffer:
         read_into(buffer)
@@ -396,7 +412,7 @@ def bytes_of(size: int, read_into: Callable[[memoryview], None]) -> bytes:
 
 
 def read_small(name: str, dir_fd: int, path: str, limit: int = 64 << 20) -> bytes:
-    """Return all bytes of a file of an open directory; one of more than `limit` bytes is a CorruptError."""
+    """Return all bytes of a file in an open directory; raise CorruptError if it has more than `limit`."""
     fd = open_file(name, dir_fd, path)
     try:
         size = fstat_of(fd, path).st_size
@@ -406,11 +422,11 @@ def read_small(name: str, dir_fd: int, path: str, limit: int = 64 << 20) -> byte
         os.close(fd)
 
 
-# Room
+# Disk space
 
 
 def reserve(fd: int, nbytes: int, path: str, begin: int = 0) -> bool:
-    """Reserve `nbytes` of a file from `begin` on, so that a full disk is noticed now. False if the system cannot."""
+    """Reserve `nbytes` of a file from `begin` on, so that a full disk is an error now. False if unsupported."""
     code = _fallocate(fd, begin, nbytes) if nbytes else 0
     if code and code not in UNSUPPORTED:
         raise StorageError(f"cannot reserve {nbytes} bytes: {os.strerror(code)}", errno=code, path=path)
@@ -418,7 +434,7 @@ def reserve(fd: int, nbytes: int, path: str, begin: int = 0) -> bool:
 
 
 def check_room(fd: int, nbytes: int, path: str) -> None:
-    """Raise StorageError if the file system of an open file has no `nbytes` free now. Nothing is reserved."""
+    """Raise StorageError if the file system of an open file has fewer than `nbytes` free; reserve nothing."""
     found = os.fstatvfs(fd)
     free = found.f_bavail * found.f_frsize
     if found.f_blocks and free < nbytes:  # a tmpfs without a limit reports no blocks
@@ -427,15 +443,17 @@ def check_room(fd: int, nbytes: int, path: str) -> None:
 
 
 def _fallocate(fd: int, begin: int, nbytes: int) -> int:
-    """Return the errno of the system call, which can refuse; `os.posix_fallocate` would write into each block."""
+    """Return the errno of fallocate(2), or 0. Where it is unsupported, `os.posix_fallocate` would write every block."""
     call = libc("fallocate")
-    code = errno.EINTR
-    while code == errno.EINTR:
-        result = call(fd, 0, ctypes.c_int64(begin), ctypes.c_int64(nbytes)) if call else -1
-        code = (ctypes.get_errno() if call else errno.ENOSYS) if result else 0
-    return code
+    if call is None:
+        return errno.ENOSYS
+    while call(fd, 0, ctypes.c_int64(begin), ctypes.c_int64(nbytes)):
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            return code
+    return 0
 
 
 def libc(name: str) -> Callable[..., int] | None:
-    """Return a function of Linux's C library that Python lacks."""
+    """Return a function of Linux's C library that Python has no wrapper for; None elsewhere."""
     return getattr(ctypes.CDLL(None, use_errno=True), name, None) if sys.platform.startswith("linux") else None

@@ -1,7 +1,8 @@
-"""Objects of an fsspec file system: ranges of them are read as they are asked for, from one version of each.
+"""Read objects of an fsspec file system, byte range by byte range.
 
-An object is pinned by what its store says of its version (an ETag, a generation, a time). Stores answer a range of
-whatever version is the newest, so the version is looked at again after reading (`check_unchanged`).
+An object is pinned by the version that its store gives (an ETag, a generation or a time). A store answers a range
+request from the newest version, whatever was opened; so the reader compares the version again after reading
+(`check_unchanged`).
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from statexchange.errors import (
     secrets_of,
     without_secrets,
 )
-from statexchange.storage.store import Kind, Store, StoredFile
+from statexchange.storage.store import EntryKind, Store, StoredFile
 
-__all__ = ["FsspecStore", "file_system", "open_url", "storage_errors", "version_in"]
+__all__ = ["FsspecStore", "file_system", "open_url", "storage_errors", "version_of_info"]
 
 _TAGS = ("ETag", "etag", "md5Hash", "generation")
 _TIMES = ("LastModified", "last_modified", "mtime", "updated", "created")
@@ -55,7 +56,7 @@ def storage_errors(doing: str, url: str) -> Iterator[None]:
     except OSError as error:
         why = _without(f"{error.strerror or error}", url)
         raise StorageError(f"cannot {doing}: {why}", errno=error.errno, path=url) from _cause(error, url)
-    except Exception as error:  # noqa: BLE001 (it is raised again, in our terms)
+    except Exception as error:  # noqa: BLE001 (it is translated)
         why = _without(f"{type(error).__name__}: {error}", url)
         raise StorageError(f"cannot {doing}: {why}", path=url) from _cause(error, url)
 
@@ -67,7 +68,7 @@ def _without(text: str, url: str) -> str:
 
 
 def _cause(error: Exception, url: str) -> Exception | None:
-    """Return the error as the cause to be shown in a traceback; None where it could show secrets of the URL."""
+    """Return the error as the cause for a traceback; None if it could show secrets of the URL."""
     return None if secrets_of(url) else error
 
 
@@ -77,7 +78,7 @@ def file_system(url: str) -> tuple[Any, str]:
 
     for inner in url.split("::")[1:]:
         _check_regular(inner.removeprefix("file://"), url)
-    with storage_errors("open", url):  # of a chain of URLs the inner ones may be opened at once
+    with storage_errors("open", url):  # in a chain of URLs, fsspec may open the inner ones here
         try:
             found: tuple[Any, str] = url_to_fs(url)
             return found
@@ -102,10 +103,10 @@ def _check_regular(path: str, url: str) -> None:
         raise UnsafeError("refused: not a regular file", path=url)
 
 
-def version_in(facts: Mapping[str, Any]) -> str | None:
-    """Return what a store's facts say of an object's version; None if they say nothing."""
-    tags = [str(facts[key]) for key in _TAGS if facts.get(key) is not None]
-    found = tags or [str(facts[key]) for key in _TIMES if facts.get(key) is not None]
+def version_of_info(info: Mapping[str, Any]) -> str | None:
+    """Return the version in a store's info about an object; None if it has none."""
+    tags = [str(info[key]) for key in _TAGS if info.get(key) is not None]
+    found = tags or [str(info[key]) for key in _TIMES if info.get(key) is not None]
     return " ".join(found) if found else None
 
 
@@ -114,15 +115,17 @@ class FsspecFile(StoredFile):
 
     is_remote = True
 
-    def __init__(self, system: Any, path: str, url: str, facts: Mapping[str, Any]) -> None:
+    def __init__(self, system: Any, path: str, url: str, info: Mapping[str, Any]) -> None:
         self.path = without_secrets(url)
         self._system = system
         self._path = path
         self._url = url
-        if facts.get("size") is None:
-            raise UnsupportedError("this server does not say how large the file is: copy it here first", path=self.path)
-        self.size = int(facts["size"])
-        self._version = version_in(facts)
+        if info.get("size") is None:
+            raise UnsupportedError(
+                "this server does not report the file's size: copy the file here first", path=self.path
+            )
+        self.size = int(info["size"])
+        self._version = version_of_info(info)
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         if not len(buffer):
@@ -145,15 +148,15 @@ class FsspecFile(StoredFile):
         try:
             with storage_errors("look up", self._url):
                 self._system.invalidate_cache()
-                facts = self._system.info(self._path)
+                info = self._system.info(self._path)
         except NotFoundError:
             raise ReplacedError("removed while it was read", path=self.path) from None
-        if (facts.get("size"), version_in(facts)) != (self.size, self._version):
+        if (info.get("size"), version_of_info(info)) != (self.size, self._version):
             raise ReplacedError("replaced or changed while it was read: read it again", path=self.path)
 
     @property
     def version(self) -> list[str | int]:
-        # Where the store says nothing of versions, no later look can be known to find the same one.
+        # Without a version from the store, equality with a later version can never be proved.
         return [self.path, self.size, self._version or secrets.token_hex(8)]
 
     @property
@@ -174,44 +177,44 @@ class FsspecStore(Store):
         self._url = url.rstrip("/")
         self._system = system
         self._path = path.rstrip("/")
-        self._facts: dict[str, Mapping[str, Any]] = {}
+        self._infos: dict[str, Mapping[str, Any]] = {}
         self._opened: dict[str, FsspecFile] = {}
 
     def add(self, name: str, file: FsspecFile) -> None:
-        """Have `open` return this file, whose URL may hold more than its name (a query)."""
+        """Make `open(name)` return this file, whose URL may have a query after the name."""
         self._opened[name] = file
 
-    def _list(self) -> dict[str, Kind]:
+    def _list(self) -> dict[str, EntryKind]:
         with storage_errors("list", self._url):
             self._system.invalidate_cache()
             entries = self._system.ls(self._path, detail=True)
-        found: dict[str, Kind] = {}
-        for facts in entries:
-            name = str(facts["name"]).rstrip("/").rpartition("/")[2]
+        found: dict[str, EntryKind] = {}
+        for info in entries:
+            name = str(info["name"]).rstrip("/").rpartition("/")[2]
             if name:
-                self._facts[name] = facts
-                found[name] = "directory" if facts.get("type") == "directory" else "file"
+                self._infos[name] = info
+                found[name] = "directory" if info.get("type") == "directory" else "file"
         return found
 
     def open(self, name: str) -> FsspecFile:
         """Pin the version of an object."""
         if name in self._opened:
             return self._opened[name]
-        facts = self._facts.get(name)
+        info = self._infos.get(name)
         url = f"{self._url}/{name}"
-        if facts is None or not any(facts.get(key) is not None for key in _TAGS):
-            # A listing may write a time otherwise than a look at the object itself does.
+        if info is None or not any(info.get(key) is not None for key in _TAGS):
+            # A listing may format a time differently than the info of a single object does.
             with storage_errors("look up", url):
-                facts = self._system.info(f"{self._path}/{name}")
-        return FsspecFile(self._system, f"{self._path}/{name}", url, facts)
+                info = self._system.info(f"{self._path}/{name}")
+        return FsspecFile(self._system, f"{self._path}/{name}", url, info)
 
     def below(self, name: str, *, private: bool = False) -> FsspecStore:  # noqa: ARG002 (a store has no such rights)
-        """The objects below one more name."""
+        """Return the store of the objects below `name`; nothing is requested."""
         return FsspecStore(f"{self._url}/{name}", self._system, f"{self._path}/{name}")
 
     def is_current(self) -> bool:
-        """Whether what was listed or opened is still there unchanged: a store has no directory that could be pinned."""
-        before = {name: (facts.get("size"), version_in(facts)) for name, facts in self._facts.items()}
+        """Whether all listed and opened objects are unchanged: an object store has no directory to pin."""
+        before = {name: (info.get("size"), version_of_info(info)) for name, info in self._infos.items()}
         try:
             for file in self._opened.values():
                 file.check_unchanged()
@@ -221,21 +224,21 @@ class FsspecStore(Store):
             again.listing  # noqa: B018
         except (NotFoundError, StorageError):
             return False
-        return before == {name: (facts.get("size"), version_in(facts)) for name, facts in again._facts.items()}
+        return before == {name: (info.get("size"), version_of_info(info)) for name, info in again._infos.items()}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no descriptors are open."""
 
 
 def open_url(url: str) -> tuple[FsspecStore, str | None]:
-    """Open what lies below a URL; of an object what holds it, and the object's name."""
+    """Open the directory at a URL, or, for an object, its parent and the object's name."""
     system, path = file_system(url)
     with storage_errors("look up", url):
         system.invalidate_cache()
-        facts = system.info(path)
-    if facts["type"] == "directory":
+        info = system.info(path)
+    if info["type"] == "directory":
         return FsspecStore(url, system, path), None
     name = without_secrets(url).rstrip("/").rpartition("/")[2]
     store = FsspecStore(url.partition("?")[0].rstrip("/").rpartition("/")[0], system, path.rpartition("/")[0])
-    store.add(name, FsspecFile(system, path, url, facts))
+    store.add(name, FsspecFile(system, path, url, info))
     return store, name

@@ -1,4 +1,9 @@
-"""The local store: a directory and its files by their descriptors, which are held within a limit."""
+"""The local store: a directory and its files, pinned by descriptors, of which a process keeps a limited number open.
+
+A file or subdirectory is *pinned* by its identity, not by its descriptor. Over the limit the least recently used
+descriptor is closed; the next use opens the file again by name in the pinned directory and compares the identity. So a
+checkpoint of any number of files can be read, and a file that was replaced in between raises ReplacedError.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +37,7 @@ from statexchange.storage.files import (
     audit,
     check_private,
     directory,
-    hidden_stem,
+    hidden_prefix,
     open_directory,
     open_file,
     open_parent,
@@ -41,21 +46,21 @@ from statexchange.storage.files import (
     stat_of,
 )
 from statexchange.storage.mounts import mount_of, warn_of_options
-from statexchange.storage.store import Kind, Store, StoredFile, absolute, plain
+from statexchange.storage.store import EntryKind, Store, StoredFile, absolute_path, strip_file_scheme
 
-__all__ = ["LocalFile", "LocalStore", "local_path", "open_path", "replacement_of"]
+__all__ = ["LocalFile", "LocalStore", "local_path", "open_local", "replacement_of"]
 
 _FILE_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
-_LOOKS = 40  # at a name that is absent while its directory shows that it is being replaced
-_BETWEEN_LOOKS_S = 0.01
+_MAX_LOOKUPS = 40  # of a name that is absent while its directory is being replaced
+_LOOKUP_INTERVAL_S = 0.01
 _DIRECTORY_FLAGS = _FILE_FLAGS | getattr(os, "O_DIRECTORY", 0)
 
 
 def local_path(url: str) -> str:
-    """Return the absolute path that a local path, ``file:///path`` or ``shm://name`` (on tmpfs) means."""
-    scheme, separator, rest = plain(url).partition("://")
+    """Return the absolute path for a local path, ``file:///path`` or ``shm://name`` (a directory on tmpfs)."""
+    scheme, separator, rest = strip_file_scheme(url).partition("://")
     if not separator:
-        return absolute(plain(url))
+        return absolute_path(strip_file_scheme(url))
     if scheme == "shm":
         if not _is_plain_name(rest):
             raise InvalidArgumentError(
@@ -72,7 +77,7 @@ def _is_plain_name(name: str) -> bool:
 
 
 class _Pinned(Protocol):
-    """What was opened by name in a directory, and may be closed and opened again: a file, or a directory below."""
+    """A file or subdirectory whose descriptor may be closed and opened again."""
 
     path: str
     number: int
@@ -81,15 +86,15 @@ class _Pinned(Protocol):
         """Return a new descriptor of the same file or directory."""
 
 
-class _Budget:
-    """How many descriptors all opened paths of this process hold, and may hold: a quarter of those it may open."""
+class _DescriptorBudget:
+    """The number of descriptors that all opened paths of this process hold, and their limit."""
 
     def __init__(self) -> None:
         self.held = 0
 
     @property
     def limit(self) -> int:
-        """The number of descriptors from which on each opened path keeps only a few."""
+        """A quarter of the descriptors that the process may open, at most 256."""
         if resource is None:
             return 64
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -97,19 +102,20 @@ class _Budget:
 
 
 _LEAST_HELD = 4
-_budget = _Budget()
+_budget = _DescriptorBudget()
 
 
 class _Descriptors:
-    """Descriptors of one opened path: of its directory, and of files and directories below within a budget.
+    """The descriptors of one opened path: its directory, files and subdirectories.
 
-    Over the budget the least recently used idle ones are closed, and reopened on demand. Closed by `close`, or when the
-    last reference goes.
+    Over the budget the least recently used idle descriptors are closed and reopened on demand. All are closed by
+    `close` or when the last reference is dropped. Thread-safe.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # reopening a file may reopen its directory
-        # By number, in the order of last use: files refer to this object, and not the other way round.
+        self._lock = threading.RLock()  # reentrant: reopening a file may reopen its directory
+        # Descriptors by number, in the order of last use. Numbers, not files: a reference cycle would keep this object
+        # from being finalized when its last file goes.
         self._pinned: dict[int, int] = {}
         self._used: dict[int, int] = {}
         self._numbers = itertools.count()
@@ -122,12 +128,12 @@ class _Descriptors:
             raise InvalidArgumentError("this checkpoint has been closed: open it again", path=path)
 
     def hold(self, fd: int, path: str) -> None:
-        """Take over a descriptor that stays open until `close`."""
+        """Take ownership of a descriptor that stays open until `close`."""
         with self._lock:
             self._take(fd, path)
 
     def pin(self, fd: int, path: str) -> int:
-        """Take over a descriptor that may be closed and opened again; return the number of what it belongs to."""
+        """Take ownership of a descriptor that may be closed and reopened; return the number of its file."""
         with self._lock:
             number = next(self._numbers)
             self._take(fd, path)
@@ -155,7 +161,7 @@ class _Descriptors:
             os.close(fd)
 
     def borrow(self, pinned: _Pinned) -> int:
-        """Return the descriptor of a file or directory, which stays open until `give_back`."""
+        """Return the descriptor of a file or directory; it stays open until `give_back`."""
         with self._lock:
             self.check_open(pinned.path)
             fd = self._pinned.pop(pinned.number, -1)
@@ -171,7 +177,7 @@ class _Descriptors:
             return fd
 
     def give_back(self, pinned: _Pinned) -> None:
-        """Allow the descriptor of a file or directory to be closed."""
+        """End a `borrow`: the descriptor may be closed."""
         with self._lock:
             left = self._used.pop(pinned.number) - 1
             if left:
@@ -195,8 +201,7 @@ def _identity(found: os.stat_result) -> tuple[int, int, int, int]:
 
 
 class LocalFile(StoredFile):
-    """A file of a `LocalStore`. Its descriptor may be closed for another one's: then it is opened again by name, and
-    must be the same file."""
+    """A file of a `LocalStore`, pinned by device, inode, size and modification time."""
 
     def __init__(self, store: LocalStore, name: str, descriptors: _Descriptors) -> None:
         self.path = store.path_of(name)
@@ -216,7 +221,7 @@ class LocalFile(StoredFile):
         return _unpickled_file, (self._store, self._name, self._identity)
 
     def reopened(self) -> int:
-        """Open the file again by its name in the pinned directory."""
+        """Open the file again by name in the pinned directory; raise ReplacedError if it is another file."""
         try:
             fd = self._store.open_name(self._name)
         except NotFoundError:
@@ -232,7 +237,7 @@ class LocalFile(StoredFile):
         return fd
 
     def check_is(self, identity: tuple[int, int, int, int]) -> None:
-        """Raise ReplacedError unless this is the file of that identity."""
+        """Raise ReplacedError unless this file has that identity."""
         if self._identity != identity:
             raise self._replaced()
 
@@ -245,7 +250,7 @@ class LocalFile(StoredFile):
         try:
             pread_into(fd, buffer, offset, self.path)
         except CorruptError:
-            if offset + len(buffer) <= self.size:  # it was long enough when it was opened
+            if offset + len(buffer) <= self.size:  # the file was long enough when it was opened
                 raise self._replaced() from None
             raise
         finally:
@@ -264,7 +269,7 @@ class LocalFile(StoredFile):
             raise self._replaced()
 
     def _fresh_stat(self, fd: int) -> os.stat_result:
-        """Return the file's attributes: on NFS those of the server, for which the same file is opened once more."""
+        """Return the file's attributes; on NFS from the server, which a second open of the same file asks for."""
         if not self._store.is_shared:
             return os.fstat(fd)
         again = os.open(f"/proc/self/fd/{fd}", _FILE_FLAGS)
@@ -290,18 +295,21 @@ class LocalFile(StoredFile):
 
 
 def _unpickled_file(store: LocalStore, name: str, identity: tuple[int, int, int, int]) -> LocalFile:
-    """Open a file in another process, or again in this one: it must be the same (ReplacedError)."""
+    """Open an unpickled file; raise ReplacedError if it is another one by now."""
     file = store.open(name)
     file.check_is(identity)
     return file
 
 
 class LocalStore(Store):
-    """A local directory, held open by its descriptor.
+    """A local directory, pinned by its descriptor.
 
-    The store owns fd: closing descriptors closes it, also if the constructor raises. A directory below `parent` may be
-    closed and opened again within the budget. Symbolic links to files are followed, as in Hugging Face's cache, unless
-    `follow` is False.
+    Args:
+        path: absolute path.
+        fd: descriptor of the directory, owned by this store, also if the constructor raises.
+        descriptors: closes all descriptors of the opened path.
+        parent: the store of the parent directory; then this directory may be closed and reopened within the budget.
+        follow: follow symbolic links to files, as Hugging Face's cache has them.
     """
 
     def __init__(
@@ -327,7 +335,7 @@ class LocalStore(Store):
         return _unpickled_store, (self.path, self._follow, self._identity)
 
     def reopened(self) -> int:
-        """Return a new descriptor of this directory, which lies below another one."""
+        """Open this subdirectory again; raise ReplacedError if it is another one."""
         assert self._parent is not None
         with self._parent.descriptor() as parent_fd:
             try:
@@ -340,13 +348,13 @@ class LocalStore(Store):
         return fd
 
     def check_is(self, identity: tuple[int, int]) -> None:
-        """Raise ReplacedError unless this is the directory of that identity."""
+        """Raise ReplacedError unless this directory has that identity."""
         if self._identity != identity:
-            raise ReplacedError("replaced meanwhile: open it again", path=self.path)
+            raise ReplacedError("replaced since it was opened: open it again", path=self.path)
 
     @contextlib.contextmanager
     def descriptor(self) -> Iterator[int]:
-        """The descriptor of the directory, for a with block."""
+        """Yield the descriptor of the directory, which stays open in the with block."""
         if self._parent is None:
             self._descriptors.check_open(self.path)
             yield self._fd
@@ -359,14 +367,14 @@ class LocalStore(Store):
 
     @property
     def is_shared(self) -> bool:
-        """Whether other hosts may change what lies here."""
+        """Whether other hosts may change this directory."""
         if self._is_shared is None:
             self._is_shared = mount_of(self.path).is_network
         return self._is_shared
 
-    def _list(self) -> dict[str, Kind]:
+    def _list(self) -> dict[str, EntryKind]:
         audit("list", self.path)
-        found: dict[str, Kind] = {}
+        found: dict[str, EntryKind] = {}
         try:
             with self.descriptor() as fd, os.scandir(fd) as entries:
                 for entry in entries:
@@ -387,7 +395,7 @@ class LocalStore(Store):
         return LocalFile(self, name, self._descriptors)
 
     def below(self, name: str, *, private: bool = False) -> LocalStore:
-        """Open a directory in this one; a symbolic link is refused."""
+        """Open a subdirectory; a symbolic link raises UnsafeError."""
         path = self.path_of(name)
         with self.descriptor() as own_fd:
             fd = open_directory(name, own_fd, path)
@@ -400,7 +408,7 @@ class LocalStore(Store):
         return LocalStore(path, fd, self._descriptors, parent=self, follow=self._follow and not private)
 
     def is_current(self) -> bool:
-        """Whether the path still leads to this directory; True where that cannot be told."""
+        """Whether the path still leads to this directory; True if that cannot be determined."""
         try:
             with directory(self.path) as fd:
                 return _directory_identity(fd, self.path) == self._identity
@@ -423,14 +431,14 @@ def _directory_identity(fd: int, path: str) -> tuple[int, int]:
 
 
 def _unpickled_store(path: str, follow: bool, identity: tuple[int, int]) -> LocalStore:
-    """Open a directory in another process, or again in this one: it must be the same (ReplacedError)."""
+    """Open an unpickled store; raise ReplacedError if it is another directory by now."""
     store = LocalStore(path, open_directory(path), _Descriptors(), follow=follow)
     store.check_is(identity)
     return store
 
 
-def _kind_of(entry: os.DirEntry[str]) -> Kind:
-    """Return the kind of an entry; of a link to a file, and of one that leads nowhere and so lacks its file, "file"."""
+def _kind_of(entry: os.DirEntry[str]) -> EntryKind:
+    """Return the kind of an entry. A link to a file is a "file", and so is a dangling link: opening it reports that."""
     if entry.is_dir(follow_symlinks=False):
         return "directory"
     if not entry.is_symlink():
@@ -438,27 +446,27 @@ def _kind_of(entry: os.DirEntry[str]) -> Kind:
     try:
         mode = entry.stat().st_mode
     except OSError:
-        return "file"  # opening it will say why there is none
+        return "file"  # opening it reports the error
     return "file" if stat.S_ISREG(mode) else "other"
 
 
-class _BetweenNamesError(Exception):
-    """A name is absent, and there are signs that it is being replaced at this moment."""
+class _BeingReplacedError(Exception):
+    """A name is absent because its directory is being replaced at this moment."""
 
 
-def open_path(path: str) -> tuple[LocalStore, str | None]:
+def open_local(path: str) -> tuple[LocalStore, str | None]:
     """Open the directory at a local path, or, for a file, its parent directory and the file's name.
 
     The caller closes the store. Raises NotFoundError, UnsafeError (neither file nor directory), StorageError.
     """
     is_absent = False
-    for _ in range(_LOOKS):
+    for _ in range(_MAX_LOOKUPS):
         try:
             return _open_path(path)
-        except _BetweenNamesError:
-            time.sleep(_BETWEEN_LOOKS_S)
+        except _BeingReplacedError:
+            time.sleep(_LOOKUP_INTERVAL_S)
         except NotFoundError:
-            # A listing that spans both renames of a replacement can lack all their names: only a second one counts.
+            # A listing that spans both renames of a replacement can lack all their names, so list once more.
             if is_absent:
                 raise
             is_absent = True
@@ -468,7 +476,7 @@ def open_path(path: str) -> tuple[LocalStore, str | None]:
 def _open_path(path: str) -> tuple[LocalStore, str | None]:
     path = local_path(path)
     parent, name = os.path.split(path)
-    if name == "..":  # of a link's target, which only the system can tell
+    if name == "..":  # the parent of a link's target: only the kernel can resolve it
         parent, name = path, ""
     warn_of_options(path)
     descriptors = _Descriptors()
@@ -491,8 +499,8 @@ def _open_path(path: str) -> tuple[LocalStore, str | None]:
             name, shown = waiting, os.path.join(parent, waiting)
         try:
             fd = os.open(name, _DIRECTORY_FLAGS, dir_fd=parent_fd)
-        except FileNotFoundError:  # it was there a moment ago
-            raise _BetweenNamesError from None
+        except FileNotFoundError:  # it existed a moment ago
+            raise _BeingReplacedError from None
         return LocalStore(shown, fd, descriptors), None
     except BaseException as error:
         descriptors.close()
@@ -504,22 +512,22 @@ def _open_path(path: str) -> tuple[LocalStore, str | None]:
 
 
 def replacement_of(name: str, dir_fd: int) -> str | None:
-    """Return the hidden name of the directory that waits to get `name`, which is absent; None if none does.
+    """Return the hidden name of the directory that will get `name`, which is absent; None if there is none.
 
-    atomic.py explains how a directory is replaced. If the new one is not there, it may have got its name meanwhile, or
-    an NFS client still shows the names from before: then the old one is not taken, and _BetweenNamesError is raised,
-    since the next look will find the new one.
+    atomic.py explains how a directory is replaced. If the old directory is set aside but the new one is not listed, the
+    new one has got its name meanwhile, or an NFS client shows a stale listing. Then _BeingReplacedError is raised: the
+    next lookup finds the new one. The old one is never returned.
     """
     try:
         names = os.listdir(dir_fd)
-    except OSError:  # a directory that may not be listed
+    except OSError:  # no permission to list the directory
         return None
-    stem = re.escape(hidden_stem(name))
+    stem = re.escape(hidden_prefix(name))
     replaced = re.compile(rf"{stem}\.([0-9a-f]{{16}})\.replaced")
     for found in filter(None, map(replaced.fullmatch, names)):
         partial = re.compile(rf"{stem}\.[0-9a-f]{{32}}\.{found[1]}\.partial")
         for waiting in filter(partial.fullmatch, names):
             return waiting
     if name in names or any(map(replaced.fullmatch, names)):
-        raise _BetweenNamesError
+        raise _BeingReplacedError
     return None

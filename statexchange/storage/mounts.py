@@ -1,4 +1,4 @@
-"""Mounts: which file system a path lies on, and which of its mount options break a promise of ours."""
+"""Mounts: the file system of a path, and warnings about mount options that weaken our guarantees."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ class Mount:
 
     @property
     def is_memory(self) -> bool:
-        """Whether files lie in memory, where syncing is meaningless."""
+        """Whether files lie in memory, where fsync has no effect."""
         return self.kind in _MEMORY
 
     @property
     def is_network(self) -> bool:
-        """Whether other hosts may change what lies here, with caches between."""
+        """Whether other hosts may change files here, and this host may see them late because of its caches."""
         return self.kind in _NETWORK
 
     @property
     def has_no_files(self) -> bool:
-        """Whether it shows the kernel, and nobody makes files in it."""
+        """Whether this is a kernel interface such as /proc, in which no files can be made."""
         return self.kind in _KERNEL
 
 
@@ -64,7 +64,7 @@ def _unescaped(text: str) -> str:
 
 
 def _mounts() -> list[Mount]:
-    """Return all mounts in the order in which they were made; [] where /proc does not show them."""
+    """Return all mounts in the order in which they were made; [] without /proc/self/mountinfo."""
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
             rows = [line.split() for line in lines]
@@ -72,18 +72,18 @@ def _mounts() -> list[Mount]:
         return []
     found = []
     for row in rows:
-        dash = row.index("-")  # optional fields end with it
+        dash = row.index("-")  # ends the optional fields
         options = frozenset([*row[5].split(","), *row[dash + 3].split(",")])
         found.append(Mount(_unescaped(row[4]), row[dash + 1], options))
     return found
 
 
 def mount_of(path: str) -> Mount:
-    """Return the mount that `path` lies on; its last existing directory counts. Not collective."""
+    """Return the mount of `path`, or of its nearest existing parent. Not collective."""
     real = os.path.realpath(path)
     best = Mount("/", "", frozenset())
     for mount in _mounts():
-        # Of several mounts on one point the last one is visible.
+        # A later mount on the same point hides the earlier ones.
         below = real == mount.point or real.startswith(mount.point.rstrip("/") + "/")
         if below and len(mount.point) >= len(best.point):
             best = mount
@@ -96,19 +96,19 @@ def _warn_once(point: str, text: str) -> None:
 
 
 def warn_of_options(path: str) -> None:
-    """Warn once by name of each mount option that takes back a promise for what lies at `path`. Not collective."""
+    """Warn once per mount about NFS options that weaken our guarantees for `path`. Not collective."""
     mount = mount_of(path)
     if mount.kind not in ("nfs", "nfs4"):
         return
     if "nocto" in mount.options:
         _warn_once(
             mount.point,
-            "mounted with nocto: this host may read old names and old bytes of what another host has written here, "
-            "for as long as its attribute cache lasts; mount without nocto",
+            "mounted with nocto: this host may read stale names and bytes of files that another host has written, "
+            "until its attribute cache expires; mount without nocto",
         )
     if mount.options & {"nolock", "local_lock=all", "local_lock=flock"}:
         _warn_once(
             mount.point,
-            "mounted with nolock or local_lock: two hosts that publish to one name are not told of each other before "
-            "the end, where one of them is refused",
+            "mounted with nolock or local_lock: two hosts that publish to one name do not detect each other before "
+            "the end, when one of them is refused",
         )

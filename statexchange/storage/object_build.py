@@ -1,26 +1,33 @@
-"""Build a checkpoint in an object store: every object appears whole, and the manifest, last, says that all do.
+"""Build a checkpoint in an object store: each object appears whole, and the manifest, put last, commits them.
 
-A store has no directory to rename. A publisher claims the target by an object that it creates exclusively
-(claim.py), and only who holds the claim puts or removes anything else:
+A store has no directory to rename. Instead a publisher creates a claim exclusively (claim.py). Only the holder of the
+claim puts or removes other objects.
 
-1. Create the claim. It lists the names of all objects that will be put. If another one's claim is there: fail at once
-   if its process runs on this host or if the claim changes; take it over at once if its process is provably dead on
-   this host, or if the user says so; else after it has not changed for 60 s by this process's own clock.
-2. List the directory. What an earlier claim listed is ours to remove. A manifest there means a whole checkpoint, which
-   is refused unless it may be replaced; objects that neither a manifest nor a claim lists are always refused.
-3. Un-commit a checkpoint that is replaced: remove its manifest, then its index, then its other objects. Readers see
-   from the first removal on that it is being written (a claim and no manifest).
-4. Create all objects exclusively. So a publisher that was taken for dead and goes on never replaces an object of who
-   took over; if it was first with a name, its object is removed under the new claim and the put is tried again.
-5. Renew the claim, list the directory, compare the version of every object with what was put, create the manifest
-   exclusively, check once more that the claim is ours, remove the claim.
+States of the target: *free* (no claim), *being written* (a claim and no manifest; readers refuse it), *committed* (a
+manifest).
 
-A claim is renewed in the calls that write, every 15 s, by a put that is conditional on the ETag that was read (S3).
-Stores whose fsspec file system has no conditional put (all but s3fs, as of now) get compare-then-put: two publishers
-that take over one claim within the same moment may then both believe that it is theirs, until one of them renews it
-or makes the final check. Removing is unconditional everywhere: it is done only just after a look at the claim.
+Steps of a publisher:
 
-A publisher that fails removes its objects only while the claim is still its own; who took over removes them otherwise.
+1. Create the claim, which lists the names of all objects that will be put. If another publisher's claim exists: fail at
+   once if its process runs on this host, or if the claim changes while it is watched. Take it over at once if its
+   process is provably dead on this host, or with `resume`. Otherwise take it over after it has not changed for 60 s by
+   this process's own clock (clocks of hosts are never compared).
+2. List the directory. Objects that an earlier claim listed may be removed. A manifest means a whole checkpoint, which
+   is refused unless it may be replaced. Objects that neither a manifest nor a claim lists are always refused.
+3. Un-commit a checkpoint that is replaced: remove its manifest first, then its index, then its other objects. So
+   readers refuse the directory from the first removal on.
+4. Create all objects exclusively. A publisher that was wrongly taken for dead and goes on can therefore never replace
+   an object of its successor. If it created a name first, the successor removes that object and puts its own again.
+5. Renew the claim, list the directory, compare each object's version with what was put, create the manifest
+   exclusively, check once more that the claim is still held, and remove the claim last.
+
+Renewal: every 15 s, in the calls that write, by a put that is conditional on the ETag that was read (S3). fsspec file
+systems other than s3fs have no conditional put; there the claim is compared and then put. Two publishers that take over
+one claim at the same moment may then both believe that they hold it, until one of them renews it or makes the final
+check of step 5. No store has a conditional removal, so the claim is checked just before each removal.
+
+Failure: a publisher that fails removes its objects only while it still holds the claim; otherwise its successor removes
+them. A killed publisher leaves the claim and its objects, and the next publisher takes over in step 1.
 """
 
 from __future__ import annotations
@@ -56,7 +63,7 @@ from statexchange.storage.build import (
 )
 from statexchange.storage.claim import CLAIM_NAME, Claim
 from statexchange.storage.files import audit
-from statexchange.storage.fsspec_store import FsspecStore, file_system, storage_errors, version_in
+from statexchange.storage.fsspec_store import FsspecStore, file_system, storage_errors, version_of_info
 from statexchange.storage.json_text import read_json
 from statexchange.storage.store import Store
 
@@ -64,19 +71,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from statexchange.storage.files import Buffer
-    from statexchange.storage.store import Kind, StoredFile
+    from statexchange.storage.store import EntryKind, StoredFile
 
 __all__ = ["ObjectBuild", "check_url"]
 
 _log = logging.getLogger(__name__)
-_PART_BYTES = 16 << 20  # of an upload; stores want at least 5 MiB
-_ATTEMPTS = 5  # to put an object whose name a publisher that was taken for dead takes again and again
+_PART_BYTES = 16 << 20  # of a multipart upload; stores require at least 5 MiB
+_ATTEMPTS = 5  # to put an object whose name a publisher that was taken for dead keeps creating
 _READ_ONLY = ("http", "https", "data", "github", "zip", "tar")
 
 
 @contextlib.contextmanager
 def _conditional(doing: str, url: str) -> Iterator[None]:
-    """`storage_errors`, with TargetExistsError for a condition that did not hold, which s3fs reports as EINVAL."""
+    """Translate errors like `storage_errors`; a failed condition (s3fs reports EINVAL) becomes TargetExistsError."""
     try:
         with storage_errors(doing, url):
             yield
@@ -107,11 +114,11 @@ class _Objects:
         return f"{self.path}/{name}"
 
     def store(self) -> FsspecStore:
-        """Return the directory as it is now; NotFoundError from its listing if nothing lies there."""
+        """Return a new store of the directory; its listing raises NotFoundError if nothing lies there."""
         return FsspecStore(self.url, self._system, self._base)
 
-    def facts(self) -> dict[str, Mapping[str, Any]]:
-        """List the directory: what the store says of each object."""
+    def list_infos(self) -> dict[str, Mapping[str, Any]]:
+        """List the directory: fsspec's info of each object by name."""
         audit("list", self.path)
         try:
             with storage_errors("list", self.url):
@@ -121,15 +128,15 @@ class _Objects:
             if "bucket" in error.message:
                 raise
             return {}
-        found = {str(facts["name"]).rstrip("/").rpartition("/")[2]: facts for facts in entries}
+        found = {str(info["name"]).rstrip("/").rpartition("/")[2]: info for info in entries}
         if set(found) == {self._base.rpartition("/")[2]} and entries[0].get("type") == "file":
             same = str(entries[0]["name"]).strip("/") == self._base.strip("/")
             if same:
                 raise TargetExistsError("the target is an object, not a directory", path=self.path)
-        return {name: facts for name, facts in found.items() if name}
+        return {name: info for name, info in found.items() if name}
 
     def version(self, name: str) -> str | None:
-        """Return what tells an object from all others that had its name; None if there is none."""
+        """Return an object's version; None if it does not exist."""
         try:
             with storage_errors("look up", f"{self.url}/{name}"):
                 self._system.invalidate_cache()
@@ -138,26 +145,26 @@ class _Objects:
             return None
 
     def create(self, name: str, data: bytes) -> None:
-        """Put a small object, whose name must be free (TargetExistsError)."""
+        """Put a small object; raise TargetExistsError if the name exists."""
         audit("put", self.path_of(name))
         with _conditional("put", f"{self.url}/{name}"):
             self._system.pipe_file(f"{self._base}/{name}", data, mode="create")
 
     def open_new(self, name: str) -> Any:
-        """Begin to upload an object, whose name must be free when it is closed."""
+        """Begin to upload an object; closing it raises TargetExistsError if the name exists then."""
         audit("create", self.path_of(name))
         with _conditional("create", f"{self.url}/{name}"):
             return self._system.open(f"{self._base}/{name}", "xb", block_size=_PART_BYTES)
 
     def remove(self, name: str) -> None:
-        """Remove an object, if it is there."""
+        """Remove an object if it exists."""
         with contextlib.suppress(NotFoundError), storage_errors("remove", f"{self.url}/{name}"):
             self._system.rm_file(f"{self._base}/{name}")
 
     # The claim
 
     def read_claim(self) -> tuple[Claim, str] | None:
-        """Return the claim with its version, both of one moment; None if there is none."""
+        """Return the claim and its version, read consistently; None without a claim."""
         path = self.path_of(CLAIM_NAME)
         for _ in range(_ATTEMPTS):
             before = self.claim_version()
@@ -173,11 +180,11 @@ class _Objects:
         raise busy_error(None, self.path)
 
     def claim_version(self) -> str | None:
-        """Return the claim's ETag, or what else tells its versions apart; None without a claim."""
+        """Return the claim's ETag or other version; None without a claim."""
         return self.version(CLAIM_NAME)
 
     def replace_claim(self, claim: Claim, seen: str, nonce: str) -> bool:
-        """Put a claim in place of the one that had the version `seen` and was of `nonce`; False if it is another."""
+        """Replace the claim that has the version `seen` and this `nonce`; return False if it has changed."""
         path = self.path_of(CLAIM_NAME)
         audit("renew" if claim.nonce == nonce else "take over", path)
         key = f"{self._base}/{CLAIM_NAME}"
@@ -191,20 +198,20 @@ class _Objects:
         try:
             with _conditional("put", path):
                 self._system.pipe_file(key, claim.to_bytes(), mode="overwrite", IfMatch=seen)
-        except (TargetExistsError, NotFoundError):  # another one has put it; the claim is gone
+        except (TargetExistsError, NotFoundError):  # another publisher has put it; it has been removed
             return False
         return True
 
 
-class _Without(Store):
-    """A listing without some names, which are ours to remove."""
+class _FilteredStore(Store):
+    """A store whose listing leaves out some names."""
 
     def __init__(self, store: FsspecStore, hidden: set[str]) -> None:
         self.path = store.path
         self._store = store
         self._hidden = hidden
 
-    def _list(self) -> dict[str, Kind]:
+    def _list(self) -> dict[str, EntryKind]:
         return {name: kind for name, kind in self._store.listing.items() if name not in self._hidden}
 
     def open(self, name: str) -> StoredFile:
@@ -221,8 +228,7 @@ class _Without(Store):
 
 
 def check_url(url: str, manifest: str, check: ReplaceCheck | None) -> None:
-    """Check, without changing anything, whether a build at `url` would accept the target. Raises what it would
-    raise."""
+    """Raise what a build at `url` would raise for the target, without changing anything."""
     objects = _Objects(url)
     found = objects.read_claim()
     if found is not None and found[0].owner.is_alive:
@@ -233,21 +239,21 @@ def check_url(url: str, manifest: str, check: ReplaceCheck | None) -> None:
 def _list_target(
     objects: _Objects, manifest: str, check: ReplaceCheck | None, inherited: set[str]
 ) -> tuple[list[str], set[str]]:
-    """Return the names of the old checkpoint in the order of their removal, and those that earlier claims left.
+    """Return the old checkpoint's names in the order of their removal, and the names that earlier claims left.
 
-    Raises for anything else that lies there, and for a whole checkpoint that may not be replaced.
+    Raises for any other object, and for a whole checkpoint that may not be replaced.
     """
-    there = set(objects.facts()) - {CLAIM_NAME}
+    there = set(objects.list_infos()) - {CLAIM_NAME}
     old: list[str] = []
     if manifest in there or there - inherited:
         if check is None:
             raise target_exists(objects.path)
-        old = [name for name in check(_Without(objects.store(), inherited | {CLAIM_NAME})) if name in there]
+        old = [name for name in check(_FilteredStore(objects.store(), inherited | {CLAIM_NAME})) if name in there]
     return old, (there & inherited) - set(old)
 
 
 class ObjectFile(OutputFile):
-    """A file of an `ObjectBuild`, written from its begin to its end."""
+    """A file of an `ObjectBuild`, uploaded from begin to end."""
 
     def __init__(self, build: ObjectBuild, objects: _Objects, name: str, header: bytes) -> None:
         self.path = objects.path_of(name)
@@ -262,7 +268,7 @@ class ObjectFile(OutputFile):
     def _opened(self) -> Any:
         if self._file is None:
             self._file = self._build.open_new(self.name)
-            # Some stores show an object before it is whole.
+            # Some stores list an object before it is complete.
             self.is_visible = self._objects.version(self.name) is not None
             self._write(self.header)
         return self._file
@@ -289,20 +295,20 @@ class ObjectFile(OutputFile):
         with _conditional("put", self.path):
             if not self._file.closed:
                 self._file.close()
-            else:  # s3fs keeps what it has uploaded when the name was taken
+            else:  # a second attempt: s3fs kept the uploaded parts when the name existed
                 self._file.commit()
 
     def close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(Exception):  # it is given up, whatever the store says
+            with contextlib.suppress(Exception):  # the upload is cancelled, whatever the store answers
                 file.discard()
             with contextlib.suppress(Exception):
-                file.closed = True  # else its end would put what there is
+                file.closed = True  # otherwise its finalizer would put the incomplete object
 
 
 class ObjectBuild(Build):
-    """A checkpoint on its way into an object store; the protocol is at the top of this file."""
+    """A checkpoint under construction in an object store. The top of this file explains the protocol."""
 
     renew_s = 15.0
     take_over_s = 60.0
@@ -317,9 +323,9 @@ class ObjectBuild(Build):
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._outputs: list[ObjectFile] = []
-        self._versions: dict[str, str | None] = {}  # None: it is being put, or whether it was is not known
+        self._versions: dict[str, str | None] = {}  # None: it is being put, or the outcome of its put is unknown
         self._claim = Claim.new(new_nonce(), plan_digest, tuple(names))
-        self._seen: str | None = None  # the claim's version while it is ours
+        self._seen: str | None = None  # the claim's version while this publisher holds it
         self._renewed = 0.0
         self._has_ended = False
         active_builds.add(self._claim.nonce)
@@ -334,7 +340,7 @@ class ObjectBuild(Build):
     # The claim
 
     def _take_claim(self, *, resume: bool) -> set[str]:
-        """Create the claim, or take it over from a dead publisher; return the names of what that one may have put."""
+        """Create the claim, or take it over from a dead publisher; return the names that the latter may have put."""
         watched: tuple[str, float] | None = None
         while True:
             with contextlib.suppress(TargetExistsError):
@@ -342,7 +348,7 @@ class ObjectBuild(Build):
                 self._objects.create(CLAIM_NAME, self._claim.to_bytes())
             found = self._objects.read_claim()
             if found is None:
-                continue  # it was removed meanwhile
+                continue  # it was removed between the two calls
             other, version = found
             if other.nonce == self._claim.nonce:
                 self._seen, self._renewed = version, time.monotonic()
@@ -366,8 +372,8 @@ class ObjectBuild(Build):
                 continue
             if now == watched[1]:
                 _log.warning(
-                    "%s: %s: waiting for %.0f s to see whether it still runs; resume=True (--resume) of a merge says "
-                    "that it does not",
+                    "%s: %s: waiting for %.0f s to see whether it still runs; if it has ended, resume=True (--resume) "
+                    "of a merge skips the wait",
                     self.path,
                     other,
                     self.take_over_s,
@@ -375,7 +381,7 @@ class ObjectBuild(Build):
             time.sleep(min(1.0, self.take_over_s / 20))
 
     def _read_own(self) -> bool:
-        """Whether the claim is ours now."""
+        """Read the claim and return whether this publisher holds it."""
         found = self._objects.read_claim()
         if found is None or found[0].nonce != self._claim.nonce:
             self._seen = None
@@ -384,7 +390,7 @@ class ObjectBuild(Build):
         return True
 
     def renew(self, *, at_once: bool = False) -> None:
-        """Renew the claim if it is time; TargetExistsError if another publisher has taken over. For several threads."""
+        """Renew the claim every `renew_s`; raise TargetExistsError if another publisher has taken over. Thread-safe."""
         if not at_once and time.monotonic() - self._renewed < self.renew_s:
             return
         with self._lock:
@@ -394,13 +400,13 @@ class ObjectBuild(Build):
             self._claim = replace(self._claim, renewal=self._claim.renewal + 1, versions=versions)
             if self._seen is not None:
                 self._objects.replace_claim(self._claim, self._seen, self._claim.nonce)
-                # A request that was sent twice may report failure although it was done: the claim itself shows.
+                # A retried request may report failure although the first one succeeded, so read the claim.
                 if self._read_own():
                     return
             raise self._lost()
 
     def _clear(self, old: Sequence[str], leftovers: set[str]) -> None:
-        """Un-commit and remove what is replaced, and what dead publishers left."""
+        """Remove the checkpoint that is replaced, its manifest first, and the objects of dead publishers."""
         if not {*old, *leftovers} <= set(self._claim.names):
             self._claim = replace(self._claim, names=tuple({*self._claim.names, *old, *leftovers}))
             self.renew(at_once=True)
@@ -417,7 +423,7 @@ class ObjectBuild(Build):
         return output
 
     def open_new(self, name: str) -> Any:
-        """Begin to upload an object; what has its name under our claim is another publisher's and is removed."""
+        """Begin to upload an object; remove an object of that name, which a former publisher has put."""
         for _ in range(_ATTEMPTS):
             with self._lock:
                 self._versions[name] = None
@@ -428,13 +434,13 @@ class ObjectBuild(Build):
         raise TargetExistsError("refused: another publisher puts this object again and again", path=self.path)
 
     def _drop(self, name: str) -> None:
-        """Remove an object that is not ours under a name that is."""
+        """Remove another publisher's object under one of this publisher's names."""
         with self._lock:
             self._versions.pop(name, None)
         self._remove(name)
 
     def _remove(self, name: str) -> None:
-        """Remove an object just after a look at the claim: without it we are the one that was taken for dead."""
+        """Check the claim, then remove an object: without the claim another publisher has taken over."""
         audit("remove object", self._objects.path_of(name))
         with self._lock:
             self._check_claim()
@@ -448,11 +454,11 @@ class ObjectBuild(Build):
     def _lost(self) -> TargetExistsError:
         self._seen = None
         return TargetExistsError(
-            "refused: this publisher was silent for too long, and another one has taken over", path=self.path
+            "refused: this publisher did not renew its claim in time, and another one has taken over", path=self.path
         )
 
     def put_object(self, name: str, put: Callable[[], None], *, is_visible: bool = False) -> None:
-        """Put an object, whose name must be free, and remember its version."""
+        """Put an object under a free name and store its version."""
         for _ in range(_ATTEMPTS):
             self.renew()
             if not is_visible and self._objects.version(name) is not None:
@@ -479,10 +485,10 @@ class ObjectBuild(Build):
         raise TargetExistsError("refused: another publisher puts this object again and again", path=self.path)
 
     def _remove_stray(self, name: str) -> None:
-        """Remove an object that was put after another publisher took over, unless it may be that publisher's.
+        """Remove an object that was put after another publisher took over, unless it may be the other publisher's.
 
-        Who took over removes what it finds of ours until it puts its manifest; after that only its manifest shows
-        which objects are its own.
+        Until the other publisher puts its manifest, it removes what it finds of this one. Afterwards its manifest lists
+        its own objects.
         """
         store = self._objects.store()
         try:
@@ -498,23 +504,23 @@ class ObjectBuild(Build):
         """Put a small object."""
         self.put_object(name, lambda: self._objects.create(name, bytes(data)))
 
-    def record(self, name: str, facts: Any) -> None:
-        """Do nothing: what a killed publisher has put is removed, not taken over."""
+    def record(self, name: str, metadata: Any) -> None:
+        """Do nothing: objects of a killed publisher are removed, not reused."""
 
     def make_probe(self) -> str:
-        """Raise UnsupportedError: there is no path."""
+        """Raise UnsupportedError: several processes cannot write parts of one object."""
         raise UnsupportedError("ranks write their parts in place, which object stores cannot do", path=self.path)
 
     # Ending
 
     def commit(self, name: str, data: Buffer) -> None:
-        """Check that all objects are those that were put, put the last one, remove the claim."""
+        """Check that all objects are unchanged, put the last one, and remove the claim."""
         assert name == self._manifest
-        self.renew(at_once=True)
-        there = self._objects.facts()
+        self.renew(at_once=True)  # proves that this publisher still holds the claim
+        there = self._objects.list_infos()
         for found, version in self._versions.items():
             now = _etag(there.get(found, {}))
-            if found in there and not now:  # only ETags are the same in a listing and in a look at one object
+            if found in there and not now:  # only ETags are equal in a listing and in the info of one object
                 now = self._objects.version(found) or ""
             if now != version:
                 raise TargetExistsError(
@@ -524,14 +530,14 @@ class ObjectBuild(Build):
                     found=now or "nothing",
                 )
         for found in (there.keys() & set(self._claim.names)) - self._versions.keys():
-            self._remove(found)  # a publisher that was taken for dead has put it meanwhile
-        self.put(name, data)
-        self._versions.clear()
-        self._end()
+            self._remove(found)  # put meanwhile by a publisher that was taken for dead
+        self.put(name, data)  # commits: from here on readers accept the directory
+        self._versions.clear()  # so that `abandon` removes nothing
+        self._end()  # the claim is removed last
 
     def abandon(self) -> None:
-        """Remove what was put, unless it was committed or another publisher has taken over."""
-        if self._has_ended or os.getpid() != self._pid:  # a forked child owns nothing
+        """Remove all objects of an uncommitted build, unless another publisher has taken over."""
+        if self._has_ended or os.getpid() != self._pid:  # a forked child must not remove its parent's objects
             return
         for output in self._outputs:
             output.close()
@@ -543,15 +549,15 @@ class ObjectBuild(Build):
                         self._remove(name)
         except StateExchangeError as error:
             _log.warning("objects of %s stay until the next publication: %s", self.path, error)
-            self._seen = None  # and the claim, which says whose they are
+            self._seen = None  # keeps the claim too, which lists them
         finally:
             self._end()
 
     def _end(self) -> None:
-        """Remove the claim if it is ours."""
+        """Remove the claim if this publisher holds it."""
         try:
             if self._seen is not None:
-                with contextlib.suppress(TargetExistsError):  # it is another publisher's by now
+                with contextlib.suppress(TargetExistsError):  # another publisher has taken it over
                     self._remove(CLAIM_NAME)
         except StateExchangeError as error:
             _log.warning("the claim of %s stays until the next publication: %s", self.path, error)
@@ -565,16 +571,16 @@ def _runs(claim: Claim) -> bool:
 
 
 def _is_dead(claim: Claim) -> bool:
-    """Whether the publisher has provably ended; in this process, whether its build has."""
+    """Whether the publisher has provably ended; for this process, whether that build has."""
     if claim.owner == Owner.current():
         return not active_builds.is_active(claim.nonce)
     return claim.owner.is_dead
 
 
-def _etag(facts: Mapping[str, Any]) -> str:
-    return str(facts.get("ETag") or facts.get("etag") or "")
+def _etag(info: Mapping[str, Any]) -> str:
+    return str(info.get("ETag") or info.get("etag") or "")
 
 
-def _version(facts: Mapping[str, Any]) -> str:
-    """Return an object's ETag; else what else its store says of its version."""
-    return _etag(facts) or version_in(facts) or ""
+def _version(info: Mapping[str, Any]) -> str:
+    """Return an object's ETag, else another version that its store gives, else ""."""
+    return _etag(info) or version_of_info(info) or ""

@@ -1,4 +1,8 @@
-"""Boxes of a tensor inside a file: windows in C order, and moving a box's bytes to or from them."""
+"""Read and write boxes of tensors in files, in windows of bounded size, and digest them on the way.
+
+Boxes are in the tensor's coordinates unless a name says *local* (relative to another box). A window is a part of a box
+that is contiguous in its C order and fits the budget.
+"""
 
 from __future__ import annotations
 
@@ -23,26 +27,26 @@ if TYPE_CHECKING:
     from statexchange.storage.store import StoredFile
 
 __all__ = [
-    "AHEAD_BYTES",
+    "READ_AHEAD_BYTES",
     "BoxDigest",
     "BoxReader",
     "blocks",
     "read_block",
     "read_part",
-    "relative",
-    "shifted",
+    "slices_within",
+    "to_global",
+    "to_local",
     "windows",
-    "within",
     "write_box",
 ]
 
-_LONG_RUN_BYTES = 32 << 10  # from here on a write costs less than the page faults of a mapping
+_LONG_RUN_BYTES = 32 << 10  # measured: from this length on, a write costs less than the page faults of a mapping
 _SPAN_BYTES = 4 << 20
-AHEAD_BYTES, _LEAST_AHEAD_BYTES = 16 << 20, 64 << 10
+READ_AHEAD_BYTES, _LEAST_READ_AHEAD_BYTES = 16 << 20, 64 << 10
 
 
 def windows(shape: Sequence[int], itemsize: int, budget: int = WINDOW_BYTES) -> Iterator[Box]:
-    """Boxes of at most `budget` bytes that cut a tensor into contiguous runs of its C order, in order."""
+    """Yield boxes of at most `budget` bytes that divide a tensor into contiguous runs of its C order, in order."""
     nbytes = math.prod(shape) * itemsize
     if nbytes <= budget:
         if nbytes:
@@ -59,8 +63,8 @@ def windows(shape: Sequence[int], itemsize: int, budget: int = WINDOW_BYTES) -> 
             yield Box((*prefix, begin, *(0,) * len(rest)), (*(1,) * dim, size, *rest))
 
 
-def within(inner: Box, outer: Box) -> tuple[slice, ...]:
-    """The index of `inner` in an array that holds `outer`."""
+def slices_within(inner: Box, outer: Box) -> tuple[slice, ...]:
+    """Return the index of `inner` in an array that holds `outer`."""
     return tuple(slice(i - o, i - o + s) for i, o, s in zip(inner.offsets, outer.offsets, inner.shape, strict=True))
 
 
@@ -77,8 +81,8 @@ def write_box(
 ) -> None:
     """Write a box's bytes (C order) into the tensor that starts at byte `begin` of an open file.
 
-    Long runs are a write each. Many short ones go through a mapping: its room must be there, or a full disk would be a
-    SIGBUS; so what the box spans is reserved first, unless the whole file's room is `reserved`.
+    Each long run is one write. Short runs are written through a memory mapping. Writing to a mapping of a full disk
+    raises SIGBUS, so the bytes that the box spans are reserved first, unless the whole file is `reserved` already.
     """
     itemsize = ITEMSIZE[dtype]
     if c_contiguous(box, shape):
@@ -105,7 +109,7 @@ def _run_bytes(box: Box, shape: Sequence[int], itemsize: int) -> int:
 
 
 def _runs(box: Box, shape: Sequence[int], itemsize: int, data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """(first element in the tensor, bytes) of each contiguous run of a box."""
+    """Yield (first element in the tensor, bytes) for each contiguous run of a box."""
     dim = _first_contiguous_dim(box, shape)
     run_bytes = _run_bytes(box, shape, itemsize)
     for number, prefix in enumerate(np.ndindex(*box.shape[:dim])):
@@ -117,7 +121,7 @@ def _runs(box: Box, shape: Sequence[int], itemsize: int, data: memoryview) -> It
 
 
 def _write_mapped(fd: int, first: int, span: int, strides: Sequence[int], source: Any, path: str) -> None:
-    """Write an array whose elements lie `strides` (elements) apart in `span` bytes from byte `first` of a file on."""
+    """Write an array with these `strides` (in elements) into the `span` bytes from byte `first` of a file."""
     start = first - first % mmap.ALLOCATIONGRANULARITY
     try:
         map_ = mmap.mmap(fd, first - start + span, offset=start)
@@ -130,14 +134,14 @@ def _write_mapped(fd: int, first: int, span: int, strides: Sequence[int], source
 
 
 def _assign_strided(map_: mmap.mmap, first: int, strides: Sequence[int], source: Any) -> None:
-    """A function of its own, so that no view outlives the mapping."""
+    """Copy an array into a mapping. A separate function, so that no view keeps the mapping from being closed."""
     in_bytes = tuple(stride * source.itemsize for stride in strides)
     np.ndarray(source.shape, source.dtype, map_, first, in_bytes)[...] = source
 
 
 def _assign(memory: memoryview, dtype: str, window: Box, part: Box, source: Any) -> None:
-    """Put `part` into the bytes of `window`."""
-    elements(memory, dtype, window.shape)[within(part, window)] = source
+    """Copy the array `source` to `part` in the bytes of `window`."""
+    elements(memory, dtype, window.shape)[slices_within(part, window)] = source
 
 
 def read_block(
@@ -150,8 +154,8 @@ def read_block(
 ) -> None:
     """Fill `target` with a block's bytes in C order; its first element starts at byte `begin` of the file.
 
-    `strides` (elements) say how it lies there; None means as one run. All that a strided block spans is read, in parts
-    of at most 4 MiB.
+    `strides` are those of the block in the file, in elements; None means one run in C order. A strided block is read
+    with the gaps between its elements, in parts of at most 4 MiB.
     """
     if strides is None:
         file.read_into(target, begin)
@@ -176,17 +180,15 @@ def _read_strided(file: StoredFile, begin: int, target: Any, strides: tuple[int,
 
 
 def blocks(
-    stored: ByteRange, shape: tuple[int, ...], dtype: str, ahead_bytes: int = AHEAD_BYTES
+    stored: ByteRange, shape: tuple[int, ...], dtype: str, ahead_bytes: int = READ_AHEAD_BYTES
 ) -> Iterator[tuple[Box, memoryview]]:
-    """Yield the bytes of a stored block of `shape` in C order, part by part, each with its place in the block.
+    """Yield the bytes of a stored block of `shape` in C order, part by part, each with its box within the block.
 
-    Each memoryview is valid until the next iteration.
-
-    Parts have `WINDOW_BYTES`, or those of a strided block about `ahead_bytes`: each of them may have to read all that
-    the block spans.
+    Each memoryview is valid until the next iteration. A part has `WINDOW_BYTES`; that of a strided block about
+    `ahead_bytes`, because reading one part may require reading all that the block spans.
     """
     itemsize, strides = ITEMSIZE[dtype], stored.strides
-    budget = WINDOW_BYTES if strides is None else max(_LEAST_AHEAD_BYTES, ahead_bytes)
+    budget = WINDOW_BYTES if strides is None else max(_LEAST_READ_AHEAD_BYTES, ahead_bytes)
     memory = memoryview(bytearray(min(budget, math.prod(shape) * itemsize)))
     source_strides = c_strides(shape) if strides is None else strides
     for window in windows(shape, itemsize, budget) if memory else ():
@@ -206,13 +208,20 @@ def read_part(
     digest: BoxDigest | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Copy `part` of a stored `box` into the bytes of `target`.
+    """Copy `part` of a stored box into memory.
 
-    Both boxes are of one tensor, and both hold `part`; `digest` is given its bytes in C order, and `progress` is
-    called with the bytes of each window.
+    Args:
+        stored: where the box lies.
+        box: the stored box.
+        part: the block to copy, inside both `box` and `target`.
+        dtype: the tensor's dtype.
+        memory: the bytes of `target`.
+        target: the box in memory.
+        digest: updated with the bytes of `part` in C order.
+        progress: called with the number of bytes of each window.
     """
     if part == box == target and stored.strides is None and len(memory) <= WINDOW_BYTES:
-        # Most tensors: one run in the file and in memory.
+        # The fast path of most tensors: one run in the file and in memory.
         stored.file.read_into(memory, stored.begin)
         if digest:
             digest.update(part, memory)
@@ -221,22 +230,22 @@ def read_part(
         return
     itemsize = ITEMSIZE[dtype]
     source_strides = c_strides(box.shape) if stored.strides is None else stored.strides
-    source_box = relative(part, box)
+    source_box = to_local(part, box)
     source_is_contiguous = stored.strides is None and c_contiguous(source_box, box.shape)
     strides = None if source_is_contiguous else source_strides
-    target_box = relative(part, target)
+    target_box = to_local(part, target)
     target_is_contiguous = c_contiguous(target_box, target.shape)
-    # A store answers late, so it is asked for more at a time.
-    budget = WINDOW_BYTES if stored.strides is None and not stored.file.is_remote else AHEAD_BYTES
+    # Object stores have a high latency per request, so each request reads more.
+    budget = WINDOW_BYTES if stored.strides is None and not stored.file.is_remote else READ_AHEAD_BYTES
     bounce = memoryview(bytearray(0 if target_is_contiguous else min(budget, part.numel * itemsize)))
     target_offset = linear_offset(target_box, target.shape) * itemsize
     for window in windows(part.shape, itemsize, budget):
         nbytes = window.numel * itemsize
-        first = shifted(window, source_box).offsets
+        first = to_global(window, source_box).offsets
         source_offset = stored.begin + itemsize * sum(map(operator.mul, first, source_strides))
         data = memory[target_offset : target_offset + nbytes] if target_is_contiguous else bounce[:nbytes]
         read_block(stored.file, source_offset, window.shape, strides, dtype, data)
-        placed = shifted(window, part)
+        placed = to_global(window, part)
         if digest:
             digest.update(placed, data)
         if not target_is_contiguous:
@@ -246,21 +255,25 @@ def read_part(
         target_offset += nbytes
 
 
-def shifted(inner: Box, outer: Box) -> Box:
-    """Return a block that is given in coordinates of `outer` in those of the tensor."""
+def to_global(inner: Box, outer: Box) -> Box:
+    """Convert a block from coordinates local to `outer` to the tensor's."""
     return Box(tuple(map(operator.add, inner.offsets, outer.offsets)), inner.shape)
 
 
-def relative(inner: Box, outer: Box) -> Box:
-    """Return a block that is given in the tensor's coordinates in those of `outer`."""
+def to_local(inner: Box, outer: Box) -> Box:
+    """Convert a block from the tensor's coordinates to those local to `outer`."""
     return Box(tuple(map(operator.sub, inner.offsets, outer.offsets)), inner.shape)
 
 
 class BoxDigest:
-    """The digests of a stored box and of its parts, made of its bytes while they are read in C order.
+    """Computes the digests of a stored box and of its parts while its bytes are read in C order.
 
-    `region` is the block of the box that will be read (None: all of it): digests of what is not read whole are not
-    made. With `always` the digest of the box is made even if it is not known, for `hexdigest`.
+    Args:
+        stored: the byte range with the known digests.
+        box: the stored box.
+        dtype: its dtype.
+        region: the block that will be read; None for the whole box. Only what is read whole is digested.
+        always: digest the whole box even if its digest is not known, for `hexdigest`.
     """
 
     def __init__(
@@ -275,7 +288,7 @@ class BoxDigest:
             for part, known in stored.parts
             if region is None or intersect(part, region) == part
         ]
-        # Parts by the next element that they need, so that a window costs as much as the parts that reach into it.
+        # A heap of parts by the next element that each needs: a window then visits only the parts that it reaches.
         self._waiting = [(part.offsets, number) for number, (part, _, _) in enumerate(self._parts) if part.numel]
         heapq.heapify(self._waiting)
 
@@ -283,7 +296,7 @@ class BoxDigest:
         return self._hasher is not None or bool(self._parts)
 
     def update(self, window: Box, data: memoryview) -> None:
-        """Take the bytes of the next window, which is given in the tensor's coordinates."""
+        """Add the bytes of the next window, which is in the tensor's coordinates."""
         if self._hasher is not None:
             self._hasher.update(data)
         last = tuple(end - 1 for end in window.ends)
@@ -300,13 +313,13 @@ class BoxDigest:
                 heapq.heapreplace(self._waiting, (following, number))
 
     def _update_part(self, hasher: xxhash.xxh3_128, shared: Box, window: Box, data: memoryview) -> None:
-        inside = relative(shared, window)
+        inside = to_local(shared, window)
         if c_contiguous(inside, window.shape):
             itemsize = ITEMSIZE[self._dtype]
             first = linear_offset(inside, window.shape) * itemsize
             hasher.update(data[first : first + shared.numel * itemsize])
         else:
-            hasher.update(elements(data, self._dtype, window.shape)[within(shared, window)].tobytes())
+            hasher.update(elements(data, self._dtype, window.shape)[slices_within(shared, window)].tobytes())
 
     def hexdigest(self) -> str:
         """Return the digest of all bytes."""
@@ -314,16 +327,17 @@ class BoxDigest:
         return str(self._hasher.hexdigest())
 
     def problems(self, name: str, rank: int | None = None) -> list[CorruptError]:
-        """Return an error for each digest that the bytes do not have; `name` and `rank` are for the messages.
+        """Return an error for each known digest that differs from the bytes; `name` and `rank` are for the messages.
 
-        Raises ReplacedError if the file has changed since it was opened.
+        Raises:
+            ReplacedError: the file has changed since it was opened.
         """
-        made = [] if self._hasher is None else [(None, self._stored.digest, self._hasher)]
+        whole = [] if self._hasher is None else [(None, self._stored.digest, self._hasher)]
         found = []
-        for part, known, hasher in [*made, *self._parts]:
+        for part, known, hasher in [*whole, *self._parts]:
             if known is None or hasher.hexdigest() == known:
                 continue
-            self._stored.file.check_unchanged()  # what was changed while it was read is no corruption
+            self._stored.file.check_unchanged()  # a file that was changed while it was read is not corrupt
             text = "bytes differ from their digest" + ("" if part is None else f" in region {part}")
             about = {"path": self._stored.path, "expected": known, "found": hasher.hexdigest()}
             found.append(CorruptError(text, name=name, rank=rank, **about))
@@ -336,7 +350,7 @@ class BoxDigest:
 
 
 def _element_after(at: tuple[int, ...], box: Box) -> tuple[int, ...] | None:
-    """The first element of a box that follows `at` in the tensor's C order; None if there is none."""
+    """Return the first element of a box after `at` in the tensor's C order; None if there is none."""
     ends = box.ends
     inside = 0
     while inside < len(at) and box.offsets[inside] <= at[inside] < ends[inside]:
@@ -350,7 +364,7 @@ def _element_after(at: tuple[int, ...], box: Box) -> tuple[int, ...] | None:
 
 
 class BoxReader:
-    """Reads a box's bytes from a file, forward and window by window, hashing them on the way.
+    """Reads a box's bytes from a file, forward and window by window, and digests them.
 
     `ahead_bytes` is that of `blocks`.
     """
@@ -360,7 +374,7 @@ class BoxReader:
         stored: ByteRange,
         box: Box,
         dtype: str,
-        ahead_bytes: int = AHEAD_BYTES,
+        ahead_bytes: int = READ_AHEAD_BYTES,
     ) -> None:
         self.box = box
         self.digest = BoxDigest(stored, box, dtype, always=True)
@@ -378,16 +392,16 @@ class BoxReader:
         return self.digest.hexdigest()
 
     def copy_into(self, buffer: memoryview, window: Box, bounce: memoryview) -> int:
-        """Put what this box has of `window` into its bytes; returns their number. Windows come in order.
+        """Copy this box's part of `window` into `buffer`, the window's bytes, and return the number of bytes.
 
-        `bounce` is memory for passing use, as large as the window.
+        Windows must come in C order. `bounce` is scratch memory, as large as the window.
         """
         part = intersect(self.box, window)
         if part is None:
             return 0
         itemsize = ITEMSIZE[self._dtype]
         nbytes = part.numel * itemsize
-        inside = relative(part, window)
+        inside = to_local(part, window)
         is_contiguous = c_contiguous(inside, window.shape)
         begin = linear_offset(inside, window.shape) * itemsize if is_contiguous else 0
         target = (buffer if is_contiguous else bounce)[begin : begin + nbytes]
@@ -399,7 +413,7 @@ class BoxReader:
         return nbytes
 
     def _read(self, target: memoryview) -> None:
-        """The next bytes of the box: what it has of a window follows what it had of the one before."""
+        """Read the next bytes of the box. Its parts of successive windows follow one another."""
         if self._strided is None:
             self._file.read_into(target, self._at)
             self._at += len(target)
@@ -411,4 +425,4 @@ class BoxReader:
             target[:nbytes] = self._ahead[:nbytes]
             target, self._ahead = target[nbytes:], self._ahead[nbytes:]
         if not self._ahead and not self.left:
-            self._strided = None  # and with it its memory
+            self._strided = None  # frees its memory

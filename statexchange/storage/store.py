@@ -1,10 +1,10 @@
-"""The store: a directory, local or at an fsspec URL, from which files are opened once and read as they were opened.
+"""The store: a directory, local or at an fsspec URL, that is read as it was when it was opened.
 
-Every reader opens what it reads through a `Place` (place.py). Opening it lists its directory once, pins the directory
-and pins each file: a local file by its descriptor and its identity (device, inode, size, modification time), an object
-by its ETag or what else its store says of a version. Data is read from the pinned file, never by opening a path again
-with offsets of an earlier look. So a directory that is replaced by a rename is read as it was; what cannot be read as
-it was is a `ReplacedError`, and whoever holds the place opens it again.
+Every reader opens its path with `opened_path.open_path`. A store lists its directory once. It pins the directory and
+each opened file: a local file by its descriptor and identity (device, inode, size, modification time), an object by its
+ETag or another version that its object store gives. Data is read from the pinned file, never by opening a path again
+with offsets that were found earlier. So a directory that is replaced by a rename is still read as it was. What can no
+longer be read as it was raises ReplacedError, and the caller opens the path again (`opened_path.read_with_retry`).
 """
 
 from __future__ import annotations
@@ -19,49 +19,60 @@ from urllib.parse import unquote
 from statexchange.errors import InvalidArgumentError, excerpt, without_secrets
 from statexchange.storage.files import bytes_of, check_size
 
-__all__ = ["Kind", "Store", "StoredFile", "absolute", "given_path", "is_url", "plain"]
+__all__ = ["EntryKind", "Store", "StoredFile", "absolute_path", "is_url", "resolve_path", "strip_file_scheme"]
 
-Kind = Literal["file", "directory", "other"]
+EntryKind = Literal["file", "directory", "other"]
 
 
 def is_url(path: str) -> bool:
-    """Whether `path` names something in an object store."""
+    """Whether `path` is an fsspec URL."""
     return "://" in path and not path.startswith(("shm://", "file://"))
 
 
-def plain(path: str) -> str:
-    """Return `path` itself; of ``file:///a/path`` the path that it means."""
+def strip_file_scheme(path: str) -> str:
+    """Return ``/a/path`` for ``file:///a/path``; any other path unchanged."""
     return unquote(path.removeprefix("file://")) if path.startswith("file:///") else path
 
 
-def absolute(path: str) -> str:
-    """Return an absolute path; ``..`` after a symbolic link means the parent of the link's target, so it stays."""
+def absolute_path(path: str) -> str:
+    """Return an absolute path. ``..`` stays: after a symbolic link it means the parent of the link's target."""
     if ".." not in path.split(os.sep):
         return os.path.abspath(path)
     return os.path.join(os.getcwd(), path).rstrip(os.sep)
 
 
-def given_path(path: object, what: str) -> str:
-    """Return the absolute path, the URL or the ``shm://name`` that a caller's path means.
+def resolve_path(path: object, what: str) -> str:
+    """Return the absolute path, the URL or the ``shm://name`` for a path that a caller gave.
 
-    Every public call takes its paths here: ``~`` is the home directory, ``file:///a/path`` a local path, and messages
-    show the absolute path whatever was given. Anything else is an InvalidArgumentError that begins with `what`.
+    Every public function resolves its paths here, so that messages show absolute paths. ``~`` is expanded and
+    ``file:///a/path`` becomes ``/a/path``.
+
+    Args:
+        path: str or os.PathLike.
+        what: the argument in words, with which error messages begin.
+
+    Raises:
+        InvalidArgumentError: `path` is something else, is empty or contains a null character.
     """
     given = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(given, str) or not given:
         raise InvalidArgumentError(f"{what} is a path or a URL, not {excerpt(path)}")
-    name = plain(given)
+    name = strip_file_scheme(given)
     if "\0" in name:
         shown = excerpt(without_secrets(given))
         raise InvalidArgumentError(f"{what} is a path or a URL without null characters, not {shown}")
-    return name if "://" in name else absolute(os.path.expanduser(name))
+    return name if "://" in name else absolute_path(os.path.expanduser(name))
 
 
 class StoredFile(ABC):
-    """A file that was opened for reading and is pinned: all reads see the same bytes, or raise.
+    """A file opened for reading and pinned: all reads return bytes of the same version, or raise. Thread-safe.
 
-    Attributes: `path` (for messages), `size` in bytes, `is_remote` (each read is a request over a network).
-    Not collective. Safe for several threads.
+    Not collective.
+
+    Attributes:
+        path: the path or URL, for messages.
+        size: bytes.
+        is_remote: whether each read is a request over a network.
     """
 
     path: str
@@ -70,8 +81,12 @@ class StoredFile(ABC):
 
     @abstractmethod
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` from byte `offset`. A file that ends before that is a CorruptError, one that was replaced
-        meanwhile a ReplacedError."""
+        """Fill `buffer` from byte `offset`.
+
+        Raises:
+            CorruptError: the file ends before the buffer is full.
+            ReplacedError: the file was replaced or changed since it was opened.
+        """
 
     @abstractmethod
     def check_unchanged(self) -> None:
@@ -80,32 +95,32 @@ class StoredFile(ABC):
     @property
     @abstractmethod
     def version(self) -> list[str | int]:
-        """Return a JSON value that changes whenever the file's bytes do: path, size, and ETag or time."""
+        """A JSON value that changes whenever the file's bytes do: path, size, and ETag or modification time."""
 
     @property
     @abstractmethod
     def local_identity(self) -> list[str | int]:
-        """Return a JSON value that is equal on all ranks of one host that opened the same file."""
+        """A JSON value that is equal on all ranks of one host that opened the same file."""
 
     @property
     @abstractmethod
     def shared_identity(self) -> list[str | int] | None:
-        """Return a JSON value that is equal on all hosts that opened the same file; None if hosts may hold copies."""
+        """A JSON value that is equal on all hosts that opened the same file; None if each host may have a copy."""
 
     def read_all(self, limit: int = 64 << 20) -> bytes:
-        """Return all bytes; a file of more than `limit` bytes is a CorruptError."""
+        """Return all bytes; raise CorruptError for a file of more than `limit` bytes."""
         check_size(self.size, limit, self.path)
         return bytes_of(self.size, lambda buffer: self.read_into(buffer, 0))
 
 
 class Store(ABC):
-    """One directory, pinned, and listed once. `path` is its absolute path or URL. Not collective."""
+    """A pinned directory, listed once. `path` is its absolute path or URL. Not collective."""
 
     path: str
 
     @cached_property
-    def listing(self) -> Mapping[str, Kind]:
-        """The kind of each name that lies in the directory, sorted by name. The directory is read once."""
+    def listing(self) -> Mapping[str, EntryKind]:
+        """The kind of each entry by name, sorted. The directory is read once, at the first use."""
         found = self._list()
         return {name: found[name] for name in sorted(found)}
 
@@ -116,7 +131,7 @@ class Store(ABC):
 
     @property
     def directories(self) -> list[str]:
-        """Names of directories, in order; of symbolic links to directories none."""
+        """Names of directories, in order, without symbolic links to directories."""
         return [name for name, kind in self.listing.items() if kind == "directory"]
 
     def path_of(self, name: str) -> str:
@@ -124,18 +139,25 @@ class Store(ABC):
         return f"{self.path.rstrip('/')}/{name}"
 
     @abstractmethod
-    def _list(self) -> dict[str, Kind]:
+    def _list(self) -> dict[str, EntryKind]:
         """Read the directory."""
 
     @abstractmethod
     def open(self, name: str) -> StoredFile:
-        """Open and pin a file. Raises NotFoundError; UnsafeError for what is no regular file; StorageError."""
+        """Open and pin a file.
+
+        Raises:
+            NotFoundError: there is no such file.
+            UnsafeError: it is not a regular file.
+            StorageError: it cannot be opened.
+        """
 
     @abstractmethod
     def below(self, name: str, *, private: bool = False) -> Store:
-        """Open the directory `name` in this one; its descriptor is closed with this store's.
+        """Open the subdirectory `name`; it is closed with this store.
 
-        With `private` no symbolic link in it is followed, and one in which other users may write is an UnsafeError.
+        With `private`, symbolic links in it are not followed, and a directory in which other users may write raises
+        UnsafeError.
         """
 
     @abstractmethod
@@ -144,11 +166,11 @@ class Store(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close all descriptors of this store, of stores opened below it, and of its files.
+        """Close all descriptors of this store, of its subdirectories and of its files.
 
-        A local store raises InvalidArgumentError for any later call that needs one of them.
+        Afterwards a local store raises InvalidArgumentError for any call that needs one of them.
         """
 
     def read_small(self, name: str, limit: int = 64 << 20) -> bytes:
-        """Return all bytes of a file; one of more than `limit` bytes is a CorruptError."""
+        """Return all bytes of a file; raise CorruptError for one of more than `limit` bytes."""
         return self.open(name).read_all(limit)

@@ -1,6 +1,7 @@
-"""The tensor file: safetensors with our facts in its metadata, read by rules stricter than the format's.
+"""The tensor file: a safetensors file, with a rank's sharding, digests and config in its metadata.
 
-Layout: 8 bytes little-endian header length, JSON header, tensor bytes in C order, without gaps.
+Layout: the header's length (8 bytes, little-endian), a JSON header, then the tensors' bytes in C order without gaps.
+The reader is stricter than safetensors: no duplicate keys, no unknown fields, no control characters in names.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ __all__ = [
     "TORCH_SHARDING_KEY",
     "Entry",
     "Header",
-    "Held",
+    "ShardData",
     "check_name",
     "digest",
     "encode_header",
     "read_header",
-    "stored",
+    "storage_form",
     "write_tensor_file",
 ]
 
 MAX_HEADER_BYTES = 100_000_000
 _MAX_NAME_BYTES = 512
 _METADATA_KEY = "__metadata__"
-FACTS_KEY = "statexchange"
-# torch's Hugging Face storage keeps a shard's offsets under this key, and its version beside it.
+WORKSPACE_KEY = "statexchange"
+# torch's HuggingFaceStorageWriter keeps a shard's offsets under this key, and its version beside it.
 TORCH_SHARDING_KEY, _TORCH_VERSION_KEY, _TORCH_VERSION = "DCP_SHARDING_INFO", "DCP_VERSION", "1.0"
-_OF_ONE_FILE = (FACTS_KEY, TORCH_SHARDING_KEY, _TORCH_VERSION_KEY)
+_PER_FILE_KEYS = (WORKSPACE_KEY, TORCH_SHARDING_KEY, _TORCH_VERSION_KEY)
 _NO_DIGEST = "0" * 32
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 _DTYPE = re.compile(r"[A-Z][A-Z0-9_]{0,31}")
@@ -52,15 +53,15 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def digest(data: Buffer) -> str:
-    """xxh3-128 of a box's bytes in C order, as 32 hex digits."""
-    import xxhash  # not at the start of a command that looks at headers only
+    """Return the xxh3-128 digest of a box's bytes in C order, as 32 hex digits."""
+    import xxhash  # late: commands that only read headers do not need it
 
     return str(xxhash.xxh3_128_hexdigest(data))
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor in a file: bytes ``begin`` to ``end`` from the start of the file."""
+    """One tensor in a file, at bytes `begin` to `end` of the file."""
 
     name: str
     dtype: str
@@ -76,9 +77,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A file's tensors in the order of their bytes, its text metadata, and the size that it must have.
+    """The header of a tensor file.
 
-    `unknown` are the tensors of dtypes that are not known here, which are not among the `entries`.
+    Attributes:
+        entries: tensors by name, in the order of their bytes.
+        metadata: the text metadata.
+        nbytes: the size that the file must have.
+        unknown: tensors of unsupported dtypes, which are not among `entries`.
     """
 
     entries: Mapping[str, Entry]
@@ -88,33 +93,33 @@ class Header:
 
     @property
     def common_metadata(self) -> dict[str, str]:
-        """The metadata without what says which parts of tensors this file has, and which file of a workspace it is."""
-        return {key: value for key, value in self.metadata.items() if key not in _OF_ONE_FILE}
+        """The metadata without the keys that describe this one file's shards or its place in a workspace."""
+        return {key: value for key, value in self.metadata.items() if key not in _PER_FILE_KEYS}
 
-    def facts(self, path: str) -> dict[str, Any] | None:
-        """Our facts, if this is a tensor file of a workspace."""
-        text = self.metadata.get(FACTS_KEY)
+    def workspace_metadata(self, path: str) -> dict[str, Any] | None:
+        """Return the metadata that `write_tensor_file` wrote; None for any other safetensors file."""
+        text = self.metadata.get(WORKSPACE_KEY)
         if text is None:
             return None
-        facts = parse_json(text, path)
-        if not isinstance(facts, dict):
-            raise CorruptError("facts are no JSON object", path=path)
-        return facts
+        metadata = parse_json(text, path)
+        if not isinstance(metadata, dict):
+            raise CorruptError("metadata is no JSON object", path=path)
+        return metadata
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """One tensor that a rank holds: the shard, and its bytes.
+class ShardData:
+    """A rank's shard of one tensor, with its bytes.
 
-    `data` are the boxes one after another, each in C order, or a function that gives the bytes of the n-th box part by
-    part, each good until the next one is asked for.
+    `data` is the boxes one after another, each in C order, or a function that takes a box's index and returns the box's
+    bytes part by part; each part is valid until the next one is requested.
     """
 
     shard: Shard
     data: memoryview | Callable[[int], Iterable[memoryview]]
 
     def box_parts(self, index: int) -> Iterable[memoryview]:
-        """The bytes of a box, part by part."""
+        """Return the bytes of a box, part by part."""
         if not isinstance(self.data, memoryview):
             return self.data(index)
         sizes = [box.numel * ITEMSIZE[self.shard.dtype] for box in self.shard.boxes[: index + 1]]
@@ -122,19 +127,20 @@ class Held:
         return (self.data[at : min(at + WINDOW_BYTES, end)] for at in range(begin, end, WINDOW_BYTES))
 
 
-def stored(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """The dtype and shape that a file says: C128, which safetensors cannot name, becomes pairs of F64."""
+def storage_form(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+    """Return the dtype and shape as a file stores them: C128, which safetensors lacks, becomes pairs of F64."""
     return ("F64", (*shape, 2)) if dtype == "C128" else (dtype, tuple(shape))
 
 
 def check_name(name: str) -> None:
-    """A tensor name must be text of 1 to 512 bytes without control characters, not "__metadata__"; else UnsafeError."""
-    flaw = _flaw_of(name)
-    if flaw is not None:
-        raise UnsafeError(f"a tensor cannot be written under the name {excerpt(name, 60)}: {flaw}; rename the tensor")
+    """Raise UnsafeError unless a name is text of 1 to 512 bytes without control characters, and not "__metadata__"."""
+    problem = _name_problem(name)
+    if problem is not None:
+        text = f"a tensor cannot be written under the name {excerpt(name, 60)}: {problem}; rename the tensor"
+        raise UnsafeError(text)
 
 
-def _flaw_of(name: str) -> str | None:
+def _name_problem(name: str) -> str | None:
     """Return why a file may not have a tensor of this name; None if it may."""
     try:
         nbytes = len(name.encode())
@@ -150,7 +156,10 @@ def _flaw_of(name: str) -> str | None:
 
 
 def encode_header(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
-    """Length and header for (name, dtype, shape) in the order of their bytes, as `save_file` writes them."""
+    """Return the length and header of a file, byte-identical to those of `safetensors.save_file`.
+
+    `tensors` are (name, dtype, shape) in the order of their bytes.
+    """
     entries: dict[str, Any] = {_METADATA_KEY: dict(metadata)}
     begin = 0
     for name, dtype, shape in tensors:
@@ -158,7 +167,7 @@ def encode_header(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: M
         if name in entries:
             raise InvalidArgumentError("two tensors of one file use this name", name=name)
         end = begin + math.prod(shape) * ITEMSIZE[dtype]
-        stored_dtype, stored_shape = stored(dtype, shape)
+        stored_dtype, stored_shape = storage_form(dtype, shape)
         entries[name] = {"dtype": stored_dtype, "shape": stored_shape, "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
@@ -169,11 +178,10 @@ def encode_header(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: M
 
 
 def read_header(file: StoredFile, *, whole: bool = True) -> Header:
-    """Return the header of a file; what breaks the format or our stricter rules is a CorruptError.
+    """Return the header of a file; raise CorruptError if it breaks the format or the stricter rules of this module.
 
-    Stricter than safetensors: no key twice, no unknown field, no control characters in names. With `whole` False the
-    file may be truncated after its header. A dtype of a later version of safetensors is no error: its name and its
-    bytes are known.
+    With `whole=False` the file may be truncated after its header. A dtype of a later version of safetensors is no
+    error: the tensor is listed in `Header.unknown`.
     """
     size, path = file.size, file.path
     if size < 8:
@@ -188,7 +196,7 @@ def read_header(file: StoredFile, *, whole: bool = True) -> Header:
     if text[:1] != b"{":
         raise CorruptError("not a safetensors file: its header is no JSON object", path=path)
     raw = parse_json(text, path)
-    assert isinstance(raw, dict)  # its text begins with a brace
+    assert isinstance(raw, dict)  # the text begins with a brace
     metadata = raw.pop(_METADATA_KEY, {})
     if not isinstance(metadata, dict) or any(not isinstance(v, str) for v in metadata.values()):
         raise CorruptError("header metadata must map text to text", path=path)
@@ -202,9 +210,9 @@ def read_header(file: StoredFile, *, whole: bool = True) -> Header:
 
 
 def _entry(name: str, fields: Any, data_start: int, path: str) -> Entry:
-    flaw = _flaw_of(name)
-    if flaw is not None:
-        raise CorruptError(f"a tensor is called {excerpt(name, 60)}: {flaw}", path=path)
+    problem = _name_problem(name)
+    if problem is not None:
+        raise CorruptError(f"a tensor is called {excerpt(name, 60)}: {problem}", path=path)
     if not isinstance(fields, dict) or fields.keys() != _ENTRY_KEYS:
         raise CorruptError("header entry has missing or unknown fields", path=path, name=name)
     dtype = fields["dtype"]
@@ -223,7 +231,7 @@ def _entry(name: str, fields: Any, data_start: int, path: str) -> Entry:
 
 
 def _fits(nbytes: int, dtype: str, numel: int) -> bool:
-    """Whether a tensor may have this many bytes; of an unknown dtype, whether each element has as many bits."""
+    """Whether a tensor may have this many bytes: for an unknown dtype, a whole number of bits per element."""
     if dtype in ITEMSIZE or not numel:
         return nbytes == numel * ITEMSIZE.get(dtype, 0)
     return nbytes >= 0 and 8 * nbytes % numel == 0
@@ -239,15 +247,17 @@ def _check_contiguous(entries: Sequence[Entry], start: int, size: int | None, pa
         at = entry.end
     if size is not None and at != size:
         raise CorruptError(
-            "file is truncated or has bytes too many",
+            "file is truncated, or has bytes after the last tensor",
             path=path,
             expected=f"{at} bytes",
             found=f"{size} bytes",
         )
 
 
-def _metadata(held: Sequence[Held], digests: Sequence[Sequence[str]], facts: Mapping[str, Any]) -> dict[str, str]:
-    """The metadata of a file of these tensors, whose boxes have these digests."""
+def _header_metadata(
+    held: Sequence[ShardData], digests: Sequence[Sequence[str]], metadata: Mapping[str, Any]
+) -> dict[str, str]:
+    """Return the text metadata of a file: the workspace's, "format", and torch's sharding keys."""
     tensors = {
         h.shard.name: {
             "dtype": h.shard.dtype,
@@ -258,20 +268,23 @@ def _metadata(held: Sequence[Held], digests: Sequence[Sequence[str]], facts: Map
         for h, of_boxes in zip(held, digests, strict=True)
     }
     offsets = {h.shard.name: {"saved_offsets": _saved_offsets(h.shard)} for h in held if len(h.shard.boxes) == 1}
-    ours = json.dumps({**facts, "tensors": tensors}, separators=(",", ":"))
+    ours = json.dumps({**metadata, "tensors": tensors}, separators=(",", ":"))
     torchs = json.dumps(offsets, separators=(",", ":"))
-    return {FACTS_KEY: ours, "format": "pt", TORCH_SHARDING_KEY: torchs, _TORCH_VERSION_KEY: _TORCH_VERSION}
+    return {WORKSPACE_KEY: ours, "format": "pt", TORCH_SHARDING_KEY: torchs, _TORCH_VERSION_KEY: _TORCH_VERSION}
 
 
 def _saved_offsets(shard: Shard) -> list[int]:
-    """A shard's offsets with as many dims as its tensor has in the file."""
+    """Return a shard's offsets with as many dims as the tensor has in the file."""
     return [*shard.boxes[0].offsets, *((0,) if shard.dtype == "C128" else ())]
 
 
 def write_tensor_file(
-    dir_fd: int, name: str, path: str, held: Sequence[Held], facts: Mapping[str, Any], *, durable: bool
+    dir_fd: int, name: str, path: str, held: Sequence[ShardData], metadata: Mapping[str, Any], *, durable: bool
 ) -> int:
-    """Write one rank's tensors and facts as a new file, durably if asked; returns its size in bytes."""
+    """Write one rank's tensors and metadata as a new file and return its size in bytes.
+
+    The digests are computed while the tensors are written, so the header, which has them, is written last.
+    """
     order = list(ITEMSIZE)
     kept = sorted(held, key=lambda h: (-order.index(h.shard.dtype), h.shard.name))
     digests = [[_NO_DIGEST for _ in h.shard.boxes] for h in kept]
@@ -279,17 +292,17 @@ def write_tensor_file(
 
     def header() -> bytes:
         with collector_paused():
-            return encode_header(entries, _metadata(kept, digests, facts))
+            return encode_header(entries, _header_metadata(kept, digests, metadata))
 
-    begin = len(header())  # digests are of one length: it is so long whatever they are
+    begin = len(header())  # with placeholders: all digests have the same length
     nbytes = begin + sum(h.shard.nbytes for h in kept)
     parts = _digested(kept, digests)
     write_new(dir_fd, name, parts, nbytes=nbytes, path=path, durable=durable, begin=begin, header=header)
     return nbytes
 
 
-def _digested(held: Sequence[Held], digests: Sequence[list[str]]) -> Iterator[memoryview]:
-    """The bytes of all tensors; when all have been asked for, the digests of all boxes are there."""
+def _digested(held: Sequence[ShardData], digests: Sequence[list[str]]) -> Iterator[memoryview]:
+    """Yield the bytes of all tensors, and store each box's digest in `digests` after its last part."""
     import xxhash
 
     for h, of_boxes in zip(held, digests, strict=True):

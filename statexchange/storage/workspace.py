@@ -1,8 +1,23 @@
-"""The workspace: a directory in which ranks leave tensor files for each other, under names never used twice.
+"""The workspace: a directory through which ranks exchange tensor files, under names that are never reused.
 
-``<root>/<run>/<round>/rank-00003-of-00008.<nonce>.safetensors``. Reading and writing involve no collective
-and no barrier. A writer who has a communicator sends the receipt through it and, when every rank has written,
-commits the round with a manifest; who has none finds files by listing the directory.
+**Names.** ``<root>/<run>/<round>/rank-00003-of-00008.<nonce>.safetensors``, and ``manifest.json`` in a committed round.
+The nonce makes each name unique, so no file is ever overwritten and no reader sees a mix of two writes.
+
+**Protocol.** Reading and writing involve no collective and no barrier.
+
+1. Each rank writes its file (atomic.py: the name appears only when the file is complete) and gets a receipt.
+2. Ranks with a communicator send their receipts to root. Root commits the round: it writes the manifest, which lists
+   all files. Ranks without a communicator do not commit; readers then list the directory.
+3. After the commit root drops older rounds of its run. A round is un-committed first: its manifest is renamed to
+   ``dropped.json``. Its files follow, ``dropped.json`` last.
+
+**States of a round**: *pending* (rank files, no manifest), *committed* (manifest), *dropped* (``dropped.json``; no
+reader takes it), *absent*.
+
+**After a failure.** A failed write removes its file. A killed writer leaves a temporary file, or a complete file of a
+round that is never committed; `sweep` and the next commit remove these once all writers of the round have provably
+ended. An interrupted drop leaves ``dropped.json``, from which the next commit continues. A directory is removed only if
+it is empty, so files of other ranks are safe; a writer whose directory is removed before its first file makes it again.
 """
 
 from __future__ import annotations
@@ -37,9 +52,9 @@ from statexchange.storage import atomic, files
 from statexchange.storage.json_text import parse_json
 from statexchange.storage.local import local_path
 from statexchange.storage.mounts import mount_of
-from statexchange.storage.place import Place, open_place
-from statexchange.storage.store import Store, StoredFile, given_path, is_url
-from statexchange.storage.tensorfile import Header, Held, digest, read_header, stored, write_tensor_file
+from statexchange.storage.opened_path import OpenedPath, open_path
+from statexchange.storage.store import Store, StoredFile, is_url, resolve_path
+from statexchange.storage.tensorfile import Header, ShardData, digest, read_header, storage_form, write_tensor_file
 from statexchange.tensors import ITEMSIZE
 
 if TYPE_CHECKING:
@@ -59,26 +74,26 @@ __all__ = [
 _log = logging.getLogger(__name__)
 SCHEMA = 1
 MANIFEST = "manifest.json"
-DROPPED = "dropped.json"  # the manifest of a round that is being removed
+DROPPED = "dropped.json"  # the renamed manifest of a round that is being removed
 _ATTEMPTS = 20
-_REMOVED = (NotFoundError, ReplacedError)  # what a look gets at a directory that another process removes meanwhile
+_REMOVED = (NotFoundError, ReplacedError)  # raised for a directory that another process removes meanwhile
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _ROUND = re.compile(r"[0-9]{6,18}")
 _RANK_FILE = re.compile(r"rank-([0-9]{5,9})-of-([0-9]{5,9})\.[0-9a-f]{16}\.safetensors")
 
 
 def is_rank_file(name: str) -> bool:
-    """Whether a file's name is that of a rank's file."""
+    """Whether this is the name of a rank's file."""
     return _RANK_FILE.fullmatch(name) is not None
 
 
 def is_run_name(name: str) -> bool:
-    """Whether a directory's name may be that of a run."""
+    """Whether this may be the name of a run's directory."""
     return _RUN.fullmatch(name) is not None
 
 
 def is_round_name(name: str) -> bool:
-    """Whether a directory's name is that of a round."""
+    """Whether this is the name of a round's directory."""
     return _ROUND.fullmatch(name) is not None and f"{int(name):06d}" == name
 
 
@@ -99,18 +114,18 @@ class RankName:
 
     @property
     def rank_name(self) -> RankName:
-        """The name itself, as of a `Receipt`."""
+        """The name itself, so that a `RankName` can stand for a `Receipt`."""
         return self
 
     @classmethod
     def new(cls, run: str, round: int, rank: int, world_size: int) -> RankName:  # noqa: A002
-        """A name that nobody has used; parts that cannot be part of a name are an UnsafeError."""
+        """Return a new, unique name; raise UnsafeError for a run or number that cannot be part of a name."""
         file = f"rank-{rank:05d}-of-{world_size:05d}.{atomic.new_nonce()}.safetensors"
         return cls.parse(cls(run, round, rank, world_size, file).relative)
 
     @classmethod
     def parse(cls, relative: str) -> RankName:
-        """The parts of a path below the root; anything else, which may lead elsewhere, is an UnsafeError."""
+        """Parse a path below the root; raise UnsafeError for any other path, which might lead out of the root."""
         parts = relative.split(os.sep)
         match = _RANK_FILE.fullmatch(parts[-1])
         if len(parts) != 3 or match is None or not _RUN.fullmatch(parts[0]) or not is_round_name(parts[1]):
@@ -123,7 +138,7 @@ class RankName:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """A durable rank file: its path below the root and its size in bytes."""
+    """Proof that a rank file was written: its path below the root and its size in bytes."""
 
     relative: str
     nbytes: int
@@ -147,11 +162,18 @@ class Manifest:
 
 
 class WorkspaceView:
-    """A workspace as it lies at one moment: each directory is listed at most once, each file that is opened is pinned.
+    """A snapshot of a workspace: each directory is listed at most once and each opened file is pinned.
 
-    Not collective. `root` is its directory; below it no symbolic link is followed, and a run's directory in which
-    others may write is refused (UnsafeError). Closing `root` closes all. `has_changed` says that something which one
-    directory listed was gone, or half dropped, when it was looked at: another look may find other rounds.
+    Not collective. Below the root no symbolic link is followed, and a directory in which other users may write raises
+    UnsafeError.
+
+    Args:
+        root: the opened root directory; closing it closes everything.
+
+    Attributes:
+        path: the root's path.
+        has_changed: whether a listed directory was absent, or its round dropped, when it was opened. A new view may
+            find other rounds.
     """
 
     def __init__(self, root: Store) -> None:
@@ -162,11 +184,11 @@ class WorkspaceView:
         self.has_changed = False
 
     def runs(self) -> list[str]:
-        """Return the runs that left something here, in the order of their names."""
+        """Return the names of all runs, sorted."""
         return [name for name in self._root.directories if _RUN.fullmatch(name)]
 
     def rounds(self, run: str) -> list[int]:
-        """Return the rounds of `run` that have a directory, oldest first; NotFoundError if there is no such run."""
+        """Return the rounds of `run` that have a directory, oldest first; raise NotFoundError without such a run."""
         return sorted(int(name) for name in self._run(run).directories if is_round_name(name))
 
     def _run(self, run: str) -> Store:
@@ -188,13 +210,13 @@ class WorkspaceView:
         return self._rounds[run, number]
 
     def rank_names(self, run: str, round: int) -> list[RankName]:  # noqa: A002
-        """Return the names of the whole files of a round, in rank order; NotFoundError if there is no such round."""
+        """Return the names of a round's complete files, in rank order; raise NotFoundError without such a round."""
         found = filter(is_rank_file, self._round(run, round).files)
         names = [RankName.parse(os.path.join(run, f"{round:06d}", name)) for name in found]
         return sorted(names, key=lambda name: name.rank)
 
     def manifest(self, run: str, round: int) -> Manifest:  # noqa: A002
-        """Return the manifest of a round; NotFoundError if it is not committed, or no more."""
+        """Return the manifest of a round; raise NotFoundError if it is not committed or was dropped."""
         store = self._round(run, round)
         if MANIFEST not in store.listing:
             dropped = DROPPED in store.listing
@@ -202,19 +224,19 @@ class WorkspaceView:
         return _manifest_in(store, MANIFEST, run, round)
 
     def dropped(self, run: str) -> list[Manifest]:
-        """Return the manifests of rounds that are being dropped, or were left so by a process that was killed."""
+        """Return the manifests of rounds whose drop is in progress or was interrupted."""
         found = []
         for number in self.rounds(run):
-            with contextlib.suppress(*_REMOVED, CorruptError):  # removed meanwhile, or nothing to go by
+            with contextlib.suppress(*_REMOVED, CorruptError):  # removed meanwhile, or unreadable
                 store = self._round(run, number)
                 if DROPPED in store.listing:
                     found.append(_manifest_in(store, DROPPED, run, number))
         return found
 
     def abandoned(self, run: str, round: int) -> list[str]:  # noqa: A002
-        """Return the names of files in a round whose writers have provably ended before the round was committed.
+        """Return the names of a round's files whose writers have provably ended without a commit.
 
-        While one writer of a round may still run, the round may still be committed: then none of its files counts.
+        While any writer of the round may still run, the round may still be committed, and no complete file counts.
         """
         try:
             names = self._round(run, round).files
@@ -222,45 +244,48 @@ class WorkspaceView:
             if MANIFEST in names or DROPPED in names:
                 return temporary
             written = self.rank_names(run, round)
-            dead = all(_is_dead(self.open(name).facts.get("pending")) for name in written)
-        except StateExchangeError:  # removed meanwhile, or nothing to go by
+            dead = all(_is_dead(self.open(name).metadata.get("pending")) for name in written)
+        except StateExchangeError:  # removed meanwhile, or unreadable
             return []
         return [*temporary, *(name.file for name in written if dead)]
 
-    def all_abandoned(self, places: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Return those of `places` (run, round) in which there is something that was abandoned, or nothing at all."""
-        return [place for place in places if self.abandoned(*place) or self._is_empty(*place)]
+    def all_abandoned(self, rounds: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Return those of `rounds` (run, round) in which there is something that was abandoned, or nothing at all."""
+        return [one for one in rounds if self.abandoned(*one) or self._is_empty(*one)]
 
     def _is_empty(self, run: str, number: int) -> bool:
         try:
             return not self._round(run, number).listing
-        except StateExchangeError:  # removed meanwhile, or not to be looked into
+        except StateExchangeError:  # removed meanwhile, or unreadable
             return False
 
     def readable_manifests(self) -> list[Manifest]:
-        """Return the committed rounds, oldest first, without those whose manifest is broken: a reader must see that."""
+        """Return the committed rounds, oldest first, without those whose manifest is broken.
+
+        A commit goes on beside a broken manifest; only a reader of that round needs to fail.
+        """
         found = []
-        for run, number in self.places():
+        for run, number in self.all_rounds():
             with contextlib.suppress(*_REMOVED, CorruptError, UnsafeError):
                 found.append(self.manifest(run, number))
         return sorted(found, key=_age)
 
-    def places(self, only: str | None = None) -> Iterator[tuple[str, int]]:
-        """Yield (run, round) of all rounds that have a directory, or of those of the run `only`."""
+    def all_rounds(self, only: str | None = None) -> Iterator[tuple[str, int]]:
+        """Yield (run, round) for all rounds that have a directory, or for those of the run `only`."""
         for run in self.runs() if only is None else [only]:
             with contextlib.suppress(*_REMOVED):  # removed meanwhile
                 yield from ((run, number) for number in self.rounds(run))
 
-    def manifests(self, places: Iterable[tuple[str, int]]) -> list[Manifest]:
-        """Return the manifests of those of `places` (run, round) that are committed, oldest first."""
+    def manifests(self, rounds: Iterable[tuple[str, int]]) -> list[Manifest]:
+        """Return the manifests of those of `rounds` (run, round) that are committed, oldest first."""
         found = []
-        for run, number in places:
+        for run, number in rounds:
             with contextlib.suppress(NotFoundError):  # not committed, or dropped meanwhile
                 found.append(self.manifest(run, number))
         return sorted(found, key=_age)
 
-    def open(self, receipt: Receipt | RankName, *, owner: Place | None = None) -> RankFile:
-        """Open a rank's file; NotFoundError if it is not there. Closing the file closes `owner`."""
+    def open(self, receipt: Receipt | RankName, *, owner: OpenedPath | None = None) -> RankFile:
+        """Open a rank's file; raise NotFoundError if it is absent. Closing the file closes `owner`."""
         name = receipt.rank_name
         try:
             file = self._round(name.run, name.round).open(name.file)
@@ -270,12 +295,15 @@ class WorkspaceView:
         return RankFile(file, name, receipt.nbytes if isinstance(receipt, Receipt) else None, owner=owner)
 
     def was_dropped(self, absent: Sequence[Receipt | RankName]) -> bool:
-        """Whether the round of files that are not there has been dropped since this view was made: its manifest is
-        gone, or, of files that no manifest lists, one of their names."""
+        """Whether the round of missing files was dropped since this view was made.
+
+        A round with receipts was dropped if its manifest is gone or lists other files; a round without a manifest, if
+        one of the names is gone.
+        """
         first = absent[0].rank_name
         try:
-            with open_place(self.path) as place:
-                now = WorkspaceView(place.store)
+            with open_path(self.path) as opened:
+                now = WorkspaceView(opened.store)
                 if isinstance(absent[0], Receipt):
                     return not set(absent) <= set(now.manifest(first.run, first.round).receipts)
                 return not set(absent) <= set(now.rank_names(first.run, first.round))
@@ -284,24 +312,39 @@ class WorkspaceView:
 
 
 class Workspace:
-    """A directory, or ``shm://name``, in which ranks exchange tensor files; at an fsspec URL one that is only read.
+    """A directory through which ranks exchange tensor files.
 
-    Not collective: constructing, writing and reading involve no other rank. The directory is made by the
-    first write.
+    Not collective: constructing, writing and reading involve no other rank. The first write makes the directory.
+
+    Args:
+        path: a local path, ``shm://name`` for a directory on tmpfs, or an fsspec URL, which can only be read.
+
+    Example:
+        >>> from statexchange.sharding.shards import Box, Shard
+        >>> from statexchange.storage.tensorfile import ShardData
+        >>> workspace = Workspace("ws")
+        >>> shard = Shard("w", "U8", (4,), (Box((0,), (4,)),))
+        >>> receipt = workspace.write(
+        ...     [ShardData(shard, memoryview(b"abcd"))], run="job", round=1, rank=0, world_size=1
+        ... )
+        >>> manifest = workspace.commit([receipt], keep=2)
+        >>> with workspace.open(manifest.receipts[0]) as file:
+        ...     bytes(file.read("w"))
+        b'abcd'
     """
 
-    def __init__(self, url: str | os.PathLike[str]) -> None:
-        self.url = given_path(url, "a workspace")
-        self.path = self.url.rstrip("/") if is_url(self.url) else local_path(self.url)
-        self._in_memory = self.url.startswith("shm://")
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._given = resolve_path(path, "a workspace")
+        self.path = self._given.rstrip("/") if is_url(self._given) else local_path(self._given)
+        self._in_memory = self._given.startswith("shm://")
         self._durable: bool | None = None
 
     def __repr__(self) -> str:
-        return f"Workspace({without_secrets(self.url)!r})"
+        return f"Workspace({without_secrets(self._given)!r})"
 
     def write(
         self,
-        held: Sequence[Held],
+        held: Sequence[ShardData],
         *,
         run: str,
         round: int,  # noqa: A002 (the workspace's own word)
@@ -311,14 +354,31 @@ class Workspace:
         extra: Mapping[str, Any] | None = None,
         pending: bool = False,
     ) -> Receipt:
-        """Write `rank`'s tensors and config (JSON text of `values.encode`) as one new, durable file.
+        """Write a rank's tensors and config as one new, durable file.
 
-        Not collective. A `pending` file counts only once its round is committed, or while its writer runs: `sweep`
-        removes it when the writer has ended before. Raises StorageError with path and errno; nothing is left of a write
-        that failed.
+        Not collective.
+
+        Args:
+            held: the rank's shards with their bytes.
+            run: name of the run: letters, digits, ".", "_" and "-".
+            round: number of the round.
+            rank: this rank.
+            world_size: number of ranks that write in this round.
+            config: JSON text of `values.encode`.
+            extra: further metadata of the file, as a JSON object.
+            pending: record this process in the file, so that `sweep` can remove the file if the process ends before
+                the round is committed.
+
+        Returns:
+            The receipt of the file.
+
+        Raises:
+            StorageError: the write failed; nothing is left of it.
+            UnsafeError: the run's directory is writable for other users.
+            InvalidArgumentError: the workspace is at an fsspec URL.
         """
         name = RankName.new(run, round, rank, world_size)
-        facts = {
+        metadata = {
             **(extra or {}),
             "schema": SCHEMA,
             "run": run,
@@ -329,25 +389,25 @@ class Workspace:
             **({"pending": Owner.current().to_json()} if pending else {}),
         }
         path = os.path.join(self.path, name.relative)
-        nbytes = self._retried(lambda: self._write(name, path, held, facts))
+        nbytes = self._retried(lambda: self._write(name, path, held, metadata))
         return Receipt(name.relative, nbytes)
 
-    def _write(self, name: RankName, path: str, held: Sequence[Held], facts: Mapping[str, Any]) -> int:
-        if is_url(self.url):
-            text = "ranks write a workspace into a directory, which may be copied here"
+    def _write(self, name: RankName, path: str, held: Sequence[ShardData], metadata: Mapping[str, Any]) -> int:
+        if is_url(self._given):
+            text = "a workspace at a URL is read-only: write it in a directory and copy it here"
             raise InvalidArgumentError(text, path=self.path)
         files.make_path(self.path)
         try:
             with self._round_directories(name.run, name.round, make=True) as dir_fds:
-                nbytes = write_tensor_file(dir_fds[-1], name.file, path, held, facts, durable=self.durable)
-                atomic.settle(*dir_fds, path=self.path)
+                nbytes = write_tensor_file(dir_fds[-1], name.file, path, held, metadata, durable=self.durable)
+                atomic.invalidate_listings(*dir_fds, path=self.path)
                 return nbytes
         except BaseException:
             self._remove_empty(name.run, name.round)
             raise
 
     def _retried(self, write: Callable[[], int]) -> int:
-        """Another rank may remove a directory that it leaves empty just when we are about to use it."""
+        """Call `write` again if another rank has removed an empty directory that this write was about to use."""
         for _ in range(_ATTEMPTS):
             try:
                 return write()
@@ -360,14 +420,14 @@ class Workspace:
 
     @property
     def durable(self) -> bool:
-        """Whether writes are synced: not on tmpfs."""
+        """Whether writes are synced, which tmpfs does not need."""
         if self._durable is None:
             self._durable = not mount_of(self.path).is_memory
         return self._durable
 
     @contextlib.contextmanager
     def _round_directories(self, run: str, number: int, *, make: bool = False) -> Iterator[tuple[int, int, int]]:
-        """Open root, run and round, each in the one before, so that no link leads elsewhere."""
+        """Open root, run and round, each relative to the one before, so that no link is followed."""
         run_path = os.path.join(self.path, run)
         path = os.path.join(run_path, f"{number:06d}")
         if self._in_memory:
@@ -385,40 +445,54 @@ class Workspace:
 
     @contextlib.contextmanager
     def view(self) -> Iterator[WorkspaceView]:
-        """A look at the workspace as it lies now, for a with block; NotFoundError if there is none."""
-        with self._place() as place:
-            yield WorkspaceView(place.store)
+        """Yield a view of the present workspace, which is closed after the with block.
 
-    def _place(self) -> Place:
+        Raises:
+            NotFoundError: the directory does not exist.
+        """
+        with self._open() as opened:
+            yield WorkspaceView(opened.store)
+
+    def _open(self) -> OpenedPath:
         if self._in_memory:
             self._check_base()
-        place = open_place(self.path)
-        if place.file is not None:
-            place.close()
+        opened = open_path(self.path)
+        if opened.file is not None:
+            opened.close()
             raise NotFoundError("not a directory", path=self.path)
-        return place
+        return opened
 
     def _check_base(self) -> None:
-        """Refuse a directory on tmpfs that somebody else could have made, or may write in."""
+        """Raise UnsafeError if another user made the directory on tmpfs, or may write in it."""
         base = os.path.dirname(self.path)
         with files.directory(base) as base_fd:
             files.check_private(base_fd, base)
 
     def open(self, receipt: Receipt | RankName, *, timeout_s: float = 0.0) -> RankFile:
-        """Open a rank's file; close it, or use it in a with block. Not collective.
+        """Open a rank's file; close it, or use it in a with block.
 
-        A file that is not there yet is looked for until `timeout_s` has passed, each time through freshly opened
-        directories, then it is a NotFoundError naming rank and path.
+        Not collective. Waits up to `timeout_s` seconds for the file to appear.
+
+        Args:
+            receipt: the receipt or the name of the file.
+            timeout_s: how long to look for the file, each time through freshly opened directories.
+
+        Returns:
+            The open file.
+
+        Raises:
+            NotFoundError: the file is missing; the error has its rank and path.
+            CorruptError: the file's header, metadata or size is wrong.
         """
         deadline = time.monotonic() + check_timeout(timeout_s, zero=True)
         while True:
-            place = None
+            opened = None
             try:
-                place = self._place()
-                return WorkspaceView(place.store).open(receipt, owner=place)
+                opened = self._open()
+                return WorkspaceView(opened.store).open(receipt, owner=opened)
             except BaseException as error:
-                if place is not None:
-                    place.close()
+                if opened is not None:
+                    opened.close()
                 gone = isinstance(error, NotFoundError | ReplacedError)
                 if not gone or time.monotonic() >= deadline:
                     if isinstance(error, NotFoundError) and error.rank is None:
@@ -430,15 +504,22 @@ class Workspace:
             time.sleep(0.05)
 
     def commit(self, receipts: Sequence[Receipt], *, keep: int, extra: Mapping[str, Any] | None = None) -> Manifest:
-        """Make a round count: write its manifest, then drop all but this run's newest `keep` rounds. Root only.
+        """Commit a round: write its manifest, then drop all but the run's newest `keep` rounds.
 
-        `receipts` are those of all ranks, in rank order. What other runs have committed is theirs and stays. A
-        round that cannot be dropped stays, with a warning.
+        Root only. Rounds of other runs stay. A round that cannot be dropped stays, with a warning.
+
+        Args:
+            receipts: those of all ranks, in rank order.
+            keep: number of committed rounds of this run to keep, at least 1.
+            extra: further content of the manifest, as a JSON object.
+
+        Returns:
+            The manifest.
 
         Raises:
             InvalidArgumentError: receipts of different rounds, or not one per rank in rank order.
             TargetExistsError: the round is already committed.
-            StorageError.
+            StorageError: the manifest cannot be written.
         """
         names = [receipt.rank_name for receipt in receipts]
         if keep < 1 or not names or not _is_whole(names):
@@ -449,14 +530,14 @@ class Workspace:
         with self.view() as view:
             older = view.readable_manifests()
             half_dropped = view.dropped(first.run)
-            abandoned = view.all_abandoned(view.places())
+            abandoned = view.all_abandoned(view.all_rounds())
         generation = max((m.generation for m in older), default=0) + 1
         manifest = Manifest(first.run, first.round, generation, first.world_size, tuple(receipts), dict(extra or {}))
         text = _manifest_text(manifest)
         path = os.path.join(self.path, first.run, f"{first.round:06d}", MANIFEST)
         with self._round_directories(first.run, first.round) as dir_fds:
             atomic.write_new(dir_fds[-1], MANIFEST, [text], nbytes=len(text), path=path, durable=self.durable)
-            atomic.settle(*dir_fds, path=self.path)
+            atomic.invalidate_listings(*dir_fds, path=self.path)
         for old in [m for m in [*older, manifest] if m.run == first.run][:-keep]:
             self._drop(old)
         for old in half_dropped:
@@ -465,21 +546,23 @@ class Workspace:
         return manifest
 
     def sweep(self, only: str | None = None) -> None:
-        """Remove what processes that have provably ended left here, or in the run `only`: temporary files, files that
-        they had written for a round that was never committed, and directories of rounds that are empty. Not
-        collective."""
+        """Remove what provably ended processes have left: temporary files, files of rounds that were never committed,
+        and empty directories of rounds. With `only`, in this run alone.
+
+        Not collective.
+        """
         try:
             with self.view() as view:
-                abandoned = view.all_abandoned(view.places(only))
+                abandoned = view.all_abandoned(view.all_rounds(only))
         except _REMOVED:
             return
         self._sweep(abandoned)
 
     def _sweep(self, rounds: Iterable[tuple[str, int]]) -> None:
-        """Remove what was abandoned in these rounds, unless another look shows that a round was committed meanwhile.
+        """Remove abandoned files in these rounds, unless a new view shows that a round was committed meanwhile.
 
-        Its writers had ended by the first look, so nobody can commit it after the second. Of a directory that was
-        empty nothing is known: a writer that has just made it makes it again (`_retried`).
+        All writers had ended at the first view, so nobody can commit the round after the second. An empty directory may
+        belong to a writer that has just made it; that one makes it again (`_retried`).
         """
         for run, number in rounds:
             try:
@@ -493,22 +576,25 @@ class Workspace:
                 self._remove_empty(run, number)
 
     def rounds(self, run: str) -> list[int]:
-        """Return the rounds of `run` that have a directory, oldest first."""
+        """Return the rounds of `run` that have a directory, oldest first. Not collective."""
         with self.view() as view:
             return view.rounds(run)
 
     def rank_names(self, run: str, round: int) -> list[RankName]:  # noqa: A002
-        """Return the names of the whole files of a round, in rank order."""
+        """Return the names of a round's complete files, in rank order. Not collective."""
         with self.view() as view:
             return view.rank_names(run, round)
 
     def manifest(self, run: str, round: int) -> Manifest:  # noqa: A002
-        """Return the manifest of one round; NotFoundError if it is not committed."""
+        """Return the manifest of a round; raise NotFoundError if it is not committed. Not collective."""
         with self.view() as view:
             return view.manifest(run, round)
 
     def next_round(self, run: str, rank: int | None = None) -> int:
-        """Return the number after the newest round of `run`, or after the newest in which `rank` wrote."""
+        """Return the number after the newest round of `run`, or after the newest in which `rank` wrote.
+
+        Not collective.
+        """
         try:
             with self.view() as view:
                 rounds = view.rounds(run)
@@ -519,9 +605,9 @@ class Workspace:
         return max(rounds, default=0) + 1
 
     def remove(self, relatives: Iterable[str]) -> None:
-        """Remove files by name, then directories that this leaves empty. What is gone already is no error.
+        """Remove files by their paths below the root, then directories that this leaves empty.
 
-        Files of a committed round stay: they go when `commit` drops it.
+        Not collective. Missing files are no error. Files of a committed round stay until `commit` drops the round.
         """
         for name in [RankName.parse(relative) for relative in relatives]:
             try:
@@ -532,7 +618,10 @@ class Workspace:
                 self._remove(name.run, name.round, [name.file])
 
     def remove_uncommitted(self, run: str) -> None:
-        """Remove what a run has left in rounds that it has not committed. For when no rank of it writes any more."""
+        """Remove a run's files in rounds that it has not committed. Call it when no rank of the run writes any more.
+
+        Not collective.
+        """
         try:
             with self.view() as view:
                 found = [name for number in view.rounds(run) for name in _uncommitted(view, run, number)]
@@ -541,16 +630,16 @@ class Workspace:
         self.remove(name.relative for name in found)
 
     def _drop(self, manifest: Manifest) -> None:
-        """Remove a committed round.
+        """Remove a committed round: rename its manifest, remove its files, remove the renamed manifest last.
 
-        It is un-committed first: its manifest is renamed, from when on no reader takes the round. The files that it
-        lists follow, the renamed manifest last: after an interrupted drop the next commit finds it and goes on.
+        From the rename on no reader takes the round. After an interruption the next commit finds the renamed manifest
+        and continues.
         """
         run, number = manifest.run, manifest.round
         path = os.path.join(self.path, run, f"{number:06d}")
         try:
             with self._round_directories(run, number) as dir_fds:
-                names = files.names_in(dir_fds[-1], path)
+                names = files.list_names(dir_fds[-1], path)
                 if MANIFEST in names:
                     atomic.rename_new(MANIFEST, DROPPED, dir_fd=dir_fds[-1], path=os.path.join(path, DROPPED))
                     files.sync_directory(dir_fds[-1], path)
@@ -559,7 +648,7 @@ class Workspace:
         except NotFoundError:
             return
         except (StorageError, TargetExistsError, UnsafeError) as error:
-            _log.warning("an old round stays: %s", error)
+            _log.warning("cannot remove an old round: %s", error)
 
     def _remove(self, run: str, number: int, names: Sequence[str]) -> None:
         """Remove files, then directories left empty."""
@@ -573,8 +662,7 @@ class Workspace:
         self._remove_empty(run, number)
 
     def _remove_empty(self, run: str, number: int) -> None:
-        """Remove the directories of a round and its run where they are empty: another rank's file keeps them, and so
-        does on NFS a file that is open."""
+        """Remove the directories of a round and its run if they are empty; on NFS an open file keeps them too."""
         run_path = os.path.join(self.path, run)
         with contextlib.suppress(NotFoundError, StorageError, UnsafeError), files.directory(self.path) as root_fd:
             with files.directory(run, root_fd, run_path) as run_fd:
@@ -588,7 +676,7 @@ class Workspace:
 
 
 def _is_dead(pending: Any) -> bool:
-    """Whether the writer of a pending file, by its record in the file, has provably ended."""
+    """Whether the writer of a pending file has provably ended, by its record in the file."""
     try:
         return pending is not None and Owner.from_json(pending).is_dead
     except ValueError:
@@ -612,7 +700,7 @@ def _has_written(view: WorkspaceView, run: str, number: int, rank: int) -> bool:
 
 
 def _age(manifest: Manifest) -> tuple[int, str, int]:
-    """Two writers who committed at once may have taken one generation; then all must agree on some order."""
+    """Return a sort key. Two concurrent commits may have one generation; run and round then fix the order."""
     return manifest.generation, manifest.run, manifest.round
 
 
@@ -650,7 +738,7 @@ def _manifest_in(store: Store, name: str, run: str, number: int) -> Manifest:
 
 
 def _parse_manifest(raw: Any, run: str, number: int) -> Manifest:
-    """The manifest of a round from parsed JSON; one that contradicts itself or the round is a ValueError."""
+    """Return the manifest of a round from parsed JSON; raise ValueError if it contradicts itself or the round."""
     if not isinstance(raw, dict) or raw.pop("digest") != _digest_of(raw):
         raise ValueError("it differs from its own digest")
     files = [(name, size) for name, size in raw["files"]]
@@ -666,13 +754,20 @@ def _parse_manifest(raw: Any, run: str, number: int) -> Manifest:
 
 
 class RankFile:
-    """One rank's open file: its facts, shards and digests, and their bytes on demand. A context manager.
+    """One rank's open file: metadata, shards and digests, and bytes on demand. A context manager.
 
-    close() closes `owner` if given; a file from `WorkspaceView.open` is closed with the view.
+    Attributes:
+        path: the file's path.
+        metadata: what the writer stored about the file, as a JSON object.
+        config: the config as JSON text for `values.decode`.
+        shards: the rank's shards by tensor name.
+        digests: for each shard, the digests of its boxes.
+
+    `close` closes `owner` if it was given; a file from `WorkspaceView.open` is closed with the view.
     """
 
     def __init__(
-        self, file: StoredFile, name: RankName, size: int | None = None, *, owner: Place | None = None
+        self, file: StoredFile, name: RankName, size: int | None = None, *, owner: OpenedPath | None = None
     ) -> None:
         self.file = file
         self.path = path = file.path
@@ -686,62 +781,61 @@ class RankFile:
                 expected=size,
                 found=self.header.nbytes,
             )
-        facts = self.header.facts(path)
-        if facts is None:
+        metadata = self.header.workspace_metadata(path)
+        if metadata is None:
             raise CorruptError("no file of a statexchange workspace", path=path)
-        if facts.get("schema") != SCHEMA:
+        if metadata.get("schema") != SCHEMA:
             raise CorruptError(
-                "its facts are of another version", path=path, expected=SCHEMA, found=facts.get("schema")
+                "its metadata is of another version", path=path, expected=SCHEMA, found=metadata.get("schema")
             )
-        self.facts = facts
-        self.config = facts.get("config", "null")
-        """The config as JSON text for `values.decode`."""
+        self.metadata = metadata
+        self.config = metadata.get("config", "null")
         if not isinstance(self.config, str):
             raise CorruptError("its config is no text", path=path, rank=name.rank)
-        self.shards, self.digests = _shards(self.header, facts, path)
+        self.shards, self.digests = _shards(self.header, metadata, path)
         for key, expected in (
             ("run", name.run),
             ("round", name.round),
             ("rank", name.rank),
             ("world_size", name.world_size),
         ):
-            if facts.get(key) != expected:
+            if metadata.get(key) != expected:
                 raise CorruptError(
-                    f"its facts name another {key}",
+                    f"its metadata names another {key}",
                     path=path,
                     rank=name.rank,
                     expected=expected,
-                    found=facts.get(key),
+                    found=metadata.get(key),
                 )
 
-    def extents(self, name: str) -> list[tuple[int, int]]:
-        """First byte in the file, and number of bytes, of each box of a tensor."""
+    def byte_ranges(self, name: str) -> list[tuple[int, int]]:
+        """Return (first byte in the file, number of bytes) of each box of a tensor."""
         shard = self.shards[name]
         sizes = [box.numel * ITEMSIZE[shard.dtype] for box in shard.boxes]
         return list(zip(accumulate(sizes, initial=self.header.entries[name].begin), sizes, strict=False))
 
     def read(self, name: str) -> bytearray:
-        """A tensor's bytes in a buffer of its own; bytes that contradict their digest are a CorruptError."""
+        """Return a tensor's bytes in a new buffer; raise CorruptError if a digest differs."""
         entry = self.header.entries[name]
         data = bytearray(entry.nbytes)
         view = memoryview(data)
         self.file.read_into(view, entry.begin)
-        for expected, (begin, nbytes) in zip(self.digests[name], self.extents(name), strict=True):
+        for expected, (begin, nbytes) in zip(self.digests[name], self.byte_ranges(name), strict=True):
             found = digest(view[begin - entry.begin :][:nbytes])
             if found != expected:
-                self.file.check_unchanged()  # what was changed while it was read is no corruption
+                self.file.check_unchanged()  # a file that was changed while it was read is not corrupt
                 raise CorruptError(
                     "bytes differ from their digest",
                     path=self.path,
                     name=name,
-                    rank=self.facts["rank"],
+                    rank=self.metadata["rank"],
                     expected=expected,
                     found=found,
                 )
         return data
 
     def close(self) -> None:
-        """Close what the file owns."""
+        """Close `owner` if it was given."""
         if self._owner is not None:
             self._owner.close()
 
@@ -752,13 +846,13 @@ class RankFile:
         self.close()
 
 
-def _shards(header: Header, facts: dict[str, Any], path: str) -> tuple[dict[str, Shard], dict[str, tuple[str, ...]]]:
-    tensors = facts.get("tensors")
+def _shards(header: Header, metadata: dict[str, Any], path: str) -> tuple[dict[str, Shard], dict[str, tuple[str, ...]]]:
+    tensors = metadata.get("tensors")
     if header.unknown:
         entry = next(iter(header.unknown.values()))
         raise CorruptError(f"unknown dtype {entry.dtype}", path=path, name=entry.name)
     if not isinstance(tensors, dict) or tensors.keys() != header.entries.keys():
-        raise CorruptError("facts and header list different tensors", path=path)
+        raise CorruptError("metadata and header list different tensors", path=path)
     shards, digests = {}, {}
     for name, raw in tensors.items():
         try:
@@ -766,10 +860,12 @@ def _shards(header: Header, facts: dict[str, Any], path: str) -> tuple[dict[str,
             shard = Shard(name, raw["dtype"], sizes_from_json(raw["global_shape"]), boxes)
             kept = tuple(str(known) for known in raw["digests"])
             entry = header.entries[name]
-            fits = stored(shard.dtype, shard.local_shape) == (entry.dtype, entry.shape) and len(kept) == len(boxes)
+            fits = storage_form(shard.dtype, shard.local_shape) == (entry.dtype, entry.shape) and len(kept) == len(
+                boxes
+            )
         except (KeyError, TypeError, ValueError) as error:
-            raise CorruptError(f"broken facts: {error}", path=path, name=name) from None
+            raise CorruptError(f"broken metadata: {error}", path=path, name=name) from None
         if not fits:
-            raise CorruptError("facts do not fit the header", path=path, name=name)
+            raise CorruptError("metadata does not fit the header", path=path, name=name)
         shards[name], digests[name] = shard, kept
     return shards, digests

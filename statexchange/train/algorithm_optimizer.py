@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,9 +12,13 @@ from torch import nn
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, MismatchError
 from statexchange.train.algorithms import Algorithm, Run, as_algorithm
+from statexchange.train.buckets.options import TrainingOptions
 from statexchange.train.optimizer import DistributedOptimizer
 from statexchange.train.synchronize import allreduce_parameters
 from statexchange.train.tuner import Setting, Tuner
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 __all__ = ["AlgorithmOptimizer", "check_same_algorithm", "check_weight"]
 
@@ -48,7 +52,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
         is_alone: bool,
         after_step: Callable[[], None],
         bucket_bytes: int,
-        **settings: Any,
+        **settings: Unpack[TrainingOptions],
     ) -> None:
         self._ignored = ignored
         self._is_alone = is_alone
@@ -57,8 +61,14 @@ class AlgorithmOptimizer(DistributedOptimizer):
         self._algorithm = algorithm
         self._whole_comm = comm
         self._run = Run(algorithm.over(comm))
-        settings.update(algorithm.settings(self._run), bucket_bytes=bucket_bytes)
-        super().__init__(optimizer, self._run.comm, module=module, **settings)
+        super().__init__(
+            optimizer,
+            self._run.comm,
+            module=module,
+            bucket_bytes=bucket_bytes,
+            **settings,
+            **algorithm.settings(self._run),
+        )
         self._run.reducer = self.reducer
 
     def _named(self) -> dict[str, torch.Tensor]:
@@ -72,7 +82,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
 
     @property
     def setting(self) -> Setting:
-        """What the tuner may change. Not collective."""
+        """The bucket size and hierarchy, which the tuner may change. Not collective."""
         return Setting(self._bucket_bytes, hierarchical=self._run.comm is not self._whole_comm.flat)
 
     # Steps

@@ -1,7 +1,7 @@
 """Algorithms that synchronise ranks which train one model.
 
-An Algorithm is a value: equal settings are equal algorithms, and ranks compare them as text. What an algorithm keeps
-between two calls lies in a `Run`, which is made anew when the algorithm is switched. An algorithm communicates through
+An Algorithm is a value: equal settings are equal algorithms, and ranks compare them as text. State between
+two calls lies in a `Run`; switching the algorithm creates a new one. An algorithm communicates through
 a function on flat buckets, which the BucketReducer calls on all ranks in the order of its plan.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import functools
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from statexchange.comm.backends.backend import Leaders
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, NumericOverflowError
+from statexchange.train.buckets.options import AlgorithmOptions
 from statexchange.train.buckets.reducer import BucketReducer
 
 __all__ = [
@@ -96,7 +97,7 @@ class Algorithm(abc.ABC):
         return True
 
     @abc.abstractmethod
-    def settings(self, run: Run) -> dict[str, Any]:
+    def settings(self, run: Run) -> AlgorithmOptions:
         """Return the arguments `bucket_type`, `chunking` and `communicate` of the BucketReducer. Not collective."""
 
 
@@ -115,7 +116,7 @@ class GradientAllReduce(Algorithm):
 
     name: ClassVar[str] = "allreduce"
 
-    def settings(self, run: Run) -> dict[str, Any]:  # noqa: ARG002 (it keeps nothing)
+    def settings(self, run: Run) -> AlgorithmOptions:  # noqa: ARG002 (it keeps nothing)
         """Use the reducer's own all-reduce."""
         return {"bucket_type": "gradient", "chunking": False, "communicate": None}
 
@@ -136,7 +137,7 @@ class ScatterGatherAllReduce(Algorithm):
 
     name: ClassVar[str] = "sg-allreduce"
 
-    def settings(self, run: Run) -> dict[str, Any]:
+    def settings(self, run: Run) -> AlgorithmOptions:
         """Pad buckets so that the number of ranks divides them."""
         return {"bucket_type": "gradient", "chunking": True, "communicate": functools.partial(_scatter_gather, run)}
 
@@ -160,7 +161,7 @@ class QuantizedAllReduce(Algorithm):
     Not collective to construct. A bucket is cut into one chunk for each rank. Every rank quantises each chunk to 256
     levels between its least and its largest value and sends it to the chunk's owner. The owner averages in float32,
     quantises the average and sends it to all, so that all ranks get equal bits. Each of the two stages is off by at
-    most half a step; a step is 1/255 of the chunk's range. The algorithm is Bagua's ByteGrad (MinMaxUInt8).
+    most half a step; a step is 1/255 of the chunk's range. The algorithm is Bagua's ByteGrad.
 
     With the hierarchy the leaders of hosts do this with the averages of their hosts, which are made in float32, and
     each average counts for as many ranks as its host has. Between hosts: 2 H (H - 1) (8 + ceil(N / H)) bytes for a
@@ -182,7 +183,7 @@ class QuantizedAllReduce(Algorithm):
     error_feedback: bool = False
     name: ClassVar[str] = "quantize"
 
-    def settings(self, run: Run) -> dict[str, Any]:
+    def settings(self, run: Run) -> AlgorithmOptions:
         """Use buckets without padding for ranks: chunks are made of a bucket's gradients alone."""
         communicate = functools.partial(_average_quantized, run, error_feedback=self.error_feedback)
         return {"bucket_type": "gradient", "chunking": False, "communicate": communicate}
@@ -337,7 +338,7 @@ class Decentralized(Algorithm):
         """Whether `step`, counted from 0, is a multiple of `interval`."""
         return step % self.interval == 0
 
-    def settings(self, run: Run) -> dict[str, Any]:
+    def settings(self, run: Run) -> AlgorithmOptions:
         """Average weights with the peers of this rank, or with all by the reducer's own all-reduce."""
         within_one_host = self.hierarchical and run.comm.num_nodes == 1
         communicate = None if self.peers == "all" or within_one_host else functools.partial(self._average, run)

@@ -31,7 +31,7 @@ def average_gradients(module: Source, comm: CommLike | None = None) -> None:
 
     Args:
         module: A module, or parameters with or without names, or a list of modules.
-        comm: The communicator, as everywhere; None is the default one.
+        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
 
     Raises:
         MismatchError: Parameters differ between ranks; the first that differs is named.

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
+from statexchange.comm.communicator import CommLike
 from statexchange.comm.defaults import as_communicator, get_rank, get_world_size
 from statexchange.errors import InvalidArgumentError
 
@@ -61,13 +62,13 @@ class DistributedDataContainer(Dataset[Any]):
     To continue after a restart, call ``advance(len(batch))`` after each step and save rank 0's `state_dict()`: no rank
     has a longer part. Ranks step together, so each has consumed as many samples as rank 0, or all that it had. After
     `load_state_dict` the dataset is what remains of the epoch. With as many ranks as before, each continues in its
-    part. With another number, the samples that nobody has consumed are cut into parts anew, in their old order and by
+    part. With another number, the samples that nobody has consumed are cut into parts again, in their old order and by
     the same rule; padding is forgotten, and what "drop" left out comes at the end.
 
     Args:
         data: A dataset with a length and numbered samples. Or a tuple or mapping of such (arrays, tensors, lists; also
             nested), all of one length: its samples are tuples or dicts of one sample of each.
-        comm: The communicator, as everywhere; None is the default one.
+        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
         uneven: What happens where the ranks do not divide the samples: "short", "pad", "drop" or "balanced"; see
             `part_of`.
         shuffle: Cut an order into parts that follows from `seed` and the epoch, instead of the order of `data`.
@@ -89,7 +90,7 @@ class DistributedDataContainer(Dataset[Any]):
     """
 
     def __init__(
-        self, data: Any, comm: Any = None, *, uneven: Uneven = "short", shuffle: bool = False, seed: int = 0
+        self, data: Any, comm: CommLike | None = None, *, uneven: Uneven = "short", shuffle: bool = False, seed: int = 0
     ) -> None:
         if uneven not in get_args(Uneven):
             raise InvalidArgumentError(f"uneven is one of {', '.join(get_args(Uneven))}, not {uneven!r}")
@@ -216,7 +217,7 @@ class DistributedDataContainer(Dataset[Any]):
         return int(self._part[self._skipped + index % len(self)]) % self.num_samples
 
 
-def _rank_and_world_size(comm: Any) -> tuple[int, int]:
+def _rank_and_world_size(comm: CommLike | None) -> tuple[int, int]:
     """Return this rank and the number of ranks, without making a communicator for the default."""
     if comm is None and get_world_size() > 1:
         return get_rank(), get_world_size()

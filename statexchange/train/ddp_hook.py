@@ -1,10 +1,10 @@
-"""A communication hook that lets torch's DistributedDataParallel (DDP) average its buckets by a communicator of ours.
+"""A communication hook: torch's DistributedDataParallel (DDP) averages its buckets by a Communicator.
 
 Order of callbacks. DDP takes a future for each bucket and, at the end of backward, casts its result to a tensor: an
 exception in it would lose its type. And DDP must finish its own work before backward raises, or it could not be used
 again, although all ranks may go on after a MismatchError. So a future always gets the bucket's memory as its result,
 and the error is raised by a callback of the running backward. Callbacks run in the order in which they are queued, and
-DDP queues its own after those of its hooks; so ours queues a second callback, which runs last.
+DDP queues its own after those of its hooks; so the callback of this hook queues a second one, which runs last.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from statexchange.comm.calls import about
-from statexchange.comm.communicator import Communicator
+from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
 from statexchange.errors import InvalidArgumentError
 from statexchange.train.buckets.reducer import BucketReducer
@@ -29,7 +29,7 @@ __all__ = ["as_comm_hook"]
 Hook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
 
 
-def as_comm_hook(reducer: Any = None) -> Hook:
+def as_comm_hook(reducer: Reducer | CommLike | None = None) -> Hook:
     """Return a hook for ``DistributedDataParallel.register_comm_hook``, which averages DDP's buckets.
 
     Collective where a communicator has to be made of what is given; the hook itself is called by all ranks in backward.
@@ -37,8 +37,9 @@ def as_comm_hook(reducer: Any = None) -> Hook:
     calls.
 
     Args:
-        reducer: A communicator, as everywhere: buckets are averaged while backward goes on. Or a Reducer: every bucket
-            goes through its `add` and `finalize`, and backward waits.
+        reducer: A Communicator, ProcessGroup, DeviceMesh or MPI communicator, by default the current one: buckets are
+            averaged while backward goes on. Or a Reducer: every bucket goes through its `add` and `finalize`, and
+            backward waits.
 
     Returns:
         The hook.
@@ -109,6 +110,6 @@ def _raise_after_backward(completed: ConcurrentFuture[None]) -> None:
 
 
 def _without_annotations(hook: Hook) -> Hook:
-    """Remove a hook's annotations: DDP compares them with its own types, and ours are texts."""
+    """Remove a hook's annotations: DDP compares them with types, and here they are text."""
     hook.__annotations__ = {}
     return hook

@@ -5,21 +5,26 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
 
 from statexchange.comm.calls import public_call
+from statexchange.comm.communicator import CommLike
 from statexchange.comm.defaults import as_communicator
 from statexchange.errors import InvalidArgumentError
 from statexchange.state.spec import module_tensors
 from statexchange.train.algorithm_optimizer import AlgorithmOptimizer, check_same_algorithm, check_weight
 from statexchange.train.algorithms import Algorithm, GradientAllReduce, as_algorithm
+from statexchange.train.buckets.options import TrainingOptions
 from statexchange.train.buckets.reducer import BucketReducer
 from statexchange.train.synchronize import allreduce_parameters, broadcast_parameters
 from statexchange.train.training_group import TrainingGroup
 from statexchange.train.tuner import Trial
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 __all__ = ["DistributedModule", "data_parallel"]
 
@@ -40,7 +45,7 @@ class DistributedModule(nn.Module):
 
     Args:
         module: The module.
-        comm: The communicator, as everywhere; None is the default one.
+        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
 
     Raises:
         InvalidArgumentError: `statexchange_ignore` has a name that the module does not have.
@@ -55,7 +60,7 @@ class DistributedModule(nn.Module):
         2
     """
 
-    def __init__(self, module: nn.Module, comm: Any = None) -> None:
+    def __init__(self, module: nn.Module, comm: CommLike | None = None) -> None:
         super().__init__()
         self._comm = as_communicator(comm)
         _check_ignored(module)
@@ -152,7 +157,7 @@ class DistributedModule(nn.Module):
         tune_every: int | None,
         *,
         bucket_bytes: int,
-        **settings: Any,
+        **settings: Unpack[TrainingOptions],
     ) -> list[AlgorithmOptimizer]:
         """Wrap the optimizers of this module, for `data_parallel`. Collective.
 
@@ -227,28 +232,28 @@ def data_parallel(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     algorithm: Algorithm | str = ...,
-    comm: Any = ...,
+    comm: CommLike | None = ...,
     *,
     root: int = ...,
     broadcast_buffers: bool = ...,
     bucket_bytes: int = ...,
     autotune: bool = ...,
     tune_every: int = ...,
-    **settings: Any,
+    **settings: Unpack[TrainingOptions],
 ) -> tuple[DistributedModule, AlgorithmOptimizer]: ...
 @overload
 def data_parallel(
     module: nn.Module,
     optimizer: Sequence[torch.optim.Optimizer],
     algorithm: Algorithm | str = ...,
-    comm: Any = ...,
+    comm: CommLike | None = ...,
     *,
     root: int = ...,
     broadcast_buffers: bool = ...,
     bucket_bytes: int = ...,
     autotune: bool = ...,
     tune_every: int = ...,
-    **settings: Any,
+    **settings: Unpack[TrainingOptions],
 ) -> tuple[DistributedModule, list[AlgorithmOptimizer]]: ...
 
 
@@ -257,20 +262,20 @@ def data_parallel(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     algorithm: Algorithm | str = GradientAllReduce(),  # noqa: B008 (a value)
-    comm: Any = None,
+    comm: CommLike | None = None,
     *,
     root: int = 0,
     broadcast_buffers: bool = True,
     bucket_bytes: int = 10 << 20,
     autotune: bool = False,
     tune_every: int = 100,
-    **settings: Any,
+    **settings: Unpack[TrainingOptions],
 ) -> tuple[DistributedModule, AlgorithmOptimizer | list[AlgorithmOptimizer]]:
     """Prepare a module and its optimizer for training on all ranks; use what is returned in their place.
 
     Collective: all ranks call it, with modules of the same parameters. Blocks until parameters and buffers are root's.
     The optimizer's state stays each rank's own: if root resumes, call ``synchronize(optimizer)`` before. The shape of
-    the call is that of Bagua's `with_bagua`.
+    the call is that of Bagua's `bagua_init`.
 
     Args:
         module: The module.
@@ -278,7 +283,7 @@ def data_parallel(
             parameters, so that they may step unequally often; all ranks step them in the same order.
         algorithm: An Algorithm, or "allreduce", "sg-allreduce", "quantize" or "decentralize". `switch_to` of the
             returned module takes another one later.
-        comm: The communicator, as everywhere; None is the default one.
+        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
         root: The rank whose parameters and buffers all ranks begin with.
         broadcast_buffers: Whether buffers become root's, too; otherwise they stay each rank's own until `switch_to`
             averages them.
@@ -324,7 +329,7 @@ def data_parallel(
 
 
 def _check_arguments(
-    module: Any, optimizers: Any, settings: Mapping[str, Any], autotune: bool, tune_every: Any
+    module: object, optimizers: object, settings: Mapping[str, object], autotune: bool, tune_every: object
 ) -> None:
     if not isinstance(module, nn.Module):
         raise InvalidArgumentError(f"a module is wanted, not {type(module).__name__}")

@@ -10,16 +10,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from statexchange.comm.communicator import CommLike
 from statexchange.comm.defaults import as_communicator
 from statexchange.errors import InvalidArgumentError
 from statexchange.state.optimizers import parameters_of, placed_parameters
+from statexchange.train.buckets.options import ReducerOptions
 from statexchange.train.buckets.reducer import BucketReducer
 from statexchange.train.parameter_specs import named_parameters
 from statexchange.train.synchronize import synchronize
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 __all__ = ["DistributedOptimizer"]
 
@@ -42,7 +47,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: Any torch optimizer. If it was constructed with named parameters, messages use the names.
-        comm: The communicator, as everywhere; None is the default one.
+        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
         module: The module, or list of modules, that has the optimizer's parameters; messages use its names.
         reducer: A BucketReducer of all parameters, made by the caller.
         accumulate: Average after every `accumulate`-th backward; gradients are sums over these.
@@ -76,13 +81,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        comm: Any = None,
+        comm: CommLike | None = None,
         *,
         module: torch.nn.Module | list[torch.nn.Module] | None = None,
         reducer: BucketReducer | None = None,
         accumulate: int = 1,
         weight: Callable[[], float] | None = None,
-        **settings: Any,
+        **settings: Unpack[ReducerOptions],
     ) -> None:
         # Optimizer.__init__ is not called: it would make param groups and state of its own, and hide the inner ones.
         self._optimizer = optimizer
@@ -138,8 +143,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return placed_parameters(self._optimizer)
         names = named_parameters(self._module)
         _check_known(self._optimizer, names, "the module")
-        ours = set(map(id, parameters_of(self._optimizer)))
-        return {name: parameter for name, parameter in names.items() if id(parameter) in ours}
+        in_optimizer = set(map(id, parameters_of(self._optimizer)))
+        return {name: parameter for name, parameter in names.items() if id(parameter) in in_optimizer}
 
     # The inner optimizer
 

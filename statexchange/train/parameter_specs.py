@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -26,7 +26,10 @@ __all__ = [
     "specs_of",
 ]
 
-Source = Any  # a module, a mapping from names to parameters, or parameters with or without names
+# Parameters as callers give them: a module, a mapping of names, parameters, (name, parameter) pairs, or modules.
+Source: TypeAlias = (
+    "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[torch.Tensor | tuple[str, torch.Tensor] | torch.nn.Module]"
+)
 _NAMELESS = "parameters[{}]"
 _SHOWN_NAMES = 4
 

@@ -6,11 +6,12 @@ import logging
 import weakref
 from abc import ABC, abstractmethod
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from statexchange.comm.calls import call_site
+from statexchange.comm.communicator import CommLike
 from statexchange.comm.defaults import as_communicator
 from statexchange.comm.work import Work
 from statexchange.errors import InvalidArgumentError
@@ -78,7 +79,7 @@ class InlineReducer(Reducer):
     Not collective itself; `add` is. The way of Flashlight's InlineReducer.
 
     Args:
-        comm: The communicator, as everywhere; None is the default one.
+        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
         scale: Multiplies the sum over ranks; None averages.
 
     Raises:
@@ -93,7 +94,7 @@ class InlineReducer(Reducer):
         tensor([0.5000, 1.0000])
     """
 
-    def __init__(self, comm: Any = None, scale: float | None = None) -> None:
+    def __init__(self, comm: CommLike | None = None, scale: float | None = None) -> None:
         self._comm = as_communicator(comm)
         self._op, self._scale = operation(scale)
 
@@ -135,7 +136,7 @@ class CoalescingReducer(Reducer):
     are and logs a warning.
 
     Args:
-        comm: The communicator, as everywhere; None is the default one.
+        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
         scale: Multiplies the sum over ranks; None averages.
         async_op: Let the caller go on while what was sent is reduced.
         contiguous: Send the cached tensors of one dtype and device as one message.
@@ -158,7 +159,7 @@ class CoalescingReducer(Reducer):
 
     def __init__(
         self,
-        comm: Any = None,
+        comm: CommLike | None = None,
         scale: float | None = None,
         *,
         async_op: bool = True,

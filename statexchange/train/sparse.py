@@ -14,7 +14,7 @@ __all__ = ["SparseShape", "average_sparse", "densified", "same_sparse_dims"]
 
 
 class SparseShape(NamedTuple):
-    """What other ranks must know of a coalesced sparse gradient to receive it."""
+    """The sizes of a coalesced sparse gradient, which other ranks need to receive it."""
 
     num_entries: int
     num_sparse_dims: int

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from statexchange.comm.calls import public_call
-from statexchange.comm.communicator import Communicator
+from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
 from statexchange.errors import MismatchError, UnsupportedError
 from statexchange.state.leaves import is_leaf
@@ -45,7 +45,7 @@ _MAX_SHOWN_RANKS = 8
 
 
 @public_call("synchronize")
-def synchronize(tree: T, *, root: int = 0, comm: Any = None) -> T:
+def synchronize(tree: T, *, root: int = 0, comm: CommLike | None = None) -> T:
     """Give every rank root's values: in place where that is possible, else in the tree that is returned.
 
     Collective. Blocks until all ranks have called. The name and the idea are those of Lux.jl's `synchronize!!`. Memory
@@ -66,7 +66,7 @@ def synchronize(tree: T, *, root: int = 0, comm: Any = None) -> T:
 
             Any other object stays each rank's own. So do devices, paths, bytes and functions.
         root: The rank whose values all ranks take.
-        comm: The communicator, as everywhere; None is the default one.
+        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
 
     Returns:
         The tree: the same object unless it is a plain value or an immutable container that changed.
@@ -98,17 +98,19 @@ def synchronize(tree: T, *, root: int = 0, comm: Any = None) -> T:
 
 
 @public_call("broadcast_parameters")
-def broadcast_parameters(module: nn.Module, *, broadcast_buffers: bool = True, root: int = 0, comm: Any = None) -> None:
+def broadcast_parameters(
+    module: nn.Module, *, broadcast_buffers: bool = True, root: int = 0, comm: CommLike | None = None
+) -> None:
     """Give every rank root's parameters and buffers of `module`, in place.
 
-    Collective. Blocks until all ranks have called. As `synchronize`, for one module; names in torch's
-    `_ddp_params_and_buffers_to_ignore` are left out. The name is Horovod's, which Bagua has too.
+    Collective. Blocks until all ranks have called. The same as `synchronize`, for one module; names in torch's
+    `_ddp_params_and_buffers_to_ignore` are left out. The name is Bagua's.
 
     Args:
         module: The module.
         broadcast_buffers: Whether buffers become root's, too.
         root: The rank whose tensors all ranks take.
-        comm: The communicator, as everywhere; None is the default one.
+        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
 
     Raises:
         MismatchError: Modules differ between ranks; nothing has changed.
@@ -129,15 +131,15 @@ def broadcast_parameters(module: nn.Module, *, broadcast_buffers: bool = True, r
 
 
 @public_call("allreduce_parameters")
-def allreduce_parameters(module: nn.Module, *, comm: Any = None) -> None:
+def allreduce_parameters(module: nn.Module, *, comm: CommLike | None = None) -> None:
     """Replace every parameter and buffer of `module` by its mean over all ranks, in place.
 
     Collective. Blocks until all ranks have called. Integers and bools become rank 0's. Tied tensors count once; names
-    in torch's `_ddp_params_and_buffers_to_ignore` are left out. The name is Flashlight's `allReduceParameters`.
+    in torch's `_ddp_params_and_buffers_to_ignore` are left out. The name is Bagua's.
 
     Args:
         module: The module.
-        comm: The communicator, as everywhere; None is the default one.
+        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
 
     Raises:
         MismatchError: Modules differ between ranks; nothing has changed.
@@ -173,7 +175,7 @@ def allreduce_parameters(module: nn.Module, *, comm: Any = None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """What this rank holds, which is alike on all ranks, and root's payload; root also has the payload's tensors."""
+    """The spec, which is alike on all ranks, and root's payload; on root also the payload's tensors."""
 
     spec: StateSpec
     payload: Any
@@ -182,7 +184,7 @@ class _Compared:
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """What a rank sends of its state: the root that it names, a digest, the kinds of its values, and root's payload."""
+    """The message of a rank in step 1: the root that it names, a digest, the kinds of its values; root's payload."""
 
     root: int
     digest: str
@@ -210,7 +212,7 @@ def _compare(comm: Communicator, root: int, describe: Describe) -> _Compared:
         note = _Note(root, spec.digest, spec.kinds, encoded.json).to_json()
     except Exception as error:  # noqa: BLE001 (agree raises it on all ranks)
         failure = error
-    notes = [_Note(*raw) for raw in comm.agree(failure, phase="looking at what it holds", note=note)]
+    notes = [_Note(*raw) for raw in comm.agree(failure, phase="describing what it holds", note=note)]
     roots = [theirs.root for theirs in notes]
     if len(set(roots)) > 1:
         raise MismatchError(f"ranks name different roots: {', '.join(map(str, roots))}")
@@ -261,7 +263,7 @@ def _difference(
 
 @dataclass(slots=True)
 class _Changes:
-    """What the payload adds: tensors that travel after the spec's own, in root's order; callbacks; new values."""
+    """The changes that a payload requires: tensors to fill after the spec's, in root's order; callbacks; values."""
 
     tensors: list[TensorLike]
     callbacks: list[Callable[[], None]]
@@ -296,7 +298,7 @@ def _read(compared: _Compared, device: torch.device) -> _Changes:
     return changes
 
 
-def _is_same(value: Any, other: Any) -> bool:
+def _is_same(value: object, other: object) -> bool:
     return type(value) is type(other) and value == other
 
 

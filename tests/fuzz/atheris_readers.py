@@ -167,7 +167,7 @@ class _Readers:
         from statexchange import errors
         from statexchange.formats import dcp, huggingface, source, torch_file
         from statexchange.sharding import rules
-        from statexchange.storage import claim, json_text, place, store, workspace
+        from statexchange.storage import claim, json_text, opened_path, store, stored_values, workspace
 
         self._error = errors.StateExchangeError
         self._formats = {"torch": torch_file, "dcp": dcp, "hf": huggingface}
@@ -175,7 +175,8 @@ class _Readers:
         self._layout = rules.Layout
         self._claim = claim.Claim
         self._json = json_text
-        self._place = place.Place
+        self._stored_values = stored_values
+        self._opened_path = opened_path.OpenedPath
         self._workspace = workspace
         self._store_of = _memory_stores(store.Store, store.StoredFile, errors.NotFoundError)
 
@@ -208,7 +209,7 @@ class _Readers:
             store = self._store_of({"manifest.json": _with_own_digest(text)})
             self._try(lambda: self._workspace._manifest_in(store, "manifest.json", "job", 1))
         elif kind == b"v":
-            self._try(lambda: self._json.decode_stored(text.decode(errors="replace"), "x", leaf=str))
+            self._try(lambda: self._stored_values.decode_stored(text.decode(errors="replace"), "x", leaf=str))
         elif kind == b"c":
             self._try(lambda: self._claim.parse(text, "x"))
         elif kind == b"l":
@@ -218,7 +219,7 @@ class _Readers:
 
     def _read(self, kind: str, files: dict[str, bytes]) -> None:
         """Open a checkpoint, and read its tensors if they are small."""
-        place = self._place("x", self._store_of(files), None)
+        place = self._opened_path("x", self._store_of(files), None)
 
         def read() -> None:
             source = self._formats[kind].read(place, strict=False)

@@ -23,7 +23,7 @@ import statexchange as sx
 from statexchange import values
 from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.claim import CLAIM_NAME, Claim
-from statexchange.storage.tensorfile import Held
+from statexchange.storage.tensorfile import ShardData
 from statexchange.storage.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def rank_files(folder: Path) -> None:
         weights["model.embed.weight"] = weights["model.embed.weight"][3 * rank :][:3]
         save_file(weights, folder / "x" / f"rank_{rank}.safetensors")
     rules = {
-        "grid": {"dp": 1, "tp": 2},
+        "mesh": {"dp": 1, "tp": 2},
         "rules": {"*.embed.weight": {"dim": 0, "axis": "tp"}, "scale": {"reduce": "max"}},
     }
     (folder / LAYOUT).write_text(json.dumps(rules))
@@ -145,13 +145,15 @@ def workspace(folder: Path, *, commit: bool = True) -> None:
         rows = weights["model.embed.weight"][3 * rank :][:3]
         boxes = (Box((3 * rank, 0), (1, 4)), Box((3 * rank + 1, 0), (2, 4)))
         held = [
-            Held(Shard("model.embed.weight", "F32", (6, 4), boxes), memoryview(rows.tobytes())),
-            Held(Shard("model.0.bias", "I64", (4,), (Box((0,), (4,)),)), memoryview(weights["model.0.bias"].tobytes())),
+            ShardData(Shard("model.embed.weight", "F32", (6, 4), boxes), memoryview(rows.tobytes())),
+            ShardData(
+                Shard("model.0.bias", "I64", (4,), (Box((0,), (4,)),)), memoryview(weights["model.0.bias"].tobytes())
+            ),
         ]
         if rank:
             dtype = "C64" if commit else "C128"  # which safetensors has not, and so no merge
             pairs = Shard("pairs", dtype, (2,), (Box((0,), (2,)),))
-            held.append(Held(pairs, memoryview(bytes(range(pairs.nbytes)))))
+            held.append(ShardData(pairs, memoryview(bytes(range(pairs.nbytes)))))
         config = values.encode({"rank": rank, "shape": (1, 2), "lr": float("nan"), 3: {"a", "b"}})
         written = space.write(
             held, run="job", round=1, rank=rank, world_size=2, config=config, extra={"aliases": {}}, pending=commit

@@ -33,7 +33,7 @@ from pickled import (
 from safetensors.numpy import save_file
 
 from statexchange.sharding.shards import Box, Shard
-from statexchange.storage.tensorfile import Held
+from statexchange.storage.tensorfile import ShardData
 from statexchange.storage.workspace import MANIFEST, Manifest, Workspace, _manifest_text
 
 Build = Callable[[Path], Path]
@@ -52,7 +52,7 @@ def torch_file(value: Callable[[], Pickled]) -> Build:
 def claimed(folder: Path, *, committed: bool) -> Path:
     """One rank's file of a world of 999,999,999."""
     world_size = 999_999_999
-    held = [Held(Shard("w", "U8", (4,), (Box((0,), (4,)),)), memoryview(bytes(4)))]
+    held = [ShardData(Shard("w", "U8", (4,), (Box((0,), (4,)),)), memoryview(bytes(4)))]
     receipt = Workspace(folder / "ws").write(held, run="job", round=1, rank=0, world_size=world_size)
     if committed:
         manifest = _manifest_text(Manifest("job", 1, 1, world_size, (receipt,), {}))
@@ -284,8 +284,8 @@ PICKLES: dict[str, dict[str, Build]] = {
         "in a shape": lambda folder: numbered(
             folder, {"w": {"dim": 0, "split": {"w": {"q": 1, "k": 1}}, "interleaved": True}}, shape=(1 << 40, 0)
         ),
-        "in a grid": lambda folder: numbered(
-            folder, {"grid": {"tp": 1 << 40}, "rules": {"w": {"dim": 0, "axis": "tp"}}}
+        "in a mesh": lambda folder: numbered(
+            folder, {"mesh": {"tp": 1 << 40}, "rules": {"w": {"dim": 0, "axis": "tp"}}}
         ),
     },
     "copies": {"of a list": torch_file(copies)},

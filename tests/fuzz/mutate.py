@@ -108,6 +108,7 @@ KEYS = (
     "value",
     "name",
     "grid",
+    "mesh",
     "rules",
     "dim",
     "axis",

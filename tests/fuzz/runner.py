@@ -36,7 +36,7 @@ from statexchange.cli.output import EXIT_CODES
 from statexchange.formats.registry import open_source
 from statexchange.report.pictures import supply_bars, supply_picture
 from statexchange.sharding.shards import full_box
-from statexchange.storage.regions import within
+from statexchange.storage.regions import slices_within
 
 __all__ = ["FoundError", "Outcome", "preload", "run"]
 
@@ -347,10 +347,10 @@ class _Steps:
 
 def _check_digests(tensor: Any, array: Any) -> None:
     shard = tensor.shard
-    for box, stored in zip(shard.boxes, tensor.extents, strict=True):
+    for box, stored in zip(shard.boxes, tensor.byte_ranges, strict=True):
         known = [*stored.parts, *([(box, stored.digest)] if stored.digest is not None else [])]
         for region, digest in known:
-            data = array[within(region, full_box(shard.global_shape))].tobytes()
+            data = array[slices_within(region, full_box(shard.global_shape))].tobytes()
             if region.numel and xxhash.xxh3_128_hexdigest(data) != digest:
                 raise FoundError(f"{shard.name!r}: what was read of {region} differs from its digest")
 

@@ -74,7 +74,7 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def trained(algorithm: Algorithm | str, steps: int = STEPS, **settings: Any) -> Callable[[], list[Any]]:
-    """What a rank does: Bagua's run, seeded by rank; its weights at the end."""
+    """Run Bagua's training on a rank, seeded by the rank; return its weights at the end."""
 
     def work() -> list[Any]:
         rank = sx.get_rank()
@@ -138,7 +138,7 @@ def test_quantised_values_are_half_a_step_off_at_most(scale: float) -> None:
 
 
 def quantised_average(gradients: list[list[torch.Tensor]], *, error_feedback: bool = False) -> list[list[Any]]:
-    """What each rank has after each round, of gradients by round and rank."""
+    """Return the average on each rank after each round, of gradients by round and rank."""
 
     def work() -> list[Any]:
         comm = sx.get_communicator()
@@ -590,7 +590,7 @@ def test_ignored_names_stay_this_ranks_own() -> None:
     assert one[1] != two[1]
 
 
-# What is wrong
+# Refusals
 
 
 def test_unknown_algorithms_list_the_known() -> None:
@@ -713,7 +713,7 @@ def test_the_bucket_count_changes_on_all_ranks_at_the_same_step() -> None:
             wrapped(torch.full((2, 16), float(comm.rank + step))).sum().backward()
             counts.append(len(optimizer.reducer.buckets))
             optimizer.step()
-            if step % 5 == 2:  # counts for nothing, and its time for none either
+            if step % 5 == 2:  # a forward in eval mode is not counted, nor is its time
                 wrapped.eval()
                 wrapped(torch.zeros(1, 16))
                 wrapped.train()
@@ -758,7 +758,7 @@ def test_step_times_can_be_reported_and_the_slowest_rank_counts() -> None:
         assert present == 4096
 
 
-# Everywhere
+# Every backend
 
 
 def everything(backend: str, directory: str) -> list[Any]:
@@ -776,7 +776,7 @@ def everything(backend: str, directory: str) -> list[Any]:
 
 
 def uneven(backend: str, directory: str) -> list[Any]:
-    """By each average of gradients: ranks with unequally much data, one with none; the weights of each run."""
+    """Train by each average of gradients with unequal amounts of data, one rank without; return the weights."""
     comm = start(backend, directory)
     found = []
     for name in ("allreduce", "sg-allreduce", "quantize"):
@@ -815,7 +815,7 @@ SHM = pytest.mark.parametrize("backend", [slow("gloo"), "shm", slow("mpi"), slow
 
 
 def over(backend: str, work: Callable[..., list[Any]], tmp_path: Path) -> list[list[Any]]:
-    """What each rank found over `backend`."""
+    """Return what each rank found over `backend`."""
     if backend == "mpi" and (missing := mpi_missing()):
         pytest.skip(missing)
     world_size = 3 if backend == "hierarchical" else 2

@@ -1,4 +1,4 @@
-"""Buckets: how they are cut, what lies where, when they go, and that no gradient is ever lost or taken twice."""
+"""Buckets: how they are cut, what lies where, when they are sent, and that each gradient counts exactly once."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def made(*shapes: Any, dtype: torch.dtype = torch.float64) -> Params:
 
 
 def wanted(name: str, param: torch.Tensor, rank: int, step: int = 0) -> torch.Tensor:
-    """The gradient that a rank makes: small whole numbers, so that sums are exact."""
+    """Return the gradient of a rank: small whole numbers, so that sums are exact."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * rank + int(name[1:]))
     return torch.randint(-8, 9, tuple(param.shape), generator=generator).to(param.dtype)
 
 
 def backward(params: Params, rank: int, step: int = 0, names: Iterable[str] | None = None, **how: Any) -> None:
-    """Have autograd make the gradients of `names`, the last first."""
+    """Let autograd make the gradients of `names`, the last first."""
     terms = [(params[n] * wanted(n, params[n], rank, step).conj()).sum().real.double() for n in names or params]
     torch.stack(terms).sum().backward(**how)
 
@@ -262,7 +262,7 @@ def test_a_bucket_is_rounded_up(settings: dict[str, Any], nbytes: list[int]) -> 
 
 
 @pytest.mark.parametrize("align_bytes", [0, 4, 7, 9, 96, -8])
-def test_what_align_bytes_cannot_be(align_bytes: int) -> None:
+def test_impossible_align_bytes_are_refused(align_bytes: int) -> None:
     with pytest.raises(ValueError, match="align_bytes"):
         BucketReducer(made((1,)), align_bytes=align_bytes)
 
@@ -276,7 +276,7 @@ def test_the_plan_is_roots_order_of_arrival() -> None:
         params = made((1,), (1,), (1,), (1,))
         reducer = BucketReducer(params, comm, bucket_bytes=16)
         x = torch.ones(1, dtype=torch.float64)
-        # root meets them as 2, 0, 3, 1, the other rank in another order; rank 1 alone has p3
+        # they arrive on root as 2, 0, 3, 1 and on rank 1 in another order; rank 1 alone has p3
         order = ["p1", "p0", "p2"] if comm.rank == 0 else ["p0", "p1", "p3", "p2"]
         for name in order:
             x = x * params[name]
@@ -288,7 +288,7 @@ def test_the_plan_is_roots_order_of_arrival() -> None:
 
 
 def recorded(comm: Communicator, params: Params, **settings: Any) -> tuple[BucketReducer, list[str]]:
-    """A reducer that writes down which bucket it sends."""
+    """Return a reducer, and a list to which it appends the buckets that it sends."""
     log: list[str] = []
 
     def communicate(flat: torch.Tensor) -> Any:
@@ -355,7 +355,7 @@ def test_delay_reduce_sends_nothing_before_finalize() -> None:
     assert run_ranks(work, 2) == [([], ["p2", "p1", "p0"])] * 2
 
 
-def test_what_cuts_buckets_for_the_ranks_can_take_their_place() -> None:
+def test_communicate_replaces_the_all_reduce_on_chunked_buckets() -> None:
     def work() -> bool:
         comm = sx.get_communicator()
         params = made((3,), (5,))
@@ -385,7 +385,7 @@ def test_explicit_buckets_and_the_rest() -> None:
     assert run_ranks(work, 2) == [(explicit, [*explicit, ["p2"]], True)] * 2
 
 
-def test_reset_changes_what_the_reducer_does() -> None:
+def test_reset_changes_options() -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
         params = made((2,), (2,), (2,), (2,))
@@ -428,7 +428,7 @@ def test_reset_takes_other_parameters() -> None:
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("set_to_none", [False, True])
 def test_missing_on_some_ranks_is_zero_and_missing_on_all_is_none(set_to_none: bool, settings: dict[str, Any]) -> None:
-    """Also where the gradient is not None: arrival is what the hook saw."""
+    """Arrival is what the hook saw, not that the gradient is not None."""
 
     def work() -> list[dict[str, Any]]:
         comm = sx.get_communicator()
@@ -613,7 +613,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
 def test_tied_weights_are_reduced_once_also_through_checkpoints(use_reentrant: bool | None) -> None:
-    """A re-entrant checkpoint makes the gradient of a tied weight in parts."""
+    """A re-entrant checkpoint accumulates the gradient of a tied weight in parts."""
 
     def work() -> tuple[list[list[str]], bool]:
         comm = sx.get_communicator()
@@ -663,7 +663,7 @@ def test_layers_may_be_frozen_and_unfrozen_at_any_time() -> None:
         ["p1", "p2"],
         ["p0", "p1", "p2"],
         ["p0", "p1", "p2"],
-        [],  # what is frozen everywhere leaves the plan, which is made anew
+        [],  # a parameter that is frozen on all ranks empties the plan
         ["p0"],
         ["p0", "p1"],
     ]
@@ -793,7 +793,7 @@ def test_a_rank_of_weight_0_does_not_spread_nan() -> None:
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf"), 2.0])
-def test_what_a_weight_cannot_be_is_raised_on_all_ranks(weight: float) -> None:
+def test_an_impossible_weight_is_refused_on_all_ranks(weight: float) -> None:
     def work() -> str:
         comm = sx.get_communicator()
         params = made((1,))
@@ -896,7 +896,7 @@ def test_a_parameter_that_has_become_another_is_named() -> None:
         assert "reset()" in str(error)
 
 
-def test_what_no_reducer_can_be_made_of() -> None:
+def test_sources_without_parameters_are_refused() -> None:
     module = nn.Linear(2, 2)
     with pytest.raises(UnsupportedError, match="lazy") as lazy:
         BucketReducer(nn.LazyLinear(2))
@@ -929,7 +929,7 @@ def test_explicit_buckets_that_cannot_be(explicit: Any, message: str) -> None:
         BucketReducer(nn.Linear(2, 2), buckets=explicit)
 
 
-def test_reset_names_what_it_does_not_know() -> None:
+def test_reset_names_an_unknown_option() -> None:
     reducer = BucketReducer(nn.Linear(2, 2))
     with pytest.raises(InvalidArgumentError, match=r"'bucket_size'.*bucket_bytes"):
         reducer.reset(bucket_size=3)
@@ -937,7 +937,7 @@ def test_reset_names_what_it_does_not_know() -> None:
         reducer.reset(align_bytes=3)
 
 
-def test_ranks_that_average_different_reducers_are_told() -> None:
+def test_ranks_that_reduce_different_reducers_raise() -> None:
     def work(comm: Communicator) -> None:
         twins = [made((2,)), made((2,))]
         reducers = [BucketReducer(params, comm) for params in twins]
@@ -949,7 +949,7 @@ def test_ranks_that_average_different_reducers_are_told() -> None:
         assert "different reducers" in str(error)
 
 
-def test_ranks_in_different_steps_are_told() -> None:
+def test_ranks_in_different_steps_raise() -> None:
     def work(comm: Communicator) -> None:
         params = made((2,))
         reducer = BucketReducer(params, comm)
@@ -996,7 +996,7 @@ def test_a_closed_or_forgotten_reducer_leaves_parameters_alone() -> None:
     gc.disable()
     try:
         del second
-        assert gone() is None  # without a collection: nothing keeps it in a circle
+        assert gone() is None  # without a garbage collection: there is no reference cycle
     finally:
         gc.enable()
     module.zero_grad()

@@ -33,7 +33,7 @@ class Sample(NamedTuple):
 
 
 def parts(num_samples: int, world_size: int, **options: Any) -> list[list[int]]:
-    """What each rank sees of the numbers from 0 on."""
+    """Return each rank's part of the numbers from 0 on."""
     return run_ranks(lambda: list(DistributedDataContainer(list(range(num_samples)), **options)), world_size)
 
 
@@ -84,7 +84,7 @@ def test_pad_is_fluxs_wrapping(world_size: int) -> None:
         assert sum(map(sum, found)) == sum(range(num_samples)) + sum(range(padding))
 
 
-def test_the_other_ways_for_what_does_not_divide() -> None:
+def test_the_other_ways_where_ranks_do_not_divide_the_samples() -> None:
     assert parts(10, 4, uneven="drop") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert parts(10, 4, uneven="balanced") == [[0, 1, 2], [3, 4, 5], [6, 7], [8, 9]]
     assert parts(10, 4, uneven="pad") == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 0, 1]]
@@ -109,7 +109,7 @@ def test_the_rules_of_parts(num_samples: int, world_size: int) -> None:
     assert all(size == ceil for size in short[: num_samples // max(ceil, 1)])
 
 
-# What data may be
+# Kinds of data
 
 
 def test_fields_are_not_samples() -> None:
@@ -203,7 +203,7 @@ def test_it_takes_any_communicator_and_keeps_none() -> None:
 
 
 @pytest.mark.parametrize("uneven", MODES)
-def test_shuffling_covers_what_is_not_shuffled(uneven: str) -> None:
+def test_shuffled_parts_have_the_same_samples(uneven: str) -> None:
     def ranks() -> list[list[int]]:
         container = DistributedDataContainer(list(range(11)), uneven=uneven, shuffle=True, seed=3)
         seen = [list(container)]
@@ -231,7 +231,7 @@ def test_seeds_and_epochs_do_not_stand_for_each_other() -> None:
 
 
 def test_the_order_of_a_seed_never_changes() -> None:
-    """What was saved by an older version goes on the same."""
+    """A state that an older version saved continues alike."""
     assert list(DistributedDataContainer(list(range(8)), shuffle=True, seed=0)) == [3, 7, 2, 0, 4, 6, 1, 5]
 
 
@@ -293,7 +293,7 @@ def test_copies_go_their_own_way_and_still_reach_their_workers(how: str) -> None
 
 
 def trained(world_size: int, steps: int, state: Any = None, num_samples: int = 23, **options: Any) -> Any:
-    """What each rank consumes in `steps` steps of two samples, and rank 0's state after them."""
+    """Return what each rank consumes in `steps` steps of two samples, and rank 0's state after them."""
 
     def ranks() -> Any:
         container = DistributedDataContainer(list(range(num_samples)), **options)
@@ -328,7 +328,7 @@ def test_as_many_ranks_go_on_each_in_its_part(world_size: int, uneven: str, shuf
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("uneven", MODES)
 @pytest.mark.parametrize("worlds", [(4, 3), (2, 4), (3, 1), (4, 2, 3)])
-def test_another_number_of_ranks_consumes_what_is_left_in_its_order(
+def test_another_number_of_ranks_consumes_the_rest_in_its_order(
     worlds: tuple[int, ...], uneven: str, shuffle: bool
 ) -> None:
     options = {"uneven": uneven, "shuffle": shuffle}

@@ -92,7 +92,7 @@ def test_what_dcp_saves_merges_to_what_save_file_writes(mesh_shape: tuple[int, .
     ranks = torch.Size(mesh_shape).numel()
     run_ranks(write_placements, ranks, backend="gloo", args=(list(mesh_shape), str(tmp_path)), timeout_s=60)
     source = open_source(tmp_path / "dcp")
-    assert (source.kind, [holder.rank for holder in source.holders]) == ("dcp", list(range(ranks)))
+    assert (source.kind, [holder.rank for holder in source.files]) == ("dcp", list(range(ranks)))
     assert source.others == {
         "lr": "float 0.1", "step": "int 7", "betas": "tuple of 2", "note": "str 'x'", "none": "None"
     }  # fmt: skip
@@ -201,12 +201,12 @@ def write_hugging_face(out: str) -> None:
 def test_torchs_hugging_face_shards_are_shards(tmp_path: Path) -> None:
     run_ranks(write_hugging_face, 2, backend="gloo", args=(str(tmp_path),), timeout_s=60)
     source = open_source(tmp_path / "hf")
-    assert (source.kind, sorted({holder.rank for holder in source.holders})) == ("huggingface", [0, 1])
+    assert (source.kind, sorted({holder.rank for holder in source.files})) == ("huggingface", [0, 1])
     merge_checkpoint(tmp_path / "hf", tmp_path / "out")
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()
     with open_checkpoint(tmp_path / "hf") as shards, open_checkpoint(tmp_path / "out") as whole:
         assert {n: t.read().tobytes() for n, t in shards.items()} == {n: t.read().tobytes() for n, t in whole.items()}
-    first = min(holder.path for holder in source.holders if "rows" in holder.tensors)
+    first = min(holder.path for holder in source.files if "rows" in holder.tensors)
     os.unlink(first)
     with pytest.raises(IncompleteError, match="no rank holds"):
         merge_checkpoint(tmp_path / "hf", tmp_path / "other")
@@ -255,7 +255,7 @@ def test_a_directory_of_one_rank_is_a_lazy_mapping(saved: Path) -> None:
 
 
 def test_the_metadata_is_told_from_its_directory(saved: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"give the directory in which it lies, {saved} "):
+    with pytest.raises(InvalidArgumentError, match=f"give its directory, {saved} "):
         open_source(saved / ".metadata")
 
 
@@ -265,7 +265,7 @@ def test_a_file_for_each_entry_and_torchs_own_conversion(tmp_path: Path, recwarn
     dcp.save(state, storage_writer=writer, no_dist=True)
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "converted.pt")
     recwarn.clear()
-    assert [holder.rank for holder in open_source(tmp_path / "dcp").holders] == [0, 0]
+    assert [holder.rank for holder in open_source(tmp_path / "dcp").files] == [0, 0]
     for source in ("dcp", "converted.pt"):
         merge_checkpoint(tmp_path / source, tmp_path / f"{source}.out")
         found = load_file(tmp_path / f"{source}.out/model.safetensors")
@@ -419,7 +419,7 @@ def test_a_tensor_of_a_dtype_that_is_not_known_hides_no_other(saved: Path) -> No
     assert caught.value.name == "b"
     merge_checkpoint(saved, saved.parent / "some", exclude="b")
     assert list(load_file(saved.parent / "some/model.safetensors")) == ["w"]
-    assert [(one.name, one.dtype, one.shape) for one in open_source(saved).listed] == [("b", "bits8", (5,))]
+    assert [(one.name, one.dtype, one.shape) for one in open_source(saved).unreadable] == [("b", "bits8", (5,))]
 
 
 class Unknown:

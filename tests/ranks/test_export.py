@@ -254,14 +254,14 @@ def test_rules_of_a_layout_file_are_for_live_ranks_too(tmp_path: Path) -> None:
         "qk.*": {"dim": 0, "split": {"qk": {"q": 3, "k": 1}}},
         "l.down": "rowwise",
     }
-    sx.export_checkpoint(state, tmp_path / "out", layout={"grid": {"tp": 2}, "rules": rules})
+    sx.export_checkpoint(state, tmp_path / "out", layout={"mesh": {"tp": 2}, "rules": rules})
     expected = {"gate_up.weight": torch.cat([gate, up]), "q.weight": q, "k.weight": k}
     expected |= {"l.down.weight": down, "l.down.bias": torch.ones(6)}
     found = load_file(tmp_path / "out/model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     expect(
-        ValueError, r"grid \(tp 3\)", {"w": q}, tmp_path / "x", layout={"grid": {"tp": 3}, "rules": {"w": "rowwise"}}
+        ValueError, r"mesh \(tp 3\)", {"w": q}, tmp_path / "x", layout={"mesh": {"tp": 3}, "rules": {"w": "rowwise"}}
     )
 
 
@@ -514,7 +514,7 @@ def test_of_equal_descriptions_one_travels_and_the_report_counts_by_phase(tmp_pa
         ("rename", (str.upper, [("a", "b")]), r"rename is a function on rank 0 and \(\('a', 'b'\),\) on rank 1"),
         ("max_shard_size", ("1GB", 10**9 + 1), "max_shard_size is 1000000000 on rank 0 and 1000000001 on rank 1"),
         ("replicas", ("root", "equal"), "replicas is 'root' on rank 0 and 'equal' on rank 1"),
-        ("layout", ({"grid": {"tp": 2}, "rules": {}}, None), r"grid is \{'tp': 2\} on rank 0 and \{\} on rank 1"),
+        ("layout", ({"mesh": {"tp": 2}, "rules": {}}, None), r"mesh is \{'tp': 2\} on rank 0 and \{\} on rank 1"),
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 20 else "",
 )
@@ -549,7 +549,7 @@ def test_copies_on_one_rank_must_be_equal_too(ranks: int, tmp_path: Path) -> Non
 
 
 def exports_copies(out: str, layout: Any) -> None:
-    with pytest.raises(sx.errors.ReplicaError, match="rank 0 twice holds different values"):
+    with pytest.raises(sx.errors.ReplicaError, match="two copies of rank 0 have different values"):
         sx.export_checkpoint({"w": torch.arange(4.0).reshape(2, 2)}, out, layout=layout)
     sx.export_checkpoint({"w": torch.ones(2, 2)}, out, layout=layout)
 

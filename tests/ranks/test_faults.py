@@ -29,7 +29,7 @@ from statexchange.report.verify import verify
 from statexchange.testing import run_ranks
 
 RANKS = 3
-LEFT = (".out.lock", ".owner", ".partial", ".discarded")  # what README allows of a killed rank
+LEFT = (".out.lock", ".owner", ".partial", ".discarded")  # what docs/shared_storage.md allows of a killed rank
 LAYOUT = {"rows": {"dim": 0}}
 Content = dict[str, bytes]
 

@@ -120,7 +120,7 @@ def a_rule_for_what_knows_its_place(out: str) -> bool:
     rank = mesh.get_rank()
     w = torch.arange(8.0)
     cut = distribute_tensor(w, mesh, [Shard(0)])
-    with pytest.raises(ValueError, match="'w' matches a tensor that says itself which part it is"):
+    with pytest.raises(ValueError, match="'w' matches a tensor that is sharded already"):
         sx.export_checkpoint({"w": cut}, out, layout={"w": {"dim": 0}})
     scale = distribute_tensor(torch.zeros(2), mesh, [Replicate()])
     scale.to_local().fill_(rank)
@@ -380,7 +380,7 @@ def cut_scales() -> list[State]:
 @pytest.mark.ranks(4, backend=BOTH)
 def test_a_reduction_with_a_cut_and_a_cast(tmp_path: Path) -> None:
     cut = {"dim": 1, "axis": "tp"}
-    layout = {"grid": {"dp": 2, "tp": 2}, "rules": {"s": [cut, {"reduce": "max"}], "w": cut}}
+    layout = {"mesh": {"dp": 2, "tp": 2}, "rules": {"s": [cut, {"reduce": "max"}], "w": cut}}
     for number, options in enumerate([{}, {"dtype": "bfloat16"}, {"replicas": "root"}]):
         path = tmp_path / str(number)
         path.mkdir(exist_ok=True)
@@ -417,7 +417,7 @@ def test_whatever_rules_say_is_what_live_ranks_export(tmp_path_factory: pytest.T
     assert equal(exported(out), whole)
 
 
-GRID = {"pp": 2, "ep": 2, "tp": 1}
+MESH = {"pp": 2, "ep": 2, "tp": 1}
 
 
 def experts() -> list[State]:
@@ -447,14 +447,14 @@ def test_experts_and_layers_are_counted_on_as_they_are_in_files(tmp_path: Path) 
         "*.amax": [layers, {"reduce": "max"}],
     }
     options = {"exclude": "*.experts.5.up", "rename": [("^layers", "model.layers")]}
-    found = alike(tmp_path, experts, {"grid": GRID, "rules": rules}, **options)
+    found = alike(tmp_path, experts, {"mesh": MESH, "rules": rules}, **options)
     names = [f"model.layers.{n}.experts.{e}.{part}" for n in range(3) for e in range(6) for part in ("gate", "up")]
     names = [name for name in names if not name.endswith("5.up")]
     assert found.keys() == {*names, *(f"model.layers.{n}.{part}" for n in range(3) for part in ("norm", "amax"))}
     states = experts()
     assert torch.equal(found["model.layers.2.experts.4.up"], states[3]["layers.0.experts.1.gate_up"][2:])
     sx.export_checkpoint(
-        states[sx.get_communicator().rank], tmp_path / "later", layout={"grid": GRID, "rules": rules}, background=True
+        states[sx.get_communicator().rank], tmp_path / "later", layout={"mesh": MESH, "rules": rules}, background=True
     ).result()
     assert exported(tmp_path / "later").keys() >= {"layers.2.experts.4.up", "layers.0.amax"}
 

@@ -807,13 +807,13 @@ def renames_and_splits(folder: str) -> None:
     q = torch.arange(16.0).reshape(8, 2)
     assert qkv.tolist() == [*q[4 * rank :][:4].tolist(), [100.0 + rank] * 2, [200.0 + rank] * 2]
     rules = [{**split, "axis": []}, {"renumber": "layers", "axis": "pp"}]
-    sx.load_checkpoint(stage, folder, layout={"grid": {"pp": 2}, "rules": {"*.qkv": rules}})
+    sx.load_checkpoint(stage, folder, layout={"mesh": {"pp": 2}, "rules": {"*.qkv": rules}})
     for number in range(2):
         assert stage[f"layers.{number}.qkv"][:8].tolist() == (q + 1000 * (2 * rank + number)).tolist()
     with pytest.raises(sx.errors.InvalidArgumentError, match="layout pattern 'other' matches no tensor"):
         sx.load_checkpoint(stage, folder, layout={"other": {"dim": 0}})
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"grid is \{\} on rank 0 and \{'pp': 2\} on rank 1"):
-        sx.load_checkpoint(stage, folder, layout={"grid": {"pp": 2}, "rules": {}} if rank else None)
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"mesh is \{\} on rank 0 and \{'pp': 2\} on rank 1"):
+        sx.load_checkpoint(stage, folder, layout={"mesh": {"pp": 2}, "rules": {}} if rank else None)
 
 
 def test_a_layout_may_split_and_count_on_what_is_loaded(tmp_path: Path) -> None:

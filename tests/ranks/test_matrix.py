@@ -68,7 +68,7 @@ def verdict(op: str, dtype: str) -> str:
 
 
 def test_the_matrix_has_its_size() -> None:
-    """The README quotes these."""
+    """docs/how-to/collectives.md quotes these."""
     assert issubclass(sx.errors.UnsupportedError, TypeError)
     assert issubclass(sx.errors.NumericOverflowError, OverflowError)
     verdicts = list(cells().values())

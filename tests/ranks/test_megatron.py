@@ -219,7 +219,7 @@ def test_an_offset_of_another_length_is_told(tmp_path: Path) -> None:
 
 def test_chunks_of_one_rank_that_count_alike_are_told(tmp_path: Path) -> None:
     chunks = {f"model{n}": {"x": sharded("layers.0.w", torch.full((2,), float(n)))} for n in range(2)}
-    with pytest.raises(sx.errors.ReplicaError, match=r"rank 0 twice holds.*layers.0.w"):
+    with pytest.raises(sx.errors.ReplicaError, match=r"two copies of rank 0 have.*layers.0.w"):
         sx.export_checkpoint(chunks, tmp_path / "out")
 
 

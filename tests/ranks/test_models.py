@@ -227,7 +227,7 @@ def test_experts_of_their_own_on_each_rank_are_counted_on(written: Path, tmp_pat
     sx.merge_checkpoint(
         write_ranks(tmp_path / "in", states),
         tmp_path / "out",
-        layout={"grid": {"ep": 2}, "rules": {"*.experts.*": {"renumber": "experts", "axis": "ep"}}},
+        layout={"mesh": {"ep": 2}, "rules": {"*.experts.*": {"renumber": "experts", "axis": "ep"}}},
         files_from=written / "mixtral/expected",
     )
     expected = written / "mixtral/expected/model.safetensors"
@@ -239,7 +239,7 @@ def test_stacked_experts_by_the_models_own_plan(tmp_path: Path) -> None:
     model = build("mixtral")
     whole = model.state_dict()
     states = [{n: t.chunk(2)[rank] if ".experts." in n else t for n, t in whole.items()} for rank in range(2)]
-    layout = {"grid": {"ep": 2}, "rules": model.ep_plan}
+    layout = {"mesh": {"ep": 2}, "rules": model.ep_plan}
     sx.merge_checkpoint(write_ranks(tmp_path / "in", states), tmp_path / "out", layout=layout)
     save_file(whole, tmp_path / "expected", {"format": "pt"})
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()
@@ -264,7 +264,7 @@ def test_stacked_experts_over_expert_and_tensor_ranks(tmp_path: Path) -> None:
                 dims = [dim for pattern, dim in plan.items() if name.endswith(pattern[1:])]
                 state[name] = mine.chunk(2, dims[0])[tp] if dims else mine
             states.append(state)
-    layout = {"grid": {"ep": 2, "tp": 2}, "rules": rules}
+    layout = {"mesh": {"ep": 2, "tp": 2}, "rules": rules}
     sx.merge_checkpoint(write_ranks(tmp_path / "in", states), tmp_path / "out", layout=layout)
     save_file(whole, tmp_path / "expected", {"format": "pt"})
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "expected").read_bytes()

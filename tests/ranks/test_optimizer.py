@@ -1,4 +1,4 @@
-"""The distributed optimizer: equal to one process, to DDP, and to a plain optimizer in all that is not an average."""
+"""DistributedOptimizer: equal to one process, to DDP, and, apart from the averages, to a plain optimizer."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_baguas_net_is_bit_equal_on_all_ranks_after_ten_steps() -> None:
     assert others == [first] * 3
 
 
-# What else an optimizer is
+# The rest of an optimizer's interface
 
 
 def test_lr_schedulers_take_it() -> None:
@@ -380,7 +380,7 @@ def test_a_fused_optimizer_gets_no_scale_that_it_would_not_see() -> None:
 
 
 def rounds(optimizer: DistributedOptimizer) -> list[int]:
-    """Counts, from now on, how often ranks meet to average."""
+    """Count, from now on, how often ranks average."""
     count: list[int] = []
     original = optimizer.reducer.reduce
 
@@ -471,7 +471,7 @@ def test_several_backwards_in_a_step_add_up() -> None:
     assert run_ranks(work, 2) == [[[[1.0, 1.0], [2.5, 2.5], [1.0, 1.0]]] * 3] * 2
 
 
-def test_what_no_sync_forbids() -> None:
+def test_no_sync_refuses_finalize_and_step() -> None:
     module = net()
     optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), sx.get_communicator())
     with optimizer.no_sync():
@@ -534,7 +534,7 @@ def test_nan_on_one_rank_is_nan_on_all() -> None:
     assert all(run_ranks(work, 2))
 
 
-def test_ranks_that_step_unequally_often_are_told() -> None:
+def test_ranks_that_step_unequally_often_raise() -> None:
     def work() -> str:
         comm = sx.get_communicator()
         module = net()
@@ -737,7 +737,7 @@ def test_joins_may_follow_each_other() -> None:
 
 
 def test_two_optimizers_that_play_against_each_other() -> None:
-    """A generator's backward makes gradients for the discriminator, which nobody wants."""
+    """A generator's backward makes unwanted gradients for the discriminator."""
 
     def train(wrap: Callable[[Optimizer], Any], ranks: list[int], no_sync: bool) -> list[Any]:
         generator = same(nn.Linear(4, 3, dtype=torch.float64))
@@ -790,7 +790,7 @@ def test_optimizers_that_share_a_module_and_a_backward() -> None:
     assert one == other
 
 
-# What is refused
+# Refusals
 
 
 def raised(work: Callable[[], Any], expected: type[Exception]) -> StateExchangeError:

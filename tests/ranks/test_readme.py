@@ -1,4 +1,7 @@
-"""Every block of the README is executed, and its table of the four systems' names is kept true."""
+"""Blocks of README.md and docs that need ranks or long runs, and the table of the four systems' names.
+
+`test_pages.py` runs all other blocks, and has the list of those that are run here.
+"""
 
 import re
 import subprocess
@@ -6,14 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from scripts import ALONE, BIN, README, readme_block, run_script, with_mpiexec, with_torchrun
+from scripts import ALONE, HOME, page_block, page_text, run_commands, run_script, with_mpiexec, with_torchrun
 from sweeps import slow
 
 import statexchange as sx
-
-ROOT = Path(__file__).parents[2]
-
-RECIPES = ("on_save", "pipeline", "to_hf", "lora", "ema", "stages")  # which test_recipes.py runs
 
 SEEDS = {
     "ModelOpt": """
@@ -41,77 +40,62 @@ SEEDS = {
 }
 
 
-def test_every_fenced_block_is_one_that_a_test_runs() -> None:
-    marked = {
-        "block: train.py",
-        "output: torchrun",
-        "commands",
-        "block: layout.py",
-        "output: statexchange demo",
-        "block: reduce.py",
-        "output: reduce.py",
-        "block: fit.py",
-        "block: resume.py",
-        *(f"block: {recipe}.py" for recipe in RECIPES),
-    }
-    assert set(re.findall(r"^<!-- (.+?) -->\n```", README, re.MULTILINE)) == marked
-    assert README.count("\n```") == 2 * len(marked)
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The script of the README, run as it says on two ranks."""
     folder = tmp_path_factory.mktemp("readme")
-    return folder, run_script(with_torchrun(2), "train.py", readme_block("block: train.py"), folder).stdout
+    return folder, run_script(with_torchrun(2), "train.py", page_block("block: train.py"), folder).stdout
 
 
 def test_the_script_prints_what_the_readme_shows(trained: tuple[Path, str]) -> None:
-    assert trained[1] == readme_block("output: torchrun")
+    assert trained[1] == page_block("output: torchrun")
 
 
 def test_the_commands_work_on_what_it_left(trained: tuple[Path, str]) -> None:
-    for line in readme_block("commands").splitlines():
-        command = line.removeprefix("$ ").replace("statexchange", str(BIN / "statexchange"), 1)
-        done = subprocess.run(["bash", "-c", command], cwd=trained[0], capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, (line, done.stdout, done.stderr)
-        assert done.stdout or line.startswith("$ cmp")
+    run_commands(page_block("commands"), trained[0])
 
 
 @pytest.mark.slow
 def test_the_script_runs_alone(tmp_path: Path) -> None:
-    done = run_script(ALONE, "train.py", readme_block("block: train.py"), tmp_path)
+    done = run_script(ALONE, "train.py", page_block("block: train.py"), tmp_path)
     assert "rank 0: 0.weight (1025, 512)" in done.stdout
 
 
 @pytest.mark.slow
 def test_the_layout_block_runs_under_mpiexec(tmp_path: Path) -> None:
-    run_script(with_mpiexec(2), "layout.py", readme_block("block: layout.py"), tmp_path)
+    run_script(with_mpiexec(2), "layout.py", page_block("block: layout.py"), tmp_path)
     cut = sx.open_checkpoint(tmp_path / "cut")
     assert cut["up.weight"].read().tolist() == [[0.0] * 4] * 3 + [[1.0] * 4] * 4
 
 
 @pytest.mark.parametrize("launcher", [slow(with_torchrun(2)), with_mpiexec(2)])
-def test_the_collectives_print_what_the_readme_shows(launcher: tuple[str, ...], tmp_path: Path) -> None:
-    done = run_script(launcher, "reduce.py", readme_block("block: reduce.py"), tmp_path)
-    assert done.stdout.replace(f"{tmp_path}/", "") == readme_block("output: reduce.py")
+def test_the_collectives_print_what_their_page_shows(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    done = run_script(launcher, "reduce.py", page_block("block: reduce.py"), tmp_path)
+    assert done.stdout.replace(f"{tmp_path}/", "") == page_block("output: reduce.py")
 
 
 @pytest.mark.parametrize(("launcher", "ranks"), [slow(with_torchrun(2), 2), slow(ALONE, 1)])
 def test_the_training_script_learns(launcher: tuple[str, ...], ranks: int, tmp_path: Path) -> None:
-    done = run_script(launcher, "fit.py", readme_block("block: fit.py"), tmp_path)
+    done = run_script(launcher, "fit.py", page_block("block: fit.py"), tmp_path)
     said, loss = re.fullmatch(r"(\d) ranks, loss (\d\.\d+)\n", done.stdout).groups()
     assert (int(said), float(loss) < 0.2) == (ranks, True)
 
 
 @pytest.mark.slow
-def test_a_job_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+def test_the_tutorials_job_resumes_on_another_number_of_ranks_and_its_save_is_merged(tmp_path: Path) -> None:
+    launchers = (with_torchrun(2), ALONE)
+    started = "".join(f"$ {' '.join(launcher)} resume.py\n" for launcher in launchers)
+    assert page_block("commands: resume") == started
     losses = []
-    for number, launcher in enumerate((with_torchrun(2), ALONE)):
-        done = run_script(launcher, "resume.py", readme_block("block: resume.py"), tmp_path)
+    for number, launcher in enumerate(launchers):
+        done = run_script(launcher, "resume.py", page_block("block: resume.py"), tmp_path)
         began, at, loss = re.fullmatch(r"step (\d+), loss at (\d+): (\d\.\d+)\n", done.stdout).groups()
         assert (int(began), int(at)) == (10 * number, 10 * number + 10)
         losses.append(float(loss))
     assert losses[1] < losses[0]
+    run_commands(page_block("commands: look"), tmp_path)
+    run_commands(page_block("commands: merge"), tmp_path)
+    assert run_script(ALONE, "read.py", page_block("block: read.py"), tmp_path).stdout == page_block("output: read.py")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +107,7 @@ def test_a_job_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     ],
 )
 def test_the_examples_train_export_and_compare(example: str, launcher: tuple[str, ...], tmp_path: Path) -> None:
-    script = (ROOT / "tools/examples" / example).read_text()
+    script = (HOME / "tools/examples" / example).read_text()
     done = run_script(launcher, example, script, tmp_path, tmp_path / "out")
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     assert losses[0] > 5
@@ -135,7 +119,7 @@ def test_the_examples_train_export_and_compare(example: str, launcher: tuple[str
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_demo_prints_what_the_readme_shows(demo: tuple[Path, str]) -> None:
+def test_the_demo_prints_what_its_page_shows(demo: tuple[Path, str]) -> None:
     """Its lines, and those of its figures that no machine changes; it was told to keep its files."""
     kept, text = demo
     text, _, picture = text.rpartition("\n\n")
@@ -144,7 +128,7 @@ def test_the_demo_prints_what_the_readme_shows(demo: tuple[Path, str]) -> None:
     text = text.replace(f"files in {kept}/merged\n", "files (not kept; --keep DIR does)\n")
     shown, printed = (
         [re.match(r"[a-z' ]*", line)[0].strip() for line in lines.splitlines() if line[:1].isalnum()]
-        for lines in (readme_block("output: statexchange demo"), text)
+        for lines in (page_block("output: statexchange demo"), text)
     )
     assert shown == printed
     first, last = re.search(r"loss (\S+) to (\S+) in 100 steps", text).groups()
@@ -167,19 +151,21 @@ def test_the_demo_prints_what_the_readme_shows(demo: tuple[Path, str]) -> None:
         slow("dcp.py", ["--megabytes", "16", "--rounds", "1"]),
     ],
 )
-def test_the_benches_print_the_tables_that_the_readme_shows(bench: str, arguments: list[str]) -> None:
-    command = [sys.executable, ROOT / "tools/bench" / bench, *arguments]
+def test_the_benches_print_the_tables_that_their_page_shows(bench: str, arguments: list[str]) -> None:
+    command = [sys.executable, HOME / "tools/bench" / bench, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     table = [line.split("|") for line in done.stdout.splitlines() if line.startswith("|")]
-    shown = [line.split("|") for line in README.splitlines() if line.startswith("|")]
+    shown = [line.split("|") for line in page_text("docs/benchmarks.md").splitlines() if line.startswith("|")]
     assert table[0] in shown
     for row in table[2:]:
         assert row[1] in {found[1] for found in shown}
 
 
 def rows() -> list[tuple[str, str, str]]:
-    return re.findall(r"^\| (ModelOpt|Lux|Bagua|Flashlight) \| `([^`]+)` \| (.+) \|$", README, re.MULTILINE)
+    return re.findall(
+        r"^\| (ModelOpt|Lux|Bagua|Flashlight) \| `([^`]+)` \| (.+) \|$", page_text("docs/migration.md"), re.MULTILINE
+    )
 
 
 def test_every_name_of_the_four_systems_is_in_the_table() -> None:
@@ -200,7 +186,15 @@ def test_what_the_table_names_exists_and_what_is_open_does_not() -> None:
             found = getattr(found, part)
 
 
+@pytest.mark.slow
+def test_the_bench_of_small_tensors_runs() -> None:
+    command = [sys.executable, HOME / "tools/bench/small.py", "--tensors", "20", "--rounds", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert "|" in done.stdout
+
+
 def test_both_commands_stand_in_the_readme_as_the_project_promises_them() -> None:
     start = "    python3 -m venv .venv && .venv/bin/pip install -c tools/constraints.txt "
-    assert f'{start}".[torch]" && .venv/bin/statexchange demo\n' in README
-    assert f'{start}".[test]" && .venv/bin/pytest\n' in README
+    assert f'{start}".[torch]" && .venv/bin/statexchange demo\n' in page_text("README.md")
+    assert f'{start}".[test]" && .venv/bin/pytest\n' in page_text("README.md")

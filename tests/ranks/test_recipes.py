@@ -1,4 +1,4 @@
-"""The README's recipes, started as it says; what they leave is what torch, transformers and peft make of it."""
+"""The recipes of the how-to pages; what they leave is what torch, transformers and peft make of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from scripts import ALONE, readme_block, run_script, with_mpiexec, with_torchrun
+from scripts import ALONE, page_block, run_script, with_mpiexec, with_torchrun
 from sweeps import slow
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
@@ -29,8 +29,8 @@ def run(
     look: str = "",
     replace: dict[str, str] | None = None,
 ) -> None:
-    """Start a recipe as the README says; `look` is put in `before` a line, to see what it has there."""
-    script = readme_block(f"block: {recipe}.py")
+    """Start a recipe as its page says; `look` is put in `before` a line, to see what it has there."""
+    script = page_block(f"block: {recipe}.py")
     for old, new in {**(replace or {}), **({before: look + before} if look else {})}.items():
         assert script.count(old) == 1, old
         script = script.replace(old, new)

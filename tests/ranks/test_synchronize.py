@@ -1,4 +1,4 @@
-"""Ranks made alike: every kind of state takes root's, in place, or all ranks raise one error that shows both sides."""
+"""synchronize: every kind of state takes root's values in place, or all ranks raise one error with both sides."""
 
 import enum
 import functools
@@ -18,7 +18,7 @@ from torch import nn
 
 import statexchange as sx
 from statexchange.testing import run_ranks
-from statexchange.train import synchronize as room
+from statexchange.train import synchronize as synchronize_module
 from statexchange.train.synchronize import allreduce_parameters, broadcast_parameters, synchronize
 
 WORLDS = (1, 2, 3, 4)
@@ -56,7 +56,7 @@ def here() -> tuple[int, int]:
 
 
 def filled(value: float, root: int = 0) -> torch.Tensor:
-    """Of `value` on root, zeros elsewhere."""
+    """Return `value` on root, zeros elsewhere."""
     return torch.full((2, 3), value if here()[0] == root else 0.0)
 
 
@@ -98,7 +98,7 @@ def test_adams_state_set_to_one_on_root_is_one_everywhere() -> None:
 
 
 @pytest.mark.ranks(*WORLDS)
-def test_what_has_no_tensor_becomes_roots_or_stays_this_ranks_own() -> None:
+def test_leaves_without_tensors_become_roots_or_stay_this_ranks_own() -> None:
     rank = here()[0]
     own = object()
     assert synchronize(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1 + rank)).param_groups[0]["lr"] == 0.1
@@ -184,7 +184,7 @@ def test_the_order_of_keys_is_nothing() -> None:
 
 
 def odd_tensors(rank: int) -> dict[str, torch.Tensor]:
-    """Tensors of all kinds whose values tell the rank, and whose strides differ between ranks."""
+    """Tensors of all kinds whose values depend on the rank, and whose strides differ between ranks."""
     grid = torch.arange(24, dtype=torch.float32).reshape(4, 6) + 100 * rank
     image = torch.arange(48.0).reshape(1, 3, 4, 4) + rank
     found = {
@@ -216,8 +216,8 @@ def odd_tensors(rank: int) -> dict[str, torch.Tensor]:
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("limits", [(64 << 20, 1 << 20), (64, 1), (64, 48)])
 def test_any_dense_tensor_becomes_roots_in_place(limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_WINDOW_BYTES", limits[0])
-    monkeypatch.setattr(room, "_ALONE_BYTES", limits[1])
+    monkeypatch.setattr(synchronize_module, "_WINDOW_BYTES", limits[0])
+    monkeypatch.setattr(synchronize_module, "_ALONE_BYTES", limits[1])
     rank = here()[0]
     tensors, wanted = odd_tensors(rank), odd_tensors(0)
     before = dict(tensors)
@@ -229,7 +229,7 @@ def test_any_dense_tensor_becomes_roots_in_place(limits: tuple[int, int], monkey
     assert got["parameter"].is_leaf
 
 
-def test_what_lies_around_a_view_is_not_touched() -> None:
+def test_memory_around_a_view_is_not_touched() -> None:
     def ranks() -> list[float]:
         base = torch.full((4, 4), float(here()[0]))
         synchronize(base[1:3, 1:3])
@@ -259,8 +259,8 @@ def odd_arrays(rank: int) -> dict[str, Any]:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("limits", [(64 << 20, 1 << 20), (16, 1)])
 def test_any_array_becomes_roots_in_place(limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_WINDOW_BYTES", limits[0])
-    monkeypatch.setattr(room, "_ALONE_BYTES", limits[1])
+    monkeypatch.setattr(synchronize_module, "_WINDOW_BYTES", limits[0])
+    monkeypatch.setattr(synchronize_module, "_ALONE_BYTES", limits[1])
     arrays, wanted = odd_arrays(here()[0]), odd_arrays(0)
     if here()[0] == 0:
         arrays["plain"].flags.writeable = False  # root's are only read
@@ -280,13 +280,15 @@ def test_a_tensor_in_two_places_is_one() -> None:
 
 
 def test_windows_are_cut_by_shape_alone_and_never_larger_than_they_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_WINDOW_BYTES", 256)
-    monkeypatch.setattr(room, "_ALONE_BYTES", 100)
+    monkeypatch.setattr(synchronize_module, "_WINDOW_BYTES", 256)
+    monkeypatch.setattr(synchronize_module, "_ALONE_BYTES", 100)
     shapes = [(3,), (100,), (1, 300), (7, 5, 9), (2, 2), (0, 4), (), (25,), (24,), (26,)] + [(5,)] * 40
     plain = [torch.zeros(shape) for shape in shapes]
     strided = [torch.zeros([*shape, 2])[..., 0] for shape in shapes]
-    windows = list(room._windows(plain))
-    assert [[p.shape for p in w] for w in windows] == [[p.shape for p in w] for w in room._windows(strided)]
+    windows = list(synchronize_module._windows(plain))
+    assert [[p.shape for p in w] for w in windows] == [
+        [p.shape for p in w] for w in synchronize_module._windows(strided)
+    ]
     assert all(sum(piece.nbytes for piece in window) <= 256 for window in windows)
     for window in windows:
         for piece in window:
@@ -325,7 +327,7 @@ class Tied(nn.Module):
 
 
 def fill(tensors: Iterable[torch.Tensor], generator: torch.Generator) -> None:
-    """Numbers of a generator of our own: threads share torch's."""
+    """Random numbers of a separate generator: thread ranks share torch's."""
     with torch.no_grad():
         for tensor in tensors:
             tensor.copy_(torch.rand(tensor.shape, generator=generator))
@@ -400,8 +402,8 @@ def test_allreduce_parameters_averages_and_takes_integers_from_rank_0() -> None:
 
 @pytest.mark.ranks(2)
 def test_averages_are_cut_into_windows_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_WINDOW_BYTES", 64)
-    monkeypatch.setattr(room, "_ALONE_BYTES", 16)
+    monkeypatch.setattr(synchronize_module, "_WINDOW_BYTES", 64)
+    monkeypatch.setattr(synchronize_module, "_ALONE_BYTES", 16)
     model = nn.Linear(50, 7)
     nn.init.constant_(model.weight, 1.0 + here()[0])
     model.weight.data = model.weight.data.t().contiguous().t()
@@ -627,7 +629,7 @@ def test_schedulers_and_scalers_as_objects_and_as_dicts() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
-# What differs between ranks
+# Differences between ranks
 
 SAME = torch.zeros(1)
 T23, T32 = torch.ones(2, 3), torch.ones(3, 2)
@@ -696,7 +698,7 @@ def test_different_trees_are_one_error_on_all_ranks(case: str, odd: int) -> None
     assert [mark.tolist() for mark in marks] == [[float(rank)] * 2 for rank in range(3)]
 
 
-def test_another_key_is_shown_as_what_root_has() -> None:
+def test_another_key_is_shown_with_roots() -> None:
     error = raised_on_all(lambda: synchronize({"a": 0, "weight" if here()[0] == 0 else "wait": T23}))[0]
     assert "expected float32[2, 3] (rank 0), found nothing (rank 1) [tensor 'weight', rank 1]" in str(error)
 
@@ -723,7 +725,7 @@ def test_parameters_that_differ_are_named_by_the_other_verbs_too() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_large_difference_is_told_in_few_words() -> None:
+def test_a_large_difference_is_shortened() -> None:
     tree = {f"name{i}": "x" * 10000 for i in range(200)}
     if here()[0]:
         tree["name150"] = torch.ones(1)
@@ -732,7 +734,7 @@ def test_a_large_difference_is_told_in_few_words() -> None:
     assert len(str(caught.value)) < 400
 
 
-# What cannot be synchronized
+# Unsupported objects
 
 
 def cycle() -> Any:
@@ -794,7 +796,7 @@ def raised_on_all(ranks: Callable[[], Any], world_size: int = 2) -> list[Excepti
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_one_rank_cannot_synchronize_is_an_error_on_all(case: str) -> None:
+def test_an_unsupported_object_on_one_rank_is_an_error_on_all(case: str) -> None:
     make, kind, words = REFUSED[case]
     bad = 0 if case == "stale state" else 1
     errors = raised_on_all(lambda: synchronize({"x": make() if here()[0] == bad else sgd((1,)) if bad == 0 else 1}))
@@ -819,7 +821,7 @@ def inference() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", UNWRITABLE)
-def test_what_cannot_be_written_may_be_roots_only(case: str) -> None:
+def test_read_only_memory_is_allowed_on_root_only(case: str) -> None:
     make, words = UNWRITABLE[case]
 
     def ranks(bad: int) -> Any:
@@ -851,7 +853,7 @@ def test_a_rank_that_fails_before_it_comes_does_not_leave_the_others_waiting() -
     assert outcomes.errors == {0: "PeerError", 1: "RuntimeError", 2: "PeerError"}
 
 
-def test_ranks_in_other_calls_are_told() -> None:
+def test_ranks_in_other_calls_raise() -> None:
     def ranks() -> None:
         if here()[0] == 1:
             broadcast_parameters(nn.Linear(1, 1))
@@ -871,7 +873,7 @@ def test_alone_everything_stays() -> None:
         synchronize(torch.eye(2).to_sparse())
 
 
-# On processes
+# Over processes
 
 
 def tree_of(rank: int, steps: int) -> dict[str, Any]:

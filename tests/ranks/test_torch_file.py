@@ -33,11 +33,11 @@ from statexchange.errors import (
     UnsupportedError,
 )
 from statexchange.formats.budget import Budget
-from statexchange.formats.pickles import Made
+from statexchange.formats.pickles import OpaqueObject
 from statexchange.formats.registry import open_checkpoint, open_source
-from statexchange.formats.torch_file import _Meshes
+from statexchange.formats.torch_file import _MeshShapes
 from statexchange.report.verify import verify
-from statexchange.sharding.placements import Cut
+from statexchange.sharding.placements import DimSplit
 from statexchange.tensors import DTYPE_NAMES
 from statexchange.testing import run_ranks
 
@@ -134,7 +134,7 @@ def test_tied_tensors_are_one_and_recorded(tmp_path: Path) -> None:
     module = torch.nn.ModuleDict({"embed": embedding, "head": head})
     torch.save(module.state_dict(), tmp_path / "tied.pt")
     source = open_source(tmp_path / "tied.pt")
-    assert source.holders[0].aliases == {"head.weight": "embed.weight"}
+    assert source.files[0].aliases == {"head.weight": "embed.weight"}
     assert_same(merged(tmp_path / "tied.pt"), {"embed.weight": embedding.weight.detach()})
 
 
@@ -221,12 +221,12 @@ def test_a_directory_with_an_index_is_read_by_it(tmp_path: Path) -> None:
 def test_ranks_are_those_of_the_names_or_the_order(tmp_path: Path) -> None:
     for name in ("m-rank10.pt", "m-rank9.pt"):
         torch.save({"a": torch.ones(1), name: torch.ones(1)}, tmp_path / name)
-    assert [(h.rank, Path(h.path).name) for h in open_source(tmp_path).holders] == [
+    assert [(h.rank, Path(h.path).name) for h in open_source(tmp_path).files] == [
         (9, "m-rank9.pt"),
         (10, "m-rank10.pt"),
     ]
     torch.save({"a": torch.zeros(1)}, tmp_path / "other.pth")
-    assert [h.rank for h in open_source(tmp_path).holders] == [0, 1, 2]
+    assert [h.rank for h in open_source(tmp_path).files] == [0, 1, 2]
     with pytest.raises(ReplicaError, match="different values") as caught:
         merge_checkpoint(tmp_path, tmp_path / "out")
     assert caught.value.name == "a"
@@ -284,7 +284,7 @@ def test_dtensors_merge_to_their_full_tensors(mesh_shape: tuple[int, ...], tmp_p
     ranks = int(np.prod(mesh_shape))
     run_ranks(write_dtensors, ranks, backend="gloo", args=(list(mesh_shape), str(tmp_path)), timeout_s=60)
     assert_same(merged(tmp_path), dict(load_file(tmp_path / "expected")))
-    assert [holder.aliases for holder in open_source(tmp_path).holders] == [{"model.tied": "model.rows"}] * ranks
+    assert [holder.aliases for holder in open_source(tmp_path).files] == [{"model.tied": "model.rows"}] * ranks
     assert verify(tmp_path).findings == ()
     if ranks > 1:
         with open_checkpoint(tmp_path) as shards:
@@ -307,7 +307,7 @@ def write_partial(out: str) -> None:
 
 def test_an_unfinished_sum_is_refused_by_name(tmp_path: Path) -> None:
     run_ranks(write_partial, 2, backend="gloo", args=(str(tmp_path),))
-    with pytest.raises(UnsupportedError, match="unfinished sum") as caught:
+    with pytest.raises(UnsupportedError, match="pending reduction") as caught:
         merged(tmp_path)
     assert (caught.value.name, caught.value.rank, caught.value.path) == ("w", 0, str(tmp_path / "rank0.pt"))
 
@@ -349,39 +349,39 @@ def test_a_local_part_that_does_not_fit_its_placements_is_refused(tmp_path: Path
         assert (caught.value.name, caught.value.path) == ("w", str(path))
 
 
-def layout_of(**state: Any) -> Made:
-    return Made("_MeshLayout", (), state)
+def layout_of(**state: Any) -> OpaqueObject:
+    return OpaqueObject("_MeshLayout", (), state)
 
 
 OLDER_MESHES = {
     "2.2 to 2.8": {
-        "mesh": Made("_rebuild_tensor_v2", (None, 0, (2, 3), (3, 1))),
+        "mesh": OpaqueObject("_rebuild_tensor_v2", (None, 0, (2, 3), (3, 1))),
         "_flatten_mesh_list": tuple(range(6)),
     },
     "2.9": {"_layout": layout_of(shape=(2, 3), stride=(3, 1)), "_flatten_rank_map": tuple(range(6))},
 }
 
 
-def shape_of(state: dict[str, Any], cuts: list[Cut | None]) -> list[int]:
-    return _Meshes(Budget(0, "x")).shape_of(Made("DeviceMesh", (), state), cuts)
+def shape_of(state: dict[str, Any], cuts: list[DimSplit | None]) -> list[int]:
+    return _MeshShapes(Budget(0, "x")).shape_of(OpaqueObject("DeviceMesh", (), state), cuts)
 
 
 @pytest.mark.parametrize("state", OLDER_MESHES.values(), ids=OLDER_MESHES)
 def test_meshes_of_older_torch_are_understood(state: dict[str, Any]) -> None:
     """Spelled from the sources of these versions, of which none is installed here."""
-    assert shape_of(state, [Cut(0), Cut(0)]) == [2, 3]
+    assert shape_of(state, [DimSplit(0), DimSplit(0)]) == [2, 3]
     key = "_flatten_mesh_list" if "mesh" in state else "_flatten_rank_map"
-    assert shape_of(state | {key: (0, 2, 1, 3, 4, 5)}, [Cut(0), None]) == [2, 3]
+    assert shape_of(state | {key: (0, 2, 1, 3, 4, 5)}, [DimSplit(0), None]) == [2, 3]
     with pytest.raises(UnsupportedError, match="out of order"):
-        shape_of(state | {key: (0, 2, 1, 3, 4, 5)}, [None, Cut(0)])
+        shape_of(state | {key: (0, 2, 1, 3, 4, 5)}, [None, DimSplit(0)])
 
 
 def test_a_nested_axis_and_a_mesh_that_claims_too_much() -> None:
     nested = {"_layout": layout_of(shape=((2, 2), 3), stride=((6, 3), 1)), "_flatten_rank_map": tuple(range(12))}
-    assert shape_of(nested, [Cut(0), None]) == [4, 3]
+    assert shape_of(nested, [DimSplit(0), None]) == [4, 3]
     for stride in (-1, 1 << 40, True):
         with pytest.raises(ValueError, match=r"."):
-            shape_of({"_layout": layout_of(shape=1 << 30, stride=stride), "_flatten_rank_map": (0, 1)}, [Cut(0)])
+            shape_of({"_layout": layout_of(shape=1 << 30, stride=stride), "_flatten_rank_map": (0, 1)}, [DimSplit(0)])
 
 
 # --- what is refused ---
@@ -543,13 +543,13 @@ def huge_archive(path: Path, hole_nbytes: int) -> None:
 def test_a_storage_over_four_gib(tmp_path: Path) -> None:
     huge_archive(tmp_path / "huge.pt", (4 << 30) + (1 << 20))
     reference = torch.load(tmp_path / "huge.pt", mmap=True, weights_only=True)["big"]
-    (holder,) = open_source(tmp_path / "huge.pt").holders
+    (holder,) = open_source(tmp_path / "huge.pt").files
     tensor = holder.tensors["big"]
     assert tensor.shard.global_shape == tuple(reference.shape)
-    extent = tensor.extents[0]
-    assert (extent.nbytes, extent.strides) == (reference.numel(), None)
-    with open(extent.path, "rb") as file:
-        file.seek(extent.begin + extent.nbytes - 1)
+    byte_range = tensor.byte_ranges[0]
+    assert (byte_range.nbytes, byte_range.strides) == (reference.numel(), None)
+    with open(byte_range.path, "rb") as file:
+        file.seek(byte_range.begin + byte_range.nbytes - 1)
         assert file.read(1) == b"\7" == bytes([reference[-1, -1]])
 
 
@@ -564,7 +564,7 @@ def with_pickle(path: Path, data: bytes) -> None:
 @pytest.mark.parametrize("depth", [200, 200_000])
 def test_deep_nesting_is_refused(tmp_path: Path, depth: int) -> None:
     with_pickle(tmp_path / "x.pt", b"\x80\x02" + b"](" * depth + b"]" + b"e" * depth + b".")
-    with pytest.raises(CorruptError, match="deeper"):
+    with pytest.raises(CorruptError, match="levels deep"):
         open_source(tmp_path / "x.pt")
 
 
@@ -573,13 +573,13 @@ def test_a_list_that_is_named_again_and_again_is_refused(tmp_path: Path) -> None
     for level in range(1, 60):
         doubling += b"](h" + bytes([level - 1]) + b"h" + bytes([level - 1]) + b"eq" + bytes([level])
     with_pickle(tmp_path / "x.pt", doubling + b"t.")
-    with pytest.raises(CorruptError, match="repeats"):
+    with pytest.raises(CorruptError, match="refers to the same objects"):
         open_source(tmp_path / "x.pt")
 
 
 def test_a_list_that_holds_itself_is_refused(tmp_path: Path) -> None:
     with_pickle(tmp_path / "x.pt", b"\x80\x02]q\x00h\x00a.")
-    with pytest.raises(CorruptError, match="deeper"):
+    with pytest.raises(CorruptError, match="levels deep"):
         open_source(tmp_path / "x.pt")
 
 
@@ -587,7 +587,7 @@ class Arguments:
     """Not known."""
 
 
-class Holding:
+class RankShards:
     """Not known, and it holds a tensor."""
 
     def __init__(self, *values: Any) -> None:
@@ -634,12 +634,12 @@ def test_objects_of_any_class_are_named_and_the_tensors_are_read(
 @pytest.mark.parametrize(
     "value",
     [
-        lambda: Holding(torch.ones(1)),
+        lambda: RankShards(torch.ones(1)),
         lambda: {Arguments(): torch.ones(1)},
         lambda: {torch.ones(1): 1},
-        lambda: Holding(torch.nn.Parameter(torch.ones(1))),
-        lambda: Holding(torch.ones(1).untyped_storage()),
-        lambda: [Arguments(), Holding(torch.ones(1))],
+        lambda: RankShards(torch.nn.Parameter(torch.ones(1))),
+        lambda: RankShards(torch.ones(1).untyped_storage()),
+        lambda: [Arguments(), RankShards(torch.ones(1))],
         lambda: {torch.ones(1)},
         lambda: collections.deque([torch.ones(1)]),
     ],
@@ -654,7 +654,7 @@ def test_tensors_in_what_is_not_understood_are_refused_by_name(tmp_path: Path, v
 
 
 def test_a_tensor_that_two_objects_share_is_found_in_both(tmp_path: Path) -> None:
-    shared = Holding(torch.ones(1))
+    shared = RankShards(torch.ones(1))
     torch.save({"a": shared, "b": [shared, Arguments()], "c": Arguments()}, tmp_path / "x.pt")
     source = open_source(tmp_path / "x.pt")
     assert (list(source.unsupported), list(source.others)) == (["a", "b"], ["c"])

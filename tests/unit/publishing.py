@@ -22,12 +22,12 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from statexchange.checkpoint.index import BoxFact
+from statexchange.checkpoint.index import BoxProvenance
 from statexchange.checkpoint.publication import Publication
 from statexchange.errors import StateExchangeError
 from statexchange.formats.registry import open_checkpoint, open_source
 from statexchange.sharding.options import ExportOptions
-from statexchange.sharding.plan import Holding, Plan, plan_merge
+from statexchange.sharding.plan import Plan, RankShards, plan_merge
 from statexchange.sharding.shards import Shard, full_box
 from statexchange.storage.claim import CLAIM_NAME
 from statexchange.storage.object_build import ObjectBuild
@@ -39,12 +39,12 @@ NBYTES = 5000
 
 def plan_of(value: int) -> Plan:
     shards = [Shard(f"{name}{value}", "U8", (NBYTES,), (full_box((NBYTES,)),)) for name in "ab"]
-    return plan_merge([Holding(0, shards)], ExportOptions(max_shard_size=NBYTES))
+    return plan_merge([RankShards(0, shards)], ExportOptions(max_shard_size=NBYTES))
 
 
-def facts_of(plan: Plan, value: int) -> dict[str, list[BoxFact]]:
+def facts_of(plan: Plan, value: int) -> dict[str, list[BoxProvenance]]:
     known = digest(bytes([value]) * NBYTES)
-    return {tensor.name: [BoxFact(0, known)] for file in plan.files for tensor in file.tensors}
+    return {tensor.name: [BoxProvenance(0, known)] for file in plan.files for tensor in file.tensors}
 
 
 def begin(path: Any, value: int, **options: Any) -> Publication:
@@ -76,7 +76,7 @@ def value_at(path: Any) -> int:
     checkpoint = open_checkpoint(path)
     (data,) = {bytes(checkpoint[name].read().tobytes()) for name in checkpoint}
     source = open_source(path)
-    known = {extent.digest for _, tensor in source.shards() for extent in tensor.extents}
+    known = {byte_range.digest for _, tensor in source.shards() for byte_range in tensor.byte_ranges}
     source.close()
     assert known == {digest(data)}
     assert sorted(checkpoint) == [f"a{data[0]}", f"b{data[0]}"]

@@ -19,12 +19,12 @@ import statexchange
 from statexchange import demo
 from statexchange.cli import progress as progress_module
 from statexchange.cli.main import cli, main
-from statexchange.cli.output import EXIT_CODES, Output, gravest, printable
+from statexchange.cli.output import EXIT_CODES, Output, most_severe, printable
 from statexchange.cli.progress import Progress
 from statexchange.cli.text import ranges
 from statexchange.errors import CorruptError, IncompleteError, ReplicaError, StorageError
 from statexchange.sharding.shards import Box, Shard
-from statexchange.storage.tensorfile import Held
+from statexchange.storage.tensorfile import ShardData
 from statexchange.storage.workspace import Workspace
 from statexchange.testing import run_ranks
 from statexchange.units import format_seconds
@@ -46,12 +46,14 @@ def shell(*arguments: object, **more: str) -> Ran:
     return done.returncode, done.stdout, done.stderr
 
 
-def held(name: str, dtype: str, shape: Sequence[int], offsets: Sequence[int], size: Sequence[int], fill: int) -> Held:
+def held(
+    name: str, dtype: str, shape: Sequence[int], offsets: Sequence[int], size: Sequence[int], fill: int
+) -> ShardData:
     shard = Shard(name, dtype, tuple(shape), (Box(tuple(offsets), tuple(size)),))
-    return Held(shard, memoryview(Random(fill).randbytes(shard.nbytes)))
+    return ShardData(shard, memoryview(Random(fill).randbytes(shard.nbytes)))
 
 
-def rank_tensors(rank: int) -> list[Held]:
+def rank_tensors(rank: int) -> list[ShardData]:
     return [
         held("rows.weight", "F32", (8, 6), (2 * rank, 0), (2, 6), rank),
         held("columns.weight", "BF16", (4, 8), (0, 2 * rank), (4, 2), 10 + rank),
@@ -59,7 +61,7 @@ def rank_tensors(rank: int) -> list[Held]:
     ]
 
 
-def write_workspace(root: Path, tensors: Sequence[list[Held]]) -> list[Path]:
+def write_workspace(root: Path, tensors: Sequence[list[ShardData]]) -> list[Path]:
     """One committed round; returns the files of the ranks."""
     workspace = Workspace(root)
     receipts = [
@@ -341,7 +343,7 @@ def test_a_rename_without_a_replacement_is_refused(call: Call, workspace: Path, 
 def test_of_many_ranks_only_the_first_writes(command: list[str]) -> None:
     code, out, err = shell(*command, RANK="2", WORLD_SIZE="4")
     assert (code, out) == (7, "")
-    assert err == "error: only rank 0 runs this command, and WORLD_SIZE speaks of 4 ranks [rank 2]\n"
+    assert err == "error: only rank 0 runs this command, and WORLD_SIZE is 4: start it once [rank 2]\n"
 
 
 # --- bad arguments ---
@@ -592,10 +594,10 @@ def test_a_dry_run_says_what_the_target_cannot_take(namespace: Path, workspace: 
 LEAVE = """
 import os, sys
 from statexchange.checkpoint.publication import Publication
-from statexchange.sharding.plan import Holding, plan_merge
+from statexchange.sharding.plan import RankShards, plan_merge
 from statexchange.sharding.shards import Shard, full_box
 
-plan = plan_merge([Holding(0, [Shard("w", "U8", (2 << 20,), (full_box((2 << 20,)),))])])
+plan = plan_merge([RankShards(0, [Shard("w", "U8", (2 << 20,), (full_box((2 << 20,)),))])])
 opened = Publication(sys.argv[1], plan, source="test").create(plan.files[0])
 opened.write(bytes(2 << 20), opened.offset_of(plan.files[0].tensors[0]))
 os._exit(0)
@@ -652,7 +654,7 @@ def test_ctrl_c_leaves_nothing(memory_directory: Path) -> None:
     if shutil.disk_usage(memory_directory).free < 2 << 30:
         pytest.skip("an interruption needs a merge that takes a while: 1 GiB of room in memory")
     shard = Shard("w", "U8", (400 << 20,), (Box((0,), (400 << 20,)),))
-    write_workspace(memory_directory / "ws", [[Held(shard, memoryview(bytes(shard.nbytes)))]])
+    write_workspace(memory_directory / "ws", [[ShardData(shard, memoryview(bytes(shard.nbytes)))]])
     before = sorted(os.listdir(memory_directory))
     # Where the tests run in the background, SIGINT is ignored, and children inherit that.
     program = (
@@ -685,7 +687,7 @@ def test_our_own_fault_says_where_to_report_it(call: Call, monkeypatch: pytest.M
     code, out, err = call("info", workspace)
     assert (code, out) == (70, "")
     assert "Traceback" in err
-    assert "error: the moon is full\nhint: this is a fault of statexchange: report this, with the text above, " in err
+    assert "error: the moon is full\nhint: this is a bug in statexchange: report this, with the text above, " in err
     code, envelope = call.json("info", workspace)
     assert (code, envelope["error"]["message"]) == (70, "the moon is full")
 
@@ -705,7 +707,7 @@ def test_the_fault_of_another_package_is_not_called_ours(
     assert "LinAlgError: Singular matrix" in err
     hint = err.splitlines()[-1]
     assert hint.startswith(f"hint: numpy {np.__version__} raised this: try another version of it, else report this, ")
-    assert "fault of statexchange" not in err
+    assert "bug in statexchange" not in err
 
 
 INTERRUPTED = """
@@ -799,10 +801,10 @@ def test_numbers_for_people() -> None:
 
 def test_the_gravest_finding_decides() -> None:
     replica, missing, broken = ReplicaError("r"), IncompleteError("i"), CorruptError("c")
-    assert gravest([replica, missing, broken]) is broken
-    assert gravest([replica, missing]) is missing
-    assert gravest([replica]) is replica
-    assert gravest([]) is None
+    assert most_severe([replica, missing, broken]) is broken
+    assert most_severe([replica, missing]) is missing
+    assert most_severe([replica]) is replica
+    assert most_severe([]) is None
     assert all(cls.code in EXIT_CODES for cls in (ReplicaError, IncompleteError, CorruptError, StorageError))
 
 
@@ -969,5 +971,5 @@ def test_the_help_of_merge_shows_a_layout_that_is_one(call: Call) -> None:
     from statexchange.sharding.rules import Layout
 
     text = call("merge", "--help")[1]
-    lines = text[text.index('  {"grid"') : text.index("Without a grid")].replace("the ranks, slowest axis first", "")
+    lines = text[text.index('  {"mesh"') : text.index("Without a mesh")].replace("the ranks, slowest axis first", "")
     assert len(Layout.parse(json.loads(lines)).rules) == 5

@@ -1,4 +1,4 @@
-"""Failure detection between hosts: reported, noticed, missing and departed ranks; never in the way of a process's end."""
+"""Failure detection between hosts: reported, noticed, missing and departed ranks, and clean ends of processes."""
 
 import contextlib
 import json

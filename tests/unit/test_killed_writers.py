@@ -112,7 +112,7 @@ def points(writers: Writers, trip: str, path: Path) -> list[int]:
 def manifests_of(workspace: Workspace) -> list[Manifest]:
     """The manifests of all committed rounds, oldest first."""
     with workspace.view() as view:
-        return view.manifests(view.places())
+        return view.manifests(view.all_rounds())
 
 
 def killed_at(writers: Writers, trip: str, number: int, path: Path) -> None:

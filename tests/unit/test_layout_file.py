@@ -79,7 +79,7 @@ def test_a_file_and_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert ended.value.code == 4
 
 
-def test_a_grid_of_pipeline_tensor_and_expert_parallel_ranks(tmp_path: Path) -> None:
+def test_a_mesh_of_pipeline_tensor_and_expert_parallel_ranks(tmp_path: Path) -> None:
     """pp 2 x ep 2 x tp 2: each stage has a layer, each ep rank two stacked experts, tp cuts their columns."""
     layers = [torch.randn(4, 6, 10) for _ in range(2)]
     embedding = torch.randn(12, 3)
@@ -96,14 +96,22 @@ def test_a_grid_of_pipeline_tensor_and_expert_parallel_ranks(tmp_path: Path) -> 
     }
     expected = {"layers.0.experts.up": layers[0], "layers.1.experts.up": layers[1]}
     expected |= {"embed": embedding, "norm": torch.arange(3)}
-    layout = {"grid": {"pp": 2, "ep": 2, "tp": 2}, "rules": rules}
+    layout = {"mesh": {"pp": 2, "ep": 2, "tp": 2}, "rules": rules}
     assert equal(merged(tmp_path, layout, *states), expected)
+
+
+def test_a_mesh_that_version_0_1_called_a_grid(tmp_path: Path) -> None:
+    w = torch.randn(10, 2)
+    layout = {"grid": {"tp": 2}, "rules": {"w": {"dim": 0, "axis": "tp"}}}
+    assert torch.equal(merged(tmp_path, layout, {"w": w[:5]}, {"w": w[5:]})["w"], w)
+    with pytest.raises(InvalidArgumentError, match="remove 'grid'"):
+        Layout.parse({**layout, "mesh": {"tp": 2}})
 
 
 def test_one_dim_cut_along_two_axes_the_first_being_the_slowest(tmp_path: Path) -> None:
     w = torch.randn(10, 2)
     states = [{"w": part} for part in w.split([3, 2, 3, 2])]
-    layout = {"grid": {"tp": 2, "dp": 2}, "rules": {"w": {"dim": 0, "axis": ["tp", "dp"]}}}
+    layout = {"mesh": {"tp": 2, "dp": 2}, "rules": {"w": {"dim": 0, "axis": ["tp", "dp"]}}}
     assert torch.equal(merged(tmp_path, layout, *states)["w"], w)
 
 
@@ -121,7 +129,7 @@ def test_a_fused_tensor_becomes_several(tmp_path: Path) -> None:
     states = [{"l.qkv.weight": torch.cat([b.chunk(2)[rank] for b in blocks.values()])} for rank in range(2)]
     states = [{**s, "up.weight": torch.cat([torch.zeros(2, 2), torch.ones(2, 2)])} for s in states]
     layout = {
-        "grid": {"tp": 2},
+        "mesh": {"tp": 2},
         "rules": {
             "*.qkv.*": {"dim": 0, "split": {"qkv": {"q": 4, "k": 1, "v": 1}}},
             "up.*": {"dim": 0, "axis": [], "split": {"up": {"gate": 1, "up": 1}}},
@@ -143,7 +151,7 @@ def test_interleaved_groups_of_heads(tmp_path: Path) -> None:
 
 
 def test_experts_and_layers_are_counted_on_over_the_ranks(tmp_path: Path) -> None:
-    grid = {"pp": 2, "ep": 2, "tp": 2}
+    mesh = {"pp": 2, "ep": 2, "tp": 2}
     states, expected = [], {}
     layers_at = [2, 1]  # stage 0 has two layers
     for pp in range(2):
@@ -157,7 +165,7 @@ def test_experts_and_layers_are_counted_on_over_the_ranks(tmp_path: Path) -> Non
                         state[f"layers.{layer}.mlp.experts.{expert}.w"] = whole[:, 3 * tp : 3 * tp + 3]
                 states.append(state)
     renumber = [{"renumber": "layers", "axis": "pp"}, {"renumber": "experts", "axis": "ep"}]
-    layout = {"grid": grid, "rules": {"*.w": [*renumber, {"dim": 1, "axis": "tp"}]}}
+    layout = {"mesh": mesh, "rules": {"*.w": [*renumber, {"dim": 1, "axis": "tp"}]}}
     assert equal(merged(tmp_path, layout, *states), expected)
 
 
@@ -174,7 +182,7 @@ def test_scales_that_differ_are_reduced(tmp_path: Path, dtype: torch.dtype, redu
 def test_a_reduction_goes_window_by_window_and_with_a_cut(tmp_path: Path) -> None:
     whole = torch.randn(2, 1000, 900)
     copies = [{"s": whole[n, :, 450 * tp : 450 * tp + 450]} for n in range(2) for tp in range(2)]
-    layout = {"grid": {"dp": 2, "tp": 2}, "rules": {"s": [{"dim": 1, "axis": "tp"}, {"reduce": "max"}]}}
+    layout = {"mesh": {"dp": 2, "tp": 2}, "rules": {"s": [{"dim": 1, "axis": "tp"}, {"reduce": "max"}]}}
     assert torch.equal(merged(tmp_path, layout, *copies, dtype="bfloat16")["s"], whole.amax(0).bfloat16())
 
 
@@ -192,7 +200,7 @@ def test_the_documented_example_is_one() -> None:
     example = text[text.index("    {\n") : text.index("    }\n\n") + 6]
     assert len(Layout.parse(json.loads(example)).rules) == 6
     for rule in re.findall(r"^``(\{.*?\})``", text, re.MULTILINE):
-        axes = {"grid": {"pp": 1, "tp": 1, "ep": 1}} if "axis" in rule else {}
+        axes = {"mesh": {"pp": 1, "tp": 1, "ep": 1}} if "axis" in rule else {}
         Layout.parse({**axes, "rules": {"w": json.loads(rule.replace(", ...]}", "]}"))}})
 
 
@@ -276,18 +284,16 @@ def test_a_plan_may_speak_of_more_than_the_files_have(tmp_path: Path) -> None:
     assert torch.equal(merged(tmp_path, plan, *states)["a.weight"], w)
     (tmp_path / "b").mkdir()  # and what it misses is found by the copies, which differ
     both = [{**state, "b.weight": state["a.weight"]} for state in states]
-    assert (
-        refuse(ReplicaError, "if each holds a part, a layout says so", tmp_path / "b", plan, *both).name == "b.weight"
-    )
+    assert refuse(ReplicaError, "if each holds a part, give a layout", tmp_path / "b", plan, *both).name == "b.weight"
 
 
 @st.composite
 def cut_by_rules(draw: st.DrawFn) -> tuple[Any, State, list[State]]:
     """A layout, what it should give, and the ranks' tensors, cut by torch alone."""
-    grid = {"a": draw(st.integers(1, 3)), "b": draw(st.integers(1, 3))}
+    mesh = {"a": draw(st.integers(1, 3)), "b": draw(st.integers(1, 3))}
     whole: State = {}
     rules: dict[str, Any] = {}
-    states: list[State] = [{} for _ in range(grid["a"] * grid["b"])]
+    states: list[State] = [{} for _ in range(mesh["a"] * mesh["b"])]
     for number in range(draw(st.integers(1, 4))):
         name = f"t{number}"
         dims = draw(st.integers(1, 3))
@@ -297,7 +303,7 @@ def cut_by_rules(draw: st.DrawFn) -> tuple[Any, State, list[State]]:
         rule: list[Any] = []
         for axis, dim in axis_of.items():
             blocks = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
-            scales = [draw(st.integers(0, 2)) for _ in range(grid[axis])]
+            scales = [draw(st.integers(0, 2)) for _ in range(mesh[axis])]
             pieces[axis] = [[block * scale for block in blocks] for scale in scales]
             rule.append({"dim": dim, "axis": axis, "blocks": blocks})
         shape = [draw(st.integers(1, 4)) for _ in range(dims)]
@@ -307,14 +313,14 @@ def cut_by_rules(draw: st.DrawFn) -> tuple[Any, State, list[State]]:
         whole[name] = value
         rules[name] = rule or "replicate"
         for rank, state in enumerate(states):
-            at = {"a": rank // grid["b"], "b": rank % grid["b"]}
+            at = {"a": rank // mesh["b"], "b": rank % mesh["b"]}
             part = value
             for axis, dim in axis_of.items():
                 by_block = part.split([sum(p[k] for p in pieces[axis]) for k in range(len(pieces[axis][0]))], dim)
                 mine = [b.split([p[k] for p in pieces[axis]], dim)[at[axis]] for k, b in enumerate(by_block)]
                 part = torch.cat(mine, dim)
             state[name] = part
-    return {"grid": grid, "rules": rules}, whole, states
+    return {"mesh": mesh, "rules": rules}, whole, states
 
 
 @settings(max_examples=60, deadline=None)
@@ -334,7 +340,7 @@ def test_layout_is_for_workspaces_too_but_not_for_tensors_that_know_their_place(
     merge_checkpoint(tmp_path / "ws", tmp_path / "out", layout={"w": {"dim": 0}})
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], w)
     save(tmp_path / "cut", *[[part("w", w, Box((4 * r,), (4,)))] for r in range(2)])
-    with pytest.raises(InvalidArgumentError, match="says itself which part") as caught:
+    with pytest.raises(InvalidArgumentError, match="whose file already has its sharding") as caught:
         merge_checkpoint(tmp_path / "cut", tmp_path / "new", layout={"w": {"dim": 0}})
     assert (caught.value.name, caught.value.rank) == ("w", 0)
 
@@ -377,26 +383,26 @@ def test_files_are_ranks_in_the_order_of_their_numbers(tmp_path: Path) -> None:
 two = [{"w": torch.zeros(2, 4)}, {"w": torch.ones(2, 4)}]
 WRONG: list[tuple[Any, str]] = [
     ({"w": {"dim": 0, "axes": "tp"}}, "'w' has the unknown key 'axes'"),
-    ({"grid": {"tp": 2}, "rule": {}}, "unknown key 'rule'"),
+    ({"mesh": {"tp": 2}, "rule": {}}, "unknown key 'rule'"),
     ({"w": "columns"}, "'w' must be"),
     ({"w": {"dim": "0"}}, "'w': a cut is like"),
     ({"w": {"dim": 0, "blocks": [0, 1]}}, "a cut is like"),
     ({"w": {"dim": 0, "blocks": []}}, "a cut is like"),
     ({"w": {"dim": 0, "split": {"w": {"a": 1}}, "blocks": [1]}}, "a cut is like"),
     ({"w": {"reduce": "sum"}}, "'w' must be"),
-    ({"w": [{"dim": 0}, {"dim": 0}]}, "says twice"),
-    ({"w": ["colwise", {"dim": 0}]}, "says twice"),
+    ({"w": [{"dim": 0}, {"dim": 0}]}, "shards a tensor in two ways"),
+    ({"w": ["colwise", {"dim": 0}]}, "shards a tensor in two ways"),
     ({"w": {"dim": 0}, "v.*": {"dim": 0}}, r"'v\.\*' matches no tensor"),
     ({"model.w": "colwise"}, r"'model\.w' matches no tensor"),
     ({"w": "colwise", "v": {"dim": 0}}, "'v' matches no tensor"),
     ({"w": {"dim": 0}, "lm_head": "colwise"}, "'lm_head' matches no tensor"),
-    ({"w": {"dim": 0, "axis": "tp"}}, "axis 'tp' is not in the \"grid\""),
-    ({"grid": {"tp": 2, "pp": 1}, "rules": {"w": {"dim": 0}}}, 'must say its "axis": one of'),
-    ({"grid": {"tp": 3}, "rules": {"w": {"dim": 0}}}, r"grid \(tp 3\) is of 3 ranks; there are 2"),
-    ({"grid": [2], "rules": {}}, "layout grid must be like"),
+    ({"w": {"dim": 0, "axis": "tp"}}, "axis 'tp' is not in the \"mesh\""),
+    ({"mesh": {"tp": 2, "pp": 1}, "rules": {"w": {"dim": 0}}}, 'needs an "axis": one of'),
+    ({"mesh": {"tp": 3}, "rules": {"w": {"dim": 0}}}, r"mesh \(tp 3\) has 3 ranks, but there are 2"),
+    ({"mesh": [2], "rules": {}}, "layout mesh must be like"),
     (["w"], "must map name patterns"),
-    ({"grid": {"tp": 2}, "rules": [["w"]]}, 'layout "rules" must map name patterns'),
-    ({"grid": {"tp": 2}, "rules": {"w": {"dim": 0, "axis": [["tp"]]}}}, r"axis \['tp'\] is not in the"),
+    ({"mesh": {"tp": 2}, "rules": [["w"]]}, 'layout "rules" must map name patterns'),
+    ({"mesh": {"tp": 2}, "rules": {"w": {"dim": 0, "axis": [["tp"]]}}}, r"axis \['tp'\] is not in the"),
     ({"w": {"reduce": ["max"]}}, "reduce"),
     ({"w": {"dim": 2}}, r"'w': dim 2, but the shape is \(2, 4\).*rank0"),
     ({"w": {"dim": 0, "blocks": [2, 1]}}, r"a dim of 2 does not divide into blocks \[2, 1\].*rank 0"),
@@ -422,15 +428,15 @@ def test_sizes_that_do_not_fit_name_tensor_ranks_and_file(tmp_path: Path) -> Non
 
 def test_copies_along_an_axis_must_have_one_size(tmp_path: Path) -> None:
     states = [{"w": torch.zeros(n)} for n in (2, 2, 3, 2)]
-    layout = {"grid": {"dp": 2, "tp": 2}, "rules": {"w": {"dim": 0, "axis": "tp"}}}
+    layout = {"mesh": {"dp": 2, "tp": 2}, "rules": {"w": {"dim": 0, "axis": "tp"}}}
     error = refuse(InvalidArgumentError, 'ranks 0 and 2 .*"axis" must name all axes', tmp_path, layout, *states)
     assert (error.name, error.rank) == ("w", 2)
 
 
 def test_a_part_that_no_rank_holds(tmp_path: Path) -> None:
     states = [{"w": torch.zeros(2)}, {"w": torch.ones(2)}, {"v": torch.zeros(1)}]
-    layout = {"grid": {"tp": 3}, "rules": {"w": {"dim": 0}}}
-    error = refuse(IncompleteError, r"no rank at place \[2\] along \['tp'\]", tmp_path, layout, *states)
+    layout = {"mesh": {"tp": 3}, "rules": {"w": {"dim": 0}}}
+    error = refuse(IncompleteError, r"no rank with index \[2\] along \['tp'\]", tmp_path, layout, *states)
     assert error.name == "w"
 
 

@@ -35,7 +35,7 @@ from statexchange.errors import (
 from statexchange.formats.registry import open_source
 from statexchange.report.verify import verify
 from statexchange.sharding.shards import Box, Shard, full_box
-from statexchange.storage.tensorfile import Held
+from statexchange.storage.tensorfile import ShardData
 from statexchange.storage.workspace import Receipt, Workspace
 from statexchange.tensors import DTYPE_NAMES
 
@@ -46,12 +46,12 @@ def content(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def part(name: str, whole: torch.Tensor, *boxes: Box) -> Held:
+def part(name: str, whole: torch.Tensor, *boxes: Box) -> ShardData:
     """What a rank holds of `whole`."""
     data = b"".join(
         content(whole[tuple(slice(o, e) for o, e in zip(box.offsets, box.ends, strict=True))]) for box in boxes
     )
-    return Held(Shard(name, SHORT[whole.dtype], tuple(whole.shape), boxes), memoryview(data))
+    return ShardData(Shard(name, SHORT[whole.dtype], tuple(whole.shape), boxes), memoryview(data))
 
 
 def chunks(shape: tuple[int, ...], world_size: int, dim: int) -> list[Box]:
@@ -67,7 +67,7 @@ def chunks(shape: tuple[int, ...], world_size: int, dim: int) -> list[Box]:
     ]
 
 
-def save(path: Path, *ranks: list[Held], **facts: Any) -> list[Receipt]:
+def save(path: Path, *ranks: list[ShardData], **facts: Any) -> list[Receipt]:
     workspace = Workspace(path)
     receipts = [
         workspace.write(held, run="job", round=1, rank=r, world_size=len(ranks), extra=facts)
@@ -89,9 +89,9 @@ def whole_state() -> dict[str, torch.Tensor]:
     return state
 
 
-def lay_out(state: dict[str, torch.Tensor], world_size: int, dim: int) -> list[list[Held]]:
+def lay_out(state: dict[str, torch.Tensor], world_size: int, dim: int) -> list[list[ShardData]]:
     """Every tensor cut along a dim if it has it, else on all ranks."""
-    ranks: list[list[Held]] = [[] for _ in range(world_size)]
+    ranks: list[list[ShardData]] = [[] for _ in range(world_size)]
     for name, value in state.items():
         shape = tuple(value.shape)
         boxes = chunks(shape, world_size, dim) if value.ndim > dim else [full_box(shape)] * world_size
@@ -190,7 +190,7 @@ def test_the_manifest_says_where_every_byte_came_from(tmp_path: Path) -> None:
     top, bottom = chunks((4, 3), 2, 0)
     save(tmp_path / "ws", [part("w", value, top), part("v", value, full_box((4, 3)))], [part("w", value, bottom)])
     merge_checkpoint(tmp_path / "ws", tmp_path / "out", rename=[("^", "m.")])
-    source = {(h.rank, t.shard.name): t.extents[0].digest for h, t in open_source(tmp_path / "ws").shards()}
+    source = {(h.rank, t.shard.name): t.byte_ranges[0].digest for h, t in open_source(tmp_path / "ws").shards()}
     record = json.loads((tmp_path / "out" / "statexchange.json").read_text())
     assert record["tensors"]["m.w"] == {
         "file": "model.safetensors", "dtype": "F32", "shape": [4, 3], "source": "w",
@@ -223,9 +223,9 @@ def test_altered_bytes_are_named_and_nothing_is_published(tmp_path: Path) -> Non
     state = whole_state()
     receipts = save(tmp_path / "ws", *lay_out(state, 3, 0))
     path = tmp_path / "ws" / receipts[1].relative
-    extent = next(h for h in open_source(tmp_path / "ws").holders if h.rank == 1).tensors["tall"].extents[0]
+    byte_range = next(h for h in open_source(tmp_path / "ws").files if h.rank == 1).tensors["tall"].byte_ranges[0]
     data = bytearray(path.read_bytes())
-    data[extent.begin + extent.nbytes // 2] ^= 4
+    data[byte_range.begin + byte_range.nbytes // 2] ^= 4
     path.write_bytes(data)
     for options in ({}, {"max_shard_size": 2_000_000, "threads": 2}):
         error = refuse(CorruptError, tmp_path, "digest", **options)
@@ -743,7 +743,7 @@ def test_a_file_without_a_receipt_or_touched_since_is_written_again(tmp_path: Pa
 
 def test_other_sources_or_options_never_reuse_a_file(tmp_path: Path) -> None:
     four_files(tmp_path)
-    source = open_source(tmp_path / "ws").holders[0].path
+    source = open_source(tmp_path / "ws").files[0].path
     changes: dict[str, tuple[Callable[[], object], dict[str, Any]]] = {
         "time": (lambda: os.utime(source), {}),
         "dtype": (lambda: None, {"dtype": "float16"}),

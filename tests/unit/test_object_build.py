@@ -23,7 +23,7 @@ from statexchange.errors import TargetExistsError, UnsafeError, UnsupportedError
 from statexchange.processes import Owner
 from statexchange.storage.claim import CLAIM_NAME, Claim, claim_of
 from statexchange.storage.object_build import ObjectBuild
-from statexchange.storage.place import open_place
+from statexchange.storage.opened_path import open_path
 
 TENSORS = {
     "a": torch.arange(70_000.0).reshape(700, 100),
@@ -114,13 +114,13 @@ def test_while_a_checkpoint_is_replaced_its_claim_says_who_does_it(store: Any) -
         names = names_at("memory://out")
         assert names == [CLAIM_NAME]  # un-committed first
         build(publication, 2)
-        with open_place("memory://out") as place:
+        with open_path("memory://out") as place:
             assert str(claim_of(place.store)).startswith(f"process {os.getpid()} on ")
         with pytest.raises(TargetExistsError, match=rf"process {os.getpid()} on .* is publishing to this target"):
             publish("memory://out", 3)
         publication.commit(facts_of(plan_of(2), 2))
     assert (state_of("memory://out"), names_at("memory://out")) == ("2", WHOLE)
-    with open_place("memory://out") as place:
+    with open_path("memory://out") as place:
         assert claim_of(place.store) is None
 
 
@@ -174,7 +174,7 @@ def test_a_claim_that_cannot_be_read_is_named(store: Any) -> None:
     with pytest.raises(sx.errors.CorruptError, match="broken claim"):
         publish("memory://out", 2)
     assert names_at("memory://out") == [CLAIM_NAME]
-    with open_place("memory://out") as place:
+    with open_path("memory://out") as place:
         assert "cannot be read" in str(claim_of(place.store))
 
 

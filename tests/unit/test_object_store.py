@@ -82,7 +82,7 @@ def test_a_workspace_that_was_copied_to_a_url(store: Any, tmp_path: Path) -> Non
     sx.merge_checkpoint(url, tmp_path / "merged", rename=[(r"^model\.", "")])
     assert torch.equal(load_file(tmp_path / "merged/model.safetensors")["a"], TENSORS["a"])
     (file,) = [path for path in store.find(f"/bucket/saved/{run}/{newest}") if path.endswith(".safetensors")]
-    assert len(open_source(f"memory:/{file}").holders) == 1
+    assert len(open_source(f"memory:/{file}").files) == 1
     store.rm_file(file)
     with pytest.raises(sx.errors.IncompleteError, match="this rank's file is missing"):
         open_source(url)

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from statexchange.errors import CorruptError, StateExchangeError, UnsafeError
-from statexchange.formats.pickles import Made, Symbol, read_pickle
+from statexchange.formats.pickles import GlobalRef, OpaqueObject, read_pickle
 
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary(max_size=300)
@@ -73,7 +73,7 @@ def test_torchs_classes_are_told_and_not_made(protocol: int) -> None:
     }
     found = read_pickle(pickle.dumps(value, protocol), "x")
     assert found["size"] == (2, 3)
-    assert found["dtype"] == Symbol("float8_e4m3fn")
+    assert found["dtype"] == GlobalRef("float8_e4m3fn")
     assert (found["device"].name, found["device"].args) == ("device", ("cuda", 1))
     assert (found["ordered"], found["default"], found["counter"]) == ({"a": 1}, {"a": [1]}, {"a": 2, "b": 1})
     assert found["path"].name == "PurePosixPath"
@@ -89,7 +89,7 @@ class settings_of_old:  # noqa: N801 (its name is that of a function)
 
 
 def opaque(value: Any, protocol: int = 2) -> Any:
-    return read_pickle(pickle.dumps(value, protocol), "x", opaque=True)
+    return read_pickle(pickle.dumps(value, protocol), "x", unknown_classes=True)
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
@@ -101,7 +101,7 @@ def test_objects_of_any_class_are_opaque_and_what_they_hold_is_kept(protocol: in
     values = [settings, lower, collections.deque([1, 2]), argparse.Namespace(lr=0.5), dt.date(2020, 1, 2)]
     made = opaque(values, protocol)
     home = Settings.__module__
-    assert [(one.class_name, one.is_opaque) for one in made] == [
+    assert [(one.class_name, one.is_unknown) for one in made] == [
         (f"{home}.Settings", True),
         (f"{home}.settings_of_old", True),
         ("collections.deque", True),
@@ -119,7 +119,7 @@ def test_a_function_that_is_a_value_is_opaque(protocol: int) -> None:
     settings = argparse.Namespace(activation=read_pickle)
     found = opaque({"direct": os.path.join, "in": [read_pickle], "object": settings}, protocol)
     name = "statexchange.formats.pickles.read_pickle"
-    assert (found["direct"].class_name, found["direct"].is_opaque) == ("posixpath.join", True)
+    assert (found["direct"].class_name, found["direct"].is_unknown) == ("posixpath.join", True)
     assert (found["in"][0].class_name, found["object"].state["activation"].class_name) == (name, name)
     with pytest.raises(UnsafeError, match="read_pickle, which is not known to be harmless"):
         read_pickle(pickle.dumps(read_pickle, protocol), "x")
@@ -129,7 +129,7 @@ def test_a_function_that_is_a_value_is_opaque(protocol: int) -> None:
 def test_what_numpy_writes_is_opaque(protocol: int) -> None:
     values = [np.arange(3), np.float64(1), np.dtype("f4"), np.float32, np.random.default_rng(1), np.array([None])]
     made = opaque(values, protocol)
-    names = [one.name if type(one) is Symbol else one.class_name for one in made]
+    names = [one.name if type(one) is GlobalRef else one.class_name for one in made]
     assert [name.rpartition(".")[2] for name in names] == [
         "ndarray", "scalar", "dtype", "float32", "__generator_ctor", "ndarray"
     ]  # fmt: skip
@@ -140,7 +140,7 @@ def test_a_member_of_an_enum_that_is_not_known_is_opaque() -> None:
     assert found["by value"].class_name == f"{Colour.__module__}.Colour"
     written = io.BytesIO()
     _EnumsByName(written, 4).dump(Colour.RED)
-    assert read_pickle(written.getvalue(), "x", opaque=True).class_name == f"{Colour.__module__}.Colour"
+    assert read_pickle(written.getvalue(), "x", unknown_classes=True).class_name == f"{Colour.__module__}.Colour"
 
 
 class Colour(enum.Enum):
@@ -166,7 +166,11 @@ def test_a_member_of_an_enum_may_be_written_by_name() -> None:
 
 def test_attributes_are_kept_apart() -> None:
     found = read_pickle(pickle.dumps(ChunkStorageMetadata(torch.Size((0,)), torch.Size((3,)))), "x")
-    assert (type(found), found.name, found.state) == (Made, "ChunkStorageMetadata", {"offsets": (0,), "sizes": (3,)})
+    assert (type(found), found.name, found.state) == (
+        OpaqueObject,
+        "ChunkStorageMetadata",
+        {"offsets": (0,), "sizes": (3,)},
+    )
 
 
 REFUSED = {
@@ -238,7 +242,7 @@ REFUSED_AMONG_OPAQUE = {
 @pytest.mark.parametrize("data", [*REFUSED.values(), *REFUSED_AMONG_OPAQUE.values()])
 def test_what_could_run_or_recurse_is_refused(data: bytes, opaque: bool) -> None:
     with pytest.raises(StateExchangeError, match="refused") as caught:
-        read_pickle(data, "x", opaque=opaque)
+        read_pickle(data, "x", unknown_classes=opaque)
     assert (type(caught.value), caught.value.path) == (UnsafeError, "x")
 
 

@@ -22,7 +22,7 @@ from statexchange.report.pictures import (
     supply_picture,
 )
 from statexchange.sharding.shards import Box, Shard
-from statexchange.storage.tensorfile import Held
+from statexchange.storage.tensorfile import ShardData
 from statexchange.storage.workspace import Workspace
 from statexchange.units import format_bytes
 
@@ -38,7 +38,7 @@ def write_workspace(root: Path, ranks: Sequence[Sequence[Part]]) -> Path:
         held = []
         for name, shape, offsets, size in parts:
             shard = Shard(name, "U8", tuple(shape), (Box(tuple(offsets), tuple(size)),))
-            held.append(Held(shard, memoryview(bytes(shard.nbytes))))
+            held.append(ShardData(shard, memoryview(bytes(shard.nbytes))))
         receipts.append(workspace.write(held, run="job", round=1, rank=rank, world_size=len(ranks)))
     workspace.commit(receipts, keep=2)
     return root

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from statexchange.sharding.placements import Cut, local_boxes
+from statexchange.sharding.placements import DimSplit, local_boxes
 
 
 @st.composite
@@ -29,10 +29,10 @@ def worlds(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], list[Any]]
     return shape, mesh, coordinate, placements
 
 
-def cut_of(placement: Any) -> Cut | None:
+def cut_of(placement: Any) -> DimSplit | None:
     if isinstance(placement, Replicate):
         return None
-    return Cut(placement.dim, getattr(placement, "split_factor", 1))
+    return DimSplit(placement.dim, getattr(placement, "split_factor", 1))
 
 
 @given(worlds())
@@ -52,19 +52,19 @@ def test_boxes_are_what_torch_leaves_on_a_rank(world: tuple[list[int], list[int]
 
 
 def test_runs_that_touch_are_one_box() -> None:
-    assert len(local_boxes((8, 8), (2, 2), (1, 1), [Cut(0, 2), Cut(0)])) == 1
-    assert len(local_boxes((8, 8), (2,), (1,), [Cut(0, 2)])) == 2
+    assert len(local_boxes((8, 8), (2, 2), (1, 1), [DimSplit(0, 2), DimSplit(0)])) == 1
+    assert len(local_boxes((8, 8), (2,), (1,), [DimSplit(0, 2)])) == 2
 
 
 @pytest.mark.parametrize(
     ("mesh", "coordinate", "cuts"),
     [
-        ((2,), (2,), [Cut(0)]),
-        ((2,), (-1,), [Cut(0)]),
-        ((2, 2), (0,), [Cut(0)]),
-        ((2,), (0,), [Cut(2)]),
-        ((2,), (0,), [Cut(0, 0)]),
-        ((2,), (0,), [Cut(0, 1 << 40)]),
+        ((2,), (2,), [DimSplit(0)]),
+        ((2,), (-1,), [DimSplit(0)]),
+        ((2, 2), (0,), [DimSplit(0)]),
+        ((2,), (0,), [DimSplit(2)]),
+        ((2,), (0,), [DimSplit(0, 0)]),
+        ((2,), (0,), [DimSplit(0, 1 << 40)]),
     ],
 )
 def test_what_is_no_placement_is_refused(mesh: Any, coordinate: Any, cuts: Any) -> None:
@@ -75,4 +75,4 @@ def test_what_is_no_placement_is_refused(mesh: Any, coordinate: Any, cuts: Any) 
 def test_many_runs_in_several_dims_are_refused() -> None:
     assert np.prod([300, 300]) > 1 << 16
     with pytest.raises(ValueError, match="90000 boxes"):
-        local_boxes((1200, 1200), (2, 2), (0, 0), [Cut(0, 300), Cut(1, 300)])
+        local_boxes((1200, 1200), (2, 2), (0, 0), [DimSplit(0, 300), DimSplit(1, 300)])

@@ -28,7 +28,7 @@ from statexchange.errors import (
     UnsupportedError,
 )
 from statexchange.sharding.options import ExportOptions
-from statexchange.sharding.plan import Holding, Plan, TensorPlan, plan_merge, prove_cover
+from statexchange.sharding.plan import Plan, RankShards, TensorPlan, plan_merge, prove_cover
 from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.tensors import ITEMSIZE
 
@@ -79,8 +79,8 @@ def meshes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[Box]]]:
 
 
 def plan_one(shape: tuple[int, ...], held: list[list[Box]], dtype: str = "F32", **options: Any) -> TensorPlan:
-    holdings = [Holding(10 + r, [Shard("w", dtype, shape, tuple(boxes))]) for r, boxes in enumerate(held)]
-    return plan_merge(holdings, ExportOptions(**options)).files[0].tensors[0]
+    rank_shards = [RankShards(10 + r, [Shard("w", dtype, shape, tuple(boxes))]) for r, boxes in enumerate(held)]
+    return plan_merge(rank_shards, ExportOptions(**options)).files[0].tensors[0]
 
 
 @given(meshes())
@@ -225,12 +225,12 @@ def test_cuts_along_absurdly_many_dims_are_refused() -> None:
 
 @pytest.mark.parametrize(("change", "what"), [(("F32", (4,)), "global_shape"), (("F16", (8,)), "dtype")])
 def test_holders_that_disagree_are_named(change: tuple[str, tuple[int, ...]], what: str) -> None:
-    holdings = [
-        Holding(3, [Shard("w", "F32", (8,), (Box((0,), (4,)),))]),
-        Holding(7, [Shard("w", *change, (Box((0,), (4,)),))]),
+    rank_shards = [
+        RankShards(3, [Shard("w", "F32", (8,), (Box((0,), (4,)),))]),
+        RankShards(7, [Shard("w", *change, (Box((0,), (4,)),))]),
     ]
     with pytest.raises(CorruptError, match=f"ranks 3 and 7 disagree on the {what}") as caught:
-        plan_merge(holdings)
+        plan_merge(rank_shards)
     assert (caught.value.name, caught.value.rank) == ("w", 7)
 
 
@@ -245,7 +245,7 @@ def names_of(plan: Plan) -> list[str]:
 def test_tied_names_are_dropped_only_where_every_holder_ties_them() -> None:
     def plan(*aliases: dict[str, str], **options: Any) -> Plan:
         return plan_merge(
-            [Holding(r, [whole("a", 2), whole("b", 2)], a) for r, a in enumerate(aliases)], ExportOptions(**options)
+            [RankShards(r, [whole("a", 2), whole("b", 2)], a) for r, a in enumerate(aliases)], ExportOptions(**options)
         )
 
     assert (names_of(plan({"b": "a"}, {"b": "a"})), plan({"b": "a"}).aliases) == (["a"], {"b": "a"})
@@ -259,8 +259,8 @@ def test_tied_names_are_dropped_only_where_every_holder_ties_them() -> None:
 def test_claims_of_ties_that_would_lose_a_tensor_are_not_believed() -> None:
     shards = [whole("a", 2), whole("b", 2), whole("c", 3)]
     for aliases in ({"a": "b", "b": "a"}, {"c": "a"}, {"a": "a"}, {"a": "gone"}, {"gone": "a"}):
-        assert names_of(plan_merge([Holding(0, shards, aliases)])) == ["a", "b", "c"], aliases
-    chain = plan_merge([Holding(0, [whole(n, 2) for n in "abc"], {"a": "b", "b": "c"})])
+        assert names_of(plan_merge([RankShards(0, shards, aliases)])) == ["a", "b", "c"], aliases
+    chain = plan_merge([RankShards(0, [whole(n, 2) for n in "abc"], {"a": "b", "b": "c"})])
     assert all(kept in names_of(chain) for kept in chain.aliases.values())
     assert {*names_of(chain), *chain.aliases} == {"a", "b", "c"}
 
@@ -268,23 +268,23 @@ def test_claims_of_ties_that_would_lose_a_tensor_are_not_believed() -> None:
 def test_an_empty_part_says_nothing_about_ties() -> None:
     parts = [Shard(n, "F32", (2,), (Box((0,), (2,)),)) for n in "ab"]
     empty = [Shard(n, "F32", (2,), (Box((2,), (0,)),)) for n in "ab"]
-    assert names_of(plan_merge([Holding(0, parts, {"b": "a"}), Holding(1, empty)])) == ["a"]
+    assert names_of(plan_merge([RankShards(0, parts, {"b": "a"}), RankShards(1, empty)])) == ["a"]
 
 
 def test_selecting_and_renaming() -> None:
-    holdings = [Holding(0, [whole("model.a", 1), whole("model.b", 1), whole("head", 1)])]
-    assert names_of(plan_merge(holdings, ExportOptions(include=("model.*",), exclude=("*.b",)))) == ["model.a"]
-    renamed = plan_merge(holdings, ExportOptions(rename=str.upper, include=("h*",))).files[0].tensors[0]
+    rank_shards = [RankShards(0, [whole("model.a", 1), whole("model.b", 1), whole("head", 1)])]
+    assert names_of(plan_merge(rank_shards, ExportOptions(include=("model.*",), exclude=("*.b",)))) == ["model.a"]
+    renamed = plan_merge(rank_shards, ExportOptions(rename=str.upper, include=("h*",))).files[0].tensors[0]
     assert (renamed.name, renamed.source) == ("HEAD", "head")
     with pytest.raises(InvalidArgumentError, match=r"'x\*' matches no tensor"):
-        plan_merge(holdings, ExportOptions(include=("x*",)))
+        plan_merge(rank_shards, ExportOptions(include=("x*",)))
     with pytest.raises(UnsafeError, match=r"both 'model\.a' and 'model\.b'") as caught:
-        plan_merge(holdings, ExportOptions(rename=((r"model\..", "same"),)))
+        plan_merge(rank_shards, ExportOptions(rename=((r"model\..", "same"),)))
     assert caught.value.name == "same"
     with pytest.raises(InvalidArgumentError, match="rename pattern"):
-        plan_merge(holdings, ExportOptions(rename=(("(", ""),)))
+        plan_merge(rank_shards, ExportOptions(rename=(("(", ""),)))
     with pytest.raises(InvalidArgumentError, match="must return a name"):
-        plan_merge(holdings, ExportOptions(rename=lambda name: None))  # type: ignore[arg-type,return-value]
+        plan_merge(rank_shards, ExportOptions(rename=lambda name: None))  # type: ignore[arg-type,return-value]
 
 
 PATTERNS = ["model.safetensors", "a/{suffix}.safetensors", "{suffix}.safetensors", ".m{suffix}.safetensors"]
@@ -381,7 +381,7 @@ def test_files_are_split_and_named_as_the_hub_does(case: Case) -> None:
     # The hub makes each tensor's size from its storage, of which an empty one has none to tell apart.
     state = {name: torch.zeros(n + 1, dtype=getattr(torch, dtype)) for name, (dtype, n) in case.sizes.items()}
     hub = split_torch_state_dict_into_shards(state, max_shard_size=case.limit)
-    holding = Holding(0, [whole(name, n + 1, dtype=SHORT[dtype]) for name, (dtype, n) in case.sizes.items()])
+    holding = RankShards(0, [whole(name, n + 1, dtype=SHORT[dtype]) for name, (dtype, n) in case.sizes.items()])
     ours = plan_merge([holding], ExportOptions(max_shard_size=case.limit))
     assert {f.name: {t.name for t in f.tensors} for f in ours.files} == {
         k: set(v) for k, v in hub.filename_to_tensors.items()
@@ -399,7 +399,7 @@ def test_files_are_split_as_the_hubs_factory_does_with_empty_and_oversized_tenso
     hub = split_state_dict_into_shards_factory(
         sizes, get_storage_size=int, filename_pattern=pattern, max_shard_size=limit
     )
-    holding = Holding(0, [whole(name, n, dtype="U8") for name, n in sizes.items()])
+    holding = RankShards(0, [whole(name, n, dtype="U8") for name, n in sizes.items()])
     ours = plan_merge([holding], ExportOptions(max_shard_size=limit))
     assert {f.name: {t.name for t in f.tensors} for f in ours.files} == {
         k: set(v) for k, v in hub.filename_to_tensors.items()
@@ -413,7 +413,7 @@ def test_tensors_lie_in_a_file_where_safetensors_puts_them(
 ) -> None:
     path = tmp_path_factory.mktemp("st") / "x"
     save_file({k: torch.zeros(n, dtype=getattr(torch, d)) for k, (d, n) in case.sizes.items()}, path)
-    holding = Holding(0, [whole(name, n, dtype=SHORT[dtype]) for name, (dtype, n) in case.sizes.items()])
+    holding = RankShards(0, [whole(name, n, dtype=SHORT[dtype]) for name, (dtype, n) in case.sizes.items()])
     (ours,) = plan_merge([holding], ExportOptions(max_shard_size=1 << 40)).files
     raw = path.read_bytes()
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
@@ -431,8 +431,8 @@ def test_a_digest_depends_on_what_is_written_alone(mesh: tuple[tuple[int, ...], 
     assume(shape)
 
     def digest(rows: int, **options: Any) -> str:
-        held_by = [Holding(r, [Shard("w", "F32", shape, tuple(boxes))]) for r, boxes in enumerate(held)]
-        return plan_merge([*held_by, Holding(9, [whole("v", rows)])], ExportOptions(**options)).digest
+        held_by = [RankShards(r, [Shard("w", "F32", shape, tuple(boxes))]) for r, boxes in enumerate(held)]
+        return plan_merge([*held_by, RankShards(9, [whole("v", rows)])], ExportOptions(**options)).digest
 
     assert re.fullmatch("[0-9a-f]{32}", digest(3))
     assert digest(3) == digest(3)
@@ -440,7 +440,7 @@ def test_a_digest_depends_on_what_is_written_alone(mesh: tuple[tuple[int, ...], 
 
 
 def test_a_digest_is_the_same_in_every_process_and_version() -> None:
-    assert plan_merge([Holding(0, [whole("w", 2, 3)])]).digest == "3692e210ceb558688f652b97e2f19a4f"
+    assert plan_merge([RankShards(0, [whole("w", 2, 3)])]).digest == "3692e210ceb558688f652b97e2f19a4f"
 
 
 def supplied(plan: Plan, holders: int) -> list[int]:
@@ -454,14 +454,14 @@ def supplied(plan: Plan, holders: int) -> list[int]:
 
 def test_replicas_are_supplied_in_turn_and_by_root_alone_if_asked() -> None:
     shards = [whole(f"w{i}", 100 + i) for i in range(40)]
-    holdings = [Holding(r, shards) for r in range(4)]
-    loads = supplied(plan_merge(holdings), 4)
+    rank_shards = [RankShards(r, shards) for r in range(4)]
+    loads = supplied(plan_merge(rank_shards), 4)
     assert max(loads) - min(loads) <= 4 * 140
-    assert supplied(plan_merge(holdings, ExportOptions(replicas="root")), 4)[1:] == [0, 0, 0]
+    assert supplied(plan_merge(rank_shards, ExportOptions(replicas="root")), 4)[1:] == [0, 0, 0]
     with pytest.raises(InvalidArgumentError, match="replicas must be"):
         ExportOptions(replicas="any")  # type: ignore[arg-type]
 
 
 def test_nothing_at_all_is_one_empty_file() -> None:
-    (file,) = plan_merge([Holding(0, [])]).files
+    (file,) = plan_merge([RankShards(0, [])]).files
     assert (file.name, file.tensors) == ("model.safetensors", ())

@@ -24,10 +24,10 @@ from statexchange.checkpoint.index import index_name
 from statexchange.errors import CorruptError, InvalidArgumentError, StorageError, TargetExistsError, UnsafeError
 from statexchange.processes import Owner
 from statexchange.sharding.options import ExportOptions
-from statexchange.sharding.plan import Holding, plan_merge
+from statexchange.sharding.plan import RankShards, plan_merge
 from statexchange.sharding.shards import Shard, full_box
-from statexchange.storage.build import open_build
-from statexchange.storage.files import hidden_stem
+from statexchange.storage.files import hidden_prefix
+from statexchange.storage.open_build import open_build
 
 NO_EXCHANGE = "inject=renameat2:error=EINVAL"
 PUBLISHER = f"""
@@ -212,7 +212,9 @@ def test_a_failing_write_is_an_error_with_errno_and_the_old_stays(every: int, sw
             assert value_of(own / "out") == (2 if exchanged else 1), case
         else:
             assert (call, when) == ("renameat2", calls["renameat2"]) or call == "rename", case
-            assert "any more stays" in done.stderr or not [p for p in os.listdir(own) if p != "out"], case
+            assert "cannot remove an obsolete directory" in done.stderr or not [
+                p for p in os.listdir(own) if p != "out"
+            ], case
             assert value_of(own / "out") == 2, case
         if call != "renameat2":
             assert os.listdir(own) == ["out"], case
@@ -553,7 +555,7 @@ def test_of_two_publishers_one_wins_wherever_the_second_begins(
 
 
 def test_no_place_for_a_checkpoint(place: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="not a place"):
+    with pytest.raises(InvalidArgumentError, match="not a path"):
         begin("/", 1)
     with pytest.raises(StorageError, match="cannot"):
         begin("/proc/nowhere/out", 1)
@@ -565,7 +567,7 @@ def test_no_place_for_a_checkpoint(place: Path) -> None:
 
 
 def test_a_place_that_takes_no_files_is_not_called_busy() -> None:
-    with pytest.raises(StorageError, match="cannot make files here: proc shows the kernel") as caught:
+    with pytest.raises(StorageError, match="cannot make files here: proc is an interface of the kernel") as caught:
         begin("/proc/nothing", 1)
     assert (caught.value.path, caught.value.errno) == ("/proc", errno.ENOENT)
 
@@ -585,7 +587,7 @@ def test_every_name_that_a_file_system_takes_will_do(place: Path, name: str) -> 
 
 def test_what_a_dead_publisher_of_a_long_name_left_is_read_and_taken_over(place: Path) -> None:
     name = "x" * 255
-    left = leave(place, A, dead(), "partial", "replaced", value=5, stem=hidden_stem(name))
+    left = leave(place, A, dead(), "partial", "replaced", value=5, stem=hidden_prefix(name))
     assert value_at(place / name) == 5
     publish(place / name, 2)
     assert not any(path.exists() for path in left.values())
@@ -612,5 +614,5 @@ def test_the_index_is_named_after_the_files() -> None:
         ("x{suffix}.fp16.safetensors", "x.fp16.safetensors.index.json"),
     ]:
         options = ExportOptions(max_shard_size=8, filename_pattern=pattern)
-        assert index_name(plan_merge([Holding(0, shards)], options)) == name
-    assert index_name(plan_merge([Holding(0, shards)])) is None
+        assert index_name(plan_merge([RankShards(0, shards)], options)) == name
+    assert index_name(plan_merge([RankShards(0, shards)])) is None

@@ -28,7 +28,7 @@ from statexchange.report.summary import summarize
 from statexchange.report.verify import verify
 from statexchange.sharding.shards import Box
 from statexchange.storage.claim import CLAIM_NAME, Claim
-from statexchange.storage.place import open_place
+from statexchange.storage.opened_path import open_path
 
 READER = """
 import json, os, sys
@@ -473,7 +473,7 @@ def test_a_closed_checkpoint_opens_nothing(tmp_path: Path) -> None:
     (tmp_path / "other/below").mkdir(parents=True)
     for folder in ("one", "other"):
         (tmp_path / folder / "a").write_bytes(b"a")
-    place = open_place(str(tmp_path / "one"))
+    place = open_path(str(tmp_path / "one"))
     file = place.store.open("a")
     before = set(os.listdir("/proc/self/fd"))
     place.close()

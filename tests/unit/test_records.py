@@ -12,17 +12,17 @@ import torch
 
 import statexchange as sx
 from statexchange.exchange.exporting import ExportReport
-from statexchange.exchange.gather import _Fact, _Parcel
+from statexchange.exchange.gather import _RankMessage, _TensorMetadata
 from statexchange.exchange.load import _OpenedSource
 from statexchange.exchange.rank_metadata import RankMetadata, check_equal_options
 from statexchange.exchange.reading import WantedBox
 from statexchange.exchange.receipts import CommittedRound, RoundStart, SavedFile
 from statexchange.sharding import records
-from statexchange.sharding.placements import Cut
+from statexchange.sharding.placements import DimSplit
 from statexchange.sharding.plan import Piece
 from statexchange.sharding.rules import Layout
+from statexchange.sharding.sharding_spec import Placement
 from statexchange.sharding.shards import Box
-from statexchange.sharding.spread import Placement
 from statexchange.sharding.write_plan import BoxReceipt, BoxReceipts, WriteFile, WritePlan, WriteTensor, assign_hosts
 from statexchange.state.describe import describe
 from statexchange.storage.workspace import RankName, Receipt
@@ -48,7 +48,7 @@ PLAN = WritePlan(
 
 def metadata() -> RankMetadata:
     described = describe(STATE, Layout.parse(LAYOUT))
-    spread = Placement((2, 1), (Cut(0), None))
+    spread = Placement((2, 1), (DimSplit(0), None))
     found = RankMetadata.of(described, {"dtype": "None"}).to_json()
     found["placements"] = [spread.to_json()]
     found["held"].append({"name": "mesh", "dtype": "F32", "shape": [4, 2], "placement": 0})
@@ -56,14 +56,14 @@ def metadata() -> RankMetadata:
 
 
 FACTS = (
-    _Fact("w", "F32", (2, 3), "parameter", requires_grad=True, alias=None, offset=0),
-    _Fact("tied", "F32", (2, 3), "parameter", requires_grad=True, alias="w", offset=64),
+    _TensorMetadata("w", "F32", (2, 3), "parameter", requires_grad=True, alias=None, offset=0),
+    _TensorMetadata("tied", "F32", (2, 3), "parameter", requires_grad=True, alias="w", offset=64),
 )
 CASES: list[tuple[Any, Callable[[Any], Any]]] = [
     (metadata(), RankMetadata.from_json),
     (PLAN, lambda raw: WritePlan.from_json(raw, 2)),
     (BoxReceipts((BoxReceipt(0, 1, 0, "aa"), BoxReceipt(1, 0, 2, "bb"))), BoxReceipts.from_json),
-    (_Parcel(FACTS, {"id": "a"}, ["x"]), _Parcel.from_json),
+    (_RankMessage(FACTS, {"id": "a"}, ["x"]), _RankMessage.from_json),
     (WantedBox("w", Box((0,), (2,)), "F32"), WantedBox.from_json),
     (
         ExportReport("/p", (("a", 1),), 1, 1, {"b": "a"}, 0.5, {"write": 0.1}, {"write": 1}, (1, 0)),

@@ -16,8 +16,8 @@ from stored import stored_file
 from statexchange.errors import CorruptError, ReplacedError, StorageError
 from statexchange.sharding.shards import Box, c_contiguous, linear_offset
 from statexchange.storage.byte_range import ByteRange
-from statexchange.storage.place import open_place
-from statexchange.storage.regions import BoxReader, blocks, windows, within, write_box
+from statexchange.storage.opened_path import open_path
+from statexchange.storage.regions import BoxReader, blocks, slices_within, windows, write_box
 
 shapes = st.lists(st.integers(1, 7), max_size=4).map(tuple)
 
@@ -34,7 +34,7 @@ def numbers(shape: tuple[int, ...]) -> Any:
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    return within(box, Box((0,) * len(box.shape), box.shape))
+    return slices_within(box, Box((0,) * len(box.shape), box.shape))
 
 
 @given(shapes, st.integers(2, 60))
@@ -143,7 +143,7 @@ def test_few_descriptors_serve_many_files(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (16 + before, hard))
     try:
-        with open_place(str(tmp_path)) as place:
+        with open_path(str(tmp_path)) as place:
             stored = [place.store.open(name) for name in place.store.files]
             for file in [*stored, *stored, stored[-1]]:
                 assert file.read_all().decode() == file.path
@@ -177,9 +177,9 @@ def test_strided_boxes_are_read_in_the_order_of_their_indices(
         for window in windows(whole, 4, data.draw(st.sampled_from([4, 40, 400]))):
             buffer = memoryview(bytearray(window.numel * 4))
             reader.copy_into(buffer, window, memoryview(bytearray(window.numel * 4)))
-            out[within(window, Box((0,) * out.ndim, whole))] = np.frombuffer(buffer, "<i4").reshape(window.shape)
+            out[slices_within(window, Box((0,) * out.ndim, whole))] = np.frombuffer(buffer, "<i4").reshape(window.shape)
         whole_box = b"".join(bytes(part) for _, part in blocks(stored, view.shape, "I32"))
-    assert np.array_equal(out[within(box, Box((0,) * out.ndim, whole))], view)
+    assert np.array_equal(out[slices_within(box, Box((0,) * out.ndim, whole))], view)
     assert reader.hexdigest() == xxhash.xxh3_128_hexdigest(whole_box) == xxhash.xxh3_128_hexdigest(view.tobytes())
     assert (reader.left, out.sum()) == (0, view.sum())
 

@@ -1,4 +1,4 @@
-"""Arenas between real processes: the same memory, no names, and an error instead of a SIGBUS."""
+"""Arenas between processes: the same memory, no lasting names, and an error instead of a SIGBUS."""
 
 import errno
 import gc
@@ -112,7 +112,7 @@ def test_what_lies_at_an_address_must_be_what_was_announced(tmp_path: Path) -> N
     arena, other = Arena.create(PAGE), Arena.create(PAGE)
     for wrong in (
         {"nbytes": 2 * PAGE},
-        {"fd": other.address["fd"]},  # as after the owner closed it and opened another
+        {"fd": other.address["fd"]},  # as if the owner had closed it and opened another
         {"inode": arena.address["inode"] + 1},
     ):
         with pytest.raises(StorageError, match="other shared memory"):
@@ -184,7 +184,7 @@ def test_what_is_lent_counts_as_long_as_any_view_of_it_lives() -> None:
     del tensor
     assert attached.referenced
     arena.close()
-    kept[:] = 2.5  # still there, although its owner gave it up
+    kept[:] = 2.5  # the mapping stays valid after the owner has closed the arena
     del kept
     assert not attached.referenced
     del attached
@@ -220,7 +220,7 @@ def test_the_pool_makes_the_kind_that_it_was_made_for() -> None:
     assert not os.path.exists(arena.address["path"])
 
 
-# What killed processes leave
+# Files of killed processes
 
 OWNER = """
 import os, sys, time

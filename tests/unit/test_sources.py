@@ -23,14 +23,14 @@ from statexchange.errors import (
 )
 from statexchange.formats.registry import open_checkpoint, open_source
 from statexchange.sharding.shards import Box, Shard
-from statexchange.storage.tensorfile import Held
+from statexchange.storage.tensorfile import ShardData
 from statexchange.storage.workspace import Receipt, Workspace
 
 
 def fill(path: Path, run: str = "job", ranks: int = 3, world_size: int = 3, number: int = 1) -> list[Receipt]:
     """Rows of `w`, one to a rank."""
     data = [memoryview(bytes([r] * 4)) for r in range(ranks)]
-    held = [[Held(Shard("w", "U8", (world_size, 4), (Box((r, 0), (1, 4)),)), data[r])] for r in range(ranks)]
+    held = [[ShardData(Shard("w", "U8", (world_size, 4), (Box((r, 0), (1, 4)),)), data[r])] for r in range(ranks)]
     return [
         Workspace(path).write(h, run=run, round=number, rank=r, world_size=world_size, config=str(r))
         for r, h in enumerate(held)
@@ -44,9 +44,9 @@ def test_a_workspace_its_run_its_round_and_its_file_are_recognised(tmp_path: Pat
     for path in (ws, ws / "job", ws / "job" / "000001"):
         source = open_source(path)
         assert (source.kind, source.run, source.round, source.world_size) == ("workspace", "job", 1, 3)
-        assert ([h.rank for h in source.holders], dict(source.configs)) == ([0, 1, 2], {0: "0", 1: "1", 2: "2"})
+        assert ([h.rank for h in source.files], dict(source.configs)) == ([0, 1, 2], {0: "0", 1: "1", 2: "2"})
         assert source.nbytes == sum(r.nbytes for r in receipts)
-    assert [h.rank for h in open_source(ws / receipts[1].relative).holders] == [1]
+    assert [h.rank for h in open_source(ws / receipts[1].relative).files] == [1]
 
 
 def test_a_ranks_file_in_another_place_is_named(tmp_path: Path) -> None:
@@ -54,15 +54,15 @@ def test_a_ranks_file_in_another_place_is_named(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "job" / "7", tmp_path / ".hidden" / "000001"):
         place.mkdir(parents=True, exist_ok=True)
         copy = shutil.copy(tmp_path / "ws" / receipts[0].relative, place)
-        with pytest.raises(InvalidArgumentError, match="in <workspace>/<run>/<round>, and this is another place"):
+        with pytest.raises(InvalidArgumentError, match="in <workspace>/<run>/<round>"):
             open_source(copy)
 
 
 def test_extents_are_where_the_bytes_lie(tmp_path: Path) -> None:
     fill(tmp_path / "ws")
     for holder, tensor in open_source(tmp_path / "ws").shards():
-        (extent,) = tensor.extents
-        data = Path(extent.path).read_bytes()[extent.begin : extent.begin + extent.nbytes]
+        (byte_range,) = tensor.byte_ranges
+        data = Path(byte_range.path).read_bytes()[byte_range.begin : byte_range.begin + byte_range.nbytes]
         assert data == bytes([holder.rank] * 4)
 
 
@@ -87,7 +87,7 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
         open_source(tmp_path)
     assert (caught.value.rank, caught.value.path) == (1, str(tmp_path / "job" / "000001"))
     source = open_source(tmp_path, strict=False)
-    assert ([type(p) for p in source.problems], len(source.holders)) == ([IncompleteError], 1)
+    assert ([type(p) for p in source.problems], len(source.files)) == ([IncompleteError], 1)
 
 
 def test_a_file_that_a_manifest_lists_is_missed_by_name(tmp_path: Path) -> None:
@@ -147,13 +147,13 @@ def tensor_fact(**change: Any) -> dict[str, Any]:
 
 BROKEN_FACTS: list[tuple[dict[str, Any], str]] = [
     ({"tensors": {}}, "list different tensors"),
-    ({"tensors": {"w": []}}, "broken facts"),
-    (tensor_fact(boxes=[[[0, 0], [1, 3]]]), "do not fit"),
-    (tensor_fact(dtype="F32", boxes=[[[0, 0], [1, 1]]]), "do not fit"),
+    ({"tensors": {"w": []}}, "broken metadata"),
+    (tensor_fact(boxes=[[[0, 0], [1, 3]]]), "does not fit"),
+    (tensor_fact(dtype="F32", boxes=[[[0, 0], [1, 1]]]), "does not fit"),
     (tensor_fact(boxes=[[[1, 0], [1, 4]]]), "outside"),
-    (tensor_fact(boxes=[[[-1, 0], [1, 4]]]), "broken facts"),
+    (tensor_fact(boxes=[[[-1, 0], [1, 4]]]), "broken metadata"),
     (tensor_fact(dtype=[]), "unknown dtype"),
-    (tensor_fact(digests=[]), "do not fit"),
+    (tensor_fact(digests=[]), "does not fit"),
     ({"schema": 2}, "another version"),
     ({"config": {}}, "no text"),
     ({"aliases": [1]}, "broken aliases"),
@@ -180,7 +180,7 @@ def test_facts_that_contradict_the_file_are_refused(tmp_path: Path, change: dict
 
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "statexchange.json"])
 def test_a_file_that_describes_a_checkpoint_is_told_from_the_checkpoint(published: Path, name: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"give the directory in which it lies, {published} ") as caught:
+    with pytest.raises(InvalidArgumentError, match=f"give its directory, {published} ") as caught:
         open_source(published / name)
     assert caught.value.path == str(published / name)
 
@@ -195,18 +195,18 @@ def published(tmp_path: Path) -> Path:
 
 def test_a_published_directory_is_read_by_its_manifest(published: Path) -> None:
     source = open_source(published)
-    assert (source.kind, len(source.holders), source.problems) == ("huggingface", 2, ())
-    assert all(extent.digest for _, tensor in source.shards() for extent in tensor.extents)
+    assert (source.kind, len(source.files), source.problems) == ("huggingface", 2, ())
+    assert all(byte_range.digest for _, tensor in source.shards() for byte_range in tensor.byte_ranges)
     (published / "stranger.safetensors").write_bytes(b"no checkpoint at all")
-    assert len(open_source(published).holders) == 2
+    assert len(open_source(published).files) == 2
 
 
 def test_a_directory_without_a_manifest_is_read_by_its_index_and_without_both_by_listing(published: Path) -> None:
     (published / "statexchange.json").unlink()
     save_file({"d": torch.ones(1)}, published / "more.safetensors")
-    assert {h.path.split("/")[-1][:5] for h in open_source(published).holders} == {"model"}
+    assert {h.path.split("/")[-1][:5] for h in open_source(published).files} == {"model"}
     (published / "model.safetensors.index.json").unlink()
-    assert len(open_source(published).holders) == 3
+    assert len(open_source(published).files) == 3
 
 
 def test_a_lazy_mapping_reads_tensors_one_by_one(published: Path) -> None:
@@ -246,7 +246,7 @@ def test_a_missing_output_file_is_named(published: Path) -> None:
     with pytest.raises(IncompleteError, match="missing") as caught:
         open_source(published)
     assert caught.value.path == str(lost)
-    assert len(open_source(published, strict=False).holders) == 1
+    assert len(open_source(published, strict=False).files) == 1
 
 
 @pytest.mark.parametrize("by", ["manifest", "index"])
@@ -254,7 +254,7 @@ def test_a_tensor_that_was_lost_from_its_file_is_missed(published: Path, by: str
     (published / {"manifest": "model.safetensors.index.json", "index": "statexchange.json"}[by]).unlink()
     path = published / "model-00002-of-00002.safetensors"
     save_file({"b": torch.ones(4, dtype=torch.bfloat16)}, path)
-    with pytest.raises(IncompleteError, match="should have the tensor") as caught:
+    with pytest.raises(IncompleteError, match="which does not have it") as caught:
         open_source(published)
     assert (caught.value.name, caught.value.path) == ("c", str(path))
 

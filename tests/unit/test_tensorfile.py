@@ -16,8 +16,8 @@ from stored import header_of
 from statexchange.errors import CorruptError, InvalidArgumentError, NotFoundError, StateExchangeError, UnsafeError
 from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.storage import files
-from statexchange.storage.place import open_place
-from statexchange.storage.tensorfile import Held, digest, encode_header, write_tensor_file
+from statexchange.storage.opened_path import open_path
+from statexchange.storage.tensorfile import ShardData, digest, encode_header, write_tensor_file
 from statexchange.tensors import DTYPE_NAMES
 
 DTYPES = {name: getattr(torch, long_name) for long_name, name in DTYPE_NAMES.items()}
@@ -27,13 +27,13 @@ def content(tensor: torch.Tensor) -> memoryview:
     return memoryview(bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist()))
 
 
-def held(name: str, tensor: torch.Tensor, global_shape: tuple[int, ...] | None = None, *boxes: Box) -> Held:
+def held(name: str, tensor: torch.Tensor, global_shape: tuple[int, ...] | None = None, *boxes: Box) -> ShardData:
     dtype = next(name for name, dtype in DTYPES.items() if dtype == tensor.dtype)
     shape = tuple(tensor.shape) if global_shape is None else global_shape
-    return Held(Shard(name, dtype, shape, boxes or (full_box(shape),)), content(tensor))
+    return ShardData(Shard(name, dtype, shape, boxes or (full_box(shape),)), content(tensor))
 
 
-def write(path: Path, *tensors: Held, facts: dict[str, Any] | None = None) -> Path:
+def write(path: Path, *tensors: ShardData, facts: dict[str, Any] | None = None) -> Path:
     with files.directory(str(path.parent)) as dir_fd:
         assert (
             write_tensor_file(dir_fd, path.name, str(path), tensors, facts or {}, durable=False) == path.stat().st_size
@@ -106,10 +106,10 @@ def test_digests_are_of_boxes_in_whatever_parts_they_come(tmp_path: Path) -> Non
     value = torch.arange(6.0)
     several = held("w", value, (4, 4), Box((0, 0), (2, 2)), Box((3, 0), (1, 2)))
     boxes = [content(value[:4]), content(value[4:])]
-    given = Held(several.shard, lambda box: (boxes[box][at : at + 3] for at in range(0, len(boxes[box]), 3)))
+    given = ShardData(several.shard, lambda box: (boxes[box][at : at + 3] for at in range(0, len(boxes[box]), 3)))
     for one in (several, given):
         path = write(tmp_path / f"{one is given}", one)
-        facts = header_of(str(path)).facts("x")
+        facts = header_of(str(path)).workspace_metadata("x")
         assert facts is not None
         assert facts["tensors"]["w"]["digests"] == [digest(box) for box in boxes]
         assert load_file(path)["w"].tolist() == value.tolist()
@@ -216,7 +216,7 @@ def test_a_broken_header_is_a_corrupt_error_that_names_the_file(tmp_path: Path, 
 def test_the_good_header_is_good(tmp_path: Path) -> None:
     header = header_of(raw_file(tmp_path / "x", json.dumps(GOOD).encode() + b"   "))
     assert [e.name for e in header.entries.values()] == ["a", "b"]
-    assert header.facts("x") is None
+    assert header.workspace_metadata("x") is None
 
 
 def test_a_tensor_of_a_later_dtype_is_kept_apart(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_a_file_cut_off_anywhere_is_corrupt(tmp_path: Path) -> None:
         with pytest.raises(CorruptError):
             header_of(str(path))
     path.write_bytes(whole + b"\0")
-    with pytest.raises(CorruptError, match="bytes too many"):
+    with pytest.raises(CorruptError, match="bytes after the last tensor"):
         header_of(str(path))
 
 
@@ -286,7 +286,7 @@ def test_a_mutated_file_is_read_or_refused_and_nothing_else(tmp_path: Path, chan
         (tmp_path / "mutant").write_bytes(version)
         try:
             header = header_of(str(tmp_path / "mutant"))
-            header.facts("x")
+            header.workspace_metadata("x")
         except StateExchangeError:
             continue
         if not header.unknown:  # which are refused tensor by tensor
@@ -300,7 +300,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     for path in (tmp_path / "fifo", Path("/dev/null")):
         with pytest.raises(UnsafeError, match="not a regular file"):
             header_of(str(path))
-    with open_place(str(tmp_path)) as place, pytest.raises(UnsafeError, match="not a regular file"):
+    with open_path(str(tmp_path)) as place, pytest.raises(UnsafeError, match="not a regular file"):
         place.store.open("fifo")
     with pytest.raises(NotFoundError):
         header_of(str(tmp_path / "gone"))

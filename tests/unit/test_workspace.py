@@ -31,7 +31,7 @@ from statexchange.formats.registry import open_source
 from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.storage import atomic, files
 from statexchange.storage.local import local_path
-from statexchange.storage.tensorfile import Held
+from statexchange.storage.tensorfile import ShardData
 from statexchange.storage.workspace import MANIFEST, Manifest, RankName, Receipt, Workspace, WorkspaceView, _digest_of
 
 WRITE_CALLS = ("mkdir", "mkdirat", "fallocate", "pwrite64", "ftruncate", "fsync", "rename", "renameat", "renameat2")
@@ -41,7 +41,7 @@ WRITE_CALLS += ("link", "linkat", "unlink", "unlinkat", "rmdir")
 def manifests_of(workspace: Workspace) -> list[Manifest]:
     """The manifests of all committed rounds, oldest first."""
     with workspace.view() as view:
-        return view.manifests(view.places())
+        return view.manifests(view.all_rounds())
 
 
 def strace(trace: str, program: str, *arguments: object, output: str = "/dev/null") -> subprocess.CompletedProcess[str]:
@@ -74,12 +74,12 @@ WRITER = """
 import json, sys
 from statexchange.errors import StateExchangeError
 from statexchange.sharding.shards import Box, Shard
-from statexchange.storage.tensorfile import Held
+from statexchange.storage.tensorfile import ShardData
 from statexchange.storage.workspace import Workspace
 path, value = sys.argv[1], int(sys.argv[2])
 workspace = Workspace(path)
 try:
-    held = [Held(Shard(n, "U8", (9000,), (Box((0,), (9000,)),)), memoryview(bytes([value]) * 9000)) for n in "ab"]
+    held = [ShardData(Shard(n, "U8", (9000,), (Box((0,), (9000,)),)), memoryview(bytes([value]) * 9000)) for n in "ab"]
     number = workspace.next_round("job")
     receipt = workspace.write(held, run="job", round=number, rank=0, world_size=1, config=str(value))
     workspace.commit([receipt], keep=2)
@@ -97,7 +97,7 @@ def value_of(path: Path) -> int:
     """The value that the newest committed round holds, after reading and checking all of it."""
     source = open_source(path)
     workspace = Workspace(path)
-    with workspace.open(RankName.parse(os.path.relpath(source.holders[0].path, workspace.path))) as file:
+    with workspace.open(RankName.parse(os.path.relpath(source.files[0].path, workspace.path))) as file:
         found = {bytes(file.read(name)) for name in ("a", "b")} | {bytes([int(file.config)]) * 9000}
     (data,) = found
     return data[0]
@@ -128,7 +128,7 @@ def test_a_manifest_of_other_types_is_broken_whatever_its_digest(
     del record["digest"]
     newest.write_text(json.dumps({**record, "digest": _digest_of(record)}))
     with pytest.raises(CorruptError, match="broken manifest"), Workspace(tmp_path / "ws").view() as view:
-        view.manifests(view.places())
+        view.manifests(view.all_rounds())
 
 
 @EVERY
@@ -200,7 +200,7 @@ def test_a_failing_write_is_an_error_with_path_and_errno_and_leaves_nothing(
 def test_a_round_that_cannot_be_dropped_stays_with_a_warning(two_rounds: Path, tmp_path: Path) -> None:
     shutil.copytree(two_rounds, tmp_path / "ws")
     done = strace("inject=unlinkat:error=EIO", WRITER, tmp_path / "ws", 3)
-    assert "an old round stays" in done.stderr
+    assert "cannot remove an old round" in done.stderr
     assert [m.round for m in manifests_of(Workspace(tmp_path / "ws"))] == [2, 3]  # un-committed, its files are there
     assert len(list((tmp_path / "ws" / "job" / "000001").iterdir())) > 1
     write_value(tmp_path / "ws", 4)
@@ -223,10 +223,10 @@ def test_a_full_disk_and_a_size_limit_are_named(tmp_path: Path) -> None:
     assert where.startswith(f"{mount}/job/000001/rank-00000-of-00001.")
 
 
-def held(name: str = "w", data: bytes = b"12345678", **shard: Any) -> Held:
+def held(name: str = "w", data: bytes = b"12345678", **shard: Any) -> ShardData:
     shape = (len(data),)
     facts = {"dtype": "U8", "global_shape": shape, "boxes": (full_box(shape),)} | shard
-    return Held(Shard(name, **facts), memoryview(data))
+    return ShardData(Shard(name, **facts), memoryview(data))
 
 
 def write(
@@ -250,9 +250,9 @@ def test_what_was_written_comes_back(workspace: Workspace) -> None:
     receipt = write(workspace, 2, 3, config='{"a":1}', extra={"aliases": {"v": "w"}, "rank": 99}, held=parts)
     with workspace.open(receipt) as file:
         assert {name: bytes(file.read(name)) for name in file.shards} == {"w": b"abcd", "empty": b"", "scalar": b"x"}
-        assert (file.config, file.facts["rank"], file.facts["aliases"]) == ('{"a":1}', 2, {"v": "w"})
+        assert (file.config, file.metadata["rank"], file.metadata["aliases"]) == ('{"a":1}', 2, {"v": "w"})
         assert file.shards["w"].boxes == boxes
-        (first, second) = file.extents("w")
+        (first, second) = file.byte_ranges("w")
         assert (first[1], second) == (3, (first[0] + 3, 1))
     assert receipt.nbytes == os.stat(os.path.join(workspace.path, receipt.relative)).st_size
 
@@ -450,7 +450,7 @@ def test_an_empty_round_of_a_killed_writer_goes_with_the_next_commit_of_any_run(
 def test_files_of_a_committed_round_cannot_be_removed_one_by_one(workspace: Workspace) -> None:
     receipts = commit(workspace)
     workspace.remove([receipt.relative for receipt in receipts])
-    assert len(open_source(workspace.path).holders) == 2
+    assert len(open_source(workspace.path).files) == 2
     loose = write(workspace, number=7)
     workspace.remove([loose.relative, loose.relative])
     assert workspace.rounds("job") == [1]

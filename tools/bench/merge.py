@@ -110,7 +110,7 @@ def make(folder: str, megabytes: int, ranks: int, dim: int) -> str:
     import numpy as np
 
     from statexchange.sharding.shards import Box, Shard
-    from statexchange.storage.tensorfile import Held
+    from statexchange.storage.tensorfile import ShardData
     from statexchange.storage.workspace import Workspace
 
     width = int((megabytes * 2**20 / 4 / LAYERS) ** 0.5) // ranks * ranks
@@ -123,7 +123,7 @@ def make(folder: str, megabytes: int, ranks: int, dim: int) -> str:
         for layer in range(LAYERS):
             data = np.random.default_rng([rank, layer]).integers(0, 256, part * width * 4, dtype=np.uint8)
             shard = Shard(f"layers.{layer}.weight", "F32", (width, width), (Box(offsets, shape),))
-            held.append(Held(shard, data.data))
+            held.append(ShardData(shard, data.data))
         receipts.append(workspace.write(held, run="bench", round=1, rank=rank, world_size=ranks))
     return os.path.dirname(os.path.join(folder, receipts[0].relative))
 

@@ -19,50 +19,50 @@ from collections.abc import Callable
 
 from machine import machine_text
 
-from statexchange.sharding.placements import Cut
-from statexchange.sharding.plan import Holding, plan_merge
+from statexchange.sharding.placements import DimSplit
+from statexchange.sharding.plan import RankShards, plan_merge
+from statexchange.sharding.sharding_spec import Placement, ShardingSpec
 from statexchange.sharding.shards import Box, Shard
-from statexchange.sharding.spread import Placement, Spread
 
 
-def one_tensor(boxes: int) -> list[Holding]:
+def one_tensor(boxes: int) -> list[RankShards]:
     """One matrix in a square grid of boxes, dealt to 1,000 ranks."""
     side = round(boxes**0.5)
     by_rank: list[list[Box]] = [[] for _ in range(1000)]
     for number in range(side * side):
         by_rank[number % 1000].append(Box((4 * (number // side), 4 * (number % side)), (4, 4)))
     shape = (4 * side, 4 * side)
-    return [Holding(rank, [Shard("w", "F32", shape, tuple(held))]) for rank, held in enumerate(by_rank)]
+    return [RankShards(rank, [Shard("w", "F32", shape, tuple(held))]) for rank, held in enumerate(by_rank)]
 
 
-def many_tensors(boxes: int) -> list[Holding]:
+def many_tensors(boxes: int) -> list[RankShards]:
     """Matrices of 1,024 rows, one on each of 1,024 ranks."""
     names = [f"model.layers.{number}.weight" for number in range(boxes // 1024)]
     shape = (1024, 4096)
     return [
-        Holding(rank, [Shard(name, "BF16", shape, (Box((rank, 0), (1, 4096)),)) for name in names])
+        RankShards(rank, [Shard(name, "BF16", shape, (Box((rank, 0), (1, 4096)),)) for name in names])
         for rank in range(1024)
     ]
 
 
-def records(tensors: int, ranks: int = 1024) -> list[Holding]:
+def records(tensors: int, ranks: int = 1024) -> list[RankShards]:
     """Tensors of 24 shapes as FSDP, HSDP and FSDP with tensor parallelism lay them over a mesh: one record each."""
     inner = min(8, ranks)
     meshes = [
-        Placement((ranks,), (Cut(0),)),
-        Placement((ranks // inner, inner), (None, Cut(0))),
-        Placement((ranks // inner, inner), (Cut(0), Cut(1))),
-        Placement((ranks // inner, inner), (Cut(0, inner), Cut(0))),
+        Placement((ranks,), (DimSplit(0),)),
+        Placement((ranks // inner, inner), (None, DimSplit(0))),
+        Placement((ranks // inner, inner), (DimSplit(0), DimSplit(1))),
+        Placement((ranks // inner, inner), (DimSplit(0, inner), DimSplit(0))),
     ]
     shapes = [(1024 * (n + 1), 512) for n in range(24)]
     spread = [
-        Spread(f"model.layers.{n}.weight", "BF16", shapes[n % len(shapes)], meshes[n % len(meshes)])
+        ShardingSpec(f"model.layers.{n}.weight", "BF16", shapes[n % len(shapes)], meshes[n % len(meshes)])
         for n in range(tensors)
     ]
-    return [Holding(rank, spread if rank == 0 else ()) for rank in range(ranks)]
+    return [RankShards(rank, spread if rank == 0 else ()) for rank in range(ranks)]
 
 
-CASES: dict[str, Callable[[], list[Holding]]] = {
+CASES: dict[str, Callable[[], list[RankShards]]] = {
     "one tensor, 10^4 boxes": lambda: one_tensor(10**4),
     "one tensor, 10^5 boxes": lambda: one_tensor(10**5),
     "one tensor, 10^6 boxes": lambda: one_tensor(10**6),
@@ -76,9 +76,9 @@ CASES: dict[str, Callable[[], list[Holding]]] = {
 
 
 def measure(case: str) -> None:
-    holdings = CASES[case]()
+    rank_shards = CASES[case]()
     wall, cpu = time.perf_counter(), time.process_time()
-    plan = plan_merge(holdings)
+    plan = plan_merge(rank_shards)
     seconds, processor = time.perf_counter() - wall, time.process_time() - cpu
     pieces = sum(len(tensor.pieces) for file in plan.files for tensor in file.tensors)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

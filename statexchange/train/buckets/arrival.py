@@ -1,4 +1,4 @@
-"""What the hooks saw on this rank: which gradients arrived, and in which order."""
+"""The record of the gradients that arrived on this rank, and of their order."""
 
 from __future__ import annotations
 
@@ -58,10 +58,15 @@ class Arrival:
             self._states[view.index] = 0
 
     def report(self, buckets: Sequence[Bucket], *, recheck: bool, has_weight: bool) -> ArrivalReport:
-        """Return what the other ranks must know of this rank's gradients.
+        """Return this rank's report to the other ranks.
 
-        `recheck` says that no bucket was filled yet, so that gradients which were dropped since have to be found here.
-        A rank without weight reports nothing as arrived. Sparse gradients in no bucket are coalesced on the way.
+        Sparse gradients in no bucket are coalesced, so that the number of their entries is final.
+
+        Args:
+            buckets: The buckets of the plan.
+            recheck: Look for gradients that were dropped after they had arrived: no bucket was filled yet, which would
+                have found them.
+            has_weight: A rank without weight reports that nothing arrived.
         """
         if recheck:
             self.mark_missing([view for view in self._views if view.param.grad is None])

@@ -49,7 +49,7 @@ class GradientHooks:
         for view in views:
             _owners[view.param] = this
             is_frozen = not view.param.requires_grad
-            view.param.requires_grad_(True)  # torch gives hooks to no others, but keeps those it gave
+            view.param.requires_grad_(True)  # torch refuses a hook otherwise, but keeps it when this is undone
             hook = _hook(this, view.index)
             self._handles.append(view.param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
             view.param.requires_grad_(not is_frozen)

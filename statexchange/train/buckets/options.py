@@ -1,23 +1,76 @@
-"""The options of a BucketReducer that must be equal on all ranks."""
+"""The options of a BucketReducer, as keyword arguments that others pass on, and as a record that ranks compare."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict
 
+import torch
+
+from statexchange.comm.communicator import CommLike
+from statexchange.comm.work import Work
 from statexchange.errors import InvalidArgumentError
 from statexchange.train.reducers import operation
 
-__all__ = ["BucketOptions", "BucketType"]
+__all__ = [
+    "AlgorithmOptions",
+    "BucketOptions",
+    "BucketType",
+    "Communicate",
+    "ReducerOptions",
+    "ResetOptions",
+    "TrainingOptions",
+]
 
 BucketType = Literal["gradient", "weight", "parameter"]
+Communicate = Callable[[torch.Tensor], "Work | None"]
 
 _CHUNK_ALIGN_BYTES = 32
 
 
+class _CommonOptions(TypedDict, total=False):
+    align_bytes: int
+    fusion: bool
+    delay_reduce: bool
+    buckets: Sequence[Sequence[str | torch.Tensor]] | None
+    overlap: bool | None
+
+
+class ReducerOptions(_CommonOptions, total=False):
+    """Keyword arguments of BucketReducer."""
+
+    bucket_bytes: int
+    chunking: bool
+    bucket_type: BucketType
+    scale: float | None
+    communicate: Communicate | None
+
+
+class ResetOptions(ReducerOptions, total=False):
+    """Keyword arguments of BucketReducer.reset."""
+
+    comm: CommLike | None
+
+
+class TrainingOptions(_CommonOptions, total=False):
+    """Keyword arguments of `data_parallel` that it passes on: options that no algorithm sets."""
+
+    accumulate: int
+    weight: Callable[[], float] | None
+
+
+class AlgorithmOptions(TypedDict):
+    """The options of a BucketReducer that an algorithm sets."""
+
+    bucket_type: BucketType
+    chunking: bool
+    communicate: Communicate | None
+
+
 @dataclass(frozen=True, slots=True)
 class BucketOptions:
-    """Options of a BucketReducer as its constructor explains them; its text is compared between ranks."""
+    """Options that must be equal on all ranks, which compare the record as text; BucketReducer explains them."""
 
     bucket_bytes: int
     align_bytes: int

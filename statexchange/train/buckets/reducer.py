@@ -9,9 +9,10 @@ A round, on every rank:
    ``grad is not None``: users keep or zero old gradients.
 2. The gradient is copied into its bucket (`sender`). With fusion `.grad` becomes a view of the bucket, so nothing is
    copied back.
-3. A bucket that has all its gradients is reduced at once, while backward goes on, but never before the buckets that
-   precede it in the plan: every rank must reduce the same buckets in the same order, in whatever order its gradients
-   arrive. `.grad` of its parameters is None from then on, so that another backward does not add to memory in flight.
+3. With `overlap`, a bucket that has all its gradients is reduced while backward goes on, but never before the buckets
+   that precede it in the plan: every rank must reduce the same buckets in the same order, in whatever order its
+   gradients arrive. `.grad` of its parameters is None from then on, so that another backward does not add to memory in
+   flight.
    The plan's last bucket waits for `reduce`: nothing is left for it to overlap with.
 4. `reduce` sends the rest of the plan, with zeros where nothing arrived, so that ranks whose backward touched other
    parameters take part in the same collectives.
@@ -19,16 +20,17 @@ A round, on every rank:
    or steps are a MismatchError on all.
 6. Gradients that arrived late, for a bucket in flight, are reduced and added. Gradients in no bucket get one, in root's
    order of arrival; in the first round that is everything. Sparse gradients get none and are gathered. Gradients that
-   arrived on no rank become None.
+   arrived on no rank become None. If a parameter in the plan is frozen on all ranks, so that its bucket would never be
+   full, the plan is emptied and the next round makes a new one.
 
 With `delay_reduce` step 3 does not happen and step 5 comes before step 4: the sum of weights has to be known before
 gradients are multiplied by their share of it.
 
-Streams. Hooks run in threads of autograd's engine, other ones on other ranks. What they send is sent in the name of the
-thread that last called `reduce` (`Communicator.called_by`). Reductions during backward run in the communicator's work
-queue; `reduce` waits for them.
+Threads. Hooks run in threads of autograd's engine, and in which of them may differ between ranks. Collectives that they
+begin count as calls of the thread that last called `reduce` (`Communicator.called_by`). Reductions during backward run
+in the communicator's work queue; `reduce` waits for them.
 
-Failure. What one rank cannot copy (a gradient whose shape changed, say) is raised on all ranks, by `agree`. A failed
+Failure. If one rank cannot copy a gradient (its shape changed, say), all ranks raise the error, by `agree`. A failed
 reduction is raised where it is waited for. After `discard` or `reset` the reducer is usable again if its communicator
 is.
 """
@@ -41,25 +43,28 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statexchange.comm.communicator import Communicator
+from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
 from statexchange.errors import InvalidArgumentError, StateExchangeError
 from statexchange.processes import usable_cores
 from statexchange.train.buckets.arrival import Arrival
 from statexchange.train.buckets.hooks import GradientHooks
-from statexchange.train.buckets.options import BucketOptions, BucketType
+from statexchange.train.buckets.options import BucketOptions, BucketType, Communicate, ResetOptions
 from statexchange.train.buckets.plan import BucketMemory, BucketPlan, explicit_names
 from statexchange.train.buckets.rounds import ARRIVED, DENSE, FROZEN, LATE, RoundHeader, RoundSummary
-from statexchange.train.buckets.sender import PHASE, BucketSender, Communicate
+from statexchange.train.buckets.sender import PHASE, BucketSender
 from statexchange.train.buckets.views import Bucket, BucketView, publish_gradients
 from statexchange.train.malloc_tuning import raise_malloc_thresholds, trim_malloc
 from statexchange.train.parameter_specs import Source, compare_specs, local_part, named_parameters, specs_of
 from statexchange.train.reducers import Reducer
 from statexchange.train.sparse import average_sparse, same_sparse_dims
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 __all__ = ["BucketReducer"]
 
@@ -83,12 +88,12 @@ class BucketReducer(Reducer):
     time. With `create_graph` the averages carry no graph. While the attribute `eager` is False, nothing is sent during
     backward.
 
-    Buckets are cut as Bagua cuts them (https://github.com/BaguaSys/bagua); that they overlap backward is the way of
-    torch's DistributedDataParallel.
+    Buckets in the order of arrival, bucket types, `align_bytes` and `chunking` are those of Bagua's Reducer
+    (https://github.com/BaguaSys/bagua).
 
     Args:
         module_or_params: A module, parameters with or without names, or a list of modules.
-        comm: The communicator, as everywhere; None is the default one.
+        comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
         bucket_bytes: Buckets come as near to this size as their parameters allow.
         align_bytes: The size of a bucket is a multiple of it; a power of two, 8 or more.
         chunking: Make the size a multiple of 32 bytes times the number of ranks, for a `communicate` that cuts a bucket
@@ -128,7 +133,7 @@ class BucketReducer(Reducer):
     def __init__(
         self,
         module_or_params: Source,
-        comm: Any = None,
+        comm: CommLike | None = None,
         *,
         bucket_bytes: int = 10 << 20,
         align_bytes: int = 8,
@@ -172,8 +177,8 @@ class BucketReducer(Reducer):
         if unknown := sorted(settings.keys() - known):
             raise InvalidArgumentError(f"unknown setting {unknown[0]!r}; known: {', '.join(sorted(known))}")
 
-    def reset(self, module_or_params: Source = None, **changes: Any) -> None:
-        """Begin anew with other parameters or options; gradients stay as they are.
+    def reset(self, module_or_params: Source | None = None, **changes: Unpack[ResetOptions]) -> None:
+        """Start over with other parameters or options; gradients stay as they are.
 
         Collective.
 
@@ -188,8 +193,9 @@ class BucketReducer(Reducer):
             if any(bucket.in_flight for bucket in self._plan.buckets):
                 raise InvalidArgumentError("gradients are on their way: finalize() before reset()")
             self.check_settings(changes, "comm")
-            given = {name: changes[name] for name in BucketOptions.names() & changes.keys() - {"buckets"}}
-            options = replace(self._options, **given)
+            given: dict[str, Any] = dict(changes)
+            shared = BucketOptions.names() & given.keys() - {"buckets"}  # whose names `_build` finds
+            options = replace(self._options, **{name: given[name] for name in shared})
             options.check()
         comm = as_communicator(changes.get("comm", self._comm))
         self.close()
@@ -202,7 +208,7 @@ class BucketReducer(Reducer):
         self._build()
 
     def _build(self) -> None:
-        """Compare parameters and options between ranks, and make all parts anew. Collective."""
+        """Compare parameters and options between ranks, and create all parts. Collective."""
         with self._comm.checking("BucketReducer"):
             self._options.check()
             if self._communicate is not None and not callable(self._communicate):
@@ -437,7 +443,7 @@ class BucketReducer(Reducer):
         if not summary.has_arrived:
             if any(not summary.headers[rank].weight for rank in summary.active):
                 for view in self._views:
-                    view.param.grad = None  # what there is has no weight
+                    view.param.grad = None  # all gradients have weight 0
             return summary.active
         is_plain = summary.is_plain
         share = header.weight * self._comm.world_size / summary.total_weight
@@ -458,7 +464,7 @@ class BucketReducer(Reducer):
         return summary.active
 
     def _add_late(self, summary: RoundSummary) -> None:
-        """Reduce what another backward made for buckets in flight, and add it to them. Collective."""
+        """Reduce the gradients that another backward made for buckets in flight, and add them. Collective."""
         for bucket in self._plan.buckets:
             if not any(summary.any_rank[view.index] & LATE for view in bucket.views):
                 continue

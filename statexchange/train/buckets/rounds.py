@@ -1,7 +1,7 @@
-"""What ranks tell each other at the end of a round of averaging, as records.
+"""The messages that ranks exchange in a round of averaging, as records.
 
-A message is a header of fixed size, one byte of flags for each parameter, and, if there is anything to say of gradients
-that are in no bucket, a JSON text. In most rounds all parameters lie in buckets and the text is empty.
+A message is a header of fixed size, one byte of flags for each parameter, and a JSON text about gradients that are in
+no bucket. In most rounds all parameters have a bucket and the text is empty.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HEADER = struct.Struct("<8sQd?")
 
 @dataclass(frozen=True, slots=True)
 class RoundHeader:
-    """What ranks compare, and how much each rank's gradients weigh.
+    """The plan and the step, which ranks compare, and the weight of this rank's gradients.
 
     `step` numbers the caller's steps, or the rounds if the caller has none. A rank that `is_done` takes part with
     weight 0 and has no step of its own.
@@ -52,7 +52,7 @@ class RoundHeader:
 
 @dataclass(frozen=True, slots=True)
 class ArrivalReport:
-    """What arrived on one rank: flags by parameter, and details of gradients that are in no bucket.
+    """The gradients that arrived on one rank: flags by parameter, and details of gradients that are in no bucket.
 
     `order` are the parameters without a bucket in the order of arrival; `sparse` are the sparse ones among them.
     """
@@ -81,7 +81,7 @@ class ArrivalReport:
 
 @dataclass(frozen=True, slots=True)
 class RoundSummary:
-    """What all ranks reported: headers and reports by rank, and by parameter the flags of any and of all ranks."""
+    """The reports of all ranks: headers and reports by rank, and by parameter the flags of any and of all ranks."""
 
     headers: Sequence[RoundHeader]
     reports: Sequence[ArrivalReport]
@@ -116,7 +116,7 @@ class RoundSummary:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every parameter has a dense gradient somewhere, and no flag but that is set."""
+        """Whether every parameter has a dense gradient on some rank, and none is sparse, late or frozen."""
         return self.any_rank.count(DENSE) == len(self.any_rank)
 
     @property

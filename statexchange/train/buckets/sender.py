@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from statexchange.comm.calls import about
 from statexchange.comm.communicator import Communicator
-from statexchange.comm.work import Work
 from statexchange.train.buckets.arrival import Arrival
+from statexchange.train.buckets.options import Communicate
 from statexchange.train.buckets.plan import BucketPlan
 from statexchange.train.buckets.views import Bucket, BucketView, copy_gradients
 from statexchange.train.reducers import operation
 
-__all__ = ["PHASE", "BucketSender", "Communicate"]
-
-Communicate = Callable[[torch.Tensor], "Work | None"]
+__all__ = ["PHASE", "BucketSender"]
 
 PHASE = "averaging gradients"
-_PENDING_BYTES = 1 << 18  # copied together: a quarter of a common L2 cache
+_PENDING_BYTES = 1 << 18  # of gradients that are copied together, while they are in cache
 
 
 class BucketSender:

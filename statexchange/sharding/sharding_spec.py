@@ -1,6 +1,7 @@
-"""A tensor that lies over a mesh of ranks as one record, from which every rank's boxes follow.
+"""Sharding specs: a tensor's sharding over a mesh as one record, from which the boxes of all ranks are computed.
 
-What 1,024 ranks hold of 100,000 tensors are 10^8 boxes, but a few records: a mesh's shape and how its axes cut.
+1,024 ranks have 10^8 boxes of 100,000 tensors. As specs these are 100,000 records: a mesh shape, and which dim each
+axis splits.
 """
 
 from __future__ import annotations
@@ -14,45 +15,45 @@ from typing import Any
 
 from statexchange.errors import excerpt
 from statexchange.sharding import records
-from statexchange.sharding.placements import Cut, local_boxes
+from statexchange.sharding.placements import DimSplit, local_boxes
 from statexchange.sharding.shards import Box, Shard, sizes_from_json
 
-__all__ = ["Placement", "Spread", "SpreadBox", "SpreadBoxes", "coordinate_of", "tiles"]
+__all__ = ["Placement", "ShardingSpec", "SpecBox", "SpecBoxes", "coordinate_of", "covers_exactly"]
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The axes of a mesh whose ranks are numbered in C order, and what each axis cuts (None: it replicates)."""
+    """The shape of a mesh, whose ranks are numbered in C order, and what each axis splits (None: it replicates)."""
 
     mesh_shape: tuple[int, ...]
-    cuts: tuple[Cut | None, ...]
+    splits: tuple[DimSplit | None, ...]
 
     def to_json(self) -> list[Any]:
-        """A JSON value that `from_json` reads."""
-        return [self.mesh_shape, [None if cut is None else [cut.dim, cut.split_factor] for cut in self.cuts]]
+        """Return a JSON value for `from_json`."""
+        return [self.mesh_shape, [None if split is None else [split.dim, split.split_factor] for split in self.splits]]
 
     @classmethod
     def from_json(cls, raw: Any) -> Placement:
-        """The placement that `to_json` wrote; anything else is a ValueError."""
-        mesh_shape, cuts = records.items(raw, lambda part: part, 2)
+        """Return the placement that `to_json` encoded; raise ValueError for anything else."""
+        mesh_shape, splits = records.items(raw, lambda part: part, 2)
         shape = sizes_from_json(mesh_shape)
-        return cls(shape, records.items(cuts, lambda cut: records.optional(cut, _cut_from_json), len(shape)))
+        return cls(shape, records.items(splits, lambda split: records.optional(split, _split_from_json), len(shape)))
 
 
-def _cut_from_json(raw: Any) -> Cut:
+def _split_from_json(raw: Any) -> DimSplit:
     dim, split_factor = records.items(raw, _whole_number, 2)
-    return Cut(dim, records.count(split_factor))
+    return DimSplit(dim, records.count(split_factor))
 
 
 def _whole_number(raw: Any) -> int:
-    """A dim may be counted from the end."""
+    """Return an integer, perhaps negative: a dim may be counted from the end."""
     if type(raw) is not int:
         raise ValueError(f"not a whole number: {excerpt(raw)}")
     return raw
 
 
 def coordinate_of(rank: int, mesh_shape: Sequence[int]) -> tuple[int, ...]:
-    """Where a rank stands in a mesh whose ranks are numbered in C order."""
+    """Return the coordinate of a rank in a mesh whose ranks are numbered in C order."""
     found = []
     for size in reversed(mesh_shape):
         rank, place = divmod(rank, size)
@@ -61,8 +62,8 @@ def coordinate_of(rank: int, mesh_shape: Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """One tensor, spread over the holders 0, 1, ... of a mesh."""
+class ShardingSpec:
+    """The sharding of one tensor over the ranks 0, 1, ... of a mesh."""
 
     name: str
     dtype: str
@@ -70,16 +71,16 @@ class Spread:
     placement: Placement
 
     def shard_of(self, rank: int) -> Shard:
-        """What one rank holds, as explicit boxes."""
+        """Return one rank's shard, with explicit boxes."""
         mesh_shape = self.placement.mesh_shape
         at = coordinate_of(rank, mesh_shape)
-        boxes = local_boxes(self.global_shape, mesh_shape, at, self.placement.cuts)
+        boxes = local_boxes(self.global_shape, mesh_shape, at, self.placement.splits)
         return Shard(self.name, self.dtype, self.global_shape, tuple(box for box, _ in boxes))
 
 
 @dataclass(frozen=True, slots=True)
-class SpreadBox:
-    """One box, and the (rank, index among the rank's boxes) of each that holds it."""
+class SpecBox:
+    """One box, and (rank, index among the rank's boxes) of each rank that has it."""
 
     box: Box
     owners: tuple[tuple[int, int], ...]
@@ -87,7 +88,15 @@ class SpreadBox:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A run of one dim: which coordinates along the axes that cut the dim hold it, as how manieth of how many runs."""
+    """A run of one dim and who has it.
+
+    Attributes:
+        begin: first index of the run.
+        size: its length.
+        at: (axis, coordinate) of the ranks that have it, for each axis that splits the dim.
+        number: index of the run among those ranks' runs of this dim.
+        count: number of those ranks' runs of this dim.
+    """
 
     begin: int
     size: int
@@ -97,11 +106,11 @@ class _Run:
 
 
 @lru_cache(maxsize=4096)
-def _runs(size: int, mesh_shape: tuple[int, ...], cuts: tuple[Cut | None, ...]) -> tuple[_Run, ...]:
-    """All runs of a dim of `size`, in order; `cuts` has an entry for each axis that cuts this dim, None for others."""
-    axes = [axis for axis, cut in enumerate(cuts) if cut is not None]
+def _runs(size: int, mesh_shape: tuple[int, ...], splits: tuple[DimSplit | None, ...]) -> tuple[_Run, ...]:
+    """Return all runs of a dim in order. `splits` has an entry for each axis that splits this dim, None for others."""
+    axes = [axis for axis, split in enumerate(splits) if split is not None]
     shape = tuple(mesh_shape[axis] for axis in axes)
-    along = tuple(Cut(0, cut.split_factor) for cut in cuts if cut is not None)
+    along = tuple(DimSplit(0, split.split_factor) for split in splits if split is not None)
     found = []
     for index in product(*map(range, shape)):
         boxes = local_boxes((size,), shape, index, along)
@@ -110,24 +119,26 @@ def _runs(size: int, mesh_shape: tuple[int, ...], cuts: tuple[Cut | None, ...]) 
     return tuple(sorted(found, key=lambda run: run.begin))
 
 
-def _by_dim(shape: tuple[int, ...], placement: Placement) -> list[tuple[_Run, ...]]:
+def _runs_by_dim(shape: tuple[int, ...], placement: Placement) -> list[tuple[_Run, ...]]:
     of_dim = []
     for dim, size in enumerate(shape):
-        cuts = tuple(cut if cut is not None and cut.dim % len(shape) == dim else None for cut in placement.cuts)
-        of_dim.append(_runs(size, placement.mesh_shape, cuts))
+        splits = tuple(
+            split if split is not None and split.dim % len(shape) == dim else None for split in placement.splits
+        )
+        of_dim.append(_runs(size, placement.mesh_shape, splits))
     return of_dim
 
 
-def tiles(shape: tuple[int, ...], placement: Placement) -> bool:
+def covers_exactly(shape: tuple[int, ...], placement: Placement) -> bool:
     """Whether the boxes of all ranks, without replicas, cover a tensor of `shape` exactly once.
 
-    Each dim is cut by axes of its own, so the boxes are all products of the dims' runs: they tile the tensor exactly
-    if the runs of each dim tile that dim.
+    Each mesh axis splits at most one dim, so the boxes are all products of one run per dim. They cover the tensor
+    exactly if and only if the runs of each dim cover that dim exactly.
     """
-    return all(_tiles(runs, size) for runs, size in zip(_by_dim(shape, placement), shape, strict=True))
+    return all(_covers_dim(runs, size) for runs, size in zip(_runs_by_dim(shape, placement), shape, strict=True))
 
 
-def _tiles(runs: Sequence[_Run], size: int) -> bool:
+def _covers_dim(runs: Sequence[_Run], size: int) -> bool:
     at = 0
     for run in runs:
         if run.begin != at:
@@ -136,19 +147,19 @@ def _tiles(runs: Sequence[_Run], size: int) -> bool:
     return at == size
 
 
-class SpreadBoxes(Sequence[SpreadBox]):
-    """The boxes of a tensor in the order of their first elements, made when they are asked for."""
+class SpecBoxes(Sequence[SpecBox]):
+    """The boxes of a tensor in the order of their first elements, each computed when it is accessed."""
 
     def __init__(self, shape: tuple[int, ...], placement: Placement) -> None:
         self._mesh_shape = placement.mesh_shape
-        self._runs = _by_dim(shape, placement)
+        self._runs = _runs_by_dim(shape, placement)
         cutting = {axis for runs in self._runs for run in runs[:1] for axis, _ in run.at}
         self._free = [range(n) if axis not in cutting else range(1) for axis, n in enumerate(placement.mesh_shape)]
 
     def __len__(self) -> int:
         return math.prod(map(len, self._runs))
 
-    def __iter__(self) -> Iterator[SpreadBox]:
+    def __iter__(self) -> Iterator[SpecBox]:
         return (self._box(chosen) for chosen in product(*self._runs))
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
@@ -161,7 +172,7 @@ class SpreadBoxes(Sequence[SpreadBox]):
             chosen.append(runs[number])
         return self._box(tuple(reversed(chosen)))
 
-    def _box(self, chosen: tuple[_Run, ...]) -> SpreadBox:
+    def _box(self, chosen: tuple[_Run, ...]) -> SpecBox:
         box = Box(tuple(run.begin for run in chosen), tuple(run.size for run in chosen))
         index = 0
         for run in chosen:
@@ -173,4 +184,4 @@ class SpreadBoxes(Sequence[SpreadBox]):
             for axis, size in enumerate(self._mesh_shape):
                 rank = rank * size + fixed.get(axis, free[axis])
             ranks.append(rank)
-        return SpreadBox(box, tuple((rank, index) for rank in ranks))
+        return SpecBox(box, tuple((rank, index) for rank in ranks))

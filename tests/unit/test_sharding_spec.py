@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from statexchange.errors import CorruptError, IncompleteError
 from statexchange.sharding.options import ExportOptions
-from statexchange.sharding.placements import Cut
-from statexchange.sharding.plan import Holding, Plan, TensorPlan, plan_merge
+from statexchange.sharding.placements import DimSplit
+from statexchange.sharding.plan import Plan, RankShards, TensorPlan, plan_merge
+from statexchange.sharding.sharding_spec import Placement, ShardingSpec, coordinate_of, covers_exactly
 from statexchange.sharding.shards import Box, Shard, full_box
-from statexchange.sharding.spread import Placement, Spread, coordinate_of, tiles
 
 
 @st.composite
@@ -24,14 +24,14 @@ def placements(draw: st.DrawFn) -> tuple[tuple[int, ...], Placement]:
     shape = tuple(draw(st.lists(st.integers(0, 9), min_size=0, max_size=3)))
     mesh = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     dims = st.integers(0, len(shape) - 1) if shape else st.nothing()
-    cut = st.one_of(st.none(), st.builds(Cut, dims, st.sampled_from([1, 1, 2, 3])))
+    cut = st.one_of(st.none(), st.builds(DimSplit, dims, st.sampled_from([1, 1, 2, 3])))
     return shape, Placement(mesh, tuple(draw(cut) for _ in mesh))
 
 
 def torch_elements(shape: tuple[int, ...], placement: Placement, at: tuple[int, ...]) -> Any:
     """The numbers of the elements that a rank holds, as torch's own chunking of a whole tensor gives them."""
     local = torch.arange(math.prod(shape)).reshape(shape)
-    for parts, index, cut in zip(placement.mesh_shape, at, placement.cuts, strict=True):
+    for parts, index, cut in zip(placement.mesh_shape, at, placement.splits, strict=True):
         if cut is not None:
             pieces = local.chunk(cut.split_factor, cut.dim) if local.shape[cut.dim] else [local]
             chosen = [piece.chunk(parts, cut.dim)[index : index + 1] for piece in pieces]
@@ -42,8 +42,10 @@ def torch_elements(shape: tuple[int, ...], placement: Placement, at: tuple[int, 
 
 def planned(shape: tuple[int, ...], placement: Placement, **options: Any) -> TensorPlan:
     ranks = range(math.prod(placement.mesh_shape))
-    holdings = [Holding(rank, [Spread("w", "F32", shape, placement)] if rank == 0 else ()) for rank in ranks]
-    return plan_merge(holdings, ExportOptions(**options)).files[0].tensors[0]
+    rank_shards = [
+        RankShards(rank, [ShardingSpec("w", "F32", shape, placement)] if rank == 0 else ()) for rank in ranks
+    ]
+    return plan_merge(rank_shards, ExportOptions(**options)).files[0].tensors[0]
 
 
 def elements_of(box: Box, shape: tuple[int, ...]) -> Any:
@@ -83,18 +85,18 @@ def test_a_record_plans_what_its_boxes_plan(case: tuple[tuple[int, ...], Placeme
 
     shape, placement = case
     assume(math.prod(shape))
-    holdings = []
+    rank_shards = []
     for rank, at in enumerate(product(*map(range, placement.mesh_shape))):
-        boxes = tuple(box for box, _ in local_boxes(shape, placement.mesh_shape, at, placement.cuts))
-        holdings.append(Holding(rank, [Shard("w", "F32", shape, boxes)]))
-    explicit = plan_merge(holdings, ExportOptions(replicas="root")).files[0].tensors[0]
+        boxes = tuple(box for box, _ in local_boxes(shape, placement.mesh_shape, at, placement.splits))
+        rank_shards.append(RankShards(rank, [Shard("w", "F32", shape, boxes)]))
+    explicit = plan_merge(rank_shards, ExportOptions(replicas="root")).files[0].tensors[0]
     assert list(planned(shape, placement, replicas="root").pieces) == list(explicit.pieces)
 
 
 def test_replicas_take_turns() -> None:
-    mesh = Placement((4, 2), (None, Cut(0)))
-    spread = [Spread(f"w{i}", "F32", (8, 2), mesh) for i in range(8)]
-    plan = plan_merge([Holding(0, spread), *(Holding(rank, ()) for rank in range(1, 8))])
+    mesh = Placement((4, 2), (None, DimSplit(0)))
+    spread = [ShardingSpec(f"w{i}", "F32", (8, 2), mesh) for i in range(8)]
+    plan = plan_merge([RankShards(0, spread), *(RankShards(rank, ()) for rank in range(1, 8))])
     suppliers = [piece.holder for tensor in plan.files[0].tensors for piece in tensor.pieces]
     assert sorted(suppliers) == sorted([*range(8)] * 2)
 
@@ -104,31 +106,31 @@ def names_of(plan: Plan) -> list[str]:
 
 
 def test_selecting_renaming_ties_and_names_said_twice() -> None:
-    mesh = Placement((2,), (Cut(0),))
-    a, b = Spread("a", "F32", (4,), mesh), Spread("b", "F32", (4,), mesh)
+    mesh = Placement((2,), (DimSplit(0),))
+    a, b = ShardingSpec("a", "F32", (4,), mesh), ShardingSpec("b", "F32", (4,), mesh)
     plain = Shard("c", "I64", (3,), (full_box((3,)),))
 
-    def tied(*shards: Shard | Spread) -> list[Holding]:
-        return [Holding(0, shards, {"b": "a"}), Holding(1, [plain], {"b": "a"})]
+    def tied(*shards: Shard | ShardingSpec) -> list[RankShards]:
+        return [RankShards(0, shards, {"b": "a"}), RankShards(1, [plain], {"b": "a"})]
 
     plan = plan_merge(tied(a, plain, b), ExportOptions(rename=[("a", "x")]))
     assert (names_of(plan), plan.aliases) == (["c", "x"], {"b": "x"})
-    assert names_of(plan_merge([*tied(a, plain, b), Holding(2, ())])) == ["c", "a", "b"]
-    other = Spread("b", "F32", (4,), Placement((2,), (None,)))
+    assert names_of(plan_merge([*tied(a, plain, b), RankShards(2, ())])) == ["c", "a", "b"]
+    other = ShardingSpec("b", "F32", (4,), Placement((2,), (None,)))
     assert names_of(plan_merge(tied(a, other, plain))) == ["c", "a", "b"]
     assert names_of(plan_merge(tied(a, plain, b), ExportOptions(exclude=("c", "a")))) == ["b"]
     files = plan_merge(tied(a, plain, other), ExportOptions(max_shard_size=1)).files
     assert [[tensor.name for tensor in file.tensors] for file in files] == [["a"], ["c"], ["b"]]
-    for twice in ((a, Spread("a", "F32", (4,), other.placement)), (Spread("c", "I64", (3,), mesh),)):
-        with pytest.raises(CorruptError, match="said twice"):
+    for twice in ((a, ShardingSpec("a", "F32", (4,), other.placement)), (ShardingSpec("c", "I64", (3,), mesh),)):
+        with pytest.raises(CorruptError, match="conflicting sharding specs"):
             plan_merge(tied(*twice))
 
 
 def test_a_rank_with_an_empty_part_says_nothing_about_ties() -> None:
-    mesh = Placement((2,), (Cut(0),))
+    mesh = Placement((2,), (DimSplit(0),))
     for rows, expected in ((1, ["a"]), (2, ["a", "b"])):
-        both = [Spread(name, "F32", (rows, 3), mesh) for name in "ab"]
-        assert names_of(plan_merge([Holding(0, both, {"b": "a"}), Holding(1, ())])) == expected
+        both = [ShardingSpec(name, "F32", (rows, 3), mesh) for name in "ab"]
+        assert names_of(plan_merge([RankShards(0, both, {"b": "a"}), RankShards(1, ())])) == expected
 
 
 @given(placements(), st.integers(0, 63))
@@ -139,24 +141,24 @@ def test_a_record_and_its_json_mean_the_same(case: tuple[tuple[int, ...], Placem
     at = list(product(*map(range, placement.mesh_shape)))[rank]
     assert coordinate_of(rank, placement.mesh_shape) == at
     held = torch_elements(shape, placement, at)
-    assert Spread("w", "U8", shape, placement).shard_of(rank).nbytes == held.numel()
+    assert ShardingSpec("w", "U8", shape, placement).shard_of(rank).nbytes == held.numel()
 
 
 def test_runs_that_leave_a_gap_are_no_cover(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof does not take the arithmetic of placements on trust."""
-    from statexchange.sharding import spread
+    from statexchange.sharding import sharding_spec
 
-    mesh = Placement((3,), (Cut(0),))
-    assert tiles((7, 2), mesh)
-    spread._runs.cache_clear()
+    mesh = Placement((3,), (DimSplit(0),))
+    assert covers_exactly((7, 2), mesh)
+    sharding_spec._runs.cache_clear()
     wrong = [[], [(Box((0,), (3,)), (0,))], [(Box((4,), (3,)), (0,))]]
     monkeypatch.setattr(
-        spread, "local_boxes", lambda shape, mesh, at, cuts: wrong[at[0]] if cuts else [(full_box(shape), (0,))]
+        sharding_spec, "local_boxes", lambda shape, mesh, at, cuts: wrong[at[0]] if cuts else [(full_box(shape), (0,))]
     )
-    assert not tiles((7, 2), mesh)
+    assert not covers_exactly((7, 2), mesh)
     with pytest.raises(IncompleteError, match="does not cover"):
         planned((7, 2), mesh)
-    spread._runs.cache_clear()
+    sharding_spec._runs.cache_clear()
 
 
 @pytest.mark.slow
@@ -165,10 +167,12 @@ def test_a_plan_does_not_grow_with_the_number_of_ranks() -> None:
 
     sizes = []
     for ranks in (64, 1024):
-        spread = [Spread(f"layers.{i}.w", "BF16", (4096, 64), Placement((ranks,), (Cut(0),))) for i in range(2000)]
-        holdings = [Holding(rank, spread if rank == 0 else ()) for rank in range(ranks)]
+        spread = [
+            ShardingSpec(f"layers.{i}.w", "BF16", (4096, 64), Placement((ranks,), (DimSplit(0),))) for i in range(2000)
+        ]
+        rank_shards = [RankShards(rank, spread if rank == 0 else ()) for rank in range(ranks)]
         start()
-        plan = plan_merge(holdings)
+        plan = plan_merge(rank_shards)
         sizes.append(get_traced_memory()[0])
         stop()
         assert sum(len(tensor.pieces) for file in plan.files for tensor in file.tensors) == 2000 * ranks

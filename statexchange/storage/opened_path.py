@@ -1,0 +1,128 @@
+"""Open a path or URL for reading, and reopen it if it is replaced during the read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    NotFoundError,
+    ReplacedError,
+    StateExchangeError,
+    without_secrets,
+)
+from statexchange.storage import local
+from statexchange.storage.store import Store, is_url
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["OpenedPath", "open_path", "read_with_retry"]
+
+T = TypeVar("T")
+_ATTEMPTS = 40  # to open a path that other processes keep replacing
+_STALE_S = 1.0  # how long an NFS 3 client may show a removed directory under its old name
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedPath:
+    """An opened path: a directory (`file` is None), or the file of that name in it."""
+
+    path: str
+    store: Store
+    file: str | None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the files to read: all files of the directory, or the one file."""
+        return self.store.files if self.file is None else [self.file]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other hosts may change the directory."""
+        return isinstance(self.store, local.LocalStore) and self.store.is_shared
+
+    def is_current(self) -> bool:
+        """Whether the path still leads to what was opened."""
+        return self.store.is_current()
+
+    def close(self) -> None:
+        """Release all descriptors."""
+        self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def open_path(path: str) -> OpenedPath:
+    """Open a local path, ``file:///path``, ``shm://name`` or an fsspec URL. Not collective.
+
+    A file system that cannot exchange two names replaces a checkpoint in two renames (atomic.py). Between them the path
+    is absent; then the new checkpoint is opened under its hidden name.
+
+    Raises:
+        NotFoundError: nothing lies at the path.
+        StorageError: the path cannot be read.
+    """
+    if is_url(path):
+        from statexchange.storage import fsspec_store  # imports fsspec, which local paths do not need
+
+        return OpenedPath(without_secrets(path), *fsspec_store.open_url(path))
+    return OpenedPath(path, *local.open_local(path))
+
+
+def read_with_retry(path: str, read: Callable[[OpenedPath], T]) -> T:
+    """Open a path, call `read` with it and return the result; retry while the path is being replaced.
+
+    An error of `read` counts only if the path still leads to the directory in which it arose: otherwise another
+    process has replaced the directory meanwhile. On shared storage a missing or broken file must also stay so for a
+    second, because an NFS client may go on showing a directory that another host has removed.
+
+    Args:
+        path: the path or URL.
+        read: called with the opened path. After success the path stays open and the caller closes it; after an error
+            it is closed.
+
+    Raises:
+        NotFoundError: nothing lies at the path.
+        ReplacedError: the path was replaced in each of 40 attempts.
+        StateExchangeError: what `read` raised.
+    """
+    last: StateExchangeError | None = None
+    stale_until: float | None = None
+    for attempt in range(_ATTEMPTS):
+        if attempt:
+            time.sleep(min(0.001 * 2**attempt, 0.05))
+        try:
+            opened = open_path(path)
+        except NotFoundError as error:
+            if last is None:
+                raise
+            last = error  # between two publications, or removed for good: the next attempts decide
+            continue
+        try:
+            return read(opened)
+        except StateExchangeError as error:
+            again = isinstance(error, ReplacedError) or not opened.is_current()
+            if not again and opened.is_shared and isinstance(error, (NotFoundError, IncompleteError, CorruptError)):
+                if stale_until is None:
+                    stale_until = time.monotonic() + _STALE_S
+                again = time.monotonic() < stale_until
+            opened.close()
+            if not again:
+                raise
+            last = error
+        except BaseException:
+            opened.close()
+            raise
+    assert last is not None
+    if isinstance(last, NotFoundError):
+        raise last
+    raise ReplacedError("replaced again and again while it was read: try again later", path=path) from last

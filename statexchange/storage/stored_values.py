@@ -1,0 +1,26 @@
+"""Decode values (values.py) that were read from a file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from statexchange import values
+from statexchange.errors import CorruptError, StateExchangeError, excerpt
+from statexchange.storage.json_text import parse_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+__all__ = ["decode_stored"]
+
+
+def decode_stored(
+    text: str, path: str, *, types: Mapping[str, type] | None = None, leaf: Callable[[str], Any] | None = None
+) -> Any:
+    """Return `values.decode` of text from a file; raise CorruptError for text that `values.encode` cannot write."""
+    try:
+        return values.decode(text, types=types, leaf=leaf, parse=lambda data: parse_json(data, path))
+    except StateExchangeError:
+        raise
+    except ValueError as error:
+        raise CorruptError(f"broken config: {excerpt(str(error), 200)}", path=path) from None

@@ -1,0 +1,75 @@
+"""What pyproject.toml declares is imported, and what is imported is declared."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+HOME = Path(__file__).parents[2]
+PACKAGE = HOME / "statexchange"
+# fsspec imports these by the scheme of a URL.
+BY_SCHEME = {"s3fs", "gcsfs"}
+# Where they are imported: never, but for tests of who installs them, and never at run time.
+TESTS_ONLY = {"pytest", "_pytest"}
+TYPES_ONLY = {"typing_extensions", "_typeshed"}
+
+
+def declared() -> dict[str, Any]:
+    project: dict[str, Any] = tomllib.loads((HOME / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return project
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {
+        re.split(r"[\[<>=!~;\s]", requirement, maxsplit=1)[0].replace("-", "_").lower() for requirement in requirements
+    }
+
+
+def is_for_types(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+@cache
+def imported() -> dict[str, set[str]]:
+    """Third-party packages, each with the modules of ours that import it when they run."""
+    found: dict[str, set[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        skipped = {id(inner) for node in ast.walk(tree) if is_for_types(node) for inner in ast.walk(node)}
+        for node in ast.walk(tree):
+            if id(node) in skipped:
+                continue
+            modules: list[str] = []
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                modules = [str(node.module)]
+            for module in modules:
+                top = module.partition(".")[0]
+                if top not in sys.stdlib_module_names and top != "statexchange":
+                    found.setdefault(top, set()).add(str(path.relative_to(PACKAGE)))
+    return found
+
+
+def test_what_is_declared_is_imported() -> None:
+    extras = declared()["optional-dependencies"]
+    wanted = names(declared()["dependencies"]) | names(extras["torch"]) | names(extras["mpi"])
+    assert wanted - imported().keys() == set()
+    assert names(extras["s3"]) | names(extras["gcs"]) == BY_SCHEME
+
+
+def test_what_is_imported_is_declared() -> None:
+    extras = declared()["optional-dependencies"]
+    known = names(declared()["dependencies"]) | names(extras["torch"]) | names(extras["mpi"])
+    assert imported().keys() - known - TESTS_ONLY - TYPES_ONLY == set()
+    for package in TESTS_ONLY & imported().keys():
+        assert {path.partition("/")[0] for path in imported()[package]} == {"testing"}

@@ -1,0 +1,64 @@
+"""Tables and lists of the pages in docs say what the code says."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import statexchange
+from statexchange import errors, settings
+from statexchange.cli.output import EXIT_CODES
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def rows(page: str, columns: int) -> list[list[str]]:
+    """The rows of all tables of a page that have so many columns, without heads and rules."""
+    lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
+    heads = {at - before for at, line in enumerate(lines) if line.startswith("|---") for before in (0, 1)}
+    tables = [line for at, line in enumerate(lines) if line.startswith("|") and at not in heads]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables]
+    return [row for row in cells if len(row) == columns]
+
+
+def test_the_exit_codes_are_those_of_the_command_line() -> None:
+    shown = {code: int(number) for number, code, _, _ in rows("errors.md", 4) if number.isdecimal()}
+    assert shown == EXIT_CODES
+
+
+def test_the_exceptions_are_those_of_errors() -> None:
+    shown = {name.strip("`"): (base.strip("`"), code) for name, base, code, _ in rows("errors.md", 4) if "`" in name}
+    classes = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    assert shown == {kind.__name__: (kind.__bases__[-1].__name__, kind.code) for kind in classes}
+
+
+def test_the_environment_is_what_settings_reads() -> None:
+    tree = ast.parse(Path(settings.__file__).read_text(encoding="utf-8"))
+    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    read = {text for text in texts if re.fullmatch(r"[A-Z][A-Z_]+", text)}
+    named = {name for cell, _ in rows("how-to/mpi_slurm.md", 2) for name in re.findall(r"`([A-Z_]+)`", cell)}
+    assert named == read
+
+
+@pytest.mark.parametrize("package", ["", "comm", "train", "errors"])
+def test_the_reference_lists_every_public_name(package: str) -> None:
+    home = getattr(statexchange, package) if package else statexchange
+    page = (DOCS / "reference" / f"{package or 'python'}.md").read_text(encoding="utf-8")
+    prefix = f"statexchange.{package}." if package else "statexchange."
+    listed = re.findall(rf"^::: {re.escape(prefix)}(\w+)$", page, re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    assert set(listed) == public(home)
+    for name in listed:
+        assert getattr(home, name) is not None
+
+
+def public(home: ModuleType) -> set[str]:
+    """Names for users: no packages, which have pages of their own, and of errors only the classes."""
+    names = {name for name in home.__all__ if not hasattr(getattr(home, name), "__path__") and name != "errors"}
+    if home is errors:
+        return {name for name in names if name.endswith("Error")}
+    return names - {"StateExchangeError"}  # which the page of errors has

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Runs tests on another version of Python, in an environment of its own:
+#
+#   tools/test_on_python.sh 3.13                    # without torch, with the versions of tools/constraints.txt
+#   tools/test_on_python.sh 3.10 lowest             # with the lowest versions that pyproject.toml claims
+#   tools/test_on_python.sh 3.10 lowest torch       # and with torch, whose wheels for CUDA take some gigabytes
+#
+# The interpreter is looked for on PATH and among pyenv's. Exit status 77: it is not on this machine.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+version=$1 pins=${2:-} extra=${3:-}
+python=$(command -v "python$version" || true)
+[ -n "$python" ] && "$python" -c '' 2>/dev/null || python=$(ls -d ~/.pyenv/versions/"$version".*/bin/python 2>/dev/null | tail -1)
+[ -n "$python" ] || { echo "Python $version is not on this machine" >&2; exit 77; }
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+"$python" -m venv "$work/venv"
+constraints=tools/constraints.txt
+if [ "$pins" = lowest ]; then
+    constraints=$work/lowest.txt # "click>=8.1" becomes "click==8.1"
+    sed -n '/^dependencies/,/^]/p; /^torch = /p; /^mpi = /p' pyproject.toml | grep -o '"[A-Za-z0-9_-]*>=[0-9.]*"' | tr -d '"' | sed 's/>=/==/' >"$constraints"
+fi
+# The tests' own tools are no part of what is claimed.
+"$work/venv/bin/pip" install -q -c "$constraints" ".${extra:+[$extra]}" pytest pytest-timeout pytest-xdist hypothesis tomli
+tests=(
+    tests/unit/test_cgroups.py tests/unit/test_dependencies.py tests/unit/test_docs.py tests/unit/test_errors.py
+    tests/unit/test_pictures.py tests/unit/test_regions.py tests/unit/test_version_0_1.py tests/unit/test_workspace.py
+    tests/ranks/test_pages.py
+)
+# What reads tensors of ranks makes torch's of them; older versions of click word a usage line in another way.
+left_out="not workspaces.md and not a_save_and and not a_ranks_file and not cli.md"
+if [ -n "$extra" ]; then
+    tests+=(tests/unit/test_sources.py tests/ranks/test_gather.py tests/ranks/test_readme.py)
+    left_out="not cli.md"
+fi
+unset PYTHONPATH # it may lead to another checkout
+"$work/venv/bin/python" -c 'import importlib.metadata as m, platform, sys
+print("Python", platform.python_version(), *(f"{n} {m.version(n)}" for n in sys.argv[1:]))' numpy statexchange $extra
+"$work/venv/bin/python" -m pytest -p no:cacheprovider -k "$left_out" "${tests[@]}"
