@@ -427,7 +427,10 @@ def test_what_has_no_bytes_is_refused_on_every_rank() -> None:
         ):
             pass
     nothing = None if rank else torch.ones(1)
-    with pytest.raises(sx.errors.InvalidArgumentError, match="a tensor"), sx.get_tensors_parallel(nothing, [0, 1]):
+    with (
+        pytest.raises(sx.errors.InvalidArgumentError, match="must be a torch tensor"),
+        sx.get_tensors_parallel(nothing, [0, 1]),
+    ):
         pass
 
 
