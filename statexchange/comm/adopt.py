@@ -152,6 +152,10 @@ def from_mpi(mpi_comm: Any, *, timeout_s: float | None = None) -> Communicator:
         MissingExtraError: mpi4py or an MPI library is not installed.
         StallError: The ranks that it names did not come in time.
         ForkedError: This process was forked from a rank, to which `mpi_comm` belongs.
+
+    Example:
+        >>> from mpi4py import MPI  # doctest: +SKIP
+        >>> comm = sx.comm.from_mpi(MPI.COMM_WORLD)  # doctest: +SKIP
     """
     from statexchange.comm.backends.mpi import MPIBackend
 

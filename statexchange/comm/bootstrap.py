@@ -1,7 +1,7 @@
 """The forming of a communicator: ranks that can exchange messages find out how they move tensors and notice failure.
 
-The ranks begin with a bootstrap backend, over which they can do no more than exchange bytes. They tell each other their
-hosts, try whether all of them share memory, and set up what notices failures: the control page on one host, the failure
+The ranks begin with a bootstrap backend, over which they can do no more than exchange bytes. They exchange their
+hosts, try whether all of them share memory, and start what notices failures: the control page on one host, the failure
 detector between hosts. Only then is the transport started, so that a rank that fails in it ends the start on all ranks.
 """
 
@@ -86,7 +86,7 @@ def form_communicator(
     check: bool = True,
     start: Start | None = None,
 ) -> Communicator:
-    """A communicator of the ranks that can exchange messages over `bootstrap`. Collective.
+    """Form a communicator of the ranks that can exchange messages over `bootstrap`. Collective.
 
     `prefer` "auto" takes shared memory where all ranks share a host, and both where some do; "shm" insists on it;
     "transport" takes the transport alone. `start` is called when the ranks see each other's failures: it returns the
@@ -113,10 +113,10 @@ def form_communicator(
 def _form_session(
     bootstrap: Backend, timeout_s: float, prefer: str, check: bool, start: Start | None
 ) -> tuple[Session, str]:
-    """The session of all ranks and the name of their run. Collective."""
+    """Return the session of all ranks and the name of their run. Collective."""
 
     def all_gather_bytes(payload: bytes) -> list[bytes]:
-        return bootstrap.all_gather_bytes(payload, Wait(timeout_s, "the meeting of all ranks"))
+        return bootstrap.all_gather_bytes(payload, Wait(timeout_s, "the formation of the communicator"))
 
     has_torch = importlib.util.find_spec("torch") is not None
     ours = [host_identity(), platform.node(), secrets.token_hex(8), launchers_local_rank(bootstrap), has_torch]
@@ -184,13 +184,16 @@ def _shared_memory_backend(page: ControlPage, bootstrap: Backend, timeout_s: flo
 
 
 def _hierarchical_backend(bootstrap: Backend, topology: Topology, timeout_s: float) -> Backend:
-    """Shared memory within each host, or else the bootstrap, and the bootstrap between hosts. Collective."""
+    """Return a backend with shared memory, or else the transport, within hosts, and the transport between.
+
+    Collective.
+    """
     from statexchange.comm.backends.hierarchical import HierarchicalBackend
 
     local = bootstrap.new_group(topology.node_ranks, timeout_s) if len(topology.node_ranks) > 1 else SingleBackend()
 
     def all_gather_bytes(payload: bytes) -> list[bytes]:
-        return local.all_gather_bytes(payload, Wait(timeout_s, "the meeting of a host's ranks"))
+        return local.all_gather_bytes(payload, Wait(timeout_s, "the formation of a host's group"))
 
     page = open_control_page(local.rank, local.world_size, all_gather_bytes) if len(topology.node_ranks) > 1 else None
     shared = None if page is None else _shared_memory_backend(page, local, timeout_s)
@@ -206,7 +209,7 @@ def _hierarchical_backend(bootstrap: Backend, topology: Topology, timeout_s: flo
 
 
 def _report_no_shared_memory(topology: Topology, prefer: str) -> None:
-    """All ranks come here or none: shared memory was tried, and some rank could not."""
+    """Report why shared memory is unavailable; raise if it was insisted on. All ranks call this, or none."""
     hosts = sorted(set(topology.hosts))
     if prefer == "shm":
         raise UnsupportedError(
@@ -238,14 +241,14 @@ def _topology(facts: list[list[Any]], rank: int) -> Topology:
 
 
 def _run_identity(nonce: str) -> str:
-    """The launcher's job id for people, and root's nonce, because an id alone is never trusted."""
+    """Return the launcher's job id, for people, with rank 0's nonce, because an id alone may repeat."""
     job = re.sub(r"[^A-Za-z0-9_-]", "-", detect_launch().job or "run")[:100]
     return f"{job.lstrip('-') or 'run'}-{nonce}"
 
 
 @functools.cache
 def _close_at_exit() -> None:
-    """Others must hear why this rank ends; and a Gloo group that outlives the interpreter's end aborts the process."""
+    """Close at exit: other ranks learn why this one ends, and a Gloo group that outlives the interpreter aborts it."""
 
     def close() -> None:
         for made in list(_alive):

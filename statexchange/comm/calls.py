@@ -25,7 +25,10 @@ _CALLERS = os.path.join(_PACKAGE, "testing") + os.sep  # a part of the package t
 
 @dataclass(frozen=True, slots=True)
 class _PublicCall:
-    """A public call whose steps communicate: its name, and where it was made if this thread cannot show that."""
+    """A public call whose steps communicate.
+
+    Its name, and where it was made if this thread's stack does not show it.
+    """
 
     name: str
     site: str | None
@@ -36,10 +39,23 @@ _public: ContextVar[_PublicCall | None] = ContextVar("statexchange_public_call",
 
 @contextlib.contextmanager
 def public_call(name: str, site: str | None = None) -> Iterator[None]:
-    """A block, or a decorated function, whose steps are named after the public call that the user made.
+    """Name the steps inside a block, or a decorated function, after the public call that the user made. Not collective.
 
-    Ranks that meet in different calls are told of the public calls, not of our steps. Of nested ones the outermost
-    counts. Not collective.
+    Errors of ranks that are in different calls name the public calls, not our steps. Of nested ones the outermost
+    counts.
+
+    Args:
+        name: The public call.
+        site: Where it was made, if it goes on in another thread.
+
+    Yields:
+        Nothing.
+
+    Example:
+        >>> from statexchange.comm.calls import public_call, step_text
+        >>> with public_call("save_checkpoint"):
+        ...     step_text("the plan")
+        'save_checkpoint (the plan)'
     """
     if _public.get() is not None:
         yield
@@ -58,7 +74,7 @@ def public_call_name() -> str | None:
 
 
 def step_text(step: str) -> str:
-    """Return a step in words, after the name of the public call that it belongs to."""
+    """Return a step in words, after the name of the public call that it belongs to. Not collective."""
     public = _public.get()
     return step if public is None else f"{public.name} ({step})"
 
@@ -66,8 +82,8 @@ def step_text(step: str) -> str:
 class Call:
     """What a rank is about to do, in words, and the number of the caller that does it; ranks compare both.
 
-    `caller` counts the threads of a rank, see `Session.caller`. That of the thread that came first is 0. `public` names
-    the public call of which this is a step; None if the user made this one.
+    `caller` counts the threads of a rank (callers.py). `public` names the public call of which this is a step; None if
+    the user made this one.
     """
 
     __slots__ = ("caller", "failure", "public", "site", "text", "thread")
@@ -83,14 +99,14 @@ class Call:
 
     @classmethod
     def of_all(cls, text: str) -> Call:
-        """Return a call that ranks make together from whatever public calls they are in."""
+        """Return a call that ranks make together, whatever public calls they are in."""
         call = cls(text)
         call.text = text
         return call
 
     @property
     def fingerprint(self) -> int:
-        """A number that other words, and the same words of another caller, do not share."""
+        """A number that other words, and the same words of another caller, do not have."""
         return _fingerprint_of(self._compared)
 
     @property
@@ -105,7 +121,7 @@ class Call:
 
 @functools.lru_cache(maxsize=4096)
 def mark_of(text: str) -> bytes:
-    """8 bytes that other words do not share."""
+    """Return 8 bytes that other words do not have."""
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
@@ -119,7 +135,7 @@ _about: ContextVar[Callable[[], str] | None] = ContextVar("statexchange_about", 
 
 @contextlib.contextmanager
 def about(what: Callable[[], str]) -> Iterator[None]:
-    """A block whose calls work on what `what` names; it is asked only for an error. Not collective."""
+    """A block whose calls work on what `what` names; it is called only for an error. Not collective."""
     token = _about.set(what)
     try:
         yield
@@ -128,10 +144,10 @@ def about(what: Callable[[], str]) -> Iterator[None]:
 
 
 def call_site() -> str:
-    """File and line of the user's call, and what it is about: the innermost frame outside this package and torch.
+    """Return file and line of the user's call, and what it is about. Not collective.
 
-    In a thread of autograd's own no frame is the user's; then it is that thread. A public call that goes on in a thread
-    of ours says where it was made.
+    That is the innermost frame outside this package and torch. In a thread of autograd's engine no frame is the user's:
+    then it is the name of that thread. A public call that goes on in a thread of ours carries where it was made.
     """
     public = _public.get()
     if public is not None and public.site is not None:
@@ -154,5 +170,5 @@ def _is_internal(file: str) -> bool:
 
 
 def encoded(obj: Any) -> bytes:
-    """A JSON value as bytes."""
+    """Encode a JSON value as bytes."""
     return values.encode(obj).encode()

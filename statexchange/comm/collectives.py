@@ -1,6 +1,8 @@
-"""The collectives on tensors: what callers give is checked and laid flat, and results go back to where they belong.
+"""The collectives on tensors: arguments are checked and made contiguous, and results go back to where they belong.
 
-Whatever is wrong with a rank's arguments is raised on all ranks, since others may have called in earnest.
+Each function here has three steps. It prepares this rank's arguments; what is wrong with them is raised on all ranks,
+since others may have called with good ones (`_refusing`). It builds a `Call`, whose words the ranks compare. And it
+gives the session a body, which runs when the ranks have compared, maybe in another thread.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ _SHOWN = 300  # characters of a list of tensors in a message
 
 
 def _refusing(route: Route, verb: str, prepare: Callable[[], T]) -> T:
-    """What `prepare` makes of the arguments; where it refuses them, all ranks raise."""
+    """Return what `prepare` makes of the arguments; if it raises, all ranks raise. Collective in that case."""
     route.session.raise_if_dead()
     try:
         return prepare()
@@ -49,7 +51,7 @@ def _refusing(route: Route, verb: str, prepare: Callable[[], T]) -> T:
 
 
 def _target(given: FlatTensor, out: Any) -> FlatTensor:
-    """Where the result goes."""
+    """Return where the result goes: into `out`, which must be like `given`, or into `given`."""
     if out is None:
         return given
     target = FlatTensor(out, given.data.device.type, written=True)
@@ -59,7 +61,7 @@ def _target(given: FlatTensor, out: Any) -> FlatTensor:
 
 
 def _new(tensor: torch.Tensor, kind: str, route: Route) -> Any:
-    """A result of its own, where the caller's tensors lie, or as an array."""
+    """Return a new result on the device of the caller's tensors, or as an array."""
     return (
         as_numpy(tensor)
         if kind == "array"
@@ -77,7 +79,7 @@ def all_reduce(route: Route, tensor: Any, op: str, out: Any, scale: float, async
         given, backend = flat_for(route, tensor, written=out is None)
         target = _target(given, out)
         reduction = Reduction.of(op, given.data.dtype, scale, backend)
-    except Exception as refusal:  # noqa: BLE001 (see _refusing, which costs a small tensor too much)
+    except Exception as refusal:  # noqa: BLE001 (as _refusing, whose call costs a small tensor too much)
         route.session.refuse("all_reduce", refusal)
 
     def body(wait: Wait) -> Any:
@@ -126,7 +128,7 @@ def all_reduce_multiple(
 
 
 def _short(text: str) -> str:
-    """A text that may be long, so that two of them still differ."""
+    """Shorten a text that may be long, so that two different ones still differ."""
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... {mark_of(text).hex()}"
 
 
@@ -202,7 +204,7 @@ def all_gather(route: Route, tensor: Any, async_op: bool) -> Any:
 
 
 def _parts(route: Route, given: FlatTensor, into: torch.Tensor) -> list[Any]:
-    """One result like `given` for each rank."""
+    """Return one result like `given` for each rank."""
     return [_new(part, given.kind, route) for part in into.view(route.world_size, *given.tensor.shape)]
 
 

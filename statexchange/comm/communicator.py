@@ -100,7 +100,14 @@ class Communicator:
     def __init__(
         self, session: Session, run: str, form: FormCommunicator, *, flat_side_of: Communicator | None = None
     ) -> None:
-        """`form` makes the communicators of groups; `flat_side_of` is the one with which this shares all but routes."""
+        """Make a communicator of a session; users call `init`, `from_process_group` or `from_mpi`.
+
+        Args:
+            session: This rank's part in the group.
+            run: An identity that all its ranks share and no other job has.
+            form: Makes the communicators of groups.
+            flat_side_of: The hierarchical one with which this shares all but the route of its tensors.
+        """
         self._session = session
         self._form = form
         self.run = run

@@ -14,7 +14,7 @@ Devices = Sequence[Any] | Literal[False] | None
 
 
 def choose(devices: Devices, local_rank: int) -> str:
-    """The name of the device of the rank with this `local_rank`, made torch's current one if it is a GPU.
+    """Return the name of this rank's device, made torch's current one if it is a GPU.
 
     Not collective. `devices` as `init` takes it.
     """
@@ -29,7 +29,7 @@ def choose(devices: Devices, local_rank: int) -> str:
 
 
 def check_devices(devices: Any) -> None:
-    """InvalidArgumentError unless `devices` is of a type that `init` takes. Not collective."""
+    """Raise InvalidArgumentError unless `devices` is of a type that `init` takes. Not collective."""
     several = isinstance(devices, Sequence) and not isinstance(devices, (str, bytes))
     if not (devices is None or devices is False or several):
         raise InvalidArgumentError(f"devices is None, False or a list with a device for each rank, not {devices!r}")

@@ -48,7 +48,7 @@ class FlatTensor:
         return self.data.view(torch.uint8)
 
     def write_back(self) -> Any:
-        """What the caller gave, which now holds `data`."""
+        """Return what the caller gave, which now holds `data`."""
         if not self._lent:
             self.tensor.copy_(self.data.view(self.tensor.shape))
         if isinstance(self.given, np.ndarray):
@@ -58,23 +58,23 @@ class FlatTensor:
         return self.given
 
     def start_from(self, given: FlatTensor) -> torch.Tensor:
-        """What to reduce so that the result can go here: a failure must find a caller's `out` as it was."""
+        """Return what to reduce so that the result can go here: after a failure a caller's `out` must be as it was."""
         return self.data if given is self else given.data.clone()
 
     def finish_with(self, result: torch.Tensor) -> Any:
-        """What the caller gave, which now holds `result`."""
+        """Return what the caller gave, which now holds `result`."""
         if result is not self.data:
             self.data.copy_(result)
         return self.write_back()
 
     @property
     def kind(self) -> str:
-        """What results for this caller should be: "array", or tensors of "cpu" or "cuda"."""
+        """The kind of results for this caller: "array", or tensors of "cpu" or "cuda"."""
         return "array" if isinstance(self.given, np.ndarray) else self.tensor.device.type
 
 
 def flat_for(route: Route, given: Any, *, written: bool) -> tuple[FlatTensor, Backend]:
-    """What a caller gave, on the device of the backend that will move it."""
+    """Return what a caller gave as a flat tensor, and the backend that will move it."""
     backend = route.backend_of(given)
     return FlatTensor(given, backend.device_type, written=written), backend
 

@@ -1,4 +1,4 @@
-"""What a forked child does with what belongs to its parent: communicators, control pages, failure boards.
+"""What a forked child does with what belongs to its parent: communicators, control pages, failure detectors.
 
 A fork copies every object, and with it descriptors of the parent's sockets and mappings of its shared memory. A child
 that used them would take part as if it were its parent. So whatever connects a process with other ranks is registered

@@ -198,12 +198,11 @@ def _make_by_torch(options: InitOptions, timeout_s: float) -> Communicator:
         made = TorchBackend(group, timeout_s)
         return made, NCCLBackend(group, made) if of_gpus else None
 
-    meeting = StoreBootstrap(store, rank, size)
-    return form_communicator(meeting, timeout_s, prefer=prefer, check=check, start=start)
+    return form_communicator(StoreBootstrap(store, rank, size), timeout_s, prefer=prefer, check=check, start=start)
 
 
 def _bootstrap_backend(options: InitOptions, timeout_s: float) -> Backend:
-    """What the ranks can meet over."""
+    """Return a backend over which the ranks can exchange bytes. Collective."""
     launch = detect_launch()
     if options.backend == "mpi" or (options.rendezvous is None and launch.launcher in ("openmpi", "mpich")):
         from statexchange.comm.backends import mpi

@@ -1,4 +1,9 @@
-"""From rank to rank: a note that says what comes, the answer of the receiver, and the data if both want the same."""
+"""Send and receive between two ranks, who compare what they are about to do before any data moves.
+
+Three messages, with tags 0, 1 and 2: the sender's note goes to the receiver, the receiver's note to the sender, then
+the data. A note is the mark of a dtype and shape, and words for an error. If the marks differ, or a rank has refused
+its arguments, both ranks raise, and the data is not sent.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ from statexchange.errors import (
 
 __all__ = ["recv", "send"]
 
-_HEADER, _ANSWER, _DATA = 0, 1, 2  # tags of what goes from rank to rank
+_HEADER, _ANSWER, _DATA = 0, 1, 2  # tags
 _NOTE_BYTES = 320
 
 
@@ -44,7 +49,7 @@ def _pass(route: Route, tensor: Any, peer: int, verb: str, async_op: bool) -> An
     try:
         flat, backend = flat_for(route, tensor, written=verb == "recv")
         text = flat.text
-    except Exception as error:  # noqa: BLE001 (whatever it is, the other must not wait)
+    except Exception as error:  # noqa: BLE001 (whatever it is, the peer must not wait)
         refusal, text = error, f"refused: {error}"
     note = f"rank {route.rank} called {verb} {text} {'to' if verb == 'send' else 'from'} {peer} at {call_site()}"
 
@@ -53,7 +58,7 @@ def _pass(route: Route, tensor: Any, peer: int, verb: str, async_op: bool) -> An
         if refusal is not None:
             raise refusal
         if theirs is not None:
-            raise MismatchError(f"ranks met in different calls: {note}; {theirs}")
+            raise MismatchError(f"ranks are in different calls: {note}; {theirs}")
         assert flat is not None
         if verb == "send":
             backend.send(flat.bytes, peer, _DATA, wait)
@@ -65,7 +70,7 @@ def _pass(route: Route, tensor: Any, peer: int, verb: str, async_op: bool) -> An
 
 
 def _offer(backend: Backend, peer: int, text: str, note: str, wait: Wait) -> str | None:
-    """Say what comes; the other's note if it wants something else."""
+    """Send what comes; return the receiver's note if it expects something else, else None."""
     backend.send(_note(text, note), peer, _HEADER, wait)
     answer = torch.empty(_NOTE_BYTES, dtype=torch.uint8, device="cpu")
     backend.recv(answer, peer, _ANSWER, wait)
@@ -73,7 +78,7 @@ def _offer(backend: Backend, peer: int, text: str, note: str, wait: Wait) -> str
 
 
 def _await_offer(backend: Backend, peer: int, text: str, note: str, wait: Wait) -> str | None:
-    """Hear what comes, and say what is wanted; the other's note if that is something else."""
+    """Receive what comes, and answer what is expected; return the sender's note if they differ, else None."""
     offer = torch.empty(_NOTE_BYTES, dtype=torch.uint8, device="cpu")
     backend.recv(offer, peer, _HEADER, wait)
     backend.send(_note(text, note), peer, _ANSWER, wait)
@@ -81,8 +86,8 @@ def _await_offer(backend: Backend, peer: int, text: str, note: str, wait: Wait) 
 
 
 def _note(text: str, note: str) -> torch.Tensor:
-    said = note.encode()[: _NOTE_BYTES - 8].ljust(_NOTE_BYTES - 8, b"\0")
-    return torch.frombuffer(bytearray(mark_of(text) + said), dtype=torch.uint8)
+    words = note.encode()[: _NOTE_BYTES - 8].ljust(_NOTE_BYTES - 8, b"\0")
+    return torch.frombuffer(bytearray(mark_of(text) + words), dtype=torch.uint8)
 
 
 def _differs(text: str, note: torch.Tensor) -> str | None:

@@ -67,7 +67,7 @@ def store_of(launch: Launch, timeout_s: float) -> SharedStore:
 def _torchruns_store(timeout_s: float) -> SharedStore:
     deadline = time.monotonic() + timeout_s
     try:
-        with torch_errors(Wait(timeout_s, "the meeting at torchrun's store")):
+        with torch_errors(Wait(timeout_s, "torchrun's store")):
             store, rank, size = next(iter(_stores.rendezvous("env://", timeout=tcp_store.as_timedelta(timeout_s))))
     except ValueError as error:
         if isinstance(error, StateExchangeError):

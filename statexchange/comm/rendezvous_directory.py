@@ -20,7 +20,7 @@ Invariants, and why:
 * A name is written by one process, once, and never replaced: an NFS 4.1 client would go on showing what a replaced name
   held before. So a hello is renewed by beats of new names.
 * A file is written under its final name. Half a file is no JSON object; its reader looks again.
-* Every look opens the directory with O_DIRECTORY and lists it: looking a name up, or a directory by its whole path, may
+* Every scan opens the directory with O_DIRECTORY and lists it: looking a name up, or a directory by its whole path, may
   be answered from the cache for 30 s. An absent directory is made from the deepest parent that can be opened.
 * After a hello or an answer the directory changes once more, by a beat, at least 30 ms later. On NFS 3 two changes
   within one tick of the server's clock look like one, and a client that has listed between them stays blind.
@@ -66,7 +66,7 @@ __all__ = ["DirectoryRendezvous"]
 _POLL_S = 0.02
 _BEAT_S = 0.25
 _SETTLE_S = 0.04  # four ticks of the slowest server clock seen, 100 Hz
-_CROWD = 64  # ranks; more look and beat less often, so that the file server's load does not grow with their number
+_CROWD = 64  # ranks; more scan and beat less often, so that the file server's load does not grow with their number
 _CONNECT_S = 10.0
 _LINGER_S = 5.0
 _NOTICE_S = 1.0
@@ -152,7 +152,7 @@ class _Answer:
     server: str
     refusal: str | None
     made: int
-    """Directories at the end of the path that this rendezvous has made: who leaves last removes them."""
+    """Directories at the end of the path that this rendezvous has made: the last rank to leave removes them."""
 
 
 @dataclass(slots=True)
@@ -165,7 +165,7 @@ class _Pulse:
 
 
 class _ConflictError(Exception):
-    """Ranks do not fit together: all of them are to find that out."""
+    """Raised where ranks do not fit together, which all of them are to see."""
 
     def __init__(self, error: StateExchangeError) -> None:
         super().__init__(error)
@@ -192,7 +192,7 @@ class DirectoryRendezvous:
         self._pulses: dict[str, _Pulse] = {}
         self._known: set[str] = set()  # nonces that have ever been seen alive
         self._seen: dict[int, str] = {}  # ranks that were alive when they were last seen; they may have left since
-        self._present: set[int] = set()  # ranks that were there at the last look
+        self._present: set[int] = set()  # ranks that were there at the last scan
 
     def store(self) -> SharedStore:
         """Return the store that all ranks have joined. Collective."""
@@ -201,7 +201,7 @@ class DirectoryRendezvous:
                 self._publish_hello()
                 return self._lead() if self._rank == 0 else self._follow()
             except _ConflictError as conflict:
-                self._linger(set(self._hellos) - {self._nonce}, _NOTICE_S)  # the others are to see it, too
+                self._linger(set(self._hellos) - {self._nonce}, _NOTICE_S)  # so that the others see it, too
                 raise conflict.error from None
             finally:
                 self._remove()
@@ -276,16 +276,16 @@ class DirectoryRendezvous:
         tcp_store.enroll(store, 0, self._nonce, where)
         refusals = {f"refusal-{nonce}.json" for nonce in nonces}
 
-        def look() -> None:
+        def poll() -> None:
             self._beat()
-            with self._looking() as (directory, names):
+            with self._scanned() as (directory, names):
                 for name in refusals & set(names):
                     found = _read(directory, name)
                     if found is not None:
                         raise NotInitializedError(str(found.get("why")), rank=found.get("rank"))
 
         with tcp_store.failure_announced(store, self._world_size):
-            tcp_store.wait_for_all(store, self._world_size, self._deadline, self._timeout_s, where, look)
+            tcp_store.wait_for_all(store, self._world_size, self._deadline, self._timeout_s, where, poll)
         self._remove()
         tcp_store.complete(store)
         return SharedStore(store, 0, self._world_size, server)
@@ -321,9 +321,9 @@ class DirectoryRendezvous:
     def _wait_for_answer(self) -> _Answer:
         while True:
             beaten = self._beat()
-            with self._looking() as (directory, names):
+            with self._scanned() as (directory, names):
                 if beaten:
-                    self._living(directory, names)  # to name who is missing; rank 0 looks more often
+                    self._living(directory, names)  # to name missing ranks; rank 0 scans more often
                 for name in names:
                     answer = _read(directory, name) if _ANSWER.fullmatch(name) else None
                     if answer is not None and self._is_mine(answer):
@@ -355,14 +355,14 @@ class DirectoryRendezvous:
         """Return the nonces of all ranks, each of which is known to live."""
         while True:
             self._beat()
-            with self._looking() as (directory, names):
+            with self._scanned() as (directory, names):
                 living = self._living(directory, names)
             if len(living) == self._world_size:
                 return [living[rank] for rank in range(self._world_size)]
             self._pause()
 
     def _pause(self) -> None:
-        """Sleep until the next look; StallError past the deadline."""
+        """Sleep until the next scan; raise StallError past the deadline."""
         if time.monotonic() > self._deadline:
             where, everybody = str(self._path), range(self._world_size)
             if never := [rank for rank in everybody if rank not in self._seen]:
@@ -428,7 +428,7 @@ class DirectoryRendezvous:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self._beat()
-            with self._looking() as (_, names):
+            with self._scanned() as (_, names):
                 if not any(nonce in name for name in names for nonce in nonces):
                     return
             time.sleep(self._poll_s)
@@ -437,7 +437,7 @@ class DirectoryRendezvous:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:
-        """The directory, opened anew and made if need be."""
+        """Yield a descriptor of the directory, opened anew and made if need be."""
         directory, made = _open_directory(self._path)
         try:
             self._made = max(self._made, made)
@@ -446,13 +446,13 @@ class DirectoryRendezvous:
             os.close(directory)
 
     @contextlib.contextmanager
-    def _looking(self) -> Iterator[tuple[int, list[str]]]:
-        """The directory, opened anew, and the names in it."""
+    def _scanned(self) -> Iterator[tuple[int, list[str]]]:
+        """Yield the directory, opened anew, and the names in it."""
         with self._opened() as directory:
             yield directory, os.listdir(directory)
 
     def _put(self, name: str, value: dict[str, Any] | None = None) -> None:
-        """Write a new file, empty without a value; again if another rendezvous removes the directory meanwhile."""
+        """Write a new file, empty without a value; retry if another rendezvous removes the directory meanwhile."""
         for attempt in range(_RACES):
             try:
                 with self._opened() as directory, _new_file(directory, name) as file:

@@ -1,17 +1,20 @@
-"""A session of ranks: they meet, compare what they are about to do, keep it in order, and learn of failure.
+"""A session: one rank's part in what its group does. It orders calls, compares them across ranks, and spreads failure.
 
-Several threads of a rank may call, but which of them comes first may differ from rank to rank. So:
+Order. Several threads of a rank may call:
 
-* One call runs at a time: a thread takes the session's turn, and waits while another one has it. Work that was begun
-  with `async_op` takes it in the queue's thread. What goes from rank to rank has a turn for each peer and direction.
-* A call carries the number of its caller: threads are counted in the order in which they first call. The number is part
-  of the fingerprint that ranks compare at the entry of every collective. So the calls of a thread meet those of the
-  same thread on other ranks, or all ranks raise MismatchError, even if the calls are of one shape.
-* Two threads that begin at once may be counted in different orders, and be taken for each other. So at its first call a
-  thread's name is compared with those of the other ranks' callers (`_check_caller`).
-* Threads of autograd's engine are one caller. A reducer, which knows whose backward its hooks run in, lets them call as
-  that thread (`called_by`): on some ranks a bucket goes during backward, on others in `finalize`.
-* `send`, `recv` and the making of a group do not count: not all ranks take part, so the counts would come apart.
+* One call runs at a time: a thread takes the session's lock, and waits while another one has it. Work that was begun
+  with `async_op` takes it in the queue's thread. What goes from rank to rank has a queue for each peer and direction.
+* A call carries the number of its caller (callers.py), so that the calls of a thread are matched with those of the same
+  thread on other ranks. `send`, `recv` and the making of a group do not count: not all ranks take part, so the counts
+  would come apart.
+
+Comparison. Before a collective the ranks compare the fingerprints of their calls: in the control page on one host, by
+one small message elsewhere. If they differ, all ranks exchange what they were about to do (`_explanation`), and all
+raise the same MismatchError. If a rank was about to report an error of its own, all raise that instead.
+
+Failure. An error in which all ranks have met, as a MismatchError or a refused argument, leaves the group usable
+(`shared_error`). Any other error ends it: `fail` keeps it as `dead`, which every later call raises, and reports it to
+the other ranks, which then raise it from their waits.
 """
 
 from __future__ import annotations
@@ -55,12 +58,8 @@ T = TypeVar("T")
 _CLOSE_S = 1.0
 _OF_ARGUMENTS = (TypeError, ValueError, AttributeError)
 _SECOND_CALLER_S = 0.05  # within which a thread that begins at the same time as another one has begun
-_SHARED_ERRORS = (
-    MismatchError,
-    NumericOverflowError,
-    InvalidArgumentError,
-    UnsupportedError,
-)  # raised where all ranks have met
+# Raised where all ranks have met, so that all of them raise the same.
+_SHARED_ERRORS = (MismatchError, NumericOverflowError, InvalidArgumentError, UnsupportedError)
 
 
 class Session:
@@ -104,14 +103,14 @@ class Session:
         self.dead: StateExchangeError | None = None
         self.shared_error: BaseException | None = None
         self._check = check
-        self._pending_failure: dict[str, Any] | None = None  # what this rank is about to bring to an agreement
-        self._last_shared_error: StateExchangeError | None = None  # the last error in which all ranks have met
-        self._is_message_cut = False  # a message between two ranks was broken off, and may lie around half
+        self._pending_failure: dict[str, Any] | None = None  # the error that this rank is about to report in `agree`
+        self._last_shared_error: StateExchangeError | None = None  # also of work that nobody has waited for
+        self._is_message_cut = False  # a message to or from a rank was broken off: half of it may be under way
         self._queue = WorkQueue(f"statexchange rank {topology.rank}", skips=True)
         self._peer_queues: dict[tuple[str, int], WorkQueue] = {}
         self.dependents: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._call_lock = threading.Lock()  # held during a call, as two at once would take each other's messages
-        self._lock_holder = 0  # the thread that has it
+        self._call_lock = threading.Lock()  # held during a call: two at once would take each other's messages
+        self._lock_holder = 0  # the thread that holds it
         self.callers = Callers(self.world_size)
         self.is_inherited = False
         forks.cut_off_in_children(self)
@@ -124,7 +123,7 @@ class Session:
             "communicate in that process, or start this one as a rank of its own (not by fork)",
             rank=self.rank,
         )
-        # A thread that is not here may have held a lock at the moment of the fork.
+        # A thread that is not here may have held a lock at the moment of the fork: use new ones.
         self._call_lock = threading.Lock()
         self.callers.disown()
         for queue in [self._queue, *self._peer_queues.values()]:
@@ -133,8 +132,7 @@ class Session:
     def _check_caller(self, call: Call, wait: Wait) -> None:
         """Raise DifferentCallsError, on all ranks, if a new caller is another thread on one rank than on another.
 
-        Of the first caller's rivals nothing may be known yet: where a thread of its name elsewhere might become one, it
-        waits a moment for that thread to call.
+        A thread that might be the first caller on another rank may not have called yet: wait a moment for it.
         """
         number = call.caller
         accounts = self._compare_callers(call, self.callers.account(), wait)
@@ -148,7 +146,7 @@ class Session:
         call.thread = None
 
     def _compare_callers(self, call: Call, account: Any, wait: Wait) -> list[Any]:
-        """What each rank says of its caller."""
+        """Return what each rank reports of its caller."""
         call.thread = self.callers.name_of(call.caller)
         comparison = Call.of_all(f"{call.text}, the first of its thread")
         comparison.caller = call.caller
@@ -168,10 +166,11 @@ class Session:
     def all_gather_bytes(
         self, call: Call, payload: bytes, root: int | None = None, timeout_s: float | None = None
     ) -> list[bytes]:
-        """Every rank's payload in rank order; on `root` only, if that is given. Collective."""
+        """Return every rank's payload in rank order; on `root` only, if that is given. Collective."""
         self.raise_if_dead()
         if call.failure is not None and self.world_size > 1:
-            self._pending_failure = call.failure  # work under way may be the first to meet the others
+            # Work under way may be the first in which the ranks compare their calls.
+            self._pending_failure = call.failure
             if self.monitor is not None:
                 self.monitor.request_collective()
         call.caller = self.callers.number()
@@ -193,7 +192,7 @@ class Session:
                 self._pending_failure = None
 
     def _one_at_a_time(self, call: Call, job: Callable[[], T], *, is_shared: bool = True) -> T:
-        """`guarded`, while no other thread is inside a call."""
+        """As `guarded`, while no other thread is inside a call."""
         if not self._call_lock.acquire(False):
             self._await_lock(call)
         self._lock_holder = get_ident()
@@ -213,7 +212,7 @@ class Session:
         return [answer[8:] for answer in answers] if root is None or root == self.rank else []
 
     def _enter(self, call: Call, location: int, wait: Wait) -> Sequence[int]:
-        """The entry of a collective on tensors."""
+        """Enter a collective on tensors: what `Wait.enter` does."""
         if self.page is not None and (self._check or self.backend.enters_itself):
             return self.page.enter(call.fingerprint, location, wait)
         if self._check:
@@ -221,14 +220,14 @@ class Session:
         return ()
 
     def wait_for(self, call: Call, timeout_s: float | None = None) -> Wait:
-        """The wait of a call: it asks who has failed, and how to meet."""
+        """Return the wait of a call, with this session's monitor and entry."""
         if self.monitor is not None:
             self.monitor.set_current_op(call.text)
         seconds = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
         return Wait(seconds, call.text, self.monitor, functools.partial(self._enter, call))
 
     def _begin(self, call: Call, timeout_s: float | None = None) -> Wait:
-        """The wait of a call whose turn has come, once a new caller is known to all."""
+        """Return the wait of a call whose turn has come, once a new caller has been compared."""
         self.raise_if_dead()
         wait = self.wait_for(call, timeout_s)
         if self.callers.is_new(call.caller):
@@ -236,14 +235,14 @@ class Session:
         return wait
 
     def _pass(self) -> None:
-        """The end of a call where there is no page: an error if the ranks have given it up."""
+        """End a call where there is no page; raise if the ranks have given it up."""
         if self.monitor is not None:
             self.monitor.complete_op()
 
     # Order
 
     def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work:
-        """Run `body` after the meeting of all ranks, in the order of calls. Its caller has found the group alive."""
+        """Run `body` after all ranks have entered, in the order of calls. Collective."""
         if self.device_backend is not None:
             call.text += f" on {backend.device_type}"
 
@@ -255,11 +254,12 @@ class Session:
             if self.page is None:
                 self._pass()
             elif not backend.enters_itself:
-                self.page.sync(wait)  # the page has seen all ranks enter, but not that each has its result
+                self.page.sync(wait)  # all ranks have entered, but not each has its result yet
             return result
 
         try:
-            call.caller = self.callers.local.number  # as `callers.number()`, which costs a small call too much
+            # Inlined from `callers.number()`: the call would cost small collectives too much.
+            call.caller = self.callers.local.number
         except AttributeError:
             call.caller = self.callers.new_number()
         if async_op:
@@ -272,9 +272,9 @@ class Session:
         return self._one_at_a_time(call, job)
 
     def refuse(self, verb: str, refusal: Exception) -> NoReturn:
-        """Raise what is wrong with this rank's arguments, on all ranks: others may have called in earnest.
+        """Raise `refusal` of this rank's arguments, on all ranks, as others may have called with good ones. Collective.
 
-        What Python raises where an argument has another type or value than it should is an InvalidArgumentError.
+        A TypeError, ValueError or AttributeError becomes an InvalidArgumentError.
         """
         if isinstance(refusal, _OF_ARGUMENTS) and not isinstance(refusal, StateExchangeError):
             cause, refusal = refusal, InvalidArgumentError(f"{verb}: {refusal}", rank=self.rank)
@@ -285,7 +285,7 @@ class Session:
         raise refusal
 
     def record(self, error: BaseException, phase: str) -> dict[str, Any]:
-        """What carries an error of this rank to the others."""
+        """Return the record that carries an error of this rank to the others."""
         return to_record(error, self.rank, phase, self.topology.hosts[self.rank])
 
     def _for_caller(self, backend: Backend, job: Callable[[], T]) -> Callable[[], T]:
@@ -300,8 +300,11 @@ class Session:
     def deliver(
         self, backend: Backend, verb: str, peer: int, operation: str, body: Callable[[Wait], T], async_op: bool
     ) -> T | Work:
-        """Run `body` after what goes to, or comes from, `peer` already; in a line of its own, so that a send does not
-        hold up the receive that the peer waits for."""
+        """Run `body` after what goes to, or comes from, `peer` already. Not collective.
+
+        Each peer and direction has a queue of its own, so that a send does not hold up the receive that the peer waits
+        for.
+        """
         queue = self._peer_queues.setdefault((verb, peer), WorkQueue(f"statexchange {verb} {peer}"))
         call = Call(f"{operation} ({'to' if verb == 'send' else 'from'} rank {peer})")
 
@@ -312,7 +315,7 @@ class Session:
             except AbandonedError:
                 self._is_message_cut = True
                 if self._last_shared_error is not None and not self._is_collective_requested():
-                    self.fail(call, self._last_shared_error)  # another thread has met the others already
+                    self.fail(call, self._last_shared_error)  # another thread has raised it already, with all ranks
                 raise
 
         def guarded() -> T:
@@ -329,7 +332,7 @@ class Session:
             self._join_requested_collective(call)
 
     def _join_requested_collective(self, call: Call) -> NoReturn:
-        """`call` was broken off, since a rank calls all to hear of its failure: hear it, and raise it."""
+        """Raise why `call` was broken off: a rank has requested a collective to report its failure. Collective."""
         if self._is_collective_requested():
             self.all_gather_bytes(Call.of_all(f"{call.text}, broken off"), b"")
         raise self.dead or self._last_shared_error or AbandonedError
@@ -338,7 +341,7 @@ class Session:
         return self.monitor is not None and self.monitor.collective_requested()
 
     def drain(self) -> None:
-        """Return when all work under way is done; its errors are its own. Not collective."""
+        """Return when all work under way is done; its errors stay with it. Not collective."""
         for queue in [self._queue, *self._peer_queues.values()]:
             queue.drain()
 
@@ -350,7 +353,7 @@ class Session:
             queue.raise_lost()
 
     def check_root(self, root: Any) -> None:
-        """InvalidArgumentError unless `root` is a rank of this group. Not collective."""
+        """Raise InvalidArgumentError unless `root` is a rank of this group. Not collective."""
         if not hasattr(root, "__index__") or not 0 <= operator.index(root) < self.world_size:
             what = f"root {root!r} is not a rank of this communicator of {self.world_size}"
             raise InvalidArgumentError(what, rank=self.rank)
@@ -358,19 +361,20 @@ class Session:
     # Failure
 
     def raise_if_inherited(self) -> None:
-        """ForkedError in a child that was forked from the rank."""
+        """Raise ForkedError in a child that was forked from the rank. Not collective."""
         if self.is_inherited:
             self.raise_if_dead()
 
     def raise_if_dead(self) -> None:
-        """Raise what this group has failed of."""
+        """Raise what this group has failed of, if it has. Not collective."""
         if self.dead is not None:
-            raise self.dead.with_traceback(None)  # else each time adds to it
+            raise self.dead.with_traceback(None)  # else each raise would lengthen it
 
     def guarded(self, call: Call, body: Callable[[], T], *, is_shared: bool = True) -> T:
-        """The value of `body`, whose failure on this rank reaches all.
+        """Return the value of `body`; a failure on this rank reaches all.
 
-        An error in which all ranks have met is `shared_error`, unless it is told later, to who waits for its work.
+        An error in which all ranks have met becomes `shared_error` if `is_shared`. That of asynchronous work does not:
+        it is raised later, where the work is waited for.
         """
         try:
             result = body()
@@ -382,7 +386,7 @@ class Session:
             self._note_shared_error(call, error, is_shared)
             raise
         except AbandonedError:
-            raise  # nothing has failed here
+            raise  # this rank has not failed: another one has
         except BaseException as error:
             if error is self.shared_error or error is self.dead:
                 raise
@@ -391,7 +395,7 @@ class Session:
                 raise (self.dead or error) from error
             raise
         if is_shared:
-            self.shared_error = None  # all have gone on since
+            self.shared_error = None  # all ranks have gone on since
         return result
 
     def _note_shared_error(self, call: Call, error: StateExchangeError, is_shared: bool) -> None:
@@ -401,30 +405,31 @@ class Session:
             self.fail(call, error)
 
     def _explanation(self, call: Call) -> StateExchangeError:
-        """Tell each other what all were about to do; the error that all are to raise."""
+        """Return the error that all ranks raise, after they have exchanged what they were about to do. Collective."""
         failing = call.failure or self._pending_failure
-        told: dict[str, Any] = {"text": call.text, "site": call.site or call_site(), "failure": failing}
-        told |= {"caller": call.caller, "thread": call.thread, "public": call.public}
+        own: dict[str, Any] = {"text": call.text, "site": call.site or call_site(), "failure": failing}
+        own |= {"caller": call.caller, "thread": call.thread, "public": call.public}
         explaining = Call.of_all("an explanation")
-        answers = self.messages(explaining, encoded(told), None, self.wait_for(explaining))
+        answers = self.messages(explaining, encoded(own), None, self.wait_for(explaining))
         accounts = [values.decode(answer) for answer in answers]
         failure = next((account["failure"] for account in accounts if account["failure"] is not None), None)
-        threads = {account["thread"] for account in accounts}  # that differ, or whose calls of one text do not meet
+        threads = {account["thread"] for account in accounts}  # names, where those differ
         is_same = len({account["text"] for account in accounts}) == 1
         confused = len(threads) > 1 or (is_same and threads != {None})
         several = len({account["caller"] for account in accounts}) > 1 or confused
-        if len({account["public"] for account in accounts}) > 1:  # then their steps say nothing to who made the calls
+        if len({account["public"] for account in accounts}) > 1:
+            # The user has made the public calls, and does not know their steps.
             for account in accounts:
                 account["text"] = account["public"] or account["text"]
         lines = [_line(rank, account, several) for rank, account in enumerate(accounts)]
         hint = ". Several threads use this communicator: give each its own, from duplicate()" if several else ""
         if confused:
             hint += "; threads that begin at once must have names of their own, the same on all ranks"
-        different = MismatchError("ranks met in different calls: " + "; ".join(lines) + hint)
+        different = MismatchError("ranks are in different calls: " + "; ".join(lines) + hint)
         return from_record(failure) if failure is not None else different
 
     def fail(self, call: Call, error: BaseException) -> None:
-        """Nothing works here any more: say so to the others, and remember it."""
+        """End this group: keep the error for later calls, and report it to the other ranks. Not collective."""
         if isinstance(error, PeerError):
             error = named_failure(error, self.monitor, self.topology.hosts)
         self.dead = error if isinstance(error, StateExchangeError) else from_record(self.record(error, call.text))
@@ -435,11 +440,17 @@ class Session:
             self.monitor.report_failure(self.dead)
 
     def forming_group(self) -> contextlib.AbstractContextManager[None]:
-        """A block that makes a group of ranks of this one: it ends when one of this group's ranks fails."""
+        """A block that forms a group of ranks of this one: it ends when one of this group's ranks fails.
+
+        Not collective.
+        """
         return forming_group(self.monitor, self.topology.hosts)
 
     def group_of(self, ranks: Sequence[int]) -> Backend:
-        """A backend of `ranks`, in that order; MismatchError on all if they give several. Collective over them."""
+        """Return a backend of `ranks`, in that order; raise MismatchError, on all, if orders differ.
+
+        Collective over them.
+        """
         members = sorted(ranks)
         if len(members) == self.world_size:
             self.all_gather_bytes(Call(f"new_group({list(ranks)})"), b"")
@@ -459,16 +470,16 @@ class Session:
         orders = [values.decode(answer) for answer in answers]
         if any(order != list(ranks) for order, _ in orders):
             lines = [f"rank {r} called new_group({o}) at {site}" for r, (o, site) in zip(members, orders, strict=True)]
-            raise MismatchError("ranks met in different calls: " + "; ".join(lines))
+            raise MismatchError("ranks are in different calls: " + "; ".join(lines))
 
     def raise_first(self, call: Call, records: Sequence[dict[str, Any] | None], cause: Exception | None) -> None:
-        """Raise the failure of the lowest rank that has one."""
+        """Raise the failure of the lowest rank that has one. The records are the same on all ranks."""
         failure = next((record for record in records if record is not None), None)
         if failure is not None:
             known = from_record(failure)
             self._note_shared_error(call, known, is_shared=True)
             if type(known) is type(cause) and isinstance(cause, StateExchangeError):
-                raise known.with_traceback(cause.__traceback__) from cause.__cause__  # the same one, told once
+                raise known.with_traceback(cause.__traceback__) from cause.__cause__
             raise known from cause
 
     def close(self, error: BaseException | None) -> None:
@@ -493,10 +504,10 @@ class Session:
 
 
 class Route:
-    """The way of a session's tensors: `backend` moves those of CPUs, the session's `devices` those of GPUs.
+    """Which backend moves a session's tensors: `backend` those of CPUs, the session's `device_backend` those of GPUs.
 
-    Several routes share a session: its failures and the order of its calls. `suffix` names the route in calls, as ranks
-    that take different ones must not meet.
+    Several routes share a session: its failures and the order of its calls. `suffix` names the route in calls, so that
+    ranks that take different ones raise MismatchError.
     """
 
     def __init__(self, session: Session, backend: Backend, suffix: str = "") -> None:
@@ -507,7 +518,7 @@ class Route:
         self._suffix = suffix
 
     def backend_for(self, device_type: str) -> Backend:
-        """What moves tensors of this device."""
+        """Return what moves tensors of this device."""
         devices = self.session.device_backend
         if devices is not None and device_type == devices.device_type:
             return devices
@@ -521,18 +532,18 @@ class Route:
 
     @property
     def hierarchy(self) -> Backend | None:
-        """What works within each host first and then between hosts, if there is such a backend."""
+        """The backend that reduces within each host first and then between hosts, if this is one."""
         return self._backend if self._backend.name == "hierarchical" else None
 
     def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work:
-        """As a session's; on another route it is another call."""
+        """As `Session.collective`; on another route it is another call. Collective."""
         if self._suffix:
             call.text += self._suffix
         return self.session.collective(call, backend, body, async_op)
 
 
 def _line(rank: int, account: Mapping[str, Any], by_caller: bool) -> str:
-    """What a rank was about to do, for a message; with the thread that did it, if that matters."""
+    """Return what a rank was about to do, for a message; with its thread, if that matters."""
     thread = "autograd's threads" if account["caller"] == AUTOGRAD else f"its thread {account['caller']}"
     if account["thread"]:
         thread += f" ({account['thread']})"

@@ -188,7 +188,7 @@ def enroll(store: Any, rank: int, nonce: str, where: str) -> None:
 def wait_for_all(
     store: Any, world_size: int, deadline: float, timeout_s: float, where: str, poll: Callable[[], None]
 ) -> None:
-    """Return when all ranks have joined. Rank 0 only; `poll` is called between looks and may raise."""
+    """Return when all ranks have joined. Rank 0 only; `poll` is called between two checks and may raise."""
     keys = [_joined(rank) for rank in range(world_size)]
     with _lost_server():
         while not store.check(keys):

@@ -17,7 +17,7 @@ __all__ = ["thread_communicators"]
 
 
 def thread_communicators(world_size: int) -> list[Communicator]:
-    """A communicator for each of `world_size` threads. Not collective: one thread makes them all."""
+    """Return a communicator for each of `world_size` threads. Not collective: one thread makes them all."""
     if world_size == 1:
         return [form_communicator(SingleBackend(), default_timeout_s())]
     group = ThreadGroup(world_size)

@@ -275,20 +275,25 @@ class Layout:
 
     def rule_for(self, name: str) -> Rule | None:
         """Return the first rule whose pattern matches the name, else the first keyword for its module."""
-        rule = self._rule_for(name)
-        return self._rule_for(self.like[name]) or rule if name in self.like else rule
+        rule = self._rule_for(name)  # also if another name's rule is used: its pattern has matched
+        if name in self.like:
+            return self._rule_for(self.like[name]) or rule
+        return rule
 
     def _rule_for(self, name: str) -> Rule | None:
         module = name.rpartition(".")[0]
-        named = [rule for pattern, rule in self.rules.items() if fnmatch.fnmatchcase(name, pattern)]
-        named = named or [r for pattern, r in self.rules.items() if r.keyword and fnmatch.fnmatchcase(module, pattern)]
-        if not named:
+        found = [rule for pattern, rule in self.rules.items() if fnmatch.fnmatchcase(name, pattern)]
+        if not found:  # a keyword's pattern may name the tensor's module
+            keywords = {pattern: rule for pattern, rule in self.rules.items() if rule.keyword}
+            found = [rule for pattern, rule in keywords.items() if fnmatch.fnmatchcase(module, pattern)]
+        if not found:
             return None
-        if named[0].pattern in self.unused:
-            self.unused -= (
-                {p for p, r in self.rules.items() if r.is_tp_keyword} if named[0].is_tp_keyword else {named[0].pattern}
-            )
-        return named[0]
+        rule = found[0]
+        if rule.pattern in self.unused and rule.is_tp_keyword:
+            # A plan has patterns without tensors too, so one match is enough for all its keywords.
+            self.unused -= {pattern for pattern, other in self.rules.items() if other.is_tp_keyword}
+        self.unused.discard(rule.pattern)
+        return rule
 
     def unmatched(self) -> Layout:
         """Return a copy in which no pattern has matched a name yet."""
@@ -342,7 +347,7 @@ def _no_rule(pattern: str, raw: Any) -> InvalidArgumentError:
         )
     return InvalidArgumentError(
         f'layout rule for {pattern!r} must be Shard(dim), Replicate(), a mapping with dim ({{"dim": 0}}), "replicate", '
-        f'{{"reduce": "max"}}, {{"renumber": "experts"}}, boxes, a word of transformers\' tp_plan, or a list of these, '
+        f'{{"reduce": "max"}}, {{"renumber": "experts"}}, boxes, a tp_plan keyword, or a list of these, '
         f"not {excerpt(raw, 200)}"
     )
 
@@ -609,28 +614,35 @@ def renumber_names(names: Mapping[int, Mapping[str, str]], layout: Layout) -> di
         counts: dict[tuple[Any, ...], dict[int, int]] = {}
         for rank, ours in found.items():
             for name, now in ours.items():
-                place = _numbered(names[rank][name], now, component, layout, rank)
-                if place is not None:
-                    group, index, number, _ = place
-                    known = counts.setdefault(group, {})
-                    known[index] = max(known.get(index, 0), number + 1)
+                one = _parse_numbered(names[rank][name], now, component, layout, rank)
+                if one is not None:
+                    known = counts.setdefault(one.group, {})
+                    known[one.index] = max(known.get(one.index, 0), one.number + 1)
         for rank, ours in found.items():
             for name, now in ours.items():
-                place = _numbered(names[rank][name], now, component, layout, rank)
-                if place is not None:
-                    group, index, number, (head, tail) = place
-                    before = sum(count for other, count in counts[group].items() if other < index)
-                    ours[name] = f"{head}{number + before}{tail}"
+                one = _parse_numbered(names[rank][name], now, component, layout, rank)
+                if one is not None:
+                    before = sum(count for index, count in counts[one.group].items() if index < one.index)
+                    ours[name] = f"{one.head}{one.number + before}{one.tail}"
     return found
 
 
-def _numbered(
-    name: str, now: str, component: str, layout: Layout, rank: int
-) -> tuple[tuple[Any, ...], int, int, tuple[str, str]] | None:
-    """Return how a name is renumbered; None if it is not.
+@dataclass(frozen=True, slots=True)
+class _NumberedName:
+    """A name whose number continues over a group of ranks.
 
-    The result is (group of ranks whose numbers continue, index in the group, number, text before and after it).
+    `index` is that of the rank in the group; `head` and `tail` are the parts of the name before and after the number.
     """
+
+    group: tuple[Any, ...]
+    index: int
+    number: int
+    head: str
+    tail: str
+
+
+def _parse_numbered(name: str, now: str, component: str, layout: Layout, rank: int) -> _NumberedName | None:
+    """Parse the name `now` of a tensor, whose rule is found by `name`; None if no rule renumbers it."""
     rule = layout.rule_for(name)
     found = [axes for counted, axes in rule.renumber if counted == component] if rule is not None else []
     if not found:
@@ -643,6 +655,6 @@ def _numbered(
     head = ".".join(parts[:at]) + "."
     tail = "".join("." + part for part in parts[at + 1 :])
     if axes is None:
-        return (head,), rank, int(parts[at]), (head, tail)
+        return _NumberedName((head,), rank, int(parts[at]), head, tail)
     others = tuple((axis, c) for axis, c in _coordinates(rank, layout.mesh).items() if axis not in axes)
-    return (head, others), _index(rank, axes, layout.mesh), int(parts[at]), (head, tail)
+    return _NumberedName((head, others), _index(rank, axes, layout.mesh), int(parts[at]), head, tail)

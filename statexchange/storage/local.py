@@ -486,6 +486,7 @@ def _open_path(path: str) -> tuple[LocalStore, str | None]:
             return LocalStore(path, open_directory(path), descriptors), None
         parent_fd = open_parent(parent)
         descriptors.hold(parent_fd, path)
+        # The name is looked up and opened relative to one descriptor, so both concern the same parent directory.
         found = stat_of(name, parent_fd, path, follow=True)
         if found is not None and stat.S_ISREG(found.st_mode):
             return LocalStore(parent, os.dup(parent_fd), descriptors), name

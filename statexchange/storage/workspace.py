@@ -400,6 +400,7 @@ class Workspace:
         try:
             with self._round_directories(name.run, name.round, make=True) as dir_fds:
                 nbytes = write_tensor_file(dir_fds[-1], name.file, path, held, metadata, durable=self.durable)
+                # Before the receipt is returned: its recipient may list these directories on another host.
                 atomic.invalidate_listings(*dir_fds, path=self.path)
                 return nbytes
         except BaseException:
@@ -538,6 +539,7 @@ class Workspace:
         with self._round_directories(first.run, first.round) as dir_fds:
             atomic.write_new(dir_fds[-1], MANIFEST, [text], nbytes=len(text), path=path, durable=self.durable)
             atomic.invalidate_listings(*dir_fds, path=self.path)
+        # Only now that the new round is durable are older ones removed.
         for old in [m for m in [*older, manifest] if m.run == first.run][:-keep]:
             self._drop(old)
         for old in half_dropped:
@@ -643,6 +645,7 @@ class Workspace:
                 if MANIFEST in names:
                     atomic.rename_new(MANIFEST, DROPPED, dir_fd=dir_fds[-1], path=os.path.join(path, DROPPED))
                     files.sync_directory(dir_fds[-1], path)
+            # The renamed manifest goes last: an interrupted drop is continued from it.
             listed = [os.path.basename(receipt.relative) for receipt in manifest.receipts]
             self._remove(run, number, [*filter(atomic.is_temporary, names), *listed, DROPPED])
         except NotFoundError:

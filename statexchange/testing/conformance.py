@@ -1,12 +1,12 @@
-"""One suite of what a communicator promises, for our backends and for other people's.
+"""The conformance suite of communicators, for our backends and for those of other packages.
 
-Whoever wrote a `Backend` (four methods will do) tries it on each of its ranks with
+To check a `Backend` (four methods will do), call on each of its ranks
 
     comm = conformance.communicator_of(MyBackend(...))
     conformance.run(comm)
 
-Every check is a function of a communicator that all its ranks call; what is not as promised is an AssertionError. The
-sizes cross the borders at which our own backends change their ways: 64 KiB, and windows of 1 MiB.
+Every check is a function of a communicator that all its ranks call; a broken promise is an AssertionError. The sizes
+cross the limits at which our own backends change their algorithms: 64 KiB, and windows of 1 MiB.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def communicator_of(backend: Backend, timeout_s: float = 30.0) -> Communicator:
 def run(comm: Communicator, only: Iterable[str] | None = None) -> list[str]:
     """Try all checks that apply to `comm`, or those of them that `only` names, and return their names.
 
-    Collective. The first that fails is an AssertionError on every rank, which tells the rank and what it saw; an
+    Collective. The first that fails is an AssertionError on every rank, which names the rank and what it saw; an
     unknown name is an InvalidArgumentError.
     """
     known = {check.name: check for check in CHECKS}
@@ -178,7 +178,7 @@ def _raised(kind: type[BaseException], what: str, act: Callable[..., Any], *args
 
 
 def _pattern(rank: int, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Small integers that tell rank and place; sums and products over four ranks are exact in every dtype."""
+    """Small integers that depend on rank and position; sums and products over four ranks are exact in every dtype."""
     return _counted(shape, dtype) + rank
 
 
@@ -974,7 +974,7 @@ def nonsense_on_one_rank_is_an_error_on_all(comm: Communicator) -> None:
             began = time.monotonic()
             _raised(Exception, f"nonsense at {_site(bad)}", bad if comm.rank == who else good, comm)
             took = time.monotonic() - began
-            _expect(took < _PROMPTLY_S, f"nonsense at {_site(bad)} was told after {took:.1f} s")
+            _expect(took < _PROMPTLY_S, f"nonsense at {_site(bad)} was reported after {took:.1f} s")
     _expect_it_still_works(comm)
 
 
@@ -1093,8 +1093,8 @@ def objects_arrive_as_they_were(comm: Communicator) -> None:
     for root in _roots(comm):
         found = comm.gather_object(theirs[comm.rank], root=root)
         _expect(found == (theirs if comm.rank == root else []), f"gather_object on {root}")
-        told = comm.broadcast_object(theirs[root] if comm.rank == root else None, root=root)
-        _expect(told == theirs[root], f"broadcast_object from {root}")
+        received = comm.broadcast_object(theirs[root] if comm.rank == root else None, root=root)
+        _expect(received == theirs[root], f"broadcast_object from {root}")
     nan = comm.broadcast_object(float("nan") if comm.rank == 0 else 0.0)
     _expect(nan != nan, f"NaN arrived as {nan}")
     _raised(InvalidArgumentError, "a root that is none", comm.gather_object, 1, root=n)
@@ -1123,7 +1123,7 @@ def a_barrier_is_passed_when_all_have_come(comm: Communicator) -> None:
 
 @_check()
 def agreement_carries_failure(comm: Communicator) -> None:
-    """An error that one rank brings to `agree` is raised on all, ours as itself; ranks in another call hear it too."""
+    """An error that one rank passes to `agree` is raised on all, ours as itself; ranks in another call raise it too."""
     last = comm.world_size - 1
     _expect(comm.agree(note=comm.rank) == list(range(comm.world_size)), "agree must bring all notes")
     ours = MismatchError("salt", rank=last) if comm.rank == last else None
@@ -1132,10 +1132,10 @@ def agreement_carries_failure(comm: Communicator) -> None:
     if comm.world_size > 1:
         foreign = KeyError("pepper") if comm.rank == last else None
         error = _raised(PeerError, "agree with a KeyError", comm.agree, foreign, phase="cooking")
-        _expect("pepper" in str(error) and f"rank {last}" in str(error), f"not told by whom and why: {error}")
+        _expect("pepper" in str(error) and f"rank {last}" in str(error), f"the rank and the cause are missing: {error}")
         act, given = (comm.agree, ValueError("sugar")) if comm.rank == last else (comm.all_reduce, _ones(9))
         error = _raised(PeerError, "a failure while others are in a collective", act, given)
-        _expect("sugar" in str(error), f"not told why: {error}")
+        _expect("sugar" in str(error), f"the cause is missing: {error}")
     _expect_it_still_works(comm)
 
 
@@ -1196,15 +1196,15 @@ def memory_from_empty_is_kept_as_long_as_it_is_used(comm: Communicator) -> None:
 
 
 @_check()
-def subsets_are_communicators_of_their_ranks(comm: Communicator) -> None:
-    """`subset` counts its ranks in the order given, needs nobody else, is made once; wrong ranks are ValueErrors."""
+def groups_are_communicators_of_their_ranks(comm: Communicator) -> None:
+    """`new_group` counts its ranks in the order given, needs nobody else, is made once; wrong ranks are ValueErrors."""
     n = comm.world_size
     backwards = comm.new_group(list(reversed(range(n))))
     _expect((backwards.rank, backwards.world_size) == (n - 1 - comm.rank, n), f"ranks of {backwards}")
     _expect(backwards.all_gather_object(comm.rank) == list(reversed(range(n))), "objects in the order of the subset")
     found = backwards.broadcast(torch.full((3,), float(comm.rank)))
-    _expect_all(found, n - 1, "rank 0 of the reversed subset is the last")
-    _expect(comm.new_group(list(reversed(range(n)))) is backwards, "a subset must be made once")
+    _expect_all(found, n - 1, "rank 0 of the reversed group is the last")
+    _expect(comm.new_group(list(reversed(range(n)))) is backwards, "a group must be made once")
     if comm.rank < max(n - 1, 1):
         some = comm.new_group(list(range(max(n - 1, 1))))
         _expect_all(some.all_reduce(torch.ones(70_001)), some.world_size, "a sum over some ranks")
@@ -1214,13 +1214,13 @@ def subsets_are_communicators_of_their_ranks(comm: Communicator) -> None:
 
 
 @_check(least_ranks=3)
-def subsets_have_one_order(comm: Communicator) -> None:
-    """Ranks that make a `subset` of the same ranks in different orders all raise MismatchError, and it goes on."""
+def groups_have_one_order(comm: Communicator) -> None:
+    """Ranks that call `new_group` with the same ranks in different orders all raise MismatchError, and it goes on."""
     for n in {comm.world_size, comm.world_size - 1} - {2}:
         if comm.rank < n:
             orders = [[*range(1, n), 0], [n - 1, *range(n - 1)]]
             error = _raised(MismatchError, f"two orders of {n} ranks", comm.new_group, orders[comm.rank == 0])
-            _expect(all(f"new_group({order})" in str(error) for order in orders), f"the orders are not told: {error}")
+            _expect(all(f"new_group({order})" in str(error) for order in orders), f"no orders in: {error}")
             _expect_all(comm.new_group(orders[0]).all_reduce(_ones(3)), n, f"a sum over {n} ranks")
     _expect_it_still_works(comm)
 
@@ -1357,7 +1357,7 @@ def _differ(comm: Communicator, what: str, usual: Act, odd: Act, who: int) -> No
     began = time.monotonic()
     error = _raised(MismatchError, f"ranks that differ in {what}", act, comm)
     took = time.monotonic() - began
-    _expect(took < _PROMPTLY_S, f"that ranks differ in {what} was told after {took:.1f} s")
+    _expect(took < _PROMPTLY_S, f"that ranks differ in {what} was reported after {took:.1f} s")
     _expect_sites(error, usual, odd)
     ours = _pattern(comm.rank, 9)
     _expect_same(comm.all_reduce(ours), _sum(comm, 9), f"a sum after ranks differed in {what}")
@@ -1378,7 +1378,7 @@ def ranks_that_differ_after_they_agreed_learn_it_too(comm: Communicator) -> None
 
 @_check(least_ranks=2)
 def a_mismatch_leaves_buffers_alone(comm: Communicator) -> None:
-    """Where ranks met in different calls, neither tensors nor `out`s have changed."""
+    """Where ranks are in different calls, neither tensors nor `out`s have changed."""
     for n in (5, 70_000):
         ours, out = _pattern(comm.rank, n), torch.full((n,), float(_UNTOUCHED))
         op = "max" if comm.rank == 0 else "sum"

@@ -19,7 +19,7 @@ def main(address: str) -> None:
         child.serve(connection)
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and not mpi.Is_finalized():
-        mpi.Finalize()  # here, where all ranks meet; at the interpreter's end other libraries are half gone
+        mpi.Finalize()  # here, where all ranks wait: at the interpreter's end other libraries are half gone
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ def _portable(test: Callable[..., None], arguments: dict[str, Any]) -> tuple[str
 
 
 def _on_rank(target: str, arguments: dict[str, Any], paths: list[str]) -> None:
-    """Call the test within a rank's process, whose asserts then tell their values as pytest's do."""
+    """Call the test within a rank's process, whose asserts then show their values as pytest's do."""
     _rewriting().mark_rewrite(target.partition(":")[0])
     child.load(target)(**{name: Path(value) if name in paths else value for name, value in arguments.items()})
 

@@ -83,7 +83,7 @@ class RankOutcomes(tuple[RankOutcome, ...]):
 
 
 class RankFailure(StateExchangeError, AssertionError):  # noqa: N818 - it is what a test fails with
-    """Ranks failed; the message tells of every rank, and so do `outcomes` and the dictionaries by rank."""
+    """Ranks failed; the message describes every rank, and so do `outcomes` and the dictionaries by rank."""
 
     def __init__(self, message: str, *, outcomes: Iterable[RankOutcome] = (), **about: Any) -> None:
         super().__init__(message, **about)
@@ -147,7 +147,7 @@ def run_ranks(
     group; "mpi", under mpiexec. For processes `fn` must be importable by name, and arguments and results are
     JSON values. Inside `fn`, `report` reaches `on_message(rank, value)` at once.
 
-    When a rank fails the others get two seconds to end by themselves; then RankFailure tells what each rank
+    When a rank fails the others get two seconds to end by themselves; then RankFailure says what each rank
     did. With `allow_failure` they get all of `timeout_s`, and what each did is returned.
 
     With `reuse` the processes may have served earlier calls with `reuse`, and may be kept for later ones, until this

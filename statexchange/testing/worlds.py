@@ -250,10 +250,10 @@ class _Remote:
             self._launch()
 
     def _launch(self) -> None:
-        """Start the processes; `_meet` is called for each, here or when it has come."""
+        """Start the processes; `_take_connection` is called for each, here or when it has connected."""
         raise NotImplementedError
 
-    def _meet(self, rank: int, pid: int, connection: Connection) -> None:
+    def _take_connection(self, rank: int, pid: int, connection: Connection) -> None:
         self._connections[rank] = connection
         self._open[connection] = rank
         self._pids[rank] = pid
@@ -393,7 +393,7 @@ class _Processes(_Remote):
             process.start()
             theirs.close()
             self._processes.append(process)
-            self._meet(rank, process.pid or 0, ours)
+            self._take_connection(rank, process.pid or 0, ours)
 
     def _environ(self, rank: int) -> dict[str, str]:
         size = self.world_size
@@ -487,7 +487,7 @@ class _Job(_Remote):
     def _admit(self) -> None:
         connection = Connection(self._listener.accept()[0].detach())
         rank, pid = values.decode(connection.recv_bytes())
-        self._meet(rank, pid, connection)
+        self._take_connection(rank, pid, connection)
 
     def kill(self, ranks: set[int]) -> None:
         for rank in ranks & self._pids.keys():

@@ -421,7 +421,7 @@ def test_ranks_in_different_calls_are_told_of_the_calls_that_they_made(tmp_path:
     for first, second, text in [account for rank in found for account in rank]:
         line = r"at \S+test_comm\.py:\d+"
         assert re.fullmatch(
-            f"ranks met in different calls: rank 0 called {first} {line}; rank 1 called {second} {line}", text
+            f"ranks are in different calls: rank 0 called {first} {line}; rank 1 called {second} {line}", text
         )
 
 

@@ -1,4 +1,4 @@
-"""The failure detector: told, noticed, missing, left; never in the way of a process's end."""
+"""Failure detection between hosts: reported, noticed, missing and departed ranks, and clean ends of processes."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ NODES = (0, 0, 1, 1)
 HOSTS = ("anna", "anna", "bert", "bert")
 
 
-class Meeting:
+class ByteExchange:
     """Threads that exchange bytes."""
 
     def __init__(self, world_size: int) -> None:
@@ -37,18 +37,18 @@ class Meeting:
 
 
 class Bootstrap(Backend):
-    name = "meeting"
+    name = "threads of a test"
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self.meeting = meeting
+    def __init__(self, exchange: ByteExchange, rank: int) -> None:
+        self.exchange = exchange
         self.rank = rank
-        self.world_size = len(meeting.payloads)
+        self.world_size = len(exchange.payloads)
 
     def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
-        self.meeting.payloads[self.rank] = payload
-        self.meeting.barrier.wait(wait.timeout_s)
-        answers = list(self.meeting.payloads)
-        self.meeting.barrier.wait(wait.timeout_s)
+        self.exchange.payloads[self.rank] = payload
+        self.exchange.barrier.wait(wait.timeout_s)
+        answers = list(self.exchange.payloads)
+        self.exchange.barrier.wait(wait.timeout_s)
         return answers
 
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
@@ -71,9 +71,9 @@ def on_all(world_size: int, body: Callable[[int], Any]) -> list[Any]:
 
 @contextlib.contextmanager
 def detectors(nodes: tuple[int, ...] = NODES) -> Iterator[list[FailureDetector]]:
-    meeting = Meeting(len(nodes))
+    exchange = ByteExchange(len(nodes))
     hosts = tuple(HOSTS[2 * node] for node in nodes)
-    made = on_all(len(nodes), lambda r: start_failure_detector(Bootstrap(meeting, r), Topology(r, nodes, hosts), 10))
+    made = on_all(len(nodes), lambda r: start_failure_detector(Bootstrap(exchange, r), Topology(r, nodes, hosts), 10))
     try:
         yield made
     finally:
@@ -98,19 +98,19 @@ def until(condition: Callable[[], object], within_s: float) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("teller", range(RANKS))
-def test_what_one_tells_all_know_at_once(teller: int) -> None:
+@pytest.mark.parametrize("reporter", range(RANKS))
+def test_what_one_rank_reports_all_know_at_once(reporter: int) -> None:
     with detectors() as made:
         for detector in made:
             detector.check("a barrier")
-        made[teller].report_failure(StallError("ranks [2] did not come", missing=(2,), rank=2))
+        made[reporter].report_failure(StallError("ranks [2] did not come", missing=(2,), rank=2))
         errors = [failure_of(detector, 0.5) for detector in made]
         assert [type(error) for error in errors] == [StallError] * RANKS
         assert all(error.missing == (2,) for error in errors)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("caller", range(RANKS))
-def test_ranks_that_wait_elsewhere_are_called(caller: int) -> None:
+def test_ranks_that_wait_elsewhere_learn_of_a_requested_collective(caller: int) -> None:
     """To the collective in which the caller is; who is there, or beyond, is not meant."""
     with detectors() as made:
         ahead = (caller + 1) % RANKS
@@ -135,7 +135,7 @@ def test_the_first_failure_counts() -> None:
         assert {str(failure_of(detector, 0.5)) for detector in made} == {"rank 3 failed in one: first"}
 
 
-def test_who_has_not_come_is_missing() -> None:
+def test_a_rank_that_has_not_come_is_missing() -> None:
     with detectors() as made:
         for rank in (0, 1, 3):
             made[rank].set_current_op("a barrier")
@@ -145,7 +145,7 @@ def test_who_has_not_come_is_missing() -> None:
         assert all(failure_of(detector, 0.01) is None for detector in made)
 
 
-def test_who_takes_leave_is_needed_no_more_unless_a_later_call_waits() -> None:
+def test_a_rank_that_left_is_no_failure_unless_a_later_call_waits_for_it() -> None:
     with detectors() as made:
         for detector in made:
             detector.set_current_op("the last call")
@@ -159,7 +159,7 @@ def test_who_takes_leave_is_needed_no_more_unless_a_later_call_waits() -> None:
         assert failure_of(made[0], 0.01) is None
 
 
-def test_the_keeper_takes_leave_too() -> None:
+def test_the_coordinator_sends_a_goodbye_too() -> None:
     with detectors() as made:
         for detector in made:
             detector.set_current_op("the last call")
@@ -187,7 +187,7 @@ def test_a_connection_that_is_lost_is_made_again() -> None:
         assert str(failure_of(made[2], 0.5)) == "rank 1 failed in its own code: later"
 
 
-def test_strangers_are_shown_the_door() -> None:
+def test_connections_without_the_nonce_are_closed() -> None:
     with detectors() as made:
         offer = made[1]._coordinator  # type: ignore[attr-defined]
         for words in (b"GET / HTTP/1.1\r\n\r\n", b'["nonce", 1]\n', b'{"a": 1}\n', b'["a"]\n', b"7\n", b"\xff" * 100):
@@ -258,7 +258,7 @@ class Piped(Bootstrap):
 rank, nodes = {rank}, {nodes}
 topology = Topology(rank, nodes, tuple(HOSTS[2 * node] for node in nodes))
 for cycle in range({cycles}):
-    detector = start_failure_detector(Piped(Meeting(len(nodes)), rank), topology, 20)
+    detector = start_failure_detector(Piped(ByteExchange(len(nodes)), rank), topology, 20)
     detector.set_current_op("all_reduce")
     if cycle < {cycles} - 1:
         detector.close()
@@ -296,7 +296,7 @@ class Job:
                 process.stdin.flush()
 
     def lines(self, ranks: Sequence[int] | None = None) -> list[Any]:
-        """The next that each rank says."""
+        """The next line of each rank."""
         return [self._line(self.processes[r]) for r in (range(len(self.processes)) if ranks is None else ranks)]
 
     def _line(self, process: subprocess.Popen[str]) -> Any:
@@ -323,7 +323,7 @@ def job(nodes: tuple[int, ...], body: str, cycles: int = 1) -> Iterator[Job]:
 @pytest.mark.parametrize(
     ("nodes", "victim"),
     [((0, 0, 1), 0), ((0, 0, 1), 1), ((0, 0, 1), 2), ((0, 1, 1), 0), ((0, 1, 1), 2)],
-    ids=["keeper", "its mate", "alone", "keeper alone", "mate"],
+    ids=["coordinator", "beside the coordinator", "alone", "coordinator alone", "beside a member"],
 )
 def test_a_killed_rank_is_named_by_all_others(nodes: tuple[int, ...], victim: int) -> None:
     with job(nodes, WATCH) as made:
@@ -398,7 +398,7 @@ print(json.dumps(detector.missing_ranks()), flush=True)
         assert made.lines([rank for rank in range(3) if rank != victim]) == [[victim]] * 2
 
 
-def test_processes_end_well_after_many_boards_also_when_the_last_stays_open() -> None:
+def test_processes_end_well_after_many_detectors_also_when_the_last_stays_open() -> None:
     with job((0, 0, 1), "", cycles=20) as made:
         for process in made.processes:
             assert process.wait(20) == 0

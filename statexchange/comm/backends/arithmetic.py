@@ -34,13 +34,13 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """What becomes of a reduced sum: it is divided by `divisor`, then multiplied by `scale`."""
+    """The last step of a reduction: division by `divisor`, then multiplication by `scale`."""
 
     divisor: int = 1
     scale: float = 1.0
 
     def __call__(self, tensor: torch.Tensor) -> None:
-        """In place."""
+        """Apply it to `tensor`, in place."""
         if tensor.is_complex():  # times a number as a whole, infinities would become NaN
             tensor = torch.view_as_real(tensor)
         if self.divisor != 1:
@@ -53,23 +53,26 @@ NOTHING = Finish()
 
 
 def reduces_locally(op: str, dtype: torch.dtype) -> bool:
-    """Whether `reduce_parts` is right for this cell."""
+    """Whether `reduce_parts` is right for this op and dtype. Not collective."""
     return dtype in FLOATS or dtype in INTS or (dtype in COMPLEX and op in ("sum", "prod"))
 
 
 def to_bytes(tensor: torch.Tensor) -> bytes:
-    """The bytes of a contiguous tensor."""
+    """Return the bytes of a contiguous tensor. Not collective."""
     return bytes(tensor.cpu().view(torch.uint8).numpy().data) if tensor.numel() else b""
 
 
 def of_bytes(data: bytes | bytearray, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor whose bytes these are."""
+    """Return the tensor whose bytes these are. Not collective."""
     return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
 
 
 def reduce_parts(into: torch.Tensor, parts: Sequence[torch.Tensor], op: str, finish: Finish = NOTHING) -> None:
-    """`into`, which may be one of `parts`, becomes their reduction, in their order. Halves are widened where that
-    matters: several roundings, or a sum that is out of float16's range before it is divided."""
+    """Write the reduction of `parts`, in their order, into `into`, which may be one of them. Not collective.
+
+    Halves are widened where that matters: against several roundings, and for a sum that is out of the range of float16
+    before it is divided.
+    """
     combine = _COMBINE[op]
     halves = into.dtype in HALVES and op in ("sum", "prod")
     if len(parts) == 2 and not (halves and finish != NOTHING):

@@ -1,7 +1,13 @@
-"""What a backend is: how ranks move bytes and reduce tensors, and how they wait without waiting for ever.
+"""The interface of a backend: how ranks move bytes and reduce tensors.
 
-A backend only has to bring `exchange` and `subset` (and `send` and `recv`, if it can): every collective has a plain
-implementation by `exchange` here. What it overrides, it overrides for speed.
+To add a backend, subclass `Backend` in a module of this folder and give it `all_gather_bytes` and `new_group` (and
+`send` and `recv`, if it can): every collective has a plain implementation by `all_gather_bytes` here. What a backend
+overrides, it overrides for speed. `init` (init.py) chooses it, and `statexchange.testing` has a conformance suite for
+it.
+
+Rules for an implementation. It never blocks without polling its `wait`. A method that raises keeps alive the tensors
+and requests that the transport may still touch. Tensors arrive prepared by `collectives`: one-dimensional and
+contiguous.
 """
 
 from __future__ import annotations
@@ -24,9 +30,9 @@ __all__ = ["Backend", "Between", "Leaders", "check_ranks"]
 
 
 class Leaders:
-    """The first ranks of all hosts, as one of them sees them while a tensor goes `through_leaders`.
+    """The leaders of all hosts, for the exchange between them in `through_leaders`. A leader is its host's first rank.
 
-    `rank` is this one among them, `counts` the number of ranks that each of them leads.
+    `rank` is this one among the leaders, `counts` the number of ranks that each of them leads.
     """
 
     def __init__(self, backend: Backend, wait: Wait, counts: Sequence[int]) -> None:
@@ -36,7 +42,7 @@ class Leaders:
         self._wait = wait
 
     def all_to_all(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Send each leader its tensor, which may be empty; return those received, of the sizes sent. Collective.
+        """Send each leader its tensor, which may be empty; return those received. Collective over the leaders.
 
         All tensors of this leader have one dtype and one dimension; what two send each other has one size.
         """
@@ -49,22 +55,21 @@ class Leaders:
         return list(torch.split(into, [tensor.numel() for tensor in tensors]))
 
     def all_gather(self, data: torch.Tensor) -> list[torch.Tensor]:
-        """Return the bytes, equally many, of all leaders. Collective."""
+        """Return the bytes, equally many, of all leaders. Collective over the leaders."""
         into = data.new_empty(len(self.counts) * data.numel())
         self._backend.all_gather(data, into, self._wait)
         return list(into.view(len(self.counts), -1))
 
 
 Between: TypeAlias = Callable[[Leaders, "torch.Tensor"], None]
-"""What leaders do with the sums of their hosts' tensors, in place. Collective over them."""
+"""What leaders do with the sums of their hosts' tensors, in place. Collective over the leaders."""
 
 
 class Backend(ABC):
-    """How ranks exchange messages and tensors. An implementation never blocks without polling its `wait`.
+    """How ranks exchange messages and tensors.
 
     Tensors are one-dimensional and contiguous, of the same length and dtype on all ranks unless said otherwise, and on
-    the device that `device_type` names; moves get them as uint8. Operations are "sum", "min", "max" and "prod". When a
-    method raises, the tensors and requests that the transport may still touch must be kept alive.
+    the device that `device_type` names; moves get them as uint8. Operations are "sum", "min", "max" and "prod".
     """
 
     name: str
@@ -72,39 +77,45 @@ class Backend(ABC):
     world_size: int
     device_type: str = "cpu"
     enters_itself: bool = False
-    """Whether its tensor methods call `wait.enter` themselves."""
+    """Whether its tensor methods call `wait.enter` themselves; for others it has been called before."""
 
     @functools.cached_property
     def reductions(self) -> dict[object, Any]:
-        """What `reduction` has found out about this backend."""
+        """What `reduction` has found out about this backend, by op and dtype."""
         return {}
 
     @abstractmethod
     def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
-        """Every rank's payload, of any length, in rank order. Collective."""
+        """Return every rank's payload, of any length, in rank order. Collective."""
 
     @abstractmethod
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        """A new backend over `ranks` of this one, in that order. Collective over those ranks only."""
+        """Return a new backend over `ranks` of this one, in that order. Collective over those ranks only."""
 
     def transport(self, timeout_s: float) -> Backend:  # noqa: ARG002 (most have nothing to set up)
-        """What moves tensors between hosts, where this backend only serves to meet; itself if it does. Collective."""
+        """Return what moves tensors between hosts: this backend, or another one that it is only the way to.
+
+        Collective.
+        """
         return self
 
     def as_caller(self) -> contextlib.AbstractContextManager[Any]:
-        """What another thread has to enter to work for this one: its inference mode, say. Not collective."""
+        """Return a context in which another thread works as this one would: in its inference mode, say.
+
+        Not collective.
+        """
         import torch
 
         return torch.inference_mode(torch.is_inference_mode_enabled())
 
-    def leave(self, error: BaseException | None) -> None:  # noqa: B027 (most can tell nobody)
-        """Tell those who wait for this rank inside a collective that it will not come, and why. Not collective."""
+    def leave(self, error: BaseException | None) -> None:  # noqa: B027 (most cannot reach them)
+        """Report to ranks that wait for this one inside a collective that it will not come, and why. Not collective."""
 
     def close(self) -> None:  # noqa: B027 (most hold nothing)
         """Free what the backend holds. Not collective."""
 
     def empty(self, nbytes: int, wait: Wait) -> torch.Tensor:  # noqa: ARG002 (shared memory has to be announced)
-        """`nbytes` (> 0) of uint8 memory in which this backend reduces fastest. Collective, with equal `nbytes`."""
+        """Return `nbytes` (> 0) of uint8 memory in which it reduces fastest. Collective, with equal `nbytes`."""
         import torch
 
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -120,7 +131,7 @@ class Backend(ABC):
         return arithmetic.reduces_locally(op, dtype)
 
     def all_reduce(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
-        """`tensor` becomes the reduction over all ranks. Collective."""
+        """Reduce `tensor` over all ranks, in place. Collective."""
         from statexchange.comm.backends import arithmetic
 
         parts = self.all_gather_bytes(arithmetic.to_bytes(tensor), wait)
@@ -128,25 +139,25 @@ class Backend(ABC):
         arithmetic.reduce_parts(tensor, tensors, op, finish)
 
     def reduce(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
-        """As `all_reduce`, on `root` only; the others' `tensor` stays as it is. Collective."""
+        """Reduce `tensor` over all ranks, in place on `root` only. Collective."""
         result = tensor if self.rank == root else tensor.clone()
         self.all_reduce(result, op, finish, wait)
 
     def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
-        """`into` becomes this rank's part of the reduction: `tensor` holds `world_size` parts. Collective."""
+        """Write this rank's part of the reduction into `into`; `tensor` holds `world_size` parts. Collective."""
         result = tensor.clone()
         self.all_reduce(result, op, finish, wait)
         into.copy_(result.view(self.world_size, -1)[self.rank])
 
     def through_leaders(self, tensor: torch.Tensor, between: Between, wait: Wait) -> None:
-        """Sum `tensor` on the first rank of each host, let `between` change it there, give it to the host. Collective.
+        """Sum `tensor` on each host's leader, let `between` change it there, and copy it to the host. Collective.
 
         Without a hierarchy each rank leads itself alone.
         """
         between(Leaders(self, wait, [1] * self.world_size), tensor)
 
     def broadcast(self, data: torch.Tensor, root: int, wait: Wait) -> None:
-        """`data` becomes root's. Collective."""
+        """Copy the `data` of `root` to all ranks. Collective."""
         from statexchange.comm.backends import arithmetic
 
         parts = self.all_gather_bytes(arithmetic.to_bytes(data) if self.rank == root else b"", wait)
@@ -154,7 +165,7 @@ class Backend(ABC):
             data.copy_(arithmetic.of_bytes(parts[root], data.dtype))
 
     def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
-        """`into` becomes every rank's `data`, in rank order. Collective."""
+        """Write every rank's `data` into `into`, in rank order. Collective."""
         from statexchange.comm.backends import arithmetic
 
         for part, answer in zip(
@@ -163,7 +174,7 @@ class Backend(ABC):
             part.copy_(arithmetic.of_bytes(answer, data.dtype))
 
     def gather(self, data: torch.Tensor, into: torch.Tensor | None, root: int, wait: Wait) -> None:
-        """`into`, given on `root` only, becomes every rank's `data`, in rank order. Collective."""
+        """Write every rank's `data` into `into`, which is given on `root` only, in rank order. Collective."""
         sizes = [data.numel() if rank == root else 0 for rank in range(self.world_size)]
         into = data.new_empty(0) if into is None else into
         self.all_to_all(data, sizes, into, [into.numel() // self.world_size] * self.world_size, wait)
@@ -171,7 +182,7 @@ class Backend(ABC):
     def scatter(
         self, data: torch.Tensor | None, sizes: Sequence[int], into: torch.Tensor, root: int, wait: Wait
     ) -> None:
-        """`into` becomes this rank's part of root's `data`; `sizes`, known to all, are those of all. Collective."""
+        """Write this rank's part of root's `data` into `into`; all ranks know all `sizes`. Collective."""
         if data is None:
             sizes = [0] * self.world_size
             data = into.new_empty(0)
@@ -181,7 +192,7 @@ class Backend(ABC):
     def all_to_all(
         self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
     ) -> None:
-        """Part i of `data` (of `sizes[i]`) goes to rank i; part i of `into` comes from rank i. Collective."""
+        """Send part i of `data` (of `sizes[i]`) to rank i; receive part i of `into` from rank i. Collective."""
         from statexchange.comm.backends import arithmetic
 
         header = b"".join(size.to_bytes(8, "little") for size in sizes)
@@ -194,17 +205,22 @@ class Backend(ABC):
             at += size
 
     def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:  # noqa: ARG002
-        """Send to `dst`; returns when `data` may be used again. Messages of one tag between two ranks keep their order;
-        `tag` is 0, 1 or 2."""
+        """Send to `dst`; return when `data` may be used again. Not collective.
+
+        Messages of one tag between two ranks keep their order; `tag` is 0, 1 or 2.
+        """
         raise UnsupportedError(f"the {self.name} backend does not send to single ranks")
 
     def recv(self, data: torch.Tensor, src: int, tag: int, wait: Wait) -> None:  # noqa: ARG002
-        """Receive from `src` exactly as many bytes as `data` holds."""
+        """Receive from `src` exactly as many bytes as `data` holds. Not collective."""
         raise UnsupportedError(f"the {self.name} backend does not send to single ranks")
 
 
 def check_ranks(ranks: Sequence[int], rank: int, world_size: int) -> None:
-    """InvalidArgumentError unless `ranks` are distinct ranks of a world of `world_size`, `rank` among them."""
+    """Raise InvalidArgumentError unless `ranks` are distinct and below `world_size`, `rank` among them.
+
+    Not collective.
+    """
     if not isinstance(ranks, Sequence) or not all(hasattr(r, "__index__") for r in ranks):
         raise InvalidArgumentError(f"ranks are a sequence of integers, not {ranks!r}")
     if not ranks or len(set(ranks)) != len(ranks) or any(not 0 <= r < world_size for r in ranks):

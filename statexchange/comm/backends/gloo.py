@@ -1,4 +1,13 @@
-"""Messages and tensors of CPUs through a Gloo group of torch.distributed."""
+"""Messages and tensors of CPUs through a Gloo group of torch.distributed.
+
+Works are polled, never waited for, so that our deadline holds. Sends and receives are the exception: Gloo completes
+them only for a thread that waits inside it, so each is waited for by a thread of its own.
+
+A Gloo work cannot be cancelled. When a wait is given up, the group's connections are closed (`_break_off`): that ends
+all works under way, here and on the other ranks, which would otherwise wait out Gloo's own timeout, and keep the
+process from exiting until then. After a StallError nothing is broken off: Gloo's own timeout is a second longer than
+ours. After an AbandonedError it is put off until `leave`, so that the other ranks first learn why.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +56,7 @@ _following: dict[threading.Thread, _GlooBackend] = {}
 
 
 class _GlooBackend(Backend):
-    """A Gloo group's collectives. Works are polled, never waited for, so that a deadline holds.
+    """The collectives of a Gloo group.
 
     Most of it is Gloo's all-to-all, which needs one step where a ring needs one per rank, and copies nothing. Ranks
     reduce what they have of each other themselves: the same bits everywhere, halves in full width, NaN as it should be.
@@ -65,11 +74,11 @@ class _GlooBackend(Backend):
         forks.cut_off_in_children(self)
 
     def disown(self) -> None:
-        """Never break anything off: the connections are those of the parent."""
+        """Never break anything off, in a forked child: the connections are those of the parent."""
         self._is_broken_off = True
 
     def _run(self, wait: Wait, *posts: Callable[[], Any]) -> None:
-        """Start all, then wait for all. While a work is under way it holds its tensors."""
+        """Start all works, then wait for all. While a work is under way it holds its tensors."""
         works: list[Any] = []
         try:
             with torch_errors(wait):
@@ -81,13 +90,13 @@ class _GlooBackend(Backend):
         except BaseException as error:
             self._abandoned.append(works)
             if isinstance(error, AbandonedError):
-                self._leaves_work = True  # the others are to hear why first
+                self._leaves_work = True  # the others first learn why
             elif not isinstance(error, StallError):  # for these Gloo's own time is up soon
                 self._break_off()
             raise
 
-    def leave(self, error: BaseException | None) -> None:  # noqa: ARG002 (Gloo can tell nobody)
-        """End the messages that were broken off."""
+    def leave(self, error: BaseException | None) -> None:  # noqa: ARG002 (Gloo carries no reason)
+        """End the messages that were abandoned. Not collective."""
         if self._leaves_work:
             self._break_off()
 
@@ -109,7 +118,7 @@ class _GlooBackend(Backend):
     # Messages
 
     def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
-        """Every rank's payload: short ones by one all-gather, what is left of long ones by a second."""
+        """Return every rank's payload: short ones by one all-gather, the rest of long ones by a second. Collective."""
         if self.world_size == 1:
             return [payload]
         records = self._gathered(len(payload).to_bytes(8, "little") + payload[:_INLINE], _RECORD, wait)
@@ -120,7 +129,7 @@ class _GlooBackend(Backend):
         return [(record[8:] + rest)[:size] for record, rest, size in zip(records, rests, sizes, strict=True)]
 
     def _gathered(self, ours: bytes, size: int, wait: Wait) -> list[bytes]:
-        """Every rank's bytes, with zeros up to `size`."""
+        """Return every rank's bytes, padded with zeros to `size`."""
         data = torch.frombuffer(bytearray(ours.ljust(size, b"\0")), dtype=torch.uint8)
         into = torch.empty(self.world_size * size, dtype=torch.uint8, device="cpu")
         self.all_gather(data, into, wait)
@@ -129,7 +138,7 @@ class _GlooBackend(Backend):
     # Moves
 
     def broadcast(self, data: torch.Tensor, root: int, wait: Wait) -> None:
-        """By Gloo's tree. Collective."""
+        """Broadcast by Gloo's tree. Collective."""
         if data.numel():
             self._run(wait, lambda: self._broadcast(data, root, wait))
 
@@ -139,7 +148,7 @@ class _GlooBackend(Backend):
         return self._group.broadcast([data], options)
 
     def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
-        """One step for small parts; large ones from each rank in turn, as Gloo's own all-gather copies twice."""
+        """Gather small parts in one step, large ones from each rank in turn: Gloo's own all-gather copies twice."""
         if not data.numel():
             return
         sizes = [data.numel()] * self.world_size
@@ -153,18 +162,18 @@ class _GlooBackend(Backend):
     def all_to_all(
         self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
     ) -> None:
-        """By Gloo's own. Collective."""
+        """Exchange by Gloo's all-to-all. Collective."""
         options = dist.AllToAllOptions()
         options.timeout = torch_timeout(wait)
         self._run(wait, lambda: self._group.alltoall_base(into, data, list(into_sizes), list(sizes), options))
 
     def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:
-        """By Gloo's send. Not collective."""
+        """Send by Gloo. Not collective."""
         if data.numel():
             self._pass(lambda: self._group.send([data], dst, _FIRST_TAG + tag), wait)
 
     def recv(self, data: torch.Tensor, src: int, tag: int, wait: Wait) -> None:
-        """By Gloo's receive. Not collective."""
+        """Receive by Gloo. Not collective."""
         if data.numel():
             self._pass(lambda: self._group.recv([data], src, _FIRST_TAG + tag), wait)
 
@@ -176,7 +185,7 @@ class _GlooBackend(Backend):
             raise
 
     def _follow(self, native: Any, wait: Wait) -> Work:
-        """Gloo completes a send or receive only for a thread that waits inside it, where nothing can be polled.
+        """Wait for a send or receive in a thread: Gloo completes it only for a thread that waits inside it.
 
         How long is for our own wait to say, which is put off while bytes move; it breaks off what is under way.
         """
@@ -187,7 +196,7 @@ class _GlooBackend(Backend):
             _following.pop(thread, None)
 
         thread = threading.Thread(target=follow, name=wait.operation, daemon=True)
-        _mind_the_end()
+        _end_threads_at_exit()
         _following[thread] = self
         thread.start()
         return work
@@ -195,7 +204,10 @@ class _GlooBackend(Backend):
     # Reductions
 
     def all_reduce(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
-        """Small tensors whole to everybody; large ones by Gloo's ring where it is right, else in parts. Collective."""
+        """Reduce small tensors on every rank, large ones by Gloo's ring where it is right, else in parts.
+
+        Collective.
+        """
         if not tensor.numel():
             return
         if self._is_small(tensor):
@@ -224,7 +236,7 @@ class _GlooBackend(Backend):
     def _reduced_part(
         self, tensor: torch.Tensor, sizes: Sequence[int], op: str, finish: Finish, wait: Wait
     ) -> torch.Tensor:
-        """The reduction of this rank's part of `tensor`, of `sizes[rank]`."""
+        """Return the reduction of this rank's part of `tensor`, which has `sizes[rank]` elements."""
         size = sizes[self.rank]
         parts = tensor.new_empty(self.world_size * size)
         here = [size * tensor.itemsize for size in sizes]
@@ -235,7 +247,7 @@ class _GlooBackend(Backend):
         return result
 
     def reduce(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
-        """Small tensors whole to root; of large ones each rank reduces a part, and root gathers them. Collective."""
+        """Reduce small tensors on root; of large ones each rank reduces a part, and root gathers them. Collective."""
         if tensor.numel() and self._is_small(tensor):
             rows = tensor.new_empty(self.world_size * tensor.numel()) if self.rank == root else None
             self.gather(tensor.view(torch.uint8), None if rows is None else rows.view(torch.uint8), root, wait)
@@ -254,7 +266,7 @@ class _GlooBackend(Backend):
         self.all_to_all(ours, here, into, there, wait)
 
     def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
-        """Every rank gets its part from all, and reduces it. Collective."""
+        """Get this rank's part from all ranks, and reduce it. Collective."""
         if not tensor.numel():
             return
         rows = tensor.view(self.world_size, -1)
@@ -265,8 +277,8 @@ class _GlooBackend(Backend):
 
 
 @functools.cache
-def _mind_the_end() -> None:
-    """A thread that is inside Gloo at the interpreter's end would abort the process."""
+def _end_threads_at_exit() -> None:
+    """End the threads inside Gloo at exit: one that is there at the interpreter's end would abort the process."""
     atexit.register(_end_following)
 
 
@@ -278,7 +290,7 @@ def _end_following() -> None:
 
 
 def _blocks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """`tensor` in pieces, so that what a reduction needs beside it stays small."""
+    """Split `tensor`, so that what a reduction needs beside it stays small."""
     return torch.split(tensor, _BLOCK_BYTES // tensor.itemsize)
 
 
@@ -290,7 +302,7 @@ class TorchBackend(_GlooBackend):
     """One rank of a ProcessGroup that torch.distributed knows, or of some ranks of one."""
 
     def __init__(self, group: dist.ProcessGroup | Sibling, timeout_s: float) -> None:
-        """Collective over a group that does not move CPU tensors itself."""
+        """Make a backend over `group`. Collective over a group that does not move CPU tensors itself."""
         if isinstance(group, Sibling):
             self._ranks = list(group.ranks)
             super().__init__(group.gloo)
@@ -300,7 +312,7 @@ class TorchBackend(_GlooBackend):
             self.name = str(dist.get_backend(group))
 
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        """A Gloo group of `ranks`; only they take part in making it. StallError names who does not come."""
+        """Return a Gloo group of `ranks`; StallError names those that do not come. Collective over them only."""
         return of_ranks([self._ranks[rank] for rank in ranks], timeout_s)
 
 
@@ -316,29 +328,33 @@ class StoreBackend(_GlooBackend):
         names: Sequence[int] | None = None,
         bootstrap: Backend | None = None,
     ) -> None:
-        """Collective over all ranks, which errors call by `names`. `store` must not have been used for this before.
-        `bootstrap`, over which the ranks have met, is closed with this backend."""
+        """Make the group. Collective over all ranks, which errors call by `names`.
+
+        `store` must not have been used for this before. `bootstrap`, if given, is closed with this backend.
+        """
         self._store = store
         self._bootstrap = bootstrap
         self._uses: Counter[str] = Counter()
         super().__init__(make_gloo_group(store, rank, range(world_size) if names is None else names, timeout_s))
 
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        """A Gloo group of `ranks` on the same store; only they take part in making it. StallError names who does not
-        come."""
+        """Return a Gloo group of `ranks` on the same store. Collective over them only.
+
+        StallError names those that do not come.
+        """
         use = ranks_key(ranks)
         self._uses[use] += 1
         store = _stores.PrefixStore(f"{use}/{self._uses[use]}", self._store)
         return StoreBackend(store, list(ranks).index(self.rank), len(ranks), timeout_s, ranks)
 
     def close(self) -> None:
-        """Close the bootstrap."""
+        """Close the bootstrap backend. Not collective."""
         if self._bootstrap is not None:
             self._bootstrap.close()
 
 
 def of_ranks(ranks: Sequence[int], timeout_s: float) -> Backend:
-    """A Gloo backend over these ranks of the default group, in that order. Collective over them only."""
+    """Return a Gloo backend over these ranks of the default group, in that order. Collective over them only."""
     check_ranks(ranks, dist.get_rank(), dist.get_world_size())
     return TorchBackend(sibling_group(ranks, timeout_s), timeout_s)
 

@@ -47,7 +47,7 @@ class _StepMonitor(OuterMonitor):
         return None
 
     def give_up(self, error: StateExchangeError) -> None:
-        """Give up the collective of the world that this step belongs to."""
+        """Give up the collective of the world that this step belongs to, or raise `error`."""
         if self._outer is None:
             raise error
         try:
@@ -59,7 +59,7 @@ class _StepMonitor(OuterMonitor):
 
 
 class _Steps:
-    """The waits of one collective's steps, whose errors it puts into ranks of the world."""
+    """Runs the steps of one collective, and translates the ranks in their errors into ranks of the world."""
 
     def __init__(self, backend: HierarchicalBackend, wait: Wait) -> None:
         self._backend = backend
@@ -69,12 +69,12 @@ class _Steps:
         self._between = Wait(wait.timeout_s, wait.operation, self._above)
 
     def on_node(self, step: Callable[[Backend, Wait], None]) -> None:
-        """`step` among the ranks of this host, if they are several."""
+        """Run `step` among the ranks of this host, if they are several."""
         if self._backend.node.world_size > 1:
             self._run(step, self._backend.node, self._on_node, self._backend.topology.node_ranks)
 
     def between(self, step: Callable[[Backend, Wait], None]) -> None:
-        """`step` among the leaders, of which this rank may be none."""
+        """Run `step` among the leaders, if this rank is one."""
         if self._backend.leaders is not None:
             self._run(step, self._backend.leaders, self._between, self._backend.topology.leaders)
 
@@ -82,7 +82,7 @@ class _Steps:
         try:
             step(backend, wait)
         except PeerError as error:
-            # A mate that leaves because of a failure tells of it in ranks of the world, and with the host.
+            # A rank of this host that leaves after a failure reports it in ranks of the world already, with the host.
             if error is self._above.raised or error.rank < 0 or error.host is not None:
                 raise
             rank = ranks[error.rank]
@@ -93,7 +93,7 @@ class _Steps:
             raise self._stall(tuple(ranks[rank] for rank in error.missing if rank < len(ranks))) from error
 
     def _stall(self, seen: tuple[int, ...]) -> StallError:
-        """Time is up. Who waits on his host sees his leader missing, which may itself wait for another host."""
+        """Return the error for the deadline. A rank may see its leader missing, which itself waits for another host."""
         wait = self._wait
         missing = (wait.monitor.missing_ranks() if wait.monitor is not None else ()) or seen
         who, verb = (f"ranks {list(missing)}", "did not reach") if missing else ("not all ranks", "reached")
@@ -137,9 +137,8 @@ class HierarchicalBackend(Backend):
         self._transport = transport
         self._is_leader = leaders is not None
         self._counts = [topology.nodes.count(node) for node in range(len(topology.leaders))]
-        self._in_blocks = list(topology.nodes) == sorted(
-            topology.nodes
-        )  # whether the ranks of each host are in sequence
+        # Whether the ranks of each host are in sequence.
+        self._in_blocks = list(topology.nodes) == sorted(topology.nodes)
 
     def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
         """As the transport does it."""
@@ -155,20 +154,20 @@ class HierarchicalBackend(Backend):
         self._transport.leave(error)
 
     def close(self) -> None:
-        """Close the parts."""
+        """Close all parts. Not collective."""
         self._transport.close()
         self.node.close()
         if self.leaders is not None:
             self.leaders.close()
 
     def empty(self, nbytes: int, wait: Wait) -> torch.Tensor:
-        """Memory in which the ranks of this host reduce fastest."""
+        """Return memory in which the ranks of this host reduce fastest. Collective."""
         made: list[torch.Tensor] = []
         _Steps(self, wait).on_node(lambda node, inner: made.append(node.empty(nbytes, inner)))
         return made[0] if made else torch.empty(nbytes, dtype=torch.uint8, device=self.device_type)
 
     def reduces(self, op: str, dtype: torch.dtype) -> bool:
-        """Where both kinds of parts do, all ranks saying the same: so the transport is asked, not the leaders.
+        """Whether the node's backend and the transport both do; the leaders' backend is not on all ranks.
 
         Halves are added up in two steps with a rounding, or an overflow, between them: no.
         """
@@ -179,7 +178,7 @@ class HierarchicalBackend(Backend):
     # Reductions
 
     def all_reduce(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
-        """To the leader, between the leaders, and back."""
+        """Reduce to the leader, between the leaders, and broadcast back. Collective."""
         if not tensor.numel():
             return
         steps = _Steps(self, wait)
@@ -190,7 +189,7 @@ class HierarchicalBackend(Backend):
         self._share(tensor.view(torch.uint8), steps)
 
     def reduce(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
-        """To the leader, between the leaders to that of root's host, and to root."""
+        """Reduce to the leader, between the leaders to that of root's host, and pass it to root. Collective."""
         if not tensor.numel():
             return
         steps = _Steps(self, wait)
@@ -205,7 +204,7 @@ class HierarchicalBackend(Backend):
             finish(result)
 
     def through_leaders(self, tensor: torch.Tensor, between: Between, wait: Wait) -> None:
-        """To the leader, between the leaders as `between` says, and back."""
+        """Sum on the leader, call `between` there, and broadcast back. Collective."""
         steps = _Steps(self, wait)
         steps.on_node(lambda node, inner: node.reduce(tensor, "sum", 0, Finish(), inner))
         steps.between(lambda leaders, inner: between(Leaders(leaders, inner, self._counts), tensor))
@@ -214,7 +213,10 @@ class HierarchicalBackend(Backend):
     # Moves
 
     def broadcast(self, data: torch.Tensor, root: int, wait: Wait) -> None:
-        """Within root's host, unless a leader is root; between the leaders; within the other hosts."""
+        """Broadcast within root's host, unless a leader is root; between the leaders; within the other hosts.
+
+        Collective.
+        """
         if not data.numel():
             return
         steps = _Steps(self, wait)
@@ -227,7 +229,10 @@ class HierarchicalBackend(Backend):
             self._share(data, steps)
 
     def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
-        """Within each host, between the leaders, and within each host what came from others."""
+        """Gather within each host, between the leaders, and broadcast to each host what came from others.
+
+        Collective.
+        """
         if not data.numel():
             return
         steps = _Steps(self, wait)
@@ -244,12 +249,12 @@ class HierarchicalBackend(Backend):
             self._share(foreign, steps)
 
     def _share(self, data: torch.Tensor, steps: _Steps) -> None:
-        """The leader's `data`, for all on its host."""
+        """Copy the leader's `data` to all ranks of its host."""
         if data.numel():
             steps.on_node(lambda node, inner: node.broadcast(data, 0, inner))
 
     def _gather_hosts(self, leaders: Backend, ours: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
-        """Every host's block; smaller hosts send what nobody reads behind theirs."""
+        """Gather every host's block among the leaders; those of smaller hosts are padded."""
         most, hosts = max(self._counts), len(self._counts)
         each = into.numel() // self.world_size
         if self._in_blocks and min(self._counts) == most:
@@ -293,6 +298,6 @@ class HierarchicalBackend(Backend):
         return self.topology.nodes[self.rank]
 
     def _home(self, root: int) -> tuple[int, int]:
-        """Root's host, and its place there."""
+        """Return root's host, and its number there in rank order."""
         node = self.topology.nodes[root]
         return node, self.topology.nodes[:root].count(node)

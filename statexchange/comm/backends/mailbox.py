@@ -36,7 +36,7 @@ class Mailbox:
         self._attached: Attached | None = None
 
     def put(self, data: Any, tag: int, wait: Wait) -> None:
-        """Send the uint8 array `data`; returns when it is copied."""
+        """Send the uint8 array `data`; return when it is copied."""
         posted, taken = 2 * tag, 2 * tag + 1
         room = 1 if tag != _DATA_TAG else 2
         if tag == _OFFER_TAG:
@@ -71,7 +71,7 @@ class Mailbox:
         return ring[(number & 1) * _CHUNK_BYTES :][:_CHUNK_BYTES]
 
     def _open_ring(self) -> memoryview:
-        """The sender makes the ring before its first offer; the receiver opens it when that has come."""
+        """Return the ring: the sender makes it before its first offer, the receiver opens it when that has come."""
         if self._ring is None:
             slot = self._memory[_ADDRESS:]
             length = int.from_bytes(slot[:2], "little")
@@ -89,7 +89,7 @@ class Mailbox:
     def _until(self, done: Any, wait: Wait) -> None:
         def settled() -> bool:
             reason = self._page.departure_of(self._peer, wait.operation) if self._page.has_left(self._peer) else None
-            if done():  # looked at last: a peer may post and leave between two looks
+            if done():  # read last: a peer may post and leave between two readings
                 return True
             if reason is not None:
                 raise reason
@@ -98,7 +98,7 @@ class Mailbox:
         wait.until(settled)
 
     def close(self) -> None:
-        """Give up the ring, if it is ours."""
+        """Give up the ring, if this rank has made it."""
         if self._made is not None:
             self._ring = None
             self._made.close()

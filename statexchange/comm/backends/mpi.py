@@ -48,9 +48,9 @@ def _mpi() -> Any:
 
 
 def world(launch: Launch | None = None) -> Any:
-    """MPI's world, with an uncaught exception on any rank set to end the whole job. Not collective.
+    """Return MPI's world, and have an uncaught exception on any rank end the whole job. Not collective.
 
-    NotInitializedError if it is not the world that `launch` speaks of: the launcher is then none of this MPI's.
+    Raises NotInitializedError if its size is not what `launch` says: the launcher then belongs to another MPI.
     """
     mpi = _mpi()
     size = mpi.COMM_WORLD.Get_size()
@@ -65,7 +65,7 @@ def world(launch: Launch | None = None) -> Any:
 
 
 def _abort_on_uncaught() -> None:
-    """Without this the other ranks of a failed one would wait for ever in MPI_Finalize."""
+    """Abort MPI on an uncaught exception: the other ranks would wait for ever in MPI_Finalize."""
     previous: Callable[..., Any] = sys.excepthook
     if getattr(previous, "ends_the_job", False):
         return
@@ -86,7 +86,7 @@ class MPIBackend(Backend):
     name = "mpi"
 
     def __init__(self, comm: Any, *, own: bool = False, timeout_s: float | None = None) -> None:
-        """Collective over `comm`, of which it makes a duplicate unless it is given its `own`."""
+        """Make a backend over a duplicate of `comm`, or over `comm` itself if it is `own`. Collective over `comm`."""
         self._mpi = _mpi()
         several = self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE
         self._guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext() if several else _one_at_a_time
@@ -98,7 +98,7 @@ class MPIBackend(Backend):
         self._comm.Set_errhandler(self._mpi.ERRORS_RETURN)
 
     def _duplicate(self, comm: Any, timeout_s: float) -> Any:
-        wait = Wait(timeout_s, "the meeting of all ranks")
+        wait = Wait(timeout_s, "the formation of the communicator")
         self._await_ranks_in_collectives(comm, wait)
         made: list[Any] = []
 
@@ -111,7 +111,7 @@ class MPIBackend(Backend):
         return made[0]
 
     def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
-        """Every rank's payload: short ones by one all-gather, what is left of long ones by a second."""
+        """Return every rank's payload: short ones by one all-gather, the rest of long ones by a second. Collective."""
         if self.world_size == 1:
             return [payload]
         record = (len(payload).to_bytes(8, "little") + payload[:_INLINE]).ljust(_RECORD, b"\0")
@@ -132,7 +132,7 @@ class MPIBackend(Backend):
         return [bytes(into[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
 
     def _run(self, post: Callable[[], Any], nbytes: int, wait: Wait) -> None:
-        """Have `post` start something, and wait for it; while it is under way its request holds its buffers."""
+        """Have `post` start a request, and wait for it; while it is under way it holds its buffers."""
         requests: list[Any] = []
         with self._keeping(requests, wait):
             with self._guard:
@@ -151,7 +151,7 @@ class MPIBackend(Backend):
             raise
 
     def _test(self, request: Any, nbytes: int) -> Callable[[], bool]:
-        """Whether `request` is done. Some MPIs move long messages in pieces, and only while they are asked."""
+        """Return a test of whether `request` is done. Some MPIs move long messages only while they are tested."""
 
         def guarded() -> bool:
             with self._guard:
@@ -171,7 +171,7 @@ class MPIBackend(Backend):
         return test if nbytes < _LONG_BYTES else test_long
 
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        """A communicator of `ranks`; only they take part in making it. StallError names who does not come."""
+        """Return a communicator of `ranks`; StallError names those that do not come. Collective over them only."""
         tag = _FIRST_FREE_TAG + zlib.crc32(repr(list(ranks)).encode()) % _MANY_TAGS
         self._await_ranks(ranks, tag, Wait(timeout_s, f"the making of a group of ranks {list(ranks)}"))
         with self._guard:  # does not wait: all are there
@@ -179,7 +179,7 @@ class MPIBackend(Backend):
             return MPIBackend(self._comm.Create_group(group, tag), own=True)
 
     def _await_ranks_in_collectives(self, comm: Any, wait: Wait) -> None:
-        """Return when all ranks of the caller's `comm` have called; StallError names who has not.
+        """Return when all ranks of the caller's `comm` have called; StallError names those that have not.
 
         A message from rank to rank could be taken by a receive of the caller's own that waits for any tag, but never
         one within a collective. Each rank scatters a byte to all: as only the root knows the sizes, MPIs send it from
@@ -195,7 +195,7 @@ class MPIBackend(Backend):
             self._await(came, [], wait)
 
     def _await_ranks(self, ranks: Sequence[int], tag: int, wait: Wait) -> None:
-        """Return when all `ranks` of this backend have called; StallError names who has not.
+        """Return when all `ranks` of this backend have called; StallError names those that have not.
 
         Empty messages go between all pairs: making a communicator has no request that could be polled.
         """
@@ -229,12 +229,12 @@ class MPIBackend(Backend):
             raise StallError(text, missing=tuple(missing), rank=missing[0] if missing else None) from None
 
     def reduces(self, op: str, dtype: torch.dtype) -> bool:
-        """What MPI has a type for; its minimum and maximum of NaN depend on the order of ranks."""
+        """Whether MPI has a type for it; its minimum and maximum of NaN depend on the order of ranks."""
         name = _name_of(dtype)
         return name in _INTS or (name in _FLOATS and op in ("sum", "prod"))
 
     def _typed(self, tensor: torch.Tensor, count: int | None = None) -> list[Any] | None:
-        """`tensor` as MPI takes it; None if MPI has no type for it."""
+        """Return `tensor` as MPI takes it; None if MPI has no type for it."""
         datatype = self._datatype_of(tensor.dtype)
         if datatype is None:
             return None
@@ -328,4 +328,4 @@ class MPIBackend(Backend):
             self._run(lambda: self._comm.Irecv(self._bytes(data), src, tag), data.numel(), wait)
 
     def close(self) -> None:
-        """Nothing: freeing an MPI communicator is collective, so it is left to MPI_Finalize."""
+        """Do nothing: freeing an MPI communicator is collective, so it is left to MPI_Finalize."""

@@ -1,4 +1,8 @@
-"""Tensors of GPUs through an NCCL group of torch.distributed."""
+"""Tensors of GPUs through an NCCL group of torch.distributed; messages go through a CPU backend.
+
+A method returns when its work is queued on the caller's current stream. The host does not wait, so a rank that has died
+shows in the next message, not here.
+"""
 
 from __future__ import annotations
 
@@ -45,23 +49,23 @@ class NCCLBackend(Backend):
         assert (self.rank, self.world_size) == (group.rank(), group.size())
 
     def as_caller(self) -> contextlib.AbstractContextManager[Any]:
-        """The caller's current stream, too."""
+        """Return a context with the caller's current stream, too. Not collective."""
         return _both(torch.cuda.stream(torch.cuda.current_stream()), super().as_caller())
 
     def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
-        """Through the CPU backend."""
+        """Return every rank's payload, through the CPU backend. Collective."""
         return self._cpu.all_gather_bytes(payload, wait)
 
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        """A CPU backend over `ranks`."""
+        """Return a CPU backend over `ranks`. Collective over them."""
         return self._cpu.new_group(ranks, timeout_s)
 
     def empty(self, nbytes: int, wait: Wait) -> torch.Tensor:  # noqa: ARG002
-        """Memory of the current GPU."""
+        """Return memory of the current GPU. Not collective."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device_type)
 
     def reduces(self, op: str, dtype: torch.dtype) -> bool:
-        """Sums that are divided afterwards must not be halves, and NCCL's minimum and maximum overlook NaN."""
+        """Whether NCCL is right: not for sums of halves that are divided later, nor for minima and maxima with NaN."""
         return dtype in _WIDE if op in ("sum", "prod") else dtype in _NCCL_INTS
 
     def _run(self, post: Callable[[], Any], wait: Wait) -> None:
@@ -69,14 +73,14 @@ class NCCLBackend(Backend):
             post().wait()
 
     def all_reduce(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
-        """By NCCL, in place. Collective."""
+        """Reduce by NCCL, in place. Collective."""
         if tensor.numel():
             options = reduce_options(dist.AllreduceOptions(), op)
             self._run(lambda: self._group.allreduce([tensor], options), wait)
             finish(tensor)
 
     def reduce(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
-        """By NCCL, which writes on `root` only. Collective."""
+        """Reduce by NCCL, which writes on `root` only. Collective."""
         if tensor.numel():
             options = reduce_options(dist.ReduceOptions(), op)
             options.rootRank, options.rootTensor = root, 0

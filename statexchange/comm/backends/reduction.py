@@ -18,7 +18,7 @@ OPS = ("sum", "avg", "min", "max", "prod")
 
 
 def op_name(op: object) -> str:
-    """One of OPS for a name or a torch ReduceOp."""
+    """Return one of OPS for a name or a torch ReduceOp. Not collective."""
     name = op.lower() if isinstance(op, str) else str(op).rpartition(".")[2].lower()
     name = {"product": "prod"}.get(name, name)
     if name not in OPS:
@@ -48,7 +48,10 @@ class Reduction:
 
     @classmethod
     def of(cls, op: object, dtype: torch.dtype, scale: float, backend: Backend) -> Reduction:
-        """UnsupportedError, a TypeError, for a cell that has no right value."""
+        """Return how `op` reduces `dtype` on `backend`; raise UnsupportedError if no result can be right.
+
+        Not collective.
+        """
         factor = float(scale)
         if factor != 1:
             return cls._of(op_name(op), dtype, factor, backend)
@@ -79,14 +82,14 @@ class Reduction:
         return cls(plain, dtype, finish, native, text)
 
     def all_reduce(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> None:
-        """`tensor` becomes the reduction. Collective."""
+        """Reduce `tensor` over all ranks, in place. Collective."""
         if self.native:
             backend.all_reduce(tensor, self.op, self.finish, wait)
         else:
             tensor.copy_(self._widely(backend, tensor, wait))
 
     def reduce(self, backend: Backend, tensor: torch.Tensor, root: int, wait: Wait) -> None:
-        """`tensor` becomes the reduction on `root`; elsewhere it stays as it is. Collective."""
+        """Reduce `tensor` over all ranks, in place on `root` only. Collective."""
         if self.native:
             backend.reduce(tensor, self.op, root, self.finish, wait)
             return
@@ -95,14 +98,14 @@ class Reduction:
             tensor.copy_(result)
 
     def reduce_scatter(self, backend: Backend, tensor: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
-        """`into` becomes this rank's part of the reduction. Collective."""
+        """Write this rank's part of the reduction into `into`. Collective."""
         if self.native:
             backend.reduce_scatter(tensor, into, self.op, self.finish, wait)
         else:
             into.copy_(self._widely(backend, tensor, wait).view(backend.world_size, -1)[backend.rank])
 
     def _widely(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
-        """The reduction of `tensor` in a dtype in which the backend is right, or by plain arithmetic."""
+        """Return the reduction of `tensor` in a dtype in which the backend is right, or by plain arithmetic."""
         if self.dtype == torch.bool:
             return self._run(backend, tensor.to(torch.uint8), "max" if self.op in ("sum", "max") else "min", wait)
         if self.dtype in INTS:
@@ -123,14 +126,14 @@ class Reduction:
         return tensor
 
     def _with_nan(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
-        """What a transport makes of NaN in min and max depends on the order of ranks: so NaN goes beside."""
+        """Reduce NaN apart: what a transport makes of it in min and max depends on the order of ranks."""
         nan = tensor.isnan()
         anywhere = self._run(backend, nan.to(torch.uint8), "max", wait).bool()
         least = float("-inf") if self.op == "max" else float("inf")
         return self._run(backend, tensor.masked_fill_(nan, least), self.op, wait).masked_fill_(anywhere, float("nan"))
 
     def _integers(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
-        """In int64, and in float64 beside it where int64 could wrap; what does not fit is an error on every rank."""
+        """Reduce in int64, and in float64 too where int64 could wrap; what does not fit is an error on every rank."""
         factor = int(self.finish.scale)
         result = self._run(backend, tensor.to(torch.int64, copy=True), self.op, wait)
         least, most = _range_of_results(torch.iinfo(self.dtype), factor)

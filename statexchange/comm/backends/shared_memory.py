@@ -33,17 +33,17 @@ __all__ = ["SharedMemoryBackend"]
 
 _log = logging.getLogger("statexchange")
 _WINDOW_BYTES = 1 << 20
-_SMALL_BYTES = 1 << 19  # of all ranks together: up to here every rank reduces everything, which saves a meeting
+_SMALL_BYTES = 1 << 19  # of all ranks together: up to here every rank reduces everything, which saves a barrier
 _CHUNK_BYTES = 1 << 18  # stays in cache between the reduction and the copies of its result
 _KEPT_CUTS = 256
 _LINE_BYTES = 64
 _OFFSET_BITS = 40
-_STAGING, _REGION, _SIZES, _MESSAGE = 1, 2, 3, 4  # fingerprints of its own meetings
+_STAGING, _REGION, _SIZES, _MESSAGE = 1, 2, 3, 4  # fingerprints of its own barriers
 
 
 @dataclass(slots=True)
 class _Region:
-    """Our memory of one `empty` call, as long as somebody refers to it."""
+    """This rank's memory of one `empty` call, as long as something refers to it."""
 
     arena: Arena
     base: weakref.ref[Any]
@@ -52,13 +52,13 @@ class _Region:
 
 
 def _tensor_over(memory: Any) -> torch.Tensor:
-    """Not an inference tensor, even if it is made for a caller in inference mode: it outlives the call."""
+    """Return a tensor over `memory`; no inference tensor, even in inference mode, as it outlives the call."""
     with torch.inference_mode(False):
         return torch.from_numpy(memory)
 
 
 class SharedMemoryBackend(Backend):
-    """One rank of a host. Its meetings go through `page`; `bootstrap` is only asked for subsets."""
+    """One rank of a host. It synchronises through `page`; `bootstrap` only makes groups."""
 
     name = "shm"
     enters_itself = True
@@ -84,24 +84,24 @@ class SharedMemoryBackend(Backend):
         self._mailboxes: dict[tuple[int, int], Mailbox] = {}
 
     def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
-        """Every rank's payload, through the page."""
+        """Return every rank's payload, through the page. Collective."""
         return self._page.all_gather_bytes(payload, None, _MESSAGE, wait)
 
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        """The bootstrap's."""
+        """Return a group of the bootstrap backend. Collective over `ranks`."""
         return self._bootstrap.new_group(ranks, timeout_s)
 
     def leave(self, error: BaseException | None) -> None:
-        """By the page."""
+        """Announce leaving on the page. Not collective."""
         self._page.leave(error)
 
     def close(self) -> None:
-        """Give up all memory; what tensors refer to lives as long as they do."""
+        """Give up all memory; what tensors refer to lives as long as they do. Not collective."""
         self.release()
         self._bootstrap.close()
 
     def release(self) -> None:
-        """Give up all memory, but not the bootstrap."""
+        """Give up all memory, but not the bootstrap backend. Not collective."""
         self._page.leave()
         for region in self._regions.values():
             region.arena.close()
@@ -120,13 +120,13 @@ class SharedMemoryBackend(Backend):
     # Where memory lies
 
     def _window(self, dtype: torch.dtype, wait: Wait) -> list[torch.Tensor]:
-        """Every rank's window of the next turn, as `dtype`. Collective, the first time."""
+        """Return every rank's window of the next turn, as `dtype`. Collective, the first time."""
         typed = self._typed_windows(dtype, wait)
         self._turn ^= 1
         return typed[self._turn]
 
     def _typed_windows(self, dtype: torch.dtype, wait: Wait) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Every rank's two windows, as `dtype`. Collective, the first time."""
+        """Return every rank's two windows, as `dtype`. Collective, the first time."""
         typed = self._typed.get(dtype)
         if typed is None:
             if not self._windows[0]:
@@ -137,7 +137,7 @@ class SharedMemoryBackend(Backend):
         return typed
 
     def reserve(self, wait: Wait) -> bool:
-        """Take the memory that collectives need now; False, on all ranks, if there is too little room. Collective.
+        """Take the memory that collectives need now; return False, on all ranks, if there is too little. Collective.
 
         A memfd is limited only by the memory of the machine, but /dev/shm may be tiny, as in containers.
         """
@@ -150,7 +150,7 @@ class SharedMemoryBackend(Backend):
         return True
 
     def _set_up_staging(self, wait: Wait) -> None:
-        if self._staging is None:  # else a mismatch came in between
+        if self._staging is None:  # else a MismatchError came after it was made
             self._staging = Arena.create(2 * _WINDOW_BYTES, self._page.kind)
         self._attach_staging(self._offer_staging(wait), wait)
 
@@ -175,9 +175,9 @@ class SharedMemoryBackend(Backend):
         return self._attached[ident].lend()
 
     def empty(self, nbytes: int, wait: Wait) -> torch.Tensor:
-        """Memory that all ranks see; it is recycled once no tensor of this rank refers to it.
+        """Return memory that all ranks see; it is recycled once no tensor of this rank refers to it. Collective.
 
-        Where there is too little room for a rank's, all get ordinary memory, with a warning.
+        If a rank has too little shared memory left, all get ordinary memory, with a warning.
         """
         self._recycle()
         arena = self._acquire(nbytes)
@@ -224,7 +224,7 @@ class SharedMemoryBackend(Backend):
                 self._pool.release(region.arena)
 
     def _locate(self, tensor: torch.Tensor) -> int:
-        """A number by which the others find `tensor`, 0 if it lies in no shared memory."""
+        """Return a number by which the others find `tensor`, 0 if it lies in no shared memory."""
         address = tensor.data_ptr()
         nbytes = tensor.numel() * tensor.itemsize
         for number, region in self._regions.items():
@@ -233,7 +233,7 @@ class SharedMemoryBackend(Backend):
         return 0
 
     def _at(self, location: int, rank: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Rank's counterpart of `tensor`."""
+        """Return the counterpart of `tensor` on `rank`."""
         if rank == self.rank:
             return tensor
         ident = self._idents[location >> _OFFSET_BITS][rank]
@@ -256,7 +256,7 @@ class SharedMemoryBackend(Backend):
             self._reduce_by_windows(tensor, op, finish, wait, keeps=True)
 
     def reduce(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
-        """Over the staging buffers."""
+        """As `Backend` says, through the staging buffers. Collective."""
         keeps = self.rank == root
         if tensor.nbytes <= self._small_bytes:
             self._reduce_all(tensor, op, finish, wait, keeps=keeps)
@@ -270,14 +270,16 @@ class SharedMemoryBackend(Backend):
         try:
             wait.enter()
         except DifferentCallsError:
-            self._turn ^= 1  # others have not put anything down
+            self._turn ^= 1  # the others have not used this turn's window
             raise
         if keeps:
             reduce_parts(tensor, parts, op, finish)
 
     def _small_parts(self, dtype: torch.dtype, n: int, wait: Wait) -> list[torch.Tensor]:
-        """The first `n` elements of every rank's window of this turn; kept, as cutting them takes longer than adding
-        them up."""
+        """Return the first `n` elements of every rank's window of the next turn.
+
+        They are kept, as making these views takes longer than adding the elements up.
+        """
         cut = self._cut.get((dtype, n))
         if cut is None:
             typed = self._typed_windows(dtype, wait)
@@ -290,7 +292,7 @@ class SharedMemoryBackend(Backend):
         return cut[self._turn]
 
     def _reduce_in_place(self, parts: Sequence[torch.Tensor], op: str, finish: Finish) -> None:
-        """Our slice of all ranks' tensors, chunk by chunk, with the result in each of them."""
+        """Reduce this rank's slice of all tensors, chunk by chunk, and write the result into each of them."""
         begin, end = self._slices(parts[0])[self.rank]
         step = _CHUNK_BYTES // parts[0].itemsize
         others = [part for rank, part in enumerate(parts) if rank != self.rank]
@@ -302,15 +304,16 @@ class SharedMemoryBackend(Backend):
                 part[chunk].copy_(result)
 
     def _slices(self, tensor: torch.Tensor) -> list[tuple[int, int]]:
-        """What part of a tensor each rank reduces: equal shares, cut at cache lines."""
+        """Return which part of a tensor each rank reduces: equal shares, cut at cache lines."""
         n, line = tensor.numel(), max(_LINE_BYTES // tensor.itemsize, 1)
         share = -(-n // (self.world_size * line)) * line
         return [(min(r * share, n), min((r + 1) * share, n)) for r in range(self.world_size)]
 
     def _reduce_by_windows(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait, *, keeps: bool) -> None:
-        """The next window is put on the staging buffer before the meeting that makes this one's result readable.
+        """Reduce window by window through the staging buffers.
 
-        It must not touch the slice of the window before, whose result may still be read: so all are cut alike.
+        The next window is copied in before the barrier that makes this one's result readable. It must not touch the
+        slice of the window before, whose result may still be read: so all windows are cut alike.
         """
         pieces = torch.split(tensor, _WINDOW_BYTES // tensor.itemsize)
         last = pieces[-1].numel()
@@ -331,7 +334,7 @@ class SharedMemoryBackend(Backend):
             staging = following
 
     def _lay_out(self, piece: torch.Tensor, cuts: list[tuple[int, int]], wait: Wait) -> list[torch.Tensor]:
-        """Put what the others reduce on our staging buffer; every rank's window, which is this turn's."""
+        """Copy what the others reduce into this rank's staging buffer; return every rank's window of this turn."""
         staging = self._window(piece.dtype, wait)
         begin, end = cuts[self.rank]
         n = piece.numel()
@@ -340,7 +343,7 @@ class SharedMemoryBackend(Backend):
         return staging
 
     def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
-        """Over the staging buffers, with a part of every rank's share in each window."""
+        """Reduce through the staging buffers; each window holds a piece of every rank's part. Collective."""
         wait.enter()
         rows = tensor.view(self.world_size, -1)
         step = _WINDOW_BYTES // tensor.itemsize // self.world_size
@@ -355,7 +358,7 @@ class SharedMemoryBackend(Backend):
     # Moves
 
     def broadcast(self, data: torch.Tensor, root: int, wait: Wait) -> None:
-        """Straight from root's memory if it is shared."""
+        """Copy from root's memory if it is shared, else through its staging buffer. Collective."""
         ours = self.rank == root
         location = wait.enter(self._locate(data) if ours else 0)[root]
         if not location:
@@ -366,12 +369,12 @@ class SharedMemoryBackend(Backend):
         self._page.sync(wait)
 
     def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
-        """Over the staging buffers."""
+        """As `Backend` says, through the staging buffers. Collective."""
         wait.enter()
         self._move(data, data.numel(), [(r, 0, part) for r, part in enumerate(self._parts(into))], wait)
 
     def gather(self, data: torch.Tensor, into: torch.Tensor | None, root: int, wait: Wait) -> None:  # noqa: ARG002
-        """Over the staging buffers."""
+        """As `Backend` says, through the staging buffers. Collective."""
         wait.enter()
         parts = [] if into is None else self._parts(into)
         self._move(data, data.numel(), [(r, 0, part) for r, part in enumerate(parts)], wait)
@@ -379,14 +382,14 @@ class SharedMemoryBackend(Backend):
     def scatter(
         self, data: torch.Tensor | None, sizes: Sequence[int], into: torch.Tensor, root: int, wait: Wait
     ) -> None:
-        """Over root's staging buffer."""
+        """As `Backend` says, through root's staging buffer. Collective."""
         wait.enter()
         self._move(data, sum(sizes), [(root, sum(sizes[: self.rank]), into)], wait)
 
     def all_to_all(
         self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
     ) -> None:
-        """Over the staging buffers."""
+        """As `Backend` says, through the staging buffers. Collective."""
         wait.enter()
         answers = self._page.all_gather_bytes(json.dumps(list(sizes)).encode(), None, _SIZES, wait)
         table = [json.loads(answer) for answer in answers]
@@ -401,7 +404,7 @@ class SharedMemoryBackend(Backend):
     def _move(
         self, ours: torch.Tensor | None, longest: int, reads: Sequence[tuple[int, int, torch.Tensor]], wait: Wait
     ) -> None:
-        """Every rank shows a stream of at most `longest` bytes; each reads parts: (rank, begin, destination)."""
+        """Copy every rank's stream, of at most `longest` bytes, through its buffer; `reads` are (rank, begin, into)."""
         for at in range(0, longest, _WINDOW_BYTES):
             staging = self._window(torch.uint8, wait)
             if ours is not None:
@@ -416,11 +419,11 @@ class SharedMemoryBackend(Backend):
     # From rank to rank
 
     def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:
-        """Through the pair's mailbox."""
+        """Send through the pair's mailbox. Not collective."""
         self._mailbox(self.rank, dst).put(data.numpy(), tag, wait)
 
     def recv(self, data: torch.Tensor, src: int, tag: int, wait: Wait) -> None:
-        """Through the pair's mailbox."""
+        """Receive through the pair's mailbox. Not collective."""
         self._mailbox(src, self.rank).take(data.numpy(), tag, wait)
 
     def _mailbox(self, src: int, dst: int) -> Mailbox:

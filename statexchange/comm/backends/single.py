@@ -17,20 +17,20 @@ __all__ = ["SingleBackend"]
 
 
 class SingleBackend(Backend):
-    """One rank: every exchange is with itself."""
+    """One rank, without peers."""
 
     name = "single"
     rank = 0
     world_size = 1
 
-    def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:  # noqa: ARG002 (nobody to wait for)
-        """The payload itself."""
+    def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:  # noqa: ARG002 (no peers to wait for)
+        """Return the payload itself."""
         return [payload]
 
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:  # noqa: ARG002 (only [0] exists)
-        """Itself."""
+        """Return this backend."""
         return self
 
     def all_reduce(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:  # noqa: ARG002
-        """The tensor itself."""
+        """Leave the tensor but for `finish`."""
         finish(tensor)

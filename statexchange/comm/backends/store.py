@@ -1,4 +1,9 @@
-"""Messages over a torch Store: for ranks that only have to meet."""
+"""Messages over a torch Store: for ranks that form a communicator, and then move tensors another way.
+
+Keys: `<prefix>/<n>/<rank>` is what a rank sends in the n-th gathering, and `<prefix>/<n>/read` counts the ranks that
+have read it. A rank that reaches gathering n + 1 has read gathering n, and so have all when n + 1 is complete: then
+each rank deletes its key of n. Rank 0 closes the server only after all have read the last one.
+"""
 
 from __future__ import annotations
 
@@ -26,26 +31,26 @@ _stores: Any = dist  # torch exports its stores and rendezvous there, but not fo
 
 
 class StoreBootstrap(Backend):
-    """One rank at a torch Store, for ranks that only have to meet: messages are keys, and there are no sockets."""
+    """One rank at a torch Store: messages are keys, and there are no sockets between ranks."""
 
     name = "store"
 
     def __init__(
         self, store: Any, rank: int, world_size: int, prefix: str = "statexchange", server: Server | None = None
     ) -> None:
-        """Nobody else may use keys that begin with `prefix`. `server`, if this process serves the store, is closed
-        with this bootstrap."""
+        """Nothing else may use keys that begin with `prefix`. `server`, if this process serves the store, is closed
+        with this backend."""
         self._store = store
         self._prefix = prefix
         self._server = server
         self._count = 0
         self._uses: Counter[str] = Counter()
-        self._subsets: list[StoreBootstrap] = []
+        self._groups: list[StoreBootstrap] = []
         self.rank = rank
         self.world_size = world_size
 
     def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
-        """Every rank's payload, each under a key."""
+        """Return every rank's payload, each sent under a key. Collective."""
         self._count += 1
         keys = [self._key(self._count, rank) for rank in range(self.world_size)]
         with torch_errors(wait):
@@ -60,25 +65,25 @@ class StoreBootstrap(Backend):
         return f"{self._prefix}/{count}/{what}"
 
     def _forget(self, count: int) -> None:
-        """All ranks have come to a later exchange, so all have read this one."""
+        """Delete the keys of a gathering: all ranks have reached a later one, so all have read it."""
         with contextlib.suppress(RuntimeError):  # some stores cannot delete
             self._store.delete_key(self._key(count, self.rank))
             if self.rank == 0:
                 self._store.delete_key(self._key(count, "read"))
 
     def _is_read(self, store: Any) -> bool:
-        """Whether all ranks have read the last exchange; `store` is any client of the server."""
+        """Whether all ranks have read the last gathering; `store` is any client of the server."""
         return self._count == 0 or int(store.add(self._key(self._count, "read"), 0)) == self.world_size
 
     def close(self) -> None:
-        """Close the server, when all ranks have read what was exchanged, or a second later."""
+        """Close the server when all ranks have read what was sent, or a second later. Not collective."""
         server, self._server = self._server, None
         if server is None:
             return
         store = server.store  # not this bootstrap's client, in which a group that was given up may still wait
         with contextlib.suppress(StallError, RuntimeError):  # a rank has failed before it could read
             wait = Wait(LATER_S, "the end of the store")
-            wait.until(lambda: all(bootstrap._is_read(store) for bootstrap in [self, *self._subsets]))  # noqa: SLF001 (our own)
+            wait.until(lambda: all(backend._is_read(store) for backend in [self, *self._groups]))  # noqa: SLF001 (our own)
         server.close()
 
     def _within(self, use: str) -> str:
@@ -86,19 +91,22 @@ class StoreBootstrap(Backend):
         return f"{self._prefix}/{use}/{self._uses[use]}"
 
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        """A bootstrap of `ranks` at the same store; StallError names who does not come."""
+        """Return a backend of `ranks` at the same store; StallError names those that do not come.
+
+        Collective over them.
+        """
         prefix = self._within(ranks_key(ranks))
         wait = Wait(timeout_s, f"the making of a group of ranks {list(ranks)}")
         await_ranks(_stores.PrefixStore(prefix, self._store), self.rank, ranks, wait)
         made = StoreBootstrap(self._store, list(ranks).index(self.rank), len(ranks), prefix)
-        self._subsets.append(made)
+        self._groups.append(made)
         return made
 
     def gloo(self, timeout_s: float) -> StoreBackend:
-        """A Gloo group of the same ranks, which meet at the same store. Collective."""
+        """Return a Gloo group of the same ranks, made at the same store. Collective."""
         store = _stores.PrefixStore(self._within("gloo"), self._store)
         return StoreBackend(store, self.rank, self.world_size, timeout_s, bootstrap=self)
 
     def transport(self, timeout_s: float) -> Backend:
-        """A Gloo group: a store is no way to move tensors. Collective."""
+        """Return a Gloo group: a store is no way to move tensors. Collective."""
         return self.gloo(timeout_s)

@@ -33,7 +33,7 @@ class ThreadGroup:
 
 
 class ThreadBackend(Backend):
-    """One thread's place in a group. Its own exchange only serves to meet: the control page does the rest."""
+    """One thread of a group, before it has a control page."""
 
     name = "threads"
 
@@ -45,7 +45,7 @@ class ThreadBackend(Backend):
         self._uses: Counter[tuple[int, ...]] = Counter()
 
     def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
-        """Every thread's payload."""
+        """Return every thread's payload. Collective."""
         self._count += 1
         keys = [(rank, self._count) for rank in range(self.world_size)]
         group = self._group
@@ -69,7 +69,7 @@ class ThreadBackend(Backend):
         return ThreadBackend(self._group.group_of(key, self._uses[key]), key.index(self.rank))
 
     def close(self) -> None:
-        """Let those who wait for this thread know."""
+        """Report to threads that wait for this one that it leaves. Not collective."""
         with self._group.changed:
             self._group.departed.add(self.rank)
             self._group.changed.notify_all()

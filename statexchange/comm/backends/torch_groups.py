@@ -52,12 +52,12 @@ _uses: Counter[str] = Counter()  # of what a store is used for again and again, 
 
 
 def default_group() -> dist.ProcessGroup | None:
-    """torch.distributed's default group, if it is initialised."""
+    """Return torch.distributed's default group, if it is initialised. Not collective."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def known_groups() -> list[object]:
-    """All groups that torch.distributed knows in this process. Not collective."""
+    """Return all groups that torch.distributed knows in this process. Not collective."""
     return list(dist.distributed_c10d._world.pg_map) if dist.is_available() else []  # noqa: SLF001 (torch has no other way)
 
 
@@ -66,7 +66,7 @@ class Sibling:
     """A Gloo group of ours of `ranks` of torch's default group, in this order; torch.distributed does not know it.
 
     `torch.distributed.new_group` can make one without all other ranks only if all have made equally many before: it
-    names groups by their number, and ranks that count differently never meet.
+    names groups by their number, and ranks that count differently would wait for different names.
     """
 
     gloo: Any
@@ -74,22 +74,24 @@ class Sibling:
 
 
 def cpu_group(group: dist.ProcessGroup, timeout_s: float) -> Any:
-    """`group` itself if it moves CPU tensors; else a sibling Gloo group of its ranks, so that the training group is
-    left alone. Collective over `group`."""
+    """Return `group` itself if it moves CPU tensors, else a sibling Gloo group of its ranks.
+
+    Collective over `group`.
+    """
     if "cpu:gloo" in dist.get_backend_config(group) or dist.get_backend(group) == "gloo":
         return group
     return sibling_group(dist.get_process_group_ranks(group), timeout_s).gloo
 
 
 def sibling_group(ranks: Sequence[int], timeout_s: float) -> Sibling:
-    """A Gloo group of these ranks of the default group. Collective over them only."""
+    """Make a Gloo group of these ranks of the default group. Collective over them only."""
     prefix = unused_prefix(f"group/{ranks_key(ranks)}")
     store = _stores.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # noqa: SLF001 (torch has no other way)
     return Sibling(make_gloo_group(store, list(ranks).index(dist.get_rank()), ranks, timeout_s), ranks)
 
 
 def mesh_group(mesh: Any, timeout_s: float) -> dist.ProcessGroup | Sibling:
-    """The group of all ranks of a DeviceMesh. Collective over them unless torch has it already."""
+    """Return the group of all ranks of a DeviceMesh. Collective over them unless torch has it already."""
     ranks = sorted(mesh.mesh.flatten().tolist())
     world = default_group()
     if world is not None and ranks == list(range(dist.get_world_size())):
@@ -98,14 +100,14 @@ def mesh_group(mesh: Any, timeout_s: float) -> dist.ProcessGroup | Sibling:
 
 
 def start_gloo(store: Any, rank: int, world_size: int, timeout_s: float) -> dist.ProcessGroup:
-    """torch.distributed's default group, initialised with Gloo. Collective."""
+    """Initialise torch.distributed's default group with Gloo, and return it. Collective."""
     return _start("gloo", store, rank, world_size, timeout_s)
 
 
 def start_nccl(store: Any, rank: int, world_size: int, timeout_s: float) -> dist.ProcessGroup:
-    """torch.distributed's default group, initialised with NCCL for GPUs and Gloo for CPUs. Collective.
+    """Initialise torch.distributed's default group with NCCL for GPUs and Gloo for CPUs, and return it. Collective.
 
-    MissingExtraError or UnsupportedError, before anything is sent, where that cannot be.
+    Raises MissingExtraError or UnsupportedError, before anything is sent, where that cannot be.
     """
     how = 'NCCL needs a CUDA build of torch and a GPU: pip install torch from the CUDA index, or use init("auto")'
     if not dist.is_available() or not dist.is_nccl_available():
@@ -131,7 +133,7 @@ def _start(backend: str, store: Any, rank: int, world_size: int, timeout_s: floa
 
 
 def unused_prefix(use: str) -> str:
-    """A prefix that no earlier use has had: the same on all ranks that make the same calls."""
+    """Return a prefix that no earlier use has had; it is the same on all ranks that make the same calls."""
     _uses[use] += 1
     return f"statexchange/{use}/{_uses[use]}"
 
@@ -142,14 +144,14 @@ def ranks_key(ranks: Sequence[int]) -> str:
 
 
 def await_ranks(store: Any, rank: int, ranks: Sequence[int], wait: Wait) -> None:
-    """Return when all `ranks`, `rank` among them, have called."""
+    """Return when all `ranks`, `rank` among them, have called. Collective over them."""
     with torch_errors(wait):
         store.set(f"came/{rank}", "1")
         await_keys(store, [f"came/{r}" for r in ranks], ranks, wait)
 
 
 def await_keys(store: Any, keys: Sequence[str], ranks: Sequence[int], wait: Wait) -> None:
-    """Return when `store` has all `keys`, each of which one of `ranks` sets; StallError names those that did not."""
+    """Return when `store` has all `keys`, each set by one of `ranks`; StallError names those that did not."""
     try:
         wait.until(lambda: store.check(keys))
     except StallError as error:
@@ -161,7 +163,7 @@ def await_keys(store: Any, keys: Sequence[str], ranks: Sequence[int], wait: Wait
 
 
 def make_gloo_group(store: Any, rank: int, names: Sequence[int], timeout_s: float) -> Any:
-    """A Gloo group of ranks that errors call by `names`, on a store that has not been used for this. Collective."""
+    """Make a Gloo group of ranks that errors call by `names`, on a store not used for this before. Collective."""
     wait = Wait(timeout_s, f"the making of a group of ranks {list(names)}")
     await_ranks(store, names[rank], names, wait)
     keys, limit = _stores.PrefixStore("group", store), torch_timeout(wait)
@@ -169,7 +171,7 @@ def make_gloo_group(store: Any, rank: int, names: Sequence[int], timeout_s: floa
 
 
 def _by_another_thread(make: Callable[[], Any], wait: Wait) -> Any:
-    """The value of `make`, which cannot be interrupted and waits in vain for a rank that dies in it. Collective."""
+    """Return the value of `make`, run in another thread: it cannot be interrupted, and hangs if a rank dies in it."""
     made = Work(wait.operation)
     threading.Thread(target=made.run, args=(make,), name=wait.operation, daemon=True).start()
     with torch_errors(wait):
@@ -179,7 +181,7 @@ def _by_another_thread(make: Callable[[], Any], wait: Wait) -> Any:
 
 @contextlib.contextmanager
 def torch_errors(wait: Wait) -> Iterator[None]:
-    """What torch raises, in our words."""
+    """Translate torch's errors inside the block into ours."""
     try:
         yield
     except StateExchangeError:
@@ -195,8 +197,10 @@ def _first_line(error: BaseException) -> str:
 
 
 def torch_timeout(wait: Wait, more_s: float = LATER_S) -> timedelta:
-    """What torch may take: longer than we wait, so that our own deadline comes first, but not for ever, as torch's
-    threads end no sooner."""
+    """Return torch's own timeout.
+
+    Longer than our wait, so that ours comes first, but finite, as its threads end then.
+    """
     return timedelta(seconds=min(wait.timeout_s + more_s, LONGEST_S))
 
 

@@ -1,14 +1,27 @@
-"""The control page: one page of shared memory through which ranks of one host exchange messages and notice failure.
+"""The control page: shared memory through which ranks of one host synchronise, exchange messages and notice failure.
 
-Each rank has a row of words and two message slots. An exchange is a full barrier: a rank writes its message into the
-slot of the exchange's parity, then its arrival number; it reads when everybody has arrived. Nobody can arrive at the
-next exchange but one before all have read, so two slots suffice. Words are aligned and stored whole, and x86-64 keeps
-stores in order; elsewhere the page is not used.
+Layout. Each rank has a row of words, of which it writes only its own, and three message slots (slots.py); behind them
+lies memory for the mailboxes of all pairs of ranks. The words of a row:
 
-A rank's arrival number and its phase in that meeting are one word, number * 4 + phase, that only this rank writes. What
-becomes of a meeting when a rank gives up waiting is the rule of `outcome`: all ranks fail, or all succeed. Whatever
-makes a rank give up, its deadline, a rank that has died or an interrupt, it writes CLOSING before it looks again. It
-sleeps a millisecond in between, since x86-64 may delay a store past a later load, until its store buffer is empty.
+    _PID, _START      which process this rank is; so others can see whether it runs
+    _ARRIVED          the number of the barrier at which it has arrived * 4 + its phase there (outcome.py)
+    _LEFT             whether it has left, quietly or with an error, which then lies in its third slot
+    _PROGRESS         how often it has reported that bytes move
+    _REQUESTED        the number of the barrier to which it has requested all to come
+    _FINGERPRINT, _LOCATION   of its current call, two of each, by the parity of the barrier's number
+
+A barrier (`sync`): a rank writes its arrival, then waits until it sees those of all. `enter` and `all_gather_bytes` are
+barriers before which a rank writes its fingerprint, its location or its message, and after which it reads those of the
+others. No rank can arrive at the next barrier but one before all have read, so two copies suffice, by parity.
+
+Memory order. Words are aligned and stored whole, and x86-64 keeps stores in order: so what a rank wrote before its
+arrival is visible to whoever sees the arrival. Elsewhere the page is not used. But x86-64 may delay a store past a
+later load, until its store buffer is empty: so a rank that gives up writes CLOSING, sleeps a millisecond, and reads
+then.
+
+Failure. What becomes of a barrier when a rank gives up waiting is the rule of `outcome`: all ranks fail, or all
+succeed. A rank gives up at its deadline, when a rank has died, or at an interrupt. A rank that leaves with an error
+writes the error before _LEFT, so that whoever sees the mark can read it.
 """
 
 from __future__ import annotations
@@ -54,11 +67,16 @@ _YIELDING_S = 0.05  # beside other work one yield may take milliseconds, and fai
 
 
 class DifferentCallsError(Exception):
-    """Raised on all ranks of a meeting in which not all showed the same fingerprint."""
+    """Raised on all ranks of a barrier at which they have different fingerprints."""
 
 
 class ControlPage(GroupMonitor):
-    """One rank's side of the page. Collective calls must be made by all ranks in the same order."""
+    """One rank's side of the page. Collective calls must be made by all ranks in the same order.
+
+    As a monitor it has nothing to do for `set_current_op`, `complete_op`, `report_failure` and `close`: entering,
+    passing and leaving are on the page already. `give_up` raises: all ranks synchronise on the page, where `sync`
+    follows the rule of `outcome`, before they wait for anything else.
+    """
 
     def __init__(
         self, memory: memoryview, rank: int, world_size: int, kind: Kind = "memfd", *, threads: bool = False
@@ -75,7 +93,7 @@ class ControlPage(GroupMonitor):
         self._arrivals = [r * _ROW_WORDS + _ARRIVED for r in range(world_size) if r != rank]
         self._mine = rank * _ROW_WORDS + _ARRIVED
         self._first = SEEN if world_size == 2 else HERE
-        # Who waits on a core that a missing rank needs only delays it.
+        # A rank that spins on a core that a missing rank needs only delays it.
         self._spins = _SPINS if world_size <= usable_cores() and not threads else 0
         self._set(_START, process_start(os.getpid()) or 0)
         self._set(_PID, os.getpid())
@@ -95,12 +113,12 @@ class ControlPage(GroupMonitor):
         return world_size * (_ROW_WORDS * 8 + 3 * _SLOT_BYTES + world_size * _BOX_BYTES)
 
     def mailbox_memory(self, src: int, dst: int) -> memoryview:
-        """Zeros at first, for what `src` sends to `dst`."""
+        """Return the memory, zeros at first, for what `src` sends to `dst`."""
         begin = 3 * self.world_size * _SLOT_BYTES + (src * self.world_size + dst) * _BOX_BYTES
         return self._slots[begin : begin + _BOX_BYTES]
 
     def has_left(self, rank: int) -> bool:
-        """Whether `rank` will not come any more, by its own word."""
+        """Whether `rank` has announced leaving."""
         return bool(self._get(rank, _LEFT))
 
     def _set(self, word: int, value: int) -> None:
@@ -110,11 +128,13 @@ class ControlPage(GroupMonitor):
         return int(self._words[rank * _ROW_WORDS + word])
 
     def all_gather_bytes(self, payload: bytes, root: int | None, fingerprint: int, wait: Wait) -> list[bytes]:
-        """Every rank's payload, in rank order, on `root` and [] elsewhere; on all ranks if root is None. Collective.
+        """Return every rank's payload, in rank order, on `root` and [] elsewhere; on all ranks if root is None.
+
+        Collective.
 
         Blocks until all ranks have arrived: a rank that has left or died is a PeerError within about a second, one
         that does not arrive while nobody makes progress for the wait's time a StallError naming all missing. If the
-        others' `fingerprint` is another, DifferentCallsError on all ranks, and nobody reads anything.
+        fingerprints differ, all ranks raise DifferentCallsError, and none reads anything.
         """
         parity = (self._count + 1) & 1
         self._post(payload, parity)
@@ -129,7 +149,10 @@ class ControlPage(GroupMonitor):
         return answers
 
     def enter(self, fingerprint: int, location: int, wait: Wait) -> list[int]:
-        """Every rank's `location`; DifferentCallsError, on all ranks, unless all show one `fingerprint`. Collective."""
+        """Return every rank's `location`; raise DifferentCallsError, on all, unless fingerprints are equal.
+
+        Collective.
+        """
         self.raise_if_left()
         parity = (self._count + 1) & 1
         words = self._words
@@ -154,7 +177,7 @@ class ControlPage(GroupMonitor):
         write_slot(self._slot(self.rank, parity), payload, flag)
 
     def _spilled(self, payload: bytes, parity: int) -> bytes:
-        """Put a long message into an arena of its own; its address goes into the slot."""
+        """Put a long message into an arena of its own; return what goes into the slot: its address."""
         arena = self._spill.get(parity)
         if arena is None or arena.nbytes < len(payload):
             if arena is not None:
@@ -174,7 +197,7 @@ class ControlPage(GroupMonitor):
         return bytes(self._attached[key][1].view[: address["length"]])
 
     def sync(self, wait: Wait) -> None:
-        """Return when all ranks are here: a barrier without a check, for the inside of a collective."""
+        """Return when all ranks are here: a barrier without a comparison, for the inside of a collective."""
         self._count += 1
         here = self._count << _PHASE_BITS
         words = self._words
@@ -192,12 +215,12 @@ class ControlPage(GroupMonitor):
                 break
             words[self._mine] = here + PASSED
         except BaseException:
-            if words[self._mine] == here:  # interrupted: the others must not wait for a rank that is leaving
+            if words[self._mine] == here:  # interrupted: no other rank may pass any more
                 words[self._mine] = here + CLOSING
             raise
 
     def _observe(self, own: int, here: int) -> int:
-        """The next phase, after a look at the others."""
+        """Return the next phase, after reading those of the others."""
         lowest, highest = PASSED, ABSENT
         words = self._words
         for arrived in self._arrivals:
@@ -209,14 +232,14 @@ class ControlPage(GroupMonitor):
         return next_phase(own, lowest, highest, False)
 
     def _await(self, here: int, wait: Wait) -> None:
-        """Return when the meeting has succeeded; raise when it has failed."""
+        """Return when the barrier has succeeded; raise when it has failed."""
         reason: StateExchangeError | None = None
         try:
             phase = self._wait_here(here, wait)
         except StateExchangeError as error:
             phase, reason = CLOSING, error
         if phase == CLOSING:
-            phase = self._close_meeting(here)
+            phase = self._close_barrier(here)
         if phase == UNKNOWN:
             stuck = tuple(r for r in range(self.world_size) if self._get(r, _ARRIVED) == here)
             raise OutcomeUnknownError(
@@ -229,7 +252,7 @@ class ControlPage(GroupMonitor):
             raise reason or self._reason_of_others(here, wait.operation)
 
     def _wait_here(self, here: int, wait: Wait) -> int:
-        """PASSED, or CLOSING if another rank has given up; raises what makes this one give up."""
+        """Return PASSED, or CLOSING if another rank has given up; raise what makes this one give up."""
         phase = self._first
         for _ in range(self._spins):
             phase = self._observe(phase, here)
@@ -245,8 +268,8 @@ class ControlPage(GroupMonitor):
             yield_core()
         return self._nap(phase, here, wait)
 
-    def _close_meeting(self, here: int) -> int:
-        """FAILED, PASSED or UNKNOWN: what has become of a meeting that this rank, or another one, has given up."""
+    def _close_barrier(self, here: int) -> int:
+        """Return the end of a barrier that a rank has given up: FAILED, PASSED or UNKNOWN."""
         words = self._words
         words[self._mine] = here + CLOSING
         deadline = time.monotonic() + _UNKNOWN_S
@@ -260,13 +283,13 @@ class ControlPage(GroupMonitor):
         return phase
 
     def _phase_of(self, rank: int, here: int) -> int:
-        """The phase of another rank; one that has died without having passed is CLOSING."""
+        """Return the phase of another rank; one that has died without having passed is CLOSING."""
         ended = self._get(rank, _ARRIVED) == here and not self._alive(rank)
-        phase = self._get(rank, _ARRIVED) - here  # looked at last: it may have passed before it died
+        phase = self._get(rank, _ARRIVED) - here  # read last: it may have passed before it died
         return CLOSING if ended and phase == HERE else phase
 
     def _reason_of_others(self, here: int, operation: str) -> StateExchangeError:
-        """Why this meeting has failed, as a rank says that has given it up."""
+        """Return why this barrier has failed, as reported by a rank that has given it up."""
         closing = [r for r in range(self.world_size) if self._get(r, _ARRIVED) - here in (CLOSING, FAILED)]
         deadline = time.monotonic() + _REASON_S
         while time.monotonic() < deadline:
@@ -315,9 +338,12 @@ class ControlPage(GroupMonitor):
                 raise reason
 
     def departure_of(self, rank: int, operation: str) -> StateExchangeError | None:
-        """Why `rank` will not come to `operation`: the error with which it left, that it closed, or that it died."""
+        """Return why `rank` will not reach `operation`.
+
+        The error with which it left, that it closed, or that it died.
+        """
         alive = self._alive(rank)
-        left = self._get(rank, _LEFT)  # looked at last: a rank may say why and die between two looks
+        left = self._get(rank, _LEFT)  # read last: a rank may report why and die between two readings
         if left == _GONE_WITH_ERROR:
             return self._departure_error(rank)
         if left == _GONE_QUIETLY:
@@ -325,7 +351,7 @@ class ControlPage(GroupMonitor):
         return None if alive else PeerError(rank, operation, f"its process {self._get(rank, _PID)} died")
 
     def missing_ranks(self) -> tuple[int, ...]:
-        """Ranks that have not arrived where this one is, and ranks whose process is stopped."""
+        """Return the ranks that have not arrived where this one is, else those whose process is stopped."""
         stopped = [r for r in range(self.world_size) if process_is_stopped(self._get(r, _PID))]
         return tuple(self._behind(self._count << _PHASE_BITS) or stopped)
 
@@ -333,7 +359,7 @@ class ControlPage(GroupMonitor):
         for rank in ranks:
             reason = self.departure_of(rank, operation)
             if self._get(rank, _ARRIVED) >= self._count << _PHASE_BITS:
-                continue  # looked at last: a rank may arrive, read and leave between two looks
+                continue  # read last: a rank may arrive, read and leave between two readings
             if reason is not None:
                 raise reason
 
@@ -344,32 +370,32 @@ class ControlPage(GroupMonitor):
         return self._threads or self.can_see(rank)
 
     def can_see(self, rank: int) -> bool:
-        """Whether the process of `rank` runs, as far as this one can see."""
+        """Whether the process of `rank` runs, as far as this one can see it."""
         return process_is_alive(self._get(rank, _PID), self._get(rank, _START))
 
     def raise_if_left(self) -> None:
-        """A rank that has left, after a failure or by `leave`, takes part in nothing any more."""
+        """Raise if this rank has left, after a failure or by `leave`: it takes part in nothing any more."""
         if self._get(self.rank, _LEFT):
             raise closed_error(self.rank)
 
     def report_progress(self) -> None:
-        """Say that bytes move, so that nobody's stall deadline fires."""
+        """Report that bytes move, so that no deadline passes."""
         self._set(_PROGRESS, self._get(self.rank, _PROGRESS) + 1)
 
     def progress_count(self) -> int:
-        """How often the ranks have said so."""
+        """Return how often the ranks have reported progress."""
         return sum(self._get(r, _PROGRESS) for r in range(self.world_size))
 
     def request_collective(self) -> None:
-        """Tell ranks that poll `progress`, or wait for single ranks, to come to this rank's next meeting at once."""
+        """Have ranks that report progress, or wait for single ranks, come to this rank's next barrier at once."""
         self._set(_REQUESTED, self._count + 1)
 
     def collective_requested(self) -> bool:
-        """Whether a rank waits in a meeting to which it has called all, and this one has not come yet."""
+        """Whether a rank has requested all to come to a barrier that this one has not reached yet."""
         return any(self._get(r, _REQUESTED) > self._count for r in range(self.world_size))
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Say that this rank will not arrive any more, and why."""
+        """Announce that this rank will not arrive any more, and why. Not collective."""
         if self._get(self.rank, _LEFT):
             return
         if error is not None:

@@ -27,7 +27,7 @@ def _is_supported() -> bool:
 
 
 def open_control_page(rank: int, world_size: int, all_gather_bytes: AllGatherBytes) -> ControlPage | None:
-    """Set up a page for ranks that can only `exchange` messages so far; None, on all, where that is impossible.
+    """Open a page for ranks that can only gather bytes so far; return None, on all, where that is impossible.
 
     Collective. It is tried, not guessed: ranks of several hosts or with separate /proc and /dev/shm get None.
     """
@@ -50,7 +50,7 @@ def _try_kind(kind: Kind, rank: int, world_size: int, all_gather_bytes: AllGathe
             arena = Arena.create(ControlPage.nbytes(world_size), kind)
             offer = arena.address
         except StateExchangeError:
-            offer = None  # said to the others as "no": all fall back together
+            offer = None  # sent to the others as null: all fall back together
     address = json.loads(all_gather_bytes(json.dumps(offer).encode())[0])
     attached = _try_attach(address)
     everybody = all(answer == b"1" for answer in all_gather_bytes(b"1" if attached is not None else b"0"))
@@ -59,7 +59,7 @@ def _try_kind(kind: Kind, rank: int, world_size: int, all_gather_bytes: AllGathe
     if not everybody or attached is None:
         return None
     page = ControlPage(attached.view, rank, world_size, kind)
-    all_gather_bytes(b"")  # every row carries its pid before anybody looks for the others
+    all_gather_bytes(b"")  # every row has its pid before any rank reads the others
     can_see_all = all(page.can_see(other) for other in range(world_size))  # not across PID namespaces
     return page if all(answer == b"1" for answer in all_gather_bytes(b"1" if can_see_all else b"0")) else None
 

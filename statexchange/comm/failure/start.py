@@ -43,7 +43,7 @@ def start_failure_detector(bootstrap: Backend, topology: Topology, timeout_s: fl
     Raises:
         StallError: A rank did not call in time.
     """
-    wait = Wait(timeout_s, "the meeting of all ranks")
+    wait = Wait(timeout_s, "the formation of the communicator")
     listener: socket.socket | None = None
     address: CoordinatorAddress | None = None
     if bootstrap.rank == 0:

@@ -15,7 +15,7 @@ A round, on every rank:
    flight.
    The plan's last bucket waits for `reduce`: nothing is left for it to overlap with.
 4. `reduce` sends the rest of the plan, with zeros where nothing arrived, so that ranks whose backward touched other
-   parameters take part in the same collectives.
+   parameters take part in the same collectives. It does this and what follows in `gradient_averager`.
 5. All ranks exchange one message (`rounds`): the plan's digest, the step, the weight, and what arrived. Different plans
    or steps are a MismatchError on all.
 6. Gradients that arrived late, for a bucket in flight, are reduced and added. Gradients in no bucket get one, in root's
@@ -52,16 +52,17 @@ from statexchange.comm.defaults import as_communicator
 from statexchange.errors import InvalidArgumentError, StateExchangeError
 from statexchange.processes import usable_cores
 from statexchange.train.buckets.arrival import Arrival
+from statexchange.train.buckets.gradient_averager import GradientAverager
 from statexchange.train.buckets.hooks import GradientHooks
 from statexchange.train.buckets.options import BucketOptions, BucketType, Communicate, ResetOptions
+from statexchange.train.buckets.parameter_averager import ParameterAverager
 from statexchange.train.buckets.plan import BucketMemory, BucketPlan, explicit_names
-from statexchange.train.buckets.rounds import ARRIVED, DENSE, FROZEN, LATE, RoundHeader, RoundSummary
-from statexchange.train.buckets.sender import PHASE, BucketSender
-from statexchange.train.buckets.views import Bucket, BucketView, publish_gradients
-from statexchange.train.malloc_tuning import raise_malloc_thresholds, trim_malloc
-from statexchange.train.parameter_specs import Source, compare_specs, local_part, named_parameters, specs_of
+from statexchange.train.buckets.rounds import RoundHeader
+from statexchange.train.buckets.sender import BucketSender
+from statexchange.train.buckets.views import BucketView
+from statexchange.train.malloc_tuning import raise_malloc_thresholds
+from statexchange.train.parameter_specs import Source, compare_specs, named_parameters, specs_of
 from statexchange.train.reducers import Reducer
-from statexchange.train.sparse import average_sparse, same_sparse_dims
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -241,6 +242,13 @@ class BucketReducer(Reducer):
             scale=options.scale,
             communicate=self._communicate,
         )
+        self._averager: GradientAverager | ParameterAverager
+        if options.averages_gradients:
+            self._averager = GradientAverager(self._comm, options, self._views, self._plan, self._arrival, self._sender)
+        else:
+            self._averager = ParameterAverager(
+                self._comm, self._plan, self._sender, is_noticed=options.bucket_type == "parameter"
+            )
         self._hooks = GradientHooks(self._gradient_accumulated, self._backward_ended)
         self._hooks.reports_end = self._on_backward_end is not None
         self._rounds = 0
@@ -403,9 +411,7 @@ class BucketReducer(Reducer):
             with torch.no_grad():
                 share = 0.0 if done else self._checked_weight(weight)
                 header = RoundHeader(self._plan.digest, self._rounds if step is None else step, share, done)
-                if self._options.averages_gradients:
-                    return self._reduce_gradients(header)
-                return self._reduce_parameters(header)
+                return self._averager.run(header)
         finally:
             self._rounds += 1
             self._begin_round()
@@ -426,106 +432,3 @@ class BucketReducer(Reducer):
             if weight != 1 and not self._options.delay_reduce:
                 raise InvalidArgumentError("a weight needs delay_reduce: what was sent has weight 1", found=weight)
         return weight
-
-    def _exchange(self, header: RoundHeader, body: bytes, num_parameters: int) -> RoundSummary:
-        """Compare plans and steps with all ranks, and learn what arrived on each. Collective."""
-        messages = self._comm.all_gather_bytes(header.to_bytes() + body, operation=PHASE)
-        return RoundSummary.of(messages, num_parameters, header.plan_digest)
-
-    def _reduce_gradients(self, header: RoundHeader) -> list[int]:
-        """Steps 4 to 6 of a round. Collective; returns the ranks that are not done."""
-        delayed = self._options.delay_reduce
-        if not delayed:
-            for bucket in self._sender.unsent:
-                self._sender.send(bucket, header.weight)
-        report = self._arrival.report(self._plan.buckets, recheck=delayed, has_weight=header.weight > 0)
-        summary = self._exchange(header, report.to_bytes(), len(self._views))
-        if not summary.has_arrived:
-            if any(not summary.headers[rank].weight for rank in summary.active):
-                for view in self._views:
-                    view.param.grad = None  # all gradients have weight 0
-            return summary.active
-        is_plain = summary.is_plain
-        share = header.weight * self._comm.world_size / summary.total_weight
-        if delayed:
-            for bucket in self._plan.buckets:
-                self._sender.send(bucket, share)
-        for bucket in self._plan.buckets:
-            bucket.wait()
-        if not is_plain:
-            self._add_late(summary)
-        if not delayed:
-            self._leave_out_done_ranks(summary)
-        self._reduce_unplaced(summary, header.weight, share)
-        has_gradient = None if is_plain else [bool(state & ARRIVED) for state in summary.any_rank]
-        publish_gradients(self._views, has_gradient, fusion=self._options.fusion)
-        if not is_plain:
-            self._replan_if_frozen(summary)
-        return summary.active
-
-    def _add_late(self, summary: RoundSummary) -> None:
-        """Reduce the gradients that another backward made for buckets in flight, and add them. Collective."""
-        for bucket in self._plan.buckets:
-            if not any(summary.any_rank[view.index] & LATE for view in bucket.views):
-                continue
-            first = bucket.flat.clone()
-            with self._sender.shared_errors():
-                if bucket.in_flight:
-                    bucket.fill()
-                else:  # on this rank nothing arrived late: the whole bucket was sent by `reduce`
-                    bucket.flat.zero_()
-            self._sender.reduce_memory(bucket)
-            bucket.wait()
-            bucket.flat.add_(first)
-
-    def _leave_out_done_ranks(self, summary: RoundSummary) -> None:
-        """Turn averages over all ranks into averages over the active ones: the others have sent zeros."""
-        if len(summary.active) != self._comm.world_size:
-            for bucket in self._plan.buckets:
-                bucket.flat.mul_(self._comm.world_size / len(summary.active))
-
-    def _reduce_unplaced(self, summary: RoundSummary, weight: float, share: float) -> None:
-        """Give gradients without a bucket one and reduce it; gather those that are sparse everywhere. Collective."""
-        dense, sparse = [], []
-        for index in summary.order():
-            view = self._views[index]
-            if summary.any_rank[index] & DENSE or not same_sparse_dims(summary.sparse_shapes(index)):
-                dense.append(view)
-            else:
-                sparse.append(view)
-        for batch in self._plan.extend_in_batches(self._plan.split(dense)):
-            for bucket in batch:
-                self._sender.send(bucket, share)
-                bucket.wait()
-        if dense:
-            trim_malloc()
-        for view in sparse:
-            grad = view.param.grad if weight else None
-            shapes = summary.sparse_shapes(view.index)
-            view.param.grad = average_sparse(self._comm, view.param, grad, shapes, share, self._options.scale)
-
-    def _replan_if_frozen(self, summary: RoundSummary) -> None:
-        """Empty the plan if a parameter in it is frozen on all ranks: its bucket would never be full."""
-        if self._options.buckets is not None:
-            return
-        for bucket in self._plan.buckets:
-            if any(summary.all_ranks[view.index] & FROZEN for view in bucket.views):
-                self._plan.clear()
-                return
-
-    def _reduce_parameters(self, header: RoundHeader) -> list[int]:
-        """Average the parameters themselves. Collective; returns the ranks that are not done."""
-        summary = self._exchange(header, b"", 0)
-        for bucket in self._plan.buckets:
-            self._average_parameters(bucket)
-        return summary.active
-
-    def _average_parameters(self, bucket: Bucket) -> None:
-        views = [view.local for view in bucket.views]
-        parameters = [local_part(view.param, view.name) for view in bucket.views]
-        if self._options.bucket_type == "weight":
-            parameters = [parameter.data for parameter in parameters]  # autograd does not notice
-        torch._foreach_copy_(views, parameters)
-        self._sender.reduce_memory(bucket)
-        bucket.wait()
-        torch._foreach_copy_(parameters, views)

@@ -12,10 +12,24 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from statexchange.comm.communicator import Communicator
 from statexchange.errors import MismatchError
 from statexchange.train.sparse import SparseShape
 
-__all__ = ["ARRIVED", "DENSE", "FROZEN", "LATE", "SPARSE", "ArrivalReport", "RoundHeader", "RoundSummary"]
+__all__ = [
+    "ARRIVED",
+    "DENSE",
+    "FROZEN",
+    "LATE",
+    "PHASE",
+    "SPARSE",
+    "ArrivalReport",
+    "RoundHeader",
+    "RoundSummary",
+    "exchange_reports",
+]
+
+PHASE = "averaging gradients"
 
 # Flags of a parameter on one rank
 DENSE = 1  # a dense gradient arrived
@@ -134,6 +148,16 @@ class RoundSummary:
     def sparse_shapes(self, index: int) -> list[SparseShape | None]:
         """The shape of a parameter's sparse gradient on each rank; None where it has none."""
         return [(report.sparse or {}).get(index) for report in self.reports]
+
+
+def exchange_reports(comm: Communicator, header: RoundHeader, report: ArrivalReport) -> RoundSummary:
+    """Compare plans and steps with all ranks, and learn what arrived on each. Collective.
+
+    Raises:
+        MismatchError: Plans or steps differ.
+    """
+    messages = comm.all_gather_bytes(header.to_bytes() + report.to_bytes(), operation=PHASE)
+    return RoundSummary.of(messages, len(report.states), header.plan_digest)
 
 
 def _active(headers: Sequence[RoundHeader]) -> list[int]:

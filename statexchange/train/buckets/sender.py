@@ -12,12 +12,12 @@ from statexchange.comm.communicator import Communicator
 from statexchange.train.buckets.arrival import Arrival
 from statexchange.train.buckets.options import Communicate
 from statexchange.train.buckets.plan import BucketPlan
+from statexchange.train.buckets.rounds import PHASE
 from statexchange.train.buckets.views import Bucket, BucketView, copy_gradients
 from statexchange.train.reducers import operation
 
-__all__ = ["PHASE", "BucketSender"]
+__all__ = ["BucketSender"]
 
-PHASE = "averaging gradients"
 _PENDING_BYTES = 1 << 18  # of gradients that are copied together, while they are in cache
 
 
