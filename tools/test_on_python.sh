@@ -34,6 +34,7 @@ if [ -n "$extra" ]; then
     left_out="not cli.md"
 fi
 unset PYTHONPATH # it may lead to another checkout
+export PET_STANDALONE=1 # torchrun --standalone: without it torch 2.6 always takes port 29500, which another job may have
 "$work/venv/bin/python" -c 'import importlib.metadata as m, platform, sys
 print("Python", platform.python_version(), *(f"{n} {m.version(n)}" for n in sys.argv[1:]))' numpy statexchange $extra
 "$work/venv/bin/python" -m pytest -p no:cacheprovider -k "$left_out" "${tests[@]}"
