@@ -10,7 +10,7 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt
+from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt, needing_torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -153,7 +153,8 @@ def from_bytes(data: Any, dtype: str, shape: tuple[int, ...], *, as_numpy: bool 
     array = data if isinstance(data, np.ndarray) else np.frombuffer(data, dtype=np.uint8)
     if as_numpy:
         return array_over(array, dtype, shape)
-    import torch
+    with needing_torch("a tensor that is read"):
+        import torch
 
     if not array.size:
         return torch.empty(shape, dtype=torch_dtype(dtype), device="cpu")

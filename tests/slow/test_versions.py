@@ -10,9 +10,15 @@ HOME = Path(__file__).parents[2]
 NOT_HERE = 77
 
 
-@pytest.mark.slow
+RUNS = [
+    pytest.param(("3.10", "lowest", "torch"), marks=pytest.mark.long),  # gigabytes of wheels
+    pytest.param(("3.10", "lowest"), marks=pytest.mark.slow),
+    pytest.param(("3.13",), marks=pytest.mark.slow),
+]
+
+
 @pytest.mark.timeout(850)
-@pytest.mark.parametrize("arguments", [("3.10", "lowest", "torch"), ("3.10", "lowest"), ("3.13",)], ids=" ".join)
+@pytest.mark.parametrize("arguments", RUNS, ids=" ".join)
 def test_on_another_python(arguments: tuple[str, ...]) -> None:
     done = subprocess.run(
         ["bash", "tools/test_on_python.sh", *arguments],

@@ -75,6 +75,20 @@ def test_a_name_that_needs_torch_says_so() -> None:
     assert 'pip install "statexchange[torch]"' in done.stderr
 
 
+def test_a_workspace_that_is_read_without_torch_says_so(tmp_path: Path) -> None:
+    sx.NFSWorkspace(tmp_path / "ws", run="job").write_configs_and_weights({"layers": 2}, {"w": torch.ones(2)})
+    script = WITHOUT_TORCH + textwrap.dedent("""
+        import statexchange as sx
+        try:
+            sx.NFSWorkspace(sys.argv[1], run="job").read_configs_and_weights_from_rank(0)
+        except sx.errors.MissingExtraError as error:
+            print(error)
+        """)
+    command = [sys.executable, "-c", script, str(tmp_path / "ws")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == 'a tensor that is read needs torch: pip install "statexchange[torch]"\n'
+
+
 def test_reports_are_one_line_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="statexchange")
     state = {"w": torch.arange(6, dtype=torch.float32), "v": np.ones(2, np.float64)}
