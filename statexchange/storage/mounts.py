@@ -1,4 +1,4 @@
-"""Mounts: the file system of a path, and warnings about mount options that weaken our guarantees."""
+"""Mounts: the file system of a path, and warnings about mount options that make reads stale or locks ineffective."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _warn_once(point: str, text: str) -> None:
 
 
 def warn_of_options(path: str) -> None:
-    """Warn once per mount about NFS options that weaken our guarantees for `path`. Not collective."""
+    """Warn once per mount about NFS options of `path` that make reads stale or locks ineffective. Not collective."""
     mount = mount_of(path)
     if mount.kind not in ("nfs", "nfs4"):
         return

@@ -198,7 +198,7 @@ class _Objects:
         try:
             with _conditional("put", path):
                 self._system.pipe_file(key, claim.to_bytes(), mode="overwrite", IfMatch=seen)
-        except (TargetExistsError, NotFoundError):  # another publisher has put it; it has been removed
+        except (TargetExistsError, NotFoundError):  # another publisher has replaced the claim, or it was removed
             return False
         return True
 
@@ -287,10 +287,10 @@ class ObjectFile(OutputFile):
     def finish(self, *, writes_header: bool = True) -> None:
         assert writes_header
         self._opened()
-        self._build.put_object(self.name, self._give_name, is_visible=self.is_visible)
+        self._build.put_object(self.name, self._complete_upload, is_visible=self.is_visible)
         self._file = None
 
-    def _give_name(self) -> None:
+    def _complete_upload(self) -> None:
         audit("put", self.path)
         with _conditional("put", self.path):
             if not self._file.closed:
@@ -310,8 +310,8 @@ class ObjectFile(OutputFile):
 class ObjectBuild(Build):
     """A checkpoint under construction in an object store. The top of this file explains the protocol."""
 
-    renew_s = 15.0
-    take_over_s = 60.0
+    renew_s = 15.0  # how often the claim is renewed
+    take_over_s = 60.0  # how long a claim must be unchanged before it is taken over
 
     def __init__(
         self, url: str, plan_digest: str, names: Sequence[str], *, check: ReplaceCheck | None, resume: bool
@@ -353,7 +353,7 @@ class ObjectBuild(Build):
             if other.nonce == self._claim.nonce:
                 self._seen, self._renewed = version, time.monotonic()
                 return set(other.names) - set(self._claim.names) if other.renewal else set()
-            if _runs(other):
+            if _is_alive(other):
                 raise busy_error(other.owner, self.path)
             now = time.monotonic()
             if watched is not None and watched[0] != version:
@@ -423,7 +423,7 @@ class ObjectBuild(Build):
         return output
 
     def open_new(self, name: str) -> Any:
-        """Begin to upload an object; remove an object of that name, which a former publisher has put."""
+        """Begin to upload an object; first remove any object that an earlier publisher has put under this name."""
         for _ in range(_ATTEMPTS):
             with self._lock:
                 self._versions[name] = None
@@ -434,7 +434,7 @@ class ObjectBuild(Build):
         raise TargetExistsError("refused: another publisher puts this object again and again", path=self.path)
 
     def _drop(self, name: str) -> None:
-        """Remove another publisher's object under one of this publisher's names."""
+        """Remove an object that another publisher has put under one of this publisher's names."""
         with self._lock:
             self._versions.pop(name, None)
         self._remove(name)
@@ -509,7 +509,9 @@ class ObjectBuild(Build):
 
     def make_probe(self) -> str:
         """Raise UnsupportedError: several processes cannot write parts of one object."""
-        raise UnsupportedError("ranks write their parts in place, which object stores cannot do", path=self.path)
+        raise UnsupportedError(
+            "ranks would write their parts into one object in place, which no object store supports", path=self.path
+        )
 
     # Ending
 
@@ -549,7 +551,7 @@ class ObjectBuild(Build):
                         self._remove(name)
         except StateExchangeError as error:
             _log.warning("objects of %s stay until the next publication: %s", self.path, error)
-            self._seen = None  # keeps the claim too, which lists them
+            self._seen = None  # so that `_end` keeps the claim, which lists these objects
         finally:
             self._end()
 
@@ -566,7 +568,7 @@ class ObjectBuild(Build):
             active_builds.discard(self._claim.nonce)
 
 
-def _runs(claim: Claim) -> bool:
+def _is_alive(claim: Claim) -> bool:
     return claim.owner.is_alive and not _is_dead(claim)
 
 
