@@ -1,7 +1,8 @@
 """Merge a sharded checkpoint on disk into one directory: offline, in bounded memory, without torch.
 
 The steps: open the source; plan the output, which proves that each element is supplied exactly once; compare replicas;
-then write the output files, a thread each, window by window. All are published together (checkpoint/publication.py).
+then write the output files, one thread per file, window by window. All are published together
+(checkpoint/publication.py).
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ __all__ = ["MergeReport", "PlannedTensor", "merge_checkpoint"]
 
 _log = logging.getLogger(__name__)
 
-# Prefixes that wrappers (DistributedDataParallel, torch.compile) put before all names, and that no model uses itself.
+# Prefixes that wrappers (DistributedDataParallel, torch.compile) add to all names, and that models do not use.
 _WRAPPERS = ("module.", "_orig_mod.")
-# First parts of names of whole models: after "model." they show that this "model." is a wrapper.
+# First parts of names in a whole model. A name with one of these after "model." shows that "model." is a wrapper.
 _TOPS = ("model.", "lm_head.", "transformer.", *_WRAPPERS)
 
 
@@ -136,10 +137,10 @@ def merge_checkpoint(
     model.
 
     If all selected names begin with ``module.`` or ``_orig_mod.``, this prefix is removed before `rename`. If all begin
-    with a ``model.`` that seems to wrap a whole model, a note in the report says how to remove it.
+    with a ``model.`` that seems to wrap a whole model, a note in the report shows how to remove it.
 
-    Entries that are no tensors are not written; notes list them, and tensors that look like optimizer state. Text
-    metadata of safetensors files is kept if all files agree on it.
+    Entries that are not tensors are not written. The report's notes list them, and tensors that look like optimizer
+    state. Text metadata of safetensors files is kept if all files agree on it.
 
     A source that is replaced while it is opened is read again, once. A source that is changed while it is copied raises
     ReplacedError, and nothing is published.
@@ -162,8 +163,8 @@ def merge_checkpoint(
         filename_pattern: names of the files; {suffix} becomes -00001-of-00004 if there are several.
         files_from: extra files for the checkpoint: a directory, paths, or a mapping of names to contents.
         overwrite: replace a published checkpoint at `path`.
-        resume: also reuse or remove files left by publishers of other hosts, which the caller knows to have ended. One
-            that still runs fails.
+        resume: also reuse or remove files left by publishers of other hosts, which the caller knows to have ended. A
+            publisher that still runs then fails.
         threads: number of files written at once; by default one per core.
         dry_run: write nothing; check everything that can be checked without reading the tensors' bytes.
         on_progress: called with (bytes done, bytes in total).
@@ -292,7 +293,7 @@ def _open(source: str | os.PathLike[str], options: ExportOptions) -> tuple[Sourc
 
 
 def _read_plain(opened: OpenedPath, *, strict: bool) -> Source:
-    """Read a directory of plain safetensors files as one rank's each, anything else by its own format."""
+    """Read each file of a directory of plain safetensors files as one rank's; read anything else by its own format."""
     if rank_files.matches(opened):
         return rank_files.read(opened, strict=strict)
     return read_opened(opened, strict=strict)
@@ -301,7 +302,7 @@ def _read_plain(opened: OpenedPath, *, strict: bool) -> Source:
 def _unwrapped(
     kind: str, rank_shards: Sequence[RankShards], options: ExportOptions
 ) -> tuple[ExportOptions, tuple[str, ...]]:
-    """Return options that remove wrappers before all selected names, and notes about it."""
+    """Return options that remove the prefixes of wrappers from all selected names, and notes about that."""
     all_names = {shard.name for one in rank_shards for shard in one.shards}
     names = set(filter(options.wants, all_names))
     # A common prefix of the first and the last name in sorted order is common to all names.
@@ -310,7 +311,7 @@ def _unwrapped(
     while found := [w for w in _WRAPPERS if end + len(w) < shortest and all(n.startswith(w, end) for n in ends)]:
         end += len(found[0])
     if wrapper := ends[0][:end]:
-        text = f"names lost the wrapper {excerpt(wrapper)} that all of them began with"
+        text = f"the prefix {excerpt(wrapper)} of a wrapper was removed from all names"
         return replace(options, rename=_unwrapping(wrapper, options.rename)), (text,)
     inner = [name.removeprefix("model.") for name in names if name.startswith("model.")]
     if inner and len(inner) == len(names) and not options.rename:
@@ -333,7 +334,7 @@ def _unwrapping(wrapper: str, rename: Rename) -> Rename:
 
 
 def _basis(source: Source, options: ExportOptions, reductions: Mapping[str, str]) -> str:
-    """Return a digest of everything but names that the output depends on: options, headers, sizes and times."""
+    """Return a digest of all that the output depends on, except names: options, headers, file sizes and times."""
     hasher = hashlib.blake2b(digest_size=16)
 
     def add(one: Any) -> None:
@@ -393,7 +394,10 @@ def _check_tied(shard_file: ShardFile, alias: str, kept: str) -> None:
         return
     if _digests(one) != _digests(other):
         raise ReplicaError(
-            f"is listed as tied to {kept!r}, but differs", name=alias, rank=shard_file.rank, path=shard_file.path
+            f"this tensor is listed as tied to {kept!r}, but its values differ",
+            name=alias,
+            rank=shard_file.rank,
+            path=shard_file.path,
         )
 
 
@@ -470,7 +474,10 @@ class _Merge:
             self._fill(memory[:nbytes], window, waiting, memory[WINDOW_BYTES:])
             opened.write(memory[:nbytes], at)
             at += nbytes
-        return [self._fact(tensor, piece, reader) for piece, reader in zip(tensor.pieces, readers, strict=True)]
+        return [
+            self._checked_provenance(tensor, piece, reader)
+            for piece, reader in zip(tensor.pieces, readers, strict=True)
+        ]
 
     def _fill(self, buffer: memoryview, window: Box, waiting: deque[_Reader], bounce: memoryview) -> None:
         """Fill one window from the readers, which are in the order of their first elements; drop finished readers."""
@@ -499,7 +506,8 @@ class _Merge:
         ahead = READ_AHEAD_BYTES // (len(tensor.pieces) * copies)
         return BoxReader(byte_range, piece.box, dtype, ahead)
 
-    def _fact(self, tensor: TensorPlan, piece: Piece, reader: _Reader) -> BoxProvenance:
+    def _checked_provenance(self, tensor: TensorPlan, piece: Piece, reader: _Reader) -> BoxProvenance:
+        """Return the provenance of a piece that was read; raise CorruptError if a digest differs."""
         suppliers = [(piece.holder, piece.box_index), *piece.replicas]
         readers = reader.readers if isinstance(reader, ConvertingReader) else [reader]
         for (holder, _), one in zip(suppliers, readers, strict=False):

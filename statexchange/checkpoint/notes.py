@@ -72,7 +72,7 @@ def _is_text(value: str) -> bool:
 
 
 def notes_about(source: Source, names: Iterable[str], options: ExportOptions) -> tuple[str, ...]:
-    """Return notes about entries that are no tensors, and about optimizer state among the tensors `names`."""
+    """Return notes about entries that are not tensors, and about optimizer state among the tensors `names`."""
     notes = []
     others = {name: what for name, what in source.others.items() if options.wants(name)}
     if others:
