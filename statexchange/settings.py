@@ -127,7 +127,7 @@ def expand_hosts(text: str) -> list[str]:
     """Return the hosts of a Slurm host list: "n[08-10,3]-ib,login" is n08-ib, n09-ib, n10-ib, n3-ib, login.
 
     Raises:
-        ValueError: the text is no host list, or has more than a million hosts.
+        ValueError: the text is not a host list, or has more than a million hosts.
     """
     if not _HOST_LIST.fullmatch(text):
         raise ValueError(f"not a host list: {text[:80]!r}")

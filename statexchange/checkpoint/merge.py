@@ -173,7 +173,7 @@ def merge_checkpoint(
         The report.
 
     Raises:
-        NotFoundError: no checkpoint lies at `source`.
+        NotFoundError: there is no checkpoint at `source`.
         IncompleteError: a rank, a file or a region of a tensor is missing.
         OverlapError: two ranks claim overlapping regions.
         ReplicaError: copies of a box differ.
@@ -264,7 +264,7 @@ def merge_checkpoint(
 
 
 def _check_apart(source: Source, path: str) -> None:
-    """Raise UnsafeError if the source lies in a target URL, whose objects would be replaced while they are read.
+    """Raise UnsafeError if the source is in a target URL, whose objects would be replaced while they are read.
 
     A local target is built under another name.
     """
@@ -272,7 +272,7 @@ def _check_apart(source: Source, path: str) -> None:
     if is_url(path) and any(
         byte_range.path.startswith(below) for _, t in source.shards() for byte_range in t.byte_ranges
     ):
-        raise UnsafeError("refused: the source lies in the target, whose objects would be replaced", path=path)
+        raise UnsafeError("refused: the source is in the target, whose objects would be replaced", path=path)
 
 
 def _read_layout(layout: Mapping[str, Any] | str | os.PathLike[str] | None) -> Any:

@@ -62,7 +62,7 @@ def open_source(path: str | os.PathLike[str], *, strict: bool = True) -> Source:
         The source, which holds its files open until it is closed.
 
     Raises:
-        NotFoundError: no known format lies at the path.
+        NotFoundError: there is no checkpoint of a known format at the path.
         IncompleteError, CorruptError: with `strict`, something is missing or broken.
     """
     return open_with(path, read_opened, strict=strict)
@@ -118,7 +118,7 @@ def read_opened(opened: OpenedPath, *, strict: bool = True) -> Source:
 
 
 def _check_not_above(opened: OpenedPath) -> None:
-    """Raise InvalidArgumentError if DCP directories lie one level below.
+    """Raise InvalidArgumentError if there are DCP directories one level below.
 
     accelerate writes DCP directories into a directory of its own, beside files of torch.save that have no model.
     """
@@ -126,7 +126,7 @@ def _check_not_above(opened: OpenedPath) -> None:
         return
     below = [name for name in opened.store.directories if _is_dcp(opened, name)]
     if below:
-        text = f"torch DCP directories lie here, name one of them: {', '.join(below)}"
+        text = f"this directory contains torch DCP directories, name one of them: {', '.join(below)}"
         raise InvalidArgumentError(text, path=opened.path)
 
 
@@ -160,7 +160,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
         manager.
 
     Raises:
-        NotFoundError: no checkpoint lies at the path.
+        NotFoundError: there is no checkpoint at the path.
         IncompleteError: a file or a rank is missing.
         CorruptError: a file is broken.
 

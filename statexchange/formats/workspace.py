@@ -102,7 +102,7 @@ def _position(opened: OpenedPath) -> tuple[OpenedPath, str | None, int | None]:
     """Return the workspace's opened root, and the run and round that `opened` stands for.
 
     Raises:
-        InvalidArgumentError: a rank's file does not lie in a round's directory.
+        InvalidArgumentError: a rank's file is not in a round's directory.
     """
     if opened.file is not None:
         folder, number = os.path.split(opened.store.path)

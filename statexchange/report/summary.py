@@ -99,7 +99,7 @@ def summarize(path: str | os.PathLike[str]) -> Summary:
         The summary.
 
     Raises:
-        NotFoundError: no checkpoint lies at the path.
+        NotFoundError: there is no checkpoint at the path.
 
     Example:
         >>> import numpy

@@ -34,8 +34,8 @@ Without a mesh, the layout may be the rules alone: ``{"*.o_proj.weight": {"dim":
     in one group.
 ``{"dim": 0, "axis": "ep"}`` and ``{"renumber": "experts", "axis": "ep"}``
     Experts. The first rule is for experts that are stacked along a dim. The second is for one tensor per expert, with a
-    number after the part ``experts`` of its name: each rank numbers its experts from 0 on, and the output numbers
-    them all. ``{"renumber": "layers", "axis": "pp"}`` does the same for layers of pipeline stages.
+    number after the part ``experts`` of its name. Each rank numbers its experts from 0 on; in the output the numbers
+    continue over the ranks. ``{"renumber": "layers", "axis": "pp"}`` does the same for layers of pipeline stages.
 ``{"reduce": "max"}``
     Copies differ; take the largest (or "min", the smallest) value of each element, as for scales of float8 weights.
 ``{"global_shape": [8, 4], "boxes": [[[[0, 0], [2, 4]]], ...]}``

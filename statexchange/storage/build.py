@@ -101,7 +101,7 @@ class OutputFile(ABC):
     written from begin to end.
 
     Attributes:
-        path: where the file lies during the build.
+        path: the path of the file during the build.
         header: the first bytes of the file.
         is_reserved: whether disk space for all its bytes is reserved.
     """
@@ -130,7 +130,7 @@ class Build(ABC):
 
     Attributes:
         path: the target.
-        building_path: where the files lie until `commit`.
+        building_path: the directory of the files until `commit`.
         finished: metadata by name of the output files that an interrupted publisher of the same plan had finished.
     """
 

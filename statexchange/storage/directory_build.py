@@ -1,6 +1,6 @@
 """Build a directory on a file system: under a hidden name beside the target, then renamed to the target's name.
 
-**Names.** All lie in the target's parent directory. Each publisher draws a `nonce` of 64 random bits and writes only
+**Names.** All are in the target's parent directory. Each publisher draws a `nonce` of 64 random bits and writes only
 names with its nonce. Long target names are cut (`files.hidden_prefix`).
 
 * ``.<name>.<nonce>.owner``: the owner record, a symbolic link whose target is JSON text: the process and host of the
@@ -429,9 +429,9 @@ class DirectoryBuild(Build):
     def _write_record(self) -> os.stat_result:
         """Make the owner record durably and return its attributes.
 
-        It is a symbolic link, because a link is created with its content. A file could be left empty by a writer that
-        dies, and its owner could not be proved. File systems without symbolic links (FAT, some network and user-space
-        ones) get a file.
+        It is a symbolic link, because a link is created with its content. A killed writer could leave a file empty, and
+        nothing would prove its owner. File systems without symbolic links (FAT, some network and user-space ones) get a
+        file.
         """
         path = os.path.join(self._parent, self._record)
         text = json.dumps(Owner.current().to_json())
@@ -741,7 +741,7 @@ class DirectoryBuild(Build):
         except TargetExistsError:
             raise _conflict(self.path, "was first") from None
         except StorageError as error:
-            # If the new directory is gone and the old one lies aside, another publisher has completed the replacement.
+            # If the new directory is gone and the old one set aside, another publisher has completed the replacement.
             if error.errno != errno.ENOENT or identity_of(self._partial, self._parent_fd, self.path) is not None:
                 raise
             if identity_of(self._replaced, self._parent_fd, self.path) is None:

@@ -74,7 +74,7 @@ def is_readable(text: str) -> bool:
 
 
 def _refuse_constant(name: str) -> object:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -68,7 +68,7 @@ def local_path(url: str) -> str:
                 f"digit or '_', not {rest!r}"
             )
         return f"/dev/shm/statexchange-{os.getuid()}/{rest}"  # noqa: S108 (0700, owner checked on use)
-    raise InvalidArgumentError(f"a workspace lies in a directory or at shm://name; {scheme}:// is not supported")
+    raise InvalidArgumentError(f"a workspace is a directory or shm://name; {scheme}:// is not supported")
 
 
 def _is_plain_name(name: str) -> bool:

@@ -45,7 +45,7 @@ class Mount:
 
     @property
     def is_memory(self) -> bool:
-        """Whether files lie in memory, where fsync has no effect."""
+        """Whether files are stored in memory, where fsync has no effect."""
         return self.kind in _MEMORY
 
     @property

@@ -16,14 +16,14 @@ Steps of a publisher:
    is refused unless it may be replaced. Objects that neither a manifest nor a claim lists are always refused.
 3. Un-commit a checkpoint that is replaced: remove its manifest first, then its index, then its other objects. So
    readers refuse the directory from the first removal on.
-4. Create all objects exclusively. A publisher that was wrongly taken for dead and goes on can therefore never replace
-   an object of its successor. If it created a name first, the successor removes that object and puts its own again.
+4. Create all objects exclusively. So a publisher that goes on after its claim was taken over can never replace an
+   object of its successor. If it created a name first, the successor removes that object and puts its own again.
 5. Renew the claim, list the directory, compare each object's version with what was put, create the manifest
    exclusively, check once more that the claim is still held, and remove the claim last.
 
 Renewal: every 15 s, in the calls that write, by a put that is conditional on the ETag that was read (S3). fsspec file
 systems other than s3fs have no conditional put; there the claim is compared and then put. Two publishers that take over
-one claim at the same moment may then both believe that they hold it, until one of them renews it or makes the final
+one claim at the same moment may then both treat it as their own, until one of them renews it or makes the final
 check of step 5. No store has a conditional removal, so the claim is checked just before each removal.
 
 Failure: a publisher that fails removes its objects only while it still holds the claim; otherwise its successor removes
@@ -114,7 +114,7 @@ class _Objects:
         return f"{self.path}/{name}"
 
     def store(self) -> FsspecStore:
-        """Return a new store of the directory; its listing raises NotFoundError if nothing lies there."""
+        """Return a new store of the directory; its listing raises NotFoundError if it does not exist."""
         return FsspecStore(self.url, self._system, self._base)
 
     def list_infos(self) -> dict[str, Mapping[str, Any]]:

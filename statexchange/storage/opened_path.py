@@ -68,7 +68,7 @@ def open_path(path: str) -> OpenedPath:
     is absent; then the new checkpoint is opened under its hidden name.
 
     Raises:
-        NotFoundError: nothing lies at the path.
+        NotFoundError: there is nothing at the path.
         StorageError: the path cannot be read.
     """
     if is_url(path):
@@ -91,7 +91,7 @@ def read_with_retry(path: str, read: Callable[[OpenedPath], T]) -> T:
             it is closed.
 
     Raises:
-        NotFoundError: nothing lies at the path.
+        NotFoundError: there is nothing at the path.
         ReplacedError: the path was replaced in each of 40 attempts.
         StateExchangeError: what `read` raised.
     """

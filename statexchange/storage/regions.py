@@ -211,7 +211,7 @@ def read_part(
     """Copy `part` of a stored box into memory.
 
     Args:
-        stored: where the box lies.
+        stored: the byte range of the box.
         box: the stored box.
         part: the block to copy, inside both `box` and `target`.
         dtype: the tensor's dtype.

@@ -409,7 +409,7 @@ def test_a_saved_state_of_random_generators_is_named(saved: Path) -> None:
     rewrite(saved, place)
     assert open_source(saved).others == {"lr": "list of 1, with tensors in it"}
     report = merge_checkpoint(saved, saved.parent / "out")
-    assert report.notes == ("1 entry is no tensor, not written: lr (list of 1, with tensors in it)",)
+    assert report.notes == ("1 entry is not a tensor, not written: lr (list of 1, with tensors in it)",)
 
 
 def test_a_tensor_of_a_dtype_that_is_not_known_hides_no_other(saved: Path) -> None:

@@ -622,7 +622,7 @@ def test_objects_of_any_class_are_named_and_the_tensors_are_read(
     report = merge_checkpoint(tmp_path / "x.pt", tmp_path / "out")
     assert_same(load_file(tmp_path / "out/model.safetensors"), {"w": state["w"], "rng.cpu": state["rng"]["cpu"]})
     (note,) = report.notes
-    assert note.startswith("9 entries are no tensors, not written: rng.python.0 (int 3), ")
+    assert note.startswith("9 entries are not tensors, not written: rng.python.0 (int 3), ")
     assert "args (opaque argparse.Namespace)" in note
     for command in ("info", "ls"):
         with pytest.raises(SystemExit) as ended:

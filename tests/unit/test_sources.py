@@ -155,7 +155,7 @@ BROKEN_FACTS: list[tuple[dict[str, Any], str]] = [
     (tensor_fact(dtype=[]), "unknown dtype"),
     (tensor_fact(digests=[]), "does not fit"),
     ({"schema": 2}, "another version"),
-    ({"config": {}}, "no text"),
+    ({"config": {}}, "not text"),
     ({"aliases": [1]}, "broken aliases"),
     ({"aliases": {"v": 1}}, "broken aliases"),
     ({"rank": 1}, "another rank"),
