@@ -443,8 +443,8 @@ class _Merge:
                 self._count(file.data_nbytes)
         todo = [file for file in self._plan.files if file.name not in self._publication.finished]
         with ThreadPoolExecutor(max(1, min(threads or os.cpu_count() or 1, len(todo)))) as pool:
-            opened = list(pool.map(self._publication.create, todo))  # a full disk is found before anything is written
-            writing = [pool.submit(self._write_file, *pair) for pair in zip(todo, opened, strict=True)]
+            outputs = list(pool.map(self._publication.create, todo))  # a full disk is found before anything is written
+            writing = [pool.submit(self._write_file, *pair) for pair in zip(todo, outputs, strict=True)]
             try:
                 for written in as_completed(writing):
                     provenance |= written.result()
@@ -453,26 +453,26 @@ class _Merge:
                 raise
         return provenance
 
-    def _write_file(self, plan: FilePlan, opened: PlannedFile) -> dict[str, list[BoxProvenance]]:
+    def _write_file(self, plan: FilePlan, output: PlannedFile) -> dict[str, list[BoxProvenance]]:
         memory = memoryview(bytearray(4 * WINDOW_BYTES))
-        provenance = {tensor.name: self._write_tensor(tensor, opened, memory) for tensor in plan.tensors}
-        opened.finish()
+        provenance = {tensor.name: self._write_tensor(tensor, output, memory) for tensor in plan.tensors}
+        output.finish()
         self._publication.record(
             plan.name, [[[one.rank, one.digest] for one in provenance[t.name]] for t in plan.tensors]
         )
         return provenance
 
-    def _write_tensor(self, tensor: TensorPlan, opened: PlannedFile, memory: memoryview) -> list[BoxProvenance]:
+    def _write_tensor(self, tensor: TensorPlan, output: PlannedFile, memory: memoryview) -> list[BoxProvenance]:
         readers = [self._reader(tensor, piece) for piece in tensor.pieces]
         waiting = deque(readers)
-        at = opened.offset_of(tensor)
+        at = output.offset_of(tensor)
         widest = max((ITEMSIZE[self._held_dtype(tensor, piece)] for piece in tensor.pieces), default=0)
         for window in windows(tensor.shape, max(widest, ITEMSIZE[tensor.dtype])) if tensor.nbytes else ():
             if self._stop.is_set():
                 raise RuntimeError("another file of this merge failed")
             nbytes = window.numel * ITEMSIZE[tensor.dtype]
             self._fill(memory[:nbytes], window, waiting, memory[WINDOW_BYTES:])
-            opened.write(memory[:nbytes], at)
+            output.write(memory[:nbytes], at)
             at += nbytes
         return [
             self._checked_provenance(tensor, piece, reader)

@@ -101,7 +101,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     shard_files: list[ShardFile] = []
     others: dict[str, str] = {}
     texts: dict[str, str] = {}
-    listed = list(unsupported)
+    unreadable = list(unsupported)
     views: dict[bytes, TensorView] = {}
     for file in sorted(by_file, key=_order):
         reader = _DcpFileReader(store.path_of(file), _order(file)[0], tensors, views)
@@ -109,10 +109,10 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
             shard_files.append(reader.read(_opened(store, file, by_file[file]), by_file[file]))
             others |= reader.others
             texts |= reader.texts
-            listed += reader.unsupported
+            unreadable += reader.unsupported
         except StateExchangeError as error:
             problems.append(error)
-            listed += [
+            unreadable += [
                 UnreadableTensor(name, tensors[name].dtype, tensors[name].shape, store.path_of(file))
                 for name in {entry.name: None for entry in by_file[file] if entry.name in tensors}
             ]
@@ -125,7 +125,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
         others=others,
         texts=texts,
         problems=tuple(problems),
-        unreadable=tuple(listed),
+        unreadable=tuple(unreadable),
     )
 
 

@@ -93,19 +93,19 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     if opened.file is None and not weight_map:
         problems += check_numbers(names, store.path)
     shard_files: list[ShardFile] = []
-    listed: list[UnreadableTensor] = []
+    unreadable: list[UnreadableTensor] = []
     texts: list[Mapping[str, str]] = []
     for number, name in enumerate(names):
         try:
             file = store.open(name)
             header = read_header(file)
             shard_files.append(_shard_file(number, file, header, published))
-            listed += unknown_dtypes(header, file.path)
+            unreadable += unknown_dtypes(header, file.path)
             texts.append(header.common_metadata)
         except StateExchangeError as error:
             problems.append(_missing(error, store.path_of(name)))
-            listed += _listed_in(store, name, names_in.get(name, []), published)
-    problems += _misplaced(weight_map, shard_files, listed)
+            unreadable += _listed_in(store, name, names_in.get(name, []), published)
+    problems += _misplaced(weight_map, shard_files, unreadable)
     problems += _contradicted(published, shard_files)
     try:
         shard_files = _whole(shard_files)
@@ -120,7 +120,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
         tuple(shard_files),
         manifest=manifest,
         problems=tuple(problems),
-        unreadable=tuple(listed),
+        unreadable=tuple(unreadable),
         metadata=metadata,
         differing=differing,
     )
@@ -340,11 +340,11 @@ def read_index(store: Store, index: str, suffix: str = _SUFFIX) -> dict[str, str
 
 
 def _misplaced(
-    weight_map: Mapping[str, str], shard_files: Sequence[ShardFile], listed: Sequence[UnreadableTensor]
+    weight_map: Mapping[str, str], shard_files: Sequence[ShardFile], unreadable: Sequence[UnreadableTensor]
 ) -> list[StateExchangeError]:
     """Return an error for each tensor that the weight map assigns to a file that does not have it."""
     has = {shard_file.path.rpartition("/")[2]: shard_file for shard_file in shard_files}
-    unsupported = {(one.name, one.path) for one in listed}
+    unsupported = {(one.name, one.path) for one in unreadable}
     return [
         IncompleteError(
             "the index assigns this tensor to the file, which does not have it", name=name, path=has[file].path

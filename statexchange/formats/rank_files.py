@@ -52,12 +52,12 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:  # noqa: ARG001 
     names = sorted(_names(opened), key=_in_order)
     _check_whole(names, opened.path)
     shard_files = []
-    listed: list[UnreadableTensor] = []
+    unreadable: list[UnreadableTensor] = []
     texts = []
     for rank, name in enumerate(names):
         file = opened.store.open(name)
         header = read_header(file)
-        listed += unknown_dtypes(header, file.path)
+        unreadable += unknown_dtypes(header, file.path)
         texts.append(header.common_metadata)
         tensors = {}
         for entry in header.entries.values():
@@ -70,7 +70,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:  # noqa: ARG001 
         opened,
         tuple(shard_files),
         world_size=len(shard_files),
-        unreadable=tuple(listed),
+        unreadable=tuple(unreadable),
         metadata=metadata,
         differing=differing,
     )

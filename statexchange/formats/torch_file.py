@@ -75,7 +75,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     problems: list[StateExchangeError] = []
     shard_files: list[ShardFile] = []
     others: dict[str, str] = {}
-    listed: list[UnreadableTensor] = []
+    unreadable: list[UnreadableTensor] = []
     indexed: dict[str, str] = {}
     if opened.file is None:
         indexes = [name for name in store.files if name.endswith(_INDEX_SUFFIX)]
@@ -88,17 +88,17 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
             found = _TorchFileReader(store.open(name), rank)
             shard_files.append(found.shard_file)
             others |= found.others
-            listed += found.unsupported
+            unreadable += found.unsupported
             continue
         except NotFoundError:
             problems.append(IncompleteError("a file of this checkpoint is missing", path=store.path_of(name)))
         except StateExchangeError as error:
             problems.append(error)
-        listed += [UnreadableTensor(key, None, None, store.path_of(name)) for key in names_in.get(name, [])]
+        unreadable += [UnreadableTensor(key, None, None, store.path_of(name)) for key in names_in.get(name, [])]
     if problems and strict:
         raise problems[0]
     return Source(
-        "torch", opened, tuple(shard_files), others=others, problems=tuple(problems), unreadable=tuple(listed)
+        "torch", opened, tuple(shard_files), others=others, problems=tuple(problems), unreadable=tuple(unreadable)
     )
 
 

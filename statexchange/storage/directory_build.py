@@ -396,12 +396,12 @@ class DirectoryBuild(Build):
         if self._check is None and files.stat_of(self._name, self._parent_fd, self.path) is not None:
             raise target_exists(self.path)
         record = self._write_record()  # durable before anything else of this nonce
-        ours = [one for one in leftovers if self._is_ours(one, record)]
-        self._complete_replacements(leftovers, ours)  # before the target is checked: it may get its name here
+        of_this_user = [one for one in leftovers if self._is_of_this_user(one, record)]
+        self._complete_replacements(leftovers, of_this_user)  # before the target is checked: it may get its name here
         opened_target = _check_target(self.path, self._parent_fd, self._check)
         if opened_target is not None:
             self._old_fd, self._old = opened_target
-        self._clear(ours, record, plan_digest if reuse else None, resume=resume)
+        self._clear_leftovers(of_this_user, record, plan_digest if reuse else None, resume=resume)
         if self._own is None:
             files.make_directory(self._partial, self._parent_fd, self.building_path, 0o777)
         self._dir_fd = files.open_directory(self._partial, self._parent_fd, self.building_path)
@@ -466,7 +466,7 @@ class DirectoryBuild(Build):
             raise
         files.close_file(fd, path)
 
-    def _is_ours(self, leftover: _Leftover, record: os.stat_result) -> bool:
+    def _is_of_this_user(self, leftover: _Leftover, record: os.stat_result) -> bool:
         """Whether the record and the directories of its nonce have the uid of this process's own record."""
         if leftover.record is None or leftover.record.st_uid != record.st_uid:
             return False
@@ -476,12 +476,12 @@ class DirectoryBuild(Build):
                 return False
         return True
 
-    def _complete_replacements(self, leftovers: Iterable[_Leftover], ours: Sequence[_Leftover]) -> None:
+    def _complete_replacements(self, leftovers: Iterable[_Leftover], of_this_user: Sequence[_Leftover]) -> None:
         """Rename a complete directory to the target's name if its publisher died between the two renames."""
         if files.stat_of(self._name, self._parent_fd, self.path) is not None:
             return
         for leftover, partial in _interrupted(leftovers):
-            if leftover not in ours:
+            if leftover not in of_this_user:
                 raise UnsafeError(
                     f"refused: another user's replacement of the target was interrupted ({leftover.owner})",
                     path=os.path.join(self._parent, partial),
@@ -500,7 +500,7 @@ class DirectoryBuild(Build):
             leftover.partials = {plan: name for plan, name in leftover.partials.items() if name != partial}
             return
 
-    def _clear(
+    def _clear_leftovers(
         self, leftovers: Iterable[_Leftover], record: os.stat_result, plan_digest: str | None, *, resume: bool
     ) -> None:
         """Remove the leftovers of dead publishers, or take over a directory of this plan."""
@@ -518,7 +518,7 @@ class DirectoryBuild(Build):
             if self._own is None and plan_digest in leftover.partials:
                 assert plan_digest is not None
                 self._take_over(leftover.partials.pop(plan_digest))
-            self._remove(leftover)
+            self._remove_leftover(leftover)
         for leftover in unknown:
             hidden = [*leftover.directories, f"{self._stem}.{leftover.nonce}.owner"]
             _log.warning(
@@ -539,7 +539,7 @@ class DirectoryBuild(Build):
             return
         self._own = identity_of(self._partial, self._parent_fd, self.building_path)
 
-    def _remove(self, leftover: _Leftover) -> None:
+    def _remove_leftover(self, leftover: _Leftover) -> None:
         """Remove a dead publisher's directories, then its record. A failure is logged: the next build tries again."""
         if leftover.replaced and files.stat_of(self._name, self._parent_fd, self.path) is None:
             return  # the only copy of the old checkpoint

@@ -53,6 +53,7 @@ __all__ = ["LocalFile", "LocalStore", "local_path", "open_local", "replacement_o
 _FILE_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
 _MAX_LOOKUPS = 40  # of a name that is absent while its directory is being replaced
 _LOOKUP_INTERVAL_S = 0.01
+_LEAST_HELD = 4  # descriptors that each opened path may keep open, even over the limit
 _DIRECTORY_FLAGS = _FILE_FLAGS | getattr(os, "O_DIRECTORY", 0)
 
 
@@ -101,7 +102,6 @@ class _DescriptorBudget:
         return max(_LEAST_HELD, min(256, soft // 4))
 
 
-_LEAST_HELD = 4
 _budget = _DescriptorBudget()
 
 

@@ -77,7 +77,7 @@ __all__ = ["ObjectBuild", "check_url"]
 
 _log = logging.getLogger(__name__)
 _PART_BYTES = 16 << 20  # of a multipart upload; stores require at least 5 MiB
-_ATTEMPTS = 5  # to put an object whose name a publisher that was taken for dead keeps creating
+_ATTEMPTS = 5  # to put an object whose name a publisher without the claim keeps creating
 _READ_ONLY = ("http", "https", "data", "github", "zip", "tar")
 
 
@@ -99,8 +99,8 @@ class _Objects:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self.path = without_secrets(self.url)
-        scheme = url.partition("://")[0].rpartition("::")[2]
-        if url.partition("://")[0].partition("::")[0] in _READ_ONLY:
+        scheme = url.partition("://")[0].partition("::")[0]  # of the outermost file system of a chain
+        if scheme in _READ_ONLY:
             raise UnsupportedError(
                 f"{scheme}:// is read-only: publish to a directory or an object store", path=self.path
             )
@@ -532,7 +532,7 @@ class ObjectBuild(Build):
                     found=now or "nothing",
                 )
         for found in (there.keys() & set(self._claim.names)) - self._versions.keys():
-            self._remove(found)  # put meanwhile by a publisher that was taken for dead
+            self._remove(found)  # put meanwhile by a publisher that has lost the claim
         self.put(name, data)  # commits: from here on readers accept the directory
         self._versions.clear()  # so that `abandon` removes nothing
         self._end()  # the claim is removed last
