@@ -1,4 +1,7 @@
-"""Return how much memory the cgroups of this process leave it. Beyond it the kernel kills instead of refusing."""
+"""Return how much memory the cgroups of this process leave it.
+
+Beyond that the kernel does not refuse an allocation; it kills the process that uses the memory.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +42,9 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 def memory_headroom(proc: str = "/proc/self") -> Headroom | None:
     """Return the smallest headroom of all memory cgroups above this process; None without a limit.
 
-    Both cgroup versions are read. Headroom is the limit minus the usage. File pages are not counted as used, because
-    the kernel drops them when it needs memory; pages of tmpfs and shared memory, which it cannot drop, are. `proc` is
-    the process's directory in /proc.
+    Both cgroup versions are read. Headroom is the limit minus the usage. File pages do not count as used, because the
+    kernel drops them when it needs memory. Pages of tmpfs and shared memory do count, because it cannot drop them.
+    `proc` is the process's directory in /proc.
     """
     found = []
     for version, mount, directory in _memory_cgroups(proc):

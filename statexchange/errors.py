@@ -222,7 +222,7 @@ class ForkedError(StateExchangeError, RuntimeError):
 
 
 class MissingExtraError(StateExchangeError, ImportError):
-    """An optional dependency is needed; the message says how to install it."""
+    """An optional dependency is needed; the message has the command that installs it."""
 
     code = "USAGE"
 
@@ -272,7 +272,7 @@ class UnsupportedError(StateExchangeError, TypeError):
 
 
 class MismatchError(StateExchangeError, ValueError):
-    """Ranks made different calls, which the message shows with their lines; or they run different versions."""
+    """Ranks made different calls, or run different versions. The message shows each call and the line that made it."""
 
     code = "USAGE"
 
@@ -337,9 +337,9 @@ class PeerError(StateExchangeError, RuntimeError):
         self.phase = phase
         self.cause = cause = without_secrets(cause)
         self.host = host
-        who = f"rank {rank}" if rank >= 0 else "a rank, whose own log says more,"
+        subject = f"rank {rank}" if rank >= 0 else "a rank (its own log has the details)"
         where = f" on {host}" if host else ""
-        super().__init__(f"{who}{where} failed in {phase}: {cause}")
+        super().__init__(f"{subject}{where} failed in {phase}: {cause}")
         self.rank: int = rank
 
     def _text(self) -> str:

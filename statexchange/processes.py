@@ -168,7 +168,7 @@ class Owner:
 
     @property
     def is_visible(self) -> bool:
-        """Whether this process can tell if the owner runs: both are in the same boot and pid namespace."""
+        """Whether this process can determine if the owner runs: both are in the same boot and pid namespace."""
         known = bool(self.boot) and self.namespace != 0 and self.pid > 0
         return known and (self.boot, self.namespace) == (_boot_id(), pid_namespace())
 
@@ -199,8 +199,9 @@ def _owner(pid: int) -> Owner:
 def collector_paused() -> Iterator[None]:
     """Pause the cyclic garbage collector during short work that makes many objects without cycles.
 
-    Describing and planning make about a hundred objects for each tensor, all of which live until the end. Visiting them
-    again and again, the collector would take half of the time. With several threads, the first to end resumes it.
+    Describing and planning make about a hundred objects for each tensor, all of which live until the end. The collector
+    would visit them again and again, which takes half of the time. If the blocks of several threads overlap, the end of
+    the block that began first resumes the collector, even while others still run.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -33,8 +33,8 @@ class Launch:
         rank: the rank in the job.
         world_size: number of ranks.
         local_rank: the rank on this host; None if a launcher of several ranks does not give it.
-        local_world_size: number of ranks on this host.
-        variable: the environment variable of `world_size`.
+        local_world_size: number of ranks on this host; `world_size` if the launcher does not give it.
+        variable: name of the environment variable that has `world_size`.
         job: identifies the job and its restart on all its ranks, as a valid file name; None if the launcher gives no
             reliable identity.
         master: host and port at which rank 0 may listen: MASTER_ADDR and MASTER_PORT if they are set; under Slurm
@@ -127,7 +127,7 @@ def expand_hosts(text: str) -> list[str]:
     """Return the hosts of a Slurm host list: "n[08-10,3]-ib,login" is n08-ib, n09-ib, n10-ib, n3-ib, login.
 
     Raises:
-        ValueError: the text is no host list, or has more than a million hosts.
+        ValueError: the text is not a host list, or has more than a million hosts.
     """
     if not _HOST_LIST.fullmatch(text):
         raise ValueError(f"not a host list: {text[:80]!r}")
@@ -164,7 +164,7 @@ def _file_name(text: str) -> str:
 
 
 def detect_launch() -> Launch:
-    """Return the launcher of this process, by its environment; a world of one without a launcher. Not collective."""
+    """Return the launch that this process's environment describes; a single rank without a launcher. Not collective."""
     for launcher, rank, size, local_rank, local_size in _VARIABLES:
         if os.environ.get(rank, "").isdecimal() and os.environ.get(size, "").isdecimal():
             world_size = _number(size, 1)
@@ -204,12 +204,12 @@ def check_timeout(seconds: Any, name: str = "timeout_s", *, zero: bool = False) 
     Not collective.
 
     Args:
-        seconds: what the caller gave.
+        seconds: the value that the caller gave.
         name: the argument's name for the message.
         zero: also allow 0, which means no waiting.
 
     Raises:
-        InvalidArgumentError: it is no number, NaN, or out of range.
+        InvalidArgumentError: it is not a number, is NaN, or is out of range.
     """
     if isinstance(seconds, numbers.Real) and not isinstance(seconds, bool):
         value = _as_float(seconds)

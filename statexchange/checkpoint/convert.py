@@ -23,21 +23,23 @@ def reduce_into(op: str, values: Any, others: Any) -> None:
 
 
 class ConvertingReader:
-    """Reads a box by one BoxReader, or reduces equal boxes of several, and converts and digests the values.
+    """Reads a box with one BoxReader, or reduces the values of several copies; then converts and digests the values.
 
     Args:
         readers: one for each copy of the box.
-        held: dtype of the copies.
-        given: dtype of the output.
+        source_dtype: dtype of the copies.
+        output_dtype: dtype of the output.
         reduce: "max" or "min" for several readers; None for one.
         hasher: digests the output.
     """
 
-    def __init__(self, readers: Sequence[BoxReader], held: str, given: str, reduce: str | None, hasher: Any) -> None:
+    def __init__(
+        self, readers: Sequence[BoxReader], source_dtype: str, output_dtype: str, reduce: str | None, hasher: Any
+    ) -> None:
         self.readers = readers
         self.box = readers[0].box
-        self._held = held
-        self._given = given
+        self._source_dtype = source_dtype
+        self._output_dtype = output_dtype
         self._reduce = reduce
         self._hasher = hasher
 
@@ -47,25 +49,26 @@ class ConvertingReader:
         return self.readers[0].left
 
     def copy_into(self, buffer: memoryview, window: Box, bounce: memoryview) -> int:
-        """Fill the window's bytes like BoxReader.copy_into; bounce must be three windows large in the wider dtype."""
+        """Fill the window's bytes like BoxReader.copy_into; `bounce` must hold three windows in the wider dtype."""
         part = intersect(self.box, window)
         if part is None:
             return 0
-        nbytes, third = part.numel * ITEMSIZE[self._held], len(bounce) // 3
+        nbytes, third = part.numel * ITEMSIZE[self._source_dtype], len(bounce) // 3
         values: Any = None
         for reader in self.readers:
             memory = bounce[:nbytes] if values is None else bounce[third : third + nbytes]
             reader.copy_into(memory, part, bounce[2 * third :])
-            one = array_over(memory, self._held, part.shape)
+            one = array_over(memory, self._source_dtype, part.shape)
             if values is None:
                 values = one
             else:
                 reduce_into(str(self._reduce), values, one)
-        given = np.ascontiguousarray(converted(values, self._given) if self._given != self._held else values)
-        raw = given.reshape(-1).view(np.uint8)
+        output = values if self._output_dtype == self._source_dtype else converted(values, self._output_dtype)
+        output = np.ascontiguousarray(output)
+        raw = output.reshape(-1).view(np.uint8)
         self._hasher.update(raw)
-        array_over(buffer, self._given, window.shape)[slices_within(part, window)] = given.reshape(part.shape)
-        return part.numel * ITEMSIZE[self._given]
+        array_over(buffer, self._output_dtype, window.shape)[slices_within(part, window)] = output.reshape(part.shape)
+        return part.numel * ITEMSIZE[self._output_dtype]
 
     def hexdigest(self) -> str:
         """Return the digest of all converted bytes."""

@@ -22,7 +22,7 @@ _SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class BoxProvenance:
-    """Where a published box comes from, its rank, and its digest."""
+    """The provenance of a published box: the rank that supplied it, and its digest."""
 
     rank: int
     digest: str
@@ -65,7 +65,7 @@ def manifest_text(
     text = json.dumps(record, separators=(",", ":"), ensure_ascii=False)
     data = text.encode()
     if len(data) > MAX_MANIFEST_BYTES or not is_readable(text):
-        raise UnsafeError(f"a manifest of {len(data)} bytes would be more than any reader accepts: publish fewer boxes")
+        raise UnsafeError(f"the manifest would have {len(data)} bytes, more than readers accept: publish fewer boxes")
     return data
 
 
@@ -85,8 +85,8 @@ def _tensor_record(file: FilePlan, tensor: TensorPlan, provenance: Sequence[BoxP
 def listed_files(store: Store) -> list[str]:
     """Return the files that a directory's manifest lists, in the order of their removal; [] without a manifest.
 
-    The manifest comes first, so that the directory is no checkpoint from the first removal on; then indexes, then the
-    others.
+    The manifest comes first, so that the directory stops being a checkpoint at the first removal. Indexes follow, then
+    the others.
 
     Raises:
         CorruptError: the manifest is broken.

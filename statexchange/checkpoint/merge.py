@@ -1,7 +1,8 @@
 """Merge a sharded checkpoint on disk into one directory: offline, in bounded memory, without torch.
 
 The steps: open the source; plan the output, which proves that each element is supplied exactly once; compare replicas;
-then write the output files, a thread each, window by window. All are published together (checkpoint/publication.py).
+then write the output files, one thread per file, window by window. All are published together
+(checkpoint/publication.py).
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ __all__ = ["MergeReport", "PlannedTensor", "merge_checkpoint"]
 
 _log = logging.getLogger(__name__)
 
-# Prefixes that wrappers (DistributedDataParallel, torch.compile) put before all names, and that no model uses itself.
+# Prefixes that wrappers (DistributedDataParallel, torch.compile) add to all names, and that models do not use.
 _WRAPPERS = ("module.", "_orig_mod.")
-# First parts of names of whole models: after "model." they show that this "model." is a wrapper.
+# First parts of names in a whole model. A name with one of these after "model." shows that "model." is a wrapper.
 _TOPS = ("model.", "lm_head.", "transformer.", *_WRAPPERS)
 
 
@@ -136,10 +137,10 @@ def merge_checkpoint(
     model.
 
     If all selected names begin with ``module.`` or ``_orig_mod.``, this prefix is removed before `rename`. If all begin
-    with a ``model.`` that seems to wrap a whole model, a note in the report says how to remove it.
+    with a ``model.`` that seems to wrap a whole model, a note in the report shows how to remove it.
 
-    Entries that are no tensors are not written; notes list them, and tensors that look like optimizer state. Text
-    metadata of safetensors files is kept if all files agree on it.
+    Entries that are not tensors are not written. The report's notes list them, and tensors that look like optimizer
+    state. Text metadata of safetensors files is kept if all files agree on it.
 
     A source that is replaced while it is opened is read again, once. A source that is changed while it is copied raises
     ReplacedError, and nothing is published.
@@ -162,8 +163,8 @@ def merge_checkpoint(
         filename_pattern: names of the files; {suffix} becomes -00001-of-00004 if there are several.
         files_from: extra files for the checkpoint: a directory, paths, or a mapping of names to contents.
         overwrite: replace a published checkpoint at `path`.
-        resume: also reuse or remove files left by publishers of other hosts, which the caller knows to have ended. One
-            that still runs fails.
+        resume: also reuse or remove files left by publishers of other hosts, which the caller knows to have ended. A
+            publisher that still runs then fails.
         threads: number of files written at once; by default one per core.
         dry_run: write nothing; check everything that can be checked without reading the tensors' bytes.
         on_progress: called with (bytes done, bytes in total).
@@ -172,7 +173,7 @@ def merge_checkpoint(
         The report.
 
     Raises:
-        NotFoundError: no checkpoint lies at `source`.
+        NotFoundError: there is no checkpoint at `source`.
         IncompleteError: a rank, a file or a region of a tensor is missing.
         OverlapError: two ranks claim overlapping regions.
         ReplicaError: copies of a box differ.
@@ -263,7 +264,7 @@ def merge_checkpoint(
 
 
 def _check_apart(source: Source, path: str) -> None:
-    """Raise UnsafeError if the source lies in a target URL, whose objects would be replaced while they are read.
+    """Raise UnsafeError if the source is in a target URL, whose objects would be replaced while they are read.
 
     A local target is built under another name.
     """
@@ -271,7 +272,7 @@ def _check_apart(source: Source, path: str) -> None:
     if is_url(path) and any(
         byte_range.path.startswith(below) for _, t in source.shards() for byte_range in t.byte_ranges
     ):
-        raise UnsafeError("refused: the source lies in the target, whose objects would be replaced", path=path)
+        raise UnsafeError("refused: the source is in the target, whose objects would be replaced", path=path)
 
 
 def _read_layout(layout: Mapping[str, Any] | str | os.PathLike[str] | None) -> Any:
@@ -292,7 +293,7 @@ def _open(source: str | os.PathLike[str], options: ExportOptions) -> tuple[Sourc
 
 
 def _read_plain(opened: OpenedPath, *, strict: bool) -> Source:
-    """Read a directory of plain safetensors files as one rank's each, anything else by its own format."""
+    """Read each file of a directory of plain safetensors files as one rank's; read anything else by its own format."""
     if rank_files.matches(opened):
         return rank_files.read(opened, strict=strict)
     return read_opened(opened, strict=strict)
@@ -301,7 +302,7 @@ def _read_plain(opened: OpenedPath, *, strict: bool) -> Source:
 def _unwrapped(
     kind: str, rank_shards: Sequence[RankShards], options: ExportOptions
 ) -> tuple[ExportOptions, tuple[str, ...]]:
-    """Return options that remove wrappers before all selected names, and notes about it."""
+    """Return options that remove the prefixes of wrappers from all selected names, and notes about that."""
     all_names = {shard.name for one in rank_shards for shard in one.shards}
     names = set(filter(options.wants, all_names))
     # A common prefix of the first and the last name in sorted order is common to all names.
@@ -310,7 +311,7 @@ def _unwrapped(
     while found := [w for w in _WRAPPERS if end + len(w) < shortest and all(n.startswith(w, end) for n in ends)]:
         end += len(found[0])
     if wrapper := ends[0][:end]:
-        text = f"names lost the wrapper {excerpt(wrapper)} that all of them began with"
+        text = f"the prefix {excerpt(wrapper)} of a wrapper was removed from all names"
         return replace(options, rename=_unwrapping(wrapper, options.rename)), (text,)
     inner = [name.removeprefix("model.") for name in names if name.startswith("model.")]
     if inner and len(inner) == len(names) and not options.rename:
@@ -333,7 +334,7 @@ def _unwrapping(wrapper: str, rename: Rename) -> Rename:
 
 
 def _basis(source: Source, options: ExportOptions, reductions: Mapping[str, str]) -> str:
-    """Return a digest of everything but names that the output depends on: options, headers, sizes and times."""
+    """Return a digest of all that the output depends on, except names: options, headers, file sizes and times."""
     hasher = hashlib.blake2b(digest_size=16)
 
     def add(one: Any) -> None:
@@ -393,7 +394,10 @@ def _check_tied(shard_file: ShardFile, alias: str, kept: str) -> None:
         return
     if _digests(one) != _digests(other):
         raise ReplicaError(
-            f"is listed as tied to {kept!r}, but differs", name=alias, rank=shard_file.rank, path=shard_file.path
+            f"this tensor is listed as tied to {kept!r}, but its values differ",
+            name=alias,
+            rank=shard_file.rank,
+            path=shard_file.path,
         )
 
 
@@ -439,8 +443,8 @@ class _Merge:
                 self._count(file.data_nbytes)
         todo = [file for file in self._plan.files if file.name not in self._publication.finished]
         with ThreadPoolExecutor(max(1, min(threads or os.cpu_count() or 1, len(todo)))) as pool:
-            opened = list(pool.map(self._publication.create, todo))  # a full disk is found before anything is written
-            writing = [pool.submit(self._write_file, *pair) for pair in zip(todo, opened, strict=True)]
+            outputs = list(pool.map(self._publication.create, todo))  # a full disk is found before anything is written
+            writing = [pool.submit(self._write_file, *pair) for pair in zip(todo, outputs, strict=True)]
             try:
                 for written in as_completed(writing):
                     provenance |= written.result()
@@ -449,28 +453,31 @@ class _Merge:
                 raise
         return provenance
 
-    def _write_file(self, plan: FilePlan, opened: PlannedFile) -> dict[str, list[BoxProvenance]]:
+    def _write_file(self, plan: FilePlan, output: PlannedFile) -> dict[str, list[BoxProvenance]]:
         memory = memoryview(bytearray(4 * WINDOW_BYTES))
-        provenance = {tensor.name: self._write_tensor(tensor, opened, memory) for tensor in plan.tensors}
-        opened.finish()
+        provenance = {tensor.name: self._write_tensor(tensor, output, memory) for tensor in plan.tensors}
+        output.finish()
         self._publication.record(
             plan.name, [[[one.rank, one.digest] for one in provenance[t.name]] for t in plan.tensors]
         )
         return provenance
 
-    def _write_tensor(self, tensor: TensorPlan, opened: PlannedFile, memory: memoryview) -> list[BoxProvenance]:
+    def _write_tensor(self, tensor: TensorPlan, output: PlannedFile, memory: memoryview) -> list[BoxProvenance]:
         readers = [self._reader(tensor, piece) for piece in tensor.pieces]
         waiting = deque(readers)
-        at = opened.offset_of(tensor)
+        at = output.offset_of(tensor)
         widest = max((ITEMSIZE[self._held_dtype(tensor, piece)] for piece in tensor.pieces), default=0)
         for window in windows(tensor.shape, max(widest, ITEMSIZE[tensor.dtype])) if tensor.nbytes else ():
             if self._stop.is_set():
                 raise RuntimeError("another file of this merge failed")
             nbytes = window.numel * ITEMSIZE[tensor.dtype]
             self._fill(memory[:nbytes], window, waiting, memory[WINDOW_BYTES:])
-            opened.write(memory[:nbytes], at)
+            output.write(memory[:nbytes], at)
             at += nbytes
-        return [self._fact(tensor, piece, reader) for piece, reader in zip(tensor.pieces, readers, strict=True)]
+        return [
+            self._checked_provenance(tensor, piece, reader)
+            for piece, reader in zip(tensor.pieces, readers, strict=True)
+        ]
 
     def _fill(self, buffer: memoryview, window: Box, waiting: deque[_Reader], bounce: memoryview) -> None:
         """Fill one window from the readers, which are in the order of their first elements; drop finished readers."""
@@ -499,7 +506,8 @@ class _Merge:
         ahead = READ_AHEAD_BYTES // (len(tensor.pieces) * copies)
         return BoxReader(byte_range, piece.box, dtype, ahead)
 
-    def _fact(self, tensor: TensorPlan, piece: Piece, reader: _Reader) -> BoxProvenance:
+    def _checked_provenance(self, tensor: TensorPlan, piece: Piece, reader: _Reader) -> BoxProvenance:
+        """Return the provenance of a piece that was read; raise CorruptError if a digest differs."""
         suppliers = [(piece.holder, piece.box_index), *piece.replicas]
         readers = reader.readers if isinstance(reader, ConvertingReader) else [reader]
         for (holder, _), one in zip(suppliers, readers, strict=False):

@@ -72,11 +72,11 @@ def _is_text(value: str) -> bool:
 
 
 def notes_about(source: Source, names: Iterable[str], options: ExportOptions) -> tuple[str, ...]:
-    """Return notes about entries that are no tensors, and about optimizer state among the tensors `names`."""
+    """Return notes about entries that are not tensors, and about optimizer state among the tensors `names`."""
     notes = []
     others = {name: what for name, what in source.others.items() if options.wants(name)}
     if others:
-        count = "1 entry is no tensor" if len(others) == 1 else f"{len(others):,} entries are no tensors"
+        count = "1 entry is not a tensor" if len(others) == 1 else f"{len(others):,} entries are not tensors"
         notes.append(f"{count}, not written: {abbreviated_list(others)}")
     groups = Counter(map(_optimizer_group, names))
     rest = groups.pop("", 0)

@@ -120,7 +120,7 @@ def check_publication(
 ) -> None:
     """Raise what a `Publication` with these arguments would raise before it writes tensors, changing nothing.
 
-    Not collective. A quota or a store's permissions are not checked, as only writing shows them.
+    Not collective. A quota or a store's permissions are not checked, because only a write reveals them.
 
     Raises:
         TargetExistsError, UnsafeError, UnsupportedError, NotFoundError, CorruptError, InvalidArgumentError,
@@ -145,14 +145,16 @@ class Publication:
         metadata: text metadata of the tensor files; by default only "format".
         overwrite: replace a published checkpoint at the target.
         reuse: keep output files that a dead publisher of the same plan had finished; `finished` maps their names to the
-            metadata that `record` was given. Only for plans whose digest depends on every byte.
+            metadata that `record` was given. Only for a plan whose digest covers all that the output bytes depend on.
         resume: treat publishers of other hosts that have left files at the target as dead.
 
     Raises:
         TargetExistsError: the target exists (unless `overwrite`), or another process is publishing to it.
         UnsafeError: overwriting would remove files that the target's manifest does not list.
         UnsupportedError: a dtype that safetensors cannot hold, or a URL that cannot be written.
-        StorageError, CorruptError, InvalidArgumentError.
+        CorruptError: the manifest of the target is broken.
+        StorageError: the operating system refused a read or write.
+        InvalidArgumentError: the target is not a path or URL for a checkpoint.
     """
 
     def __init__(
@@ -204,16 +206,17 @@ class Publication:
         self._build.record(name, metadata)
 
     def make_probe(self) -> str:
-        """Create a file and return its path: a host on which it exists sees the output files."""
+        """Create a file and return its path: ranks on whose host it exists see the output files."""
         return self._build.make_probe()
 
     def commit(self, provenance: Mapping[str, Sequence[BoxProvenance]]) -> list[tuple[str, int]]:
         """Write extra files, index and manifest, and give the directory its name; return these files with their sizes.
 
-        The sizes are those written: the name may lead to another checkpoint a moment later.
+        The sizes are counted, not looked up, because another publisher may replace the directory at any time.
+        `provenance` has one entry per piece of each output tensor. On return the checkpoint is complete and durable.
 
-        `provenance` has one entry per piece of each output tensor. When this returns the checkpoint is there, whole and
-        durable. Raises TargetExistsError if another publisher was first.
+        Raises:
+            TargetExistsError: another publisher was first.
         """
         texts = self._draft.texts
         for name, data in texts.items():

@@ -126,7 +126,6 @@ def _show_loss(output: Output, report: DemoReport) -> None:
 
 
 def _show_checks(output: Output, report: DemoReport) -> None:
-
     written = textwrap.wrap(repr(report.prompt + report.text), 90)
     rate = format_bytes(report.export_bytes / report.export_seconds)
     grown, root = format_bytes(report.root_peak_growth_bytes), format_bytes(report.root_peak_bytes)
@@ -135,14 +134,14 @@ def _show_checks(output: Output, report: DemoReport) -> None:
         [
             ("tensors bit-equal", f"{report.tensors_equal}/{report.tensors_total}"),
             *(("not equal", name) for name in report.mismatches),
-            ("logits error", f"{report.logits_error:.1e} of the greatest logit, 1e-05 allowed"),
+            ("logits error", f"{report.logits_error:.1e} of the largest logit, 1e-05 allowed"),
             (
                 "export",
                 f"{format_bytes(report.export_bytes)} in {format_seconds(report.export_seconds)}, {rate}/s",
             ),
             (
                 "root's peak memory",
-                f"{root} (torch and all), {grown} of it by the export of {format_bytes(report.model_bytes)}",
+                f"{root} with torch; the export of {format_bytes(report.model_bytes)} added {grown}",
             ),
             ("total", format_seconds(report.total_seconds)),
         ]
@@ -151,7 +150,6 @@ def _show_checks(output: Output, report: DemoReport) -> None:
 
 
 def _show_files(output: Output, report: DemoReport, picture: str | None) -> None:
-
     title = f"files in {report.path}" if report.path else "files (not kept; --keep DIR does)"
     _section(output, title, [f"{format_bytes(nbytes):>8}  {name}" for name, nbytes in report.files])
     if picture is not None:

@@ -41,7 +41,7 @@ def command(output: Output, path: str, include: tuple[str, ...]) -> int:
     by_rank = source.kind in ("workspace", "dcp")
     output.table(_HEADER, (_cells(row, by_rank, output.aligned) for row in rows), right=("BYTES",))
     if source.others:
-        output.message(f"entries that are no tensors: {abbreviated_list(source.others)}")
+        output.message(f"entries that are not tensors: {abbreviated_list(source.others)}")
     if source.unsupported:
         output.warning(
             f"tensors that cannot be read: {abbreviated_list({n: e.message for n, e in source.unsupported.items()})}"
@@ -66,7 +66,7 @@ def _selected(rows: list[TensorRow], patterns: Sequence[str]) -> list[TensorRow]
     return [row for row in rows if not patterns or any(fnmatch.fnmatchcase(row.name, pattern) for pattern in patterns)]
 
 
-def _cells(row: TensorRow, by_rank: bool, for_eyes: bool) -> tuple[str, ...]:
-    nbytes = format_bytes(row.nbytes) if for_eyes else str(row.nbytes)
+def _cells(row: TensorRow, by_rank: bool, is_rounded: bool) -> tuple[str, ...]:
+    nbytes = format_bytes(row.nbytes) if is_rounded else str(row.nbytes)
     held_by = ranges(row.holders) if by_rank or len(row.holders) > 1 else row.file
     return row.name, row.dtype, shape_text(row.shape), nbytes, held_by

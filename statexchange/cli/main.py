@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 __all__ = ["cli", "main"]
 
 _COMMANDS = ("info", "ls", "verify", "merge", "demo")
-# Errors of the operating system that are no bugs of statexchange, should one arrive here as a plain OSError.
+# Errors of the operating system that are not bugs of statexchange, in case one arrives here as a plain OSError.
 _REFUSALS = {
     getattr(errno, name, None)
     for name in ("EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT", "EIO", "ESTALE", "ENAMETOOLONG")
 }
-_REPORT = f"report this, with the text above, where you got statexchange {__version__} from"
+_REPORT = f"report this, with the text above, to the place where you got statexchange {__version__}"
 
 
 _FRAME = re.compile(r'^ *File "(.+)", line \d+', re.MULTILINE)  # of a traceback
@@ -107,7 +107,7 @@ def _run(output: Output, arguments: Sequence[str]) -> int:
     except OSError as error:
         if error.errno not in _REFUSALS:
             return _report_internal_error(output, error)
-        return output.fail(StorageError.of(error, "go on", path=error.filename), "IO")
+        return output.fail(StorageError.of(error, "continue", path=error.filename), "IO")
     except Exception as error:  # noqa: BLE001 (a bug: the traceback is shown)
         return _report_internal_error(output, error)
 

@@ -59,7 +59,7 @@ class _Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """One entry of a .distcp file; `offsets` is None if it is no tensor."""
+    """One entry of a .distcp file; `offsets` is None if it is not a tensor."""
 
     name: str
     offsets: tuple[int, ...] | None
@@ -101,7 +101,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     shard_files: list[ShardFile] = []
     others: dict[str, str] = {}
     texts: dict[str, str] = {}
-    listed = list(unsupported)
+    unreadable = list(unsupported)
     views: dict[bytes, TensorView] = {}
     for file in sorted(by_file, key=_order):
         reader = _DcpFileReader(store.path_of(file), _order(file)[0], tensors, views)
@@ -109,10 +109,10 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
             shard_files.append(reader.read(_opened(store, file, by_file[file]), by_file[file]))
             others |= reader.others
             texts |= reader.texts
-            listed += reader.unsupported
+            unreadable += reader.unsupported
         except StateExchangeError as error:
             problems.append(error)
-            listed += [
+            unreadable += [
                 UnreadableTensor(name, tensors[name].dtype, tensors[name].shape, store.path_of(file))
                 for name in {entry.name: None for entry in by_file[file] if entry.name in tensors}
             ]
@@ -125,7 +125,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
         others=others,
         texts=texts,
         problems=tuple(problems),
-        unreadable=tuple(listed),
+        unreadable=tuple(unreadable),
     )
 
 
@@ -192,8 +192,9 @@ def _unsupported(name: str, record: OpaqueObject, error: UnsupportedError, path:
 
 
 def _expect(made: Any, name: str) -> None:
+    """Raise ValueError unless `made` is an object of the class `name`."""
     if type(made) is not OpaqueObject or made.name != name:
-        raise ValueError(f"no {name}")
+        raise ValueError(f"not a {name}")
 
 
 def _tensor(name: str, record: OpaqueObject, budget: Budget) -> _Tensor:
@@ -239,7 +240,7 @@ def _unstored(tensors: dict[str, _Tensor], by_file: dict[str, list[_Stored]], pa
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value consists of a few plain ones. A pickle can repeat an object, and so make its text huge."""
+    """Whether a value consists of plain values, few enough to encode: a pickle can repeat one object without end."""
     left = [value]
     for _ in range(_MAX_PLAIN_VALUES):
         if not left:
@@ -271,7 +272,9 @@ class _DcpFileReader:
         end = 0
         for entry in sorted(entries, key=lambda e: e.begin):
             if entry.begin < end:
-                problem = f"by {METADATA} it overlaps another entry of the file: the save is damaged, save again"
+                problem = (
+                    f"according to {METADATA} it overlaps another entry of the file: the save is damaged, save again"
+                )
                 raise CorruptError(problem, name=entry.name, rank=self._rank, path=self._path)
             end = entry.begin + entry.length
         parts: dict[str, list[tuple[Box, ByteRange]]] = {}
@@ -306,7 +309,7 @@ class _DcpFileReader:
         return self._views[data]
 
     def _other(self, name: str, archive: Archive) -> None:
-        """Describe an entry that is no tensor, and keep it if it is a plain value.
+        """Describe an entry that is not a tensor, and keep it if it is a plain value.
 
         Tensors in lists and dicts, such as the states of random generators, belong to the entry's description. Tensors
         in an object of an unknown class make the entry unsupported. A refused pickle is described by its error.
@@ -326,7 +329,7 @@ class _DcpFileReader:
         elif type(value) is not OpaqueObject:
             self.others[name] = f"{what}, with tensors in it"
         else:
-            text = f"this holds tensors and is not understood: {what}"
+            text = f"this object contains tensors, but its class is not supported: {what}"
             refusal = UnsupportedError(text, rank=self._rank, name=name, path=self._path)
             self.unsupported.append(UnreadableTensor(name, None, None, self._path, refusal))
 

@@ -93,19 +93,19 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     if opened.file is None and not weight_map:
         problems += check_numbers(names, store.path)
     shard_files: list[ShardFile] = []
-    listed: list[UnreadableTensor] = []
+    unreadable: list[UnreadableTensor] = []
     texts: list[Mapping[str, str]] = []
     for number, name in enumerate(names):
         try:
             file = store.open(name)
             header = read_header(file)
             shard_files.append(_shard_file(number, file, header, published))
-            listed += unknown_dtypes(header, file.path)
+            unreadable += unknown_dtypes(header, file.path)
             texts.append(header.common_metadata)
         except StateExchangeError as error:
             problems.append(_missing(error, store.path_of(name)))
-            listed += _listed_in(store, name, names_in.get(name, []), published)
-    problems += _misplaced(weight_map, shard_files, listed)
+            unreadable += _listed_in(store, name, names_in.get(name, []), published)
+    problems += _misplaced(weight_map, shard_files, unreadable)
     problems += _contradicted(published, shard_files)
     try:
         shard_files = _whole(shard_files)
@@ -120,7 +120,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
         tuple(shard_files),
         manifest=manifest,
         problems=tuple(problems),
-        unreadable=tuple(listed),
+        unreadable=tuple(unreadable),
         metadata=metadata,
         differing=differing,
     )
@@ -129,7 +129,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
 def check_numbers(names: Sequence[str], path: str) -> list[StateExchangeError]:
     """Return an IncompleteError for each incomplete set of files that are numbered "i-of-n".
 
-    Without an index nothing else tells how many files there should be.
+    Without an index only the numbers in the names show that a file is missing.
     """
     found: dict[tuple[str, int, str], set[int]] = {}
     for name in names:
@@ -179,7 +179,10 @@ def _listed_in(store: Store, file: str, names: Sequence[str], published: Mapping
 
 
 def _shard_file(number: int, file: StoredFile, header: Header, published: Mapping[str, Any]) -> ShardFile:
-    """Return a file with its tensors; a part's tensor ends with this part until `_whole` compares all parts."""
+    """Return a file with its tensors.
+
+    A part's global shape ends with this part for now; `_whole` replaces it when all parts are known.
+    """
     parts = _parts(header, file.path)
     tensors = {}
     for name, entry in header.entries.items():
@@ -224,14 +227,14 @@ def _parts(header: Header, path: str) -> dict[str, tuple[int, ...]]:
         parts = {name: sizes_from_json(record["saved_offsets"]) for name, record in found.items()}
         for name, entry in header.entries.items():
             if name in parts and len(parts[name]) != len(entry.shape):
-                raise ValueError(f"{excerpt(name)} has another number of dims than its offsets")
+                raise ValueError(f"{excerpt(name)} differs from its offsets in the number of dims")
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptError(f"broken {TORCH_SHARDING_KEY}: {error}", path=path) from None
     return parts
 
 
 def _whole(shard_files: list[ShardFile]) -> list[ShardFile]:
-    """Return the files with global shapes that reach to the end of the last part of each tensor."""
+    """Return the files with final global shapes: each tensor reaches to the end of its last part."""
     ends: dict[str, tuple[int, ...]] = {}
     for shard_file in shard_files:
         for name, tensor in shard_file.tensors.items():
@@ -241,17 +244,18 @@ def _whole(shard_files: list[ShardFile]) -> list[ShardFile]:
                 raise CorruptError("its parts differ in their number of dims", name=name, path=shard_file.path)
             ends[name] = tuple(map(max, known, shape))
     return [
-        replace(shard_file, tensors={name: _ending(tensor, ends[name]) for name, tensor in shard_file.tensors.items()})
+        replace(
+            shard_file,
+            tensors={name: _with_global_shape(tensor, ends[name]) for name, tensor in shard_file.tensors.items()},
+        )
         for shard_file in shard_files
     ]
 
 
-def _ending(tensor: SourceTensor, shape: tuple[int, ...]) -> SourceTensor:
-    return (
-        tensor
-        if tensor.shard.global_shape == shape
-        else replace(tensor, shard=replace(tensor.shard, global_shape=shape))
-    )
+def _with_global_shape(tensor: SourceTensor, shape: tuple[int, ...]) -> SourceTensor:
+    if tensor.shard.global_shape == shape:
+        return tensor
+    return replace(tensor, shard=replace(tensor.shard, global_shape=shape))
 
 
 def _unfinished(store: Store, manifest: Mapping[str, Any] | None) -> list[StateExchangeError]:
@@ -296,7 +300,7 @@ def _check_record(record: Any) -> None:
         if not isinstance(known, str) or type(rank) is not int or rank < 0:
             raise ValueError(f"not a box: {excerpt([known, rank])}")
     if not isinstance(record["file"], str):
-        raise TypeError("a tensor lies in no file")
+        raise TypeError("a tensor's file is not a name")
 
 
 def _weight_map(store: Store, manifest: Mapping[str, Any] | None) -> dict[str, str]:
@@ -317,7 +321,7 @@ def _weight_map(store: Store, manifest: Mapping[str, Any] | None) -> dict[str, s
 def _check_names(weight_map: Mapping[str, str], suffix: str, path: str) -> None:
     for file in weight_map.values():
         if not isinstance(file, str) or not _PLAIN_NAME.fullmatch(file) or not file.endswith(suffix):
-            raise CorruptError(f"a tensor is listed in {excerpt(file)}, which is no plain file name", path=path)
+            raise CorruptError(f"a tensor is listed in {excerpt(file)}, which is not a plain file name", path=path)
 
 
 def read_index(store: Store, index: str, suffix: str = _SUFFIX) -> dict[str, str]:
@@ -336,11 +340,11 @@ def read_index(store: Store, index: str, suffix: str = _SUFFIX) -> dict[str, str
 
 
 def _misplaced(
-    weight_map: Mapping[str, str], shard_files: Sequence[ShardFile], listed: Sequence[UnreadableTensor]
+    weight_map: Mapping[str, str], shard_files: Sequence[ShardFile], unreadable: Sequence[UnreadableTensor]
 ) -> list[StateExchangeError]:
     """Return an error for each tensor that the weight map assigns to a file that does not have it."""
     has = {shard_file.path.rpartition("/")[2]: shard_file for shard_file in shard_files}
-    unsupported = {(one.name, one.path) for one in listed}
+    unsupported = {(one.name, one.path) for one in unreadable}
     return [
         IncompleteError(
             "the index assigns this tensor to the file, which does not have it", name=name, path=has[file].path

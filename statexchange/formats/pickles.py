@@ -15,7 +15,7 @@ the result is a `GlobalRef` with the name. A pickle may refer to:
 4. Never a name of a module that starts processes, loads code or opens connections (`_RUNS_CODE`), and never a builtin
    that runs code or opens files.
 
-A pickle that breaks a rule raises UnsafeError, because loading it with Python's pickle would run what it calls.
+A pickle that breaks a rule raises UnsafeError, because Python's pickle would run the code that it names.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ _HARMLESS = {
     "re": "_compile",
 }
 _HARMLESS_NAMES = {(module, name) for module, names in _HARMLESS.items() for name in names.split()}
-# First parts of modules' names.
+# Top-level modules that start processes, load code or open connections.
 _MODULES_THAT_RUN_CODE = (
     "_ctypes _io _pickle _posixsubprocess _socket asyncio bdb cProfile cloudpickle code codeop commands concurrent"
     " ctypes dill ftplib http imp importlib inspect io joblib marshal multiprocessing nt os pdb pickle pip pkgutil"
@@ -160,7 +160,8 @@ _MODULES_THAT_RUN_CODE = (
 )
 _RUNS_CODE = frozenset(_MODULES_THAT_RUN_CODE.split())
 _BUILTINS_THAT_RUN_CODE = {"__import__", "breakpoint", "compile", "eval", "exec", "globals", "input", "open"}
-_ONLY_DATA = {("types", "SimpleNamespace"), ("_io", "BytesIO"), ("_io", "StringIO")}  # of these modules
+# Exceptions: classes of these modules that only hold data.
+_ONLY_DATA = {("types", "SimpleNamespace"), ("_io", "BytesIO"), ("_io", "StringIO")}
 _MAX_NAME = 200  # characters of a module's name, and of a class's
 _SCALARS = {str, int, float, bool, bytes, type(None), GlobalRef}
 _HOLDING = {dict, list, tuple, set, frozenset, OpaqueObject}
@@ -182,7 +183,7 @@ def read_pickle(data: bytes, path: str, budget: Budget | None = None, *, unknown
 
     Raises:
         UnsafeError: the pickle uses a name that is refused, or an opcode that picklers no longer emit.
-        CorruptError: the bytes are no valid pickle, or exceed the budget.
+        CorruptError: the bytes are not a valid pickle, or exceed the budget.
     """
     if budget is None:
         budget = Budget(len(data), path)
@@ -248,7 +249,7 @@ class _Machine:
         self.unknown_classes = unknown_classes
         self.classes: dict[tuple[str, str], GlobalRef] = {}  # unknown names, by module and name
         self.functions: set[str] = set()  # unknown names that count as functions unless NEWOBJ uses them
-        self.given: list[Any] = []  # the arguments of everything that the pickle would call
+        self.given: list[Any] = []  # the arguments of each call that the pickle would make
 
     def run(self) -> Any:
         """Run to the end and return the one value that is left on the stack."""
@@ -275,7 +276,7 @@ class _Machine:
                 at = self.at
         (value,) = self.stack
         if self.below:
-            raise ValueError("a mark is left")
+            raise ValueError("a mark is left on the stack")
         if self.functions:
             for item in contents(self.given, self.budget, set()):
                 if type(item) is GlobalRef and item.name in self.functions:
@@ -296,7 +297,7 @@ class _Machine:
         return int.from_bytes(self.take(width), "little")
 
     def line(self) -> str:
-        """Read text up to the end of the line."""
+        """Read text up to the next newline."""
         end = self.data.index(b"\n", self.at)
         return self.take(end + 1 - self.at)[:-1].decode()
 
@@ -306,7 +307,7 @@ class _Machine:
         self.stack = self.below.pop()
         return items
 
-    def symbol(self, module: Any, name: Any) -> None:
+    def push_global(self, module: Any, name: Any) -> None:
         """Push the GlobalRef of a name."""
         found = None
         if type(module) is type(name) is str:
@@ -330,12 +331,13 @@ class _Machine:
 
     def unsafe(self, name: str) -> UnsafeError:
         """Return the error for a name that the pickle may not use."""
-        return UnsafeError(f"refused: the pickle wants {name}, which is not known to be harmless", path=self.path)
+        return UnsafeError(f"refused: the pickle uses {name}, which is not known to be harmless", path=self.path)
 
     def check_key(self, key: Any) -> None:
         """Check a key: a scalar or a flat tuple of scalars, so that hashing it does not recurse.
 
-        Python randomises the hashes of str and bytes; those of numbers and tuples of them a pickle can choose.
+        Python randomises the hashes of str and bytes, but a pickle can choose the hashes of numbers and of tuples of
+        numbers.
         """
         kind = type(key)
         if kind is tuple:
@@ -517,12 +519,12 @@ def _put(width: int) -> _Operation:
 
 
 def _global(machine: _Machine) -> None:
-    machine.symbol(machine.line(), machine.line())
+    machine.push_global(machine.line(), machine.line())
 
 
 def _stack_global(machine: _Machine) -> None:
     name, module = machine.stack.pop(), machine.stack.pop()
-    machine.symbol(module, name)
+    machine.push_global(module, name)
 
 
 def _persistent(machine: _Machine) -> None:
@@ -531,29 +533,29 @@ def _persistent(machine: _Machine) -> None:
 
 def _new_object(machine: _Machine) -> None:
     """NEWOBJ: like REDUCE; the callee must be a class."""
-    symbol = machine.stack[-2]
-    if type(symbol) is GlobalRef:
-        machine.functions.discard(symbol.name)
+    callee = machine.stack[-2]
+    if type(callee) is GlobalRef:
+        machine.functions.discard(callee.name)
     _call(machine)
 
 
 def _call(machine: _Machine) -> None:
     """REDUCE: push an OpaqueObject instead of calling."""
-    args, symbol = machine.stack.pop(), machine.stack.pop()
-    if type(symbol) is not GlobalRef or type(args) is not tuple:
-        raise UnsafeError(f"refused: the pickle calls a {type(symbol).__name__}", path=machine.path)
-    if symbol.name in machine.functions:
-        raise machine.unsafe(symbol.name)
+    args, callee = machine.stack.pop(), machine.stack.pop()
+    if type(callee) is not GlobalRef or type(args) is not tuple:
+        raise UnsafeError(f"refused: the pickle calls a {type(callee).__name__}", path=machine.path)
+    if callee.name in machine.functions:
+        raise machine.unsafe(callee.name)
     machine.given.append(args)
-    if symbol.name == "getattr" and [type(arg) for arg in args] != [GlobalRef, str]:
+    if callee.name == "getattr" and [type(arg) for arg in args] != [GlobalRef, str]:
         # Early releases of Python 3.11 pickle an enum member as getattr(class, name).
         raise UnsafeError("refused: the pickle calls getattr on something that is not a known class", path=machine.path)
-    if symbol.name == "Size" and len(args) == 1 and type(args[0]) is tuple:
+    if callee.name == "Size" and len(args) == 1 and type(args[0]) is tuple:
         machine.stack.append(args[0])
-    elif symbol.name in ("OrderedDict", "defaultdict", "Counter"):
+    elif callee.name in ("OrderedDict", "defaultdict", "Counter"):
         machine.stack.append(_dict(machine, args))
     else:
-        machine.stack.append(OpaqueObject(symbol.name, args))
+        machine.stack.append(OpaqueObject(callee.name, args))
 
 
 def _dict(machine: _Machine, args: tuple[Any, ...]) -> dict[Any, Any]:

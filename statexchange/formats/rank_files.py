@@ -43,21 +43,21 @@ def _names(opened: OpenedPath) -> list[str]:
     return [name for name in opened.store.files if name.endswith(_SUFFIX)] if opened.file is None else []
 
 
-def read(opened: OpenedPath, *, strict: bool = True) -> Source:  # noqa: ARG001 (nothing can be read of a set with holes)
+def read(opened: OpenedPath, *, strict: bool = True) -> Source:  # noqa: ARG001 (an incomplete set cannot be read)
     """Return the safetensors files of a directory as a source, one rank each, in the order of the numbers in names.
 
     Raises:
-        IncompleteError: a number is missing among the names, or they say "of n" and there are not n files.
+        IncompleteError: a number is missing among the names, or they contain "of n" and there are not n files.
     """
     names = sorted(_names(opened), key=_in_order)
     _check_whole(names, opened.path)
     shard_files = []
-    listed: list[UnreadableTensor] = []
+    unreadable: list[UnreadableTensor] = []
     texts = []
     for rank, name in enumerate(names):
         file = opened.store.open(name)
         header = read_header(file)
-        listed += unknown_dtypes(header, file.path)
+        unreadable += unknown_dtypes(header, file.path)
         texts.append(header.common_metadata)
         tensors = {}
         for entry in header.entries.values():
@@ -70,7 +70,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:  # noqa: ARG001 
         opened,
         tuple(shard_files),
         world_size=len(shard_files),
-        unreadable=tuple(listed),
+        unreadable=tuple(unreadable),
         metadata=metadata,
         differing=differing,
     )
@@ -96,11 +96,11 @@ def _check_whole(names: list[str], path: str) -> None:
 
 
 def apply_layout(source: Source, layout: Layout) -> tuple[Source, dict[str, str]]:
-    """Return the source with its plain tensors as shards, as the layout says, and the reductions by tensor name.
+    """Return the source with its plain tensors as shards, sharded by the layout, and the reductions by tensor name.
 
     Raises:
         InvalidArgumentError: a rule matches no tensor, does not fit one, or matches one with sharding of its own.
-        IncompleteError: no rank holds some part.
+        IncompleteError: no rank has some part of a tensor.
     """
     layout.check_ranks([shard_file.rank for shard_file in source.files])
     paths = {shard_file.rank: shard_file.path for shard_file in source.files}

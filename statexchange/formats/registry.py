@@ -62,14 +62,14 @@ def open_source(path: str | os.PathLike[str], *, strict: bool = True) -> Source:
         The source, which holds its files open until it is closed.
 
     Raises:
-        NotFoundError: no known format lies at the path.
+        NotFoundError: there is no checkpoint of a known format at the path.
         IncompleteError, CorruptError: with `strict`, something is missing or broken.
     """
     return open_with(path, read_opened, strict=strict)
 
 
 def open_with(path: str | os.PathLike[str], read: Callable[..., Source], *, strict: bool) -> Source:
-    """Open a path and read its source with `read`; again if the path was replaced meanwhile."""
+    """Open a path and read its source with `read`; retry if the path was replaced meanwhile."""
     path = resolve_path(path, "a source")
 
     def read_once(opened: OpenedPath) -> Source:
@@ -98,8 +98,8 @@ def _check_not_repeated(source: Source) -> None:
         total += sum(byte_range.nbytes for byte_range in tensor.byte_ranges)
         if total > limit:
             text = (
-                f"refused: its tensors would be {total} bytes, more than {_MAX_REPETITION} times those of its files, "
-                "which hold expanded or shared ones: save them with .contiguous()"
+                f"refused: its tensors would be {total} bytes, more than {_MAX_REPETITION} times its files' bytes, "
+                "because they are expanded or share a storage: save them with .contiguous()"
             )
             raise UnsupportedError(text, name=tensor.shard.name, path=shard_file.path)
 
@@ -118,15 +118,15 @@ def read_opened(opened: OpenedPath, *, strict: bool = True) -> Source:
 
 
 def _check_not_above(opened: OpenedPath) -> None:
-    """Raise InvalidArgumentError if DCP directories lie one level below.
+    """Raise InvalidArgumentError if there are DCP directories one level below.
 
-    accelerate writes DCP directories into a directory of its own, beside files of torch.save that are no model.
+    accelerate writes DCP directories into a directory of its own, beside files of torch.save that have no model.
     """
     if opened.file is not None:
         return
     below = [name for name in opened.store.directories if _is_dcp(opened, name)]
     if below:
-        text = f"torch DCP directories lie here, name one of them: {', '.join(below)}"
+        text = f"this directory contains torch DCP directories, name one of them: {', '.join(below)}"
         raise InvalidArgumentError(text, path=opened.path)
 
 
@@ -148,8 +148,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
     """Open a checkpoint of any format as a lazy mapping of tensor names to tensors.
 
     Not collective. Reads headers only; a tensor's bytes are read by its `read`. A tensor that is stored as shards, even
-    in several files, is read as one. The files stay open until the mapping is closed, so that a checkpoint that is
-    replaced later is still read as it was.
+    in several files, is read as one. The files stay open until the mapping is closed, so that the old
+    content stays readable if the checkpoint is replaced later.
 
     Args:
         path: a Hugging Face directory or file, a workspace, a torch DCP directory, or files of torch.save; a local path
@@ -160,7 +160,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
         manager.
 
     Raises:
-        NotFoundError: no checkpoint lies at the path.
+        NotFoundError: there is no checkpoint at the path.
         IncompleteError: a file or a rank is missing.
         CorruptError: a file is broken.
 

@@ -70,10 +70,10 @@ class UnreadableTensor:
 
     Attributes:
         name: the tensor's name.
-        dtype: None if only the name is known.
-        shape: None if only the name is known.
+        dtype: its dtype; None if only the name is known.
+        shape: its shape; None if only the name is known.
         path: the file that should have the tensor.
-        unsupported: why it cannot be read although its file can: an unsupported dtype, or no strided tensor.
+        unsupported: why it cannot be read although its file can: an unsupported dtype or kind of tensor.
     """
 
     name: str
@@ -139,12 +139,12 @@ class Source:
         kind: the format.
         opened: the opened path, which holds the files open until `close` or the end of a with block.
         files: the files with their tensors.
-        run: of a workspace.
-        round: of a workspace.
+        run: the run of a workspace.
+        round: the round of a workspace.
         world_size: number of ranks, where the format has it.
         configs: each rank's config as JSON text of `values.encode`.
         manifest: content of the statexchange.json of a published directory.
-        others: descriptions, by name, of entries that are no tensors.
+        others: descriptions, by name, of entries that are not tensors.
         texts: those of `others` that are plain values, as JSON text of `values.encode`.
         problems: errors for everything that is missing or broken.
         unreadable: tensors that are affected by `problems` or are unsupported.
@@ -240,9 +240,9 @@ class StoredTensor:
 
         Raises:
             InvalidArgumentError: the box is outside of the tensor, or the checkpoint has been closed.
-            IncompleteError: no file has some region.
+            IncompleteError: a region is in no file.
             ReplacedError: a file was changed or removed since the checkpoint was opened; open it again.
-            UnsupportedError: the tensor has an unsupported dtype, or is no strided tensor.
+            UnsupportedError: the tensor has an unsupported dtype, or is not a strided tensor.
             ReplicaError: ranks hold different values of a region.
             CorruptError: the bytes differ from their digest.
             StorageError: a file cannot be read.
@@ -288,8 +288,8 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
     """A lazy mapping of tensor names to `StoredTensor`; `open_checkpoint` returns it.
 
     Not collective. Shards of one tensor, even in several files, are one entry. Unsupported tensors are entries too, and
-    their `read` raises UnsupportedError. The files stay open until `close`, the end of a with block or the end of the
-    last reference.
+    their `read` raises UnsupportedError. The files stay open until `close`, the end of a with block, or until the
+    last reference is dropped.
     """
 
     def __init__(self, source: Source) -> None:

@@ -1,6 +1,6 @@
 """Read the zip archive that torch.save writes: its pickle, and the byte range of each tensor's storage.
 
-A zip directory may claim anything, so each offset and size is checked against the file before it is used.
+A zip directory may contain any numbers, so each offset and size is checked against the file before it is used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _END, _END64, _LOCATOR64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q"
 _ENTRY, _LOCAL = struct.Struct("<4s6H3L5H2L"), struct.Struct("<4s5H3L2H")
 _MAX_DIRECTORY_BYTES = 256 << 20
 _AHEAD_BYTES = 2048  # read at once: a small tensor's archive without its data
-_RESAVE = "load it with a torch that you trust it to and save it again with torch.save"
+_RESAVE = "if you trust it, load it with torch and save it again with torch.save"
 
 _STORAGES = {
     "DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16",
@@ -134,9 +134,9 @@ class Archive:
         if mark != b"PK\5\6" or comment:
             raise self._no_zip()
         if 0xFFFFFFFF in (nbytes, begin) or count == 0xFFFF:
-            count, nbytes, begin = self._large(at)
+            count, nbytes, begin = self._zip64_directory(at)
         if nbytes > _MAX_DIRECTORY_BYTES or count * _ENTRY.size > nbytes:
-            raise CorruptError(f"a zip directory of {nbytes} bytes for {count} members", path=self._path)
+            raise CorruptError(f"its zip directory claims {nbytes} bytes for {count} members", path=self._path)
         data = self._read(begin, nbytes)
         entries: dict[str, tuple[int, int]] = {}
         try:
@@ -151,10 +151,15 @@ class Archive:
         return entries
 
     def _no_zip(self) -> CorruptError:
-        return CorruptError("not a whole file of torch.save: it does not end as a zip does", path=self._path)
+        return CorruptError(
+            "truncated, or not a file of torch.save: it does not end like a zip archive", path=self._path
+        )
 
-    def _large(self, end: int) -> tuple[int, int, int]:
-        """Return members, bytes and offset of the directory of a zip64, of more than 4 GiB or 65,534 members."""
+    def _zip64_directory(self, end: int) -> tuple[int, int, int]:
+        """Return the number of members, the bytes and the offset of the directory of a zip64.
+
+        torch writes zip64 archives beyond 4 GiB or 65,534 members.
+        """
         mark, _, at, _ = _LOCATOR64.unpack(self._read(end - _LOCATOR64.size, _LOCATOR64.size))
         if mark != b"PK\6\7":
             raise self._no_zip()
@@ -194,7 +199,9 @@ class Archive:
     def _content(self, name: str, limit: int) -> bytes:
         begin, nbytes = self._member(name)
         if nbytes > limit:
-            raise CorruptError(f"member {excerpt(name)} has {nbytes} bytes, more than any real one", path=self._path)
+            raise CorruptError(
+                f"member {excerpt(name)} has {nbytes} bytes, more than the limit of {limit}", path=self._path
+            )
         return self._read(begin - self._begin, nbytes)
 
 
@@ -226,18 +233,15 @@ def unwrap_tensor(made: OpaqueObject) -> OpaqueObject:
     """Return the tensor inside of parameters and of subclasses with attributes of their own.
 
     Raises:
-        ValueError: it is wrapped more often than torch does.
+        ValueError: it has more wrappers than torch makes.
     """
     for _ in range(_MAX_WRAPPERS):
         if made.name in _WRAPPING and made.args and type(made.args[0]) is OpaqueObject:
             made = made.args[0]
         elif made.name in _FROM_TYPE and len(made.args) == 4 and _is_plain_type(made.args[1]):
             function, _, args, _ = made.args
-            made = (
-                OpaqueObject(function.name, args)
-                if type(function) is GlobalRef and type(args) is tuple
-                else OpaqueObject("", ())
-            )
+            is_call = type(function) is GlobalRef and type(args) is tuple
+            made = OpaqueObject(function.name, args) if is_call else OpaqueObject("", ())
         else:
             return made
     raise ValueError(f"a tensor in more than {_MAX_WRAPPERS} parameters or subclasses")

@@ -48,7 +48,7 @@ _INDEX_SUFFIX = ".bin.index.json"
 _RANK = re.compile(r"(?<![A-Za-z])rank[_-]?([0-9]{1,9})(?![0-9])", re.IGNORECASE)
 _ZIP, _LEGACY = b"PK\3\4", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _STEPS_PER_REFUSAL = 256  # an error takes about 2,000 bytes; a tensor's pickle has 200
-_MAX_KEY_TEXT = 512  # characters by which a key stands in a name, if it is no text
+_MAX_KEY_TEXT = 512  # characters of a key that is not text, in a name
 
 
 def matches(opened: OpenedPath) -> bool:
@@ -67,14 +67,15 @@ def _start_of(file: StoredFile) -> bytes:
 def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     """Return the source at a path.
 
-    In a directory with an index (``*.bin.index.json``) the files that it names are read, else all of them. If all names
-    have exactly one ``rankN``, N is the file's rank; otherwise the files are numbered in the order of their names.
+    In a directory with an index (``*.bin.index.json``) the files that it lists are read, otherwise all files. If all
+    names have exactly one ``rankN``, N is the file's rank; otherwise the files are numbered in the order of their
+    names.
     """
     store = opened.store
     problems: list[StateExchangeError] = []
     shard_files: list[ShardFile] = []
     others: dict[str, str] = {}
-    listed: list[UnreadableTensor] = []
+    unreadable: list[UnreadableTensor] = []
     indexed: dict[str, str] = {}
     if opened.file is None:
         indexes = [name for name in store.files if name.endswith(_INDEX_SUFFIX)]
@@ -87,17 +88,17 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
             found = _TorchFileReader(store.open(name), rank)
             shard_files.append(found.shard_file)
             others |= found.others
-            listed += found.unsupported
+            unreadable += found.unsupported
             continue
         except NotFoundError:
             problems.append(IncompleteError("a file of this checkpoint is missing", path=store.path_of(name)))
         except StateExchangeError as error:
             problems.append(error)
-        listed += [UnreadableTensor(key, None, None, store.path_of(name)) for key in names_in.get(name, [])]
+        unreadable += [UnreadableTensor(key, None, None, store.path_of(name)) for key in names_in.get(name, [])]
     if problems and strict:
         raise problems[0]
     return Source(
-        "torch", opened, tuple(shard_files), others=others, problems=tuple(problems), unreadable=tuple(listed)
+        "torch", opened, tuple(shard_files), others=others, problems=tuple(problems), unreadable=tuple(unreadable)
     )
 
 
@@ -132,12 +133,16 @@ class _TorchFileReader:
         without_tensors: set[int] = set()
         for name, value in _leaves(root, path, self._budget):
             if name in names:
-                raise CorruptError("two entries have this name once nesting becomes dots", name=name, path=path)
+                raise CorruptError(
+                    "two entries have this name when nested keys are joined with dots", name=name, path=path
+                )
             names.add(name)
             if not is_tensor(value):
                 what = describe(value)
                 if holds_tensor(value, self._budget, without_tensors):
-                    self._refuse(name, UnsupportedError(f"this holds tensors and is not understood: {what}"))
+                    self._refuse(
+                        name, UnsupportedError(f"this object contains tensors, but its class is not supported: {what}")
+                    )
                 else:
                     self.others[name] = what
                 continue
@@ -181,7 +186,7 @@ class _TorchFileReader:
         local = view_of(unwrap_tensor(slots["_local_tensor"]))
         whole = self._archive.byte_range(local)
         mesh = spec["mesh"].state
-        splits = [_dim_split(placement) for placement in _few(spec["placements"])]
+        splits = [_dim_split(placement) for placement in _checked_count(spec["placements"])]
         if "_coordinate_on_dim" not in mesh:
             raise UnsupportedError("its mesh does not have the coordinate of the rank that saved it")
         boxes = []
@@ -218,7 +223,7 @@ def _archive(file: StoredFile) -> Archive:
         return Archive(file)
     if head.startswith(b"\x80"):
         problem = "this is a pickle, or torch's format of before 1.6, not a zip"
-        cure = "torch.save(torch.load(path, weights_only=True), path) makes it one"
+        cure = "torch.save(torch.load(path, weights_only=True), path) converts it"
         raise UnsupportedError(f"{problem}: {cure}", path=path)
     raise CorruptError("not a file of torch.save", path=path)
 
@@ -258,6 +263,7 @@ def _children(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _is_distributed(made: OpaqueObject) -> bool:
+    """Whether this is a DTensor."""
     kind = made.args[1] if made.name == "_rebuild_from_type_v2" and len(made.args) == 4 else None
     return type(kind) is GlobalRef and kind.name == "DTensor"
 
@@ -286,7 +292,7 @@ class _MeshShapes:
         self._sizes: dict[Any, int] = {}
 
     def shape_of(self, mesh: OpaqueObject, splits: list[DimSplit | None]) -> list[int]:
-        """Return the shape of a mesh; `splits` says which axes split a tensor.
+        """Return the shape of a mesh; `splits` has a DimSplit for each axis that splits the tensor.
 
         A mesh is checked once for all tensors that are split along the same axes, an axis once for all meshes that
         share their list of ranks.
@@ -334,7 +340,7 @@ def _checked_axis(ranks: Any, axis: _Axis, budget: Budget, *, is_split: bool) ->
 def _check_ascending(ranks: list[Any]) -> None:
     """Raise unless the ranks along an axis ascend."""
     if any(type(rank) is not int for rank in ranks):
-        raise ValueError("a rank of a mesh is no number")
+        raise ValueError("a rank of a mesh is not a number")
     if ranks != sorted(ranks):
         raise UnsupportedError(
             "its mesh lists ranks out of order, for which torch itself is inconsistent about which rank has which part"
@@ -343,25 +349,27 @@ def _check_ascending(ranks: list[Any]) -> None:
 
 def _axes(layout: dict[str, Any]) -> list[_Axis]:
     if "axes" in layout:
-        axes = [(axis.state["shape"], axis.state["stride"]) for axis in _few(layout["axes"])]
+        axes = [(axis.state["shape"], axis.state["stride"]) for axis in _checked_count(layout["axes"])]
     else:
-        axes = list(zip(_few(_many(layout["shape"])), _few(_many(layout["stride"])), strict=True))
+        axes = list(
+            zip(_checked_count(_as_tuple(layout["shape"])), _checked_count(_as_tuple(layout["stride"])), strict=True)
+        )
     return [tuple(zip(_numbers(shape), _numbers(stride), strict=True)) for shape, stride in axes]
 
 
-def _few(axes: Sequence[Any]) -> Sequence[Any]:
-    """Return `axes`; raise ValueError for too many, as a pickle may use one long list for many tensors."""
+def _checked_count(axes: Sequence[Any]) -> Sequence[Any]:
+    """Return `axes`; raise ValueError for too many: a pickle may use one long list for many tensors."""
     if len(axes) > MAX_DIMS:
         raise ValueError(f"a mesh of {len(axes)} axes")
     return axes
 
 
-def _many(value: Any) -> tuple[Any, ...]:
+def _as_tuple(value: Any) -> tuple[Any, ...]:
     return value if type(value) is tuple else (value,)
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
-    found = sizes_from_json(_many(value))
+    found = sizes_from_json(_as_tuple(value))
     if not all(found):
         raise ValueError("a mesh with an axis of size or stride 0")
     return found

@@ -53,13 +53,13 @@ def _depth(opened: OpenedPath) -> int | None:
     return None
 
 
-def _below(store: Store, is_wanted: Callable[[str], bool]) -> Iterator[Store]:
-    """Yield the subdirectories whose names are wanted.
+def _below(store: Store, matches_name: Callable[[str], bool]) -> Iterator[Store]:
+    """Yield the subdirectories whose names match.
 
     Raises:
         ReplacedError: one was removed meanwhile; its round may have been dropped for a newer one.
     """
-    for name in filter(is_wanted, store.directories):
+    for name in filter(matches_name, store.directories):
         try:
             yield store.below(name)
         except NotFoundError:
@@ -77,7 +77,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     """Return the source at a path.
 
     Raises:
-        IncompleteError: ranks are missing; the error names them and their files.
+        IncompleteError: ranks are missing; the message lists them.
         ReplacedError: the round was dropped meanwhile, so that another one is the newest.
     """
     root, run, number = _position(opened)
@@ -102,7 +102,7 @@ def _position(opened: OpenedPath) -> tuple[OpenedPath, str | None, int | None]:
     """Return the workspace's opened root, and the run and round that `opened` stands for.
 
     Raises:
-        InvalidArgumentError: a rank's file does not lie in a round's directory.
+        InvalidArgumentError: a rank's file is not in a round's directory.
     """
     if opened.file is not None:
         folder, number = os.path.split(opened.store.path)
@@ -110,21 +110,15 @@ def _position(opened: OpenedPath) -> tuple[OpenedPath, str | None, int | None]:
         if not is_round_name(number) or not is_run_name(run):
             text = "a rank's file can only be read where it was written, in <workspace>/<run>/<round>"
             raise InvalidArgumentError(text, path=os.path.join(opened.store.path, opened.file))
-        return _open_root(root, opened), run, int(number)
+        return open_path(root), run, int(number)
     depth = _depth(opened)
     if depth == 0:
         return opened, None, None
     folder, number = os.path.split(opened.path.rstrip("/"))
     if depth == 1:
-        return _open_root(folder, opened), number, None
+        return open_path(folder), number, None
     root, run = os.path.split(folder)
-    return _open_root(root, opened), run, int(number)
-
-
-def _open_root(root: str, opened: OpenedPath) -> OpenedPath:
-    """Open the root; messages show the path that the user gave."""
-    opened = open_path(root)
-    return OpenedPath(opened.path, opened.store, None)
+    return open_path(root), run, int(number)
 
 
 def _read(
@@ -223,7 +217,7 @@ def _missing_ranks(
     first, ranks = parsed[0], {name.rank for name in parsed}
     where = os.path.join(view.path, os.path.dirname(first.relative))
     if len(ranks) < first.world_size:
-        # A file's name may claim any number of ranks, so no more are counted than are shown.
+        # A file's name may have any world size, so at most as many ranks are counted as are shown.
         absent = list(islice((rank for rank in range(first.world_size) if rank not in ranks), _SHOWN_RANKS))
         more = "" if len(ranks) + len(absent) == first.world_size else " and more"
         text = f"ranks {absent}{more} of {first.world_size} have no file"

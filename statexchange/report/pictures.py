@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 _MAX_ROWS, _MAX_CELLS, _MAX_RANKS = 20, 8000, 16
-_MAX_STEPS = 1 << 18  # of dividing one tensor: a box in an interval of one dim is a step
+_MAX_STEPS = 1 << 18  # to divide one tensor; each box costs a step per interval of a dim that it reaches
 # Okabe and Ito's colours, distinct for every kind of colour vision; for more ranks cividis, dark to light.
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#7f7f7f")
 _RAMP = ((0, 34, 78), (53, 69, 108), (102, 105, 112), (148, 142, 119), (200, 184, 102), (254, 232, 56))
@@ -37,7 +37,7 @@ _RAMP = ((0, 34, 78), (53, 69, 108), (102, 105, 112), (148, 142, 119), (200, 184
 
 @dataclass(frozen=True, slots=True)
 class Supplied:
-    """A tensor with (box, rank) of each box; the number of the file stands for an unknown rank."""
+    """A tensor with (box, rank) of each box. If the rank is not known, it is the number of the file."""
 
     name: str
     dtype: str
@@ -139,7 +139,7 @@ def _cells(tensor: Supplied) -> list[_Cell]:
 
 
 def _shares(by_rank: Mapping[int, int], nbytes: int) -> list[_Cell]:
-    """Return a bar with each rank's share."""
+    """Return a bar in which each rank has one cell, as wide as its share of the bytes."""
     x, cells, whole = 0.0, [], max(1, nbytes, sum(by_rank.values()))
     for rank, part in sorted(by_rank.items()):
         cells.append(_Cell(x, 0, part / whole, 1, rank))
@@ -216,18 +216,19 @@ def supply_picture(source: Source | str | os.PathLike[str]) -> str:
     tensors = supplied_tensors(opened)
     if not tensors:
         raise NotFoundError("there is no tensor to draw", path=opened.path)
-    return _Svg(tensors, _who(opened)).text()
+    return _Svg(tensors, _supplier_kind(opened)).text()
 
 
-def _who(source: Source) -> str:
+def _supplier_kind(source: Source) -> str:
+    """Return what supplied the bytes, for labels: "file" for plain safetensors files, else "rank"."""
     return "file" if source.kind == "huggingface" and source.manifest is None else "rank"
 
 
 class _Svg:
     """One SVG picture, from top to bottom."""
 
-    def __init__(self, tensors: Sequence[Supplied], who: str) -> None:
-        self._who = who
+    def __init__(self, tensors: Sequence[Supplied], supplier: str) -> None:
+        self._supplier = supplier
         self._tensors = tensors
         self._total = _total(tensors)
         self._nbytes = sum(tensor.nbytes for tensor in tensors)
@@ -239,7 +240,7 @@ class _Svg:
         """Return the whole document."""
         self._heading()
         self._legend()
-        rows = _affordable(self._tensors)
+        rows = _largest_rows(self._tensors)
         for tensor, cells in rows:
             self._row(tensor, cells)
         self._rest(self._tensors[len(rows) :])
@@ -247,7 +248,7 @@ class _Svg:
         return "\n".join([*self._opening(height), *self._parts, "</svg>", ""])
 
     def _opening(self, height: int) -> list[str]:
-        shares = ", ".join(f"{self._who} {rank}: {nbytes} bytes" for rank, nbytes in self._top_ranks())
+        shares = ", ".join(f"{self._supplier} {rank}: {nbytes} bytes" for rank, nbytes in self._top_ranks())
         return [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}"',
             f' height="{height}" role="img" aria-labelledby="title desc">',
@@ -259,29 +260,29 @@ class _Svg:
         ]
 
     def _title(self) -> str:
-        return f"Which {self._who} supplied which bytes"
+        return f"Which {self._supplier} supplied which bytes"
 
     def _top_ranks(self) -> list[tuple[int, int]]:
         return sorted(self._total.items())[:_MAX_RANKS]
 
-    def _say(self, x: float, y: float, text: str, style: str = "") -> None:
+    def _add_text(self, x: float, y: float, text: str, style: str = "") -> None:
         self._parts.append(f'<text x="{x:g}" y="{y:g}" class="{style}">{escape(text)}</text>')
 
     def _heading(self) -> None:
-        self._say(_MARGIN, self._y + 14, self._title(), "t")
+        self._add_text(_MARGIN, self._y + 14, self._title(), "t")
         text = (
             f"{format_bytes(self._nbytes)} in {len(self._tensors):,} tensors. "
             "All rows are equally wide; the parts of each are to scale."
         )
-        self._say(_MARGIN, self._y + 34, text, "g")
+        self._add_text(_MARGIN, self._y + 34, text, "g")
         self._y += 48
 
     def _legend(self) -> None:
-        entries = [(self._colours[rank], f"{self._who} {rank}", part) for rank, part in self._top_ranks()]
+        entries = [(self._colours[rank], f"{self._supplier} {rank}", part) for rank, part in self._top_ranks()]
         hidden = sorted(self._total.items())[_MAX_RANKS:]
         if hidden:
             last = hidden[-1][0]
-            text = f"{len(hidden)} more, to {self._who} {last}"
+            text = f"{len(hidden)} more, to {self._supplier} {last}"
             entries.append((self._colours[last], text, sum(part for _, part in hidden)))
         missing = self._nbytes - self._total.total()
         if missing > 0:
@@ -290,7 +291,7 @@ class _Svg:
             x, y = _MARGIN + number % 4 * 216, self._y + number // 4 * 20
             self._rectangle(x, y, 12, 12, f'fill="{colour}" {_BORDER}')
             share = part / max(1, self._nbytes)
-            self._say(x + 18, y + 10, f"{label} · {format_bytes(part)} · {share:.1%}")
+            self._add_text(x + 18, y + 10, f"{label} · {format_bytes(part)} · {share:.1%}")
         self._y += (len(entries) + 3) // 4 * 20 + 12
 
     def _rectangle(self, x: float, y: float, width: float, height: float, style: str) -> None:
@@ -301,10 +302,10 @@ class _Svg:
         height = min(max(22, 12 * bands), 48) if len(tensor.shape) > 1 else 12
         middle = self._y + max(height, 22) / 2
         self._frame(cells, middle - height / 2, height, tensor.name)
-        self._say(_MARGIN, middle + 4, _shortened(tensor.name, 43), "n")
+        self._add_text(_MARGIN, middle + 4, _shortened(tensor.name, 43), "n")
         about = _shortened(f"{tensor.dtype} {shape_text(tensor.shape)}", 22)
-        self._say(_MARGIN + _LABEL + _FRAME + 14, middle + 4, about, "n g")
-        self._say(_WIDTH - _MARGIN, middle + 4, format_bytes(tensor.nbytes), "e")
+        self._add_text(_MARGIN + _LABEL + _FRAME + 14, middle + 4, about, "n g")
+        self._add_text(_WIDTH - _MARGIN, middle + 4, format_bytes(tensor.nbytes), "e")
         self._y += max(height, 22) + 6
 
     def _frame(self, cells: Sequence[_Cell], top: float, height: float, name: str) -> None:
@@ -337,14 +338,14 @@ class _Svg:
         if not tensors:
             return
         nbytes = sum(tensor.nbytes for tensor in tensors)
-        self._say(_MARGIN, self._y + 15, f"and {len(tensors):,} more, summed by {self._who}", "g")
+        self._add_text(_MARGIN, self._y + 15, f"and {len(tensors):,} more, summed by {self._supplier}", "g")
         self._frame(_shares(_total(tensors), nbytes), self._y + 5, 12, "the rest")
-        self._say(_WIDTH - _MARGIN, self._y + 15, format_bytes(nbytes), "e")
+        self._add_text(_WIDTH - _MARGIN, self._y + 15, format_bytes(nbytes), "e")
         self._y += 28
 
 
-def _affordable(tensors: Sequence[Supplied]) -> list[tuple[Supplied, list[_Cell]]]:
-    """Return the largest tensors with their cells, as many as keep the picture small."""
+def _largest_rows(tensors: Sequence[Supplied]) -> list[tuple[Supplied, list[_Cell]]]:
+    """Return as many of the largest tensors as the picture has space for, with their cells."""
     rows: list[tuple[Supplied, list[_Cell]]] = []
     room = _MAX_CELLS
     for tensor in tensors[:_MAX_ROWS]:
@@ -391,15 +392,15 @@ def supply_bars(source: Source | str | os.PathLike[str], *, width: int = 100, as
     """
     opened = _open(source)
     tensors = supplied_tensors(opened)
-    lines = _rank_bars(tensors, _who(opened), min(width, 100), ascii_only)
+    lines = _rank_bars(tensors, _supplier_kind(opened), min(width, 100), ascii_only)
     mapped = [tensor for tensor in tensors if len(tensor.shape) > 1 and tensor.nbytes][:_MAPS]
     return lines + (["", *_maps(mapped, (min(width, 100) - 2 * (_MAPS - 1)) // _MAPS)] if mapped else [])
 
 
-def _rank_bars(tensors: Sequence[Supplied], who: str, width: int, ascii_only: bool) -> list[str]:
+def _rank_bars(tensors: Sequence[Supplied], supplier: str, width: int, ascii_only: bool) -> list[str]:
     total = sorted(_total(tensors).items())
     nbytes = sum(tensor.nbytes for tensor in tensors)
-    rows = [(f"{who} {rank}", part) for rank, part in total[:_MAX_RANKS]]
+    rows = [(f"{supplier} {rank}", part) for rank, part in total[:_MAX_RANKS]]
     if len(total) > _MAX_RANKS:
         rows.append((f"{len(total) - _MAX_RANKS} more", sum(part for _, part in total[_MAX_RANKS:])))
     missing = nbytes - sum(part for _, part in total)

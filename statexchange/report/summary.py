@@ -39,7 +39,7 @@ class Summary:
         aliases: names of tied tensors, with the names under which they are kept.
         num_unreadable: number of tensors that are listed but cannot be read.
         proven: whether digests of all bytes are known.
-        others: descriptions, by name, of entries that are no tensors.
+        others: descriptions, by name, of entries that are not tensors.
         unsupported: reasons, by name, why tensors cannot be read although their files can.
         problems: errors for everything that is missing or broken.
     """
@@ -99,7 +99,7 @@ def summarize(path: str | os.PathLike[str]) -> Summary:
         The summary.
 
     Raises:
-        NotFoundError: no checkpoint lies at the path.
+        NotFoundError: there is no checkpoint at the path.
 
     Example:
         >>> import numpy

@@ -53,7 +53,7 @@ def verify(path: str | os.PathLike[str], *, on_progress: Callable[[int, int], No
         The report.
 
     Raises:
-        NotFoundError: no checkpoint lies at the path.
+        NotFoundError: there is no checkpoint at the path.
         ReplacedError: the checkpoint was replaced twice while it was read.
 
     Example:

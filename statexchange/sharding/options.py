@@ -51,7 +51,7 @@ class ExportOptions:
         exclude: shell patterns of names to leave out.
         rename: a function of a name, or (regex, replacement) pairs, which are applied in order.
         replicas: "equal": copies of a box must be equal; "root": the lowest rank's copy is taken.
-        dtype: the floating dtype, as torch's or by name, in which floating tensors are written; None keeps each one's.
+        dtype: write floating tensors in this floating dtype, torch's or its name; None: keep each tensor's dtype.
         max_shard_size: a new file begins before a tensor that would make it larger: bytes, or text like "5GB".
         filename_pattern: names of the files, with ``{suffix}`` for their numbers.
         layout: rules for plain tensors (`statexchange.sharding.rules`).
@@ -140,7 +140,7 @@ class LoadOptions:
             lowest rank's copy is taken.
 
     Raises:
-        InvalidArgumentError: a value is not accepted; it names the option.
+        InvalidArgumentError: a value is not accepted; the message names the option.
     """
 
     strict: bool = True

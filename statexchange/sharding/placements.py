@@ -16,15 +16,15 @@ __all__ = ["DimSplit", "local_boxes"]
 
 _MAX_PIECES = 1 << 16
 
-Run = tuple[int, int]
+Run = tuple[int, int]  # (begin, end) in a dim
 
 
 @dataclass(frozen=True, slots=True)
 class DimSplit:
     """One mesh axis splits `dim` into as many parts as it has ranks.
 
-    Each part is one run, as with Shard. With a `split_factor`, as with _StridedShard, the dim is first cut into so
-    many pieces, and a part is one run of every piece.
+    Each part is one run, as with Shard. With a `split_factor`, as with _StridedShard, the dim is first cut into
+    `split_factor` pieces, and a part has one run of every piece.
     """
 
     dim: int
@@ -41,7 +41,7 @@ def local_boxes(
     has no boxes.
 
     Raises:
-        ValueError: the arguments are no placement.
+        ValueError: the arguments do not describe a placement.
     """
     if not len(mesh_shape) == len(coordinate) == len(splits):
         raise ValueError(f"{len(splits)} placements for a mesh of {len(mesh_shape)} axes")
@@ -70,14 +70,17 @@ def local_boxes(
 
 
 def _length(runs: Sequence[Run]) -> int:
+    """Return the number of elements in all runs."""
     return sum(end - begin for begin, end in runs)
 
 
 def _begins(runs: Sequence[Run]) -> list[int]:
+    """Return the begin of each run in the local tensor, which concatenates them."""
     return list(accumulate((end - begin for begin, end in runs[:-1]), initial=0))
 
 
 def _part(runs: list[Run], parts: int, index: int, split_factor: int) -> list[Run]:
+    """Divide the elements of `runs` into `parts` parts, and return the runs of part `index`."""
     size = _length(runs)
     step = -(-size // split_factor)
     if split_factor > 1 and step and -(-size // step) > _MAX_PIECES:
@@ -112,6 +115,7 @@ def _between(runs: Sequence[Run], wanted: Sequence[Run]) -> list[Run]:
 
 
 def _joined(runs: Sequence[Run]) -> list[Run]:
+    """Merge runs that adjoin; return one empty run if there is none."""
     found: list[Run] = []
     for begin, end in runs:
         if found and found[-1][1] == begin:

@@ -43,9 +43,9 @@ __all__ = [
 
 _MAX_CUT_DIMS = 12
 _MANY_BOXES = 1000
-_FEW_RANKS = 16  # of a mesh, up to which the pieces of equal specs are cached
-_MAX_CORNERS = 1 << 22  # counted at once; a box that is split along n dims has 2**n corners
-_MAX_LOOKS = 64  # at each box and dim, while boxes are divided into slabs
+_FEW_RANKS = 16  # the largest mesh for which the pieces of equal specs are cached
+_MAX_CORNERS = 1 << 22  # corners that are counted at once; a box that is cut along n dims has 2**n
+_MAX_LOOKS = 64  # visits of each box per dim while boxes are divided into slabs, on average
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def plan_merge(
         The plan.
 
     Raises:
-        IncompleteError: no holder has some region.
+        IncompleteError: a region has no holder.
         OverlapError: different boxes overlap.
         CorruptError: holders disagree on dtype or global shape.
         UnsafeError: `rename` gives one name to two tensors.
@@ -214,7 +214,7 @@ def _check_reducible(
 
 
 class _SpecPieces(Sequence[Piece]):
-    """The pieces of a tensor with a spec. `turn` selects the replica that writes, so that tensors balance the ranks."""
+    """The pieces of a tensor with a spec. `turn` selects the replica that writes, which balances the ranks' writes."""
 
     def __init__(self, boxes: SpecBoxes, turn: int) -> None:
         self._boxes = boxes
@@ -236,7 +236,7 @@ class _SpecPieces(Sequence[Piece]):
 
 
 @functools.lru_cache(1024)  # a model has many tensors of few shapes and placements
-def _few_pieces(shape: tuple[int, ...], placement: Placement, turn: int) -> tuple[Piece, ...]:
+def _cached_pieces(shape: tuple[int, ...], placement: Placement, turn: int) -> tuple[Piece, ...]:
     return tuple(_SpecPieces(SpecBoxes(shape, placement), turn))
 
 
@@ -247,7 +247,7 @@ def _plan_spec(new: str, held: ShardingSpec, options: ExportOptions, number: int
     num_ranks = math.prod(held.placement.mesh_shape)
     pieces: Sequence[Piece]
     if num_ranks <= _FEW_RANKS:
-        pieces = _few_pieces(held.global_shape, held.placement, turn % num_ranks)
+        pieces = _cached_pieces(held.global_shape, held.placement, turn % num_ranks)
     else:
         pieces = _SpecPieces(SpecBoxes(held.global_shape, held.placement), turn)
     return TensorPlan(new, held.name, options.output_dtype(held.dtype), held.global_shape, 0, pieces)
@@ -288,7 +288,7 @@ def _aliases(
     # The names under which holders keep each tensor; its own name means that it is not tied.
     kept_as: dict[str, set[str]] = {}
     for one in rank_shards:
-        # An empty shard does not prove what it is tied to.
+        # Empty shards are equal, whatever they are tied to, so they prove nothing.
         parts = {s.name: (s.dtype, s.global_shape, s.boxes) for s in one.shards if isinstance(s, Shard) and s.nbytes}
         for name, part in parts.items():
             kept = one.aliases.get(name, name)
@@ -424,7 +424,7 @@ def _flaw_error(
 
 
 class _CoverProof:
-    """Searches the first flaw of a cover by `count` boxes, with work and memory bounded by their number."""
+    """Searches for the first flaw of a cover by `count` boxes, with work and memory bounded by their number."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -454,8 +454,8 @@ class _CoverProof:
         raise self._too_many(cut)
 
     def _too_many(self, cut: Sequence[int]) -> UnsupportedError:
-        text = f"{self._count} boxes that are cut along {len(cut)} dims at once are more than can be proved"
-        return UnsupportedError(f"{text}: cut it along fewer dims")
+        text = f"cannot prove that {self._count} boxes cut along {len(cut)} dims at once cover the tensor"
+        return UnsupportedError(f"{text}: shard it along fewer dims")
 
 
 def _slabs(region: Box, boxes: Sequence[Box], dim: int) -> list[tuple[Box, list[Box]]]:

@@ -30,11 +30,12 @@ Without a mesh, the layout may be the rules alone: ``{"*.o_proj.weight": {"dim":
     ratios.
 ``{"dim": 0, "split": {"qkv": {"q_proj": 32, "k_proj": 8, "v_proj": 8}}}``
     The same, and each block becomes a tensor of its own, in whose name the part "qkv" is replaced. With
-    ``"interleaved": true`` the blocks, in whole sizes, repeat along the dim (Megatron's groups of heads).
+    ``"interleaved": true`` the blocks repeat along the dim (Megatron's groups of heads), and the numbers are the sizes
+    in one group.
 ``{"dim": 0, "axis": "ep"}`` and ``{"renumber": "experts", "axis": "ep"}``
-    Experts: stacked along a dim; or one tensor each, numbered in its name after the part ``experts``, on each rank from
-    0 on; the numbers then continue over the ranks. ``{"renumber": "layers", "axis": "pp"}`` does the same for layers of
-    pipeline stages.
+    Experts. The first rule is for experts that are stacked along a dim. The second is for one tensor per expert, with a
+    number after the part ``experts`` of its name. Each rank numbers its experts from 0 on; in the output the numbers
+    continue over the ranks. ``{"renumber": "layers", "axis": "pp"}`` does the same for layers of pipeline stages.
 ``{"reduce": "max"}``
     Copies differ; take the largest (or "min", the smallest) value of each element, as for scales of float8 weights.
 ``{"global_shape": [8, 4], "boxes": [[[[0, 0], [2, 4]]], ...]}``
@@ -66,7 +67,7 @@ from statexchange.sharding.shards import Box, full_box, shape_from_json, sizes_f
 __all__ = ["DimSegments", "Layout", "Part", "Rule", "place_parts", "renumber_names"]
 
 _SHOWN = 8
-_MAX_RUNS = 1 << 20  # along one dim; of heads there are far fewer
+_MAX_RUNS = 1 << 20  # along one dim; a model has far fewer heads
 _CUT_KEYS = {"dim", "axis", "blocks", "split", "interleaved"}
 _BOXES_KEYS = {"global_shape", "boxes", "dim"}
 _OWN_BOX_KEYS = {"global_shape", "offsets", "shape"}
@@ -275,7 +276,7 @@ class Layout:
 
     def rule_for(self, name: str) -> Rule | None:
         """Return the first rule whose pattern matches the name, else the first keyword for its module."""
-        rule = self._rule_for(name)  # also if another name's rule is used: its pattern has matched
+        rule = self._rule_for(name)  # always, because it marks the pattern as used
         if name in self.like:
             return self._rule_for(self.like[name]) or rule
         return rule

@@ -1,7 +1,7 @@
 """Sharding specs: a tensor's sharding over a mesh as one record, from which the boxes of all ranks are computed.
 
-1,024 ranks have 10^8 boxes of 100,000 tensors. As specs these are 100,000 records: a mesh shape, and which dim each
-axis splits.
+For 100,000 tensors on 1,024 ranks there are 10^8 boxes, but only 100,000 specs. A spec has a mesh shape, and the dim
+that each axis splits.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class SpecBox:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A run of one dim and who has it.
+    """A run of one dim, and the ranks that have it.
 
     Attributes:
         begin: first index of the run.
@@ -132,8 +132,8 @@ def _runs_by_dim(shape: tuple[int, ...], placement: Placement) -> list[tuple[_Ru
 def covers_exactly(shape: tuple[int, ...], placement: Placement) -> bool:
     """Whether the boxes of all ranks, without replicas, cover a tensor of `shape` exactly once.
 
-    Each mesh axis splits at most one dim, so the boxes are all products of one run per dim. They cover the tensor
-    exactly if and only if the runs of each dim cover that dim exactly.
+    Each mesh axis splits at most one dim, so the boxes are exactly the products of one run per dim. They cover
+    the tensor exactly if and only if the runs of each dim cover that dim exactly.
     """
     return all(_covers_dim(runs, size) for runs, size in zip(_runs_by_dim(shape, placement), shape, strict=True))
 

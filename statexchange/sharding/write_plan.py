@@ -18,7 +18,7 @@ _REDUCTIONS = ("max", "min")
 
 @dataclass(frozen=True, slots=True)
 class WriteFile:
-    """An output file; `is_reserved` says whether its disk space is reserved."""
+    """An output file. `is_reserved`: disk space for all its bytes is reserved."""
 
     path: str
     is_reserved: bool
@@ -120,7 +120,7 @@ def _piece(raw: Any, shape: tuple[int, ...], world_size: int) -> Piece:
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """What all ranks write.
+    """The files and tensors that all ranks write together.
 
     Attributes:
         files: the output files.

@@ -7,8 +7,8 @@
 3. links it to its name. `link` fails if the name exists, on NFS too, where a rename would replace the other file,
 4. unlinks the temporary name and syncs the directory.
 
-A failure in steps 1 to 3 removes the temporary file; a killed writer leaves it, and its name says whose it is, so that
-others can remove it once its owner is dead (`is_abandoned`). If the sync in step 4 fails, the name is removed again.
+A failure in steps 1 to 3 removes the temporary file; a killed writer leaves it. Its name has the owner, so that others
+can remove it once the owner is dead (`is_abandoned`). If the sync in step 4 fails, the name is removed again.
 
 **New directory** (`rename_new`). The directory is built under a hidden name and renamed. A rename onto a directory that
 is not empty fails, so this is exclusive too.
@@ -21,7 +21,7 @@ new one under its hidden name (`local.replacement_of`), and the next publisher c
 
 **NFS.** A request that is retransmitted may be answered with an error although the first one succeeded. So after each
 failed link or rename the inode under the new name is compared before the failure counts. Clients also cache lookups and
-listings; `invalidate_lookups` and `invalidate_listings` say how that is dealt with.
+listings; `invalidate_lookups` and `invalidate_listings` explain the remedies.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ __all__ = [
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}(?:\.(.+))?")
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _CLOCK_TICK_S = 0.03  # longer than the tick of any server's clock (4 or 10 ms)
-# What file systems without hard links return.
+# Errors of link(2) on file systems without hard links.
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK)
 
 
@@ -147,6 +147,7 @@ def write_new(
 
 
 def _fill(fd: int, parts: Iterable[Buffer], begin: int, nbytes: int, path: str) -> None:
+    """Reserve the file's space and write all parts after the header."""
     if mount_of(path).is_memory:  # tmpfs writes zeros to reserve space
         check_room(fd, nbytes, path)
     else:
@@ -243,7 +244,7 @@ def exchange_names(one: str, other: str, *, dir_fd: int, path: str) -> bool:
 def invalidate_lookups(dir_fd: int, path: str) -> None:
     """Make this host's NFS client drop its cached lookups in a directory that it has just changed.
 
-    A client renames by name on the server, but moves its own cached entry. If another host had given the old name to
+    A client renames by name on the server, but moves its own cached entry. If another host has given the old name to
     another directory meanwhile, the new name shows the wrong directory until the client notices another change of the
     parent. Setting the parent's modification time is such a change. Without permission for that nothing is done.
     """

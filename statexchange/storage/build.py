@@ -9,7 +9,7 @@ guarantees:
 1. The target's name appears only when all files are complete and durable.
 2. Of several concurrent publishers exactly one succeeds; the others get TargetExistsError.
 3. Only the directory that was checked when the build began is replaced.
-4. Only files that a record proves to be of a statexchange publisher are removed.
+4. A file is removed only if a record proves that a statexchange publisher made it.
 5. The next publisher to the same name cleans up after one that was killed.
 """
 
@@ -77,8 +77,10 @@ active_builds = ActiveBuilds()
 
 def busy_error(owner: Owner | None, path: str) -> TargetExistsError:
     """Return the error for a target to which `owner` is publishing; `owner` is None if the process is unknown."""
-    who = "another process" if owner is None else str(owner)
-    return TargetExistsError(f"{who} is publishing to this target: wait for it, or choose another path", path=path)
+    publisher = "another process" if owner is None else str(owner)
+    return TargetExistsError(
+        f"{publisher} is publishing to this target: wait for it, or choose another path", path=path
+    )
 
 
 def target_exists(path: str) -> TargetExistsError:
@@ -99,7 +101,7 @@ class OutputFile(ABC):
     written from begin to end.
 
     Attributes:
-        path: where the file lies during the build.
+        path: the path of the file during the build.
         header: the first bytes of the file.
         is_reserved: whether disk space for all its bytes is reserved.
     """
@@ -128,7 +130,7 @@ class Build(ABC):
 
     Attributes:
         path: the target.
-        building_path: where the files lie until `commit`.
+        building_path: the directory of the files until `commit`.
         finished: metadata by name of the output files that an interrupted publisher of the same plan had finished.
     """
 
@@ -150,9 +152,9 @@ class Build(ABC):
 
     @abstractmethod
     def make_probe(self) -> str:
-        """Create a file with a random name and return its path: a host on which it exists sees this directory.
+        """Create a file with a random name and return its path: ranks on whose host it exists see this directory.
 
-        It is removed by `commit`.
+        `commit` removes it.
         """
 
     @abstractmethod

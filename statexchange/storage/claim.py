@@ -1,10 +1,10 @@
 """The claim: an object in a directory of an object store that names the process publishing there.
 
-An object store can neither rename a directory nor lock one, so the claim stands for both:
+An object store can neither rename a directory nor lock one, so the claim replaces both mechanisms:
 
 * absent: no process publishes here. A manifest, if there is one, describes a whole checkpoint.
 * present, no manifest: a publisher is writing, or died while it wrote. Readers refuse the directory.
-* present, manifest present: a publisher is about to remove the claim, or died just before. The checkpoint is whole.
+* present, manifest present: a publisher is about to remove the claim, or died before it could. The checkpoint is whole.
 
 Only the publisher writes the claim: it creates it exclusively, renews it while it writes, and removes it after the
 manifest. After a failure another publisher replaces it. object_build.py has the protocol; readers need only `claim_of`.

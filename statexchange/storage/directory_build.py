@@ -1,6 +1,6 @@
 """Build a directory on a file system: under a hidden name beside the target, then renamed to the target's name.
 
-**Names.** All lie in the target's parent directory. Each publisher draws a `nonce` of 64 random bits and writes only
+**Names.** All are in the target's parent directory. Each publisher draws a `nonce` of 64 random bits and writes only
 names with its nonce. Long target names are cut (`files.hidden_prefix`).
 
 * ``.<name>.<nonce>.owner``: the owner record, a symbolic link whose target is JSON text: the process and host of the
@@ -18,8 +18,8 @@ names with its nonce. Long target names are cut (`files.hidden_prefix`).
 the target; remove the leftovers of dead publishers or take over a directory of the same plan; make the partial
 directory; write its files; commit.
 
-* The look precedes the record, so two publishers that start at the same time never refuse each other. The final rename
-  decides between them.
+* A publisher looks for others before it writes its own record. So two publishers that start at the same time never
+  refuse each other; the final rename decides between them.
 * Replacing is a compare-and-swap. Only the directory that was checked when the build began is replaced. After the
   exchange (or after the old directory was set aside) the publisher compares the directory it got; if it is another
   one, it puts that back and fails. If the target was absent, the rename is exclusive.
@@ -30,7 +30,7 @@ the record:
 * Its owner has provably ended: the leftovers are removed. A partial directory of the same plan is taken over instead,
   by renaming it to the new nonce, which exactly one of several publishers can do.
 * The replacement was interrupted between its two renames: the new directory, which is complete, gets the name.
-* Its owner is a process of another host or boot: the leftovers stay, unless the user says that it has ended.
+* Its owner is a process of another host or boot: the leftovers stay, unless the user passes resume=True.
 * The record, or a directory of its nonce, has another uid than a file that this process makes there: both are ignored.
   (Compared with a new file rather than with this process's uid, because an NFS server may map uids.)
 """
@@ -194,9 +194,9 @@ def check_directory(path: str, check: ReplaceCheck | None, nbytes: int, *, resum
                 raise target_exists(path)
             files.check_writable(dir_fd, parent)  # in the same order of errors as in a build
             if is_there or not any(_interrupted(leftovers)):
-                looked = _check_target(path, dir_fd, check)
-                if looked is not None:
-                    os.close(looked[0])
+                opened_target = _check_target(path, dir_fd, check)
+                if opened_target is not None:
+                    os.close(opened_target[0])
             room -= sum(_room_of(one, dir_fd, parent) for one in leftovers if resume or one.state == "dead")
         files.check_writable(dir_fd, nearest)
         files.check_room(dir_fd, room, path)
@@ -254,7 +254,7 @@ def _check_target(path: str, dir_fd: int, check: ReplaceCheck | None) -> tuple[i
 
     Raises:
         TargetExistsError: `check` is None, or the target was replaced during the check.
-        UnsafeError: the target is no directory.
+        UnsafeError: the target is not a directory.
         StateExchangeError: what `check` raises.
     """
     parent, name = os.path.split(path)
@@ -265,7 +265,7 @@ def _check_target(path: str, dir_fd: int, check: ReplaceCheck | None) -> tuple[i
     if check is None:
         raise target_exists(path)
     if not stat.S_ISDIR(found.st_mode):
-        raise UnsafeError("refused to overwrite: the target is no directory", path=path)
+        raise UnsafeError("refused to overwrite: the target is not a directory", path=path)
     fd = files.open_directory(name, dir_fd, path)
     try:
         identity = _identity(files.fstat_of(fd, path))
@@ -396,12 +396,12 @@ class DirectoryBuild(Build):
         if self._check is None and files.stat_of(self._name, self._parent_fd, self.path) is not None:
             raise target_exists(self.path)
         record = self._write_record()  # durable before anything else of this nonce
-        ours = [one for one in leftovers if self._is_ours(one, record)]
-        self._complete_replacements(leftovers, ours)  # before the target is checked: it may get its name here
-        looked = _check_target(self.path, self._parent_fd, self._check)
-        if looked is not None:
-            self._old_fd, self._old = looked
-        self._clear(ours, record, plan_digest if reuse else None, resume=resume)
+        of_this_user = [one for one in leftovers if self._is_of_this_user(one, record)]
+        self._complete_replacements(leftovers, of_this_user)  # before the target is checked: it may get its name here
+        opened_target = _check_target(self.path, self._parent_fd, self._check)
+        if opened_target is not None:
+            self._old_fd, self._old = opened_target
+        self._clear_leftovers(of_this_user, record, plan_digest if reuse else None, resume=resume)
         if self._own is None:
             files.make_directory(self._partial, self._parent_fd, self.building_path, 0o777)
         self._dir_fd = files.open_directory(self._partial, self._parent_fd, self.building_path)
@@ -429,9 +429,9 @@ class DirectoryBuild(Build):
     def _write_record(self) -> os.stat_result:
         """Make the owner record durably and return its attributes.
 
-        It is a symbolic link, because a link is created with its content. A file could be left empty by a writer that
-        dies, and its owner could not be proved. File systems without symbolic links (FAT, some network and user-space
-        ones) get a file.
+        It is a symbolic link, because a link is created with its content. A killed writer could leave a file empty, and
+        nothing would prove its owner. File systems without symbolic links (FAT, some network and user-space ones) get a
+        file.
         """
         path = os.path.join(self._parent, self._record)
         text = json.dumps(Owner.current().to_json())
@@ -466,7 +466,7 @@ class DirectoryBuild(Build):
             raise
         files.close_file(fd, path)
 
-    def _is_ours(self, leftover: _Leftover, record: os.stat_result) -> bool:
+    def _is_of_this_user(self, leftover: _Leftover, record: os.stat_result) -> bool:
         """Whether the record and the directories of its nonce have the uid of this process's own record."""
         if leftover.record is None or leftover.record.st_uid != record.st_uid:
             return False
@@ -476,12 +476,12 @@ class DirectoryBuild(Build):
                 return False
         return True
 
-    def _complete_replacements(self, leftovers: Iterable[_Leftover], ours: Sequence[_Leftover]) -> None:
+    def _complete_replacements(self, leftovers: Iterable[_Leftover], of_this_user: Sequence[_Leftover]) -> None:
         """Rename a complete directory to the target's name if its publisher died between the two renames."""
         if files.stat_of(self._name, self._parent_fd, self.path) is not None:
             return
         for leftover, partial in _interrupted(leftovers):
-            if leftover not in ours:
+            if leftover not in of_this_user:
                 raise UnsafeError(
                     f"refused: another user's replacement of the target was interrupted ({leftover.owner})",
                     path=os.path.join(self._parent, partial),
@@ -500,7 +500,7 @@ class DirectoryBuild(Build):
             leftover.partials = {plan: name for plan, name in leftover.partials.items() if name != partial}
             return
 
-    def _clear(
+    def _clear_leftovers(
         self, leftovers: Iterable[_Leftover], record: os.stat_result, plan_digest: str | None, *, resume: bool
     ) -> None:
         """Remove the leftovers of dead publishers, or take over a directory of this plan."""
@@ -508,7 +508,7 @@ class DirectoryBuild(Build):
         for leftover in leftovers:
             if leftover.owner is None:
                 age_s = (record.st_mtime_ns - leftover.record.st_mtime_ns) / 1e9 if leftover.record else 0.0
-                # Both times come from the file system, so clocks of hosts are not compared.
+                # Both times come from the file system: the clocks of two hosts are never compared.
                 if age_s > _BROKEN_RECORD_S and not leftover.directories:
                     self._remove_record_of(leftover)
                 continue
@@ -518,7 +518,7 @@ class DirectoryBuild(Build):
             if self._own is None and plan_digest in leftover.partials:
                 assert plan_digest is not None
                 self._take_over(leftover.partials.pop(plan_digest))
-            self._remove(leftover)
+            self._remove_leftover(leftover)
         for leftover in unknown:
             hidden = [*leftover.directories, f"{self._stem}.{leftover.nonce}.owner"]
             _log.warning(
@@ -539,7 +539,7 @@ class DirectoryBuild(Build):
             return
         self._own = identity_of(self._partial, self._parent_fd, self.building_path)
 
-    def _remove(self, leftover: _Leftover) -> None:
+    def _remove_leftover(self, leftover: _Leftover) -> None:
         """Remove a dead publisher's directories, then its record. A failure is logged: the next build tries again."""
         if leftover.replaced and files.stat_of(self._name, self._parent_fd, self.path) is None:
             return  # the only copy of the old checkpoint
@@ -678,10 +678,10 @@ class DirectoryBuild(Build):
             return False  # removed, or another publisher is between two renames: the next rename decides
         if found != self._old:
             raise _conflict(self.path, "replaced or changed the target meanwhile")
-        looked = _check_target(self.path, self._parent_fd, self._check)
-        if looked is None:
+        opened_target = _check_target(self.path, self._parent_fd, self._check)
+        if opened_target is None:
             return False
-        os.close(looked[0])
+        os.close(opened_target[0])
         return True
 
     def _rename_exclusively(self) -> None:
@@ -695,7 +695,7 @@ class DirectoryBuild(Build):
     def _rename_error(self, error: StorageError) -> StateExchangeError:
         """Return the error for a failed rename: with `resume`, another publisher may have taken over the directory."""
         if error.errno == errno.ENOENT and identity_of(self._partial, self._parent_fd, self.path) is None:
-            return _conflict(self.path, "took this one for dead (--resume) and went on with its directory")
+            return _conflict(self.path, "treated this one as dead (--resume) and took over its directory")
         return error
 
     def _exchange(self) -> bool:
@@ -729,7 +729,8 @@ class DirectoryBuild(Build):
             if error.errno == errno.ENOENT:
                 return  # removed, or moved aside by another publisher: the next rename decides
             raise
-        invalidate_lookups(self._parent_fd, self._parent)  # else the old directory is seen, whatever was moved
+        # Otherwise an NFS client may show the old directory under the new name, whichever was renamed.
+        invalidate_lookups(self._parent_fd, self._parent)
         if _identity_at(self._replaced, self._parent_fd, self.path) != self._old:
             self._put_back()
             raise _conflict(self.path, "replaced the target meanwhile")
@@ -740,7 +741,7 @@ class DirectoryBuild(Build):
         except TargetExistsError:
             raise _conflict(self.path, "was first") from None
         except StorageError as error:
-            # If the new directory is gone and the old one lies aside, another publisher has completed the replacement.
+            # If the new directory is gone and the old one set aside, another publisher has completed the replacement.
             if error.errno != errno.ENOENT or identity_of(self._partial, self._parent_fd, self.path) is not None:
                 raise
             if identity_of(self._replaced, self._parent_fd, self.path) is None:
@@ -792,7 +793,8 @@ class DirectoryBuild(Build):
             active_builds.discard(self._nonce)
             if self._lock is not None:
                 with contextlib.suppress(OSError):  # an empty lock file does no harm
-                    os.unlink(self._lock.lock_file)  # leaves no name; later the lock may be another publisher's
+                    # Before the release: after it the file may be another publisher's lock.
+                    os.unlink(self._lock.lock_file)
                 self._lock.release()
             os.close(self._parent_fd)
 

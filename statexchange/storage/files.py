@@ -68,12 +68,13 @@ UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 # ESTALE: the directory was removed on the NFS server, and all names in it with it.
 _GONE = (errno.ENOENT, errno.ESTALE)
 NAME_MAX = 255  # bytes of a file's name
-_MAX_ENDING = len(f".{'0' * 32}.{'0' * 16}.partial")  # of hidden names; directory_build.py lists them
+# The longest ending of a hidden name; directory_build.py lists these names.
+_MAX_ENDING = len(f".{'0' * 32}.{'0' * 16}.partial")
 _MAX_CHUNK = 1 << 30  # Linux moves at most 2 GiB in one call
 
 
 def audit(call: str, path: str) -> None:
-    """Raise the audit event "statexchange.storage". Tests inject failures at these events."""
+    """Raise the audit event "statexchange.storage" before a system call. Tests inject failures at these events."""
     sys.audit("statexchange.storage", call, path)
 
 
@@ -205,7 +206,7 @@ def open_nearest(path: str) -> tuple[int, str]:
     """Return a descriptor and the path of a directory, or, if it is missing, of its nearest existing parent.
 
     Raises:
-        NotFoundError: a file lies there.
+        NotFoundError: the path is that of a file, or leads through one.
         StorageError: it cannot be opened, or a name is too long.
     """
     while True:
@@ -272,7 +273,7 @@ def _owner_of_new(dir_fd: int, path: str) -> int | None:
     except StorageError:
         return None
     try:
-        remove_file(name, path, dir_fd)  # before the look at its owner, so that nothing is left if this process dies
+        remove_file(name, path, dir_fd)  # before fstat, so that a kill leaves nothing
         return fstat_of(fd, path).st_uid
     finally:
         os.close(fd)
@@ -314,7 +315,7 @@ def fstat_of(fd: int, path: str) -> os.stat_result:
     try:
         return os.fstat(fd)
     except OSError as error:
-        raise read_error(error, "look at", path) from error
+        raise read_error(error, "read the attributes", path) from error
 
 
 def read_error(error: OSError, doing: str, path: str) -> StorageError:
@@ -361,7 +362,7 @@ def pwrite_all(fd: int, buffer: Buffer, offset: int, path: str) -> None:
         while done < len(view):
             count = os.pwrite(fd, view[done : done + _MAX_CHUNK], offset + done)
             if not count:
-                raise OSError(errno.EIO, "the system wrote nothing")
+                raise OSError(errno.EIO, "the system wrote 0 bytes")
             done += count
     except OSError as error:
         raise StorageError.of(error, "write", path=path) from error

@@ -1,7 +1,7 @@
 """Read objects of an fsspec file system, byte range by byte range.
 
-An object is pinned by the version that its store gives (an ETag, a generation or a time). A store answers a range
-request from the newest version, whatever was opened; so the reader compares the version again after reading
+An object is pinned by the version that its store gives (an ETag, a generation or a time). A range request returns
+bytes of the newest version, not of the pinned one. So the reader compares the version again after reading
 (`check_unchanged`).
 """
 
@@ -54,14 +54,14 @@ def storage_errors(doing: str, url: str) -> Iterator[None]:
     except NotImplementedError:
         raise UnsupportedError(f"cannot {doing}: this file system does not support it", path=url) from None
     except OSError as error:
-        why = _without(f"{error.strerror or error}", url)
+        why = _redacted(f"{error.strerror or error}", url)
         raise StorageError(f"cannot {doing}: {why}", errno=error.errno, path=url) from _cause(error, url)
     except Exception as error:  # noqa: BLE001 (it is translated)
-        why = _without(f"{type(error).__name__}: {error}", url)
+        why = _redacted(f"{type(error).__name__}: {error}", url)
         raise StorageError(f"cannot {doing}: {why}", path=url) from _cause(error, url)
 
 
-def _without(text: str, url: str) -> str:
+def _redacted(text: str, url: str) -> str:
     for secret in secrets_of(url):
         text = text.replace(secret, "...")
     return text
@@ -89,7 +89,7 @@ def file_system(url: str) -> tuple[Any, str]:
             text = f"{scheme}:// needs another package: {advice}"
             raise MissingExtraError(text, path=url) from _cause(error, url)
         except ValueError as error:
-            text = f"no file system for this: {_without(str(error), url)}"
+            text = f"no file system for this: {_redacted(str(error), url)}"
             raise InvalidArgumentError(text, path=url) from _cause(error, url)
 
 
@@ -156,7 +156,7 @@ class FsspecFile(StoredFile):
 
     @property
     def version(self) -> list[str | int]:
-        # Without a version from the store, equality with a later version can never be proved.
+        # Without a version from the store nothing proves that two reads are of one version, so no two values are equal.
         return [self.path, self.size, self._version or secrets.token_hex(8)]
 
     @property

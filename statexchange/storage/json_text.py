@@ -1,7 +1,7 @@
 """Parse the JSON of headers, indexes and manifests: strictly, and in bounded memory.
 
 Stricter than Python's json: UTF-8 only, no NaN or Infinity, no duplicate keys. Text that would take far more memory
-once parsed than any real header does is refused before it is parsed.
+once parsed than real headers do is refused before it is parsed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def read_json(file: StoredFile, limit: int = MAX_MANIFEST_BYTES) -> object:
         window = bytearray(min(_WINDOW_BYTES, file.size - len(data)))
         file.read_into(memoryview(window), len(data))
         if not data and not window[:64].lstrip().startswith(b"{"):
-            raise CorruptError("broken JSON: it is no object", path=file.path)
+            raise CorruptError("broken JSON: it is not an object", path=file.path)
         if 0 in window:
             problem = f"broken JSON: byte {len(data) + window.index(0)} is zero, as if it had not been written"
             raise CorruptError(problem, path=file.path)
@@ -57,12 +57,12 @@ def parse_json(data: bytes | bytearray | memoryview | str, path: str) -> object:
             return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"broken JSON: {error}", path=path) from None
-    problem = f"refused: parsed, these {len(text)} characters of JSON would take more memory than any real ones"
+    problem = f"refused: these {len(text)} characters of JSON would take too much memory once parsed"
     raise CorruptError(problem, path=path)
 
 
 def is_readable(text: str) -> bool:
-    """Whether `parse_json` accepts a text of this density. Counting brackets, commas and colons bounds its memory."""
+    """Whether the parsed text would fit `parse_json`'s memory limit, estimated from its brackets, commas and colons."""
     limit = min(_FREE_BYTES + _MAX_GROWTH * len(text), _MAX_PARSED_BYTES)
     if len(text) * _KEY_BYTES <= limit:
         return True
@@ -74,7 +74,7 @@ def is_readable(text: str) -> bool:
 
 
 def _refuse_constant(name: str) -> object:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The local store: a directory and its files, pinned by descriptors, of which a process keeps a limited number open.
+"""The local store: a pinned directory and its files, read through a limited number of open descriptors.
 
 A file or subdirectory is *pinned* by its identity, not by its descriptor. Over the limit the least recently used
 descriptor is closed; the next use opens the file again by name in the pinned directory and compares the identity. So a
@@ -53,6 +53,7 @@ __all__ = ["LocalFile", "LocalStore", "local_path", "open_local", "replacement_o
 _FILE_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
 _MAX_LOOKUPS = 40  # of a name that is absent while its directory is being replaced
 _LOOKUP_INTERVAL_S = 0.01
+_LEAST_HELD = 4  # descriptors that each opened path may keep open, even over the limit
 _DIRECTORY_FLAGS = _FILE_FLAGS | getattr(os, "O_DIRECTORY", 0)
 
 
@@ -68,12 +69,12 @@ def local_path(url: str) -> str:
                 f"digit or '_', not {rest!r}"
             )
         return f"/dev/shm/statexchange-{os.getuid()}/{rest}"  # noqa: S108 (0700, owner checked on use)
-    raise InvalidArgumentError(f"a workspace lies in a directory or at shm://name; {scheme}:// is not supported")
+    raise InvalidArgumentError(f"a workspace is a directory or shm://name; {scheme}:// is not supported")
 
 
 def _is_plain_name(name: str) -> bool:
-    allowed = name.replace(".", "").replace("_", "").replace("-", "")
-    return 0 < len(name) <= 200 and name.isascii() and (allowed.isalnum() or not allowed) and name[0] not in ".-"
+    rest = name.replace(".", "").replace("_", "").replace("-", "")
+    return 0 < len(name) <= 200 and name.isascii() and (rest.isalnum() or not rest) and name[0] not in ".-"
 
 
 class _Pinned(Protocol):
@@ -101,7 +102,6 @@ class _DescriptorBudget:
         return max(_LEAST_HELD, min(256, soft // 4))
 
 
-_LEAST_HELD = 4
 _budget = _DescriptorBudget()
 
 
@@ -114,8 +114,8 @@ class _Descriptors:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # reentrant: reopening a file may reopen its directory
-        # Descriptors by number, in the order of last use. Numbers, not files: a reference cycle would keep this object
-        # from being finalized when its last file goes.
+        # Descriptors by number, in the order of last use. The keys are numbers, not files: a reference to a file would
+        # be a cycle, which would delay the finalizer of this object after its last file was dropped.
         self._pinned: dict[int, int] = {}
         self._used: dict[int, int] = {}
         self._numbers = itertools.count()
@@ -155,10 +155,10 @@ class _Descriptors:
             idle = next((other for other in self._pinned if other != number and not self._used.get(other)), None)
             if idle is None:
                 return
-            fd = self._pinned.pop(idle)
-            self._all.discard(fd)
+            idle_fd = self._pinned.pop(idle)
+            self._all.discard(idle_fd)
             _budget.held -= 1
-            os.close(fd)
+            os.close(idle_fd)
 
     def borrow(self, pinned: _Pinned) -> int:
         """Return the descriptor of a file or directory; it stays open until `give_back`."""
@@ -213,7 +213,7 @@ class LocalFile(StoredFile):
             self._identity = _identity(os.fstat(fd))
         except OSError as error:
             os.close(fd)
-            raise read_error(error, "look at", self.path) from error
+            raise read_error(error, "read the attributes", self.path) from error
         self.size = self._identity[2]
         self.number = descriptors.pin(fd, self.path)
 
@@ -230,7 +230,7 @@ class LocalFile(StoredFile):
             same = _identity(os.fstat(fd)) == self._identity
         except OSError as error:
             os.close(fd)
-            raise read_error(error, "look at", self.path) from error
+            raise read_error(error, "read the attributes", self.path) from error
         if not same:
             os.close(fd)
             raise self._replaced()
@@ -262,14 +262,14 @@ class LocalFile(StoredFile):
         try:
             found = self._fresh_stat(fd)
         except OSError as error:
-            raise read_error(error, "look at", self.path) from error
+            raise read_error(error, "read the attributes", self.path) from error
         finally:
             self._descriptors.give_back(self)
         if _identity(found) != self._identity:
             raise self._replaced()
 
     def _fresh_stat(self, fd: int) -> os.stat_result:
-        """Return the file's attributes; on NFS from the server, which a second open of the same file asks for."""
+        """Return the file's attributes; on NFS open the file once more, which makes the client ask the server."""
         if not self._store.is_shared:
             return os.fstat(fd)
         again = os.open(f"/proc/self/fd/{fd}", _FILE_FLAGS)
@@ -295,7 +295,7 @@ class LocalFile(StoredFile):
 
 
 def _unpickled_file(store: LocalStore, name: str, identity: tuple[int, int, int, int]) -> LocalFile:
-    """Open an unpickled file; raise ReplacedError if it is another one by now."""
+    """Open the file of a pickled `LocalFile`; raise ReplacedError if another file has its name now."""
     file = store.open(name)
     file.check_is(identity)
     return file
@@ -426,12 +426,12 @@ def _directory_identity(fd: int, path: str) -> tuple[int, int]:
     try:
         found = os.fstat(fd)
     except OSError as error:
-        raise read_error(error, "look at", path) from error
+        raise read_error(error, "read the attributes", path) from error
     return found.st_dev, found.st_ino
 
 
 def _unpickled_store(path: str, follow: bool, identity: tuple[int, int]) -> LocalStore:
-    """Open an unpickled store; raise ReplacedError if it is another directory by now."""
+    """Open the directory of a pickled `LocalStore`; raise ReplacedError if another one has its path now."""
     store = LocalStore(path, open_directory(path), _Descriptors(), follow=follow)
     store.check_is(identity)
     return store
@@ -513,11 +513,13 @@ def _open_path(path: str) -> tuple[LocalStore, str | None]:
 
 
 def replacement_of(name: str, dir_fd: int) -> str | None:
-    """Return the hidden name of the directory that will get `name`, which is absent; None if there is none.
+    """Return the hidden name of the new directory in an unfinished replacement of `name`, which is absent.
 
-    atomic.py explains how a directory is replaced. If the old directory is set aside but the new one is not listed, the
-    new one has got its name meanwhile, or an NFS client shows a stale listing. Then _BeingReplacedError is raised: the
-    next lookup finds the new one. The old one is never returned.
+    None if `name` is not being replaced. atomic.py explains how a directory is replaced.
+
+    Raises:
+        _BeingReplacedError: the old directory is set aside, but the new one is not listed under its hidden name. Either
+            it has just got `name`, or an NFS client shows a stale listing. Look up `name` again.
     """
     try:
         names = os.listdir(dir_fd)

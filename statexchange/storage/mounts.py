@@ -1,4 +1,4 @@
-"""Mounts: the file system of a path, and warnings about mount options that weaken our guarantees."""
+"""Mounts: the file system of a path, and warnings about mount options that make reads stale or locks ineffective."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Mount:
 
     @property
     def is_memory(self) -> bool:
-        """Whether files lie in memory, where fsync has no effect."""
+        """Whether files are stored in memory, where fsync has no effect."""
         return self.kind in _MEMORY
 
     @property
@@ -96,7 +96,7 @@ def _warn_once(point: str, text: str) -> None:
 
 
 def warn_of_options(path: str) -> None:
-    """Warn once per mount about NFS options that weaken our guarantees for `path`. Not collective."""
+    """Warn once per mount about NFS options of `path` that make reads stale or locks ineffective. Not collective."""
     mount = mount_of(path)
     if mount.kind not in ("nfs", "nfs4"):
         return

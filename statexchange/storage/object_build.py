@@ -16,14 +16,14 @@ Steps of a publisher:
    is refused unless it may be replaced. Objects that neither a manifest nor a claim lists are always refused.
 3. Un-commit a checkpoint that is replaced: remove its manifest first, then its index, then its other objects. So
    readers refuse the directory from the first removal on.
-4. Create all objects exclusively. A publisher that was wrongly taken for dead and goes on can therefore never replace
-   an object of its successor. If it created a name first, the successor removes that object and puts its own again.
+4. Create all objects exclusively. So a publisher that goes on after its claim was taken over can never replace an
+   object of its successor. If it created a name first, the successor removes that object and puts its own again.
 5. Renew the claim, list the directory, compare each object's version with what was put, create the manifest
    exclusively, check once more that the claim is still held, and remove the claim last.
 
 Renewal: every 15 s, in the calls that write, by a put that is conditional on the ETag that was read (S3). fsspec file
 systems other than s3fs have no conditional put; there the claim is compared and then put. Two publishers that take over
-one claim at the same moment may then both believe that they hold it, until one of them renews it or makes the final
+one claim at the same moment may then both treat it as their own, until one of them renews it or makes the final
 check of step 5. No store has a conditional removal, so the claim is checked just before each removal.
 
 Failure: a publisher that fails removes its objects only while it still holds the claim; otherwise its successor removes
@@ -77,7 +77,7 @@ __all__ = ["ObjectBuild", "check_url"]
 
 _log = logging.getLogger(__name__)
 _PART_BYTES = 16 << 20  # of a multipart upload; stores require at least 5 MiB
-_ATTEMPTS = 5  # to put an object whose name a publisher that was taken for dead keeps creating
+_ATTEMPTS = 5  # to put an object whose name a publisher without the claim keeps creating
 _READ_ONLY = ("http", "https", "data", "github", "zip", "tar")
 
 
@@ -99,8 +99,8 @@ class _Objects:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self.path = without_secrets(self.url)
-        scheme = url.partition("://")[0].rpartition("::")[2]
-        if url.partition("://")[0].partition("::")[0] in _READ_ONLY:
+        scheme = url.partition("://")[0].partition("::")[0]  # of the outermost file system of a chain
+        if scheme in _READ_ONLY:
             raise UnsupportedError(
                 f"{scheme}:// is read-only: publish to a directory or an object store", path=self.path
             )
@@ -114,7 +114,7 @@ class _Objects:
         return f"{self.path}/{name}"
 
     def store(self) -> FsspecStore:
-        """Return a new store of the directory; its listing raises NotFoundError if nothing lies there."""
+        """Return a new store of the directory; its listing raises NotFoundError if it does not exist."""
         return FsspecStore(self.url, self._system, self._base)
 
     def list_infos(self) -> dict[str, Mapping[str, Any]]:
@@ -198,7 +198,7 @@ class _Objects:
         try:
             with _conditional("put", path):
                 self._system.pipe_file(key, claim.to_bytes(), mode="overwrite", IfMatch=seen)
-        except (TargetExistsError, NotFoundError):  # another publisher has put it; it has been removed
+        except (TargetExistsError, NotFoundError):  # another publisher has replaced the claim, or it was removed
             return False
         return True
 
@@ -287,10 +287,10 @@ class ObjectFile(OutputFile):
     def finish(self, *, writes_header: bool = True) -> None:
         assert writes_header
         self._opened()
-        self._build.put_object(self.name, self._give_name, is_visible=self.is_visible)
+        self._build.put_object(self.name, self._complete_upload, is_visible=self.is_visible)
         self._file = None
 
-    def _give_name(self) -> None:
+    def _complete_upload(self) -> None:
         audit("put", self.path)
         with _conditional("put", self.path):
             if not self._file.closed:
@@ -310,8 +310,8 @@ class ObjectFile(OutputFile):
 class ObjectBuild(Build):
     """A checkpoint under construction in an object store. The top of this file explains the protocol."""
 
-    renew_s = 15.0
-    take_over_s = 60.0
+    renew_s = 15.0  # how often the claim is renewed
+    take_over_s = 60.0  # how long a claim must be unchanged before it is taken over
 
     def __init__(
         self, url: str, plan_digest: str, names: Sequence[str], *, check: ReplaceCheck | None, resume: bool
@@ -353,7 +353,7 @@ class ObjectBuild(Build):
             if other.nonce == self._claim.nonce:
                 self._seen, self._renewed = version, time.monotonic()
                 return set(other.names) - set(self._claim.names) if other.renewal else set()
-            if _runs(other):
+            if _is_alive(other):
                 raise busy_error(other.owner, self.path)
             now = time.monotonic()
             if watched is not None and watched[0] != version:
@@ -423,7 +423,7 @@ class ObjectBuild(Build):
         return output
 
     def open_new(self, name: str) -> Any:
-        """Begin to upload an object; remove an object of that name, which a former publisher has put."""
+        """Begin to upload an object; first remove any object that an earlier publisher has put under this name."""
         for _ in range(_ATTEMPTS):
             with self._lock:
                 self._versions[name] = None
@@ -434,7 +434,7 @@ class ObjectBuild(Build):
         raise TargetExistsError("refused: another publisher puts this object again and again", path=self.path)
 
     def _drop(self, name: str) -> None:
-        """Remove another publisher's object under one of this publisher's names."""
+        """Remove an object that another publisher has put under one of this publisher's names."""
         with self._lock:
             self._versions.pop(name, None)
         self._remove(name)
@@ -509,7 +509,9 @@ class ObjectBuild(Build):
 
     def make_probe(self) -> str:
         """Raise UnsupportedError: several processes cannot write parts of one object."""
-        raise UnsupportedError("ranks write their parts in place, which object stores cannot do", path=self.path)
+        raise UnsupportedError(
+            "ranks would write their parts into one object in place, which no object store supports", path=self.path
+        )
 
     # Ending
 
@@ -530,7 +532,7 @@ class ObjectBuild(Build):
                     found=now or "nothing",
                 )
         for found in (there.keys() & set(self._claim.names)) - self._versions.keys():
-            self._remove(found)  # put meanwhile by a publisher that was taken for dead
+            self._remove(found)  # put meanwhile by a publisher that has lost the claim
         self.put(name, data)  # commits: from here on readers accept the directory
         self._versions.clear()  # so that `abandon` removes nothing
         self._end()  # the claim is removed last
@@ -549,7 +551,7 @@ class ObjectBuild(Build):
                         self._remove(name)
         except StateExchangeError as error:
             _log.warning("objects of %s stay until the next publication: %s", self.path, error)
-            self._seen = None  # keeps the claim too, which lists them
+            self._seen = None  # so that `_end` keeps the claim, which lists these objects
         finally:
             self._end()
 
@@ -566,7 +568,7 @@ class ObjectBuild(Build):
             active_builds.discard(self._claim.nonce)
 
 
-def _runs(claim: Claim) -> bool:
+def _is_alive(claim: Claim) -> bool:
     return claim.owner.is_alive and not _is_dead(claim)
 
 

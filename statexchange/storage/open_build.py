@@ -41,9 +41,10 @@ def open_build(
 
     Raises:
         TargetExistsError: the target exists and `check` is None, or another process is publishing to it.
-        UnsafeError: the target is no directory that statexchange published.
+        UnsafeError: the target is not a directory that statexchange published.
         UnsupportedError: the store cannot be written.
-        StorageError, InvalidArgumentError.
+        StorageError: the operating system or the store refused a read or write.
+        InvalidArgumentError: the path has no name, or one that is too long.
     """
     if is_url(path):
         from statexchange.storage.object_build import ObjectBuild  # imports fsspec, which local paths do not need

@@ -68,7 +68,7 @@ def open_path(path: str) -> OpenedPath:
     is absent; then the new checkpoint is opened under its hidden name.
 
     Raises:
-        NotFoundError: nothing lies at the path.
+        NotFoundError: there is nothing at the path.
         StorageError: the path cannot be read.
     """
     if is_url(path):
@@ -82,8 +82,8 @@ def read_with_retry(path: str, read: Callable[[OpenedPath], T]) -> T:
     """Open a path, call `read` with it and return the result; retry while the path is being replaced.
 
     An error of `read` counts only if the path still leads to the directory in which it arose: otherwise another
-    process has replaced the directory meanwhile. On shared storage a missing or broken file must also stay so for a
-    second, because an NFS client may go on showing a directory that another host has removed.
+    process has replaced the directory meanwhile. On shared storage a file must also be missing or broken for a
+    whole second, because an NFS client may go on showing a directory that another host has removed.
 
     Args:
         path: the path or URL.
@@ -91,7 +91,7 @@ def read_with_retry(path: str, read: Callable[[OpenedPath], T]) -> T:
             it is closed.
 
     Raises:
-        NotFoundError: nothing lies at the path.
+        NotFoundError: there is nothing at the path.
         ReplacedError: the path was replaced in each of 40 attempts.
         StateExchangeError: what `read` raised.
     """

@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 _LONG_RUN_BYTES = 32 << 10  # measured: from this length on, a write costs less than the page faults of a mapping
-_SPAN_BYTES = 4 << 20
+_SPAN_BYTES = 4 << 20  # the most that one read of a strided block spans
 READ_AHEAD_BYTES, _LEAST_READ_AHEAD_BYTES = 16 << 20, 64 << 10
 
 
@@ -184,8 +184,8 @@ def blocks(
 ) -> Iterator[tuple[Box, memoryview]]:
     """Yield the bytes of a stored block of `shape` in C order, part by part, each with its box within the block.
 
-    Each memoryview is valid until the next iteration. A part has `WINDOW_BYTES`; that of a strided block about
-    `ahead_bytes`, because reading one part may require reading all that the block spans.
+    Each memoryview is valid until the next iteration. A part has at most `WINDOW_BYTES`; that of a strided block
+    `ahead_bytes`, because reading one part may require reading all bytes that the block spans.
     """
     itemsize, strides = ITEMSIZE[dtype], stored.strides
     budget = WINDOW_BYTES if strides is None else max(_LEAST_READ_AHEAD_BYTES, ahead_bytes)
@@ -211,7 +211,7 @@ def read_part(
     """Copy `part` of a stored box into memory.
 
     Args:
-        stored: where the box lies.
+        stored: the byte range of the box.
         box: the stored box.
         part: the block to copy, inside both `box` and `target`.
         dtype: the tensor's dtype.
@@ -272,7 +272,8 @@ class BoxDigest:
         stored: the byte range with the known digests.
         box: the stored box.
         dtype: its dtype.
-        region: the block that will be read; None for the whole box. Only what is read whole is digested.
+        region: the block that will be read; None for the whole box. A box or part is digested only if
+            `region` contains all of it.
         always: digest the whole box even if its digest is not known, for `hexdigest`.
     """
 

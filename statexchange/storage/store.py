@@ -1,10 +1,11 @@
-"""The store: a directory, local or at an fsspec URL, that is read as it was when it was opened.
+"""The store: a snapshot of a directory, local or at an fsspec URL, as of the time when it was opened.
 
 Every reader opens its path with `opened_path.open_path`. A store lists its directory once. It pins the directory and
 each opened file: a local file by its descriptor and identity (device, inode, size, modification time), an object by its
 ETag or another version that its object store gives. Data is read from the pinned file, never by opening a path again
-with offsets that were found earlier. So a directory that is replaced by a rename is still read as it was. What can no
-longer be read as it was raises ReplacedError, and the caller opens the path again (`opened_path.read_with_retry`).
+with offsets that were found earlier. So the old content stays readable after a rename has replaced the directory. A
+read that cannot return the pinned version any more raises ReplacedError, and the caller opens the path again
+(`opened_path.read_with_retry`).
 """
 
 from __future__ import annotations

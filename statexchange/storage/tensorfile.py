@@ -103,7 +103,7 @@ class Header:
             return None
         metadata = parse_json(text, path)
         if not isinstance(metadata, dict):
-            raise CorruptError("metadata is no JSON object", path=path)
+            raise CorruptError("metadata is not a JSON object", path=path)
         return metadata
 
 
@@ -145,7 +145,7 @@ def _name_problem(name: str) -> str | None:
     try:
         nbytes = len(name.encode())
     except UnicodeEncodeError:
-        return "it is no Unicode text"
+        return "it is not Unicode text"
     if not nbytes:
         return "it is empty"
     if nbytes > _MAX_NAME_BYTES:
@@ -173,15 +173,15 @@ def encode_header(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: M
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
-        raise UnsafeError(f"a header of {len(text)} bytes would be more than any reader accepts")
+        raise UnsafeError(f"the header would have {len(text)} bytes, and safetensors readers accept {MAX_HEADER_BYTES}")
     return struct.pack("<Q", len(text)) + text
 
 
 def read_header(file: StoredFile, *, whole: bool = True) -> Header:
     """Return the header of a file; raise CorruptError if it breaks the format or the stricter rules of this module.
 
-    With `whole=False` the file may be truncated after its header. A dtype of a later version of safetensors is no
-    error: the tensor is listed in `Header.unknown`.
+    With `whole=False` the file may be truncated after its header. A tensor whose dtype is not
+    supported is no error: it is listed in `Header.unknown`.
     """
     size, path = file.size, file.path
     if size < 8:
@@ -190,11 +190,11 @@ def read_header(file: StoredFile, *, whole: bool = True) -> Header:
     file.read_into(memoryview(head), 0)
     (length,) = struct.unpack("<Q", head)
     if length > MAX_HEADER_BYTES or 8 + length > size:
-        raise CorruptError("header is truncated, or this is no safetensors file", path=path)
+        raise CorruptError("header is truncated, or this is not a safetensors file", path=path)
     text = bytearray(length)
     file.read_into(memoryview(text), 8)
     if text[:1] != b"{":
-        raise CorruptError("not a safetensors file: its header is no JSON object", path=path)
+        raise CorruptError("not a safetensors file: its header is not a JSON object", path=path)
     raw = parse_json(text, path)
     assert isinstance(raw, dict)  # the text begins with a brace
     metadata = raw.pop(_METADATA_KEY, {})
@@ -269,8 +269,8 @@ def _header_metadata(
     }
     offsets = {h.shard.name: {"saved_offsets": _saved_offsets(h.shard)} for h in held if len(h.shard.boxes) == 1}
     ours = json.dumps({**metadata, "tensors": tensors}, separators=(",", ":"))
-    torchs = json.dumps(offsets, separators=(",", ":"))
-    return {WORKSPACE_KEY: ours, "format": "pt", TORCH_SHARDING_KEY: torchs, _TORCH_VERSION_KEY: _TORCH_VERSION}
+    saved_offsets = json.dumps(offsets, separators=(",", ":"))
+    return {WORKSPACE_KEY: ours, "format": "pt", TORCH_SHARDING_KEY: saved_offsets, _TORCH_VERSION_KEY: _TORCH_VERSION}
 
 
 def _saved_offsets(shard: Shard) -> list[int]:

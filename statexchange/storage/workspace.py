@@ -539,7 +539,7 @@ class Workspace:
         with self._round_directories(first.run, first.round) as dir_fds:
             atomic.write_new(dir_fds[-1], MANIFEST, [text], nbytes=len(text), path=path, durable=self.durable)
             atomic.invalidate_listings(*dir_fds, path=self.path)
-        # Only now that the new round is durable are older ones removed.
+        # Older rounds are removed only after the new one is durable.
         for old in [m for m in [*older, manifest] if m.run == first.run][:-keep]:
             self._drop(old)
         for old in half_dropped:
@@ -563,8 +563,8 @@ class Workspace:
     def _sweep(self, rounds: Iterable[tuple[str, int]]) -> None:
         """Remove abandoned files in these rounds, unless a new view shows that a round was committed meanwhile.
 
-        All writers had ended at the first view, so nobody can commit the round after the second. An empty directory may
-        belong to a writer that has just made it; that one makes it again (`_retried`).
+        All writers had ended at the first view, so no process can commit the round after the second. A writer may have
+        just made an empty directory that is removed here; it makes the directory again (`_retried`).
         """
         for run, number in rounds:
             try:
@@ -786,7 +786,7 @@ class RankFile:
             )
         metadata = self.header.workspace_metadata(path)
         if metadata is None:
-            raise CorruptError("no file of a statexchange workspace", path=path)
+            raise CorruptError("not a file of a statexchange workspace", path=path)
         if metadata.get("schema") != SCHEMA:
             raise CorruptError(
                 "its metadata is of another version", path=path, expected=SCHEMA, found=metadata.get("schema")
@@ -794,7 +794,7 @@ class RankFile:
         self.metadata = metadata
         self.config = metadata.get("config", "null")
         if not isinstance(self.config, str):
-            raise CorruptError("its config is no text", path=path, rank=name.rank)
+            raise CorruptError("its config is not text", path=path, rank=name.rank)
         self.shards, self.digests = _shards(self.header, metadata, path)
         for key, expected in (
             ("run", name.run),

@@ -390,7 +390,7 @@ def test_tensors_in_an_object_that_is_not_known_are_refused_by_name(saved: Path)
     holding = Unknown()
     holding.deep = [torch.ones(1)]  # type: ignore[attr-defined]
     dcp.save({"w": numbers(2), "odd": holding}, checkpoint_id=saved, no_dist=True)
-    with pytest.raises(UnsupportedError, match="holds tensors and is not understood") as caught:
+    with pytest.raises(UnsupportedError, match="contains tensors, but its class is not supported") as caught:
         merge_checkpoint(saved, saved.parent / "never")
     assert (caught.value.name, caught.value.rank) == ("odd", 0)
     assert [finding.name for finding in verify(saved).findings] == ["odd"]
@@ -409,7 +409,7 @@ def test_a_saved_state_of_random_generators_is_named(saved: Path) -> None:
     rewrite(saved, place)
     assert open_source(saved).others == {"lr": "list of 1, with tensors in it"}
     report = merge_checkpoint(saved, saved.parent / "out")
-    assert report.notes == ("1 entry is no tensor, not written: lr (list of 1, with tensors in it)",)
+    assert report.notes == ("1 entry is not a tensor, not written: lr (list of 1, with tensors in it)",)
 
 
 def test_a_tensor_of_a_dtype_that_is_not_known_hides_no_other(saved: Path) -> None:

@@ -622,7 +622,7 @@ def test_objects_of_any_class_are_named_and_the_tensors_are_read(
     report = merge_checkpoint(tmp_path / "x.pt", tmp_path / "out")
     assert_same(load_file(tmp_path / "out/model.safetensors"), {"w": state["w"], "rng.cpu": state["rng"]["cpu"]})
     (note,) = report.notes
-    assert note.startswith("9 entries are no tensors, not written: rng.python.0 (int 3), ")
+    assert note.startswith("9 entries are not tensors, not written: rng.python.0 (int 3), ")
     assert "args (opaque argparse.Namespace)" in note
     for command in ("info", "ls"):
         with pytest.raises(SystemExit) as ended:
@@ -646,7 +646,7 @@ def test_objects_of_any_class_are_named_and_the_tensors_are_read(
 )
 def test_tensors_in_what_is_not_understood_are_refused_by_name(tmp_path: Path, value: Any) -> None:
     torch.save({"w": torch.ones(2), "odd": value(), "again": value()}, tmp_path / "x.pt")
-    with pytest.raises(UnsupportedError, match="holds tensors and is not understood") as caught:
+    with pytest.raises(UnsupportedError, match="contains tensors, but its class is not supported") as caught:
         merge_checkpoint(tmp_path / "x.pt", tmp_path / "out")
     assert (caught.value.name, caught.value.path) == ("odd", str(tmp_path / "x.pt"))
     assert list(open_source(tmp_path / "x.pt").unsupported) == ["odd", "again"]

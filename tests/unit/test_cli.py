@@ -740,7 +740,7 @@ def test_what_the_system_refuses_is_no_fault_of_ours(
 
     monkeypatch.setattr("statexchange.report.summary.summarize", refuse)
     code, _, err = call("info", workspace)
-    assert (code, err) == (8, "error: cannot go on: Permission denied [/secret]\n")
+    assert (code, err) == (8, "error: cannot continue: Permission denied [/secret]\n")
 
 
 # --- progress ---
@@ -961,7 +961,7 @@ def test_a_dry_run_prints_where_tensors_come_from(call: Call, workspace: Path, t
 def test_what_a_merge_does_to_names_is_told(call: Call, workspace: Path, tmp_path: Path) -> None:
     assert call("merge", workspace, tmp_path / "one", "--rename", "^=module.")[0] == 0
     code, _, err = call("merge", tmp_path / "one", tmp_path / "two")
-    assert (code, "names lost the wrapper 'module.'" in err) == (0, True)
+    assert (code, "the prefix 'module.' of a wrapper was removed" in err) == (0, True)
     assert call("merge", workspace, tmp_path / "three", "--rename", "^=model.model.")[0] == 0
     envelope = call.json("merge", tmp_path / "three", tmp_path / "four")[1]
     assert '--rename "^model\\.="' in envelope["warnings"][0]

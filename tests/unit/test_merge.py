@@ -634,7 +634,7 @@ def test_wrappers_around_all_names_are_removed(tmp_path: Path, wrapper: str) -> 
     save(tmp_path / "ws", *lay_out({wrapper + name: value for name, value in state.items()}, 2, 0))
     report = merge_checkpoint(tmp_path / "ws", tmp_path / "out", rename=[("^model", "m")])
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"m.a", "head"}
-    assert report.notes == (f"names lost the wrapper {wrapper!r} that all of them began with",)
+    assert report.notes == (f"the prefix {wrapper!r} of a wrapper was removed from all names",)
     merge_checkpoint(tmp_path / "ws", tmp_path / "upper", rename=str.upper, exclude="*.head")
     assert set(load_file(tmp_path / "upper" / "model.safetensors")) == {"MODEL.A"}
 

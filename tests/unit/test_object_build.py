@@ -103,7 +103,7 @@ def test_a_target_that_holds_the_source_is_refused(store: Any, tmp_path: Path) -
     save_file(TENSORS, tmp_path / "model.safetensors")
     sx.merge_checkpoint(tmp_path / "model.safetensors", "memory://out")
     before = objects(store, "out")
-    with pytest.raises(UnsafeError, match="the source lies in the target"):
+    with pytest.raises(UnsafeError, match="the source is in the target"):
         sx.merge_checkpoint("memory://out", "memory://out", overwrite=True, max_shard_size=200_000)
     assert objects(store, "out") == before
 

@@ -126,7 +126,7 @@ def test_what_is_nothing_of_ours(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"neither .*\.pt"):
         open_source(tmp_path / "text")
     (tmp_path / "text").rename(tmp_path / "text.safetensors")
-    with pytest.raises(CorruptError, match="no safetensors file"):
+    with pytest.raises(CorruptError, match="not a safetensors file"):
         open_source(tmp_path / "text.safetensors")
 
 
@@ -155,7 +155,7 @@ BROKEN_FACTS: list[tuple[dict[str, Any], str]] = [
     (tensor_fact(dtype=[]), "unknown dtype"),
     (tensor_fact(digests=[]), "does not fit"),
     ({"schema": 2}, "another version"),
-    ({"config": {}}, "no text"),
+    ({"config": {}}, "not text"),
     ({"aliases": [1]}, "broken aliases"),
     ({"aliases": {"v": 1}}, "broken aliases"),
     ({"rank": 1}, "another rank"),

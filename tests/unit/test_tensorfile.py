@@ -122,7 +122,7 @@ def test_digests_are_of_boxes_in_whatever_parts_they_come(tmp_path: Path) -> Non
         ("", "it is empty"),
         ("x" * 513, "it has 513 bytes, and 512 are allowed"),
         *((name, "it holds control characters") for name in ("a\0b", "a\nb", "\x1b[31m", "a\x9bb")),
-        ("\ud800", "it is no Unicode text"),
+        ("\ud800", "it is not Unicode text"),
         ("__metadata__", "safetensors reserves it"),
     ],
 )
