@@ -72,7 +72,7 @@ class NFSWorkspace:
             weights: tensors by name.
 
         Raises:
-            InvalidArgumentError: there is no path, or several jobs cannot be told apart: pass `run`.
+            InvalidArgumentError: no path was given, or the launcher gives this job no id: pass `run`.
             UnsupportedError, StorageError.
         """
         workspace = self._initialized()
@@ -97,9 +97,9 @@ class NFSWorkspace:
 
     def _writing_run(self) -> str:
         if self._run is None:
-            made, launch = defaults.current(), detect_launch()
-            if made is not None:
-                self._run = made.run
+            comm, launch = defaults.current(), detect_launch()
+            if comm is not None:
+                self._run = comm.run
             elif launch.job is not None:
                 self._run = launch.job
             elif _position()[1] == 1:
@@ -115,7 +115,7 @@ class NFSWorkspace:
         self,
         target_rank: int,
         *,
-        round: int | None = None,  # noqa: A002 (a workspace's own word)
+        round: int | None = None,  # noqa: A002 (the term of a workspace)
         timeout_s: float = 0.0,
     ) -> tuple[Any, dict[str, Any]]:
         """Return the config and weights that `target_rank` wrote.
@@ -145,12 +145,12 @@ class NFSWorkspace:
                 with workspace.view() as view:
                     found, observed = _find(view, self._run, target_rank, round)
                     if found is not None:
-                        vanished = True  # if it cannot be read
+                        vanished = True  # holds if `_read` raises NotFoundError
                         return _read(view, found)
             except ReplacedError:
                 vanished = True
             except NotFoundError as error:
-                observed = str(error)  # there is no workspace, no run in it, or the file that was found
+                observed = str(error)  # no workspace, no run in it, or the file that was found is gone
             # A file that vanished between listing and opening was dropped for a newer round: choose again. "Nothing
             # written" is reported only after two equal listings.
             is_stable = not vanished and observed == last_observed

@@ -17,7 +17,7 @@ import torch
 from statexchange.comm.communicator import CommLike
 from statexchange.comm.defaults import as_communicator
 from statexchange.errors import InvalidArgumentError
-from statexchange.state.optimizers import parameters_of, placed_parameters
+from statexchange.state.optimizers import labelled_parameters, parameters_of
 from statexchange.train.buckets.options import ReducerOptions
 from statexchange.train.buckets.reducer import BucketReducer
 from statexchange.train.parameter_specs import named_parameters
@@ -140,7 +140,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _named(self) -> dict[str, torch.Tensor]:
         """Return the optimizer's parameters by their names in the module, else by those in the optimizer."""
         if self._module is None:
-            return placed_parameters(self._optimizer)
+            return labelled_parameters(self._optimizer)
         names = named_parameters(self._module)
         _check_known(self._optimizer, names, "the module")
         in_optimizer = set(map(id, parameters_of(self._optimizer)))
@@ -316,7 +316,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 def _check_known(optimizer: torch.optim.Optimizer, known: Mapping[str, torch.Tensor], whose: str) -> None:
     ids = {id(parameter) for parameter in known.values()}
-    for name, parameter in placed_parameters(optimizer).items():
+    for name, parameter in labelled_parameters(optimizer).items():
         if id(parameter) not in ids and (parameter.is_floating_point() or parameter.is_complex()):
             shape = f"{str(parameter.dtype)[6:]}{list(parameter.shape)}"
             raise InvalidArgumentError(f"the optimizer has a parameter {shape} that {whose} does not have", name=name)
