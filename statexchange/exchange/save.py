@@ -181,8 +181,8 @@ def _parse_layout(layout: Mapping[str, Any] | None, tensors: Mapping[str, Any]) 
         if rule.renames or rule.reduce is not None:
             what = "renames tensors" if rule.renames else "reduces copies"
             raise InvalidArgumentError(
-                f"layout rule for {rule.pattern!r} {what}, and save_checkpoint saves tensors as they are: leave it out, "
-                "or use export_checkpoint"
+                f"layout rule for {rule.pattern!r} {what}, and save_checkpoint saves tensors as they are: leave it "
+                "out, or use export_checkpoint"
             )
     like = {}
     for name, tensor in tensors.items():

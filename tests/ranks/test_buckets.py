@@ -919,7 +919,7 @@ def test_sources_without_parameters_are_refused() -> None:
     ("explicit", "message"),
     [
         ([["weight"], ["other"]], "'other'"),
-        ([["weight", "weight"]], "one bucket only"),
+        ([["weight", "weight"]], "in two buckets"),
         ([[]], "one dtype and device"),
         ([[torch.ones(1)]], "of shape"),
     ],

@@ -929,7 +929,7 @@ def on_a_mesh() -> None:
     assert synchronize({"w": whole})["w"] is whole
     assert (whole.to_local() == 1).all()
     cut = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
-    with pytest.raises(sx.errors.UnsupportedError, match=r"has other parts on other ranks.*'w'"):
+    with pytest.raises(sx.errors.UnsupportedError, match=r"lies on several ranks.*'w'"):
         synchronize({"w": cut})
     with pytest.raises(sx.errors.UnsupportedError, match="lies on many ranks"):
         synchronize(torch.optim.SGD([nn.Parameter(cut)], lr=0.1))
