@@ -208,9 +208,9 @@ def _find(view: WorkspaceView, run: str | None, rank: int, number: int | None) -
 
 
 def _reading_run(view: WorkspaceView) -> str:
-    made, launch = defaults.current(), detect_launch()
+    comm, launch = defaults.current(), detect_launch()
     runs = view.runs()
-    for known in (made.run if made is not None else None, launch.job):
+    for known in (comm.run if comm is not None else None, launch.job):
         if known is not None and known in runs:
             return known
     if len(runs) > 1:
