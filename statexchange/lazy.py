@@ -25,7 +25,7 @@ def lazy_names(
 
     Args:
         package: the package's name.
-        homes: for each public name its module, or "" if the name is a submodule of the package.
+        homes: the module of each public name, or "" if the name is a submodule of the package.
         need_torch: names whose module imports torch.
     """
 

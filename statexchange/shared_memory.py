@@ -110,7 +110,7 @@ class Arena:
 
 
 def _check_room(nbytes: int) -> None:
-    """Raise OSError if there is too little memory: beyond it allocating would not fail but start the OOM killer."""
+    """Raise OSError if there is too little memory: allocating more would start the OOM killer instead of failing."""
     where = "on this host"
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
@@ -159,7 +159,7 @@ def _owner_of(name: str) -> Owner | None:
 
 
 def _remove_own(path: str) -> None:
-    with contextlib.suppress(OSError):  # another rank removed it first, or we may not
+    with contextlib.suppress(OSError):  # another rank removed it first, or this process may not
         found = os.lstat(path)
         if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
             os.unlink(path)
@@ -197,7 +197,7 @@ def attach(address: dict[str, Any]) -> Attached:
     """Map the arena at `address`.
 
     Raises:
-        StorageError: Its process has ended or cannot be seen, or other memory lies there.
+        StorageError: Its process has ended or cannot be seen, or the path leads to other memory.
     """
     path = address["path"] or f"/proc/{int(address['pid'])}/fd/{int(address['fd'])}"
     try:
@@ -211,7 +211,7 @@ def attach(address: dict[str, Any]) -> Attached:
                 address["nbytes"],
                 address["inode"],
             ):
-                raise StorageError("other shared memory lies there than was announced", path=path)
+                raise StorageError("the memory at this path is not the arena of this address", path=path)
             return Attached(_map(fd, address["nbytes"]))
         finally:
             os.close(fd)

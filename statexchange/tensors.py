@@ -140,7 +140,7 @@ def array_over(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
 
 
 def elements(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
-    """Return `data` as an array of words of the dtype's size: to be copied, not for arithmetic."""
+    """Return `data` as an array of integers of the dtype's size, for copying and not for arithmetic."""
     import numpy as np
 
     return np.frombuffer(data, dtype=np.dtype(_WORD[ITEMSIZE[dtype]])).reshape(shape)
@@ -240,7 +240,7 @@ def is_dtensor(value: object) -> bool:
 def replicated_part(tensor: Any, name: str | None, advice: str) -> torch.Tensor:
     """Return this rank's copy of a replicated DTensor; raise UnsupportedError with `advice` for other placements."""
     if not all(placement.is_replicate() for placement in tensor.placements):
-        text = f"a DTensor placed as {list(tensor.placements)} has other parts on other ranks: {advice}"
+        text = f"a DTensor with placements {list(tensor.placements)} lies on several ranks: {advice}"
         raise UnsupportedError(text, name=name)
     local: torch.Tensor = tensor.to_local()
     return local
@@ -290,11 +290,11 @@ def check_dense(tensor: Any, name: str | None = None) -> None:
 
 
 def check_writable(tensor: Any, name: str | None = None) -> None:
-    """Raise InvalidArgumentError or UnsupportedError unless each element of a dense tensor can be written alone."""
+    """Raise InvalidArgumentError or UnsupportedError unless a dense tensor is writable and no two elements overlap."""
     shape: tuple[int, ...] = tuple(tensor.shape)
     if is_array(tensor):
         if not tensor.flags.writeable:
-            raise InvalidArgumentError("this array is read-only, and is to be filled", name=name)
+            raise InvalidArgumentError("this array is read-only and cannot be filled", name=name)
         if tensor.flags.contiguous:
             return
         overlaps = _overlaps((*shape, tensor.itemsize), (*tensor.strides, 1))
@@ -307,7 +307,7 @@ def check_writable(tensor: Any, name: str | None = None) -> None:
             return
         overlaps = _overlaps(shape, tensor.stride())
     if overlaps:
-        raise InvalidArgumentError("several elements lie in one place of memory: clone() it first", name=name)
+        raise InvalidArgumentError("several elements share memory: clone() it first", name=name)
 
 
 def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -1,4 +1,4 @@
-"""Sizes, spans of time and the results of a transfer as text for people."""
+"""Format sizes, durations and the results of transfers for people."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _three_digits(value: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format a span of time: ``0.42 s``, ``42 s``, ``3 min 05 s``, ``2 h 10 min``."""
+    """Format a duration: ``0.42 s``, ``42 s``, ``3 min 05 s``, ``2 h 10 min``."""
     if seconds < 9.95:
         return f"{seconds:.2g} s"
     whole = round(seconds)

@@ -6,7 +6,8 @@ timedelta, dtype, size and device (torch's), enum, namedtuple, dataclass, or lea
 elsewhere under a name, such as a tensor.
 
 The text may come from a file or another rank, so decoding trusts nothing: types are looked up among those that the
-caller or `register_config` gave, fields are set without ``__init__``, depth is limited, and so are keys of one hash.
+caller or `register_config` gave, fields are set without ``__init__``, depth is limited, and so is the number of keys
+with the same hash.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Leaf = Callable[[object, str], "str | None"]
 
 
 def register_config(cls: type) -> type:
-    """Let configs of type `cls` come back as `cls` in this process. Also a decorator.
+    """Let decoded configs of type `cls` be built as `cls` in this process. Also a decorator.
 
     Not collective. A config of a type that is not registered comes back as a dict of its fields with ``"__name__"``,
     unless the reader gives the type: nothing is imported by the name in a file.
@@ -244,15 +245,15 @@ def decode(
 ) -> Any:
     """Return the value that `encode` wrote. Not collective.
 
-    Dataclasses, namedtuples and Enums come back as the type in `types` or one given to `register_config`. Of an unknown
-    type comes a dict of its fields with ``"__name__"``, or its JSON text where it is a key. A dtype is torch's if torch
-    has been imported, else ``"torch.float32"``; likewise a device (``"cuda:0"``) and a size (a tuple).
+    Dataclasses, namedtuples and Enums come back as the type in `types` or one given to `register_config`. A value of an
+    unknown type becomes a dict of its fields with ``"__name__"``, or its JSON text if it is a key. A dtype is torch's
+    if torch has been imported, else ``"torch.float32"``; likewise a device (``"cuda:0"``) and a size (a tuple).
 
     Args:
         text: The text.
         types: Types that may be built, by qualified name.
         leaf: `leaf(name)` returns the object that `encode`'s leaf kept under a name.
-        parse: Parses the text. Text from a file goes through `stored_values.decode_stored`, which passes a strict one.
+        parse: The parser. Text from a file goes through `stored_values.decode_stored`, which passes a strict parser.
 
     Raises:
         ValueError: `encode` cannot have written the text.
@@ -362,7 +363,7 @@ class _Decoder:
 
     def _kept(self, raw: dict[str, Any]) -> Any:
         if self._leaf is None:
-            raise ValueError(f"value refers to {raw['name']!r}, which is not here")
+            raise ValueError(f"value refers to {raw['name']!r}, a tensor or object that is not here")
         return self._leaf(raw["name"])
 
     def _enum(self, raw: dict[str, Any]) -> Any:
@@ -371,7 +372,7 @@ class _Decoder:
         if cls is None:
             return {"__name__": _short(raw), "value": value}
         member = cls(value)
-        if member.value != value:  # some releases of Python drop bits that a Flag does not know
+        if member.value != value:  # some releases of Python drop unknown bits of a Flag
             raise ValueError(f"{raw['type']} has no member of this value")
         return member
 
@@ -435,7 +436,7 @@ def _check_hashes(keys: Iterable[Any]) -> None:
     """
     counts = Counter(hash(key) for key in keys if type(key) not in (str, bytes))
     if counts and max(counts.values()) > _MAX_EQUAL_HASHES:
-        raise ValueError("more keys with one hash than anything real has")
+        raise ValueError(f"more than {_MAX_EQUAL_HASHES} keys have the same hash")
 
 
 def _defaults(cls: type) -> dict[str, Any]:
@@ -451,7 +452,7 @@ def _complete(
     whole = {**defaults, **fields}
     odd = sorted(whole.keys() ^ set(names))
     if odd:
-        raise ValueError(f"{raw['type']} is another type here: it differs in the field {odd[0]!r}")
+        raise ValueError(f"{raw['type']} has other fields here: it differs in {odd[0]!r}")
     return {name: whole[name] for name in names}
 
 

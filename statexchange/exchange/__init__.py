@@ -1,1 +1,1 @@
-"""Live trips of state between ranks and files: the only room that knows both."""
+"""Export, load, save and gather live state: the only package that imports both `comm` and `storage`."""

@@ -41,10 +41,10 @@ def export_in_background(
     site = call_site()
     known = _backgrounds.get(comm)
     failure = None if known is None else known.take_failure()
-    if known is None or known.comm.is_closed:  # looked at after the wait, so that all ranks see the same
+    if known is None or known.comm.is_closed:  # checked after the wait above: then all ranks find the same
         known = _backgrounds[comm] = _Background(comm.duplicate())
     try:
-        if failure is not None:  # the other ranks may know of it already and go on: this makes them raise it, too
+        if failure is not None:  # raised again on all ranks, also where the caller has received it
             raise failure.located() if isinstance(failure, StateExchangeError) else failure
         checked = request()
         described = describe(state, checked.options.new_layout(), comm.rank)
@@ -73,7 +73,7 @@ def export_in_background(
 class _Result(Future[ExportReport]):
     """The result of an export. It is running from the start, so that it cannot be cancelled.
 
-    `is_reported`: the caller has received the failure, or has received an earlier one in its place.
+    `is_reported`: the caller has received the failure, or an earlier one in its place.
     """
 
     def __init__(self, path: str, *, is_reported: bool) -> None:
@@ -132,7 +132,7 @@ class _Background:
     def __init__(self, comm: Communicator) -> None:
         _log_at_exit()
         self.comm = comm
-        # A name of its own: by their names ranks tell threads apart that call for the first time
+        # The name must be unique: ranks match threads that call for the first time by their names
         self._pool = ThreadPoolExecutor(1, f"statexchange export {next(_numbers)} of rank {comm.rank}")
         self._last: _Result | None = None
         self._memory: Any = None

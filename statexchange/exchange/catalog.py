@@ -31,21 +31,22 @@ class _SavedPart:
 class Catalog:
     """The tensors of a source by the state's names: dtype, shape, and the byte range of every box.
 
-    If as many ranks load as have saved, each rank's own part comes first; otherwise the lowest rank's does. `counted`
-    maps names of the state to the source's names where a layout numbers tensors over all ranks.
+    If as many ranks load as have saved, `own_rank` is this rank and its own part comes first; otherwise `own_rank` is
+    None and the lowest rank's part does. `renumbered` maps the state's names to the source's where a layout numbers
+    tensors over all ranks.
     """
 
     def __init__(self, source: Source, options: LoadOptions, rank: int, world_size: int) -> None:
         self.source = source
         self.options = options
         self.layout = Layout({}) if options.layout is None else options.layout.unmatched()
-        self.counted: Mapping[str, str] = {}
+        self.renumbered: Mapping[str, str] = {}
         self.world_size = world_size
-        self.own = rank if source.world_size == world_size else None
+        self.own_rank = rank if source.world_size == world_size else None
         self._aliases: dict[str, str] = {}
         self._parts: dict[str, list[_SavedPart]] = {}
         old_names: dict[str, str] = {}
-        for holder in sorted(source.files, key=lambda holder: (holder.rank != self.own, holder.rank)):
+        for holder in sorted(source.files, key=lambda holder: (holder.rank != self.own_rank, holder.rank)):
             self._add_aliases(holder.aliases)
             for tensor in holder.tensors.values():
                 old = tensor.shard.name
@@ -83,7 +84,7 @@ class Catalog:
             return [name]
         rule = self.layout.rule_for(name)
         names = [name] if rule is None else rule.names(name)
-        return [self.counted.get(one, one) for one in names]
+        return [self.renumbered.get(one, one) for one in names]
 
     def keeps(self, path: str, value: Any) -> bool:
         """Whether `value`, at this path of the state, or anything inside it is to be loaded."""
@@ -106,7 +107,7 @@ class Catalog:
         """Return the parts of a tensor to read from: only this rank's own part if that is the whole tensor."""
         parts = self._parts[self.stored(name)]
         shard = parts[0].tensor.shard
-        return parts[:1] if parts[0].rank == self.own and shard.boxes == (full_box(shard.global_shape),) else parts
+        return parts[:1] if parts[0].rank == self.own_rank and shard.boxes == (full_box(shard.global_shape),) else parts
 
     def shard_of(self, name: str) -> Shard:
         """Return a tensor's dtype and shape; raise CorruptError if the source's files disagree."""
@@ -135,7 +136,7 @@ class Catalog:
                 if not box.numel:
                     continue
                 known, first = found.setdefault(box, (byte_range, part.rank))
-                if first == self.own or self.options.replicas == "root":
+                if first == self.own_rank or self.options.replicas == "root":
                     continue
                 if None not in (known.digest, byte_range.digest) and known.digest != byte_range.digest:
                     raise ReplicaError(

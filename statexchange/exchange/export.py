@@ -131,7 +131,7 @@ def export_checkpoint(
         TargetExistsError: `path` exists and `overwrite` is false, or another process is writing there.
         IncompleteError, OverlapError: the ranks' shards do not cover a tensor exactly once.
         ReplicaError: copies of a region differ.
-        UnsafeError, UnsupportedError, CorruptError, StorageError: as `statexchange.errors` describes.
+        UnsafeError, UnsupportedError, CorruptError, StorageError: see `statexchange.errors`.
         NotFoundError: a file of `files_from` does not exist.
         StallError: no rank has moved a byte for `stall_timeout_s`.
         PeerError: another rank has failed.

@@ -179,12 +179,12 @@ class _Export:
         comm = self._comm
         try:
             with collector_paused():
-                order = self._agreed_plan()
-            nodes = writing_nodes(comm, order)
-            self._prepare_values(order)
+                write_plan = self._agreed_plan()
+            nodes = writing_nodes(comm, write_plan)
+            self._prepare_values(write_plan)
             with comm.phase("writing", timeout_s=self._stall_timeout_s):
                 headers = [opened.header for opened in self._open]
-                written = write_boxes(comm, self._described, order, nodes, headers, self._request.on_progress)
+                written = write_boxes(comm, self._described, write_plan, nodes, headers, self._request.on_progress)
             self._clock.lap("write", self._plan.nbytes if self._plan is not None else 0)
             receipts = comm.all_gather_bytes(records.encoded(written), root=0, operation="the receipts")
             report: ExportReport | None = None
@@ -261,11 +261,11 @@ class _Export:
         maps = tuple(json.loads(text) for text in distinct)
         return WritePlan(tuple(files), tuple(tensors), maps, tuple(numbers), self._probe, compares)
 
-    def _prepare_values(self, order: WritePlan) -> None:
+    def _prepare_values(self, write_plan: WritePlan) -> None:
         """Rename tensors as the plan does, and reduce the copies that a layout reduces. Collective."""
         comm = self._comm
-        self._described = self._described.renamed(order.renames[order.rename_of[comm.rank]])
-        reductions = order.reductions()
+        self._described = self._described.renamed(write_plan.renames[write_plan.rename_of[comm.rank]])
+        reductions = write_plan.reductions()
         if reductions:
             with comm.phase("reducing copies", timeout_s=self._stall_timeout_s):
                 self._described = reduce_copies(comm, self._described, reductions)
@@ -281,10 +281,10 @@ class _Export:
             records.decoded(receipt, BoxReceipts.from_json, "the digests", rank)
             for rank, receipt in enumerate(receipts)
         ]
-        facts = _box_facts(tensors, found, compares=self._options.replicas == "equal")
+        provenance = _box_provenance(tensors, found, compares=self._options.replicas == "equal")
         for opened, node in zip(self._open, nodes, strict=True):
             opened.finish(writes_header=node == self._comm.node_rank)
-        small_files = publication.commit(facts)
+        small_files = publication.commit(provenance)
         files = [(file.name, opened.nbytes) for file, opened in zip(plan.files, self._open, strict=True)]
         self._clock.lap("publish", sum(map(len, receipts)))
         return ExportReport(
@@ -308,6 +308,7 @@ class _Export:
 
 
 def _supplied(tensors: Sequence[TensorPlan], world_size: int) -> tuple[int, ...]:
+    """Return the number of bytes that each rank supplied."""
     supplied = [0] * world_size
     for tensor in tensors:
         for piece in tensor.pieces:
@@ -315,22 +316,22 @@ def _supplied(tensors: Sequence[TensorPlan], world_size: int) -> tuple[int, ...]
     return tuple(supplied)
 
 
-def _box_facts(
+def _box_provenance(
     tensors: Sequence[TensorPlan], receipts: Sequence[BoxReceipts], *, compares: bool
 ) -> dict[str, list[BoxProvenance]]:
     """Return each tensor's supplier and digest for every piece; raise ReplicaError if replicas differ."""
     found = {
         (box.tensor, box.piece, rank, box.index): box.digest for rank, receipt in enumerate(receipts) for box in receipt
     }
-    facts: dict[str, list[BoxProvenance]] = {}
+    provenance: dict[str, list[BoxProvenance]] = {}
     for number, tensor in enumerate(tensors):
-        facts[tensor.name] = []
+        provenance[tensor.name] = []
         for index, piece in enumerate(tensor.pieces):
             digest_of = partial(_digest_of, found, tensor.name, number, index)
             if compares:
                 check_copies(tensor, piece, digest_of, _replica_error)
-            facts[tensor.name].append(BoxProvenance(piece.holder, digest_of(piece.holder, piece.box_index)))
-    return facts
+            provenance[tensor.name].append(BoxProvenance(piece.holder, digest_of(piece.holder, piece.box_index)))
+    return provenance
 
 
 def _digest_of(

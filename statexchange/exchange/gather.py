@@ -2,8 +2,8 @@
 
 Each rank copies its tensors once, into an arena of shared memory or into a file of the workspace. Root gets views of
 the arena, or reads from the file on demand. The with block ends in an agreement of all ranks. After it, writers remove
-their files and recycle their arenas; an arena of which root still holds a view is lent instead, and recycled after the
-view is gone. If the block fails, every writer closes its arena, and root removes files of ranks that cannot.
+their files and recycle their arenas. An arena of which root still has a view is recycled only after the view is gone.
+If the block fails, every writer closes its arena, and root removes the files of ranks that cannot remove theirs.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class _TensorMetadata:
 class _RankMessage:
     """A rank's message to root: its tensors' metadata, where the transport put them, and the caller's message.
 
-    `where` and `message` are read by who knows what they are.
+    Only the transport interprets `where`, and only the calling function `message`.
     """
 
     metadata: tuple[_TensorMetadata, ...] = ()
@@ -130,24 +130,24 @@ class _RankMessage:
 class _ArenaNote:
     """A rank's note in the final agreement: the arenas that it owns, and those of others that it still views."""
 
-    has: tuple[str, ...]
-    looks_at: tuple[str, ...]
+    owned: tuple[str, ...]
+    views: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON value that `from_json` reads."""
-        return {"has": list(self.has), "looks_at": list(self.looks_at)}
+        return {"owned": list(self.owned), "views": list(self.views)}
 
     @classmethod
     def from_json(cls, raw: Any) -> _ArenaNote:
         """Return the record that `to_json` wrote; raise ValueError for anything else."""
-        has, looks_at = records.fields(raw, "has", "looks_at")
-        return cls(records.items(has, records.text), records.items(looks_at, records.text))
+        owned, views = records.fields(raw, "owned", "views")
+        return cls(records.items(owned, records.text), records.items(views, records.text))
 
 
-def _arena_address(raw: Any, metadata: Sequence[_TensorMetadata]) -> dict[str, Any]:
+def _checked_address(raw: Any, metadata: Sequence[_TensorMetadata]) -> dict[str, Any]:
     """Return the address of an arena that holds these tensors; raise ValueError for anything else."""
-    number, pid, fd, inode, nbytes, path = records.fields(raw, "id", "pid", "fd", "inode", "nbytes", "path")
-    records.text(number)
+    ident, pid, fd, inode, nbytes, path = records.fields(raw, "id", "pid", "fd", "inode", "nbytes", "path")
+    records.text(ident)
     records.optional(path, records.text)
     for one in (pid, fd, inode):
         records.count(one)
@@ -263,7 +263,7 @@ class _FileBlock(_Block):
 
 
 class _MemoryTransport:
-    """Transport through an arena of each writer; the final agreement tells writers which arenas are still viewed."""
+    """Transport through an arena of each writer; the final agreement lists the arenas that are still viewed."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -285,7 +285,7 @@ class _MemoryTransport:
         """Return views of another rank's tensors."""
         if not where:
             return _MemoryBlock(metadata, np.empty(0, dtype=np.uint8))
-        address = records.parsed(where, lambda raw: _arena_address(raw, metadata), "the address of its memory", rank)
+        address = records.parsed(where, lambda raw: _checked_address(raw, metadata), "the address of its memory", rank)
         return _MemoryBlock(metadata, self._comm.arenas.attach(address))
 
     def received(self) -> None:
@@ -296,9 +296,9 @@ class _MemoryTransport:
     def note(self) -> Any:
         """Return this rank's note for the final agreement."""
         arenas = self._comm.arenas
-        has = arenas.owned_ids()
-        has += [self._arena.ident] if self._arena is not None else []
-        return _ArenaNote(tuple(has), tuple(arenas.referenced_ids())).to_json()
+        owned = arenas.owned_ids()
+        owned += [self._arena.ident] if self._arena is not None else []
+        return _ArenaNote(tuple(owned), tuple(arenas.referenced_ids())).to_json()
 
     def end(self, notes: Sequence[Any] | None) -> None:
         """Recycle arenas that no rank views; close this one if there was no agreement (None)."""
@@ -310,9 +310,11 @@ class _MemoryTransport:
             return
         if arena is not None:
             arenas.lend(arena)
-        read = [records.parsed(raw, _ArenaNote.from_json, "its note", rank) for rank, raw in enumerate(notes)]
-        referenced = {ident for note in read for ident in note.looks_at}
-        arenas.recycle(referenced, {ident for note in read for ident in note.has})
+        read = [
+            records.parsed(raw, _ArenaNote.from_json, "the note about arenas", rank) for rank, raw in enumerate(notes)
+        ]
+        referenced = {ident for note in read for ident in note.views}
+        arenas.recycle(referenced, {ident for note in read for ident in note.owned})
 
 
 def _copy_in(tensor: Any, entry: _TensorMetadata, memory: memoryview) -> None:
@@ -347,7 +349,7 @@ class _FileTransport:
 
     def receive(self, metadata: Sequence[_TensorMetadata], where: Mapping[str, Any], rank: int) -> _Block:
         """Open another rank's file by the name in its receipt."""
-        receipt = records.parsed(where, receipt_from_json, "the name of its file", rank)
+        receipt = records.parsed(where, receipt_from_json, "the name of the file", rank)
         return _FileBlock(metadata, self._workspace.open(receipt, timeout_s=_READ_RETRY_S))
 
     def received(self) -> None:

@@ -92,7 +92,7 @@ def load_checkpoint(
     part old, part new.
 
     Values that differ between ranks (e.g. RNG state) are restored per rank if the world size is unchanged. Otherwise
-    differing tensors raise ReplicaError unless `replicas` says whose to take, and rank 0's plain values are used.
+    differing tensors raise ReplicaError unless `replicas` is "root", and rank 0's plain values are used.
     Tensors with no counterpart in state are created as torch tensors.
 
     Boxes that a rank reads whole are checked against their digests; `verify` checks all. All ranks read the same
@@ -108,21 +108,21 @@ def load_checkpoint(
             are replaced. Megatron-Core's ShardedTensors are matched by their keys.
         path: a path or URL of anything that `merge_checkpoint` reads.
         comm: the communicator; by default the current one.
-        strict: raise an error for names that a rank misses and for names that no rank has a place for, as torch does;
-            else the report lists them, and only a state of which nothing is in the source is an error. Shapes and
-            dtypes must be equal in any case.
+        strict: raise an error for names of the state that the source lacks and for names of the source that no rank
+            has, as torch does; else the report lists them, and it is an error only if the source has no tensor of the
+            state. Shapes and dtypes must be equal in any case.
         layout: rules for plain tensors of `state` that are parts of whole ones, as in `export_checkpoint`, by their
-            dotted paths: ``{"*.up.weight": Shard(0)}``. What an optimizer holds in the shape of a parameter goes by the
-            parameter's rule. A rule that renames (split, renumber) is for sources of tensors alone, such as a Hugging
+            dotted paths: ``{"*.up.weight": Shard(0)}``. Optimizer state of a parameter's shape follows the parameter's
+            rule. A rule that renames (split, renumber) is for sources of tensors alone, such as a Hugging
             Face checkpoint, and not for what `save_checkpoint` has written.
         include: shell patterns, one or several, of the names in `state` to load, by their dotted paths:
             ``"model.encoder.*"``. All else stays as it is, is not read, and counts as neither missing nor unexpected.
             An optimizer or another object with a state of its own is loaded whole if anything in it matches.
         rename: from the source's names to those in `state`: a function, or (regex, replacement) pairs, which are
             applied in order. Names are dotted paths, and an optimizer's parameters are renamed alike.
-        dtype: None: dtypes must be equal, and all bits are. "state": where floating dtypes (float16, bfloat16, float32,
-            float64) differ, values are cast to that of the tensor in `state`, rounded to nearest. What an optimizer
-            has yet to create in the shape of a parameter gets the parameter's dtype, all else the source's.
+        dtype: None: dtypes must be equal, and values are loaded bit by bit. "state": where floating dtypes (float16,
+            bfloat16, float32, float64) differ, values are cast to that of the tensor in `state`, rounded to nearest.
+            Optimizer state that does not exist yet gets the parameter's dtype if it has its shape, else the source's.
         replicas: what to do on another number of ranks where several ranks saved different values of one region, as of
             BatchNorm's statistics under DistributedDataParallel: "equal" raises ReplicaError, "root" takes the lowest
             rank's. On as many ranks each gets its own.
@@ -142,7 +142,7 @@ def load_checkpoint(
         CorruptError: bytes differ from their digest, or files contradict each other.
         ReplacedError: the checkpoint was replaced during the load, twice.
         UnsafeError: `rename` gives two tensors one name.
-        UnsupportedError, StorageError: as `statexchange.errors` describes.
+        UnsupportedError, StorageError: see `statexchange.errors`.
         StallError: no rank has moved a byte for `stall_timeout_s`.
         PeerError: another rank has failed.
 
@@ -154,10 +154,6 @@ def load_checkpoint(
         >>> report = sx.load_checkpoint(state, "saved")
         >>> state
         {'model': {'w': tensor([1., 1.])}, 'step': 7}
-
-    Example:
-        state = {"model": model, "optimizer": optimizer, "step": 0}
-        statexchange.load_checkpoint(state, "/shared/run-7")
     """
     communicator = as_communicator(comm)
     began = time.perf_counter()
@@ -264,48 +260,50 @@ class _Load:
             catalog = Catalog(source, options, comm.rank, comm.world_size)
             tree = _saved_tree(state, catalog)
             if not has_layout:
-                wanted = _wanted(state, catalog, tree)
-                items = [_read_item(target, catalog) for target in _targets(wanted, catalog, comm.rank)]
+                plan = _load_plan(state, catalog, tree)
+                items = [_read_item(target, catalog) for target in _targets(plan, catalog, comm.rank)]
         if has_layout:
-            wanted, items = self._laid_out(state, catalog, tree)
-        sent = comm.all_gather_object(wanted.unexpected)
+            plan, items = self._plan_with_layout(state, catalog, tree)
+        sent = comm.all_gather_object(plan.unexpected)
         with comm.phase("comparing the names"):
             by_rank = [
                 set(records.parsed(raw, lambda raw: records.items(raw, records.text), "unexpected names", rank))
                 for rank, raw in enumerate(sent)
             ]
-            # Unexpected names are those for which no rank has a place.
-            wanted.unexpected = [name for name in wanted.unexpected if all(name in names for names in by_rank)]
-            if options.strict or (wanted.missing and not wanted.targets):  # loading nothing is never intended
-                _check_names(wanted, catalog)
+            # A name is unexpected only if it is so on every rank.
+            plan.unexpected = [name for name in plan.unexpected if all(name in names for names in by_rank)]
+            if options.strict or (plan.missing and not plan.targets):  # loading nothing is never intended
+                _check_names(plan, catalog)
         readers = assign_readers(items, comm) if is_url(source.path) else {}
         with comm.phase("reading", timeout_s=self._stall_timeout_s):
-            mark_changed(live for _, live, _ in wanted.targets)
+            mark_changed(live for _, live, _ in plan.targets)
             mark_changed(part for item in items for part in item.held.tensors)
             read = read_all(items, readers, comm, self._on_progress)
-            for callback in wanted.callbacks:
+            for callback in plan.callbacks:
                 callback()
-        names = (tuple(wanted.missing), tuple(wanted.unexpected))
-        report = LoadReport(source.path, len(wanted.targets), read, *names, time.perf_counter() - self._began)
+        names = (tuple(plan.missing), tuple(plan.unexpected))
+        report = LoadReport(source.path, len(plan.targets), read, *names, time.perf_counter() - self._began)
         if comm.rank == 0:
             _log.info("loaded %s", report)
         return report
 
-    def _laid_out(self, state: Any, catalog: Catalog, tree: _SavedTree | None) -> tuple[LoadPlan, list[ReadItem]]:
-        """Return the load plan and what to read, if any rank has a layout. Collective."""
-        catalog.counted = self._counted(state, catalog.layout, of_names=tree is None)
+    def _plan_with_layout(
+        self, state: Any, catalog: Catalog, tree: _SavedTree | None
+    ) -> tuple[LoadPlan, list[ReadItem]]:
+        """Return the load plan and the items to read, if any rank has a layout. Collective."""
+        catalog.renumbered = self._renumbered(state, catalog.layout, from_names=tree is None)
         with self._comm.phase("finding its tensors", timeout_s=self._stall_timeout_s):
-            wanted = _wanted(state, catalog, tree)
-            targets = _targets(wanted, catalog, self._comm.rank)
+            plan = _load_plan(state, catalog, tree)
+            targets = _targets(plan, catalog, self._comm.rank)
         targets = self._placed(targets, catalog)
         with self._comm.phase("comparing the tensors", timeout_s=self._stall_timeout_s):
-            return wanted, [_read_item(target, catalog) for target in targets]
+            return plan, [_read_item(target, catalog) for target in targets]
 
-    def _counted(self, state: Any, layout: Layout, *, of_names: bool) -> dict[str, str]:
+    def _renumbered(self, state: Any, layout: Layout, *, from_names: bool) -> dict[str, str]:
         """Return the source's names of tensors that a layout numbers over all ranks. Collective."""
         ours: dict[str, str] = {}
         with self._comm.phase("naming its tensors"):
-            if of_names and any(rule.renumber for rule in layout.rules.values()):
+            if from_names and any(rule.renumber for rule in layout.rules.values()):
                 live = [
                     leaf.name
                     for _, leaf in flatten(tree_from_names(state, lambda _: True))
@@ -347,7 +345,10 @@ def _check_same(source: Source, options: LoadOptions, comm: Communicator) -> boo
     if comm.world_size == 1:
         return ours.has_layout
     sent = comm.all_gather_object(ours.to_json())
-    found = [records.parsed(raw, _OpenedSource.from_json, "what it opened", rank) for rank, raw in enumerate(sent)]
+    found = [
+        records.parsed(raw, _OpenedSource.from_json, "the description of the checkpoint", rank)
+        for rank, raw in enumerate(sent)
+    ]
     for rank, theirs in enumerate(found):
         other = next(first for first, node in enumerate(comm.nodes) if node == comm.nodes[rank])
         same_content, same_files = theirs.content == found[0].content, theirs.files == found[other].files
@@ -370,8 +371,8 @@ def _check_same(source: Source, options: LoadOptions, comm: Communicator) -> boo
     return any(one.has_layout for one in found)
 
 
-def _digest(facts: Any) -> str:
-    return digest(json.dumps(facts).encode())
+def _digest(value: Any) -> str:
+    return digest(json.dumps(value).encode())
 
 
 def _opened(source: str | os.PathLike[str], comm: Communicator) -> Source:
@@ -399,12 +400,12 @@ class _SavedTree:
 def _saved_tree(state: Any, catalog: Catalog) -> _SavedTree | None:
     """Return the saved tree under the state's names; None if the source has only tensors."""
     types = values.types_of(state)
-    own = catalog.source.configs.get(-1 if catalog.own is None else catalog.own)
+    own = catalog.source.configs.get(-1 if catalog.own_rank is None else catalog.own_rank)
     texts = [*([own] if own is not None else []), *catalog.source.configs.values()]
     kept: list[str] = []
     leaf, path = _leaf_reader(kept, catalog), catalog.source.path
     trees = [decode_stored(text, path, types=types, leaf=leaf) for text in dict.fromkeys(texts)]
-    if not kept and (len(catalog) > 0 or not trees):  # a config that does not contain the tensors
+    if not kept and (len(catalog) > 0 or not trees):  # configs that refer to no tensor
         return None
     for rule in catalog.layout.rules.values():
         if rule.renames:
@@ -419,7 +420,7 @@ def _saved_tree(state: Any, catalog: Catalog) -> _SavedTree | None:
     return _SavedTree(tree, frozenset(paths_of(whole) - paths_of(tree) if catalog.options.include else ()))
 
 
-def _wanted(state: Any, catalog: Catalog, tree: _SavedTree | None) -> LoadPlan:
+def _load_plan(state: Any, catalog: Catalog, tree: _SavedTree | None) -> LoadPlan:
     """Plan the load: the live tensors with their names in the source, and the callbacks that restore the rest."""
     options = catalog.options
     if tree is None:
@@ -427,19 +428,19 @@ def _wanted(state: Any, catalog: Catalog, tree: _SavedTree | None) -> LoadPlan:
         saved = tree_from_names(state, catalog.has, filter(options.wants, catalog), texts, catalog.keeps)
     else:
         saved = tree.tree
-    wanted = plan_load(state, saved, lambda name, own, like: _tensor_to_fill(catalog, name, own, like))
+    plan = plan_load(state, saved, lambda name, own, like: _tensor_to_fill(catalog, name, own, like))
     if options.include:
         places = LivePlaces.of(state)
         left_out = frozenset() if tree is None else tree.left_out
-        wanted.missing = [p for p in wanted.missing if p not in left_out and places.may_want(p, options)]
+        plan.missing = [p for p in plan.missing if p not in left_out and places.may_want(p, options)]
     if tree is None:
-        taken = {catalog.stored(one) for name, _, _ in wanted.targets for one in catalog.names_of(name)}
+        taken = {catalog.stored(one) for name, _, _ in plan.targets for one in catalog.names_of(name)}
         names = [*catalog, *map(catalog.new_name, catalog.source.unsupported)]
-        wanted.unexpected = [name for name in names if name not in taken and options.wants(name)]
+        plan.unexpected = [name for name in names if name not in taken and options.wants(name)]
     refusals = {catalog.new_name(name): error for name, error in catalog.source.unsupported.items()}
-    for name in filter(refusals.__contains__, wanted.missing):
+    for name in filter(refusals.__contains__, plan.missing):
         raise refusals[name]
-    return wanted
+    return plan
 
 
 def _leaf_reader(kept: list[str], catalog: Catalog) -> Callable[[str], SavedTensor]:
@@ -457,7 +458,7 @@ def _leaf_reader(kept: list[str], catalog: Catalog) -> Callable[[str], SavedTens
 
 
 def _tensor_to_fill(catalog: Catalog, name: str, own: Any, like: Any) -> Any:
-    """Return `own` if the tensor fits into it; else a new tensor: sharded as `like` if shapes agree, else whole."""
+    """Return `own` if the tensor fits into it, else a new one: sharded like `like` if shapes agree, else whole."""
     import torch
 
     shard = catalog.shard_of(name)
@@ -490,45 +491,45 @@ class _Target:
     is_padded: bool
 
 
-def _targets(wanted: LoadPlan, catalog: Catalog, rank: int) -> list[_Target]:
+def _targets(plan: LoadPlan, catalog: Catalog, rank: int) -> list[_Target]:
     """Describe the live tensors to fill; a layout's rule may split one into several."""
     layout = catalog.layout
     if layout.rules:
-        like = {name: catalog.shape_like(name) for name, _, _ in wanted.targets if name in catalog}
+        like = {name: catalog.shape_like(name) for name, _, _ in plan.targets if name in catalog}
         layout.like = {name: parameter for name, parameter in like.items() if parameter is not None}
     found = []
-    for name, live, path in wanted.targets:
+    for name, live, path in plan.targets:
         is_padded = bool(getattr(live, "allow_shape_mismatch", False))
         for held in describe_entry(path, live, layout, rank):
             is_whole = held.shard.name == path
             source = name if is_whole else held.shard.name
-            found.append(_Target(catalog.counted.get(source, source), path, held, is_padded))
+            found.append(_Target(catalog.renumbered.get(source, source), path, held, is_padded))
     return found
 
 
-def _check_names(wanted: LoadPlan, catalog: Catalog) -> None:
+def _check_names(plan: LoadPlan, catalog: Catalog) -> None:
     """Raise an error that lists all missing and unexpected names, as torch does."""
-    if not wanted.missing and not wanted.unexpected:
+    if not plan.missing and not plan.unexpected:
         return
     lists = [
         f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
-        for what, names in (("missing in the source", wanted.missing), ("not in the state", wanted.unexpected))
+        for what, names in (("missing in the source", plan.missing), ("not in the state", plan.unexpected))
         if names
     ]
-    advice = [_hint(wanted, catalog), "strict=False loads what both have" if wanted.targets else ""]
+    advice = [_hint(plan, catalog), "strict=False loads what both have" if plan.targets else ""]
     text = "; ".join(["the names differ", *lists, *filter(None, advice)])
-    kind = NotFoundError if wanted.missing else InvalidArgumentError
+    kind = NotFoundError if plan.missing else InvalidArgumentError
     raise kind(text, path=catalog.source.path)
 
 
-def _hint(wanted: LoadPlan, catalog: Catalog) -> str:
+def _hint(plan: LoadPlan, catalog: Catalog) -> str:
     """Return advice if the source has all missing names under one prefix, or without theirs, else ""."""
     for prefix in {name.split(".", 1)[0] for name in catalog if "." in name}:
-        if wanted.missing and all(f"{prefix}.{name}" in catalog for name in wanted.missing):
+        if plan.missing and all(f"{prefix}.{name}" in catalog for name in plan.missing):
             return f'the source has them under "{prefix}": give {{"{prefix}": state}}'
-    free = {*catalog} - {name for name, _, _ in wanted.targets}
-    for prefix in {name.split(".", 1)[0] for name in wanted.missing if "." in name}:
-        if all(name.startswith(f"{prefix}.") and name[len(prefix) + 1 :] in free for name in wanted.missing):
+    free = {*catalog} - {name for name, _, _ in plan.targets}
+    for prefix in {name.split(".", 1)[0] for name in plan.missing if "." in name}:
+        if all(name.startswith(f"{prefix}.") and name[len(prefix) + 1 :] in free for name in plan.missing):
             return f'the source has them without "{prefix}": give state["{prefix}"]'
     return ""
 

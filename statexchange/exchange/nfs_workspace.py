@@ -72,8 +72,8 @@ class NFSWorkspace:
             weights: tensors by name.
 
         Raises:
-            InvalidArgumentError: there is no path, or several jobs cannot be told apart: pass `run`.
-            UnsupportedError, StorageError: as `statexchange.errors` describes.
+            InvalidArgumentError: no path was given, or the launcher gives this job no id: pass `run`.
+            UnsupportedError, StorageError: see `statexchange.errors`.
         """
         workspace = self._initialized()
         rank, world_size = _position()
@@ -97,9 +97,9 @@ class NFSWorkspace:
 
     def _writing_run(self) -> str:
         if self._run is None:
-            made, launch = defaults.current(), detect_launch()
-            if made is not None:
-                self._run = made.run
+            comm, launch = defaults.current(), detect_launch()
+            if comm is not None:
+                self._run = comm.run
             elif launch.job is not None:
                 self._run = launch.job
             elif _position()[1] == 1:
@@ -115,7 +115,7 @@ class NFSWorkspace:
         self,
         target_rank: int,
         *,
-        round: int | None = None,  # noqa: A002 (a workspace's own word)
+        round: int | None = None,  # noqa: A002 (the term of a workspace)
         timeout_s: float = 0.0,
     ) -> tuple[Any, dict[str, Any]]:
         """Return the config and weights that `target_rank` wrote.
@@ -145,12 +145,12 @@ class NFSWorkspace:
                 with workspace.view() as view:
                     found, observed = _find(view, self._run, target_rank, round)
                     if found is not None:
-                        vanished = True  # if it cannot be read
+                        vanished = True  # holds if `_read` raises NotFoundError
                         return _read(view, found)
             except ReplacedError:
                 vanished = True
             except NotFoundError as error:
-                observed = str(error)  # there is no workspace, no run in it, or the file that was found
+                observed = str(error)  # no workspace, no run in it, or the file that was found is gone
             # A file that vanished between listing and opening was dropped for a newer round: choose again. "Nothing
             # written" is reported only after two equal listings.
             is_stable = not vanished and observed == last_observed
@@ -208,9 +208,9 @@ def _find(view: WorkspaceView, run: str | None, rank: int, number: int | None) -
 
 
 def _reading_run(view: WorkspaceView) -> str:
-    made, launch = defaults.current(), detect_launch()
+    comm, launch = defaults.current(), detect_launch()
     runs = view.runs()
-    for known in (made.run if made is not None else None, launch.job):
+    for known in (comm.run if comm is not None else None, launch.job):
         if known is not None and known in runs:
             return known
     if len(runs) > 1:

@@ -49,8 +49,8 @@ class HeldShard:
 class RankMetadata:
     """One rank's shards, and its options as text by name.
 
-    `reductions` are operations by name; `aliases`, `unused` and `sources` are as in a Description. Of tensors over a
-    mesh all ranks say the same, and equal metadata is parsed once.
+    `reductions` are operations by name; `aliases`, `unused` and `sources` are as in a Description. All
+    ranks describe tensors over a mesh alike, and equal metadata is parsed once.
     """
 
     held: Sequence[HeldShard]
@@ -119,7 +119,7 @@ class RankMetadata:
         for one in self.held:
             new = names.get(one.shard.name, one.shard.name)
             if new in held:
-                raise InvalidArgumentError("the layout makes two tensors of one rank this one", name=new, rank=rank)
+                raise InvalidArgumentError("the layout gives this name to two tensors of one rank", name=new, rank=rank)
             held[new] = one.renamed(new)
         aliases = {names.get(alias, alias): names.get(kept, kept) for alias, kept in self.aliases.items()}
         reductions = {names.get(name, name): operation for name, operation in self.reductions.items()}
@@ -217,7 +217,7 @@ def operations(metadata: Sequence[RankMetadata]) -> dict[str, str]:
 
 
 def _by_rank(metadata: Sequence[RankMetadata]) -> list[list[HeldShard]]:
-    """Return each rank's shards; one that all ranks describe over a mesh of all ranks stands at rank 0 only."""
+    """Return each rank's shards; a shard that all ranks describe alike, over a mesh of all ranks, only for rank 0."""
     distinct = list({id(one): one for one in metadata}.values())
     agreed = set.intersection(
         *({held.shard for held in one.held if isinstance(held.shard, ShardingSpec)} for one in distinct)

@@ -60,7 +60,7 @@ def assign_readers(items: Sequence[ReadItem], comm: Communicator) -> dict[Wanted
     holders: dict[WantedBox, list[int]] = {}
     for rank, theirs in enumerate(comm.all_gather_object(ours)):
         if comm.nodes[rank] == comm.node_rank:
-            what = "the boxes that it wants"
+            what = "the boxes to read"
             for wanted in records.parsed(theirs, lambda raw: records.items(raw, WantedBox.from_json), what, rank):
                 holders.setdefault(wanted, []).append(rank)
     load = dict.fromkeys(range(comm.world_size), 0)
@@ -102,7 +102,7 @@ def read_all(
         for box, part in zip(item.held.shard.boxes, item.held.tensors, strict=True):
             wanted = WantedBox(item.name, box, item.held.shard.dtype) if received else None
             if wanted in received:
-                received.remove(wanted)  # another live tensor of this name is read
+                received.remove(wanted)  # further live tensors of this name are read
             else:
                 parts.append((item, box, part))
     reading = _Reading(comm, sum(map(_nbytes_of, parts)) if on_progress is not None else 0, on_progress)

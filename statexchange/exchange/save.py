@@ -72,7 +72,7 @@ def save_checkpoint(
 
     Args:
         state: a nested mapping, as ``{"model": ..., "optimizer": ..., "step": 7}``, or a module.
-        path: a directory or URL that all hosts see.
+        path: a directory that all hosts see, or ``shm://name`` for one on tmpfs.
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current communicator.
         layout: rules for plain tensors that are parts of whole ones, as in `export_checkpoint`, by their dotted paths:
             ``{"*.up.weight": Shard(0)}``. Optimizer state of a parameter's shape follows the parameter's rule. Rules
@@ -85,7 +85,7 @@ def save_checkpoint(
     Raises:
         InvalidArgumentError: a rule does not fit a tensor, or matches none.
         NotFoundError: a host does not see the files of the others.
-        UnsupportedError, IncompleteError, StorageError: as `statexchange.errors` describes.
+        UnsupportedError, IncompleteError, StorageError: see `statexchange.errors`.
         StallError: no rank has moved a byte for `stall_timeout_s`.
         PeerError: another rank has failed.
 
@@ -100,7 +100,7 @@ def save_checkpoint(
     """
     began = time.perf_counter()
     communicator = as_communicator(comm)
-    ours: list[str] = []
+    ours: list[str] = []  # files to remove after a failure
     number: Any = None
     try:
         with communicator.phase("describing its state"):
@@ -114,7 +114,9 @@ def save_checkpoint(
             if communicator.rank == 0:
                 number = workspace.next_round(communicator.run)
         sent = communicator.all_gather_object(RoundStart(number, layout is not None).to_json())
-        starts = [records.parsed(raw, RoundStart.from_json, "how it begins", rank) for rank, raw in enumerate(sent)]
+        starts = [
+            records.parsed(raw, RoundStart.from_json, "the start of the save", rank) for rank, raw in enumerate(sent)
+        ]
         number = starts[0].number
         if any(start.has_layout for start in starts):
             held = place_parts(communicator, held, rules)
@@ -135,9 +137,12 @@ def save_checkpoint(
         sent = communicator.gather_object(SavedFile(receipt, workspace.path).to_json())
         with communicator.phase("looking for what was saved"):
             if communicator.rank == 0:
-                saved = [records.parsed(raw, SavedFile.from_json, "its file", rank) for rank, raw in enumerate(sent)]
+                saved = [
+                    records.parsed(raw, SavedFile.from_json, "the receipt of the file", rank)
+                    for rank, raw in enumerate(sent)
+                ]
                 _check_seen(workspace, saved, communicator)
-        ours = []  # from here on root may commit it, and nobody else removes one
+        ours = []  # root may commit the file from here on, so only root may remove it
         committed: Any = None
         with communicator.phase("committing"):
             if communicator.rank == 0:
@@ -162,7 +167,7 @@ def save_checkpoint(
         return report
     except BaseException:
         if communicator.rank == 0 and number is not None:
-            with contextlib.suppress(NotFoundError):  # nobody has written yet
+            with contextlib.suppress(NotFoundError):  # no rank has written yet
                 ours = [name.relative for name in workspace.rank_names(communicator.run, number)]
         if ours:
             workspace.remove(ours)
@@ -170,14 +175,14 @@ def save_checkpoint(
 
 
 def _parse_layout(layout: Mapping[str, Any] | None, tensors: Mapping[str, Any]) -> Layout:
-    """The layout, by which optimizers' tensors go as their parameters do, where both have one shape."""
+    """Return the layout, in which an optimizer's tensor follows the rule of its parameter if both have one shape."""
     rules = Layout.parse({} if layout is None else layout)
     for rule in rules.rules.values():
         if rule.renames or rule.reduce is not None:
             what = "renames tensors" if rule.renames else "reduces copies"
             raise InvalidArgumentError(
-                f"layout rule for {rule.pattern!r} {what}, and save_checkpoint saves what there is: leave it out, or "
-                "use export_checkpoint"
+                f"layout rule for {rule.pattern!r} {what}, and save_checkpoint saves tensors as they are: leave it "
+                "out, or use export_checkpoint"
             )
     like = {}
     for name, tensor in tensors.items():

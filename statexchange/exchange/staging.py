@@ -1,4 +1,4 @@
-"""Give a tensor's elements as host memory, window by window: its own if it is in C order on the host, else a buffer.
+"""Yield a tensor's elements as host memory, window by window: its own memory if in C order on the host, else a buffer.
 
 The buffers take turns, so that a GPU copies into or out of one while the host works on the other.
 """
@@ -33,7 +33,7 @@ class Staging:
     def parts(self, tensor: Any, dtype: str) -> Iterator[tuple[Box, memoryview]]:
         """Yield a tensor's bytes in C order, part by part; each is valid until the next is requested. Not collective.
 
-        `dtype` is the safetensors name of what is given; a tensor of another one is cast.
+        `dtype` is the safetensors name of the yielded elements; a tensor of another dtype is cast.
         """
         shape, itemsize = tuple(tensor.shape), ITEMSIZE[dtype]
         is_cast = not _is_of(tensor, dtype)
@@ -57,8 +57,8 @@ class Staging:
     def targets(self, tensor: Any, dtype: str) -> Iterator[tuple[Box, memoryview]]:
         """Yield memory for a tensor's elements in C order, part by part; fill each before requesting the next.
 
-        All is in the tensor when the iterator has ended. Not collective. `dtype` is the safetensors name of what is put
-        there; a tensor of another one gets it cast.
+        The tensor is complete when the iterator has ended. Not collective. `dtype` is the safetensors name of the
+        elements that are filled in; they are cast for a tensor of another dtype.
         """
         own = own_bytes(tensor) if _is_of(tensor, dtype) else None
         if own is not None:

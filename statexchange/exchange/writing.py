@@ -3,7 +3,7 @@
 The ranks of one host write a file. Hosts that see the directory share the files among them. A box that another host
 holds is sent, window by window, from the rank that holds it to a rank of the host that writes the file.
 
-All ranks derive the same order of messages from the plan, so a send always meets its receive. Each rank first writes
+All ranks derive the same order of messages from the plan, so every send has its receive. Each rank first writes
 and digests the boxes that need no message. Ranks start in different files to spread the load of the file system.
 """
 
@@ -93,7 +93,7 @@ def write_boxes(
     headers: Sequence[bytes],
     on_progress: Callable[[int, int], None] | None,
 ) -> BoxReceipts:
-    """Write all ranks' boxes, and the headers of files that another host than root's writes. Collective.
+    """Write all ranks' boxes, and the headers of files that are written on another host than root's. Collective.
 
     Args:
         comm: the communicator.

@@ -34,8 +34,8 @@ class LocalTensor:
     Attributes:
         shard: The name, dtype, global shape and this rank's boxes.
         tensors: The memory of each box.
-        part: Set for a plain tensor with a layout rule. Its shard has boxes of this rank's tensor; where they lie in
-            the whole is known when all ranks' parts are.
+        part: Set for a plain tensor with a layout rule. The boxes of its shard are then relative to this rank's
+            tensor: their offsets in the whole tensor follow from the parts of all ranks.
         placement: Set for a tensor on a mesh of all ranks if this rank's boxes are those that `local_boxes` computes.
         reduce: How to combine copies that differ, "max" or "min".
     """
@@ -116,8 +116,8 @@ def describe_entry(name: str, value: Any, layout: Layout, rank: int = 0) -> list
 def named_tensors(state: Any) -> Iterator[tuple[str, Any]]:
     """Yield the (name, tensor) pairs of a state.
 
-    ShardedTensors of Megatron-Core go by their keys, all parts of a key as one tensor. Other objects in its sharded
-    state dicts are left out: extra state, and what Megatron-Core itself does not save.
+    ShardedTensors of Megatron-Core are named by their keys; all parts of a key are one tensor. Other objects in its
+    sharded state dicts are left out: extra state, and what Megatron-Core itself does not save.
 
     Raises:
         InvalidArgumentError: A name is no text, or a value is no tensor; it names the value.
@@ -146,7 +146,7 @@ def named_tensors(state: Any) -> Iterator[tuple[str, Any]]:
 def _tensors_of(module: Any) -> Iterator[tuple[str, Any]]:
     """Yield the tensors in a module's state dict; raise UnsupportedError for an entry that may hide weights.
 
-    Extra state may be anything, and is left out: it is no tensor of the model.
+    Extra state may be of any type and is left out. Other plain values are left out with a warning.
     """
     for name, value in model_items(module).items():
         if is_tensor(value):

@@ -1,6 +1,6 @@
 """The boxes that this rank holds of a tensor with torch's `__create_chunk_list__`.
 
-A DTensor's boxes follow from its mesh and placements. Other tensors are asked.
+A DTensor's boxes follow from its mesh and placements. Any other tensor lists its own chunks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["chunks_of"]
 def chunks_of(name: str, tensor: Any, rank: int) -> tuple[list[tuple[Box, Any]], Placement | None]:
     """Return the boxes that this rank holds, each with its memory, and the placement of a DTensor. Not collective.
 
-    The placement is None unless the mesh has the ranks 0, 1, ... in order and `rank` holds just the boxes that follow
-    from the placement: then one record describes all ranks.
+    The placement is None unless the mesh has the ranks 0, 1, ... in order and `rank` holds exactly the boxes that
+    follow from the placement: then one record describes the boxes of all ranks.
 
     Raises:
         UnsupportedError: A placement is an unfinished sum, or a mesh lists ranks out of order; names the tensor.

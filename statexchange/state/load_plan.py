@@ -33,7 +33,7 @@ __all__ = ["LoadPlan", "LoadTarget", "SavedTensor", "merge_trees", "plan_load", 
 
 
 class SavedTensor:
-    """Stands in a decoded tree for the saved tensor of this name."""
+    """A placeholder in a decoded tree for the saved tensor of this name."""
 
     __slots__ = ("name",)
 
@@ -87,23 +87,23 @@ class LoadPlan:
     unexpected: list[str] = field(default_factory=list)
 
 
-Make = Callable[[str, Any, Any], Any]
+Allocate = Callable[[str, Any, Any], Any]
 
 
-def plan_load(state: Any, saved: Any, make: Make) -> LoadPlan:
+def plan_load(state: Any, saved: Any, allocate: Allocate) -> LoadPlan:
     """Plan how `state` becomes the decoded tree `saved`. Not collective; nothing is changed yet.
 
     Args:
         state: The live state.
         saved: The tree, with a SavedTensor for each tensor.
-        make: `make(name, own, like)` returns memory for a tensor in whose place the live state has `own`, if anything;
-            new memory is on the device of `like` and has its strides.
+        allocate: `allocate(name, own, like)` returns the tensor to fill: `own`, which the live state has in this place,
+            if it fits; else a new one, on the device of the parameter `like` and with its strides.
 
     Raises:
         InvalidArgumentError: Something cannot be changed in place, or was saved as something else; names its path.
     """
     names = {key: name.in_state for key, name in parameter_names(modules_of(state)).items()}
-    planner = _Planner(make, names, _ShardedKeys.of(state, saved))
+    planner = _Planner(allocate, names, _ShardedKeys.of(state, saved))
     if planner.visit(state, saved, "") is not state:
         raise InvalidArgumentError(
             f"the state is a {type(state).__name__}, which cannot be changed in place: give a mapping that holds it"
@@ -133,14 +133,14 @@ class _ShardedKeys:
 class _Planner:
     """Walks a live state and a saved tree together and writes the plan."""
 
-    def __init__(self, make: Make, names: Mapping[int, str], keys: _ShardedKeys) -> None:
+    def __init__(self, allocate: Allocate, names: Mapping[int, str], keys: _ShardedKeys) -> None:
         self.plan = LoadPlan()
-        self._make = make
+        self._allocate = allocate
         self._names = names
         self._keys = keys
 
     def visit(self, live: Any, saved: Any, path: str) -> Any:
-        """Plan one place of both; return what is to be there: `live` itself where it can be changed in place."""
+        """Plan one place of both trees; return `live` if it can be changed in place, else its replacement."""
         kind = sharded_kind(live)
         if kind is not None:
             self._sharded(live, kind, saved, path)
@@ -153,16 +153,16 @@ class _Planner:
             self._optimizer(live, saved, path)
         elif is_stateful(live):
             self._expect(isinstance(saved, Mapping), f"the state of a {type(live).__name__}", saved, path)
-            made = self._made(saved)
+            made = self._with_new_tensors(saved)
             self.plan.callbacks.append(lambda: live.load_state_dict(with_types_of(live.state_dict(), made)))
         elif children(live) is not None and contains_state(live):
             return self._container(live, saved, path)
         else:
-            return self._value(live, self._made(saved))
+            return self._value(live, self._with_new_tensors(saved))
         return live
 
     def _value(self, live: Any, made: Any) -> Any:
-        """Return what is to replace a value without state: itself if it is equal or a mapping, which is refilled."""
+        """Return the replacement of a value without state: `live` itself if equal, or if a callback refills it."""
         if isinstance(live, MutableMapping) and isinstance(made, Mapping):
             self.plan.callbacks.append(functools.partial(_refill, live, made))
             return live
@@ -170,7 +170,7 @@ class _Planner:
         return live if type(made) is type(live) and not contains(made, is_tensor) and made == live else made
 
     def _sharded(self, live: Any, kind: Kind, saved: Any, path: str) -> None:
-        """Plan an object of Megatron-Core: tensors go by key; what a factory built is merged into its parameter."""
+        """Plan an object of Megatron-Core: match tensors by key; merge what a factory built into its parameter."""
         if kind == "tensor" and live.key in self._keys.saved:
             self.plan.targets.append(LoadTarget(live.key, MegatronTensor(live), live.key))
         elif kind == "tensor":
@@ -183,7 +183,7 @@ class _Planner:
             if all(part.key in self._keys.saved for _, part in parts):
                 self.plan.callbacks.append(functools.partial(_merge_built, live, built))
         elif kind == "object":
-            self.plan.callbacks.append(functools.partial(setattr, live, "data", self._made(saved)))
+            self.plan.callbacks.append(functools.partial(setattr, live, "data", self._with_new_tensors(saved)))
 
     def _container(self, live: Any, saved: Any, path: str) -> Any:
         """Plan the children of a container that holds state; return it, or a new one if it cannot be changed."""
@@ -202,7 +202,7 @@ class _Planner:
                     changed[key] = new
             elif not is_object or value.data is not None:  # an object without data lacks nothing
                 self.plan.missing.append(_dotted(inner))
-        unmatched = [key for key, value in entries.items() if key not in items and not self._goes_by_key(value)]
+        unmatched = [key for key, value in entries.items() if key not in items and not self._is_matched_by_key(value)]
         self._add_unexpected(path, unmatched)
         if changed and is_mutable(live):
             self.plan.callbacks.append(functools.partial(with_children, live, changed))
@@ -212,7 +212,7 @@ class _Planner:
     def _entries_for(self, live: Any, saved: Any, path: str, *, by_index: bool) -> dict[Any, Any]:
         """Return the children of the saved tree where the live state has a container."""
         entries = children(saved)
-        if by_index and holds_sharded(live):  # its tensors go by key, so that lengths may differ
+        if by_index and holds_sharded(live):  # its tensors are matched by key, so that lengths may differ
             return entries or {}
         if by_index:
             fits = isinstance(saved, list | tuple) and len(saved) == len(live)
@@ -222,7 +222,7 @@ class _Planner:
         assert entries is not None  # else it would have been refused
         return entries
 
-    def _goes_by_key(self, saved: Any) -> bool:
+    def _is_matched_by_key(self, saved: Any) -> bool:
         """Whether an unmatched entry is empty or matched by key; keys that the live state lacks are unexpected."""
         if not self._keys.live:
             return False
@@ -249,7 +249,7 @@ class _Planner:
                 self.visit(tensor, saved[name], f"{path}.{name}")
             elif id(tensor) not in loaded:  # a tied tensor is loaded under any of its names
                 self._add_missing(path, [name])
-        extra = {name: self._made(saved[name]) for name in rest if name in saved}
+        extra = {name: self._with_new_tensors(saved[name]) for name in rest if name in saved}
         self._add_missing(path, [name for name in rest if name not in saved])
         for name, made in extra.items():
             _check_like(rest[name], made, f"{path}.{name}")
@@ -273,7 +273,7 @@ class _Planner:
                 held = optimizer.state.get(parameter, {})
                 states[parameter] = {k: self._state_entry(v, held.get(k), parameter) for k, v in entries.items()}
             elif str(name) not in groups:  # state of the optimizer, not of a parameter
-                states[name] = self._made(entries)
+                states[name] = self._with_new_tensors(entries)
         self._add_missing(path, [name for name in parameters if name not in groups])
         others = [key for key in saved if key not in ("state", "param_groups")]
         self._add_unexpected(path, [*(name for name in groups if name not in parameters), *others])
@@ -284,7 +284,7 @@ class _Planner:
     def _group(
         self, live: Mapping[str, Any], groups: Mapping[str, Any], parameters: Mapping[str, Any]
     ) -> dict[str, Any] | None:
-        """Return the hyperparameters of the first parameter in a group that was saved; None if none was."""
+        """Return the saved hyperparameters of the first parameter of a group that was saved; None if none was."""
         names = {id(parameter): name for name, parameter in parameters.items()}
         in_group = [names[id(parameter)] for parameter in live["params"]]
         saved = next((groups[name] for name in in_group if name in groups), None)
@@ -292,23 +292,23 @@ class _Planner:
             return None
         found = hyperparameters(live)
         for key, value in hyperparameters(saved).items():
-            found[key] = with_types_of(found.get(key), self._made(value))
+            found[key] = with_types_of(found.get(key), self._with_new_tensors(value))
         return found
 
     def _state_entry(self, saved: Any, own: Any, parameter: Any) -> Any:
-        """Return an entry of a parameter's state, which may be a tensor that is to be read."""
+        """Return an entry of a parameter's state: a plain value, or the tensor to be filled."""
         if not isinstance(saved, SavedTensor):
-            return with_types_of(own, self._made(saved))
-        live = self._make(saved.name, own, parameter)
+            return with_types_of(own, self._with_new_tensors(saved))
+        live = self._allocate(saved.name, own, parameter)
         self.plan.targets.append(LoadTarget(saved.name, live, saved.name))
         return live
 
-    def _made(self, saved: Any) -> Any:
-        """Return a saved subtree with new tensors, which are to be read."""
+    def _with_new_tensors(self, saved: Any) -> Any:
+        """Return a saved subtree with a new tensor, to be filled, for each placeholder."""
         made = {}
         for path, leaf in flatten(saved):
             if isinstance(leaf, SavedTensor):
-                made[path] = self._make(leaf.name, None, None)
+                made[path] = self._allocate(leaf.name, None, None)
                 self.plan.targets.append(LoadTarget(leaf.name, made[path], leaf.name))
         return rebuild(saved, made)
 
@@ -375,7 +375,7 @@ def tree_from_names(
 ) -> Any:
     """Build the tree for a source of named tensors: as if `state` had been saved with these tensors. Not collective.
 
-    A tensor's name is its path in the state, joined by dots. The modules of a list share one space of names. Names in
+    A tensor's name is its path in the state, joined by dots. The modules of a list share one namespace. Names in
     an optimizer's state are those of torch.distributed.checkpoint: below ``state`` and ``param_groups`` and the name
     that the parameter has in its module.
 
@@ -384,10 +384,10 @@ def tree_from_names(
         has: Whether the source has a tensor of a name.
         listed: The names of all tensors, among which an optimizer's are looked for.
         texts: Plain values by name, as JSON text of `values`. A hyperparameter that is not among them stays as it is.
-        keeps: `keeps(path, value)` returns whether an entry of a mapping takes part.
+        keeps: `keeps(path, value)` returns whether an entry of a mapping is to be loaded.
 
     Raises:
-        InvalidArgumentError: The state has something else than tensors, and the source no text for it.
+        InvalidArgumentError: The state has a value that is no tensor, and the source has no text for it.
     """
     known = parameter_names(modules_of(state))
     return _NamesTree(has, keeps, tuple(listed), texts or {}, known).build(state, "")

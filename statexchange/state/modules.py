@@ -30,7 +30,7 @@ def is_module(value: Any) -> bool:
 
 
 def module_items(module: Any, *, keep_vars: bool = False) -> dict[str, Any]:
-    """Return a module's state dict under the names that it has without wrappers.
+    """Return a module's state dict; its names lose what wrappers have added.
 
     The count of an AveragedModel is included: with a count of 0 its next update would replace the average by the model.
 
@@ -90,12 +90,12 @@ def is_extra_state(name: str) -> bool:
 
 
 def is_plain_entry(name: str, value: Any) -> bool:
-    """Whether an entry of a state dict that is not a tensor certainly contains none of the module's tensors."""
+    """Whether a non-tensor entry of a state dict is extra state or a plain value, and so hides no tensor."""
     return is_extra_state(name) or values.has_text(value)
 
 
 def load_extra_state(module: Any, extra: Mapping[str, Any]) -> None:
-    """Load the entries that `live_items` returned as everything else into a module."""
+    """Load the second mapping that `live_items` returns into a module."""
     module = _unwrapped(module)
     module.load_state_dict({n: extra[_clean(n)] for n in module.state_dict() if _clean(n) in extra}, strict=False)
 

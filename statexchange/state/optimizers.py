@@ -13,16 +13,16 @@ __all__ = [
     "check_optimizer",
     "hyperparameters",
     "is_optimizer",
+    "labelled_parameters",
     "named_parameters",
     "optimizer_tree",
     "parameters_of",
-    "placed_parameters",
     "set_optimizer",
     "state_of_optimizer",
 ]
 
 OptimizerState = dict[str, Any]
-"""``param_groups`` without their parameters, ``state`` by a parameter's number, ``shared`` by any other key."""
+"""``param_groups``: hyperparameters alone. ``state``: by a parameter's number. ``shared``: state under other keys."""
 
 
 def is_optimizer(value: Any) -> bool:
@@ -43,8 +43,11 @@ def parameters_of(optimizer: Any) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def placed_parameters(optimizer: Any) -> dict[str, Any]:
-    """Return the parameters of all groups by their ``param_names``, else by group and position. Not collective."""
+def labelled_parameters(optimizer: Any) -> dict[str, Any]:
+    """Return the parameters of all groups by ``param_names``, else as in ``param_groups[0]['params'][1]``.
+
+    Not collective.
+    """
     named: dict[str, Any] = {}
     for i, group in enumerate(optimizer.param_groups):
         names = group.get("param_names") or [f"param_groups[{i}]['params'][{j}]" for j in range(len(group["params"]))]
@@ -53,7 +56,7 @@ def placed_parameters(optimizer: Any) -> dict[str, Any]:
 
 
 def named_parameters(optimizer: Any, names: Mapping[int, str]) -> dict[str, Any]:
-    """Return an optimizer's parameters by name, or all by number if `names` (by identity) lacks one. Not collective."""
+    """Return an optimizer's parameters by name, or all by number if `names`, by `id`, lacks one. Not collective."""
     parameters = parameters_of(optimizer)
     found = {names.get(id(parameter), ""): parameter for parameter in parameters}
     if len(found) == len(parameters) and "" not in found:
@@ -70,8 +73,8 @@ def state_of_optimizer(optimizer: Any, path: str) -> OptimizerState:
     """Return an optimizer's state without calling the hooks of its `state_dict`. Not collective.
 
     Raises:
-        InvalidArgumentError: There is state of a tensor that is in no group; names `path`.
-        UnsupportedError: The optimizer shards its state itself; names `path`.
+        InvalidArgumentError: There is state of a tensor that is in no group; the error names `path`.
+        UnsupportedError: The optimizer shards its state itself; the error names `path`.
     """
     check_optimizer(optimizer, path)
     numbers: dict[Any, int] = {parameter: number for number, parameter in enumerate(parameters_of(optimizer))}
@@ -92,7 +95,7 @@ def state_of_optimizer(optimizer: Any, path: str) -> OptimizerState:
 
 
 def optimizer_tree(optimizer: Any, names: Mapping[int, str], path: str) -> dict[str, Any]:
-    """Return an optimizer's state dict with the names of its parameters, by identity in `names`, for their numbers."""
+    """Return an optimizer's state dict with names in place of the parameters' numbers; `names` has them by `id`."""
     held = state_of_optimizer(optimizer, path)
     named = list(named_parameters(optimizer, names))
     begin = 0

@@ -1,9 +1,9 @@
-"""The payload: root's state without its tensors, as JSON, and its reading on another rank.
+"""The payload: root's state without its tensors, as JSON. `PayloadReader` reads it on another rank.
 
 A payload has a part for the plain values of the tree, and one for each object with a state. A part is (text, leaf
 specs, type names). The text is JSON of `values`; a leaf without JSON text stands there as the number of its leaf spec.
 A leaf spec describes a tensor or array, whose bytes travel separately, in the order of the specs; or an object that
-cannot be sent, for which the reader keeps its own. The reader must know the types of these names to decode the text.
+cannot be sent, for which the reader keeps its own. The reader needs the types of these names to decode the text.
 """
 
 from __future__ import annotations
@@ -145,17 +145,17 @@ def state_of(obj: Any, path: str) -> Any:
 
 
 class _Placeholder:
-    """Stands in decoded text for the leaf with this number."""
+    """A placeholder in decoded text for the leaf with this number."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
 class PayloadReader:
-    """Reads one part of root's payload on a rank that holds `own` in its place.
+    """Reads one part of root's payload on a rank that has `own` in the same place.
 
-    `decoded` is the text with placeholders; `fill` replaces these in a part of it. `tensors` then are the tensors and
-    arrays that root's bytes go into.
+    `decoded` is the decoded text with placeholders. `fill` replaces the placeholders in a part of it. After that
+    `tensors` are the tensors and arrays into which root's bytes are copied.
     """
 
     def __init__(self, part: Sequence[Any], own: Any, path: str, device: torch.device) -> None:
@@ -197,7 +197,9 @@ class PayloadReader:
                 self._tensors[number] = self._tensor_for(spec, held.get(path), like)
             return self._tensors[number]
         if path not in held:
-            raise UnsupportedError(f"root has an object at {path} that cannot be sent, this rank none", name=self._path)
+            raise UnsupportedError(
+                f"root has an object at {path} that cannot be sent, and this rank has none there", name=self._path
+            )
         return held[path]
 
     def _tensor_for(self, spec: _LeafSpec, own: Any, like: torch.Tensor | None) -> TensorLike:
@@ -214,21 +216,21 @@ class PayloadReader:
 
 
 def install_callback(obj: Any, own: Any, reader: PayloadReader) -> Callable[[], None]:
-    """Return a callback that installs root's state in `obj`, whose state is `own`.
+    """Return a callback that installs root's state in `obj`, whose present state is `own`.
 
-    To be called once the reader's tensors are filled.
+    Call it once the reader's tensors are filled.
     """
     decoded = reader.decoded
     if not is_optimizer(obj):
         return functools.partial(obj.load_state_dict, reader.fill(decoded, own))
     parameters = parameters_of(obj)
     groups = []
-    for its, group in zip(decoded["param_groups"], obj.param_groups, strict=True):
-        groups.append(reader.fill(its, hyperparameters(group), next(iter(group["params"]), None)))
+    for saved, group in zip(decoded["param_groups"], obj.param_groups, strict=True):
+        groups.append(reader.fill(saved, hyperparameters(group), next(iter(group["params"]), None)))
     state: dict[Any, Any] = {}
-    for number, its in decoded["state"].items():
-        state[parameters[number]] = reader.fill(its, own["state"].get(number, {}), parameters[number])
-    for key, its in decoded["shared"].items():
-        state[key] = reader.fill(its, own["shared"].get(key, {}))
+    for number, saved in decoded["state"].items():
+        state[parameters[number]] = reader.fill(saved, own["state"].get(number, {}), parameters[number])
+    for key, saved in decoded["shared"].items():
+        state[key] = reader.fill(saved, own["shared"].get(key, {}))
     dropped = [key for key in obj.state if key not in state]
     return functools.partial(set_optimizer, obj, groups, state, dropped)

@@ -62,7 +62,7 @@ class StateSpec:
     """
 
     def __init__(self, *, written: bool) -> None:
-        """Begin empty; with `written` this rank's tensors will be filled, and so have to be writable."""
+        """Begin empty. `written`: this rank's tensors will be filled, so they must be writable."""
         self.entries: list[tuple[str, str]] = []
         self.tensors: dict[str, TensorLike] = {}
         self.values: dict[str, Any] = {}
@@ -114,7 +114,7 @@ class StateSpec:
             self.entries.append((path, _VALUE))
             self.values[path] = leaf
         elif isinstance(leaf, Generator | MappingView):
-            raise InvalidArgumentError(f"a {type(leaf).__name__} has no places to fill: give a list", name=path)
+            raise InvalidArgumentError(f"a {type(leaf).__name__} cannot be filled in place: give a list", name=path)
         else:
             self.entries.append((path, _OBJECT))
 
@@ -178,7 +178,7 @@ def module_tensors(module: nn.Module, *, buffers: bool = True) -> dict[str, torc
 def module_spec(module: Any, *, written: bool, buffers: bool = True) -> StateSpec:
     """Return the spec of a module; raise InvalidArgumentError if it is none. Not collective."""
     if not isinstance(module, nn.Module):
-        raise InvalidArgumentError(f"a module is wanted, not {type(module).__name__}")
+        raise InvalidArgumentError(f"expected a module, not {type(module).__name__}")
     spec = StateSpec(written=written)
     spec.add_module("", module, buffers=buffers)
     return spec
@@ -211,7 +211,7 @@ def dense_tensor(given: Any, path: str, *, written: bool) -> TensorLike:
             check_writable(given, path)
         return np.asarray(given)
     if is_dtensor(given):
-        advice = "save_checkpoint and load_checkpoint move such, and to_local() is this rank's part"
+        advice = "use save_checkpoint and load_checkpoint for it, or give to_local(), this rank's part"
         given = replicated_part(given.detach(), path, advice)
     check_dense(given, path)
     if written:

@@ -1,8 +1,8 @@
 """A training job's nested state as one tree of JSON values and named tensors; `load_plan` is the way back.
 
-In the tree a module is its tensors by their names without wrappers. An optimizer's state goes by the names of its
-parameters, where the state holds their module. So both mean the same on any number of ranks. Megatron-Core's
-ShardedTensors go by their keys, wherever in the state they lie.
+In the tree a module is a mapping of its tensors by name, without the names that wrappers add. An optimizer's state is
+keyed by the names of its parameters, if the state has their module. So both mean the same on any number of ranks.
+Megatron-Core's ShardedTensors are named by their keys, wherever in the state they lie.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def parameter_names(modules: Iterable[tuple[str, Any]]) -> dict[int, ParameterNa
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """The names of parameters by identity, and the ShardedTensors met so far by key."""
+    """The names of parameters by `id`, and the ShardedTensors found so far by key."""
 
     names: Mapping[int, str]
     sharded: dict[str, MegatronTensor] = field(default_factory=dict)

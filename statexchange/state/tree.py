@@ -1,7 +1,7 @@
 """Trees: any nesting of mappings, lists, tuples, namedtuples and dataclasses.
 
-Two walks. `nodes` is for what ranks compare: keys in the order of their texts, paths that no two places share. `walk`
-is for one rank's own use: keys in their own order, of any kind, and paths that read as names.
+There are two walks. `nodes` is for trees that ranks compare: keys are sorted by their text, and each path is unique.
+`walk` is for use on one rank: keys keep their order and may be of any type, and paths read as names.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def nodes(tree: Any, is_leaf: IsLeaf | None = None) -> Iterator[Node]:
 
     Args:
         tree: The tree.
-        is_leaf: Whether a container is to be kept whole.
+        is_leaf: `is_leaf(value)` returns whether a container counts as a leaf; by default none does.
 
     Raises:
         InvalidArgumentError: The tree contains itself, or is nested deeper than 100; it names the path.
@@ -96,7 +96,7 @@ def walk(
         raise InvalidArgumentError(
             f"the state at {path[:80]}... is nested deeper than {values.MAX_DEPTH}, or contains itself"
         )
-    by_index = _goes_by_index(tree)
+    by_index = _has_indices(tree)
     for key, child in inside.items():
         step = f"[{key}]" if by_index else f".{key}"
         yield from walk(child, enters, path + step if path or keys else step.removeprefix("."), (*keys, key))
@@ -165,7 +165,7 @@ def children(value: Any) -> dict[Any, Any] | None:
     return dict(enumerate(value)) if isinstance(value, list | tuple) else None
 
 
-def _goes_by_index(value: Any) -> bool:
+def _has_indices(value: Any) -> bool:
     return isinstance(value, list | tuple) and not hasattr(value, "_fields")
 
 
@@ -174,7 +174,7 @@ def _steps(value: Any, path: str) -> list[tuple[str, Any, Any]]:
     found = children(value) or {}
     if isinstance(value, Mapping):
         return _entries(found, path)
-    by_index = _goes_by_index(value)
+    by_index = _has_indices(value)
     return [(f"[{key}]" if by_index else f".{key}", key, child) for key, child in found.items()]
 
 
@@ -190,7 +190,9 @@ def _step(key: Any, path: str) -> str:
     if type(key) is str:
         return f".{key}" if key.isidentifier() else f"[{key!r}]"
     if not values.has_text(key):
-        raise UnsupportedError(f"a mapping at {path or 'the top'} has a {type(key).__name__} as a key")
+        raise UnsupportedError(
+            f"a mapping at {path or 'the top'} has a {type(key).__name__} as a key: use text, numbers or enums"
+        )
     return f"[{key!r}]"
 
 
@@ -222,7 +224,7 @@ def with_children(container: Any, changed: Mapping[Any, Any]) -> Any:
 
 
 def with_types_of(own: Any, made: Any) -> Any:
-    """Return `made` with the types of the containers in `own`: of JSON text all mappings come back as dicts.
+    """Return `made` with the types of the containers in `own`: mappings that were decoded from JSON are plain dicts.
 
     Not collective. `own` is not changed.
     """

@@ -35,7 +35,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
         algorithm: How ranks synchronise.
         comm: A communicator.
         ignored: Returns the names of parameters that stay this rank's own.
-        is_alone: Whether no other optimizer trains the module.
+        is_alone: Whether this is the module's only optimizer.
         after_step: Called at the end of each step.
         bucket_bytes: As for BucketReducer.
         settings: Options of DistributedOptimizer and BucketReducer.
@@ -88,7 +88,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
     # Steps
 
     def finalize(self, *, weight: float | None = None) -> None:
-        """Make gradients averages; with an algorithm of weights, make weights averages if this step is due.
+        """Average gradients; with an algorithm that averages weights, average these if it is due in this step.
 
         Collective. See `DistributedOptimizer.finalize`.
         """
@@ -121,7 +121,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
         with self._comm.checking("join"):
             if not self._is_alone:
                 raise InvalidArgumentError(
-                    "join() is for one optimizer: of several, ranks would wait for different ones"
+                    "join() is for one optimizer: with several, ranks would wait in different ones"
                 )
         with super().join():
             yield
@@ -129,14 +129,14 @@ class AlgorithmOptimizer(DistributedOptimizer):
     # Switching
 
     def accept(self, algorithm: Algorithm | str) -> Algorithm:
-        """Return the algorithm that is meant; raise on all ranks unless all mean the same and can do it. Collective."""
+        """Return the chosen algorithm; raise on all ranks unless all chose it and it allows `weight`. Collective."""
         chosen = as_algorithm(algorithm)
         check_same_algorithm(self._comm, chosen)
         check_weight(chosen, is_weighted=self._weight is not None)
         return chosen
 
     def switch_to(self, algorithm: Algorithm) -> None:
-        """Forget gradients and synchronise by `algorithm` from now on. Collective."""
+        """Discard gradients and synchronise by `algorithm` from now on. Collective."""
         self.zero_grad()
         run = Run(algorithm.over(self._whole_comm))
         self.reducer.reset(comm=run.comm, **algorithm.settings(run))
@@ -152,7 +152,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
         return Tuner(self.setting, both=self._algorithm.hierarchical is None and has_hierarchy)
 
     def use(self, setting: Setting) -> None:
-        """Make buckets of another size, or reduce them in another way. Collective, between steps."""
+        """Apply the bucket size and the hierarchy of a setting. Collective, between steps."""
         self._run.comm = self._whole_comm if setting.hierarchical else self._whole_comm.flat
         self.reducer.reset(comm=self._run.comm, bucket_bytes=setting.bucket_bytes)
         self._bucket_bytes = setting.bucket_bytes
@@ -177,10 +177,10 @@ def check_same_algorithm(comm: Communicator, algorithm: Algorithm) -> None:
     texts = comm.all_gather_object(repr(algorithm))
     for rank, text in enumerate(texts):
         if text != texts[0]:
-            raise MismatchError("ranks choose different algorithms", rank=rank, expected=texts[0], found=text)
+            raise MismatchError("ranks chose different algorithms", rank=rank, expected=texts[0], found=text)
 
 
 def check_weight(algorithm: Algorithm, *, is_weighted: bool) -> None:
-    """Raise InvalidArgumentError for weights of gradients with an algorithm that averages none. Not collective."""
+    """Raise InvalidArgumentError if gradients are weighted and the algorithm averages none. Not collective."""
     if is_weighted and algorithm.averages_weights:
-        raise InvalidArgumentError(f"weight= is for averages of gradients, and {algorithm.name!r} makes none")
+        raise InvalidArgumentError(f"weight= weights gradients, and {algorithm.name!r} averages none")

@@ -57,7 +57,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Algorithm(abc.ABC):
-    """How gradients or weights are synchronised: the options of the BucketReducer that does it.
+    """A way to synchronise gradients or weights: options for the BucketReducer that does it.
 
     Not collective. All ranks must use equal algorithms.
 
@@ -68,8 +68,8 @@ class Algorithm(abc.ABC):
     Args:
         hierarchical: Whether a communicator of several hosts reduces within each host first and then between hosts;
             with False all ranks are treated alike. None is True where the communicator has a hierarchy, and lets the
-            tuner choose. There is no hierarchy on one host, or with one rank on each; nor has a communicator of several
-            hosts one that uses a single transport (`init("gloo")`): True is an InvalidArgumentError there.
+            tuner choose. A communicator has no hierarchy on one host, or with one rank on each host. Over several hosts
+            with a single transport (`init("gloo")`) it has none either, and True is an InvalidArgumentError.
     """
 
     hierarchical: bool | None = field(default=None, kw_only=True)
@@ -92,7 +92,7 @@ class Algorithm(abc.ABC):
             )
         return comm.flat if self.hierarchical is False else comm
 
-    def is_due(self, step: int) -> bool:  # noqa: ARG002 (an algorithm may look at it)
+    def is_due(self, step: int) -> bool:  # noqa: ARG002 (for subclasses)
         """Whether ranks communicate in this step, counted from 0 since the algorithm was switched to."""
         return True
 
@@ -172,7 +172,7 @@ class QuantizedAllReduce(Algorithm):
     without quantisation.
 
     Args:
-        error_feedback: Add to each gradient what quantisation lost of the one before.
+        error_feedback: Add the quantisation error of one step to the next step's gradient.
 
     Example:
         >>> import statexchange as sx
@@ -211,7 +211,7 @@ def _average_quantized(run: Run, flat: torch.Tensor, *, error_feedback: bool) ->
 
     run.comm.through_leaders(mean, between, operation="quantising gradients")
     if not mean.isfinite().all():
-        run.comm.agree(_not_finite(real.to(torch.float32), spans, parts), phase="quantising gradients")
+        run.comm.agree(_quantisation_error(real.to(torch.float32), spans, parts), phase="quantising gradients")
         raise AssertionError("the average is not finite, but the values of all ranks are")
     if error_feedback and residuals:
         run.residuals[flat] = residuals[0]
@@ -226,7 +226,7 @@ def _ranks_led(comm: Communicator) -> int:
 def _exchange_quantized(leaders: Leaders, mean: torch.Tensor) -> torch.Tensor:
     """Average over leaders, weighted by the ranks of their hosts; return what quantising `mean` lost. Collective.
 
-    NaN in a chunk of any leader is NaN in all of that chunk on all ranks.
+    A NaN in a chunk on any leader makes the whole chunk NaN on all ranks.
     """
     mean.clamp_(-_LARGEST, _LARGEST)  # rounding may have exceeded it; NaN stays
     sent = quantize(_chunks(mean, len(leaders.counts)))
@@ -264,24 +264,24 @@ def quantize(chunks: torch.Tensor) -> torch.Tensor:
 
 def dequantize(chunk: torch.Tensor) -> torch.Tensor:
     """Decode one row that `quantize` made into float32 values. Not collective."""
-    head = chunk[:_HEAD_BYTES].clone().view(torch.float32)  # copied: a chunk may begin at an unaligned byte
+    head = chunk[:_HEAD_BYTES].clone().view(torch.float32)  # clone: a chunk may begin at an unaligned byte
     return chunk[_HEAD_BYTES:].to(torch.float32).mul_(head[1]).add_(head[0])
 
 
-def _not_finite(values: torch.Tensor, spans: list[tuple[str, int]], parts: int) -> NumericOverflowError | None:
+def _quantisation_error(values: torch.Tensor, spans: list[tuple[str, int]], parts: int) -> NumericOverflowError | None:
     """Return an error that names the first parameter whose `values` cannot be quantised; None if all can."""
     begin = 0
     for name, numel in spans:
-        its = values[begin : begin + parts * numel]
+        part = values[begin : begin + parts * numel]
         begin += parts * numel
-        if (its.abs() <= _LARGEST).all():
+        if (part.abs() <= _LARGEST).all():
             continue
-        found = f"{its.abs().max():g}"
-        if its.isnan().any():
+        found = f"{part.abs().max():g}"
+        if part.isnan().any():
             found = "NaN"
-        elif its.isinf().any():
+        elif part.isinf().any():
             found = "inf"
-        return NumericOverflowError("a gradient that cannot be quantised", name=name, found=found)
+        return NumericOverflowError("this gradient is too large to be quantised, or not finite", name=name, found=found)
     return None
 
 
@@ -300,7 +300,7 @@ class Decentralized(Algorithm):
     for "ring", or 2 B for two hosts.
 
     Args:
-        peers: With whom a rank averages, of n ranks.
+        peers: The ranks, of n, with which a rank averages.
 
             * "all": all ranks; with an interval this is local SGD.
             * "shift_one": one peer, another each time. In the s-th communication, counted from 0, by Bagua's formula:
@@ -328,7 +328,7 @@ class Decentralized(Algorithm):
 
     def __post_init__(self) -> None:
         if not isinstance(self.interval, int):
-            raise InvalidArgumentError(f"interval is a number of steps, not {self.interval!r}")
+            raise InvalidArgumentError(f"interval must be a number of steps, not {self.interval!r}")
         if self.peers not in _PEERS:
             raise InvalidArgumentError(f"unknown peers {self.peers!r}; known: {', '.join(_PEERS)}")
         if self.interval < 1:

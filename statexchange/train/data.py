@@ -24,7 +24,7 @@ Uneven = Literal["short", "pad", "drop", "balanced"]
 
 
 def part_of(num_samples: int, world_size: int, rank: int, uneven: Uneven = "short") -> tuple[int, int]:
-    """Return where the part of `rank` begins, and its number of samples. Not collective.
+    """Return the first sample of the part of `rank`, and its number of samples. Not collective.
 
     All parts are contiguous and in rank order.
 
@@ -37,7 +37,7 @@ def part_of(num_samples: int, world_size: int, rank: int, uneven: Uneven = "shor
             * "short" gives each rank ceil(n / w) samples until there are no more, so that the last ranks may have
               fewer, or none;
             * "pad" gives each rank ceil(n / w), beginning again with the first sample after the last one;
-            * "drop" gives each rank floor(n / w), and the last n mod w samples to nobody;
+            * "drop" gives each rank floor(n / w), and leaves out the last n mod w samples;
             * "balanced" gives floor(n / w), and one more to the first n mod w ranks.
 
     Returns:
@@ -62,7 +62,7 @@ class DistributedDataContainer(Dataset[Any]):
     To continue after a restart, call ``advance(len(batch))`` after each step and save rank 0's `state_dict()`: no rank
     has a longer part. Ranks step together, so each has consumed as many samples as rank 0, or all that it had. After
     `load_state_dict` the dataset is what remains of the epoch. With as many ranks as before, each continues in its
-    part. With another number, the samples that nobody has consumed are cut into parts again, in their old order and by
+    part. With another number, the samples that no rank has consumed are cut into parts again, in their old order and by
     the same rule; padding is forgotten, and what "drop" left out comes at the end.
 
     Args:
@@ -71,7 +71,7 @@ class DistributedDataContainer(Dataset[Any]):
         comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
         uneven: What happens where the ranks do not divide the samples: "short", "pad", "drop" or "balanced"; see
             `part_of`.
-        shuffle: Cut an order into parts that follows from `seed` and the epoch, instead of the order of `data`.
+        shuffle: Cut a random order into parts, instead of the order of `data`. It depends on `seed` and the epoch.
         seed: The same on all ranks.
 
     Raises:
@@ -174,7 +174,7 @@ class DistributedDataContainer(Dataset[Any]):
         for name in ("num_samples", "uneven", "shuffle"):
             if state[name] != getattr(self, name):
                 raise InvalidArgumentError(
-                    f"the state is one of other data: {name}", expected=getattr(self, name), found=state[name]
+                    f"the state belongs to other data: {name} differs", expected=getattr(self, name), found=state[name]
                 )
         *history, (world_size, consumed) = _checked_consumption(state["consumed"])
         self.seed = int(state["seed"])
@@ -209,7 +209,7 @@ class DistributedDataContainer(Dataset[Any]):
         """Return the number in `data` of this rank's sample `index`."""
         epoch, loads = self._shared.tolist()
         if loads != self._loads:
-            raise InvalidArgumentError("a state was loaded after these workers began: make the DataLoader after that")
+            raise InvalidArgumentError("a state was loaded after these workers started: make a new DataLoader")
         if epoch != self._epoch:
             self._begin(epoch)
         if not -len(self) <= index < len(self):
@@ -232,12 +232,12 @@ def _checked_consumption(raw: Any) -> list[tuple[int, int]]:
     except (TypeError, ValueError):
         found = []
     if not found or any(ranks < 1 or count < 0 for ranks, count in found):
-        raise InvalidArgumentError(f"a state's consumed is pairs of ranks and samples, not {raw!r}")
+        raise InvalidArgumentError(f"a state's consumed must be pairs of ranks and samples, not {raw!r}")
     return found
 
 
 def _shuffled(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
-    """Return an order that follows from the arguments alone: it is the same on all ranks."""
+    """Return a random order that depends on the arguments alone: it is the same on all ranks."""
     digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=7).digest()
     return torch.randperm(num_samples, generator=torch.Generator().manual_seed(int.from_bytes(digest, "little")))
 
@@ -250,7 +250,7 @@ def _cut(order: range | torch.Tensor, begin: int, size: int) -> range | torch.Te
 
 
 def _remaining(order: torch.Tensor, world_size: int, consumed: int, uneven: Uneven) -> torch.Tensor:
-    """Return what is left of `order` when each of `world_size` ranks has `consumed` so many samples of its part."""
+    """Return what is left of `order` when each of `world_size` ranks has consumed `consumed` samples of its part."""
     parts = [part_of(len(order), world_size, rank, uneven) for rank in range(world_size)]
     left = [order[begin + min(consumed, size) : begin + size] for begin, size in parts]
     return torch.cat([*left, order[sum(parts[-1]) :]])

@@ -32,7 +32,7 @@ Hook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
 def as_comm_hook(reducer: Reducer | CommLike | None = None) -> Hook:
     """Return a hook for ``DistributedDataParallel.register_comm_hook``, which averages DDP's buckets.
 
-    Collective where a communicator has to be made of what is given; the hook itself is called by all ranks in backward.
+    Collective if a communicator has to be made; the hook itself is called by all ranks in backward.
     Backward raises the errors of the averages: PeerError if a rank has failed, MismatchError if ranks are in different
     calls.
 
@@ -105,7 +105,7 @@ def _raise_after_backward(completed: ConcurrentFuture[None]) -> None:
     if torch._C._current_graph_task_id() < 0:  # noqa: SLF001 (torch's `join` runs hooks outside backward)
         completed.result()
         return
-    queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001 (torch has no other way)
+    queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001 (torch has no public way)
     queue(lambda: queue(completed.result))
 
 

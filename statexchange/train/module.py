@@ -34,9 +34,9 @@ _IGNORED_NAMES = ("statexchange_ignore", "_ddp_params_and_buffers_to_ignore")
 
 
 class DistributedModule(nn.Module):
-    """Wrap `module` with what training it on many ranks needs; `data_parallel` makes one that is trained.
+    """Wrap `module` for training on many ranks; `data_parallel` makes the wrapper and wraps the optimizer, too.
 
-    Not collective, unless a communicator has to be made of what is given. Names, `state_dict` and all other attributes
+    Not collective, unless a communicator has to be made. Names, `state_dict` and all other attributes
     are those of `module`.
 
     The attribute `statexchange_ignore` of `module`, a collection of names of its parameters and buffers, keeps these
@@ -69,7 +69,7 @@ class DistributedModule(nn.Module):
         self._group = TrainingGroup(self._comm)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModule:
-        """Copy the module; the copy has the same communicator and no optimizer, as an average of models wants it."""
+        """Copy the module; the copy has the same communicator and no optimizer, as AveragedModel needs it."""
         return DistributedModule(copy.deepcopy(self.module, memo), self._comm)
 
     # The module
@@ -112,7 +112,7 @@ class DistributedModule(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> set[str]:
-        """All names that stay this rank's own, in the attribute in which torch and `synchronize` look for them."""
+        """All names that stay this rank's own; torch and `synchronize` read this attribute."""
         return _ignored_names(self.module)
 
     # The algorithm
@@ -125,7 +125,7 @@ class DistributedModule(nn.Module):
     def switch_to(self, algorithm: Algorithm | str) -> DistributedModule:
         """Synchronise by another algorithm from the next step on.
 
-        Collective, between steps: gradients that no step has used are forgotten. Parameters and floating buffers are
+        Collective, between steps: gradients that no step has used are discarded. Parameters and floating buffers are
         averaged; integer buffers become rank 0's. The optimizer keeps its state; after Decentralized, whose ranks
         diverge, it is averaged too.
 
@@ -136,7 +136,7 @@ class DistributedModule(nn.Module):
             This module.
 
         Raises:
-            MismatchError: Ranks choose different algorithms.
+            MismatchError: Ranks chose different algorithms.
             InvalidArgumentError: There is no such algorithm, or this module has no optimizer.
         """
         optimizers = self._group.optimizers
@@ -164,7 +164,7 @@ class DistributedModule(nn.Module):
         Args:
             optimizers: One or more optimizers that share no parameter.
             algorithm: How they synchronise.
-            tune_every: The number of forwards after which the tuner is asked; None asks only when called.
+            tune_every: The number of forwards between two runs of the tuner; None runs it only when called.
             bucket_bytes: As for BucketReducer.
             settings: Options of DistributedOptimizer and BucketReducer.
 
@@ -192,7 +192,7 @@ class DistributedModule(nn.Module):
 
     @property
     def tuning_history(self) -> list[Trial]:
-        """The time of a step with each setting that was tried, one entry for each time the tuner was asked."""
+        """The time of a step with each setting that was tried, one entry for each run of the tuner."""
         return self._group.history
 
     def report_metrics(self, step_s: Sequence[float]) -> None:
@@ -271,7 +271,7 @@ def data_parallel(
     tune_every: int = 100,
     **settings: Unpack[TrainingOptions],
 ) -> tuple[DistributedModule, AlgorithmOptimizer | list[AlgorithmOptimizer]]:
-    """Prepare a module and its optimizer for training on all ranks; use what is returned in their place.
+    """Prepare a module and its optimizer for training on all ranks; use the returned pair in their place.
 
     Collective: all ranks call it, with modules of the same parameters. Blocks until parameters and buffers are root's.
     The optimizer's state stays each rank's own: if root resumes, call ``synchronize(optimizer)`` before. The shape of
@@ -288,9 +288,9 @@ def data_parallel(
         broadcast_buffers: Whether buffers become root's, too; otherwise they stay each rank's own until `switch_to`
             averages them.
         bucket_bytes: The size of buckets, as for BucketReducer.
-        autotune: Ask the tuner for bucket size and hierarchy after each `tune_every`-th forward in train mode, at the
-            end of its step. All ranks must make equally many forwards then. Not for use with `join`, nor with several
-            optimizers.
+        autotune: Let the tuner choose bucket size and hierarchy after each `tune_every`-th forward in train mode, at
+            the end of its step. All ranks must make equally many forwards then. Not for use with `join`, nor with
+            several optimizers.
         tune_every: See `autotune`.
         settings: Options of DistributedOptimizer (`accumulate`, `weight`) and of BucketReducer.
 
@@ -299,7 +299,7 @@ def data_parallel(
 
     Raises:
         InvalidArgumentError: An argument is impossible.
-        MismatchError: Ranks choose different algorithms, or their modules differ.
+        MismatchError: Ranks chose different algorithms, or their modules differ.
 
     Example:
         >>> import torch
@@ -332,11 +332,11 @@ def _check_arguments(
     module: object, optimizers: object, settings: Mapping[str, object], autotune: bool, tune_every: object
 ) -> None:
     if not isinstance(module, nn.Module):
-        raise InvalidArgumentError(f"a module is wanted, not {type(module).__name__}")
+        raise InvalidArgumentError(f"expected a module, not {type(module).__name__}")
     if not isinstance(optimizers, (list, tuple)) or not optimizers:
-        raise InvalidArgumentError(f"an optimizer or a list of them is wanted, not {optimizers!r}")
+        raise InvalidArgumentError(f"expected an optimizer or a list of them, not {optimizers!r}")
     if others := [one for one in optimizers if not isinstance(one, torch.optim.Optimizer)]:
-        raise InvalidArgumentError(f"a torch optimizer is wanted, not {type(others[0]).__name__}")
+        raise InvalidArgumentError(f"expected a torch optimizer, not {type(others[0]).__name__}")
     if taken := [name for name in _SET_BY_ALGORITHM if name in settings]:
         raise InvalidArgumentError(f"{taken[0]} is set by the algorithm, and cannot be given")
     BucketReducer.check_settings(settings, "accumulate", "weight")

@@ -17,7 +17,7 @@ import torch
 from statexchange.comm.communicator import CommLike
 from statexchange.comm.defaults import as_communicator
 from statexchange.errors import InvalidArgumentError
-from statexchange.state.optimizers import parameters_of, placed_parameters
+from statexchange.state.optimizers import labelled_parameters, parameters_of
 from statexchange.train.buckets.options import ReducerOptions
 from statexchange.train.buckets.reducer import BucketReducer
 from statexchange.train.parameter_specs import named_parameters
@@ -42,7 +42,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     A gradient that is missing on some ranks counts as zeros there. Missing on all, it is None and the parameter is
     skipped. See BucketReducer. State, hyperparameters, `state_dict` and hooks are those of the inner optimizer, so that
-    checkpoints and LR schedulers see no difference; other attributes are looked up there, too. The loss of a closure is
+    checkpoints and LR schedulers see no difference; other attributes are found there, too. The loss of a closure is
     averaged, so that all ranks decide alike. The idea is that of Lux.jl's DistributedOptimizer.
 
     Args:
@@ -121,11 +121,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _check(self, reducer: BucketReducer | None, settings: Mapping[str, Any]) -> None:
         if not isinstance(self._optimizer, torch.optim.Optimizer):
-            raise InvalidArgumentError(f"a torch optimizer is wanted, not {type(self._optimizer).__name__}")
+            raise InvalidArgumentError(f"expected a torch optimizer, not {type(self._optimizer).__name__}")
         if not isinstance(self._accumulate, int) or self._accumulate < 1:
             raise InvalidArgumentError("accumulate must be a positive number of backwards", found=self._accumulate)
         if self._weight is not None and not callable(self._weight):
-            raise InvalidArgumentError(f"weight is a function that returns this rank's weight, not {self._weight!r}")
+            raise InvalidArgumentError(
+                f"weight must be a function that returns this rank's weight, not {self._weight!r}"
+            )
         if reducer is None:
             BucketReducer.check_settings(settings)
             return
@@ -133,14 +135,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise InvalidArgumentError(f"reducer must be a BucketReducer, not {type(reducer).__name__}")
         if settings or self._weight is not None:
             given = next(iter(settings), "weight")
-            raise InvalidArgumentError(f"{given} belongs to the reducer, which has been made already")
+            raise InvalidArgumentError(f"give {given} to the reducer when it is made")
         self._module = None
         _check_known(self._optimizer, reducer.parameters, "the reducer")
 
     def _named(self) -> dict[str, torch.Tensor]:
         """Return the optimizer's parameters by their names in the module, else by those in the optimizer."""
         if self._module is None:
-            return placed_parameters(self._optimizer)
+            return labelled_parameters(self._optimizer)
         names = named_parameters(self._module)
         _check_known(self._optimizer, names, "the module")
         in_optimizer = set(map(id, parameters_of(self._optimizer)))
@@ -179,31 +181,31 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._arm()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients, also those not averaged yet. Not collective, but all ranks must do it alike."""
+        """Discard gradients, also those not averaged yet. Not collective, but all ranks must do it alike."""
         self._reducer.discard()
         self._optimizer.zero_grad(set_to_none)
         self._begin()
 
     def close(self) -> None:
-        """Take the hooks off the parameters: backward is as before, and the inner optimizer steps alone.
+        """Remove the hooks from the parameters: backward is as before, and the inner optimizer steps alone.
 
         Not collective. Closing the communicator does it, too. Later calls of `finalize` and `step` raise. May be called
-        again.
+        more than once.
         """
         self._reducer.close()
 
     # Averaging
 
     def finalize(self, *, weight: float | None = None) -> None:
-        """Make the gradients averages, unless they are since the last backward.
+        """Average the gradients, unless they have been averaged since the last backward.
 
-        Collective, unless they are. Blocks until all ranks have called.
+        Collective, unless they have been. Blocks until all ranks have called.
 
         Args:
             weight: This rank's weight; needs `delay_reduce`. See the class.
 
         Raises:
-            InvalidArgumentError: Inside `no_sync`, or with a weight that comes too late.
+            InvalidArgumentError: Inside `no_sync`, or with a weight for gradients that are averages already.
             MismatchError: Ranks are in different steps.
         """
         self._reducer.raise_if_closed()
@@ -291,7 +293,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._steps = 0  # so that all ranks count alike again
 
     def _note_active(self, active: list[int]) -> None:
-        """Remember whom to catch up with if some ranks were done in this step."""
+        """Keep the lowest active rank, as the one to copy from, if some ranks were done in this step."""
         if len(active) < self._comm.world_size:
             self._catch_up_root = active[0]
 
@@ -316,7 +318,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 def _check_known(optimizer: torch.optim.Optimizer, known: Mapping[str, torch.Tensor], whose: str) -> None:
     ids = {id(parameter) for parameter in known.values()}
-    for name, parameter in placed_parameters(optimizer).items():
+    for name, parameter in labelled_parameters(optimizer).items():
         if id(parameter) not in ids and (parameter.is_floating_point() or parameter.is_complex()):
             shape = f"{str(parameter.dtype)[6:]}{list(parameter.shape)}"
             raise InvalidArgumentError(f"the optimizer has a parameter {shape} that {whose} does not have", name=name)

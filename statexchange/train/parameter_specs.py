@@ -1,4 +1,4 @@
-"""Parameter specs: what ranks must agree on about parameters before they reduce them or their gradients."""
+"""Parameter specs: names, dtypes, shapes and devices, which ranks compare before they reduce gradients."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ _SHOWN_NAMES = 4
 class ParameterSpec:
     """A parameter's name, dtype, shape and device.
 
-    `device` is a type and a number that counts the devices of one rank: ranks may use devices of other numbers.
+    `device` is a type and a number that counts the devices of one rank: the numbers of the devices
+    themselves may differ between ranks.
     """
 
     name: str
@@ -69,7 +70,7 @@ def named_parameters(source: Source) -> dict[str, torch.Tensor]:
     known: set[int] = set()
     for name, parameter in _pairs(source):
         if not isinstance(parameter, torch.Tensor):
-            raise InvalidArgumentError(f"parameters are wanted, not {type(parameter).__name__}", name=name)
+            raise InvalidArgumentError(f"expected parameters, not {type(parameter).__name__}", name=name)
         if name in named:
             raise InvalidArgumentError("two parameters have one name", name=name)
         if id(parameter) not in known and (parameter.is_floating_point() or parameter.is_complex()):
@@ -79,13 +80,13 @@ def named_parameters(source: Source) -> dict[str, torch.Tensor]:
 
 
 def _pairs(source: Source) -> Iterable[tuple[str, Any]]:
-    """The names and parameters in `source`, as they come."""
+    """Return the names and parameters in `source`, tied ones under each name."""
     if isinstance(source, torch.nn.Module):
         return source.named_parameters()
     if isinstance(source, Mapping):
         return source.items()
     if not isinstance(source, Iterable) or isinstance(source, torch.Tensor):
-        raise InvalidArgumentError(f"a module, or parameters of it, are wanted, not {type(source).__name__}")
+        raise InvalidArgumentError(f"expected a module or parameters, not {type(source).__name__}")
     return itertools.chain.from_iterable(_pairs_of_item(i, item) for i, item in enumerate(source))
 
 
@@ -103,7 +104,7 @@ def local_part(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """
     if not is_dtensor(tensor):
         return tensor
-    advice = "its gradients are reduced by what sharded it, so give only replicated parameters"
+    advice = "FSDP or whatever sharded it reduces its gradients, so give only replicated parameters"
     return replicated_part(tensor, name, advice)
 
 
@@ -122,7 +123,7 @@ def specs_of(named: Mapping[str, torch.Tensor]) -> list[ParameterSpec]:
         if parameter.is_meta:
             raise UnsupportedError("a meta tensor has no memory: materialise it first", name=name)
         if not parameter.is_leaf:
-            raise InvalidArgumentError("only leaves of the graph keep a gradient, and this is none", name=name)
+            raise InvalidArgumentError("this tensor is no leaf of autograd's graph, and gets no gradient", name=name)
         local = local_part(parameter, name)
         device = devices.setdefault(local.device, f"{local.device.type} {len(devices)}")
         specs.append(ParameterSpec(name, str(local.dtype).removeprefix("torch."), tuple(local.shape), device))

@@ -51,8 +51,8 @@ class Reducer(ABC):
     def finalize(self) -> None:
         """Return when everything that was added is reduced. Collective."""
 
-    def discard(self) -> None:  # noqa: B027 (a reducer that keeps nothing has nothing to forget)
-        """Forget what was added and has not been sent yet. Not collective."""
+    def discard(self) -> None:  # noqa: B027 (a reducer that keeps nothing has nothing to discard)
+        """Discard the tensors that were added and not sent yet. Not collective."""
 
     def __enter__(self: R) -> R:
         return self
@@ -69,14 +69,14 @@ class Reducer(ABC):
 def operation(scale: float | None) -> tuple[str, float]:
     """Return the op and scale of an `all_reduce`: the average for None, else the sum times `scale`. Not collective."""
     if scale is not None and not hasattr(scale, "__float__"):
-        raise InvalidArgumentError(f"scale is a number or None, not {scale!r}")
+        raise InvalidArgumentError(f"scale must be a number or None, not {scale!r}")
     return ("avg", 1.0) if scale is None else ("sum", scale)
 
 
 class InlineReducer(Reducer):
     """Reduce every tensor at once, when it is added.
 
-    Not collective itself; `add` is. The way of Flashlight's InlineReducer.
+    Not collective to construct; `add` is collective. It works like Flashlight's InlineReducer.
 
     Args:
         comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
@@ -121,7 +121,7 @@ class _UnfinishedWarning:
         if self.num_added:
             _log.warning(
                 "a CoalescingReducer, made at %s, was dropped without finalize(): %d tensors that were added to it are "
-                "not reduced. Call finalize(), or discard() if they are not wanted, or use it in a with block",
+                "not reduced. Call finalize(), or discard() to drop them, or use it in a with block",
                 self.made_at,
                 self.num_added,
             )
@@ -138,7 +138,7 @@ class CoalescingReducer(Reducer):
     Args:
         comm: A Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
         scale: Multiplies the sum over ranks; None averages.
-        async_op: Let the caller go on while what was sent is reduced.
+        async_op: Return while tensors that were sent are still being reduced.
         contiguous: Send the cached tensors of one dtype and device as one message.
         cache_bytes: The size of the cache.
 
@@ -189,7 +189,7 @@ class CoalescingReducer(Reducer):
         """
         with self._comm.checking("CoalescingReducer.add"):
             if not isinstance(tensor, torch.Tensor):
-                raise InvalidArgumentError(f"a tensor is wanted, not {type(tensor).__name__}")
+                raise InvalidArgumentError(f"expected a tensor, not {type(tensor).__name__}")
         self._unfinished.num_added += 1
         if self._cached_bytes + tensor.nbytes > self._cache_bytes:
             self._flush()
@@ -209,7 +209,7 @@ class CoalescingReducer(Reducer):
         self._unfinished.num_added = 0
 
     def discard(self) -> None:
-        """Forget what is in the cache. Not collective: what was sent goes on, and nobody waits for it."""
+        """Empty the cache. Not collective: reductions that were sent go on, and no call waits for them."""
         self._cached, self._cached_bytes = [], 0
         self._works = []
         self._unfinished.num_added = 0

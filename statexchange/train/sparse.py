@@ -56,7 +56,7 @@ def average_sparse(
         comm: The communicator.
         like: The parameter.
         grad: This rank's gradient, or None.
-        shapes: The shape of each rank's gradient, or None where it has none; of `same_sparse_dims`.
+        shapes: The shape of each rank's gradient, or None where it has none; `same_sparse_dims` holds.
         share: Multiplies this rank's values.
         scale: Multiplies the sum over ranks; None averages.
     """
@@ -73,8 +73,8 @@ def average_sparse(
     all_indices, all_values = [indices] * len(counts), [values] * len(counts)
     if most:
         all_indices, all_values = comm.all_gather(indices), comm.all_gather(values)
-    indices = torch.cat([its[:, :count] for its, count in zip(all_indices, counts, strict=True)], 1)
-    values = torch.cat([its[:count] for its, count in zip(all_values, counts, strict=True)])
+    indices = torch.cat([part[:, :count] for part, count in zip(all_indices, counts, strict=True)], 1)
+    values = torch.cat([part[:count] for part, count in zip(all_values, counts, strict=True)])
     whole = torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False).coalesce()
     values = whole.values() / comm.world_size if scale is None else whole.values() * scale
     return torch.sparse_coo_tensor(

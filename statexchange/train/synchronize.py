@@ -1,4 +1,4 @@
-"""Make state equal on all ranks: any tree takes root's values; a module's parameters are broadcast or averaged.
+"""Make state equal on all ranks: copy root's values into any tree; broadcast or average a module's parameters.
 
 The protocol of a call:
 
@@ -38,7 +38,7 @@ __all__ = ["allreduce_parameters", "broadcast_parameters", "synchronize"]
 T = TypeVar("T")
 Describe = Callable[..., StateSpec]
 
-_WINDOW_BYTES = 64 << 20  # of tensors that travel at a time, and so the most that is copied for it
+_WINDOW_BYTES = 64 << 20  # the most that travels as one message, and so the largest copy
 _ALONE_BYTES = 1 << 20  # a tensor of this size or more travels by itself, without a copy
 _ALIGN_BYTES = 16  # the largest itemsize: any dtype may begin at a multiple of it
 _MAX_SHOWN_RANKS = 8
@@ -56,12 +56,12 @@ def synchronize(tree: T, *, root: int = 0, comm: CommLike | None = None) -> T:
 
             * torch tensors (also non-contiguous or requiring grad) and numpy arrays: the same objects are filled with
               root's data;
-            * numbers, strings, enums, torch dtypes and None: they are replaced by root's; None may stand where root
-              has any other of them, and the reverse;
+            * numbers, strings, enums, torch dtypes and None: they are replaced by root's; None on one rank may stand
+              for any of the others on another rank;
             * modules: parameters and all buffers, persistent or not, by name; tied tensors travel once; names in
               torch's `_ddp_params_and_buffers_to_ignore` stay each rank's own;
-            * optimizers: hyperparameters and state become root's; what a rank lacks is made and what root lacks is
-              dropped, so that a resumed root seeds fresh ranks. The parameters themselves are the module's;
+            * optimizers: hyperparameters and state become root's; state that a rank lacks is made and state that root
+              lacks is dropped, so that a resumed root can fill new ranks. The parameters themselves stay the module's;
             * objects with `state_dict` and `load_state_dict`, such as LR schedulers: likewise.
 
             Any other object stays each rank's own. So do devices, paths, bytes and functions.
@@ -72,7 +72,7 @@ def synchronize(tree: T, *, root: int = 0, comm: CommLike | None = None) -> T:
         The tree: the same object unless it is a plain value or an immutable container that changed.
 
     Raises:
-        MismatchError: Trees differ in paths, kinds, shapes or dtypes, or ranks name different roots. It shows both
+        MismatchError: Trees differ in paths, kinds, shapes or dtypes, or ranks passed different roots. It shows both
             sides at the first path that differs; nothing has changed.
         UnsupportedError: Something cannot be synchronised, such as a sharded DTensor (replicated ones are filled), a
             sparse, quantised or meta tensor, or an array of objects; it names the path.
@@ -92,7 +92,7 @@ def synchronize(tree: T, *, root: int = 0, comm: CommLike | None = None) -> T:
         spec.add_tree(tree)
         return spec
 
-    with communicator.phase("filling it"):
+    with communicator.phase("filling the tree"):
         filled: T = rebuild(tree, _fill(communicator, root, describe), is_leaf)
     return filled
 
@@ -126,7 +126,7 @@ def broadcast_parameters(
     def describe(*, written: bool) -> StateSpec:
         return module_spec(module, written=written, buffers=broadcast_buffers)
 
-    with communicator.phase("filling them"):
+    with communicator.phase("filling the parameters"):
         _fill(communicator, root, describe)
 
 
@@ -160,7 +160,7 @@ def allreduce_parameters(module: nn.Module, *, comm: CommLike | None = None) -> 
                 raise UnsupportedError(f"{tensor.dtype} cannot be averaged", name=name)
         return spec
 
-    with communicator.phase("averaging them"):
+    with communicator.phase("averaging the parameters"):
         compared = _compare(communicator, 0, describe)
         tensors = list(compared.spec.tensors.values())
         inexact = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
@@ -175,7 +175,7 @@ def allreduce_parameters(module: nn.Module, *, comm: CommLike | None = None) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """The spec, which is alike on all ranks, and root's payload; on root also the payload's tensors."""
+    """The spec, which is equal on all ranks, and root's payload; on root also the payload's tensors."""
 
     spec: StateSpec
     payload: Any
@@ -184,7 +184,7 @@ class _Compared:
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """The message of a rank in step 1: the root that it names, a digest, the kinds of its values; root's payload."""
+    """A rank's message in step 1: the root that it was given, a digest, the kinds of its values; root's payload."""
 
     root: int
     digest: str
@@ -196,7 +196,7 @@ class _Note:
         return [self.root, self.digest, list(self.kinds), self.payload]
 
     def agrees_with(self, other: _Note) -> bool:
-        """Whether both hold the same; plain values of a kind may stand for None, and the reverse."""
+        """Whether both ranks hold the same; None may stand for a plain value of any kind, and the reverse."""
         return self.digest == other.digest and all(map(_are_alike, self.kinds, other.kinds))
 
 
@@ -215,7 +215,7 @@ def _compare(comm: Communicator, root: int, describe: Describe) -> _Compared:
     notes = [_Note(*raw) for raw in comm.agree(failure, phase="describing what it holds", note=note)]
     roots = [theirs.root for theirs in notes]
     if len(set(roots)) > 1:
-        raise MismatchError(f"ranks name different roots: {', '.join(map(str, roots))}")
+        raise MismatchError(f"ranks passed different roots: {', '.join(map(str, roots))}")
     different = [rank for rank, theirs in enumerate(notes) if not theirs.agrees_with(notes[root])]
     if different:
         details = spec.details()
@@ -250,7 +250,7 @@ def _difference(
             own = nothing
     ranks = ", ".join(map(str, different[:_MAX_SHOWN_RANKS])) + (", ..." if len(different) > _MAX_SHOWN_RANKS else "")
     return MismatchError(
-        f"not all ranks hold what root holds (rank {root}; different on: {ranks})",
+        f"not all ranks hold what root, rank {root}, holds (different on: {ranks})",
         rank=rank,
         name=(own.path if roots is nothing else roots.path) or "(the whole)",
         expected=f"{roots.text} (rank {root})",
@@ -383,8 +383,8 @@ class _Staging:
             if isinstance(piece, np.ndarray):
                 np.copyto(_as_array(part, piece), piece)
             else:
-                its, staged = _same_view(piece, part)
-                staged.copy_(its)
+                own, staged = _same_view(piece, part)
+                staged.copy_(own)
 
     def copy_out(self) -> None:
         """Copy the buffer into the pieces."""
@@ -392,8 +392,8 @@ class _Staging:
             if isinstance(piece, np.ndarray):
                 np.copyto(piece, _as_array(part, piece))
             else:
-                its, staged = _same_view(piece, part)
-                its.copy_(staged)
+                own, staged = _same_view(piece, part)
+                own.copy_(staged)
 
 
 def _as_array(part: torch.Tensor, piece: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

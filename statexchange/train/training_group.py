@@ -20,7 +20,7 @@ _MAX_STEP_TIMES = 1 << 12
 class TrainingGroup:
     """Optimizers that train one module by one algorithm, with one setting.
 
-    A step's time is that between two forwards in train mode. With `tune_every` the tuner is asked after each
+    A step's time is that between two forwards in train mode. With `tune_every` the tuner runs after each
     `tune_every`-th forward, at the end of its step: between a forward and its step, buckets cannot change.
     """
 
@@ -43,18 +43,18 @@ class TrainingGroup:
         return self._optimizers
 
     def begin(self, optimizers: list[AlgorithmOptimizer], tune_every: int | None) -> None:
-        """Train with these optimizers; ask the tuner after each `tune_every`-th forward, or only when called."""
+        """Train with these optimizers; run the tuner after each `tune_every`-th forward, or only when called."""
         self._optimizers = optimizers
         self._tune_every = tune_every
         self._tuner = optimizers[0].new_tuner()
 
     def restart_tuning(self) -> None:
-        """Forget what was measured: the algorithm has changed."""
+        """Discard the measured times: the algorithm has changed."""
         self._tuner = self.optimizers[0].new_tuner()
         self._step_times.clear()
 
     def count_forward(self) -> None:
-        """Note a forward in train mode."""
+        """Count a forward in train mode, and the time since the one before as a step."""
         now = time.perf_counter()
         if self._last_forward_s is not None:
             self._step_times.append(now - self._last_forward_s)
@@ -64,7 +64,7 @@ class TrainingGroup:
             self._is_due = True
 
     def interrupt(self) -> None:
-        """Measure no step from the last forward to the next: something else happens between the two."""
+        """Do not count the time from the last forward to the next as a step: something else happens in it."""
         self._last_forward_s = None
 
     def set_step_times(self, step_s: Sequence[float]) -> None:
@@ -72,7 +72,7 @@ class TrainingGroup:
         self._step_times = deque(step_s, maxlen=_MAX_STEP_TIMES)
 
     def after_step(self) -> None:
-        """Ask the tuner if that is due after this step. Collective then."""
+        """Run the tuner if it is due after this step. Collective then."""
         if self._is_due:
             self.tune()
 

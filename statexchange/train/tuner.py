@@ -1,4 +1,4 @@
-"""The tuner: tries bucket sizes, and both ways of several hosts, while training goes on, and keeps the fastest."""
+"""The tuner: tries bucket sizes, with and without the hierarchy, during training, and keeps the fastest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LEAST_POWER, _MOST_POWER = 10, 31  # of two
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The size that buckets come near to, and whether ranks of several hosts reduce within each host first."""
+    """The approximate size of buckets, and whether ranks of several hosts reduce within each host first."""
 
     bucket_bytes: int
     hierarchical: bool = False
@@ -31,7 +31,7 @@ class Trial:
 class Tuner:
     """Propose settings, one after each measurement, and the fastest when all were tried.
 
-    The order: `present`; with `both` the same with the other way of several hosts; then, with the faster of the two,
+    The order: `present`; with `both`, the same with the other value of `hierarchical`; then, with the faster of these,
     powers of two around the present size.
     """
 

@@ -902,7 +902,7 @@ def test_sources_without_parameters_are_refused() -> None:
         BucketReducer(nn.LazyLinear(2))
     with pytest.raises(UnsupportedError, match="meta"):
         BucketReducer(nn.Linear(2, 2, device="meta"))
-    with pytest.raises(InvalidArgumentError, match="leaves"):
+    with pytest.raises(InvalidArgumentError, match="leaf"):
         BucketReducer([module.weight * 2])
     with pytest.raises(InvalidArgumentError, match="not str"):
         BucketReducer(["weight"])
@@ -919,7 +919,7 @@ def test_sources_without_parameters_are_refused() -> None:
     ("explicit", "message"),
     [
         ([["weight"], ["other"]], "'other'"),
-        ([["weight", "weight"]], "one bucket only"),
+        ([["weight", "weight"]], "in two buckets"),
         ([[]], "one dtype and device"),
         ([[torch.ones(1)]], "of shape"),
     ],

@@ -263,7 +263,7 @@ def test_a_state_loaded_after_workers_began_is_an_error() -> None:
     loader = DataLoader(container, num_workers=1, persistent_workers=True)
     assert len(list(loader)) == 6
     container.load_state_dict({**container.state_dict(), "consumed": [[1, 2]]})
-    with pytest.raises(sx.errors.InvalidArgumentError, match="make the DataLoader after that"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="make a new DataLoader"):
         list(loader)
     assert torch.cat(list(DataLoader(container, num_workers=1))).tolist() == [2, 3, 4, 5]
 
@@ -386,9 +386,9 @@ def test_the_seed_comes_with_the_state() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"num_samples": 24}, "num_samples: expected 23, found 24"),
-        ({"uneven": "pad"}, "uneven: expected short, found pad"),
-        ({"shuffle": True}, "shuffle: expected False, found True"),
+        ({"num_samples": 24}, "num_samples differs: expected 23, found 24"),
+        ({"uneven": "pad"}, "uneven differs: expected short, found pad"),
+        ({"shuffle": True}, "shuffle differs: expected False, found True"),
         ({"more": 1}, "no state of"),
         ({"consumed": []}, "pairs of ranks and samples"),
         ({"consumed": [[0, 1]]}, "pairs of ranks and samples"),

@@ -474,7 +474,7 @@ def test_names_that_cannot_be_counted_on(tmp_path: Path) -> None:
     state = {"experts.0.w": torch.ones(1), f"experts.{rank}.v": torch.ones(1)}
     twice = {"experts.0.w": torch.ones(1), **({"experts.1.v": torch.ones(1)} if rank else {})}
     rename = {"*.w": [{"renumber": "experts"}, {"dim": 0, "split": {"w": {"v": 1}}}]}
-    told = r"the layout makes two tensors of one rank this one.*'experts\.1\.v', rank 1"
+    told = r"the layout gives this name to two tensors of one rank.*'experts\.1\.v', rank 1"
     refused(ValueError, told, twice, tmp_path / "x", layout=rename)
     sx.export_checkpoint(state, tmp_path / "out", layout=layout)
     assert sorted(exported(tmp_path / "out")) == ["experts.0.v", "experts.0.w", "experts.1.v", "experts.1.w"]

@@ -321,7 +321,7 @@ def test_an_optimizer_of_fewer_or_more_parameters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("live", "told"),
     [
-        ({"a": torch.zeros(1).expand(2)}, "several elements lie in one place"),
+        ({"a": torch.zeros(1).expand(2)}, "several elements share memory"),
         ({"a": FROZEN}, "read-only"),
         (
             {"a": torch.zeros(2), "s": torch.amp.GradScaler("cpu")},

@@ -291,7 +291,7 @@ def test_a_tensor_that_overlaps_itself_is_refused_and_one_that_interlocks_is_not
     sx.save_checkpoint({"t": wanted}, tmp_path)
     live = torch.zeros(20).as_strided(shape, (2, 1) if shape == (4, 4) else (3, 2))
     if shape == (4, 4):
-        with pytest.raises(ValueError, match=r"several elements lie in one place of memory.*t"):
+        with pytest.raises(ValueError, match=r"several elements share memory.*t"):
             sx.load_checkpoint({"t": live}, tmp_path)
     else:
         sx.load_checkpoint({"t": live}, tmp_path)

@@ -419,7 +419,7 @@ def test_no_module_is_an_error_on_all_ranks(verb: Callable[..., None]) -> None:
         return str(caught.value)
 
     messages = run_ranks(ranks, 2)
-    assert messages == ["a module is wanted, not NoneType [rank 1]"] * 2
+    assert messages == ["expected a module, not NoneType [rank 1]"] * 2
 
 
 @pytest.mark.ranks(2)
@@ -756,7 +756,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type, str]] = {
     "generator": (
         lambda: nn.Linear(1, 1).parameters(),
         sx.errors.InvalidArgumentError,
-        "a generator has no places to fill",
+        "a generator cannot be filled in place",
     ),
     "view of values": (lambda: {"a": 1}.values(), sx.errors.InvalidArgumentError, "give a list"),
     "objects": (lambda: np.array([object()]), sx.errors.UnsupportedError, "array of objects"),
@@ -929,7 +929,7 @@ def on_a_mesh() -> None:
     assert synchronize({"w": whole})["w"] is whole
     assert (whole.to_local() == 1).all()
     cut = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
-    with pytest.raises(sx.errors.UnsupportedError, match=r"has other parts on other ranks.*'w'"):
+    with pytest.raises(sx.errors.UnsupportedError, match=r"lies on several ranks.*'w'"):
         synchronize({"w": cut})
     with pytest.raises(sx.errors.UnsupportedError, match="lies on many ranks"):
         synchronize(torch.optim.SGD([nn.Parameter(cut)], lr=0.1))

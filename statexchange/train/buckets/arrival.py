@@ -16,10 +16,10 @@ __all__ = ["Arrival"]
 class Arrival:
     """Records the arrival of gradients, which is not the same as ``grad is not None``.
 
-    A user may keep old gradients, or zero them, so that a tensor in `.grad` does not say that this step's backward made
-    it. The hooks do. A *step* ends with `end_step`: until then a gradient counts as arrived, however many rounds of
-    averaging it took part in. A *round* ends with `begin_round`: in each, a bucket waits once for each of its
-    gradients.
+    A user may keep old gradients, or zero them, so a tensor in `.grad` need not come from this step's backward. Only
+    the hooks show which gradients it made. A *step* ends with `end_step`: until then a gradient counts as arrived,
+    however many rounds of averaging it took part in. A *round* ends with `begin_round`: in
+    each, a bucket waits once for each of its gradients.
     """
 
     def __init__(self, views: Sequence[BucketView]) -> None:
@@ -37,7 +37,7 @@ class Arrival:
         self._counted = bytearray(len(self._views))
 
     def record(self, view: BucketView, *, counts: bool) -> bool:
-        """Record a gradient; return whether its bucket now waits for one less.
+        """Record a gradient; return whether its bucket now waits for one gradient less.
 
         With `counts` False the gradient has arrived, but the bucket goes on waiting: another backward will add to it.
         """
@@ -64,8 +64,8 @@ class Arrival:
 
         Args:
             buckets: The buckets of the plan.
-            recheck: Look for gradients that were dropped after they had arrived: no bucket was filled yet, which would
-                have found them.
+            recheck: Look for gradients that were dropped after they had arrived. Filling a bucket finds them, too, but
+                no bucket was filled yet.
             has_weight: A rank without weight reports that nothing arrived.
         """
         if recheck:
@@ -77,7 +77,7 @@ class Arrival:
         for bucket in buckets:
             if bucket.in_flight:
                 for view in bucket.views:
-                    if view.param.grad is not None:  # sending had set it to None: another backward made a new one
+                    if view.param.grad is not None:  # it was None after sending, so another backward made it
                         states[view.index] |= LATE
         for view in self._views:
             if not view.param.requires_grad:
@@ -86,7 +86,7 @@ class Arrival:
         return ArrivalReport(bytes(states), order, sparse if order else {})
 
     def _coalesce_unplaced(self) -> dict[int, SparseShape]:
-        """Look at the gradients that are in no bucket; return the shapes of the sparse ones, by parameter."""
+        """Classify the gradients that are in no bucket; return the shapes of the sparse ones, by parameter."""
         sparse: dict[int, SparseShape] = {}
         for index in self._unplaced:
             view = self._views[index]

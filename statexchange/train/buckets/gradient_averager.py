@@ -84,7 +84,7 @@ class GradientAverager:
             with self._sender.shared_errors():
                 if bucket.in_flight:
                     bucket.fill()
-                else:  # on this rank nothing arrived late: the whole bucket was sent by `reduce`
+                else:  # this rank sent the bucket in `reduce`, so nothing arrived late here
                     bucket.flat.zero_()
             self._sender.reduce_memory(bucket)
             bucket.wait()
@@ -97,7 +97,7 @@ class GradientAverager:
                 bucket.flat.mul_(self._comm.world_size / len(summary.active))
 
     def _reduce_unplaced(self, summary: RoundSummary, weight: float, share: float) -> None:
-        """Give gradients without a bucket one and reduce it; gather those that are sparse everywhere. Collective."""
+        """Make buckets for dense gradients that have none, and reduce them; gather sparse gradients. Collective."""
         dense, sparse = [], []
         for index in summary.order():
             view = self._views[index]

@@ -1,4 +1,4 @@
-"""The options of a BucketReducer, as keyword arguments that others pass on, and as a record that ranks compare."""
+"""The options of a BucketReducer: as keyword arguments, and as a record that ranks compare."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ _CHUNK_ALIGN_BYTES = 32
 
 
 class _CommonOptions(TypedDict, total=False):
+    """Options that no algorithm sets."""
+
     align_bytes: int
     fusion: bool
     delay_reduce: bool
@@ -54,7 +56,7 @@ class ResetOptions(ReducerOptions, total=False):
 
 
 class TrainingOptions(_CommonOptions, total=False):
-    """Keyword arguments of `data_parallel` that it passes on: options that no algorithm sets."""
+    """Keyword arguments that `data_parallel` passes on to DistributedOptimizer and BucketReducer."""
 
     accumulate: int
     weight: Callable[[], float] | None
@@ -102,7 +104,7 @@ class BucketOptions:
         return self.bucket_type == "gradient"
 
     def size_unit(self, world_size: int) -> int:
-        """The number of bytes of which a bucket's size is a multiple."""
+        """The unit of a bucket's size, in bytes."""
         return max(self.align_bytes, _CHUNK_ALIGN_BYTES * world_size) if self.chunking else self.align_bytes
 
 

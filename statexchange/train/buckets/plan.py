@@ -116,8 +116,8 @@ class BucketPlan:
     def extend_in_batches(self, groups: Sequence[Sequence[BucketView]]) -> Iterator[list[Bucket]]:
         """`extend` by about 32 MiB of buckets at a time.
 
-        Whoever fills a batch before the next is made frees the gradients' own memory in between: otherwise all
-        gradients would lie in memory twice.
+        Fill each batch before requesting the next: this frees the gradients' own memory. Otherwise all gradients would
+        be in memory twice.
         """
         batch: list[Sequence[BucketView]] = []
         nbytes = 0
@@ -135,7 +135,7 @@ class BucketPlan:
         return [[view.name for view in bucket.views] for bucket in self.buckets]
 
     def bucket_of(self, flat: torch.Tensor) -> Bucket:
-        """Return the bucket whose memory `flat` is."""
+        """Return the bucket that has the memory `flat`."""
         return next(bucket for bucket in self.buckets if bucket.flat is flat)
 
     def label(self, bucket: Bucket) -> str:
@@ -181,11 +181,13 @@ def explicit_names(
         names = tuple(_name_of(item, by_name, by_identity) for item in bucket)
         kinds = {(by_name[name].dtype, by_name[name].device) for name in names}
         if len(kinds) != 1:
-            raise InvalidArgumentError(f"a bucket holds tensors of one dtype and device, not of {len(kinds)}")
+            raise InvalidArgumentError(
+                f"a bucket must have parameters of one dtype and device, not of {len(kinds)} kinds"
+            )
         found.append(names)
     for name in itertools.chain.from_iterable(found):
         if name in used:
-            raise InvalidArgumentError("a parameter lies in one bucket only", name=name)
+            raise InvalidArgumentError("this parameter is in two buckets", name=name)
         used.add(name)
     return tuple(found)
 
@@ -196,7 +198,7 @@ def _name_of(item: str | torch.Tensor, names: Container[str], by_identity: dict[
     if isinstance(item, str) and item in names:
         return item
     what = f"of shape {list(item.shape)}" if isinstance(item, torch.Tensor) else f"named {item!r}"
-    raise InvalidArgumentError(f"buckets name a parameter {what}, which this reducer does not have")
+    raise InvalidArgumentError(f"buckets contain a parameter {what} that this reducer does not have")
 
 
 def _rounded_up(number: int, unit: int) -> int:

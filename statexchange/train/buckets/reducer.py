@@ -5,15 +5,15 @@ is what the caller counts; it may have several rounds.
 
 A round, on every rank:
 
-1. Backward makes a gradient and a hook records its arrival (`hooks`, `arrival`). Arrival is what the hook saw, not
-   ``grad is not None``: users keep or zero old gradients.
+1. Backward makes a gradient and a hook records its arrival (`hooks`, `arrival`). A gradient has arrived if the hook
+   ran, not if ``grad is not None``: users keep or zero old gradients.
 2. The gradient is copied into its bucket (`sender`). With fusion `.grad` becomes a view of the bucket, so nothing is
    copied back.
 3. With `overlap`, a bucket that has all its gradients is reduced while backward goes on, but never before the buckets
    that precede it in the plan: every rank must reduce the same buckets in the same order, in whatever order its
    gradients arrive. `.grad` of its parameters is None from then on, so that another backward does not add to memory in
    flight.
-   The plan's last bucket waits for `reduce`: nothing is left for it to overlap with.
+   `reduce` sends the plan's last bucket: nothing is left for it to overlap with.
 4. `reduce` sends the rest of the plan, with zeros where nothing arrived, so that ranks whose backward touched other
    parameters take part in the same collectives. It does this and what follows in `gradient_averager`.
 5. All ranks exchange one message (`rounds`): the plan's digest, the step, the weight, and what arrived. Different plans
@@ -26,7 +26,7 @@ A round, on every rank:
 With `delay_reduce` step 3 does not happen and step 5 comes before step 4: the sum of weights has to be known before
 gradients are multiplied by their share of it.
 
-Threads. Hooks run in threads of autograd's engine, and in which of them may differ between ranks. Collectives that they
+Threads. Hooks run in threads of autograd's engine, possibly in different ones on different ranks. Collectives that they
 begin count as calls of the thread that last called `reduce` (`Communicator.called_by`). Reductions during backward run
 in the communicator's work queue; `reduce` waits for them.
 
@@ -77,7 +77,7 @@ class BucketReducer(Reducer):
     """Average the gradients of parameters over ranks in flat buckets, overlapping backward.
 
     Collective: all ranks construct it, over parameters of the same names, shapes and dtypes, and call `finalize` after
-    each backward, also a rank whose backward touched nothing.
+    each backward; a rank whose backward touched no parameter must call it, too.
 
     Gradients are final when `finalize` returns. Between backward and `finalize` they belong to the reducer, and those
     that are being reduced are None. Averaging is linear: several backwards before one `finalize` give the average of
@@ -106,9 +106,9 @@ class BucketReducer(Reducer):
             autograd; or "parameter", the same, but a graph that still needs the old values raises.
         buckets: Lists of names or of parameters that are to share a bucket. Others are placed as they arrive.
         scale: Multiplies the sum over ranks; None averages.
-        overlap: Send buckets during backward, in another thread. None, which each rank decides for itself, does so
-            unless buckets are reduced through shared memory and there are fewer than two cores a rank: then that thread
-            would only take backward's core.
+        overlap: Send buckets during backward, in another thread. With None each rank does so unless buckets
+            are reduced through shared memory and there are fewer than two cores a rank: then that thread would only
+            take time from backward.
         communicate: A function that turns a flat bucket, in place, into what all ranks should have; None is the
             all-reduce. It may return a Work. All ranks call it in the order of the plan.
 
@@ -192,10 +192,10 @@ class BucketReducer(Reducer):
         """
         with self._comm.checking("reset"):
             if any(bucket.in_flight for bucket in self._plan.buckets):
-                raise InvalidArgumentError("gradients are on their way: finalize() before reset()")
+                raise InvalidArgumentError("gradients are being reduced: call finalize() before reset()")
             self.check_settings(changes, "comm")
             given: dict[str, Any] = dict(changes)
-            shared = BucketOptions.names() & given.keys() - {"buckets"}  # whose names `_build` finds
+            shared = BucketOptions.names() & given.keys() - {"buckets"}  # `_build` resolves the names of buckets
             options = replace(self._options, **{name: given[name] for name in shared})
             options.check()
         comm = as_communicator(changes.get("comm", self._comm))
@@ -253,7 +253,7 @@ class BucketReducer(Reducer):
         self._hooks.reports_end = self._on_backward_end is not None
         self._rounds = 0
         self.eager = True
-        """Whether buckets may be sent during backward; the caller's to set."""
+        """Whether buckets may be sent during backward. Callers may set it."""
         if names is not None:
             by_name = {view.name: view for view in self._views}
             self._plan.extend([[by_name[name] for name in bucket] for bucket in names])
@@ -271,9 +271,9 @@ class BucketReducer(Reducer):
         return not uses_cores or usable_cores() >= 2 * self._comm.world_size
 
     def close(self) -> None:
-        """Take the hooks off the parameters: backward is as before.
+        """Remove the hooks from the parameters: backward is as before.
 
-        Not collective. Closing the communicator does it, too. May be called again.
+        Not collective. Closing the communicator does it, too. May be called more than once.
         """
         self._closed = True
         self._comm.dependents.discard(self)
@@ -283,9 +283,9 @@ class BucketReducer(Reducer):
         """Raise if this reducer or its communicator has been closed. Not collective."""
         if self._closed:
             self._comm.raise_if_closed()
-            raise InvalidArgumentError("this reducer has been closed, and gradients are no averages any more")
+            raise InvalidArgumentError("this reducer has been closed: it averages no gradients any more")
 
-    # Facts
+    # Properties
 
     @property
     def comm(self) -> Communicator:
@@ -370,10 +370,10 @@ class BucketReducer(Reducer):
         self.end_step()
 
     def discard(self) -> None:
-        """Forget what arrived; blocks until what was sent is reduced.
+        """Discard what arrived; blocks until what was sent is reduced.
 
-        Not collective, but all ranks must do it alike. After a failure of this rank alone that reduction fails; the
-        other ranks learn of the failure itself, so its consequence is not raised here.
+        Not collective, but all ranks must do it alike. If only this rank has failed, that reduction fails, too. Its
+        error is not raised here: the other ranks get the first failure.
         """
         for bucket in self._plan.buckets:
             with contextlib.suppress(StateExchangeError):
@@ -428,7 +428,7 @@ class BucketReducer(Reducer):
             if not 0 <= weight < math.inf:
                 raise InvalidArgumentError("a weight is a finite number, 0 or more", found=weight)
             if self._options.scale is not None or not self._options.averages_gradients:
-                raise InvalidArgumentError("a weight goes with the average of gradients, without scale", found=weight)
+                raise InvalidArgumentError("a weight is for averages of gradients, without scale", found=weight)
             if weight != 1 and not self._options.delay_reduce:
                 raise InvalidArgumentError("a weight needs delay_reduce: what was sent has weight 1", found=weight)
         return weight

@@ -151,7 +151,7 @@ class RoundSummary:
 
 
 def exchange_reports(comm: Communicator, header: RoundHeader, report: ArrivalReport) -> RoundSummary:
-    """Compare plans and steps with all ranks, and learn what arrived on each. Collective.
+    """Compare plans and steps with all ranks; return the reports of all. Collective.
 
     Raises:
         MismatchError: Plans or steps differ.
@@ -172,13 +172,13 @@ def _check_steps(headers: Sequence[RoundHeader]) -> None:
     if len(first_ranks) > 1:
         (step, rank), (other_step, other_rank) = list(first_ranks.items())[:2]
         raise MismatchError(
-            f"rank {rank} is in step {step}, rank {other_rank} in step {other_step}: all must call backward and step "
-            "alike"
+            f"rank {rank} is in step {step}, rank {other_rank} in step {other_step}: all ranks must call backward "
+            "and step equally often"
         )
 
 
 def _combined(states: set[bytes], operator: Callable[[int, int], int]) -> bytes:
-    """The flags that any rank has set, or that all have, by `operator`; of equal ranks nothing is computed."""
+    """Combine the ranks' flags by `operator`: those of any rank, or of all. Nothing is computed if all are equal."""
     first, *others = states
     if not others:
         return first

@@ -24,7 +24,7 @@ _PENDING_BYTES = 1 << 18  # of gradients that are copied together, while they ar
 class BucketSender:
     """Copies gradients into buckets and reduces these, during backward and after it.
 
-    `caller` is the thread in whose name autograd's threads communicate; see `Communicator.called_by`.
+    Collectives in autograd's threads count as calls of the thread `caller`; see `Communicator.called_by`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class BucketSender:
         return self._plan.buckets[self._num_sent :]
 
     def gradient_ready(self, view: BucketView) -> None:
-        """Take a gradient whose bucket waited for it, and send what that made full. Collective if a bucket is sent."""
+        """Accept a gradient for which its bucket waited; send buckets that are full now. Collective if any is sent."""
         if self._fusion:
             self._pending_copies.append(view)
             self._pending_bytes += view.nbytes
@@ -79,7 +79,7 @@ class BucketSender:
         self._pending_bytes = 0
 
     def _send_full(self) -> None:
-        """Send the buckets that are full and next in the plan, but for the last, which nothing is left to overlap."""
+        """Send the full buckets that are next in the plan, except the last: nothing is left for it to overlap with."""
         while self._num_sent + 1 < len(self._plan.buckets):
             bucket = self._plan.buckets[self._num_sent]
             if bucket.num_waiting:
@@ -98,7 +98,7 @@ class BucketSender:
                 self._arrival.mark_missing(bucket.fill(factor))
             if not async_op:
                 for sent in self._plan.buckets[: self._num_sent]:
-                    sent.wait()  # a failure of theirs must end this reduction, too
+                    sent.wait()  # if an earlier bucket has failed, do not reduce this one
             self.reduce_memory(bucket, async_op=async_op)
 
     def reduce_memory(self, bucket: Bucket, *, async_op: bool = False) -> None:
@@ -112,7 +112,7 @@ class BucketSender:
 
     @contextlib.contextmanager
     def shared_errors(self) -> Iterator[None]:
-        """Raise on all ranks what is raised in the block on this one. Collective only then."""
+        """Raise an error of the block on all ranks. Collective only if there is one."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 (agree raises it)

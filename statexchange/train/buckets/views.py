@@ -19,9 +19,9 @@ __all__ = ["Bucket", "BucketView", "copy_gradients", "publish_gradients"]
 class BucketView:
     """A parameter and its place in a bucket.
 
-    `local` is the part of the bucket's memory that has the parameter's shape and strides. `grad` is the same memory as
-    the parameter's `.grad` has it: of a DTensor parameter a DTensor. `own_grad` is, without fusion, the tensor in which
-    backward made the gradient: the average is copied back into it.
+    `local` is the part of the bucket's memory that has the parameter's shape and strides. `grad` is the same memory in
+    the form of the parameter's `.grad`: a DTensor if the parameter is one. `own_grad` is, without fusion, the
+    tensor in which backward made the gradient: the average is copied back into it.
     """
 
     __slots__ = (
@@ -77,7 +77,7 @@ class BucketView:
         local = grad if self.is_plain else local_part(grad, self.name)
         if local.dtype is not self.dtype or local.shape != self.shape:
             raise InvalidArgumentError(
-                "the gradient is not like the parameter that was given to the reducer: call its reset()",
+                "the gradient's dtype or shape is not the parameter's when the reducer was made: call reset()",
                 name=self.name,
                 expected=f"{self.dtype}{list(self.shape)}",
                 found=f"{local.dtype}{list(local.shape)}",
@@ -88,7 +88,7 @@ class BucketView:
 class Bucket:
     """The views of several parameters in one flat tensor, and the bucket's progress in the present round.
 
-    `num_waiting` counts the parameters whose gradient has not arrived in this round. `in_flight` says that the bucket
+    `num_waiting` counts the parameters whose gradient has not arrived in this round. `in_flight` is set if the bucket
     was sent during backward; `work` is its reduction, if that may still be running.
     """
 
@@ -105,7 +105,7 @@ class Bucket:
         self.begin_round()
 
     def begin_round(self) -> None:
-        """Forget what arrived and what was sent."""
+        """Reset what arrived and what was sent."""
         self.num_waiting = len(self.views)
         self.in_flight = False
         self.work: Work | None = None
