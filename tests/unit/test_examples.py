@@ -55,8 +55,7 @@ def test_an_example_does_what_it_shows(name: str, tmp_path: Path, monkeypatch: p
 
 
 def test_every_public_name_has_an_example() -> None:
-    started_by_mpiexec = {"statexchange.comm.adopt.from_mpi"}
-    assert {name for name, _ in public_names() if name not in EXAMPLES} == started_by_mpiexec
+    assert not [name for name, _ in public_names() if name not in EXAMPLES]
 
 
 def test_every_method_of_a_communicator_has_an_example() -> None:
