@@ -58,7 +58,7 @@ class FlatTensor:
         return self.given
 
     def start_from(self, given: FlatTensor) -> torch.Tensor:
-        """Return the tensor to reduce: a copy of `given` if this is `out`, which must not change in a call that fails."""
+        """Return the tensor to reduce: a copy of `given` if this is `out`, which a failed call must not change."""
         return self.data if given is self else given.data.clone()
 
     def finish_with(self, result: torch.Tensor) -> Any:

@@ -13,9 +13,9 @@ is *complete* or that it has *failed*, with the error; the other ranks poll for 
 Under MPI nothing is joined: all ranks have taken part when they have the address.
 
 Failure. Rank 0 gives up at its deadline, and raises StallError with the ranks that have not joined; the ranks that have
-joined read the error and raise it, too. They also have deadlines of their own. A rank that dies after it has joined is not
-noticed here, but when the communicator is formed. When rank 0 dies, its server ends: at an address the others try again
-until their deadline, since another server may follow; elsewhere they raise at once.
+joined read the error and raise it, too. They also have deadlines of their own. A rank that dies after it has joined is
+not noticed here, but when the communicator is formed. When rank 0 dies, its server ends: at an address the others try
+again until their deadline, since another server may follow; elsewhere they raise at once.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class CleanState:
     """The state of this process before a task."""
 
     def __init__(self) -> None:
-        gc.freeze()  # what is there already is not looked at again by `restore`
+        gc.freeze()  # so that gc.collect in `restore` skips the objects that exist already
         self._environ = dict(os.environ)
         self._directory = os.getcwd()
         self._functions = _functions()

@@ -100,7 +100,7 @@ def open_world(
 _kept: list[_Remote] = []
 _ended_badly: list[str] = []  # ranks of such worlds, for `dismiss_kept` to report
 _MOST_KEPT_RANKS = 8
-_MOST_TASKS = 50  # of one world, in case that each leaves a little behind which nobody sees
+_MOST_TASKS = 50  # of one world, as each may leave a little state behind that is not detected
 
 
 def _take_kept(kind: type[_Remote], world_size: int) -> _Remote | None:
@@ -155,7 +155,7 @@ def _target(fn: Callable[..., Any], backend: str) -> str:
 
 
 class _Threads:
-    """Ranks that are threads of this process. One that hangs cannot be killed, but is named."""
+    """Ranks that are threads of this process. One that hangs cannot be killed, but is reported."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], world_size: int) -> None:
         self._fn = fn
@@ -366,7 +366,7 @@ class _Remote:
 def _innermost(threads: list[str]) -> str:
     """The first frame of the main thread, which faulthandler writes last."""
     frame = re.search(r'File "(.*)", line (\d+) in (.*)', threads[-1] if threads else "")
-    return f"{frame[3]} ({Path(frame[1]).name}:{frame[2]})" if frame else "a place that does not answer"
+    return f"{frame[3]} ({Path(frame[1]).name}:{frame[2]})" if frame else "an unknown place"
 
 
 def _wait_for_text(file: Path) -> None:
@@ -445,7 +445,7 @@ def mpi_missing() -> str | None:
 
 
 class _Job(_Remote):
-    """Ranks under mpiexec, which come to a socket of ours. Only the job as a whole has an exit code."""
+    """Ranks under mpiexec, which connect to a socket of the launcher. Only the job as a whole has an exit code."""
 
     _ok: set[int]
 
@@ -471,7 +471,7 @@ class _Job(_Remote):
             "statexchange.testing.mpi_rank",
             address,
         ]
-        # In a session of its own: on Ctrl-C we end it, and it does not meddle.
+        # In a session of its own: Ctrl-C does not reach it, and this process ends it.
         self._job = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=_mpi_environ(), start_new_session=True)
 
     def events(self, wait_s: float) -> Iterator[Event]:
@@ -506,7 +506,7 @@ class _Job(_Remote):
 
     def exit_code(self, rank: int) -> int | None:
         if self._job is None or (rank in self._ok and len(self._ok) < self.world_size):
-            return None  # the job's code speaks of the ranks that failed
+            return None  # the job's exit code is that of ranks that failed
         return self._job.returncode
 
     def take(self, task: dict[str, Any]) -> None:
@@ -528,7 +528,7 @@ class _Job(_Remote):
 
 
 def _surroundings() -> tuple[str, dict[str, str]]:
-    """What a job inherits: two that were launched in the same surroundings are alike."""
+    """Working directory and environment, which a job inherits when it is launched."""
     return os.getcwd(), {name: value for name, value in _mpi_environ().items() if name != "PYTEST_CURRENT_TEST"}
 
 
