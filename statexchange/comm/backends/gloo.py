@@ -107,7 +107,9 @@ class _GlooBackend(Backend):
             return
         self._is_broken_off = True
         for peer in range(self.world_size):
-            with contextlib.suppress(RuntimeError):  # it always raises: the receive times out, or the connection is closed already
+            with contextlib.suppress(
+                RuntimeError
+            ):  # it always raises: the receive times out, or the connection is closed already
                 if peer != self.rank:
                     never = self._group.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT_TAG)
                     never.wait(timedelta(milliseconds=1))
@@ -354,4 +356,3 @@ def of_ranks(ranks: Sequence[int], timeout_s: float) -> Backend:
     """Return a Gloo backend over these ranks of the default group, in that order. Collective over them only."""
     check_ranks(ranks, dist.get_rank(), dist.get_world_size())
     return TorchBackend(sibling_group(ranks, timeout_s), timeout_s)
-

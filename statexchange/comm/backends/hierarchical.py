@@ -28,8 +28,8 @@ EnterOnNode: TypeAlias = Callable[[int, Wait], Sequence[int]]
 class _StepMonitor(OuterMonitor):
     """The world's monitor, for waits among some of its ranks.
 
-    It keeps the error that it raised, which names a rank of the world already. It names no rank as missing: `_Steps` gets
-    the missing ranks from the world's monitor when a deadline has passed.
+    It keeps the error that it raised, which names a rank of the world already. It names no rank as missing: `_Steps`
+    gets the missing ranks from the world's monitor when a deadline has passed.
     """
 
     def __init__(self, world: FailureMonitor | None) -> None:

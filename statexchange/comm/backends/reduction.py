@@ -37,7 +37,7 @@ def _range_of_results(limits: torch.iinfo, factor: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How one dtype is reduced by one op on one backend. Made by `of`, which refuses reductions that cannot be right."""
+    """How one dtype is reduced by one op on one backend. Made by `of`, which refuses what cannot be right."""
 
     op: str
     dtype: torch.dtype
@@ -133,7 +133,7 @@ class Reduction:
         return self._run(backend, tensor.masked_fill_(nan, least), self.op, wait).masked_fill_(anywhere, float("nan"))
 
     def _integers(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
-        """Reduce in int64, and in float64 too where int64 could wrap; raise on every rank if the result does not fit."""
+        """Reduce in int64, and in float64 too where int64 could wrap; raise on all ranks if a result does not fit."""
         factor = int(self.finish.scale)
         result = self._run(backend, tensor.to(torch.int64, copy=True), self.op, wait)
         least, most = _range_of_results(torch.iinfo(self.dtype), factor)
