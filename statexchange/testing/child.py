@@ -36,9 +36,9 @@ _process_sender: Send | None = None  # of a rank that is a process: its own thre
 
 
 def report(value: object) -> None:
-    """Hand a JSON value to the launcher's `on_message(rank, value)` at once, from within a rank.
+    """Send a JSON value to the launcher, which calls `on_message(rank, value)` at once.
 
-    Not collective. Outside a rank it is a NotInitializedError.
+    Not collective. Raises NotInitializedError outside a rank.
     """
     send = sender.get() or _process_sender
     if send is None:
@@ -47,14 +47,14 @@ def report(value: object) -> None:
 
 
 def load(target: str) -> Callable[..., Any]:
-    """The function that ``module:qualname`` names."""
+    """Return the function ``module:qualname``."""
     module, _, qualname = target.partition(":")
     function: Callable[..., Any] = operator.attrgetter(qualname)(importlib.import_module(module))
     return function
 
 
 def describe(error: BaseException) -> list[str]:
-    """The type name, message and traceback text of `error`, without the launcher's own frames."""
+    """Return type name, message and traceback text of `error`, without the launcher's own frames."""
     frames = error.__traceback__
     while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename in _OWN_FILES:
         frames = frames.tb_next
@@ -135,7 +135,7 @@ def _serve_task(task: dict[str, Any], line: _Launcher) -> bytes:
 
 
 def _state_before(task: dict[str, Any]) -> CleanState | None:
-    """The state to set back after the task, if this process may get another."""
+    """Return the state to restore after the task, if this process may get another."""
     if not task["reuse"]:
         return None
     if task["backend"] == "mpi":

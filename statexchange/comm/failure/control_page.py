@@ -23,9 +23,9 @@ then reads the others' phases.
 Failure. A rank gives up a barrier at its deadline, at an interrupt, or when a rank that has not arrived has died or
 left. It sees a death by process id and start time, which it checks every 50 ms while it waits. `outcome` has the rule
 for what becomes of that barrier: all ranks raise, or all succeed. A rank that has died counts by the last phase that it
-wrote: as PASSED if that is PASSED, else as one that has given up. A rank that has arrived but does not run (it is
-stopped) is waited for 5 s; then the others raise OutcomeUnknownError. A rank that leaves with an error writes the error
-before _LEFT, so that a rank that reads _LEFT can read the error.
+wrote, but as CLOSING if that is HERE. If a rank has arrived but does not run, as it is stopped, the others wait 5 s for
+it, and then raise OutcomeUnknownError. A rank that leaves with an error writes the error before _LEFT, so that a rank
+that reads _LEFT can read the error.
 """
 
 from __future__ import annotations
