@@ -1,4 +1,4 @@
-"""Ranks in agreement: communicators over shared memory, Gloo, NCCL and MPI, and failure that reaches every rank."""
+"""Communicators over shared memory, Gloo, NCCL and MPI, which report a failure of one rank on all ranks."""
 
 from __future__ import annotations
 

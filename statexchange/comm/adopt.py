@@ -1,4 +1,4 @@
-"""Communicators of groups that exist already: process groups and meshes of torch, and MPI communicators.
+"""Adopt groups that exist already: process groups and meshes of torch, and MPI communicators.
 
 Each group is adopted once: a second call with the same group returns the same communicator. The registry keeps the
 group together with its communicator, so that the identity of the group cannot be given to another object.
@@ -45,7 +45,7 @@ class _Registry:
     def adopt(
         self, group: object, make: Callable[[float], Communicator], timeout_s: float | None, *part: object
     ) -> Communicator:
-        """Return the communicator of `part` of `group`, which `make` makes the first time."""
+        """Return the communicator of `part` of `group`; the first time `make` makes it."""
         wait_s = default_timeout_s() if timeout_s is None else check_timeout(timeout_s)
         known = self.find(group, *part)
         if known is not None:
@@ -64,7 +64,7 @@ class _Registry:
         self._kept.clear()
 
     def disown(self) -> None:
-        """Drop the world of one of the parent: a forked child is another world of one."""
+        """Drop the parent's world of one: a forked child gets its own."""
         self._kept.pop((id(_ALONE),), None)
 
 
@@ -110,7 +110,7 @@ def from_process_group(group: Any, *, timeout_s: float | None = None) -> Communi
         The communicator, the same each time.
 
     Raises:
-        StallError: The ranks that it names did not come in time.
+        StallError: The ranks that it names did not call in time.
         ForkedError: This process was forked from a rank, to which the group belongs.
 
     Example:
@@ -150,7 +150,7 @@ def from_mpi(mpi_comm: Any, *, timeout_s: float | None = None) -> Communicator:
 
     Raises:
         MissingExtraError: mpi4py or an MPI library is not installed.
-        StallError: The ranks that it names did not come in time.
+        StallError: The ranks that it names did not call in time.
         ForkedError: This process was forked from a rank, to which `mpi_comm` belongs.
 
     Example:

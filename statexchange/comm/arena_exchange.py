@@ -1,9 +1,9 @@
 """Shared memory that the ranks of a communicator fill for each other and recycle.
 
 A rank that sends acquires an arena, fills it and lends it; readers attach to it by its address. An arena is recycled
-only when no rank refers to it any more, which no rank can see by itself. So at the end of each exchange every rank
+only when no rank refers to it any more, which no rank can find out alone. So at the end of each exchange every rank
 reports which arenas it owns and which arenas of others it still refers to, and `recycle` is called with what all ranks
-have reported. An arena that was lent in an exchange that failed is closed instead: nobody knows who refers to it.
+have reported. An arena that was lent in an exchange that failed is closed instead, as that report is missing.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ArenaExchange:
             del self._attached[ident]
 
     def close(self) -> None:
-        """Give up all memory; what tensors refer to lives as long as they do. Not collective."""
+        """Release all memory; what tensors refer to stays until they are gone. Not collective."""
         for arena in self._lent:
             arena.close()
         self._lent.clear()

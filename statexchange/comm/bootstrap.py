@@ -1,8 +1,8 @@
-"""The forming of a communicator: ranks that can exchange messages find out how they move tensors and notice failure.
+"""The formation of a communicator: choose the backend, and start failure detection.
 
-The ranks begin with a bootstrap backend, over which they can do no more than exchange bytes. They exchange their
-hosts, try whether all of them share memory, and start what notices failures: the control page on one host, the failure
-detector between hosts. Only then is the transport started, so that a rank that fails in it ends the start on all ranks.
+The ranks begin with a bootstrap backend, over which they can only exchange bytes. They exchange their hosts, try
+whether all of them share memory, and start failure detection: the control page on one host, the failure detector
+between hosts. Only then do they start the transport, so that a rank that fails in that is reported to all ranks.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from statexchange.shared_memory import sweep
 __all__ = ["Start", "form_communicator", "is_forked_from_rank", "launchers_local_rank", "refuse_inherited"]
 
 _alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
-_ENTER_ON_NODE = 1  # the fingerprint of meetings within a collective that all hosts have entered alike
+_ENTER_ON_NODE = 1  # the fingerprint of a host's steps in a collective, which all ranks have compared before
 _log = logging.getLogger("statexchange")
 
 
 class _Inheritance:
-    """What this process has from the rank from which it was forked, if it was."""
+    """The groups of the rank from which this process was forked, if it was."""
 
     def __init__(self) -> None:
         self.is_from_rank = False
@@ -53,7 +53,7 @@ class _Inheritance:
 
     def disown(self) -> None:
         """Note which groups the parent had, since a call over one would be the parent's."""
-        # One that was open is either still so here, or has been cut off already.
+        # A communicator that was open is either still open here, or has been cut off (`forks`) already.
         was_open = any(made.is_inherited or not made.is_closed for made in _alive)
         self.is_from_rank = self.is_from_rank or was_open
         if "torch.distributed" in sys.modules:
@@ -72,7 +72,7 @@ def is_forked_from_rank() -> bool:
 
 
 def refuse_inherited(group: object) -> None:
-    """ForkedError if `group` belongs to the rank from which this process was forked. Not collective."""
+    """Raise ForkedError if `group` belongs to the rank from which this process was forked. Not collective."""
     is_mpi = type(group).__module__.startswith("mpi4py")
     if any(group is known for known in _inheritance.groups) or (_inheritance.is_from_rank and is_mpi):
         raise ForkedError("this process was forked from a rank, to which this group belongs")
@@ -88,9 +88,9 @@ def form_communicator(
 ) -> Communicator:
     """Form a communicator of the ranks that can exchange messages over `bootstrap`. Collective.
 
-    `prefer` "auto" takes shared memory where all ranks share a host, and both where some do; "shm" insists on it;
-    "transport" takes the transport alone. `start` is called when the ranks see each other's failures: it returns the
-    transport, which then takes the place of `bootstrap`, and what moves the tensors of GPUs, if anything does.
+    `prefer` is "auto", for shared memory if all ranks share a host, and both if some do; "shm", which requires shared
+    memory; or "transport", for the transport alone. `start` is called once failure detection runs: it returns the
+    transport, which then replaces `bootstrap`, and the backend for tensors of GPUs, if there is one.
     """
     sweep()
     if bootstrap.world_size == 1:
@@ -102,7 +102,7 @@ def form_communicator(
     try:
         made = Communicator(*_form_session(bootstrap, timeout_s, prefer, check, start), form_communicator)
     except BaseException:
-        bootstrap.close()  # an error that somebody keeps must not keep rank 0's port
+        bootstrap.close()  # else a caller that keeps the error would keep rank 0's port open
         raise
     _alive.add(made)
     forks.cut_off_in_children(_inheritance)
@@ -151,7 +151,7 @@ def _form_session(
 
 @contextlib.contextmanager
 def _failing_together(page: ControlPage | None, monitor: GroupMonitor | None, topology: Topology) -> Iterator[None]:
-    """A block of `init` that ends on all ranks, with an error that names the rank, when it fails on one. Collective."""
+    """A block of `init` in which an error of one rank is raised, with that rank, on all. Collective."""
     try:
         with forming_group(monitor, topology.hosts):
             yield
@@ -166,7 +166,7 @@ def _failing_together(page: ControlPage | None, monitor: GroupMonitor | None, to
 
 
 def _without_torch(prefer: str) -> str:
-    """Return what to prefer where a rank has no torch, without which nothing moves through shared memory."""
+    """Return `prefer` for ranks without torch, which shared memory needs to move anything."""
     if prefer == "shm":
         raise needs_torch('init("shm")')
     return "transport"
@@ -224,7 +224,7 @@ def _report_no_shared_memory(topology: Topology, prefer: str) -> None:
 
 
 def launchers_local_rank(bootstrap: Backend | Communicator) -> int | None:
-    """Return this process's local rank as its launcher counts; None if these are not the ranks that it has started."""
+    """Return this process's local rank by its launcher; None if the ranks are not those that it has started."""
     launch = detect_launch()
     return launch.local_rank if (launch.rank, launch.world_size) == (bootstrap.rank, bootstrap.world_size) else None
 
@@ -234,21 +234,21 @@ def _topology(facts: list[list[Any]], rank: int) -> Topology:
     distinct = list(dict.fromkeys(identities))
     nodes = tuple(distinct.index(identity) for identity in identities)
     local_ranks = [fact[3] for fact in facts]
-    # Open MPI 5 does not count a host's ranks in rank order. What scripts see before `init` must be true after it.
+    # Open MPI 5 does not count a host's ranks in rank order, and a local rank must not change with `init`.
     expected = [(node, local_rank) for node in range(len(distinct)) for local_rank in range(nodes.count(node))]
     trusted = None not in local_ranks and sorted(zip(nodes, local_ranks, strict=True)) == expected
     return Topology(rank, nodes, tuple(fact[1] for fact in facts), tuple(local_ranks) if trusted else ())
 
 
 def _run_identity(nonce: str) -> str:
-    """Return the launcher's job id, for people, with rank 0's nonce, because an id alone may repeat."""
+    """Return the launcher's job id, for readers, and rank 0's nonce, as job ids may repeat."""
     job = re.sub(r"[^A-Za-z0-9_-]", "-", detect_launch().job or "run")[:100]
     return f"{job.lstrip('-') or 'run'}-{nonce}"
 
 
 @functools.cache
 def _close_at_exit() -> None:
-    """Close at exit: other ranks learn why this one ends, and a Gloo group that outlives the interpreter aborts it."""
+    """Close at exit, to report why this rank ends, and since a Gloo group that outlives the interpreter aborts it."""
 
     def close() -> None:
         for made in list(_alive):

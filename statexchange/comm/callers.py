@@ -1,15 +1,15 @@
 """Callers: the threads of a rank that call its communicator, counted so that ranks can match their calls.
 
-Several threads of a rank may call, but which of them comes first may differ from rank to rank. So a call carries the
-number of its caller: threads are counted in the order in which they first call. The number is part of the fingerprint
-that ranks compare at the entry of every collective. So the calls of a thread meet those of the same thread on other
-ranks, or all ranks raise MismatchError, even if the calls are of one shape.
+If several threads of a rank call, their calls may interleave differently on each rank. So a call carries the number of
+its caller: threads are counted in the order of their first calls. The number is part of the fingerprint that ranks
+compare at the entry of every collective. So either the calls of a thread are matched with those of the same thread on
+other ranks, or all ranks raise MismatchError, even if the calls are alike otherwise.
 
-Two threads that begin at once may be counted in different orders, and be taken for each other. So at the first call of
-a thread the ranks compare the names of their callers (`is_swapped`).
+Two threads that make their first calls at the same time may be counted in different orders on two ranks, and be taken
+for each other. So at the first call of a thread the ranks compare the names of their callers (`is_swapped`).
 
-Threads of autograd's engine are one caller. A reducer, which knows whose backward its hooks run in, lets them call as
-that thread (`called_by`): on some ranks a bucket goes during backward, on others in `finalize`.
+All threads of autograd's engine are one caller. A reducer lets its hooks call as the thread that called `backward`
+(`called_by`), since a bucket may be sent during backward on some ranks, and in `finalize` on others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 __all__ = ["AUTOGRAD", "Callers", "is_swapped", "is_unclear"]
 
-AUTOGRAD = -1  # the caller that all threads of autograd's engine are
+AUTOGRAD = -1  # the number of all threads of autograd's engine
 
 
 class Callers:
@@ -37,7 +37,7 @@ class Callers:
         self.restart()
 
     def restart(self) -> None:
-        """Count callers from here on: the thread that has made the session need not be one. Not collective."""
+        """Count callers anew: the thread that has made the session need not become the first. Not collective."""
         self.local = threading.local()  # not by thread id: ids are used again, by other threads on each rank
         self._count = 0
         self._threads: dict[int, threading.Thread] = {}  # by their number, those that have not ended
@@ -45,15 +45,15 @@ class Callers:
         self._newcomers: set[int] = {0} if self._has_peers else set()
 
     def disown(self) -> None:
-        """In a forked child: a thread that is not here may have held the lock."""
+        """Replace the lock in a forked child, as a thread of the parent may have held it."""
         self._counting = threading.Lock()
 
     def number(self) -> int:
         """Return the number by which the calls of this thread are matched.
 
-        It is how many threads called here before it did. All threads of autograd's engine, which run hooks, are one
-        caller. While only one other thread has called, they share its number: which thread runs a hook, and whether
-        the last callback runs in the thread that called `backward`, differs from rank to rank.
+        It is the number of threads that called before this one. All threads of autograd's engine, which run hooks, are
+        one caller. While only one other thread has called, they share its number, as the thread that runs a hook
+        differs from rank to rank: the last callback may run in the thread that called `backward`.
         """
         try:
             number: int = self.local.number
@@ -105,12 +105,12 @@ class Callers:
         self._newcomers.discard(number)
 
     def name_of(self, number: int) -> str | None:
-        """Return the name of a caller's thread, if it lives."""
+        """Return the name of a caller's thread, if it runs."""
         thread = self._threads.get(number)
         return None if thread is None else thread.name
 
     def account(self) -> list[Any]:
-        """Return what other ranks need to know: this process, its callers' names by number, and all threads' names."""
+        """Return this rank's part of the comparison: process, callers' names by number, and all threads' names."""
         callers = {known: thread.name for known, thread in self._threads.items()}
         return [_process_token(os.getpid()), callers, [thread.name for thread in threading.enumerate()]]
 
@@ -118,9 +118,9 @@ class Callers:
 def is_swapped(number: int, accounts: Sequence[Any]) -> bool:
     """Whether caller `number` is another thread on one rank than on another.
 
-    Threads have names, which Python gives in the order in which they are made, with what they run. The name of caller n
-    may differ, as ranks may have other threads besides; but if it is that of another caller elsewhere, two were
-    counted in different orders.
+    Python names threads by the order in which they are made, and by their targets. The name of caller n may differ, as
+    ranks may have other threads besides. But if it is the name of another caller on another rank, two were counted in
+    different orders.
     """
     for process, callers, _ in accounts:
         own = callers.get(number)
@@ -135,7 +135,7 @@ def is_swapped(number: int, accounts: Sequence[Any]) -> bool:
 
 
 def is_unclear(number: int, accounts: Sequence[Any]) -> bool:
-    """Whether a thread that has not called yet might be the one that another rank counts as `number`."""
+    """Whether another rank may have counted as `number` a thread that has not called yet on this one."""
     for process, callers, threads in accounts:
         own = callers.get(number)
         if own is None:
@@ -152,7 +152,7 @@ def _callers_elsewhere(process: str, accounts: Sequence[Any]) -> list[dict[int, 
 
 @functools.cache
 def _process_token(pid: int) -> str:  # noqa: ARG001 (a forked child has another)
-    """Return a token of this process: ranks that are threads of one process have all their names there."""
+    """Return a token of this process: ranks that are threads of one process share their thread names."""
     return secrets.token_hex(8)
 
 

@@ -1,4 +1,4 @@
-"""What a rank is about to do, in words that ranks compare and that errors show."""
+"""Descriptions of calls: ranks compare them, and errors contain them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Call", "about", "call_site", "encoded", "mark_of", "public_call", "p
 
 _PACKAGE_DIRECTORY = os.path.dirname(__file__)
 _PACKAGE = os.path.dirname(_PACKAGE_DIRECTORY) + os.sep
-_CALLERS = os.path.join(_PACKAGE, "testing") + os.sep  # a part of the package that calls as others do
+_CALLERS = os.path.join(_PACKAGE, "testing") + os.sep  # its frames count as the user's
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,11 @@ _public: ContextVar[_PublicCall | None] = ContextVar("statexchange_public_call",
 def public_call(name: str, site: str | None = None) -> Iterator[None]:
     """Name the steps inside a block, or a decorated function, after the public call that the user made. Not collective.
 
-    Errors of ranks that are in different calls name the public calls, not our steps. Of nested ones the outermost
-    counts.
+    So errors of ranks that are in different calls name the public calls. Of nested blocks the outermost one counts.
 
     Args:
         name: The public call.
-        site: Where it was made, if it goes on in another thread.
+        site: The file and line of the call, if the block runs in another thread.
 
     Yields:
         Nothing.
@@ -68,19 +67,19 @@ def public_call(name: str, site: str | None = None) -> Iterator[None]:
 
 
 def public_call_name() -> str | None:
-    """Return the public call whose step this is, None outside of one. Not collective."""
+    """Return the name of the public call that is under way, None outside of one. Not collective."""
     public = _public.get()
     return None if public is None else public.name
 
 
 def step_text(step: str) -> str:
-    """Return a step in words, after the name of the public call that it belongs to. Not collective."""
+    """Return the description of a step, after the name of its public call. Not collective."""
     public = _public.get()
     return step if public is None else f"{public.name} ({step})"
 
 
 class Call:
-    """What a rank is about to do, in words, and the number of the caller that does it; ranks compare both.
+    """The description of a call, and the number of its caller; ranks compare both.
 
     `caller` counts the threads of a rank (callers.py). `public` names the public call of which this is a step; None if
     the user made this one.
@@ -95,18 +94,18 @@ class Call:
         self.failure = failure
         self.site: str | None = None
         self.caller = 0
-        self.thread: str | None = None  # its name, if that is what differs
+        self.thread: str | None = None  # the caller's thread, while the ranks compare their threads
 
     @classmethod
     def of_all(cls, text: str) -> Call:
-        """Return a call that ranks make together, whatever public calls they are in."""
+        """Return a call that ranks make together even if they are in different public calls."""
         call = cls(text)
         call.text = text
         return call
 
     @property
     def fingerprint(self) -> int:
-        """A number that other words, and the same words of another caller, do not have."""
+        """A hash of description and caller, of 64 bits."""
         return _fingerprint_of(self._compared)
 
     @property
@@ -121,7 +120,7 @@ class Call:
 
 @functools.lru_cache(maxsize=4096)
 def mark_of(text: str) -> bytes:
-    """Return 8 bytes that other words do not have."""
+    """Return a hash of `text`, of 8 bytes."""
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
@@ -135,7 +134,7 @@ _about: ContextVar[Callable[[], str] | None] = ContextVar("statexchange_about", 
 
 @contextlib.contextmanager
 def about(what: Callable[[], str]) -> Iterator[None]:
-    """A block whose calls work on what `what` names; it is called only for an error. Not collective."""
+    """A block in which `call_site` adds the text that `what` returns; it is called only for errors. Not collective."""
     token = _about.set(what)
     try:
         yield
@@ -144,10 +143,10 @@ def about(what: Callable[[], str]) -> Iterator[None]:
 
 
 def call_site() -> str:
-    """Return file and line of the user's call, and what it is about. Not collective.
+    """Return file and line of the user's call, and the text of the enclosing `about` block. Not collective.
 
-    That is the innermost frame outside this package and torch. In a thread of autograd's engine no frame is the user's:
-    then it is the name of that thread. A public call that goes on in a thread of ours carries where it was made.
+    That is the innermost frame outside this package and torch. If no frame is the user's, as in a thread of autograd's
+    engine, it is the name of the thread. In a thread of this package it is the site of the `public_call` block.
     """
     public = _public.get()
     if public is not None and public.site is not None:

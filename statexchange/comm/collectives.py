@@ -1,8 +1,8 @@
-"""The collectives on tensors: arguments are checked and made contiguous, and results go back to where they belong.
+"""The collectives on tensors: check arguments, make them contiguous, and write results back.
 
-Each function here has three steps. It prepares this rank's arguments; what is wrong with them is raised on all ranks,
-since others may have called with good ones (`_refusing`). It builds a `Call`, whose words the ranks compare. And it
-gives the session a body, which runs when the ranks have compared, maybe in another thread.
+Each function here has three steps. It prepares this rank's arguments; if they are wrong, all ranks raise the error,
+since others may have called with good ones (`_refusing`). It builds a `Call`, whose description the ranks compare. And
+it gives the session a body, which runs once the ranks have compared their calls, maybe in another thread.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def all_reduce(route: Route, tensor: Any, op: str, out: Any, scale: float, async
         given, backend = flat_for(route, tensor, written=out is None)
         target = _target(given, out)
         reduction = Reduction.of(op, given.data.dtype, scale, backend)
-    except Exception as refusal:  # noqa: BLE001 (as _refusing, whose call costs a small tensor too much)
+    except Exception as refusal:  # noqa: BLE001 (as `_refusing`, inlined because small tensors are to be fast)
         route.session.refuse("all_reduce", refusal)
 
     def body(wait: Wait) -> Any:

@@ -1,7 +1,7 @@
-"""The communicator: the public face of ranks that belong together.
+"""The communicator: the public interface to the ranks of a group.
 
-A communicator prepares no tensors and keeps no order itself. `collectives` prepares what callers give, the session
-(session.py) keeps the order of calls, compares them across ranks and learns of failure, and a backend moves the bytes.
+It delegates: `collectives` prepares the tensors of callers; the session (session.py) orders calls, compares them across
+ranks and reports failure; a backend moves the bytes.
 
 A hierarchical communicator has a second side, `flat`, whose collectives treat all ranks alike. Both sides share the
 session, the groups made from them and their shared memory; they differ only in the route of their tensors.
@@ -39,12 +39,12 @@ __all__ = ["AbandonedError", "CommLike", "Communicator"]
 CommLike: TypeAlias = "Communicator | torch.distributed.ProcessGroup | DeviceMesh | MPI.Comm"
 Buffer = Any  # a torch tensor or a numpy array
 FormCommunicator: TypeAlias = Callable[[Backend, float], "Communicator"]
-"""What forms the communicator of a group, from a backend over which its ranks exchange bytes, and a deadline."""
+"""Forms the communicator of a group, from a backend over which its ranks exchange bytes, and a deadline."""
 
 
 @functools.cache
 def _tensors() -> Any:
-    """Return the module that needs torch; to import it again and again is slow."""
+    """Return the module that needs torch; cached, as the import statement is slow."""
     with needing_torch("a collective on tensors or arrays"):
         from statexchange.comm import collectives
     return collectives
@@ -52,7 +52,7 @@ def _tensors() -> Any:
 
 @functools.cache
 def _messages() -> Any:
-    """As `_tensors`, for what goes from one rank to another."""
+    """As `_tensors`, for `send` and `recv`."""
     with needing_torch("send and recv"):
         from statexchange.comm import point_to_point
     return point_to_point
@@ -69,15 +69,14 @@ class _Groups:
 class Communicator:
     """The ranks of one group. Made by `init`, `from_process_group` or `from_mpi`.
 
-    Collective methods must be called by all ranks, with matching arguments, in the same order: ranks that meet in
-    different calls all raise MismatchError. So do threads that use it at once: give each thread its own, from
-    `duplicate`. Calls of one thread meet those of the same thread on other ranks, counted by first use; so a pool of
-    several threads, as that of `asyncio.to_thread`, can use no communicator, even one call at a time: give it one
-    worker.
+    Collective methods must be called by all ranks, with matching arguments, in the same order: if the ranks are in
+    different calls, all raise MismatchError. Several threads that call at once are likely to be: give each thread its
+    own communicator, from `duplicate`. Calls of a thread are matched with those of the same thread on other ranks, by
+    the order of first use. So a pool of several threads, as that of `asyncio.to_thread`, cannot use a communicator,
+    even one call at a time: give the pool one worker.
 
-    A rank that dies, leaves or does not come makes the others raise PeerError or StallError, and every later call
-    raises the same. StallError says that no rank has completed the call; where that cannot be learned, it is an
-    OutcomeUnknownError.
+    When a rank dies, leaves or does not call, the others raise PeerError or StallError, and every later call raises the
+    same. StallError means that no rank has completed the call; OutcomeUnknownError that this cannot be determined.
 
     It belongs to the process that made it: in a child that is forked from a rank every call raises ForkedError, and
     nothing reaches the other ranks; its attributes may be read there. Tensors from `empty`, and gradients that a
@@ -85,7 +84,7 @@ class Communicator:
 
     Attributes:
         run: An identity that all its ranks share and no other job has.
-        arenas: Shared memory that its ranks fill for each other.
+        arenas: Shared memory in which its ranks exchange data.
 
     Example:
         >>> comm = sx.init("single")
@@ -129,7 +128,7 @@ class Communicator:
         """Set which device `device` names from now on. Not collective.
 
         Args:
-            device: A name that torch knows.
+            device: The name of a torch device.
 
         Example:
             >>> comm = sx.init("single")
@@ -229,7 +228,7 @@ class Communicator:
 
         Raises:
             NotInitializedError: It has been closed.
-            StateExchangeError: The error of which it has failed.
+            StateExchangeError: The error with which it has failed.
 
         Example:
             >>> comm = sx.init("single")
@@ -242,7 +241,7 @@ class Communicator:
 
     @property
     def dependents(self) -> weakref.WeakSet[Any]:
-        """What has to be closed when this communicator is: reducers, whose hooks would go on to use it."""
+        """Objects that are closed with this communicator: reducers, whose hooks would go on to use it."""
         return self._session.dependents
 
     # Messages
@@ -263,14 +262,14 @@ class Communicator:
             payload: The bytes of this rank, of any length.
             root: The only rank that gets the answers; the others get [].
             timeout_s: How long to wait; None is this communicator's `timeout_s`, inf is no deadline.
-            operation: What this call is for, in words for errors.
+            operation: The purpose of this call, for errors.
 
         Returns:
             One entry for each rank.
 
         Raises:
-            MismatchError: The ranks have called different things.
-            StallError: A rank did not come in time.
+            MismatchError: The ranks are in different calls.
+            StallError: A rank did not call in time.
             PeerError: A rank has failed or left.
 
         Example:
@@ -291,7 +290,7 @@ class Communicator:
         return self._session.callers.number()
 
     def forget_callers(self) -> None:
-        """Count callers from here on: the thread that made this communicator need not be one. Not collective.
+        """Count callers anew: the thread that made this communicator need not become the first. Not collective.
 
         Example:
             >>> comm = sx.init("single")
@@ -331,12 +330,12 @@ class Communicator:
     ) -> list[Any]:
         """Wait for all ranks; if any of them passes an error, raise it on all.
 
-        Collective. Blocks until all ranks have called; ranks that sit in another call meanwhile raise the error, too.
-        The communicator stays usable after it, since all ranks have met.
+        Collective. Blocks until all ranks have called. Ranks that are in another call raise the error there. The
+        communicator stays usable, because all ranks raise together.
 
         Args:
-            error: What has failed on this rank.
-            phase: What the ranks have done, in words for errors.
+            error: The error of this rank, if it has failed.
+            phase: A description of what the ranks have done, for errors.
             timeout_s: How long to wait; None is this communicator's `timeout_s`, inf is no deadline.
             note: A JSON value for the other ranks.
 
@@ -377,7 +376,7 @@ class Communicator:
         PeerError.
 
         Args:
-            name: What the block does, in words for errors.
+            name: A description of the block, for errors.
             timeout_s: How long to wait for the other ranks at its end.
 
         Yields:
@@ -416,7 +415,7 @@ class Communicator:
         Collective only where it raises: a rank without an error does not communicate, and raises in its next call.
 
         Args:
-            call: The public call, in words for errors.
+            call: The name of the public call, for errors.
 
         Yields:
             Nothing.
@@ -442,7 +441,7 @@ class Communicator:
         """Report that bytes move, which puts off the deadlines of ranks that wait for this one. Not collective.
 
         Raises:
-            AbandonedError: Another rank has failed: come to the next collective, which raises its error.
+            AbandonedError: Another rank has failed: join the next collective, which raises its error.
 
         Example:
             >>> comm = sx.init("single")
@@ -466,8 +465,8 @@ class Communicator:
             tag: A name that must be the same on all ranks.
 
         Raises:
-            StallError: The ranks that it names did not come in time.
-            MismatchError: The ranks have called different things.
+            StallError: The ranks that it names did not call in time.
+            MismatchError: The ranks are in different calls.
             PeerError: A rank has failed or left.
 
         Example:
@@ -583,7 +582,7 @@ class Communicator:
         Raises:
             UnsupportedError: The dtype cannot be reduced by `op`. It is a TypeError.
             NumericOverflowError: The result does not fit into an integer dtype.
-            MismatchError: The ranks have called different things.
+            MismatchError: The ranks are in different calls.
 
         Example:
             >>> comm = sx.init("single")
@@ -666,11 +665,11 @@ class Communicator:
             tensor: Of a floating dtype; its sum must not overflow.
             between: Called on leaders with a `Leaders` and the host's sum, as one dimension on the device of the
                 backend, which it changes in place.
-            operation: What this call is for, in words for errors.
+            operation: The purpose of this call, for errors.
 
         Raises:
             InvalidArgumentError: `tensor` is not of a floating dtype.
-            MismatchError: The ranks have called different things.
+            MismatchError: The ranks are in different calls.
 
         Example:
             >>> comm = sx.init("single")
@@ -696,7 +695,7 @@ class Communicator:
             `tensor` or `out`; with `async_op` a Work whose `wait` returns it.
 
         Raises:
-            MismatchError: The ranks have called different things.
+            MismatchError: The ranks are in different calls.
 
         Example:
             >>> sx.init("single").broadcast(torch.arange(3))
@@ -717,7 +716,7 @@ class Communicator:
             A list of new tensors in rank order; with `async_op` a Work whose `wait` returns it.
 
         Raises:
-            MismatchError: The ranks have called different things.
+            MismatchError: The ranks are in different calls.
 
         Example:
             >>> sx.init("single").all_gather(torch.tensor([7]))
@@ -739,7 +738,7 @@ class Communicator:
             A list of new tensors in rank order on `root`, [] elsewhere; with `async_op` a Work whose `wait` returns it.
 
         Raises:
-            MismatchError: The ranks have called different things.
+            MismatchError: The ranks are in different calls.
 
         Example:
             >>> sx.init("single").gather(np.arange(2))
@@ -762,7 +761,7 @@ class Communicator:
 
         Raises:
             InvalidArgumentError: There is not one tensor for each rank.
-            MismatchError: The ranks have called different things.
+            MismatchError: The ranks are in different calls.
 
         Example:
             >>> sx.init("single").scatter([torch.tensor([5])])
@@ -786,7 +785,7 @@ class Communicator:
         Raises:
             InvalidArgumentError: Dimension 0 is not a multiple of `world_size`.
             UnsupportedError: As `all_reduce`.
-            MismatchError: The ranks have called different things.
+            MismatchError: The ranks are in different calls.
 
         Example:
             >>> sx.init("single").reduce_scatter(torch.ones(2, 2))
@@ -809,7 +808,7 @@ class Communicator:
 
         Raises:
             InvalidArgumentError: There is not one tensor for each rank.
-            MismatchError: The ranks have called different things.
+            MismatchError: The ranks are in different calls.
 
         Example:
             >>> sx.init("single").all_to_all([torch.tensor([1, 2])])
@@ -831,7 +830,7 @@ class Communicator:
             `tensor`; with `async_op` a Work whose `wait` returns it.
 
         Raises:
-            InvalidArgumentError: `dst` is no other rank.
+            InvalidArgumentError: `dst` is this rank or no rank.
             MismatchError: The receiver expects another shape or dtype; it raises the same.
             PeerError: The receiver has failed or left.
 
@@ -857,7 +856,7 @@ class Communicator:
             `tensor`; with `async_op` a Work whose `wait` returns it.
 
         Raises:
-            InvalidArgumentError: `src` is no other rank.
+            InvalidArgumentError: `src` is this rank or no rank.
             MismatchError: The sender has another shape or dtype; it raises the same.
             PeerError: The sender has failed or left.
 
@@ -875,7 +874,7 @@ class Communicator:
         Not collective. Blocks until then; what is computed afterwards sees the results.
 
         Raises:
-            StateExchangeError: The first error of work whose `wait` nobody has called.
+            StateExchangeError: The first error of work for which `wait` was not called.
 
         Example:
             >>> comm = sx.init("single")
@@ -900,8 +899,8 @@ class Communicator:
             A new tensor, in memory that the ranks of a host share where they can.
 
         Raises:
-            InvalidArgumentError: `shape` or `dtype` is none.
-            MismatchError: The ranks have called different things.
+            InvalidArgumentError: `shape` is not a shape, or `dtype` not a torch dtype.
+            MismatchError: The ranks are in different calls.
 
         Example:
             >>> sx.init("single").empty((2, 3), torch.float32).shape
@@ -914,7 +913,7 @@ class Communicator:
     def new_group(self, ranks: Sequence[int]) -> Communicator:
         """Return the communicator of `ranks`, in that order; it is made once.
 
-        Collective over `ranks` only: nobody else has to call.
+        Collective over `ranks` only: other ranks need not call.
 
         Args:
             ranks: Ranks of this communicator, this one among them.
@@ -925,7 +924,7 @@ class Communicator:
         Raises:
             InvalidArgumentError: Ranks repeat, do not exist or lack this one.
             MismatchError: Its ranks give different orders.
-            StallError: The ranks that it names did not come in time.
+            StallError: The ranks that it names did not call in time.
 
         Example:
             >>> comm = sx.init("single")
@@ -982,7 +981,7 @@ class Communicator:
             A communicator of its own.
 
         Raises:
-            StallError: The ranks that it names did not come in time.
+            StallError: The ranks that it names did not call in time.
 
         Example:
             >>> comm = sx.init("single")
@@ -1015,8 +1014,8 @@ class Communicator:
     def flat(self) -> Communicator:
         """This communicator, whose collectives treat all ranks alike; itself, unless it is hierarchical.
 
-        Not collective. Both share everything, their failures and the order of their calls too; all ranks use the same
-        one for a call.
+        Not collective. Both share everything, also failures and the order of calls. All ranks must make a call on the
+        same one.
         """
         if self._flat is None:
             is_flat = self._route.hierarchy is None
@@ -1026,8 +1025,8 @@ class Communicator:
     def close(self, error: BaseException | None = None) -> None:
         """Leave: peers that still wait for this rank raise PeerError.
 
-        Not collective. Reducers of this communicator let go of their parameters. Nothing happens in a child that was
-        forked from the rank: it is no rank that could leave.
+        Not collective. Reducers of this communicator release their parameters. In a child that was forked from the rank
+        this does nothing, as the child is not a rank.
 
         Args:
             error: Why this rank leaves; the cause that the others report.
@@ -1059,10 +1058,10 @@ class Communicator:
         """Raise InvalidArgumentError unless `root` is a rank of this communicator. Not collective.
 
         Args:
-            root: What a caller has given as a rank.
+            root: An argument of a caller.
 
         Raises:
-            InvalidArgumentError: It is none.
+            InvalidArgumentError: `root` is not a rank.
 
         Example:
             >>> sx.init("single").check_root(0)
@@ -1071,7 +1070,7 @@ class Communicator:
 
 
 def _refusal_of(timeout_s: Any) -> InvalidArgumentError | None:
-    """Return what is wrong with a deadline, if anything."""
+    """Return the error for a wrong `timeout_s`, None if it is right."""
     try:
         if timeout_s is not None:
             check_timeout(timeout_s)

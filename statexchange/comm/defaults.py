@@ -1,9 +1,9 @@
-"""Which communicator a call uses: the one of `init`, that of torch.distributed, or a world of one.
+"""The default communicator, which `comm=None` means.
 
-`comm=None` means the default. It is looked for in this order:
+It is the first of these that exists:
 
-1. what `use` has set in this thread;
-2. what `init` has made for the process;
+1. the communicator that `use` has set in this thread;
+2. the communicator that `init` has made for the process;
 3. the default group of torch.distributed, if it is initialised, which is then adopted;
 4. a world of one, unless a launcher has started several ranks: then NotInitializedError, as a program that forgot to
    call `init` would otherwise compute the same thing on every rank.
@@ -40,7 +40,7 @@ __all__ = [
     "use",
 ]
 
-# What `use` has set in this thread; where it has set nothing, what `init` has made for the process.
+# `_default` is set by `use`, for this thread; `_of_process` by `init`.
 _default: ContextVar[Communicator | None] = ContextVar("statexchange_communicator")
 _of_process: Communicator | None = None
 
@@ -69,7 +69,7 @@ def set_default(comm: Communicator | None) -> None:
 
 @contextlib.contextmanager
 def use(comm: Communicator | None) -> Iterator[Communicator | None]:
-    """Make `comm` the default inside a block, for this thread; with None, `init` makes another there. Not collective.
+    """Make `comm` the default inside a block, for this thread. With None, `init` makes a new one there. Not collective.
 
     Args:
         comm: The default inside the block.
@@ -148,7 +148,7 @@ def _default_communicator() -> Communicator:
     launch = detect_launch()
     if launch.world_size > 1:
         raise NotInitializedError(
-            f"{launch.variable}={launch.world_size} says that this is one of several ranks, but there is no "
+            f"{launch.variable}={launch.world_size} means that this is one of several ranks, but there is no "
             "communicator: call statexchange.init() or torch.distributed.init_process_group() first",
             rank=launch.rank,
         )
@@ -236,11 +236,11 @@ def get_backend() -> str:
 
 
 def get_rank() -> int:
-    """Return this rank in the default communicator, or in a torch.distributed that is not adopted. Not collective.
+    """Return this rank in the default communicator, else in torch.distributed's default group. Not collective.
 
     Returns:
-        The rank, 0 before any `init`. In a process that was forked from a rank, as a data loader's workers are, that
-        rank.
+        The rank; 0 before any `init`. In a process that was forked from a rank, as workers of a data loader are, it is
+        the rank of the parent.
 
     Example:
         >>> sx.get_rank()
@@ -253,7 +253,7 @@ def get_rank() -> int:
 
 
 def get_world_size() -> int:
-    """Return the number of ranks, as `get_rank` knows them. Not collective.
+    """Return the number of ranks of the same group as `get_rank`. Not collective.
 
     Returns:
         The number, 1 before any `init`.
@@ -272,10 +272,10 @@ def get_local_rank() -> int:
     """Return this rank's number within its host. Not collective.
 
     Returns:
-        What the launcher says, before and after `init`; without a launcher, 0 before `init`.
+        The launcher's local rank, before and after `init`; without a launcher, 0 before `init`.
 
     Raises:
-        NotInitializedError: Before `init`, under a launcher of several ranks that does not say it.
+        NotInitializedError: Before `init`, under a launcher of several ranks that does not give local ranks.
 
     Example:
         >>> comm = sx.init("single")
@@ -287,7 +287,7 @@ def get_local_rank() -> int:
         return local_rank_of(comm)
     if launch.local_rank is None:
         raise NotInitializedError(
-            f"{launch.variable}={launch.world_size} says that this is one of several ranks, but not which of its host: "
+            f"{launch.variable}={launch.world_size}, but the environment has no local rank: "
             "call statexchange.init() first",
             rank=launch.rank,
         )

@@ -1,4 +1,4 @@
-"""On which device a rank computes."""
+"""The device on which a rank computes."""
 
 from __future__ import annotations
 

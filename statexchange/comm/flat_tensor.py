@@ -1,4 +1,4 @@
-"""The tensor or array of a caller as a backend takes it: contiguous, with one dimension, on the backend's device."""
+"""Flat tensors: a caller's tensor or array in the layout that backends take, contiguous and with one dimension."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["FlatTensor", "flat_for"]
 class FlatTensor:
     """A caller's tensor or array, and `data`: its elements as one contiguous dimension on the backend's device.
 
-    `data` is the caller's own memory where that is possible; `write_back` is for where it is not.
+    `data` is the caller's own memory where that is possible; else `write_back` copies it there.
     """
 
     def __init__(self, given: Any, device: str, *, written: bool) -> None:
@@ -39,7 +39,7 @@ class FlatTensor:
 
     @property
     def text(self) -> str:
-        """Dtype and shape in words."""
+        """Dtype and shape as text."""
         return _text_of(self.tensor.dtype, self.tensor.shape)
 
     @property
@@ -58,7 +58,7 @@ class FlatTensor:
         return self.given
 
     def start_from(self, given: FlatTensor) -> torch.Tensor:
-        """Return what to reduce so that the result can go here: after a failure a caller's `out` must be as it was."""
+        """Return the tensor to reduce: a copy of `given` if this is `out`, which a failed call must not change."""
         return self.data if given is self else given.data.clone()
 
     def finish_with(self, result: torch.Tensor) -> Any:

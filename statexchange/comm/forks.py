@@ -1,9 +1,9 @@
-"""What a forked child does with what belongs to its parent: communicators, control pages, failure detectors.
+"""Forks: cut a child off from its parent's communicators, control pages and failure detectors.
 
 A fork copies every object, and with it descriptors of the parent's sockets and mappings of its shared memory. A child
 that used them would take part as if it were its parent. So whatever connects a process with other ranks is registered
 here when it is made, and `disown` is called on it in each child, before any other code runs there: it cuts the object
-off. Nothing asks for the process id during a call.
+off. So no call has to compare process ids.
 """
 
 from __future__ import annotations
@@ -44,6 +44,6 @@ def _register() -> None:
 
 
 def _disown_all() -> None:
-    with contextlib.ExitStack() as all_of_them:  # one that raises does not keep the others
+    with contextlib.ExitStack() as all_of_them:  # call all of them, even if one raises
         for thing in list(_owned):
             all_of_them.callback(thing.disown)

@@ -1,7 +1,7 @@
-"""The making of the communicator that later calls use by default: by a launcher, a rendezvous or MPI.
+"""Make the communicator that later calls use by default: through a launcher, a rendezvous or MPI.
 
 `init` first gets a bootstrap backend, over which the ranks can exchange bytes: MPI, a running torch.distributed, or a
-key-value store at which the ranks meet (rendezvous.py). bootstrap.py then forms the communicator over it.
+key-value store (rendezvous.py). bootstrap.py then forms the communicator over it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BACKENDS = ("auto", "single", "shm", "gloo", "nccl", "mpi")
 
 @dataclass(frozen=True, slots=True)
 class InitOptions:
-    """What a call of `init` asks for."""
+    """The arguments of a call of `init`."""
 
     backend: str
     rank: int | None
@@ -61,28 +61,28 @@ def init(
     """Make the communicator that later calls use by default, and return it.
 
     Collective over all ranks that the launcher started, or that are started by hand with `rendezvous`, `rank` and
-    `world_size`. Blocks until all ranks have called. A second call returns what the first made, with a warning if it
-    asks for something else.
+    `world_size`. Blocks until all ranks have called. A second call returns the communicator of the first, with a
+    warning if its arguments differ.
 
     In a process that was forked from a rank the launcher's environment describes the parent: `init` raises ForkedError
-    there, unless it is asked for backend "single", or for a world of its own by `rendezvous`.
+    there, unless `backend` is "single" or a `rendezvous` is given.
 
     Args:
         backend: How tensors of CPUs move, and how the ranks find each other.
             "auto" adopts torch.distributed if it runs, else follows torchrun, Open MPI, MPICH or Slurm, in this order,
             else makes a world of one; tensors then go through shared memory where ranks share a host.
-            "shm" insists on shared memory. "gloo", "nccl" and "mpi" take that transport alone, "single" a world of one.
+            "shm" requires shared memory. "gloo", "nccl" and "mpi" use that transport alone, "single" a world of one.
             "gloo" and "nccl" initialise torch.distributed's default group if need be, the others never do. Under MPI
-            this takes no torch: then values, barriers and groups work, and collectives on tensors and arrays raise
-            MissingExtraError.
+            torch is not needed: without it values, barriers and groups work, and collectives on tensors and arrays
+            raise MissingExtraError.
         rank: This rank, with `rendezvous`.
         world_size: The number of ranks, with `rendezvous`.
-        rendezvous: Where ranks without a launcher meet: "file:///directory" or "tcp://host:port". In a directory, which
-            may lie on NFS, rank 0 publishes where it serves a store: at the loopback address if all ranks share a host,
-            else on the interface that GLOO_SOCKET_IFNAME names, else at the address of its host's name; nothing is left
-            there.
-        devices: Where this rank computes. None assigns the GPUs to the ranks of a host in turn, a list names the device
-            of each `local_rank`, False leaves it at the CPU.
+        rendezvous: The place at which ranks without a launcher find each other: "file:///directory" or
+            "tcp://host:port". In a directory, which may lie on NFS, rank 0 publishes the address of the store that it
+            serves: the loopback address if all ranks share a host, else that of the interface GLOO_SOCKET_IFNAME, else
+            that of its host's name. No file remains there.
+        devices: The device on which this rank computes. None assigns the GPUs to the ranks of a host in turn, a list
+            names the device of each `local_rank`, False leaves it at the CPU.
         timeout_s: How long waits for peers may take, in seconds without progress.
         check: "off" trusts that ranks make the same calls: on several hosts this saves a small message per call.
 
@@ -91,11 +91,11 @@ def init(
 
     Raises:
         InvalidArgumentError: An argument is wrong, or two do not go together.
-        NotInitializedError: The ranks cannot meet where the launcher or `rendezvous` says.
+        NotInitializedError: The ranks cannot reach each other by the launcher or `rendezvous`.
         MissingExtraError: What `backend` needs is not installed.
-        UnsupportedError: This host or the ranks' hosts cannot do what `backend` asks for.
+        UnsupportedError: The hosts of the ranks cannot provide `backend`.
         ForkedError: This process was forked from a rank.
-        StallError: The ranks that it names did not come in time.
+        StallError: The ranks that it names did not call in time.
 
     Example:
         >>> comm = sx.init("single")

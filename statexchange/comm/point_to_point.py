@@ -1,7 +1,7 @@
 """Send and receive between two ranks, who compare what they are about to do before any data moves.
 
 Three messages, with tags 0, 1 and 2: the sender's note goes to the receiver, the receiver's note to the sender, then
-the data. A note is the mark of a dtype and shape, and words for an error. If the marks differ, or a rank has refused
+the data. A note is the hash of a dtype and shape, and a text for errors. If the hashes differ, or a rank has refused
 its arguments, both ranks raise, and the data is not sent.
 """
 
@@ -70,7 +70,7 @@ def _pass(route: Route, tensor: Any, peer: int, verb: str, async_op: bool) -> An
 
 
 def _offer(backend: Backend, peer: int, text: str, note: str, wait: Wait) -> str | None:
-    """Send what comes; return the receiver's note if it expects something else, else None."""
+    """Send the sender's note; return the receiver's note if it differs, else None."""
     backend.send(_note(text, note), peer, _HEADER, wait)
     answer = torch.empty(_NOTE_BYTES, dtype=torch.uint8, device="cpu")
     backend.recv(answer, peer, _ANSWER, wait)
@@ -78,7 +78,7 @@ def _offer(backend: Backend, peer: int, text: str, note: str, wait: Wait) -> str
 
 
 def _await_offer(backend: Backend, peer: int, text: str, note: str, wait: Wait) -> str | None:
-    """Receive what comes, and answer what is expected; return the sender's note if they differ, else None."""
+    """Receive the sender's note and send the receiver's; return the sender's if they differ, else None."""
     offer = torch.empty(_NOTE_BYTES, dtype=torch.uint8, device="cpu")
     backend.recv(offer, peer, _HEADER, wait)
     backend.send(_note(text, note), peer, _ANSWER, wait)

@@ -1,7 +1,21 @@
-"""How ranks find each other: through a launcher's store, at a TCP address, or in a directory that all of them see.
+"""Rendezvous: give all ranks one key-value store, through a launcher, a TCP address or a directory.
 
-Every way ends with a key-value store that rank 0 serves over TCP (tcp_store.py); in a directory the ranks exchange only
-where that store is (rendezvous_directory.py).
+Who serves the store, and how the other ranks find it:
+
+    torchrun                     torchrun's agent; the environment has the address
+    Open MPI, MPICH              rank 0, at a port that the system picks and rank 0 sends over MPI
+    Slurm, RANK and WORLD_SIZE   rank 0, at MASTER_ADDR and MASTER_PORT
+    tcp://host:port              rank 0, at that address
+    file:///directory            rank 0; a file in the directory has the address (rendezvous_directory.py)
+
+States. Each rank *joins* the store by writing a key; rank 0 waits for all, and then writes either that the rendezvous
+is *complete* or that it has *failed*, with the error; the other ranks poll for that key (tcp_store.py lists all keys).
+Under MPI nothing is joined: all ranks have taken part when they have the address.
+
+Failure. Rank 0 gives up at its deadline, and raises StallError with the ranks that have not joined; the ranks that have
+joined read the error and raise it, too. They also have deadlines of their own. A rank that dies after it has joined is
+not noticed here, but when the communicator is formed. When rank 0 dies, its server ends: at an address the others try
+again until their deadline, since another server may follow; elsewhere they raise at once.
 """
 
 from __future__ import annotations
@@ -35,18 +49,17 @@ _stores: Any = dist  # torch exports its stores there, but not for type checkers
 _POLL_S = 0.02
 _CONNECT_S = 10.0
 
-# Servers at which this process has completed a rendezvous: one that still runs, because rank 0 has not shut down yet,
-# is not the one that rank 0 is about to start at the same address.
+# The nonces of servers at which this process has completed a rendezvous. Such a server may still run, as rank 0 has not
+# shut down yet; a later rendezvous at the same address waits for a new server.
 _completed: set[str] = set()
 
 
 def store_of(launch: Launch, timeout_s: float) -> SharedStore:
-    """Return a store of all ranks of a launcher. Collective.
+    """Return a store that all ranks of a launcher share. Collective.
 
-    torchrun's own, where each use has keys of its own, so that ranks may meet again after a shutdown; under MPI one
-    whose port the system picks on rank 0; under Slurm, and where a script sets RANK and WORLD_SIZE itself, at
-    MASTER_ADDR and MASTER_PORT; where Slurm sets none, on the step's first host, at a port that follows from the ids of
-    job and step. Raises StallError naming the ranks that did not come.
+    The top of this module lists where it is. In torchrun's store each use has its own keys, so that ranks may call
+    this again after a shutdown. Where Slurm sets no MASTER_ADDR and MASTER_PORT, the store is on the step's first host,
+    at a port derived from the ids of job and step. Raises StallError with the ranks that did not join in time.
     """
     if launch.launcher == "torchrun" and has_agent_store():
         return _torchruns_store(timeout_s)
@@ -58,7 +71,7 @@ def store_of(launch: Launch, timeout_s: float) -> SharedStore:
         return SharedStore(_stores.HashStore(), 0, 1)
     if launch.master is None:
         raise NotInitializedError(
-            f"{launch.variable} says {launch.world_size} ranks, but not where they meet: set MASTER_ADDR and "
+            f"{launch.variable} is {launch.world_size}, but there is no address for a rendezvous: set MASTER_ADDR and "
             'MASTER_PORT, give init a rendezvous ("file:///a/shared/directory"), or start under torchrun or mpiexec'
         )
     return _store_at_address(*launch.master, launch.rank, launch.world_size, timeout_s)
@@ -72,7 +85,7 @@ def _torchruns_store(timeout_s: float) -> SharedStore:
     except ValueError as error:
         if isinstance(error, StateExchangeError):
             raise
-        raise NotInitializedError(f"the environment speaks of ranks, but not of where they meet: {error}") from error
+        raise NotInitializedError(f"the environment lacks the address of torchrun's store: {error}") from error
     store = _stores.PrefixStore(unused_prefix("meeting"), store)
     where = "torchrun's store"
     try:
@@ -87,13 +100,14 @@ def _torchruns_store(timeout_s: float) -> SharedStore:
 
 
 def _lead_at_store(store: Any, world_size: int, deadline: float, timeout_s: float, where: str) -> None:
-    """Let all ranks go on when all have joined `store`. Rank 0 only."""
+    """Wait until all ranks have joined `store`, then write that it is complete, or why it failed. Rank 0 only."""
     with tcp_store.failure_announced(store, world_size):
         tcp_store.wait_for_all(store, world_size, deadline, timeout_s, where, lambda: None)
     tcp_store.complete(store)
 
 
 def _store_by_mpi(backend: Backend, timeout_s: float) -> SharedStore:
+    """Return a store of rank 0, whose address rank 0 sends over MPI. Collective."""
     host = socket.gethostname()
     wait = Wait(timeout_s, "the choice of a port")
     server: Server | None = None
@@ -120,8 +134,8 @@ def store_at(url: str, rank: int, world_size: int, timeout_s: float) -> SharedSt
     """Return a store that exactly these ranks share. Collective.
 
     `url` is "file:///directory", which all ranks see and which is made if need be, or "tcp://host:port", where rank 0
-    listens. Raises StallError naming the ranks that did not come or did not stay, NotInitializedError where rank 0 is
-    there but cannot be reached, StorageError, or InvalidArgumentError.
+    listens. Raises StallError with the ranks that did not join in time or left early, NotInitializedError if rank 0
+    runs but cannot be reached, StorageError, or InvalidArgumentError.
     """
     parts, port = urlsplit(url), _port_of(url)
     is_local = parts.netloc in ("", "localhost") and "\0" not in parts.path
@@ -138,7 +152,7 @@ def store_at(url: str, rank: int, world_size: int, timeout_s: float) -> SharedSt
 
 
 def _port_of(url: str) -> int | None:
-    """Return a URL's port; None if it names none, or what is none."""
+    """Return the port of a URL; None if it has none, or not a valid one."""
     try:
         return urlsplit(url).port
     except ValueError:
@@ -159,7 +173,7 @@ def _store_at_address(host: str, port: int, rank: int, world_size: int, timeout_
         tcp_store.enroll(store, 0, server.nonce, where)
         _lead_at_store(store, world_size, deadline, timeout_s, where)
     except BaseException:
-        server.close()  # an error that somebody keeps must not keep the port
+        server.close()  # else a caller that keeps the error would keep the port open
         raise
     return SharedStore(store, 0, world_size, server)
 
@@ -168,14 +182,14 @@ def _joined_store(host: str, port: int, rank: int, world_size: int, deadline: fl
     """Return a client of the store that rank 0 serves or will serve, once all ranks have joined it."""
     where = f"tcp://{host}:{port}"
     nonce = secrets.token_hex(16)
-    has_been_there = False
+    has_joined = False
     reason: object = ""
     while True:
         try:
             store = tcp_store.connect(host, port, timeout_s, deadline - time.monotonic())
             server = tcp_store.server_nonce(store)
             if server is not None and server not in _completed:
-                has_been_there = True
+                has_joined = True
                 store = tcp_store.namespaced(store, server)
                 tcp_store.enroll(store, rank, nonce, where)
                 tcp_store.wait_until_complete(store, world_size, deadline, timeout_s, where)
@@ -184,9 +198,11 @@ def _joined_store(host: str, port: int, rank: int, world_size: int, deadline: fl
         except StateExchangeError:  # of which a StallError is an OSError
             raise
         except (OSError, LostServerError) as error:
-            reason = error  # perhaps the server of an earlier rendezvous, or one that gave up: another may follow
+            reason = (
+                error  # the server of an earlier rendezvous may have ended, or one that gave up: another may follow
+            )
         if time.monotonic() > deadline:
-            if has_been_there:
+            if has_joined:
                 raise tcp_store.left([0], where, timeout_s)
             raise tcp_store.absent([0], where, timeout_s, reason)
         time.sleep(_POLL_S)

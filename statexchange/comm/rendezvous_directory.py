@@ -1,7 +1,7 @@
 """A rendezvous in a directory that all ranks see.
 
-The ranks exchange there only where the key-value store is that rank 0 serves over TCP (tcp_store.py). The directory may
-lie on NFS of any version, with or without locks, and its users on several hosts.
+All that the ranks exchange there is the address of the key-value store that rank 0 serves over TCP (tcp_store.py). The
+directory may lie on NFS of any version, with or without locks, and the ranks may run on several hosts.
 
 Files in the directory; `nonce` is 128 random bits of one process and one rendezvous:
 
@@ -23,8 +23,8 @@ Invariants, and why:
 * Every scan opens the directory with O_DIRECTORY and lists it: looking a name up, or a directory by its whole path, may
   be answered from the cache for 30 s. An absent directory is made from the deepest parent that can be opened.
 * After a hello or an answer the directory changes once more, by a beat, at least 30 ms later. On NFS 3 two changes
-  within one tick of the server's clock look like one, and a client that has listed between them stays blind.
-* A hello counts only if its process lives. A process of this host is looked up; another has to be seen to beat twice,
+  within one tick of the server's clock look like one, and a client that has listed between them misses the second.
+* A hello counts only if its process runs. A process of this host is looked up; another must show two new beats,
   since one new beat may be an old one that the cache has hidden. What a crashed run has left does neither, and no
   answer of a crashed run holds a nonce of this one. Clocks of hosts are not compared.
 
@@ -66,7 +66,7 @@ __all__ = ["DirectoryRendezvous"]
 _POLL_S = 0.02
 _BEAT_S = 0.25
 _SETTLE_S = 0.04  # four ticks of the slowest server clock seen, 100 Hz
-_CROWD = 64  # ranks; more scan and beat less often, so that the file server's load does not grow with their number
+_CROWD = 64  # above so many ranks all scan and beat less often, so that the file server's load does not grow
 _CONNECT_S = 10.0
 _LINGER_S = 5.0
 _NOTICE_S = 1.0
@@ -165,7 +165,7 @@ class _Pulse:
 
 
 class _ConflictError(Exception):
-    """Raised where ranks do not fit together, which all of them are to see."""
+    """Two ranks contradict each other. Each rank detects that by itself, so their files must stay for a moment."""
 
     def __init__(self, error: StateExchangeError) -> None:
         super().__init__(error)
@@ -190,7 +190,7 @@ class DirectoryRendezvous:
         self._made = 0  # directories at the end of the path that this rendezvous has made
         self._hellos: dict[str, _Facts] = {}
         self._pulses: dict[str, _Pulse] = {}
-        self._known: set[str] = set()  # nonces that have ever been seen alive
+        self._known: set[str] = set()  # nonces of processes that ran at some scan
         self._seen: dict[int, str] = {}  # ranks that were alive when they were last seen; they may have left since
         self._present: set[int] = set()  # ranks that were there at the last scan
 
@@ -201,7 +201,7 @@ class DirectoryRendezvous:
                 self._publish_hello()
                 return self._lead() if self._rank == 0 else self._follow()
             except _ConflictError as conflict:
-                self._linger(set(self._hellos) - {self._nonce}, _NOTICE_S)  # so that the others see it, too
+                self._linger(set(self._hellos) - {self._nonce}, _NOTICE_S)  # so that the others detect it, too
                 raise conflict.error from None
             finally:
                 self._remove()
@@ -226,7 +226,7 @@ class DirectoryRendezvous:
             self._answer(nonces, server, None)
             return self._gather_all(server, nonces)
         except BaseException:
-            server.close()  # an error that somebody keeps must not keep the port
+            server.close()  # else a caller that keeps the error would keep the port open
             raise
 
     def _serve(self, nonces: list[str]) -> Server:
@@ -338,7 +338,7 @@ class DirectoryRendezvous:
             return False
         return len(nonces) == self._world_size and nonces[self._rank] == self._nonce
 
-    # Hellos, and who lives
+    # Hellos and liveness
 
     def _publish_hello(self) -> None:
         with self._opened():
@@ -352,7 +352,7 @@ class DirectoryRendezvous:
         self._publish(f"hello-{self._rank}-{self._nonce}.json", facts)
 
     def _wait_for_hellos(self) -> list[str]:
-        """Return the nonces of all ranks, each of which is known to live."""
+        """Return the nonces of all ranks, once the processes of all run."""
         while True:
             self._beat()
             with self._scanned() as (directory, names):
@@ -373,7 +373,7 @@ class DirectoryRendezvous:
         time.sleep(self._poll_s)
 
     def _living(self, directory: int, names: list[str]) -> dict[int, str]:
-        """Return the nonce of every rank that is known to live."""
+        """Return the nonce of every rank whose process runs. Remove the files of processes that have ended."""
         beats: dict[str, int] = {}
         for name in names:
             if match := _BEAT.fullmatch(name):
@@ -419,7 +419,7 @@ class DirectoryRendezvous:
             text = f"rank {rank} came with another world_size"
             raise _ConflictError(InvalidArgumentError(text, expected=self._world_size, found=facts.world_size))
         if living.get(rank, nonce) != nonce:
-            text = f"two processes call themselves rank {rank} in {self._path}"
+            text = f"two processes claim rank {rank} in {self._path}"
             raise _ConflictError(PeerError(rank, "the rendezvous", text))
         self._made = max(self._made, facts.made)
 
@@ -469,7 +469,7 @@ class DirectoryRendezvous:
         self._beat_due = time.monotonic() + _SETTLE_S
 
     def _beat(self) -> bool:
-        """Show that this rank lives, if it is time to; return whether it was."""
+        """Write this rank's next beat if it is due; return whether it was."""
         if time.monotonic() < self._beat_due:
             return False
         self._put(f"beat-{self._nonce}-{self._beats}")
@@ -495,7 +495,7 @@ class DirectoryRendezvous:
 
 
 def _remove_files(directory: int, names: list[str], nonce: str) -> None:
-    """Remove all files of a process; its hello goes last, as it says whose the others are."""
+    """Remove all files of a process; its hello goes last, as it holds the process to which the others belong."""
     for name in sorted((name for name in names if nonce in name), key=lambda name: name.startswith("hello-")):
         with contextlib.suppress(OSError):  # another rank does the same; or it is not ours to remove
             os.unlink(name, dir_fd=directory)

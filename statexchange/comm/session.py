@@ -1,20 +1,27 @@
-"""A session: one rank's part in what its group does. It orders calls, compares them across ranks, and spreads failure.
+"""A session: the state of one rank in its group. It orders calls, compares them across ranks, and reports failure.
 
 Order. Several threads of a rank may call:
 
-* One call runs at a time: a thread takes the session's lock, and waits while another one has it. Work that was begun
-  with `async_op` takes it in the queue's thread. What goes from rank to rank has a queue for each peer and direction.
+* One collective runs at a time: a thread takes the session's lock, and waits while another one has it. Work that was
+  begun with `async_op` takes it in the queue's thread. Sends and receives have a queue for each peer and direction.
 * A call carries the number of its caller (callers.py), so that the calls of a thread are matched with those of the same
-  thread on other ranks. `send`, `recv` and the making of a group do not count: not all ranks take part, so the counts
-  would come apart.
+  thread on other ranks. `send`, `recv` and the making of a group do not count as a thread's first call: not all ranks
+  take part, so the counts would differ.
 
 Comparison. Before a collective the ranks compare the fingerprints of their calls: in the control page on one host, by
 one small message elsewhere. If they differ, all ranks exchange what they were about to do (`_explanation`), and all
 raise the same MismatchError. If a rank was about to report an error of its own, all raise that instead.
 
-Failure. An error in which all ranks have met, as a MismatchError or a refused argument, leaves the group usable
-(`shared_error`). Any other error ends it: `fail` keeps it as `dead`, which every later call raises, and reports it to
-the other ranks, which then raise it from their waits.
+States. A session is *usable* until it is *dead*; it never becomes usable again.
+
+* An error that all ranks raise together, as a MismatchError or a refused argument, leaves it usable (`shared_error`).
+* Any other error inside a call ends it: `fail` keeps the error as `dead`, which every later call raises, and reports it
+  to the other ranks by the page, the backend and the monitor. They raise it from their waits, and are then dead, too.
+* A rank that dies reports nothing. The monitor of each other rank notices (control_page.py, detector.py), and that
+  rank's wait raises PeerError, which ends its session likewise.
+* `close` ends this rank's session. A rank that waits for this one raises PeerError, or the `error` given to `close`.
+* A rank that waits for a single rank in `send` or `recv` does not see what the others raise together. So a rank with an
+  error to report requests a collective first: those waits then raise AbandonedError, and join it.
 """
 
 from __future__ import annotations
@@ -56,14 +63,14 @@ __all__ = ["Route", "Session"]
 
 T = TypeVar("T")
 _CLOSE_S = 1.0
-_OF_ARGUMENTS = (TypeError, ValueError, AttributeError)
-_SECOND_CALLER_S = 0.05  # within which a thread that begins at the same time as another one has begun
-# Raised where all ranks have met, so that all of them raise the same.
+_ARGUMENT_ERRORS = (TypeError, ValueError, AttributeError)
+_SECOND_CALLER_S = 0.05  # for a second thread, which begins at the same time, to make its first call
+# Errors that all ranks raise together, after they have exchanged messages.
 _SHARED_ERRORS = (MismatchError, NumericOverflowError, InvalidArgumentError, UnsupportedError)
 
 
 class Session:
-    """One rank's part in what its group does together.
+    """The state of one rank in its group.
 
     Attributes:
         backend: Moves tensors of CPUs.
@@ -72,9 +79,9 @@ class Session:
         transport: Carries messages where there is no page; groups are made from it.
         monitor: Knows who has failed.
         device: Names the one on which this rank computes.
-        dead: What every call raises once the group has failed.
-        shared_error: What all ranks have raised together last, after which the group goes on, unless it has broken off
-            a message from rank to rank.
+        dead: The error that every call raises once the group has failed or this rank has closed it.
+        shared_error: The error that all ranks raised together last. The group stays usable after it, unless it has
+            broken off a message from rank to rank.
     """
 
     def __init__(
@@ -104,7 +111,7 @@ class Session:
         self.shared_error: BaseException | None = None
         self._check = check
         self._pending_failure: dict[str, Any] | None = None  # the error that this rank is about to report in `agree`
-        self._last_shared_error: StateExchangeError | None = None  # also of work that nobody has waited for
+        self._last_shared_error: StateExchangeError | None = None  # also of work for which `wait` was not called
         self._is_message_cut = False  # a message to or from a rank was broken off: half of it may be under way
         self._queue = WorkQueue(f"statexchange rank {topology.rank}", skips=True)
         self._peer_queues: dict[tuple[str, int], WorkQueue] = {}
@@ -123,16 +130,16 @@ class Session:
             "communicate in that process, or start this one as a rank of its own (not by fork)",
             rank=self.rank,
         )
-        # A thread that is not here may have held a lock at the moment of the fork: use new ones.
+        # A thread of the parent, which does not exist here, may have held a lock during the fork: use new ones.
         self._call_lock = threading.Lock()
         self.callers.disown()
         for queue in [self._queue, *self._peer_queues.values()]:
             queue.disown(self.dead)
 
     def _check_caller(self, call: Call, wait: Wait) -> None:
-        """Raise DifferentCallsError, on all ranks, if a new caller is another thread on one rank than on another.
+        """Raise DifferentCallsError, on all ranks, if the number of a new caller belongs to different threads.
 
-        A thread that might be the first caller on another rank may not have called yet: wait a moment for it.
+        Where the thread that another rank counts first might not have called here yet, wait a moment for it.
         """
         number = call.caller
         accounts = self._compare_callers(call, self.callers.account(), wait)
@@ -161,7 +168,7 @@ class Session:
             )
         self._call_lock.acquire()
 
-    # Meetings
+    # Messages
 
     def all_gather_bytes(
         self, call: Call, payload: bytes, root: int | None = None, timeout_s: float | None = None
@@ -169,7 +176,7 @@ class Session:
         """Return every rank's payload in rank order; on `root` only, if that is given. Collective."""
         self.raise_if_dead()
         if call.failure is not None and self.world_size > 1:
-            # Work under way may be the first in which the ranks compare their calls.
+            # The ranks may compare their calls in work under way first, which then reports this failure.
             self._pending_failure = call.failure
             if self.monitor is not None:
                 self.monitor.request_collective()
@@ -182,7 +189,7 @@ class Session:
             wait = self._begin(call, timeout_s)
             answers = self.messages(call, payload, root, wait)
             if self.page is None:
-                self._pass()
+                self._complete()
             return answers
 
         try:
@@ -203,7 +210,7 @@ class Session:
             self._call_lock.release()
 
     def messages(self, call: Call, payload: bytes, root: int | None, wait: Wait) -> list[bytes]:
-        """As `exchange`, inside a collective; DifferentCallsError, on all ranks, where they do not call the same."""
+        """As `all_gather_bytes`, inside a call; raise DifferentCallsError, on all ranks, if their calls differ."""
         if self.page is not None:
             return self.page.all_gather_bytes(payload, root, call.fingerprint, wait)
         answers = self.transport.all_gather_bytes(call.mark + payload, wait)
@@ -212,7 +219,7 @@ class Session:
         return [answer[8:] for answer in answers] if root is None or root == self.rank else []
 
     def _enter(self, call: Call, location: int, wait: Wait) -> Sequence[int]:
-        """Enter a collective on tensors: what `Wait.enter` does."""
+        """Compare the ranks' calls at the entry of a collective on tensors. This is what `Wait.enter` calls."""
         if self.page is not None and (self._check or self.backend.enters_itself):
             return self.page.enter(call.fingerprint, location, wait)
         if self._check:
@@ -227,15 +234,15 @@ class Session:
         return Wait(seconds, call.text, self.monitor, functools.partial(self._enter, call))
 
     def _begin(self, call: Call, timeout_s: float | None = None) -> Wait:
-        """Return the wait of a call whose turn has come, once a new caller has been compared."""
+        """Begin a call: return its wait, after a new caller has been compared."""
         self.raise_if_dead()
         wait = self.wait_for(call, timeout_s)
         if self.callers.is_new(call.caller):
             self._check_caller(call, wait)
         return wait
 
-    def _pass(self) -> None:
-        """End a call where there is no page; raise if the ranks have given it up."""
+    def _complete(self) -> None:
+        """Note, where there is no page, that this rank has completed its call; raise if the ranks have given it up."""
         if self.monitor is not None:
             self.monitor.complete_op()
 
@@ -252,9 +259,9 @@ class Session:
                 wait.enter()
             result = body(wait)
             if self.page is None:
-                self._pass()
+                self._complete()
             elif not backend.enters_itself:
-                self.page.sync(wait)  # all ranks have entered, but not each has its result yet
+                self.page.sync(wait)  # as all ranks have entered, but some may not have their results yet
             return result
 
         try:
@@ -276,7 +283,7 @@ class Session:
 
         A TypeError, ValueError or AttributeError becomes an InvalidArgumentError.
         """
-        if isinstance(refusal, _OF_ARGUMENTS) and not isinstance(refusal, StateExchangeError):
+        if isinstance(refusal, _ARGUMENT_ERRORS) and not isinstance(refusal, StateExchangeError):
             cause, refusal = refusal, InvalidArgumentError(f"{verb}: {refusal}", rank=self.rank)
             refusal.__cause__ = cause
         if self.world_size > 1:
@@ -289,6 +296,7 @@ class Session:
         return to_record(error, self.rank, phase, self.topology.hosts[self.rank])
 
     def _for_caller(self, backend: Backend, job: Callable[[], T]) -> Callable[[], T]:
+        """Return `job` for another thread, with the state of the current one that `backend` needs."""
         caller = backend.as_caller()
 
         def run() -> T:
@@ -300,10 +308,9 @@ class Session:
     def deliver(
         self, backend: Backend, verb: str, peer: int, operation: str, body: Callable[[Wait], T], async_op: bool
     ) -> T | Work:
-        """Run `body` after what goes to, or comes from, `peer` already. Not collective.
+        """Run a send or receive, `body`, after the earlier ones of the same peer and direction. Not collective.
 
-        Each peer and direction has a queue of its own, so that a send does not hold up the receive that the peer waits
-        for.
+        Each peer and direction has a queue of its own, so that a send does not delay the receive that its peer needs.
         """
         queue = self._peer_queues.setdefault((verb, peer), WorkQueue(f"statexchange {verb} {peer}"))
         call = Call(f"{operation} ({'to' if verb == 'send' else 'from'} rank {peer})")
@@ -315,7 +322,7 @@ class Session:
             except AbandonedError:
                 self._is_message_cut = True
                 if self._last_shared_error is not None and not self._is_collective_requested():
-                    self.fail(call, self._last_shared_error)  # another thread has raised it already, with all ranks
+                    self.fail(call, self._last_shared_error)  # another thread has already joined the collective
                 raise
 
         def guarded() -> T:
@@ -332,7 +339,7 @@ class Session:
             self._join_requested_collective(call)
 
     def _join_requested_collective(self, call: Call) -> NoReturn:
-        """Raise why `call` was broken off: a rank has requested a collective to report its failure. Collective."""
+        """Join the collective for which `call` was broken off, and raise the failure that it reports. Collective."""
         if self._is_collective_requested():
             self.all_gather_bytes(Call.of_all(f"{call.text}, broken off"), b"")
         raise self.dead or self._last_shared_error or AbandonedError
@@ -341,12 +348,12 @@ class Session:
         return self.monitor is not None and self.monitor.collective_requested()
 
     def drain(self) -> None:
-        """Return when all work under way is done; its errors stay with it. Not collective."""
+        """Return when all work under way is done; its errors are raised by `wait`. Not collective."""
         for queue in [self._queue, *self._peer_queues.values()]:
             queue.drain()
 
     def wait_all(self) -> None:
-        """As `drain`, and raise the first error that nobody has waited for. Not collective."""
+        """As `drain`; then raise the first error of work for which `wait` was not called. Not collective."""
         self.raise_if_inherited()
         self.drain()
         for queue in [self._queue, *self._peer_queues.values()]:
@@ -366,15 +373,15 @@ class Session:
             self.raise_if_dead()
 
     def raise_if_dead(self) -> None:
-        """Raise what this group has failed of, if it has. Not collective."""
+        """Raise the error with which this group has failed, if it has. Not collective."""
         if self.dead is not None:
-            raise self.dead.with_traceback(None)  # else each raise would lengthen it
+            raise self.dead.with_traceback(None)  # else it would grow with each raise
 
     def guarded(self, call: Call, body: Callable[[], T], *, is_shared: bool = True) -> T:
-        """Return the value of `body`; a failure on this rank reaches all.
+        """Return the value of `body`; report what it raises to all ranks.
 
-        An error in which all ranks have met becomes `shared_error` if `is_shared`. That of asynchronous work does not:
-        it is raised later, where the work is waited for.
+        An error that all ranks raise together is kept as `shared_error` if `is_shared`. That of asynchronous work is
+        not, as it is raised later, by `wait`.
         """
         try:
             result = body()
@@ -418,13 +425,13 @@ class Session:
         confused = len(threads) > 1 or (is_same and threads != {None})
         several = len({account["caller"] for account in accounts}) > 1 or confused
         if len({account["public"] for account in accounts}) > 1:
-            # The user has made the public calls, and does not know their steps.
+            # Name the public calls, which the user has made, and not their steps.
             for account in accounts:
                 account["text"] = account["public"] or account["text"]
         lines = [_line(rank, account, several) for rank, account in enumerate(accounts)]
         hint = ". Several threads use this communicator: give each its own, from duplicate()" if several else ""
         if confused:
-            hint += "; threads that begin at once must have names of their own, the same on all ranks"
+            hint += "; threads that make their first calls at the same time need distinct names, equal on all ranks"
         different = MismatchError("ranks are in different calls: " + "; ".join(lines) + hint)
         return from_record(failure) if failure is not None else different
 
@@ -440,7 +447,7 @@ class Session:
             self.monitor.report_failure(self.dead)
 
     def forming_group(self) -> contextlib.AbstractContextManager[None]:
-        """A block that forms a group of ranks of this one: it ends when one of this group's ranks fails.
+        """A block that forms a group of ranks of this one: it raises when one of this group's ranks fails.
 
         Not collective.
         """
@@ -483,7 +490,7 @@ class Session:
             raise known from cause
 
     def close(self, error: BaseException | None) -> None:
-        """Leave: peers that still wait for this rank raise PeerError, with `error` as its cause. Not collective."""
+        """Leave the group: peers that wait for this rank raise PeerError, or `error`. Not collective."""
         forks.forget(self)
         public = public_call_name()
         phase, ended = ("its own code", "this rank's code") if public is None else (public, public)
@@ -504,10 +511,10 @@ class Session:
 
 
 class Route:
-    """Which backend moves a session's tensors: `backend` those of CPUs, the session's `device_backend` those of GPUs.
+    """The choice of the backend for a tensor: `backend` for CPUs, the session's `device_backend` for GPUs.
 
-    Several routes share a session: its failures and the order of its calls. `suffix` names the route in calls, so that
-    ranks that take different ones raise MismatchError.
+    Several routes may share a session, and so its failures and the order of its calls. `suffix` is added to the text of
+    a call, so that ranks that use different routes raise MismatchError.
     """
 
     def __init__(self, session: Session, backend: Backend, suffix: str = "") -> None:
@@ -518,14 +525,14 @@ class Route:
         self._suffix = suffix
 
     def backend_for(self, device_type: str) -> Backend:
-        """Return what moves tensors of this device."""
+        """Return the backend for tensors of this device."""
         devices = self.session.device_backend
         if devices is not None and device_type == devices.device_type:
             return devices
         return self._backend
 
     def backend_of(self, tensor: Any) -> Backend:
-        """Return the backend that moves `tensor`, which may be an array or a wrong argument."""
+        """Return the backend for `tensor`, which may be an array; any other argument gets the one for CPUs."""
         if self.session.device_backend is None:
             return self._backend
         return self.backend_for(tensor.device.type if hasattr(tensor, "is_cpu") else "cpu")
@@ -536,7 +543,7 @@ class Route:
         return self._backend if self._backend.name == "hierarchical" else None
 
     def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work:
-        """As `Session.collective`; on another route it is another call. Collective."""
+        """As `Session.collective`, with this route's suffix in the call. Collective."""
         if self._suffix:
             call.text += self._suffix
         return self.session.collective(call, backend, body, async_op)

@@ -1,19 +1,20 @@
 """TCP key-value stores that rank 0 serves and all ranks join.
 
-The server is one object, and everything that uses the store (Gloo groups, communicators, user code) has a client. So
-closing the server frees its port, whoever still holds a client.
+The server is one object, and all users of the store (Gloo groups, communicators, user code) have clients of their own.
+So closing the server frees its port, even while clients exist.
 
 Keys and who writes them:
 
     server           rank 0, before it joins: a nonce of this server; all other keys lie below this nonce, as torch may
                      serve a store of its own at the same port of this process
-    joined/<rank>    each rank, once: a nonce of its process. A second process of that rank finds another nonce there.
+    joined/<rank>    each rank, once: a nonce of its process. A second process with that rank reads another nonce there,
+                     and raises
     complete         rank 0, when all have joined
     failed           rank 0, instead of `complete`: the error that it raises, which the others then raise, too
     failure_reads    a counter of the ranks that have read `failed`; rank 0 serves a second longer for them
 
-Only `get` and `wait` of torch's clients block, and they are called for keys that are known to be there; everything else
-is polled with a deadline. A lost connection is LostServerError.
+Only `get` and `wait` of torch's clients block, and they are called only for keys that exist already; everything else is
+polled with a deadline. If rank 0 dies, all clients lose their connections, which raises LostServerError.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class LostServerError(Exception):
 
 
 class Server:
-    """The TCP store that this process serves until `close`. `port` is where."""
+    """The TCP store that this process serves, at `port`, until `close`."""
 
     def __init__(self, store: Any) -> None:
         self._store: Any = store
@@ -117,7 +118,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        """The address of the interface that was asked for."""
+        """The address at which this serves."""
         return str(self._store.host)
 
     @property
@@ -131,7 +132,7 @@ class Server:
 
 
 class SharedStore(NamedTuple):
-    """A torch Store that all ranks share. Rank 0 may serve it: then it lives until `server` is closed."""
+    """A torch Store that all ranks share. If rank 0 serves it, it ends when `server` is closed."""
 
     store: Any
     rank: int
@@ -182,7 +183,7 @@ def enroll(store: Any, rank: int, nonce: str, where: str) -> None:
     with _lost_server():
         holder = store.compare_set(_joined(rank), "", nonce).decode()
     if holder != nonce:
-        raise NotInitializedError(f"rank {rank} has come to {where} already: is there another job?", rank=rank)
+        raise NotInitializedError(f"rank {rank} has joined at {where} already: does another job use it?", rank=rank)
 
 
 def wait_for_all(
@@ -200,7 +201,7 @@ def wait_for_all(
 
 @contextlib.contextmanager
 def failure_announced(store: Any, world_size: int) -> Iterator[None]:
-    """Have the ranks that have joined raise what is raised inside. Rank 0 only."""
+    """A block whose error is raised by all ranks that have joined, too. Rank 0 only."""
     try:
         yield
     except BaseException as error:
@@ -218,9 +219,9 @@ def _wait_until_read(store: Any, world_size: int) -> None:
 
 
 def wait_until_complete(store: Any, world_size: int, deadline: float, timeout_s: float, where: str) -> None:
-    """Return when rank 0 has seen all ranks. All other ranks.
+    """Wait until rank 0 has seen that all ranks have joined, or raise its error. For all ranks but 0.
 
-    If all have joined when the deadline comes, rank 0 has a moment to decide: it may have given up just before.
+    If all have joined at the deadline, wait a second more: rank 0 may just have given up, and then reports that.
     """
     with _lost_server():
         while not store.check(["complete"]):
@@ -238,25 +239,25 @@ def wait_until_complete(store: Any, world_size: int, deadline: float, timeout_s:
 
 
 def complete(store: Any) -> None:
-    """Let the others go on. Rank 0 only."""
+    """Write that the rendezvous is complete. Rank 0 only."""
     with _lost_server():
         store.set("complete", "1")
 
 
 def absent(ranks: Sequence[int], where: str, timeout_s: float, reason: object = "") -> StallError:
-    """Return the error that names the ranks that did not come."""
+    """Return the error for ranks that did not join."""
     text = f"ranks {list(ranks)} did not come to {where} in {timeout_s:g} s"
     return StallError(f"{text}: {reason}" if reason else text, missing=tuple(ranks))
 
 
 def left(ranks: Sequence[int], where: str, timeout_s: float) -> StallError:
-    """Return the error that names the ranks that came, but did not stay."""
+    """Return the error for ranks that joined, but left early."""
     text = f"ranks {list(ranks)} came to {where}, but left before all were there, which took over {timeout_s:g} s"
     return StallError(text, missing=tuple(ranks))
 
 
 def unanswered(where: str, timeout_s: float) -> StallError:
-    """Return the error for a rendezvous to which all ranks came, without an answer of rank 0."""
+    """Return the error for a rendezvous that all ranks joined, but rank 0 did not complete."""
     return StallError(f"all ranks came to {where}, but rank 0 did not answer in {timeout_s:g} s", missing=(0,))
 
 

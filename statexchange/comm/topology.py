@@ -1,4 +1,4 @@
-"""Which rank is on which host, and its number there."""
+"""The topology: the host of each rank, and the rank's number there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Topology"]
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The hosts of all ranks, and which rank this is. Hosts are numbered in the order of their lowest ranks."""
+    """The hosts of all ranks, and the number of this one. Hosts are numbered in the order of their lowest ranks."""
 
     rank: int
     nodes: tuple[int, ...]

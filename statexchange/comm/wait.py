@@ -1,12 +1,12 @@
-"""Waits for peers: for what, how long, and what may end them earlier.
+"""Waits for peers, with a deadline and a failure monitor.
 
-No wait of this package blocks in a native call. A wait polls what it waits for, and between two looks it asks its
-monitor. It ends with PeerError when the monitor knows of a failure, and with StallError at its deadline. The deadline
-is put off while any rank reports progress, so it bounds the time without progress, not the whole time.
+No wait of this package blocks in a native call. A wait polls its condition, and between two polls it checks its
+monitor. It raises PeerError when the monitor reports a failure, and StallError at its deadline. The deadline is put off
+while any rank reports progress, so it bounds the time without progress, not the whole time.
 
-A wait that is about to raise asks the monitor to give the call up (`FailureMonitor.give_up`). If another rank has
-completed the call meanwhile, the data for this rank is on its way: then the wait goes on for 5 s more, and if the data
-does not come, the outcome is unknown to this rank.
+Before a wait raises, it calls `FailureMonitor.give_up`, which returns if another rank has completed the call meanwhile.
+Then the data for this rank is on its way: the wait goes on for 5 s, and raises OutcomeUnknownError if the data has not
+arrived by then.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NAPS_PER_WAIT = 16  # naps are 1/16 of the time waited, by which a wait may las
 _MONITOR_PERIOD_S = 0.05
 _ON_ITS_WAY_S = 5.0  # time for data that was sent already to arrive
 
-# Through ctypes, since os.sched_yield keeps the interpreter locked, in which another thread may want to go on.
+# Through ctypes, since os.sched_yield holds the GIL, for which another thread may wait.
 yield_core: Callable[[], object] = (
     ctypes.CDLL(None).sched_yield if os.name == "posix" else functools.partial(time.sleep, 0)
 )
@@ -40,9 +40,9 @@ class Wait:
 
     Args:
         timeout_s: The deadline, in seconds without progress.
-        operation: What is waited for, in words for errors.
-        monitor: What knows of failures; by default the one of the `monitored` block that this is in.
-        enter: How the ranks meet before a collective, see `enter`.
+        operation: A description of the awaited call, for errors.
+        monitor: Reports failures; by default the monitor of the enclosing `monitored` block.
+        enter: The function that `enter` calls.
     """
 
     __slots__ = (
@@ -70,16 +70,16 @@ class Wait:
         self._deadline = time.monotonic() + timeout_s
         self._checked_at = 0.0
         self._progress = -1
-        self._is_completed = False  # on another rank, so that what this one waits for is on its way
+        self._is_completed = False  # whether another rank has completed the call, so that the data is on its way
 
     def enter(self, location: int = 0) -> Sequence[int]:
-        """Wait for the entry of all ranks into a collective, in which they compare what they are about to do.
+        """Enter a collective: wait for all ranks, and compare their calls.
 
-        A backend whose `enters_itself` is true calls this at the moment that suits it; for the others it has been
-        called before. Raises an error, on all ranks, if they are about to do different things.
+        A backend whose `enters_itself` is true calls this itself, once per collective; for the others the session has
+        called it before. Raises DifferentCallsError, on all ranks, if their calls differ.
 
         Args:
-            location: A number that this rank wants the others to know.
+            location: A number that is sent to the other ranks.
 
         Returns:
             The locations of all ranks, in rank order; () where ranks are not compared.
@@ -87,15 +87,15 @@ class Wait:
         return () if self._enter is None else self._enter(location, self)
 
     def poll(self) -> None:
-        """Raise PeerError if a rank has failed, StallError past the deadline. To be called between two looks."""
+        """Raise PeerError if a rank has failed, StallError past the deadline. Call it between two polls."""
         now = time.monotonic()
         if now - self._checked_at >= _MONITOR_PERIOD_S:
             self._checked_at = now
-            self._ask_monitor(now)
+            self._check_monitor(now)
         if now > self._deadline:
             self._stall()
 
-    def _ask_monitor(self, now: float) -> None:
+    def _check_monitor(self, now: float) -> None:
         if self.monitor is not None and not self._is_completed:
             try:
                 self.monitor.check(self.operation)
@@ -115,7 +115,7 @@ class Wait:
         self._give_up(StallError(message, missing=missing, rank=missing[0] if missing else None))
 
     def _give_up(self, error: StateExchangeError) -> None:
-        """Raise `error`, unless another rank has completed the call: then wait for what is on its way."""
+        """Raise `error`, unless another rank has completed the call: then wait 5 s for the data."""
         if self.monitor is None or self._is_completed:
             raise error
         self.monitor.give_up(error)
@@ -123,10 +123,10 @@ class Wait:
         self._deadline = time.monotonic() + _ON_ITS_WAY_S
 
     def until(self, done: Callable[[], object]) -> None:
-        """Return once `done()` is true: look often at first, then yield, then nap in proportion to the time waited.
+        """Return once `done()` is true: poll without a pause first, then yield, then nap ever longer.
 
-        Yields come first, as a core that sleeps may take a tenth of a millisecond to wake up; few of them, since
-        another thread or rank may want to compute on this core.
+        Yields precede naps, as a core that sleeps may take a tenth of a millisecond to wake up. They are few, since
+        another thread or rank may need this core.
         """
         for _ in range(_SPINS):
             if done():

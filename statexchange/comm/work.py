@@ -1,9 +1,9 @@
-"""Work under way: what `async_op=True` returns, and the thread that does it in the order of the calls.
+"""Asynchronous work: the result of `async_op=True`, and the thread that does the work in the order of the calls.
 
-After a MismatchError the ranks are in different calls. Work behind it would wait for calls that the others never make,
-or be matched with one that only looks like its own. So work that was submitted before the error was raised to the user
-is skipped, and raises the same error. What counts is the order of calls in the program, not when the thread reaches the
-work: all ranks skip the same.
+After a MismatchError the ranks are in different calls. Work queued behind it would wait for calls that other ranks
+never make, or be matched with a different call of equal arguments. So work that was submitted before the error was
+raised to the user is skipped, and raises the same error. The order of calls in the program decides, not the moment at
+which the thread reaches the work: so all ranks skip the same.
 
 The order of steps that this rests on: the queue's thread sets `_mismatch` before the failing work ends, so before the
 user can see the error. `note_raised`, called when the user sees it, gives the error to all work submitted by then, and
@@ -25,10 +25,10 @@ __all__ = ["Work", "WorkQueue"]
 
 
 class Work:
-    """A collective that goes on while the caller computes. Its tensors must not be touched until `wait` returns.
+    """A collective that runs while the caller computes. Its tensors must not be touched until `wait` returns.
 
-    If it raises MismatchError, work of the same communicator that was begun before that raises it, too, and is not
-    done.
+    If `wait` raises MismatchError, later work of the communicator that was begun before then is skipped, and raises the
+    same error.
 
     Example:
         >>> comm = sx.init("single")
@@ -45,13 +45,13 @@ class Work:
         """Make work that has not begun.
 
         Args:
-            operation: What it does, in words for errors.
+            operation: A description of the work, for errors.
             broken_off: Called by `wait` to raise the cause of an AbandonedError.
             queue: Where the work was submitted; it is informed of the error that `wait` raises.
         """
         self.operation = operation
         self.skipped_for: BaseException | None = None
-        """The mismatch of this queue that was raised last after this work had been submitted."""
+        """The MismatchError that the user has seen since this work was submitted, if any."""
         self._broken_off = broken_off
         self._queue = queue
         self._ended = threading.Event()
@@ -80,14 +80,14 @@ class Work:
         Not collective. Blocks until the work is done.
 
         Args:
-            timeout_s: How long to wait, in seconds; 0 looks only. None waits until the end.
+            timeout_s: How long to wait, in seconds; 0 does not wait. None waits without a limit.
 
         Returns:
             The result of the collective.
 
         Raises:
             StallError: It is not done in time; it goes on.
-            StateExchangeError: The error of which it has failed.
+            StateExchangeError: The error with which the work failed.
 
         Example:
             >>> comm = sx.init("single")
@@ -120,7 +120,7 @@ class Work:
         """
         if not self.is_completed():
             self._error = error
-            self._ended = threading.Event()  # the lock of the old one may be held by a thread that is not here
+            self._ended = threading.Event()  # a thread of the parent may have held the lock of the old one
             self._ended.set()
 
     def run(self, body: Callable[[], Any]) -> None:
@@ -139,13 +139,13 @@ class Work:
 class WorkQueue:
     """A thread that does work in the order in which it was submitted; it starts with the first.
 
-    With `skips` a MismatchError ends the work behind it, too.
+    With `skips` a MismatchError makes the queue skip the work behind it.
     """
 
     def __init__(self, name: str, *, skips: bool = False) -> None:
         self._name = name
         self._skips = skips
-        self._mismatch: MismatchError | None = None  # one that has not been raised to the user
+        self._mismatch: MismatchError | None = None  # of its work, until it is raised to the user
         self._jobs: queue.SimpleQueue[tuple[Work, Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._works: list[Work] = []
@@ -155,7 +155,7 @@ class WorkQueue:
         """Serialises synchronous calls with this queue's work."""
 
     def submit(self, operation: str, body: Callable[[], Any], broken_off: Callable[[], NoReturn] | None = None) -> Work:
-        """Have `body` run after all that was submitted before."""
+        """Queue `body` behind all that was submitted before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()
@@ -166,19 +166,19 @@ class WorkQueue:
         return work
 
     def drain(self) -> None:
-        """Return when all that was submitted is done; its errors are its own."""
+        """Return when all that was submitted is done. Errors are raised by the `wait` of the work, not here."""
         if threading.current_thread() is not self._thread:
             for work in self._works:
                 work._ended.wait()  # noqa: SLF001 (our own Work)
 
     def raise_lost(self) -> None:
-        """Raise the first error that nobody has waited for."""
+        """Raise the first error of work for which `wait` was not called."""
         for work in self._works:
             if work.is_lost:
                 work.wait()
 
     def close(self, wait_s: float) -> None:
-        """End the thread after what it is operation, for which at most `wait_s` is waited."""
+        """End the thread when it has done what was submitted; wait for that at most `wait_s`."""
         if self._thread is not None:
             self._jobs.put(None)
             if self._thread is not threading.current_thread():
@@ -189,13 +189,13 @@ class WorkQueue:
         for work in self._works:
             work.disown(error)
         self._thread = None
-        self.turn = threading.Lock()  # a thread that is not here may hold the old one
+        self.turn = threading.Lock()  # a thread of the parent may have held the old one
 
     def note_raised(self, error: BaseException) -> None:
         """Note that the user has seen `error`: if it is the queue's mismatch, work submitted until now raises it."""
         if error is self._mismatch:
             for work in self._works:
-                work.skipped_for = error  # nothing to work that has ended with a result or with another error
+                work.skipped_for = error  # has no effect on work that has ended
             self._mismatch = None
 
     def _serve(self) -> None:
@@ -205,7 +205,7 @@ class WorkQueue:
 
     def _do(self, work: Work, body: Callable[[], Any]) -> None:
         def attempt() -> Any:
-            earlier = self._mismatch or work.skipped_for  # in this order, see above
+            earlier = self._mismatch or work.skipped_for  # in this order, see the top of this file
             if earlier is not None:
                 raise earlier
             try:

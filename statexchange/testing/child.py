@@ -1,4 +1,4 @@
-"""The inside of one rank: its task, the one line to its launcher, and its end."""
+"""One rank's process: its task, the connection to its launcher, and its exit."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ _process_sender: Send | None = None  # of a rank that is a process: its own thre
 
 
 def report(value: object) -> None:
-    """Hand a JSON value to the launcher's `on_message(rank, value)` at once, from within a rank.
+    """Send a JSON value to the launcher, which calls `on_message(rank, value)` at once.
 
-    Not collective. Outside a rank it is a NotInitializedError.
+    Not collective. Raises NotInitializedError outside a rank.
     """
     send = sender.get() or _process_sender
     if send is None:
-        raise NotInitializedError("report() speaks for a rank that run_ranks started, and this is none")
+        raise NotInitializedError("report() works only in ranks that run_ranks started")
     send(value)
 
 
 def load(target: str) -> Callable[..., Any]:
-    """The function that ``module:qualname`` names."""
+    """Return the function ``module:qualname``."""
     module, _, qualname = target.partition(":")
     function: Callable[..., Any] = operator.attrgetter(qualname)(importlib.import_module(module))
     return function
 
 
 def describe(error: BaseException) -> list[str]:
-    """The type name, message and traceback text of `error`, without the launcher's own frames."""
+    """Return type name, message and traceback text of `error`, without the launcher's own frames."""
     frames = error.__traceback__
     while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename in _OWN_FILES:
         frames = frames.tb_next
@@ -62,8 +62,8 @@ def describe(error: BaseException) -> list[str]:
     return [type(error).__name__, str(error), text]
 
 
-class _Line:
-    """The rank's end of the pipe: what it sends, the launcher's orders, and the launcher's death."""
+class _Launcher:
+    """The rank's end of the pipe to the launcher. The launcher's death ends this process."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -93,22 +93,22 @@ class _Line:
 
 
 def serve(connection: Connection) -> None:
-    """Do the tasks that come through `connection`, until the launcher lets this rank go.
+    """Do the tasks that arrive through `connection`, until the launcher sends GO.
 
-    Not collective; blocks on the launcher, whose death ends this process. A rank that fails exits at once, so
-    that its peers see their connections close; under mpiexec it waits too, as its exit would end the job.
+    Not collective; blocks on the launcher, whose death ends this process. A rank that fails exits at once, so that its
+    peers see their connections close; but under mpiexec it waits for GO, as its exit would end the job.
 
-    After a task the launcher, once all ranks have done theirs, sends GO, and the process ends, or KEEP: then the rank
-    sets its state back and sends "clean" with None, or with what cannot be set back, and gets another task or GO.
+    When all ranks have done a task, the launcher sends GO, and the process ends, or KEEP. Then the rank restores its
+    state, sends "clean" with None or with a description of what cannot be restored, and receives another task or GO.
     """
-    line = _Line(connection)
+    line = _Launcher(connection)
     threading.Thread(target=line.watch, name="launcher", daemon=True).start()
     order = line.order()
     while order != GO:
         order = _serve_task(values.decode(order), line)
 
 
-def _serve_task(task: dict[str, Any], line: _Line) -> bytes:
+def _serve_task(task: dict[str, Any], line: _Launcher) -> bytes:
     """Do one task, and return the order that comes after it."""
     global _process_sender
     line.directory = task["directory"]
@@ -135,7 +135,7 @@ def _serve_task(task: dict[str, Any], line: _Line) -> bytes:
 
 
 def _state_before(task: dict[str, Any]) -> CleanState | None:
-    """The state to set back after the task, if this process may get another."""
+    """Return the state to restore after the task, if this process may get another."""
     if not task["reuse"]:
         return None
     if task["backend"] == "mpi":
@@ -171,7 +171,8 @@ def _gloo(task: dict[str, Any]) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _leave(line: _Line, *, patient: bool) -> NoReturn:
+def _leave(line: _Launcher, *, patient: bool) -> NoReturn:
+    """Exit with status 1; if `patient`, when the launcher sends GO."""
     if patient:
         line.order()
     sys.stdout.flush()

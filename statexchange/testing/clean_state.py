@@ -27,14 +27,14 @@ class CleanState:
     """The state of this process before a task."""
 
     def __init__(self) -> None:
-        gc.freeze()  # what is there already is not looked at again by `restore`
+        gc.freeze()  # so that gc.collect in `restore` skips the objects that exist already
         self._environ = dict(os.environ)
         self._directory = os.getcwd()
         self._functions = _functions()
         self._facts = _facts()
 
     def restore(self) -> str | None:
-        """Set back what can be set back; return what else is different, or None. Not collective."""
+        """Restore what can be restored; return a description of other differences, or None. Not collective."""
         _close_communicators()
         gc.collect()
         os.environ.clear()
@@ -66,7 +66,7 @@ def _seed_torch() -> None:
 
 
 def _functions() -> dict[str, int]:
-    """The identities of the functions and classes of this package's modules."""
+    """Return the identities of the functions and classes of this package's modules."""
     return {
         f"{module.__name__}.{name}": id(value)
         for module in list(sys.modules.values())
@@ -107,7 +107,7 @@ def _has_mpi_message() -> bool:
 
 
 def _open_files() -> int:
-    """How many sockets and pieces of shared memory are open."""
+    """Return the number of open sockets and pieces of shared memory."""
     kinds = []
     for name in os.listdir("/proc/self/fd"):
         try:

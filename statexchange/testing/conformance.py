@@ -5,8 +5,8 @@ To check a `Backend` (four methods will do), call on each of its ranks
     comm = conformance.communicator_of(MyBackend(...))
     conformance.run(comm)
 
-Every check is a function of a communicator that all its ranks call; a broken promise is an AssertionError. The sizes
-cross the limits at which our own backends change their algorithms: 64 KiB, and windows of 1 MiB.
+Every check is a function of a communicator that all its ranks call; it raises AssertionError if a requirement is
+violated. The sizes cross the limits at which our own backends change their algorithms: 64 KiB, and windows of 1 MiB.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _checks: list[Check] = []
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A promise and how it is tried: `body` raises AssertionError on a rank that sees it broken."""
+    """A requirement, and its test: `body` raises AssertionError on a rank that finds it violated."""
 
     name: str
     contract: str
@@ -65,7 +65,7 @@ class Check:
     least_ranks: int = 1
 
     def __call__(self, comm: Communicator) -> None:
-        """Try it. Collective over all ranks of `comm`."""
+        """Run the test. Collective over all ranks of `comm`."""
         self.body(comm)
 
     def applies_to(self, comm: Communicator) -> bool:
@@ -74,7 +74,7 @@ class Check:
 
 
 def communicator_of(backend: Backend, timeout_s: float = 30.0) -> Communicator:
-    """The communicator of ranks that know nothing of each other but `backend`, over which all goes.
+    """Return a communicator whose ranks communicate over `backend` only.
 
     Collective. Blocks until all ranks have called, `timeout_s` at most, which also bounds its later waits for peers.
     """
@@ -82,10 +82,10 @@ def communicator_of(backend: Backend, timeout_s: float = 30.0) -> Communicator:
 
 
 def run(comm: Communicator, only: Iterable[str] | None = None) -> list[str]:
-    """Try all checks that apply to `comm`, or those of them that `only` names, and return their names.
+    """Run all checks that apply to `comm`, or those of them that `only` names, and return their names.
 
-    Collective. The first that fails is an AssertionError on every rank, which names the rank and what it saw; an
-    unknown name is an InvalidArgumentError.
+    Collective. The first failure raises AssertionError on every rank, with the rank and what it found; an unknown name
+    raises InvalidArgumentError.
     """
     known = {check.name: check for check in CHECKS}
     names = list(known) if only is None else list(only)
@@ -102,7 +102,7 @@ def run(comm: Communicator, only: Iterable[str] | None = None) -> list[str]:
 
 
 def _check(least_ranks: int = 1) -> Callable[[Callable[[Communicator], None]], Callable[[Communicator], None]]:
-    """Put a function among the checks; its docstring is the contract."""
+    """Register a function as a check; its docstring is the contract."""
 
     def register(body: Callable[[Communicator], None]) -> Callable[[Communicator], None]:
         contract = " ".join((body.__doc__ or "").split())
@@ -1392,7 +1392,7 @@ def a_mismatch_leaves_buffers_alone(comm: Communicator) -> None:
 
 
 def _expect_it_still_works(comm: Communicator) -> None:
-    """Every way that a backend may have of operation things, twice: a rank that is out of step shows it."""
+    """Use every algorithm that a backend may have, twice: this fails if a rank is out of step."""
     for turn in range(2):
         for n in (3, 20_001, 270_001):
             _expect_same(comm.all_reduce(_pattern(comm.rank, n)), _sum(comm, n), f"all_reduce of {n}, afterwards")

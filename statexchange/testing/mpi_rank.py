@@ -13,7 +13,7 @@ __all__ = ["main"]
 
 
 def main(address: str) -> None:
-    """Meet the launcher at its socket `address` and do its task. Not collective; blocks on the launcher."""
+    """Connect to the launcher at its socket `address`, and do its tasks. Not collective; blocks on the launcher."""
     with Client(address, "AF_UNIX") as connection:
         connection.send_bytes(values.encode([settings.detect_launch().rank, os.getpid()]).encode())
         child.serve(connection)

@@ -5,8 +5,8 @@ may ask for `tmp_path`, the same directory on all ranks, and for parameters that
 world size may be a `pytest.param` with marks of its own. With ``reuse=True`` the ranks may serve several tests, see
 `run_ranks`.
 
-With ``--no-skips`` a skip fails the session, unless its reason begins with what only some machines have: "no GPU",
-"no cgroup" or "no Slurm".
+With ``--no-skips`` a skip fails the session, unless its reason begins with "no GPU", "no cgroup" or "no Slurm", which
+only some machines have.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _ALLOWED_SKIPS = ("no GPU", "no cgroup", "no Slurm")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds ``--no-skips``."""
+    """Add ``--no-skips``."""
     parser.addoption("--no-skips", action="store_true", help=f"a skip fails the session, unless for {_ALLOWED_SKIPS}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the marker."""
+    """Register the marker."""
     config.addinivalue_line("markers", _MARKER)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One run for each backend and world size."""
+    """Make one run of a marked test for each backend and world size."""
     marker = metafunc.definition.get_closest_marker("ranks")
     if marker is None:
         return
@@ -70,14 +70,14 @@ def _with_marks(value: Any) -> tuple[Any, Collection[Any]]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _ranks_for_several_tests() -> Iterator[None]:
-    """Ranks that tests reuse end with the session, and must end well."""
+    """End the ranks that are kept for several tests; fail the session if they do not end well."""
     yield
     dismiss_kept()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Calls the test on its ranks instead of here."""
+    """Call a marked test on its ranks instead of in this process."""
     marker = pyfuncitem.get_closest_marker("ranks")
     if marker is None:
         return None
@@ -106,14 +106,14 @@ def _run(
 
 
 def _portable(test: Callable[..., None], arguments: dict[str, Any]) -> tuple[str, dict[str, Any], list[str]]:
-    """The arguments of `_on_rank`: JSON values, with the names of those that are paths."""
+    """Return the arguments of `_on_rank`: JSON values, with the names of those that are paths."""
     paths = [name for name, value in arguments.items() if isinstance(value, Path)]
     plain = {name: str(value) if name in paths else value for name, value in arguments.items()}
     return f"{test.__module__}:{test.__qualname__}", plain, paths
 
 
 def _on_rank(target: str, arguments: dict[str, Any], paths: list[str]) -> None:
-    """Call the test within a rank's process, whose asserts then show their values as pytest's do."""
+    """Call the test in a rank's process, with pytest's rewriting of its asserts."""
     _rewriting().mark_rewrite(target.partition(":")[0])
     child.load(target)(**{name: Path(value) if name in paths else value for name, value in arguments.items()})
 
@@ -131,7 +131,7 @@ def _raise_outcome(failure: RankFailure) -> NoReturn:
 
 
 def _forbidden_skips(config: pytest.Config) -> list[str]:
-    """A line for each skip that ``--no-skips`` does not allow."""
+    """Return a line for each skip that ``--no-skips`` does not allow."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or not config.getoption("--no-skips"):
         return []
@@ -141,12 +141,12 @@ def _forbidden_skips(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fails a session that ``--no-skips`` does not allow."""
+    """Fail a session with skips that ``--no-skips`` does not allow."""
     if _forbidden_skips(session.config) and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Names the skips that failed the session."""
+    """Write the skips that failed the session."""
     for line in _forbidden_skips(config):
         terminalreporter.write_line(f"--no-skips: {line}", red=True)

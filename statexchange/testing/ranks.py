@@ -1,4 +1,4 @@
-"""The launcher: run a function on every rank of a small world, as threads or processes; it always returns."""
+"""The launcher: run a function on every rank of a small world, as threads or processes, within a time limit."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RankOutcomes(tuple[RankOutcome, ...]):
 
     @property
     def messages(self) -> dict[int, str]:
-        """What every rank that did not end well has to say."""
+        """The messages of all ranks that did not end well."""
         return {outcome.rank: outcome.message for outcome in self if outcome.state != "ok"}
 
     @property
@@ -147,8 +147,8 @@ def run_ranks(
     group; "mpi", under mpiexec. For processes `fn` must be importable by name, and arguments and results are
     JSON values. Inside `fn`, `report` reaches `on_message(rank, value)` at once.
 
-    When a rank fails the others get two seconds to end by themselves; then RankFailure says what each rank
-    did. With `allow_failure` they get all of `timeout_s`, and what each did is returned.
+    When a rank fails the others get two seconds to end by themselves; then RankFailure is raised, with the outcome of
+    each rank. With `allow_failure` they get all of `timeout_s`, and the outcomes are returned.
 
     With `reuse` the processes may have served earlier calls with `reuse`, and may be kept for later ones, until this
     process ends. It saves the launch, seconds under mpiexec. Communicators, process groups, environment, working
@@ -178,7 +178,7 @@ def run_ranks(
 def _watch(
     world: World, world_size: int, timeout_s: float, on_message: OnMessage | None, *, patient: bool
 ) -> RankOutcomes:
-    """Follow the ranks to their ends, and see that they come to one."""
+    """Collect the outcomes of all ranks; end those that are still running at their time limit."""
     ends: dict[int, RankOutcome] = {}
     ready: set[int] = set()
     limit = f"was not ready within {_START_S:g} s"
@@ -218,7 +218,7 @@ def _running(world: World, rank: int, why: str) -> RankOutcome:
 
 
 def _end(world: World, end: RankOutcome) -> RankOutcome:
-    """The outcome when the process has ended too, which may be another: a crash at exit is no success."""
+    """The final outcome, once the process has ended: a crash at exit is a failure even if the task succeeded."""
     if not world.ended(end.rank, _EXIT_S) and end.state == "ok":
         return _running(world, end.rank, "did its work but did not exit")
     code = world.exit_code(end.rank)
@@ -231,5 +231,5 @@ def _end(world: World, end: RankOutcome) -> RankOutcome:
 
 def _how(code: int | None) -> str:
     if code is None:
-        return "ended without a word"
+        return "ended without an outcome"
     return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"

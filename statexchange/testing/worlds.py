@@ -56,34 +56,34 @@ class World(Protocol):
         """Start all ranks."""
 
     def events(self, wait_s: float) -> Iterator[Event]:
-        """What came from the ranks, after waiting at most `wait_s` for it."""
+        """Yield the events of the ranks that arrive within `wait_s`."""
 
     def stack(self, rank: int) -> tuple[str, str]:
-        """The innermost frame and the whole stack of `rank`, or what is known of where it crashed."""
+        """Return the innermost frame and the whole stack of `rank`, or those of its crash if they are known."""
 
     def kill(self, ranks: set[int]) -> None:
-        """End ranks that do not end."""
+        """End ranks that do not end by themselves."""
 
     def release(self) -> None:
-        """Let the ranks go that have done their work."""
+        """Let the ranks that have done their work end."""
 
     def keep(self) -> bool:
-        """Keep the ranks, which have all done their work, for another task; False if they must go."""
+        """Keep the ranks, which have all done their work, for another task; return False if they must end."""
 
     def ended(self, rank: int, wait_s: float) -> bool:
         """Whether `rank` has ended within `wait_s`."""
 
     def exit_code(self, rank: int) -> int | None:
-        """The exit code of `rank`, if it has one of its own."""
+        """Return the exit code of `rank`, if it has one of its own."""
 
     def close(self) -> None:
-        """Leave nothing behind, whatever has happened."""
+        """End all processes and remove all files."""
 
 
 def open_world(
     backend: str, fn: Callable[..., Any], args: tuple[Any, ...], world_size: int, *, reuse: bool = False
 ) -> World:
-    """A world whose ranks call ``fn(*args)`` once it is started; with `reuse` one that was kept, if there is one."""
+    """Return a world whose ranks call ``fn(*args)`` when it starts; with `reuse` a kept one, if there is one."""
     if backend == "threads":
         return _Threads(fn, args, world_size)
     task = {"target": _target(fn, backend), "args": values.encode(args), "world_size": world_size}
@@ -100,7 +100,7 @@ def open_world(
 _kept: list[_Remote] = []
 _ended_badly: list[str] = []  # ranks of such worlds, for `dismiss_kept` to report
 _MOST_KEPT_RANKS = 8
-_MOST_TASKS = 50  # of one world, in case that each leaves a little behind which nobody sees
+_MOST_TASKS = 50  # of one world, as each may leave a little state behind that is not detected
 
 
 def _take_kept(kind: type[_Remote], world_size: int) -> _Remote | None:
@@ -141,7 +141,7 @@ def _dismiss_at_exit() -> None:
 
 
 def _target(fn: Callable[..., Any], backend: str) -> str:
-    """``module:qualname`` of `fn`, if another process can find it by that."""
+    """Return ``module:qualname`` of `fn`; raise if another process cannot import that."""
     module, qualname = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
     if module is None or qualname is None or "<" in qualname:
         raise InvalidArgumentError(
@@ -155,7 +155,7 @@ def _target(fn: Callable[..., Any], backend: str) -> str:
 
 
 class _Threads:
-    """Ranks that are threads of this process. One that hangs cannot be killed, but is named."""
+    """Ranks that are threads of this process. One that hangs cannot be killed, but is reported."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], world_size: int) -> None:
         self._fn = fn
@@ -364,13 +364,13 @@ class _Remote:
 
 
 def _innermost(threads: list[str]) -> str:
-    """The first frame of the main thread, which faulthandler writes last."""
+    """Return the innermost frame of the main thread, which faulthandler writes last."""
     frame = re.search(r'File "(.*)", line (\d+) in (.*)', threads[-1] if threads else "")
-    return f"{frame[3]} ({Path(frame[1]).name}:{frame[2]})" if frame else "a place that does not answer"
+    return f"{frame[3]} ({Path(frame[1]).name}:{frame[2]})" if frame else "an unknown place"
 
 
 def _wait_for_text(file: Path) -> None:
-    """Until the signal handler in the other process has written all of its stack."""
+    """Wait until the signal handler in the other process has written its whole stack."""
     deadline = time.monotonic() + _STACK_S
     before, size = -1, 0
     while (size == 0 or size != before) and time.monotonic() < deadline:
@@ -438,14 +438,14 @@ def _mpiexec() -> str | None:
 
 
 def mpi_missing() -> str | None:
-    """Why ranks cannot be started under MPI here, or None if they can."""
+    """Return why ranks cannot be started under MPI here, or None if they can."""
     if importlib.util.find_spec("mpi4py") is None:
         return 'no mpi4py: pip install "statexchange[mpi]"'
     return "no mpiexec: pip install mpich" if _mpiexec() is None else None
 
 
 class _Job(_Remote):
-    """Ranks under mpiexec, which come to a socket of ours. Only the job as a whole has an exit code."""
+    """Ranks under mpiexec, which connect to a socket of the launcher. Only the job as a whole has an exit code."""
 
     _ok: set[int]
 
@@ -471,7 +471,7 @@ class _Job(_Remote):
             "statexchange.testing.mpi_rank",
             address,
         ]
-        # In a session of its own: on Ctrl-C we end it, and it does not meddle.
+        # In a session of its own: Ctrl-C does not reach it, and this process ends it.
         self._job = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=_mpi_environ(), start_new_session=True)
 
     def events(self, wait_s: float) -> Iterator[Event]:
@@ -506,7 +506,7 @@ class _Job(_Remote):
 
     def exit_code(self, rank: int) -> int | None:
         if self._job is None or (rank in self._ok and len(self._ok) < self.world_size):
-            return None  # the job's code speaks of the ranks that failed
+            return None  # the job's exit code is that of ranks that failed
         return self._job.returncode
 
     def take(self, task: dict[str, Any]) -> None:
@@ -528,7 +528,7 @@ class _Job(_Remote):
 
 
 def _surroundings() -> tuple[str, dict[str, str]]:
-    """What a job inherits: two that were launched in the same surroundings are alike."""
+    """Working directory and environment, which a job inherits when it is launched."""
     return os.getcwd(), {name: value for name, value in _mpi_environ().items() if name != "PYTEST_CURRENT_TEST"}
 
 

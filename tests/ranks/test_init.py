@@ -284,7 +284,7 @@ def same_rank(directory: str) -> str:
 
 def test_two_processes_of_one_rank_are_found_out(tmp_path: Path) -> None:
     said = run_ranks(same_rank, 3, backend="processes", args=(str(tmp_path),))
-    assert "two processes call themselves rank 1" in said[0]
+    assert "two processes claim rank 1" in said[0]
 
 
 @pytest.mark.parametrize(

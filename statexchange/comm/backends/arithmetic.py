@@ -41,7 +41,7 @@ class Finish:
 
     def __call__(self, tensor: torch.Tensor) -> None:
         """Apply it to `tensor`, in place."""
-        if tensor.is_complex():  # times a number as a whole, infinities would become NaN
+        if tensor.is_complex():  # a product with a real number, taken as complex, would turn infinities into NaN
             tensor = torch.view_as_real(tensor)
         if self.divisor != 1:
             tensor.div_(self.divisor)

@@ -1,8 +1,8 @@
 """The interface of a backend: how ranks move bytes and reduce tensors.
 
 To add a backend, subclass `Backend` in a module of this folder and give it `all_gather_bytes` and `new_group` (and
-`send` and `recv`, if it can): every collective has a plain implementation by `all_gather_bytes` here. What a backend
-overrides, it overrides for speed. `init` (init.py) chooses it, and `statexchange.testing` has a conformance suite for
+`send` and `recv`, if it can): every collective has a plain implementation by `all_gather_bytes` here. A backend
+overrides others for speed. `init` (init.py) chooses it, and `statexchange.testing` has a conformance suite for
 it.
 
 Rules for an implementation. It never blocks without polling its `wait`. A method that raises keeps alive the tensors
@@ -62,7 +62,7 @@ class Leaders:
 
 
 Between: TypeAlias = Callable[[Leaders, "torch.Tensor"], None]
-"""What leaders do with the sums of their hosts' tensors, in place. Collective over the leaders."""
+"""Exchanges the sums of the hosts' tensors among the leaders, in place. Collective over the leaders."""
 
 
 class Backend(ABC):
@@ -81,7 +81,7 @@ class Backend(ABC):
 
     @functools.cached_property
     def reductions(self) -> dict[object, Any]:
-        """What `reduction` has found out about this backend, by op and dtype."""
+        """A cache of `reduction`, by op and dtype."""
         return {}
 
     @abstractmethod
@@ -93,14 +93,14 @@ class Backend(ABC):
         """Return a new backend over `ranks` of this one, in that order. Collective over those ranks only."""
 
     def transport(self, timeout_s: float) -> Backend:  # noqa: ARG002 (most have nothing to set up)
-        """Return what moves tensors between hosts: this backend, or another one that it is only the way to.
+        """Return the backend that moves tensors between hosts: this one, or one that is made over it.
 
         Collective.
         """
         return self
 
     def as_caller(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which another thread works as this one would: in its inference mode, say.
+        """Return a context that gives another thread the state of this one, as torch's inference mode.
 
         Not collective.
         """
@@ -114,17 +114,17 @@ class Backend(ABC):
     def close(self) -> None:  # noqa: B027 (most hold nothing)
         """Free what the backend holds. Not collective."""
 
-    def empty(self, nbytes: int, wait: Wait) -> torch.Tensor:  # noqa: ARG002 (shared memory has to be announced)
-        """Return `nbytes` (> 0) of uint8 memory in which it reduces fastest. Collective, with equal `nbytes`."""
+    def empty(self, nbytes: int, wait: Wait) -> torch.Tensor:  # noqa: ARG002 (shared memory uses it)
+        """Return `nbytes` (> 0) of uint8 memory that this backend reduces fastest. Collective, with equal `nbytes`."""
         import torch
 
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def reduces(self, op: str, dtype: torch.dtype) -> bool:
-        """Whether its reductions are right for every value of `dtype`, NaN and half precision's ranges among them.
+        """Whether its reductions are right for every value of `dtype`, including NaN and the limits of half precision.
 
-        Whatever it says, `all_reduce` must be right for float32, float64, int64 and uint8 without NaN and overflow;
-        other cells are then reduced by way of these.
+        Where it is false, `reduction` converts to another dtype. So `all_reduce` must always be right for float32,
+        float64, int64 and uint8 without NaN and overflow.
         """
         from statexchange.comm.backends import arithmetic
 

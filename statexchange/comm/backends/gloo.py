@@ -1,12 +1,13 @@
 """Messages and tensors of CPUs through a Gloo group of torch.distributed.
 
-Works are polled, never waited for, so that our deadline holds. Sends and receives are the exception: Gloo completes
-them only for a thread that waits inside it, so each is waited for by a thread of its own.
+Works are polled, never waited for, so that the deadline of `Wait` holds. Sends and receives are the exception: Gloo
+completes them only for a thread that waits inside it, so each has a thread that does.
 
-A Gloo work cannot be cancelled. When a wait is given up, the group's connections are closed (`_break_off`): that ends
-all works under way, here and on the other ranks, which would otherwise wait out Gloo's own timeout, and keep the
-process from exiting until then. After a StallError nothing is broken off: Gloo's own timeout is a second longer than
-ours. After an AbandonedError it is put off until `leave`, so that the other ranks first learn why.
+A Gloo work cannot be cancelled. When a wait is given up, the group's connections are closed (`_break_off`). That ends
+all works under way, here and on the other ranks; they would otherwise last until Gloo's own timeout, and keep the
+process from exiting until then. After a StallError of a collective the connections stay open, as Gloo's own timeout is
+only a second longer. After an AbandonedError they stay open until `leave`, so that the other ranks first receive
+the error for which the message was abandoned.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ from statexchange.errors import StallError
 __all__ = ["StoreBackend", "TorchBackend", "of_ranks"]
 
 _RECORD, _INLINE = 256, 248  # bytes of a message that goes in one step, and how much of it is payload
-_SMALL_BYTES = 1 << 18  # what all ranks together get in one step, rather than in several
+_SMALL_BYTES = 1 << 18  # of all ranks together; up to this size one step, above it several
 _BLOCK_BYTES = 8 << 20
-_FIRST_TAG = 0x53780000  # the group may be the caller's, who counts from 0
+_FIRST_TAG = 0x53780000  # apart from the tags of the group's owner, which begin at 0
 _NEVER_SENT_TAG = _FIRST_TAG + 3
 _WIDE = (torch.float32, torch.float64)
 _stores: Any = dist  # torch exports its stores and rendezvous there, but not for type checkers
@@ -58,8 +59,8 @@ _following: dict[threading.Thread, _GlooBackend] = {}
 class _GlooBackend(Backend):
     """The collectives of a Gloo group.
 
-    Most of it is Gloo's all-to-all, which needs one step where a ring needs one per rank, and copies nothing. Ranks
-    reduce what they have of each other themselves: the same bits everywhere, halves in full width, NaN as it should be.
+    Most of them use Gloo's all-to-all, which needs one step where a ring needs one per rank, and copies nothing. The
+    ranks do the arithmetic themselves: it gives equal bits on all ranks, halves in full width, and NaN as in IEEE 754.
     """
 
     name = "gloo"
@@ -74,7 +75,7 @@ class _GlooBackend(Backend):
         forks.cut_off_in_children(self)
 
     def disown(self) -> None:
-        """Never break anything off, in a forked child: the connections are those of the parent."""
+        """Keep a forked child from closing the connections, which are those of the parent."""
         self._is_broken_off = True
 
     def _run(self, wait: Wait, *posts: Callable[[], Any]) -> None:
@@ -90,27 +91,25 @@ class _GlooBackend(Backend):
         except BaseException as error:
             self._abandoned.append(works)
             if isinstance(error, AbandonedError):
-                self._leaves_work = True  # the others first learn why
-            elif not isinstance(error, StallError):  # for these Gloo's own time is up soon
+                self._leaves_work = True  # until `leave`, see the top of this file
+            elif not isinstance(error, StallError):  # after which Gloo's own timeout comes soon
                 self._break_off()
             raise
 
     def leave(self, error: BaseException | None) -> None:  # noqa: ARG002 (Gloo carries no reason)
-        """End the messages that were abandoned. Not collective."""
+        """Close the connections if messages were abandoned. Not collective."""
         if self._leaves_work:
             self._break_off()
 
     def _break_off(self) -> None:
-        """Have Gloo close the group's connections, as it does when a receive runs out of time.
-
-        All works under way end then, here and on the other ranks; this process could otherwise not exit before their
-        time is up.
-        """
+        """Close the group's connections: a receive that times out makes Gloo do so. See the top of this file."""
         if self._is_broken_off:
             return
         self._is_broken_off = True
         for peer in range(self.world_size):
-            with contextlib.suppress(RuntimeError):  # always: it is late, or the connection is gone
+            with contextlib.suppress(
+                RuntimeError
+            ):  # it always raises: the receive times out, or the connection is closed already
                 if peer != self.rank:
                     never = self._group.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT_TAG)
                     never.wait(timedelta(milliseconds=1))
@@ -187,7 +186,7 @@ class _GlooBackend(Backend):
     def _follow(self, native: Any, wait: Wait) -> Work:
         """Wait for a send or receive in a thread: Gloo completes it only for a thread that waits inside it.
 
-        How long is for our own wait to say, which is put off while bytes move; it breaks off what is under way.
+        The thread waits for a day if need be. The deadline is that of `wait`, and its caller breaks off the work.
         """
         work = Work(wait.operation)
 
@@ -278,7 +277,7 @@ class _GlooBackend(Backend):
 
 @functools.cache
 def _end_threads_at_exit() -> None:
-    """End the threads inside Gloo at exit: one that is there at the interpreter's end would abort the process."""
+    """End the threads inside Gloo at exit: one that still runs when the interpreter ends would abort the process."""
     atexit.register(_end_following)
 
 
@@ -290,7 +289,7 @@ def _end_following() -> None:
 
 
 def _blocks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Split `tensor`, so that what a reduction needs beside it stays small."""
+    """Split `tensor`, so that a reduction needs little memory besides it."""
     return torch.split(tensor, _BLOCK_BYTES // tensor.itemsize)
 
 
@@ -357,6 +356,3 @@ def of_ranks(ranks: Sequence[int], timeout_s: float) -> Backend:
     """Return a Gloo backend over these ranks of the default group, in that order. Collective over them only."""
     check_ranks(ranks, dist.get_rank(), dist.get_world_size())
     return TorchBackend(sibling_group(ranks, timeout_s), timeout_s)
-
-
-# Meeting over a store

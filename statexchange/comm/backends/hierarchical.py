@@ -1,7 +1,7 @@
 """Collectives of ranks on several hosts, in three steps: within each host, between the hosts' leaders, and back.
 
-What the ranks of a host have is brought together through their shared memory, so that it crosses the network once per
-host and not once per rank. A host's leader is its first rank.
+The data of a host's ranks is combined through shared memory, so that it crosses the network once per host and not once
+per rank. A host's leader is its first rank.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ EnterOnNode: TypeAlias = Callable[[int, Wait], Sequence[int]]
 class _StepMonitor(OuterMonitor):
     """The world's monitor, for waits among some of its ranks.
 
-    It remembers what it raised, which already says which rank of the world has failed. It names nobody as missing:
-    `_Steps` asks the world when all it knows is that time is up.
+    It keeps the error that it raised, which names a rank of the world already. It names no rank as missing: `_Steps`
+    gets the missing ranks from the world's monitor when a deadline has passed.
     """
 
     def __init__(self, world: FailureMonitor | None) -> None:
@@ -93,7 +93,7 @@ class _Steps:
             raise self._stall(tuple(ranks[rank] for rank in error.missing if rank < len(ranks))) from error
 
     def _stall(self, seen: tuple[int, ...]) -> StallError:
-        """Return the error for the deadline. A rank may see its leader missing, which itself waits for another host."""
+        """Return the error for the deadline: a rank's leader may be missing only because it waits for another host."""
         wait = self._wait
         missing = (wait.monitor.missing_ranks() if wait.monitor is not None else ()) or seen
         who, verb = (f"ranks {list(missing)}", "did not reach") if missing else ("not all ranks", "reached")
@@ -106,9 +106,9 @@ def _cannot_enter(location: int, wait: Wait) -> Sequence[int]:  # noqa: ARG001
 
 
 class HierarchicalBackend(Backend):
-    """One rank of several hosts.
+    """The backend of one rank among ranks of several hosts.
 
-    Reductions, broadcasts and all-gathers go by steps, everything else over `transport`.
+    Reductions, broadcasts and all-gathers take the three steps, everything else uses `transport`.
     """
 
     name = "hierarchical"
@@ -149,7 +149,7 @@ class HierarchicalBackend(Backend):
         return self._transport.new_group(ranks, timeout_s)
 
     def leave(self, error: BaseException | None) -> None:
-        """Report to the ranks of this host; the others learn of it from the failure detector."""
+        """Report to the ranks of this host. The failure detector reports to the others."""
         self.node.leave(error)
         self._transport.leave(error)
 

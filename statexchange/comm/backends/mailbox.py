@@ -1,8 +1,12 @@
-"""The mailbox of a pair of ranks on one host: what one sends to the other, in order, through shared memory.
+"""The mailbox from one rank to another on the same host: messages in order, through shared memory.
 
-Two tags carry short notes, which lie in the mailbox itself; the third carries data through a ring of two chunks, which
-the sender makes with its first. Each has a count of what was posted and one of what was taken, as only one rank writes
-each of them.
+Two tags carry short notes, one at a time, which lie in the mailbox itself. The third carries data through a ring of two
+chunks, an arena that the sender makes before its first note and whose address it writes into the mailbox. Each tag has
+two counts: chunks posted, which only the sender writes, and chunks taken, which only the receiver writes. The sender
+waits while all places are full, the receiver while none is.
+
+Failure. If the peer leaves or dies while this rank waits, the wait raises (control_page.py); but what the peer posted
+before it left is still taken.
 """
 
 from __future__ import annotations
@@ -36,11 +40,11 @@ class Mailbox:
         self._attached: Attached | None = None
 
     def put(self, data: Any, tag: int, wait: Wait) -> None:
-        """Send the uint8 array `data`; return when it is copied."""
+        """Send the uint8 array `data`; return when all of it has been copied into the mailbox."""
         posted, taken = 2 * tag, 2 * tag + 1
         room = 1 if tag != _DATA_TAG else 2
         if tag == _OFFER_TAG:
-            self._open_ring()  # before the offer: who has answered it has the ring, even if we leave then
+            self._open_ring()  # before the offer: a peer that has answered has attached, even if this rank leaves then
         elif tag == _DATA_TAG and self._made is not None:
             self._made.unlink()
         for piece in self._pieces(data, tag):
@@ -87,7 +91,7 @@ class Mailbox:
         return self._ring
 
     def _until(self, done: Any, wait: Wait) -> None:
-        def settled() -> bool:
+        def is_done() -> bool:
             reason = self._page.departure_of(self._peer, wait.operation) if self._page.has_left(self._peer) else None
             if done():  # read last: a peer may post and leave between two readings
                 return True
@@ -95,10 +99,10 @@ class Mailbox:
                 raise reason
             return False
 
-        wait.until(settled)
+        wait.until(is_done)
 
     def close(self) -> None:
-        """Give up the ring, if this rank has made it."""
+        """Release the ring, if this rank has made it."""
         if self._made is not None:
             self._ring = None
             self._made.close()

@@ -27,7 +27,7 @@ __all__ = ["MPIBackend", "world"]
 _RECORD, _INLINE = 256, 248  # bytes of a message that goes in one step, and how much of it is payload
 _FIRST_FREE_TAG = 3
 _LONG_BYTES = 1 << 16
-_SPIN_S, _TESTS = 0.005, 16  # how long to ask for a long message at once, and how often between two yields
+_SPIN_S, _TESTS = 0.005, 16  # how long to test a long message at a time, and how often between two yields
 _MANY_TAGS = 30_000
 # By name, and so without torch. Never by what mpi4py finds out: it takes bfloat16 for bytes, and sums those.
 _FLOATS = {"F64": "DOUBLE", "F32": "FLOAT"}
@@ -48,9 +48,9 @@ def _mpi() -> Any:
 
 
 def world(launch: Launch | None = None) -> Any:
-    """Return MPI's world, and have an uncaught exception on any rank end the whole job. Not collective.
+    """Return MPI's world. From now on an uncaught exception on any rank ends the whole job. Not collective.
 
-    Raises NotInitializedError if its size is not what `launch` says: the launcher then belongs to another MPI.
+    Raises NotInitializedError if its size is not that of `launch`: the launcher then belongs to another MPI.
     """
     mpi = _mpi()
     size = mpi.COMM_WORLD.Get_size()
@@ -182,8 +182,8 @@ class MPIBackend(Backend):
         """Return when all ranks of the caller's `comm` have called; StallError names those that have not.
 
         A message from rank to rank could be taken by a receive of the caller's own that waits for any tag, but never
-        one within a collective. Each rank scatters a byte to all: as only the root knows the sizes, MPIs send it from
-        the root itself, so that the n-th scatter ends where the n-th rank has called.
+        one within a collective. Each rank scatters a byte to all. As only the root has the sizes, MPIs send it from the
+        root itself: so the scatter from rank n ends once rank n has called.
         """
         here = [bytes(self.world_size), [1] * self.world_size, None, self._mpi.BYTE]
         came: dict[int, Any] = {}

@@ -1,7 +1,7 @@
 """Tensors of GPUs through an NCCL group of torch.distributed; messages go through a CPU backend.
 
 A method returns when its work is queued on the caller's current stream. The host does not wait, so a rank that has died
-shows in the next message, not here.
+is reported by the next message, not here.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class NCCLBackend(Backend):
         self._run(lambda: self._group.alltoall_base(into, data, list(into_sizes), list(sizes)), wait)
 
     def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:
-        """By NCCL, which keeps the order of all messages between two ranks and knows no tags. Not collective."""
+        """By NCCL, which keeps the order of all messages between two ranks and has no tags. Not collective."""
         if data.numel():
             self._run(lambda: self._group.send([data], dst, tag), wait)
 

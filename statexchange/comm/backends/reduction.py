@@ -1,4 +1,4 @@
-"""Which reduction of which dtype is right on which backend; what cannot be right is refused before anything is sent."""
+"""Choose how a backend reduces a dtype, and refuse reductions that cannot be right before anything is sent."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def _range_of_results(limits: torch.iinfo, factor: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How one dtype is reduced by one op on one backend: made by `of`, which refuses what cannot be right."""
+    """How one dtype is reduced by one op on one backend. Made by `of`, which refuses what cannot be right."""
 
     op: str
     dtype: torch.dtype
     finish: Finish
     native: bool
     text: str
-    """The operation in words."""
+    """The operation as text, which ranks compare."""
 
     @classmethod
     def of(cls, op: object, dtype: torch.dtype, scale: float, backend: Backend) -> Reduction:
@@ -75,7 +75,7 @@ class Reduction:
         native = backend.reduces(plain, dtype)
         if dtype in COMPLEX and plain == "sum":  # torch adds b times one, of which infinities become NaN
             native = False
-        if exact:  # sums and products must be looked at for overflow
+        if exact:  # sums and products must be checked for overflow
             native = native and dtype != torch.bool and plain in ("min", "max") and scale == 1
         finish = Finish(backend.world_size if op == "avg" else 1, scale)
         text = ("avg" if finish.divisor != 1 else plain) + (f" times {scale!r}" if scale != 1 else "")
@@ -126,14 +126,14 @@ class Reduction:
         return tensor
 
     def _with_nan(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
-        """Reduce NaN apart: what a transport makes of it in min and max depends on the order of ranks."""
+        """Reduce NaN separately: in min and max of a transport it depends on the order of ranks."""
         nan = tensor.isnan()
         anywhere = self._run(backend, nan.to(torch.uint8), "max", wait).bool()
         least = float("-inf") if self.op == "max" else float("inf")
         return self._run(backend, tensor.masked_fill_(nan, least), self.op, wait).masked_fill_(anywhere, float("nan"))
 
     def _integers(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
-        """Reduce in int64, and in float64 too where int64 could wrap; what does not fit is an error on every rank."""
+        """Reduce in int64, and in float64 too where int64 could wrap; raise on all ranks if a result does not fit."""
         factor = int(self.finish.scale)
         result = self._run(backend, tensor.to(torch.int64, copy=True), self.op, wait)
         least, most = _range_of_results(torch.iinfo(self.dtype), factor)

@@ -1,12 +1,28 @@
 """Collectives of ranks on one host, through shared memory alone.
 
-Every rank has a staging buffer: two windows of shared memory that are used in turn. What lies in ordinary memory is
-copied through the staging buffers window by window, so that it stays in cache; a tensor from `empty` lies in shared
-memory already and is reduced where it lies. Each rank reduces its own slice, in rank order, so that all ranks get equal
-bits.
+Memory. Every rank has a staging buffer: two windows of 1 MiB, made at its first use. Each rank writes only its own
+windows, and all ranks read them. What lies in ordinary memory is copied through the windows piece by piece, so that it
+stays in cache. A tensor from `empty` lies in shared memory already (a *region*), and is reduced there: rank r then
+writes slice r of every rank's tensor. Each rank reduces one slice, in rank order, so that all ranks get equal bits.
 
-Ranks synchronise once per window. A rank that has passed a barrier knows that nobody reads the window before the last
-any more, as every rank had read it before it arrived: so two windows suffice.
+Steps. All synchronisation is by barriers of the control page (`Wait.enter`, `sync`):
+
+    small reduction    write the window; enter; every rank reduces all windows for itself
+    large reduction    enter; write the window; sync; then for each piece: reduce the own slice into the own window;
+                       write the next piece into the other window; sync; read the slices of all
+    in place           enter, with the location of the tensor in its region; reduce the own slice; sync
+    moves              enter; for each piece: write the window; sync; read those of the others
+
+Two windows are used in turn. A rank reads a window between two barriers, so one that has passed a barrier may write the
+window that was read before it. Only a large reduction writes one earlier, while the results in its own slice may still
+be read: see `_reduce_by_windows`.
+
+Failure. Ranks that have entered different calls raise before any caller's tensor is written. A rank that dies or leaves
+shows at the next barrier, where all others raise (control_page.py); the tensors may then hold a part of the result.
+
+Life of the memory. Arenas have no name any more once all ranks have attached to them, so nothing remains of a rank that
+is killed later. The memory of a region is used again when no tensor of its rank refers to it; the ranks compare at each
+`empty` which arenas are still in use, and unmap the others.
 """
 
 from __future__ import annotations
@@ -33,12 +49,12 @@ __all__ = ["SharedMemoryBackend"]
 
 _log = logging.getLogger("statexchange")
 _WINDOW_BYTES = 1 << 20
-_SMALL_BYTES = 1 << 19  # of all ranks together: up to here every rank reduces everything, which saves a barrier
+_SMALL_BYTES = 1 << 19  # of all ranks together; up to this size every rank reduces all of it, which saves barriers
 _CHUNK_BYTES = 1 << 18  # stays in cache between the reduction and the copies of its result
 _KEPT_CUTS = 256
 _LINE_BYTES = 64
 _OFFSET_BITS = 40
-_STAGING, _REGION, _SIZES, _MESSAGE = 1, 2, 3, 4  # fingerprints of its own barriers
+_STAGING, _REGION, _SIZES, _MESSAGE = 1, 2, 3, 4  # fingerprints of this backend's own messages on the page
 
 
 @dataclass(slots=True)
@@ -52,13 +68,13 @@ class _Region:
 
 
 def _tensor_over(memory: Any) -> torch.Tensor:
-    """Return a tensor over `memory`; no inference tensor, even in inference mode, as it outlives the call."""
+    """Return a tensor over `memory`. It outlives the call, so it is not made in the caller's inference mode."""
     with torch.inference_mode(False):
         return torch.from_numpy(memory)
 
 
 class SharedMemoryBackend(Backend):
-    """One rank of a host. It synchronises through `page`; `bootstrap` only makes groups."""
+    """The backend of one rank among the ranks of a host, over `page`. `bootstrap` only makes groups."""
 
     name = "shm"
     enters_itself = True
@@ -77,7 +93,7 @@ class SharedMemoryBackend(Backend):
         self._typed: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._cut: dict[tuple[torch.dtype, int], tuple[list[torch.Tensor], ...]] = {}
         self._regions: dict[int, _Region] = {}
-        self._idents: dict[int, list[str]] = {}  # of every rank's arena, by the number of the `empty` call
+        self._idents: dict[int, list[str]] = {}  # of all ranks' arenas, by the number of the `empty` call
         self._opened = 0
         self._warned_full = False
         self._attached: dict[str, Attached] = {}
@@ -96,12 +112,12 @@ class SharedMemoryBackend(Backend):
         self._page.leave(error)
 
     def close(self) -> None:
-        """Give up all memory; what tensors refer to lives as long as they do. Not collective."""
+        """Release all memory, except what tensors refer to, and close the bootstrap backend. Not collective."""
         self.release()
         self._bootstrap.close()
 
     def release(self) -> None:
-        """Give up all memory, but not the bootstrap backend. Not collective."""
+        """Leave the page and release all memory, but keep the bootstrap backend. Not collective."""
         self._page.leave()
         for region in self._regions.values():
             region.arena.close()
@@ -120,7 +136,7 @@ class SharedMemoryBackend(Backend):
     # Where memory lies
 
     def _window(self, dtype: torch.dtype, wait: Wait) -> list[torch.Tensor]:
-        """Return every rank's window of the next turn, as `dtype`. Collective, the first time."""
+        """Switch windows, and return every rank's, as `dtype`. Collective, the first time."""
         typed = self._typed_windows(dtype, wait)
         self._turn ^= 1
         return typed[self._turn]
@@ -137,7 +153,7 @@ class SharedMemoryBackend(Backend):
         return typed
 
     def reserve(self, wait: Wait) -> bool:
-        """Take the memory that collectives need now; return False, on all ranks, if there is too little. Collective.
+        """Allocate the staging buffers now; return False, on all ranks, if there is too little memory. Collective.
 
         A memfd is limited only by the memory of the machine, but /dev/shm may be tiny, as in containers.
         """
@@ -150,7 +166,7 @@ class SharedMemoryBackend(Backend):
         return True
 
     def _set_up_staging(self, wait: Wait) -> None:
-        if self._staging is None:  # else a MismatchError came after it was made
+        if self._staging is None:  # else an earlier attempt has made it, and then raised MismatchError
             self._staging = Arena.create(2 * _WINDOW_BYTES, self._page.kind)
         self._attach_staging(self._offer_staging(wait), wait)
 
@@ -214,7 +230,7 @@ class SharedMemoryBackend(Backend):
 
     def _warn_full(self, nbytes: int) -> None:
         if self.rank == 0 and not self._warned_full:
-            _log.warning("no room for %d bytes of shared memory on each rank: its tensors will be copied", nbytes)
+            _log.warning("no room for %d bytes of shared memory on each rank: empty() gives ordinary memory", nbytes)
         self._warned_full = True
 
     def _recycle(self) -> None:
@@ -224,7 +240,7 @@ class SharedMemoryBackend(Backend):
                 self._pool.release(region.arena)
 
     def _locate(self, tensor: torch.Tensor) -> int:
-        """Return a number by which the others find `tensor`, 0 if it lies in no shared memory."""
+        """Return the location of `tensor`: the number of its region and the offset there; 0 if it lies in none."""
         address = tensor.data_ptr()
         nbytes = tensor.numel() * tensor.itemsize
         for number, region in self._regions.items():
@@ -233,7 +249,7 @@ class SharedMemoryBackend(Backend):
         return 0
 
     def _at(self, location: int, rank: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the counterpart of `tensor` on `rank`."""
+        """Return the tensor at `location` in the memory of `rank`, of the size and dtype of `tensor`."""
         if rank == self.rank:
             return tensor
         ident = self._idents[location >> _OFFSET_BITS][rank]
@@ -244,7 +260,7 @@ class SharedMemoryBackend(Backend):
     # Reductions
 
     def all_reduce(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
-        """Reduce in place where all tensors lie in shared memory and are large, else over the staging buffers."""
+        """Reduce in place if all tensors are large and lie in regions, else through the staging buffers. Collective."""
         if tensor.nbytes <= self._small_bytes:
             self._reduce_all(tensor, op, finish, wait, keeps=True)
             return
@@ -265,20 +281,21 @@ class SharedMemoryBackend(Backend):
             self._reduce_by_windows(tensor, op, finish, wait, keeps=keeps)
 
     def _reduce_all(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait, *, keeps: bool) -> None:
+        """Reduce a small tensor: every rank that `keeps` the result computes all of it."""
         parts = self._small_parts(tensor.dtype, tensor.numel(), wait)
         parts[self.rank].copy_(tensor)
         try:
             wait.enter()
         except DifferentCallsError:
-            self._turn ^= 1  # the others have not used this turn's window
+            self._turn ^= 1  # nothing has been read: use this window again, so that all ranks are at the same one
             raise
         if keeps:
             reduce_parts(tensor, parts, op, finish)
 
     def _small_parts(self, dtype: torch.dtype, n: int, wait: Wait) -> list[torch.Tensor]:
-        """Return the first `n` elements of every rank's window of the next turn.
+        """Switch windows, and return the first `n` elements of every rank's.
 
-        They are kept, as making these views takes longer than adding the elements up.
+        The views are kept, as making them takes longer than adding the elements up.
         """
         cut = self._cut.get((dtype, n))
         if cut is None:
@@ -304,7 +321,7 @@ class SharedMemoryBackend(Backend):
                 part[chunk].copy_(result)
 
     def _slices(self, tensor: torch.Tensor) -> list[tuple[int, int]]:
-        """Return which part of a tensor each rank reduces: equal shares, cut at cache lines."""
+        """Return the part of a tensor that each rank reduces, as (begin, end): equal shares, cut at cache lines."""
         n, line = tensor.numel(), max(_LINE_BYTES // tensor.itemsize, 1)
         share = -(-n // (self.world_size * line)) * line
         return [(min(r * share, n), min((r + 1) * share, n)) for r in range(self.world_size)]
@@ -312,8 +329,9 @@ class SharedMemoryBackend(Backend):
     def _reduce_by_windows(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait, *, keeps: bool) -> None:
         """Reduce window by window through the staging buffers.
 
-        The next window is copied in before the barrier that makes this one's result readable. It must not touch the
-        slice of the window before, whose result may still be read: so all windows are cut alike.
+        The next piece is written before the barrier that makes this one's results readable, which saves a barrier. It
+        goes into the window of the piece before this one. Other ranks may still be reading the results of that piece,
+        which lie in this rank's slice, so the slice must stay untouched: therefore all pieces are cut alike.
         """
         pieces = torch.split(tensor, _WINDOW_BYTES // tensor.itemsize)
         last = pieces[-1].numel()
@@ -334,7 +352,7 @@ class SharedMemoryBackend(Backend):
             staging = following
 
     def _lay_out(self, piece: torch.Tensor, cuts: list[tuple[int, int]], wait: Wait) -> list[torch.Tensor]:
-        """Copy what the others reduce into this rank's staging buffer; return every rank's window of this turn."""
+        """Switch windows; write all but the own slice of `piece` into this rank's; return every rank's."""
         staging = self._window(piece.dtype, wait)
         begin, end = cuts[self.rank]
         n = piece.numel()
@@ -404,7 +422,14 @@ class SharedMemoryBackend(Backend):
     def _move(
         self, ours: torch.Tensor | None, longest: int, reads: Sequence[tuple[int, int, torch.Tensor]], wait: Wait
     ) -> None:
-        """Copy every rank's stream, of at most `longest` bytes, through its buffer; `reads` are (rank, begin, into)."""
+        """Send every rank's bytes through its own windows.
+
+        Args:
+            ours: The bytes that this rank sends, if any.
+            longest: The largest number of bytes that any rank sends, equal on all ranks.
+            reads: What this rank receives: the rank that sends, where in its bytes to begin, and the target.
+            wait: The wait of the collective.
+        """
         for at in range(0, longest, _WINDOW_BYTES):
             staging = self._window(torch.uint8, wait)
             if ours is not None:

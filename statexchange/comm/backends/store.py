@@ -1,4 +1,4 @@
-"""Messages over a torch Store: for ranks that form a communicator, and then move tensors another way.
+"""A bootstrap backend over a torch Store: messages for the formation of a communicator, but no tensors.
 
 Keys: `<prefix>/<n>/<rank>` is what a rank sends in the n-th gathering, and `<prefix>/<n>/read` counts the ranks that
 have read it. A rank that reaches gathering n + 1 has read gathering n, and so have all when n + 1 is complete: then

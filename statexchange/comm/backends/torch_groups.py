@@ -1,4 +1,4 @@
-"""Groups of torch.distributed: those that it knows, those that are made on its stores, and their errors."""
+"""Groups of torch.distributed: existing ones, new ones on its stores, and the translation of its errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ __all__ = [
 LONGEST_S = 86_400.0
 LATER_S = 1.0
 _stores: Any = dist  # torch exports its stores and rendezvous there, but not for type checkers
-_uses: Counter[str] = Counter()  # of what a store is used for again and again, with keys of its own each time
+_uses: Counter[str] = Counter()  # how often a store has been used for a purpose, with different keys each time
 
 
 def default_group() -> dist.ProcessGroup | None:
@@ -63,10 +63,10 @@ def known_groups() -> list[object]:
 
 @dataclass(frozen=True, slots=True)
 class Sibling:
-    """A Gloo group of ours of `ranks` of torch's default group, in this order; torch.distributed does not know it.
+    """A Gloo group of `ranks` of torch's default group, in this order, which is not registered with torch.distributed.
 
-    `torch.distributed.new_group` can make one without all other ranks only if all have made equally many before: it
-    names groups by their number, and ranks that count differently would wait for different names.
+    `torch.distributed.new_group` names groups by a counter of each process. So it works for a part of the ranks only if
+    all of them have made equally many groups before; else they would wait for different names.
     """
 
     gloo: Any
@@ -125,7 +125,7 @@ def _start(backend: str, store: Any, rank: int, world_size: int, timeout_s: floa
     start = functools.partial(
         dist.init_process_group, backend, store=store, rank=rank, world_size=world_size, timeout=limit
     )
-    # Torch's own deadline, which its collectives keep, comes first: no group is made after ours has passed.
+    # Torch's deadline, which the group keeps for its collectives, is before ours: no group is made after ours.
     _by_another_thread(start, Wait(timeout_s + LATER_S, operation))
     group = default_group()
     assert group is not None
@@ -163,7 +163,7 @@ def await_keys(store: Any, keys: Sequence[str], ranks: Sequence[int], wait: Wait
 
 
 def make_gloo_group(store: Any, rank: int, names: Sequence[int], timeout_s: float) -> Any:
-    """Make a Gloo group of ranks that errors call by `names`, on a store not used for this before. Collective."""
+    """Make a Gloo group, on a store not used for this before. Errors call its ranks by `names`. Collective."""
     wait = Wait(timeout_s, f"the making of a group of ranks {list(names)}")
     await_ranks(store, names[rank], names, wait)
     keys, limit = _stores.PrefixStore("group", store), torch_timeout(wait)
@@ -171,7 +171,7 @@ def make_gloo_group(store: Any, rank: int, names: Sequence[int], timeout_s: floa
 
 
 def _by_another_thread(make: Callable[[], Any], wait: Wait) -> Any:
-    """Return the value of `make`, run in another thread: it cannot be interrupted, and hangs if a rank dies in it."""
+    """Return the value of `make`. It runs in another thread, as it cannot be interrupted, and hangs if a rank dies."""
     made = Work(wait.operation)
     threading.Thread(target=made.run, args=(make,), name=wait.operation, daemon=True).start()
     with torch_errors(wait):
@@ -181,12 +181,12 @@ def _by_another_thread(make: Callable[[], Any], wait: Wait) -> Any:
 
 @contextlib.contextmanager
 def torch_errors(wait: Wait) -> Iterator[None]:
-    """Translate torch's errors inside the block into ours."""
+    """Translate torch's errors inside the block into StallError and PeerError."""
     try:
         yield
     except StateExchangeError:
         raise
-    except dist.DistStoreError as error:  # a wait of torch's own ran out
+    except dist.DistStoreError as error:  # a deadline of torch's own has passed
         raise StallError(f"not all ranks reached {wait.operation} in time: {_first_line(error)}") from error
     except RuntimeError as error:
         raise PeerError(-1, wait.operation, _first_line(error)) from error
@@ -197,14 +197,11 @@ def _first_line(error: BaseException) -> str:
 
 
 def torch_timeout(wait: Wait, more_s: float = LATER_S) -> timedelta:
-    """Return torch's own timeout.
-
-    Longer than our wait, so that ours comes first, but finite, as its threads end then.
-    """
+    """Return torch's own timeout: longer than `wait`, whose deadline comes first, but finite, so that threads end."""
     return timedelta(seconds=min(wait.timeout_s + more_s, LONGEST_S))
 
 
 def reduce_options(options: Any, op: str) -> Any:
-    """Return `options`, of a reduction of torch, with our `op` in it."""
+    """Return `options`, of a reduction of torch, with `op` set."""
     options.reduceOp = getattr(dist.ReduceOp, {"prod": "PRODUCT"}.get(op, op.upper()))
     return options

@@ -1,1 +1,1 @@
-"""How ranks notice that another one has failed, and agree on what became of the call in which it did."""
+"""Failure detection: ranks notice that another one has failed, and agree on the outcome of the call in which it did."""

@@ -2,7 +2,7 @@
 
 Closing needs care: a socket that is closed while received bytes lie unread makes the kernel send RST instead of FIN,
 and RST discards what the other end has received from us but not read yet. So a goodbye could get lost. `finish` sends
-what is left, shuts down the sending side, and reads until the other end has closed, too; only then may `close` come.
+what is left, shuts down the sending side, and reads until the other end has closed, too. Only then call `close`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _LONGEST_LINE_BYTES = 1 << 20
 
 
 class ConnectionEndedError(Exception):
-    """The other end of a connection is gone, or has sent something that is no JSON."""
+    """The other end has closed the connection, or has sent something that is not JSON."""
 
 
 class JsonConnection:
-    """A connection that carries one JSON value per line, and never blocks. `rank` is the other end's, -1 if unknown."""
+    """A connection that carries one JSON value per line. Only `finish` blocks. `rank` is the peer's, -1 if unknown."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -45,13 +45,13 @@ class JsonConnection:
         self.flush()
 
     def flush(self) -> None:
-        """Send what can be sent; a lost connection shows when it is read."""
+        """Send what can be sent now. A lost connection is not reported here, but by `receive`."""
         with contextlib.suppress(OSError):
             while self._unsent:
                 del self._unsent[: self.connection.send(self._unsent)]
 
     def receive(self) -> Iterator[Any]:
-        """Yield the messages that have come; raise ConnectionEndedError when no more will."""
+        """Yield the messages that have arrived; raise ConnectionEndedError after the last if the connection ended."""
         ended = False
         try:
             while data := self.connection.recv(1 << 16):

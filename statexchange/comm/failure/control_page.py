@@ -1,27 +1,31 @@
 """The control page: shared memory through which ranks of one host synchronise, exchange messages and notice failure.
 
-Layout. Each rank has a row of words, of which it writes only its own, and three message slots (slots.py); behind them
-lies memory for the mailboxes of all pairs of ranks. The words of a row:
+Layout. Each rank has a row of words and three message slots (slots.py), which it alone writes and all ranks read.
+Behind them lies memory for the mailboxes of all pairs of ranks (mailbox.py). The words of a row:
 
-    _PID, _START      which process this rank is; so others can see whether it runs
-    _ARRIVED          the number of the barrier at which it has arrived * 4 + its phase there (outcome.py)
-    _LEFT             whether it has left, quietly or with an error, which then lies in its third slot
+    _PID, _START      id and start time of the rank's process, by which the others see whether it runs
+    _ARRIVED          4 * the number of the last barrier at which it has arrived + its phase there (outcome.py)
+    _LEFT             0, or how it has left: _GONE_QUIETLY, or _GONE_WITH_ERROR, with the error in its third slot
     _PROGRESS         how often it has reported that bytes move
-    _REQUESTED        the number of the barrier to which it has requested all to come
+    _REQUESTED        the number of a barrier to which it requests all ranks, as it has a failure to report there
     _FINGERPRINT, _LOCATION   of its current call, two of each, by the parity of the barrier's number
 
-A barrier (`sync`): a rank writes its arrival, then waits until it sees those of all. `enter` and `all_gather_bytes` are
-barriers before which a rank writes its fingerprint, its location or its message, and after which it reads those of the
-others. No rank can arrive at the next barrier but one before all have read, so two copies suffice, by parity.
+A barrier (`sync`): a rank writes its arrival, then waits until it has read those of all. `enter` and `all_gather_bytes`
+are barriers before which a rank writes its fingerprint, its location or its message, and after which it reads those of
+the others. A rank arrives at a barrier only after it has read what belongs to the barrier before. So a rank that has
+passed barrier n + 1 may overwrite what it wrote for barrier n: two copies suffice, chosen by the parity of the number.
 
-Memory order. Words are aligned and stored whole, and x86-64 keeps stores in order: so what a rank wrote before its
-arrival is visible to whoever sees the arrival. Elsewhere the page is not used. But x86-64 may delay a store past a
-later load, until its store buffer is empty: so a rank that gives up writes CLOSING, sleeps a millisecond, and reads
-then.
+Memory order. Words are aligned and stored whole, and x86-64 keeps stores in order: so a rank that reads an arrival can
+also read all that was written before it. On other processors the page is not used. But x86-64 may delay a store past
+a later load, until its store buffer is empty: so a rank that gives up writes CLOSING, sleeps a millisecond, and only
+then reads the others' phases.
 
-Failure. What becomes of a barrier when a rank gives up waiting is the rule of `outcome`: all ranks fail, or all
-succeed. A rank gives up at its deadline, when a rank has died, or at an interrupt. A rank that leaves with an error
-writes the error before _LEFT, so that whoever sees the mark can read it.
+Failure. A rank gives up a barrier at its deadline, at an interrupt, or when a rank that has not arrived has died or
+left. It sees a death by process id and start time, which it checks every 50 ms while it waits. `outcome` has the rule
+for what becomes of that barrier: all ranks raise, or all succeed. A rank that has died counts by the last phase that it
+wrote, but as CLOSING if that is HERE. If a rank has arrived but does not run, as it is stopped, the others wait 5 s for
+it, and then raise OutcomeUnknownError. A rank that leaves with an error writes the error before _LEFT, so that a rank
+that reads _LEFT can read the error.
 """
 
 from __future__ import annotations
@@ -58,12 +62,12 @@ _KEPT_BYTES = 1 << 20  # longer messages are rare, and their memory is given bac
 _GONE_QUIETLY, _GONE_WITH_ERROR = 1, 2
 _LIVENESS_PERIOD_S = 0.05
 _PHASE_BITS = 2
-_SETTLE_S = 1e-3
-_UNKNOWN_S = 5.0  # for a rank that has arrived to run again, after another one has given up
-_REASON_S = 1.0  # for a rank that has given up to say why
+_SETTLE_S = 1e-3  # for the store buffer to empty, see the top of this file
+_UNKNOWN_S = 5.0  # after one rank has given up: how long another one that has arrived may be stopped
+_REASON_S = 1.0  # for a rank that has given up to write its error
 _SPINS = 100
 _YIELDS = 1000
-_YIELDING_S = 0.05  # beside other work one yield may take milliseconds, and failures are looked for afterwards
+_YIELDING_S = 0.05  # a limit, as one yield may take milliseconds on a busy core, and failures are checked for later
 
 
 class DifferentCallsError(Exception):
@@ -73,9 +77,9 @@ class DifferentCallsError(Exception):
 class ControlPage(GroupMonitor):
     """One rank's side of the page. Collective calls must be made by all ranks in the same order.
 
-    As a monitor it has nothing to do for `set_current_op`, `complete_op`, `report_failure` and `close`: entering,
-    passing and leaving are on the page already. `give_up` raises: all ranks synchronise on the page, where `sync`
-    follows the rule of `outcome`, before they wait for anything else.
+    As a monitor it leaves `set_current_op`, `complete_op`, `report_failure` and `close` empty: the page holds arrivals,
+    phases and leaving already. It keeps the default of `give_up`, which raises: the rule of `outcome` is applied in
+    `sync`, and all ranks have passed a barrier before they wait for anything else.
     """
 
     def __init__(
@@ -93,7 +97,7 @@ class ControlPage(GroupMonitor):
         self._arrivals = [r * _ROW_WORDS + _ARRIVED for r in range(world_size) if r != rank]
         self._mine = rank * _ROW_WORDS + _ARRIVED
         self._first = SEEN if world_size == 2 else HERE
-        # A rank that spins on a core that a missing rank needs only delays it.
+        # Spinning on a core that the missing rank needs would only delay that rank.
         self._spins = _SPINS if world_size <= usable_cores() and not threads else 0
         self._set(_START, process_start(os.getpid()) or 0)
         self._set(_PID, os.getpid())
@@ -132,9 +136,9 @@ class ControlPage(GroupMonitor):
 
         Collective.
 
-        Blocks until all ranks have arrived: a rank that has left or died is a PeerError within about a second, one
-        that does not arrive while nobody makes progress for the wait's time a StallError naming all missing. If the
-        fingerprints differ, all ranks raise DifferentCallsError, and none reads anything.
+        Blocks until all ranks have arrived. Raises PeerError, within about a second, if a rank has left or died, and
+        StallError, with all missing ranks, if no rank has made progress for the wait's time. If the fingerprints
+        differ, all ranks raise DifferentCallsError, and none reads a message.
         """
         parity = (self._count + 1) & 1
         self._post(payload, parity)
@@ -142,7 +146,7 @@ class ControlPage(GroupMonitor):
         reads = root is None or root == self.rank
         answers = [self._read(r, parity) for r in range(self.world_size)] if reads else []
         if any(is_spilled(self._slot(r, parity)) for r in range(self.world_size)):
-            self.sync(wait)  # a long message lives in its writer, who may leave once all have read
+            self.sync(wait)  # the writer of a long message frees its arena when it leaves: first all must have read it
             if self.kind == "file" or any(arena.nbytes > _KEPT_BYTES for arena in self._spill.values()):
                 self._drop_spills()
             self._attached = {key: kept for key, kept in self._attached.items() if len(kept[1].view) <= _KEPT_BYTES}
@@ -204,6 +208,7 @@ class ControlPage(GroupMonitor):
         words[self._mine] = here
         phase = self._first
         try:
+            # The fast path: pass by readings in which all are HERE (`next_phase` has the number). Else `_await`.
             while phase != PASSED:
                 for arrived in self._arrivals:
                     if words[arrived] != here:
@@ -215,12 +220,12 @@ class ControlPage(GroupMonitor):
                 break
             words[self._mine] = here + PASSED
         except BaseException:
-            if words[self._mine] == here:  # interrupted: no other rank may pass any more
+            if words[self._mine] == here:  # interrupted: ranks that have not passed yet must close the barrier
                 words[self._mine] = here + CLOSING
             raise
 
     def _observe(self, own: int, here: int) -> int:
-        """Return the next phase, after reading those of the others."""
+        """Read the phases of the others once, and return this rank's next one."""
         lowest, highest = PASSED, ABSENT
         words = self._words
         for arrived in self._arrivals:
@@ -232,7 +237,7 @@ class ControlPage(GroupMonitor):
         return next_phase(own, lowest, highest, False)
 
     def _await(self, here: int, wait: Wait) -> None:
-        """Return when the barrier has succeeded; raise when it has failed."""
+        """Wait for the end of the barrier: return if it has succeeded, raise if it has failed or that is unknown."""
         reason: StateExchangeError | None = None
         try:
             phase = self._wait_here(here, wait)
@@ -252,7 +257,7 @@ class ControlPage(GroupMonitor):
             raise reason or self._reason_of_others(here, wait.operation)
 
     def _wait_here(self, here: int, wait: Wait) -> int:
-        """Return PASSED, or CLOSING if another rank has given up; raise what makes this one give up."""
+        """Return PASSED, or CLOSING if another rank has given up; raise the error for which this one gives up."""
         phase = self._first
         for _ in range(self._spins):
             phase = self._observe(phase, here)
@@ -269,7 +274,7 @@ class ControlPage(GroupMonitor):
         return self._nap(phase, here, wait)
 
     def _close_barrier(self, here: int) -> int:
-        """Return the end of a barrier that a rank has given up: FAILED, PASSED or UNKNOWN."""
+        """Close a barrier that a rank has given up: return its outcome, FAILED, PASSED or UNKNOWN."""
         words = self._words
         words[self._mine] = here + CLOSING
         deadline = time.monotonic() + _UNKNOWN_S
@@ -283,13 +288,13 @@ class ControlPage(GroupMonitor):
         return phase
 
     def _phase_of(self, rank: int, here: int) -> int:
-        """Return the phase of another rank; one that has died without having passed is CLOSING."""
+        """Return the phase of another rank; CLOSING if it has died HERE."""
         ended = self._get(rank, _ARRIVED) == here and not self._alive(rank)
         phase = self._get(rank, _ARRIVED) - here  # read last: it may have passed before it died
         return CLOSING if ended and phase == HERE else phase
 
     def _reason_of_others(self, here: int, operation: str) -> StateExchangeError:
-        """Return why this barrier has failed, as reported by a rank that has given it up."""
+        """Return the error for a barrier that other ranks have given up: the one with which such a rank leaves."""
         closing = [r for r in range(self.world_size) if self._get(r, _ARRIVED) - here in (CLOSING, FAILED)]
         deadline = time.monotonic() + _REASON_S
         while time.monotonic() < deadline:
@@ -301,6 +306,7 @@ class ControlPage(GroupMonitor):
         return PeerError(others[0] if others else -1, operation, "it gave up waiting")
 
     def _nap(self, phase: int, here: int, wait: Wait) -> int:
+        """As `_wait_here`, sleeping between two readings, and checking for failures and the deadline."""
         started = moved = time.monotonic()
         checked = 0.0
         progress, nap = -1, 2e-5
@@ -328,22 +334,20 @@ class ControlPage(GroupMonitor):
         return phase
 
     def _behind(self, here: int) -> list[int]:
+        """Return the ranks that have not arrived at the barrier."""
         return [r for r in range(self.world_size) if self._get(r, _ARRIVED) < here]
 
     def check(self, operation: str) -> None:
-        """Raise PeerError if a rank has died, or what a rank has left with, while this one waits for `operation`."""
+        """Raise PeerError if a rank has died, or the error with which one has left. This rank awaits `operation`."""
         for rank in range(self.world_size):
             reason = self.departure_of(rank, operation)
             if reason is not None and self._get(rank, _LEFT) != _GONE_QUIETLY:
                 raise reason
 
     def departure_of(self, rank: int, operation: str) -> StateExchangeError | None:
-        """Return why `rank` will not reach `operation`.
-
-        The error with which it left, that it closed, or that it died.
-        """
+        """Return why `rank` will not reach `operation`: it has left with an error, closed or died; None if it may."""
         alive = self._alive(rank)
-        left = self._get(rank, _LEFT)  # read last: a rank may report why and die between two readings
+        left = self._get(rank, _LEFT)  # read last: a rank may write its error and die between the two readings
         if left == _GONE_WITH_ERROR:
             return self._departure_error(rank)
         if left == _GONE_QUIETLY:
@@ -359,7 +363,7 @@ class ControlPage(GroupMonitor):
         for rank in ranks:
             reason = self.departure_of(rank, operation)
             if self._get(rank, _ARRIVED) >= self._count << _PHASE_BITS:
-                continue  # read last: a rank may arrive, read and leave between two readings
+                continue  # read last: a rank may arrive and leave between the two readings
             if reason is not None:
                 raise reason
 
@@ -370,16 +374,16 @@ class ControlPage(GroupMonitor):
         return self._threads or self.can_see(rank)
 
     def can_see(self, rank: int) -> bool:
-        """Whether the process of `rank` runs, as far as this one can see it."""
+        """Whether the process of `rank` runs; False, too, in a PID namespace where this process cannot see it."""
         return process_is_alive(self._get(rank, _PID), self._get(rank, _START))
 
     def raise_if_left(self) -> None:
-        """Raise if this rank has left, after a failure or by `leave`: it takes part in nothing any more."""
+        """Raise if this rank has left, after a failure or by `leave`."""
         if self._get(self.rank, _LEFT):
             raise closed_error(self.rank)
 
     def report_progress(self) -> None:
-        """Report that bytes move, so that no deadline passes."""
+        """Report that bytes move, which puts off all deadlines."""
         self._set(_PROGRESS, self._get(self.rank, _PROGRESS) + 1)
 
     def progress_count(self) -> int:
@@ -387,11 +391,11 @@ class ControlPage(GroupMonitor):
         return sum(self._get(r, _PROGRESS) for r in range(self.world_size))
 
     def request_collective(self) -> None:
-        """Have ranks that report progress, or wait for single ranks, come to this rank's next barrier at once."""
+        """Request all ranks at this rank's next barrier; ranks in `progress`, `send` or `recv` raise AbandonedError."""
         self._set(_REQUESTED, self._count + 1)
 
     def collective_requested(self) -> bool:
-        """Whether a rank has requested all to come to a barrier that this one has not reached yet."""
+        """Whether a rank has requested all ranks at a barrier that this one has not reached yet."""
         return any(self._get(r, _REQUESTED) > self._count for r in range(self.world_size))
 
     def leave(self, error: BaseException | None = None) -> None:
@@ -415,7 +419,7 @@ class ControlPage(GroupMonitor):
 
 
 def closed_error(rank: int, since: str = "") -> NotInitializedError:
-    """Return the error for a call of a communicator that this rank has closed, with why if that is known."""
+    """Return the error for a call of a closed communicator; `since`, if known, is the reason, as text."""
     return NotInitializedError(
         f"this communicator is closed{since}: make a new one, as shutdown() and init() do", rank=rank
     )

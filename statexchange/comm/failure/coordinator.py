@@ -1,7 +1,9 @@
-"""The coordinator of failure detection between hosts: rank 0, which receives from all members and informs all.
+"""The coordinator of failure detection between hosts: rank 0. detector.py describes the protocol.
 
-Anybody who reaches the port may connect. A connection counts as a member's only after it has sent the nonce that rank 0
-has given to its ranks, and anything malformed ends the connection.
+It keeps for each rank the number of its call, its progress and the last call that it completed; it decides calls that
+are given up; and it sends the status of the group to all members. Any program that reaches the port may connect. A
+connection counts as a member's only after it has sent the nonce that rank 0 has given to its ranks, and a malformed
+message ends the connection.
 """
 
 from __future__ import annotations
@@ -27,15 +29,18 @@ _FINISH_S = 0.5
 
 @dataclass
 class _PendingDecision:
-    """State of a closing call that awaits a decision."""
+    """A closing call that is not decided yet."""
 
     record: dict[str, Any]
+    """The error of the rank that gave it up first."""
     deadline: float
+    """When the decision is UNKNOWN if ranks have not answered."""
     answered: set[int] = field(default_factory=set)
+    """The ranks that have answered."""
 
 
 class Coordinator(FailureDetector):
-    """Rank 0, which receives from all members and informs all."""
+    """Rank 0: receives from all members, and sends to all."""
 
     def __init__(
         self, topology: Topology, processes: Sequence[tuple[int, int]], listener: socket.socket, nonce: str
@@ -43,7 +48,7 @@ class Coordinator(FailureDetector):
         super().__init__(topology, processes)
         self._nonce = nonce
         self._connections: dict[int, JsonConnection] = {}
-        self._heard_at = [time.monotonic()] * self._world_size
+        self._received_at = [time.monotonic()] * self._world_size
         self._progress_of = [0] * self._world_size
         self._completed_of = [0] * self._world_size
         self._dead: set[int] = set()
@@ -59,7 +64,7 @@ class Coordinator(FailureDetector):
         try:
             for message in connection.receive():
                 self._handle_message(connection, message)
-        except (ConnectionEndedError, ValueError, TypeError, LookupError):  # anything may come from a stranger
+        except (ConnectionEndedError, ValueError, TypeError, LookupError):  # any program may have connected
             self._lose(connection)
 
     def _accept(self) -> None:
@@ -73,7 +78,7 @@ class Coordinator(FailureDetector):
             self._introduce(connection, message)
             return
         kind, *rest = message
-        self._heard_at[rank] = time.monotonic()
+        self._received_at[rank] = time.monotonic()
         if kind == "at":
             self._view.op_numbers[rank], self._progress_of[rank] = int(rest[0]), int(rest[1])
             self._completed_of[rank] = int(rest[2])
@@ -85,7 +90,7 @@ class Coordinator(FailureDetector):
             self._close_op(int(rest[0]), rest[1])
         elif kind == "answer":
             self._take_answer(rank, int(rest[0]), int(rest[1]))
-        else:
+        else:  # "goodbye"
             self._view.departed[rank] = (rest[0], rest[1])
             self._completed_of[rank] = int(rest[2])
             self._inform_all()
@@ -97,7 +102,7 @@ class Coordinator(FailureDetector):
             return
         self._closed_ops[number] = CLOSING
         self._pending[number] = _PendingDecision(record, time.monotonic() + self._silent_s)
-        self._completed_of[0] = self._completed_op  # after the call is noted as closing
+        self._completed_of[0] = self._completed_op  # read after _closed_ops is written, see detector.py
         self._pending[number].answered.add(0)
         self._inform_all()
         self._decide()
@@ -113,7 +118,7 @@ class Coordinator(FailureDetector):
         self._decide()
 
     def _decide(self) -> None:
-        """Decide closing calls of which enough is known."""
+        """Decide each closing call for which enough ranks have answered, or whose deadline has passed."""
         for number, pending in list(self._pending.items()):
             phases = [self._phase_of(rank, number, pending) for rank in range(self._world_size)]
             is_late = time.monotonic() > pending.deadline
@@ -122,7 +127,7 @@ class Coordinator(FailureDetector):
                 del self._pending[number]
                 if phase == FAILED and self._failure is None:
                     self._failure = pending.record
-                # Last: another thread that sees FAILED here looks for the failure next.
+                # After the failure: a thread of this rank that reads FAILED here reads `_failure` next.
                 self._closed_ops[number] = phase
                 self._inform_all()
 
@@ -139,13 +144,14 @@ class Coordinator(FailureDetector):
     # Connections
 
     def _introduce(self, connection: JsonConnection, message: Any) -> None:
+        """Take the first message of a connection: the nonce, and the rank whose connection this is from now on."""
         nonce, rank = message
         if not hmac.compare_digest(str(nonce), self._nonce) or not 0 < rank < self._world_size:
             raise ConnectionEndedError
         connection.rank = rank
         self._connections[rank] = connection
         self._ended_at.pop(rank, None)
-        self._heard_at[rank] = time.monotonic()
+        self._received_at[rank] = time.monotonic()
         connection.send(self._status())
 
     def _lose(self, connection: JsonConnection) -> None:
@@ -163,12 +169,12 @@ class Coordinator(FailureDetector):
         view = self._view
         view.op_numbers[0], self._progress_of[0] = self._op_number, self._progress
         view.progress_count = sum(self._progress_of)
-        view.updated = self._heard_at[0] = now
+        view.updated = self._received_at[0] = now
         silent = []
-        for rank, heard_at in enumerate(self._heard_at):
-            if now - heard_at > self._silent_s and rank not in view.departed:
+        for rank, received_at in enumerate(self._received_at):
+            if now - received_at > self._silent_s and rank not in view.departed:
                 silent.append(rank)
-        view.silent = silent  # at once: other threads read it
+        view.silent = silent  # assigned whole: other threads read it
         for connection in self._connections.values():
             connection.flush()
             if not connection.has_unsent:
@@ -201,7 +207,7 @@ class Coordinator(FailureDetector):
         self._inform_all()
 
     def _suspects(self) -> tuple[int, ...]:
-        return ()  # only the thread of this very rank has been silent
+        return ()  # this rank's own thread is late, which suspects no other rank
 
     def _send_goodbye(self) -> None:
         self._view.departed[0] = (self._op_number, self._goodbye or "")

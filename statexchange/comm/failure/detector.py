@@ -1,7 +1,7 @@
-"""Failure detection between hosts: which ranks have failed, left or not come, without asking them.
+"""Failure detection between hosts: which ranks have failed, left, or not arrived.
 
-Rank 0 is the coordinator, and every other rank is a member that holds one TCP connection to it. A thread on each rank
-keeps the connection alive, so that the rank itself may compute or be blocked. Who writes what:
+Rank 0 is the coordinator (coordinator.py), and every other rank is a member (member.py) that holds one TCP connection
+to it. A thread on each rank serves the connection, so that the rank itself may compute or be blocked. The messages:
 
     member -> coordinator    ["at", op number, progress count, last completed op]    each period, a quarter of a second
                              ["failure", record]                                     when its communicator has failed
@@ -15,19 +15,22 @@ How a failure shows:
 
 * A rank reports one: the coordinator sends it to all at once. The first report counts.
 * A connection ends without a goodbye: the process has ended. The kernel closes its sockets at that moment, even when it
-  was killed. Ranks of one host also look at each other's processes. A grace of 0.4 s lets a goodbye, or a second
+  was killed. Each rank also checks the processes of its own host. A grace of 0.4 s lets a goodbye, or a second
   connection of the same rank, arrive before the death is reported.
-* A host is cut off: nothing ends. Its ranks fall silent, and a wait that reaches its deadline names them as missing.
+* A host is cut off: no connection ends. Its ranks fall silent, and a wait that reaches its deadline names them as
+  missing.
+* Rank 0 dies: each member reports that for itself, after it has tried to connect again (member.py).
 
 A rank that gives up waiting in its n-th call must not simply raise, as another one may just be completing that call:
 
-1. It asks the coordinator to close call n.
+1. It sends "closing" to the coordinator.
 2. The coordinator notes that the call is closing, and sends that to all ranks.
-3. Each rank answers whether it has completed the call, that is whether all that it waited for has come. A rank that has
-   died or left without having completed it counts as one that has not.
+3. Each rank answers whether it has completed the call, that is whether it has received all that it waited for. A rank
+   that has died or left without having completed it counts as one that has not.
 4. The coordinator decides by the rule of `outcome`, and sends the decision. If a rank has completed the call, the
    others wait a little longer for what is on its way to them; if none has, all raise. If one does not answer, because
    it is stopped or its host is cut off, the decision is UNKNOWN, and a wait that ran out is an OutcomeUnknownError.
+   The same if no decision arrives, as the coordinator itself is stopped, cut off or dead.
 
 The order that this rests on: a rank writes that it has completed the call before it reads whether the call is closing,
 and its detector thread writes that the call is closing before it reads whether the rank has completed it. So a rank
@@ -76,16 +79,16 @@ _DECISION_NAP_S = 1e-3
 
 @dataclass
 class GroupView:
-    """What the coordinator knows of all ranks."""
+    """The state of all ranks: kept by the coordinator, and on a member as the coordinator last sent it."""
 
     op_numbers: list[int]
     """The number of each rank's current collective."""
     silent: list[int] = field(default_factory=list)
     """Ranks that have sent nothing for several periods."""
     departed: dict[int, tuple[int, str]] = field(default_factory=dict)
-    """Ranks that sent a goodbye: after which of their collectives, and why."""
+    """Ranks that sent a goodbye: the number of the last collective of each, and the cause."""
     requested_op: int = 0
-    """The latest collective that a rank has requested all to come to."""
+    """The latest collective to which a rank has requested all ranks."""
     progress_count: int = 0
     """How often ranks have reported that bytes move."""
     updated: float = field(default_factory=time.monotonic)
@@ -95,7 +98,7 @@ class FailureDetector(GroupMonitor):
     """One rank's side of failure detection between hosts. Made by `start_failure_detector`.
 
     The rank's own threads call the public methods; `_run` is the detector thread. Each attribute that both use is
-    written by one of them only, or is a dict whose items are only added.
+    written by one of them only. `_closed_ops` and `_view.departed` are dicts in which that one adds or replaces items.
     """
 
     def __init__(self, topology: Topology, processes: Sequence[tuple[int, int]]) -> None:
@@ -107,7 +110,7 @@ class FailureDetector(GroupMonitor):
         self._op_number = 0
         self._operation = "its own code"
         self._progress = 0
-        self._completed_op = 0  # the last call of which this rank has all that it needs
+        self._completed_op = 0  # the last call for which this rank has received all that it needs
         self._closed_ops: dict[int, int] = {}  # calls that a rank has given up: CLOSING, or the decision
         self._failure: dict[str, Any] | None = None
         self._view = GroupView([0] * self._world_size)
@@ -139,17 +142,17 @@ class FailureDetector(GroupMonitor):
 
     def set_current_op(self, operation: str) -> None:
         """Note that this rank begins its next collective, which all ranks count. Not collective; costs nothing."""
-        self._completed_op = self._op_number  # also of a call in which all ranks have raised together
+        self._completed_op = self._op_number  # a call in which all ranks raised together is over, too
         self._op_number += 1
         self._operation = operation
 
     def complete_op(self) -> None:
-        """Note that this rank has all that it needs of its call; raise if the ranks have given it up. Not collective.
+        """Note that this rank has received all that it needs; raise if the ranks have given the call up.
 
-        Blocks only if the call is closing, and then for the decision.
+        Not collective. Blocks only if the call is closing, until it is decided.
         """
         number = self._op_number
-        self._completed_op = number  # before the look at _closed_ops, see the top of this file
+        self._completed_op = number  # before reading _closed_ops, see the top of this file
         others_phase = CLOSING if number in self._closed_ops else HERE
         if next_phase(SEEN, HERE, others_phase, False) != PASSED:
             self._await_decision(number, None)
@@ -157,7 +160,8 @@ class FailureDetector(GroupMonitor):
     def give_up(self, error: StateExchangeError) -> None:
         """Close this rank's call: return if another rank has completed it; else raise `error`, or OutcomeUnknownError.
 
-        Not collective. Blocks until the coordinator has decided. If it is what has failed, `error` is raised at once.
+        Not collective. Blocks until the coordinator has decided. If `error` is that the coordinator has failed, it is
+        raised at once.
         """
         number = self._op_number
         if isinstance(error, PeerError) and error.rank == 0:
@@ -167,6 +171,11 @@ class FailureDetector(GroupMonitor):
         self._await_decision(number, error)
 
     def _await_decision(self, number: int, error: StateExchangeError | None) -> None:
+        """Return if call `number` is decided as PASSED; else raise.
+
+        Raise `error`, or without one the failure that has been reported. But where the decision is UNKNOWN or does not
+        arrive, and all that this rank has is a deadline, raise OutcomeUnknownError.
+        """
         deadline = time.monotonic() + 3 * self._silent_s
         phase = CLOSING
         while phase == CLOSING:
@@ -193,17 +202,17 @@ class FailureDetector(GroupMonitor):
         ) from error
 
     def check(self, operation: str) -> None:
-        """Raise the failure that is known, or PeerError if a rank that this one waits for has left. Not collective."""
+        """Raise the failure that was reported, or PeerError if a rank left before this rank's call. Not collective."""
         failure = self._failure
         if failure is not None:
-            # A death has no phase of its own: what matters is what waits for the dead rank.
+            # The record of a death has no phase: name the call in which this rank waits.
             raise from_record(failure if failure.get("phase") != "" else {**failure, "phase": operation})
         for rank, (last_op, cause) in tuple(self._view.departed.items()):
             if last_op < self._op_number and rank != self._topology.rank:
                 raise self._peer_error(rank, operation, cause)
 
     def departure_of(self, rank: int, operation: str) -> StateExchangeError | None:
-        """Return why `rank` will not reach `operation`, if it has sent a goodbye. Not collective."""
+        """Return the error for `rank` if it has sent a goodbye, else None. Not collective."""
         departure = self._view.departed.get(rank)
         return None if departure is None else self._peer_error(rank, operation, departure[1])
 
@@ -216,7 +225,7 @@ class FailureDetector(GroupMonitor):
         return tuple(sorted((behind | set(view.silent)) - {self._topology.rank}))
 
     def report_failure(self, error: StateExchangeError) -> None:
-        """Report what this communicator has failed of; the first report counts. Not collective; blocks 1 s at most."""
+        """Report why this communicator has failed; the first report counts. Not collective; blocks 1 s at most."""
         number, record = self._op_number, to_record(error, self._topology.rank, self._operation)
 
         def report() -> None:
@@ -226,7 +235,7 @@ class FailureDetector(GroupMonitor):
         self._run_in_thread(report)
 
     def request_collective(self) -> None:
-        """Have ranks that wait for single ones come to this rank's next collective.
+        """Request all ranks at this rank's next collective: waits for one rank then raise AbandonedError.
 
         Not collective; blocks 1 s at most.
         """
@@ -242,7 +251,7 @@ class FailureDetector(GroupMonitor):
         self._progress += 1
 
     def progress_count(self) -> int:
-        """Return how often the ranks have reported progress, as far as this one knows. Not collective."""
+        """Return how often the ranks have reported progress, by the coordinator's last status. Not collective."""
         return self._view.progress_count
 
     def close(self, goodbye: str = "it closed its communicator") -> None:
@@ -255,7 +264,7 @@ class FailureDetector(GroupMonitor):
         self._thread.join(_JOIN_S)
 
     def _run_in_thread(self, request: Callable[[], None]) -> None:
-        """Have the detector thread run `request`, and wait for it."""
+        """Have the detector thread run `request`, and wait for it, 1 s at most."""
         if self._thread.is_alive():
             done = threading.Event()
             self._requests.put((request, done))
@@ -288,7 +297,7 @@ class FailureDetector(GroupMonitor):
             self.drop()
 
     def _handle_events(self, wait_s: float) -> None:
-        """Handle what comes within `wait_s`."""
+        """Handle the input that arrives within `wait_s`, then the requests of this rank's own threads."""
         for key, _ in self._selector.select(wait_s):
             if key.fileobj is self._wakeup_receiver:
                 with contextlib.suppress(BlockingIOError):
@@ -307,18 +316,18 @@ class FailureDetector(GroupMonitor):
     def _look_at_processes(self) -> None:
         now = time.monotonic()
         for rank in self._watched_ranks:
-            with contextlib.suppress(OSError):  # too few file descriptors to look: nothing is known
+            with contextlib.suppress(OSError):  # no file descriptor is left to look with: check it in the next period
                 if not process_is_alive(*self._processes[rank]):
                     self._ended_at.setdefault(rank, now)
 
     def _until_next_death_s(self) -> float:
-        """Return when the next process that has ended is to be reported as dead."""
+        """Return the seconds until the next process that has ended is to be reported as dead."""
         if not self._ended_at:
             return self._period_s
         return max(0.0, min(self._ended_at.values()) + _GRACE_S - time.monotonic())
 
     def _report_deaths(self) -> None:
-        """Report processes that have exited without goodbye."""
+        """Report processes that have ended without a goodbye, when their grace is over."""
         now = time.monotonic()
         for rank, since in list(self._ended_at.items()):
             if rank in self._view.departed:
@@ -332,12 +341,12 @@ class FailureDetector(GroupMonitor):
         self._post_failure(to_record(self._peer_error(rank, "", self._cause_of_death(rank)), rank, ""))
 
     def disown(self) -> None:
-        """Drop the copy of the parent's connections: while they are open, nobody sees that the parent has ended."""
+        """Close this child's copies of the parent's connections: else they would stay open when the parent ends."""
         self._is_inherited = True
         self.drop()
 
     def drop(self) -> None:
-        """Close this process's end of everything without a goodbye. Not collective."""
+        """Close all sockets of this process without a goodbye. Not collective."""
         forks.forget(self)
         for key in list(self._selector.get_map().values()):
             assert isinstance(key.fileobj, socket.socket)
@@ -345,7 +354,7 @@ class FailureDetector(GroupMonitor):
         self._selector.close()
         self._wakeup_sender.close()
 
-    # What the coordinator and the members do differently; all of it runs in the detector thread
+    # What the coordinator and the members do differently; all but `_suspects` runs in the detector thread
 
     def _handle_input(self, connection: JsonConnection | None) -> None:
         raise NotImplementedError
@@ -366,7 +375,7 @@ class FailureDetector(GroupMonitor):
         return f"its process {self._processes[rank][0]} died"
 
     def _suspects(self) -> tuple[int, ...]:
-        """Return the ranks that may be why the coordinator's status has not come."""
+        """Return the ranks that may be the reason why no status of the coordinator has arrived."""
         raise NotImplementedError
 
     def _send_goodbye(self) -> None:

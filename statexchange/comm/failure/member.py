@@ -1,8 +1,12 @@
-"""A member of failure detection between hosts: any rank but 0, with one connection to the coordinator.
+"""A member of failure detection between hosts: any rank but 0. detector.py describes the protocol.
 
-A lost connection does not prove that the coordinator has died. So a member connects again: if that is refused twice,
-nothing listens there any more, and rank 0 is reported as dead. If the attempt runs into its timeout, the host does not
-answer, and then all its ranks are suspected when a deadline comes; if it succeeds, rank 0 alone is.
+A member connects again when its connection is lost; it also tries whether it could when the coordinator is silent. What
+the attempt shows:
+
+* A lost connection and then a refused attempt, or any two of these without a status in between: nothing listens there
+  any more. The member reports rank 0 as dead, 0.4 s later.
+* A timeout: the host does not answer. A wait that reaches its deadline names all ranks of that host as missing.
+* Success: the host answers. A wait that reaches its deadline names rank 0 alone, if it is still silent.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ _REFUSALS_OF_DEAD = 2
 
 @dataclass(frozen=True)
 class CoordinatorAddress:
-    """Where the coordinator listens, and the nonce by which it knows the ranks of this group from others."""
+    """The addresses and the port of the coordinator, and the nonce that only ranks of this group have."""
 
     addresses: list[str]
     port: int
@@ -54,9 +58,9 @@ class Member(FailureDetector):
         self._coordinator = coordinator
         self._connection: JsonConnection | None = connection
         self._selector.register(connection.connection, selectors.EVENT_READ, connection)
-        self._refusals = 0
-        self._host_answers: bool | None = None  # while the coordinator is silent
-        self._connected_at = 0.0  # the last attempt
+        self._refusals = 0  # lost connections and refused attempts since the last status
+        self._host_answers: bool | None = None  # by the last attempt since the last status, if there was one
+        self._attempted_at = 0.0  # the last attempt to connect
 
     def _handle_input(self, connection: JsonConnection | None) -> None:
         assert connection is not None
@@ -84,7 +88,7 @@ class Member(FailureDetector):
         if self._failure is None:
             self._failure = status["failure"]
         for number, decision in status["closed_ops"]:
-            self._closed_ops[number] = decision  # before the look at _completed_op, see detector.py
+            self._closed_ops[number] = decision  # before reading _completed_op, see detector.py
             if decision == CLOSING:
                 self._send(["answer", number, self._completed_op])
 
@@ -98,11 +102,11 @@ class Member(FailureDetector):
             if not self._connection.has_unsent:
                 self._connection.send(["at", self._op_number, self._progress, self._completed_op])
         is_silent = time.monotonic() - self._view.updated > self._silent_s and not self._host_answers
-        if (self._connection is None or is_silent) and time.monotonic() - self._connected_at > _RECONNECT_S:
+        if (self._connection is None or is_silent) and time.monotonic() - self._attempted_at > _RECONNECT_S:
             self._reconnect()
 
     def _reconnect(self) -> None:
-        """Find out whether the coordinator's process and host are there: its connection is lost, or it is silent."""
+        """Try to connect to the coordinator, which has closed the connection or is silent; see the top of this file."""
         if 0 in self._view.departed or self._failure is not None:
             return
         try:
@@ -114,11 +118,12 @@ class Member(FailureDetector):
         else:
             self._host_answers = True
             self._use_connection(connection)
-        self._connected_at = time.monotonic()
+        self._attempted_at = time.monotonic()
         if self._refusals >= _REFUSALS_OF_DEAD:
             self._ended_at.setdefault(0, time.monotonic())
 
     def _use_connection(self, connection: socket.socket) -> None:
+        """Use `connection` if there is no other; else the attempt has only shown that the host answers."""
         if self._connection is not None:
             connection.close()
             return
@@ -157,7 +162,7 @@ class Member(FailureDetector):
 def connect_member(
     topology: Topology, processes: list[tuple[int, int]], coordinator: CoordinatorAddress
 ) -> Member | None:
-    """Return a member that is connected by the first address at which the nonce is known; None if there is none."""
+    """Connect to the first of the coordinator's addresses that answers to the nonce; return None if none does."""
     for address in coordinator.addresses:
         try:
             connection = JsonConnection(socket.create_connection((address, coordinator.port), _CONNECT_S))
@@ -171,6 +176,7 @@ def connect_member(
 
 
 def _is_answered(connection: JsonConnection) -> bool:
+    """Whether a status arrives, which the coordinator sends once it has checked the nonce."""
     deadline = time.monotonic() + _CONNECT_S
     with contextlib.suppress(ConnectionEndedError), selectors.DefaultSelector() as selector:
         selector.register(connection.connection, selectors.EVENT_READ)

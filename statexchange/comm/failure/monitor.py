@@ -1,10 +1,10 @@
-"""What a rank asks and reports about failure: the two interfaces, and monitors that look through others.
+"""Interfaces to failure detection, and monitors that forward to others.
 
-`FailureMonitor` is all that a wait needs: who has failed, who is missing, whether bytes move. `GroupMonitor` is what a
-session has besides: one rank's way of telling the others what it does and of what it has failed. Two classes implement
-it: the control page for the ranks of one host, the failure detector for ranks of several hosts.
+`FailureMonitor` is what a wait reads: which ranks have failed, which are missing, whether bytes move. `GroupMonitor`
+adds what a session writes: which call this rank is in, its progress, and its failure. Two classes implement it: the
+control page (control_page.py) for ranks of one host, the failure detector (detector.py) for ranks of several hosts.
 
-A monitor has to answer at once, since waits ask it twenty times a second.
+The methods of `FailureMonitor` must not block, except `give_up`: a wait calls them twenty times a second.
 """
 
 from __future__ import annotations
@@ -30,16 +30,19 @@ __all__ = [
     "outer_monitor",
 ]
 
-_NAMING_S, _NAP_S = 2.0, 0.02
-_ARRIVAL_S = 2.0
+_NAMING_S, _NAP_S = 2.0, 0.02  # for the monitor to learn which rank has failed
+_ARRIVAL_S = 2.0  # for what a peer sent before it left to arrive
 
 
 class AbandonedError(Exception):
-    """Raised inside a trip when another rank has failed: come to the agreement, which says who and why."""
+    """Another rank has failed, and has requested all ranks at its next collective: join that, which raises the error.
+
+    Raised by `Communicator.progress` and by waits for a single rank.
+    """
 
 
 class FailureMonitor(ABC):
-    """What a wait asks about the ranks that it waits for."""
+    """The state of the ranks that a wait waits for."""
 
     @abstractmethod
     def check(self, operation: str) -> None:
@@ -47,11 +50,11 @@ class FailureMonitor(ABC):
 
     @abstractmethod
     def departure_of(self, rank: int, operation: str) -> StateExchangeError | None:
-        """Return why `rank` will not reach `operation`; None if it may. What it sent before may yet arrive."""
+        """Return why `rank` will not reach `operation`; None if it may. What it sent before it left may yet arrive."""
 
     @abstractmethod
     def missing_ranks(self) -> tuple[int, ...]:
-        """Return the ranks that are known not to have come this far; () if nothing is known."""
+        """Return the ranks that are known not to have reached this rank's call; () if none is known."""
 
     @abstractmethod
     def progress_count(self) -> int:
@@ -60,58 +63,58 @@ class FailureMonitor(ABC):
     def give_up(self, error: StateExchangeError) -> None:
         """Raise `error`, which ends the wait of this rank, unless another rank has completed the call: see `outcome`.
 
-        By default nothing is known of other ranks' ends of the call, and `error` is raised.
+        The default raises: it is for monitors that cannot find out whether another rank has completed the call.
         """
         raise error
 
 
 class GroupMonitor(FailureMonitor):
-    """One rank's side of what the ranks of a group know about each other."""
+    """One rank's side of the failure detection of its group."""
 
     @abstractmethod
     def report_progress(self) -> None:
-        """Report that bytes move: whoever waits for this rank may go on waiting."""
+        """Report that bytes move: ranks that wait for this one put off their deadlines."""
 
     @abstractmethod
     def request_collective(self) -> None:
-        """Have ranks that wait for single ones come to the next collective, in which all learn of a failure."""
+        """Request all ranks at this rank's next collective, which reports a failure; see AbandonedError."""
 
     @abstractmethod
     def collective_requested(self) -> bool:
         """Whether a rank has requested a collective that this one has not reached yet."""
 
-    # Monitors that see these without being told leave them as they are.
+    # The control page keeps these defaults: its ranks read from each other's rows what they would report.
 
     def set_current_op(self, operation: str) -> None:
         """Note that this rank begins its next call."""
 
     def complete_op(self) -> None:
-        """Note that this rank has all that it needs of its call; raise if the ranks have given it up meanwhile."""
+        """Note that this rank has received all that it needs for its call; raise if the ranks have given it up."""
 
     def report_failure(self, error: StateExchangeError) -> None:
-        """Let the others know that this communicator has failed."""
+        """Report to the other ranks that this communicator has failed."""
 
     def close(self) -> None:
         """Report that this rank leaves."""
 
 
 class OuterMonitor(FailureMonitor):
-    """The failures that another monitor knows, for waits that are no calls of that one's ranks."""
+    """Forwards the failures of another monitor, for waits that are not calls of that monitor's group."""
 
     def __init__(self, outer: FailureMonitor | None) -> None:
         self._outer = outer
 
     def check(self, operation: str) -> None:
-        """Raise what the other monitor knows."""
+        """Raise the failure that the other monitor has."""
         if self._outer is not None:
             self._outer.check(operation)
 
     def departure_of(self, rank: int, operation: str) -> StateExchangeError | None:
-        """Return what the other monitor knows."""
+        """Return what the other monitor returns."""
         return None if self._outer is None else self._outer.departure_of(rank, operation)
 
     def missing_ranks(self) -> tuple[int, ...]:
-        """Return (): the other monitor counts other calls."""
+        """Return (): the numbers of the other group's calls do not apply to this wait."""
         return ()
 
     def progress_count(self) -> int:
@@ -120,9 +123,9 @@ class OuterMonitor(FailureMonitor):
 
 
 class PeerMonitor(OuterMonitor):
-    """For the wait for one peer: AbandonedError, too, once a rank requests a collective to report its failure.
+    """The monitor of a wait for one peer, which also ends with AbandonedError once a rank requests a collective.
 
-    A peer that has closed its communicator sends nothing more; what it sent before has a moment to arrive.
+    When the peer has closed its communicator, the wait goes on for 2 s, as what it sent before may yet arrive.
     """
 
     def __init__(self, group: GroupMonitor | None, peer: int) -> None:
@@ -132,7 +135,7 @@ class PeerMonitor(OuterMonitor):
         self._left: float | None = None  # when the peer was first seen to have left
 
     def check(self, operation: str) -> None:
-        """Raise what the group knows, AbandonedError, or why the peer has left."""
+        """Raise the group's failure, AbandonedError, or the error for a peer that has left."""
         super().check(operation)
         if self._group is not None and self._group.collective_requested():
             raise AbandonedError
@@ -149,14 +152,14 @@ class PeerMonitor(OuterMonitor):
         return (self._peer,)
 
 
-# While a group is formed, its ranks cannot see each other yet, but those of the group that they come from can.
+# A group that is being formed has no monitor yet. Until it has, the one of its parent group watches its ranks.
 
 _outer: ContextVar[FailureMonitor | None] = ContextVar("statexchange_outer_monitor", default=None)
 
 
 @contextlib.contextmanager
 def monitored(monitor: FailureMonitor | None) -> Iterator[None]:
-    """A block in which waits without a monitor of their own end when `monitor` knows of a failure. Not collective."""
+    """A block in which waits without a monitor of their own use `monitor`. Not collective."""
     token = _outer.set(None if monitor is None else OuterMonitor(monitor))
     try:
         yield
@@ -176,9 +179,10 @@ def is_monitored() -> bool:
 
 @contextlib.contextmanager
 def forming_group(monitor: FailureMonitor | None, hosts: Sequence[str]) -> Iterator[None]:
-    """A block that forms a group of ranks that `monitor` watches, on `hosts`: it ends when one of them fails.
+    """A block that forms a group of ranks watched by `monitor`; it raises, with rank and host, when one of them fails.
 
-    Inside another such block, of the group from which the ranks come, that one's monitor and its ranks count.
+    `hosts` are the names of the ranks' hosts. Inside another such block, which forms the parent of this group, the
+    monitor of that block is used, and errors have its ranks.
     """
     if is_monitored():
         yield
@@ -194,7 +198,7 @@ def forming_group(monitor: FailureMonitor | None, hosts: Sequence[str]) -> Itera
 
 
 def named_failure(error: PeerError, monitor: FailureMonitor | None, hosts: Sequence[str]) -> StateExchangeError:
-    """Return the failure with its rank, which `monitor` may learn later than the transport, and its host."""
+    """Return `error` with rank and host. If the transport did not name the rank, wait 2 s for `monitor` to do so."""
     known: StateExchangeError = error
     deadline = time.monotonic() + _NAMING_S
     while error.rank < 0 and monitor is not None and known is error and time.monotonic() < deadline:

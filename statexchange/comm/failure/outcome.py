@@ -6,25 +6,28 @@ phases on a rank; each rank writes only its own, and never an earlier one:
 
     ABSENT   it has not arrived.
     HERE     it has arrived, and waits.
-    CLOSING  it has given up waiting, or has seen a rank that has: it does not succeed by what it sees itself any more.
+    CLOSING  it has given up waiting, or has seen a rank that has. Now it passes only if another one has PASSED.
     FAILED   it raises.
     PASSED   it has gone on: the barrier has succeeded.
 
-`next_phase` is the whole rule; it is what runs, on every path. Why it is right:
+Two more phases are never written, and known to the rank alone: SEEN, which the others read as HERE, and UNKNOWN, which
+they read as CLOSING.
 
-* A rank passes by what it sees itself only after it has seen all ranks HERE in one reading that began when all had
-  arrived. That takes two readings (SEEN is what a rank knows between them), as a reading takes one rank after another.
-  With two ranks one is enough, since a rank arrives itself before it reads. A rank that was CLOSING before the last one
-  arrived is seen in that reading.
-* So if a rank that is CLOSING still finds one ABSENT, nobody has passed and nobody will: FAILED.
-* If all others are CLOSING too, nobody has passed, since PASSED stays visible: FAILED.
-* If another one is HERE, it may be about to pass: wait. It will write PASSED, or see this rank and write CLOSING. Only
-  if it does not run, because it is stopped or cut off, can a rank not learn what became of the barrier: UNKNOWN.
+All code applies the rule by one function, `next_phase`. Why the rule is right:
+
+* A rank that is not CLOSING passes only after it has seen all ranks HERE in one reading that began when all had
+  arrived. That takes two readings, as a reading takes one rank after another: the first shows that all have arrived
+  (SEEN), the second is the one that counts. With two ranks one is enough, since a rank arrives itself before it reads.
+  A rank that was CLOSING before the last one arrived shows in that reading.
+* So if a rank that is CLOSING still reads ABSENT of one, no rank has passed and none will: FAILED.
+* If all others are CLOSING too, no rank has passed, since PASSED stays visible: FAILED.
+* If another one is HERE, it may be about to pass: wait. It will write PASSED, or see this rank and write CLOSING. If it
+  does neither in time, because it is stopped or cut off, the outcome cannot be determined: UNKNOWN.
 
 On one host the phases lie in the control page. Between hosts the coordinator asks the ranks, and each answers PASSED
 or, from then on, CLOSING; a rank that has not answered counts as HERE. A rank that has died counts as CLOSING if it has
-not passed. The coordinator's decision is the phase that the rule gives, and ranks that are CLOSING take it as what they
-see.
+not passed. The coordinator's decision is the phase that the rule gives, and a rank that is CLOSING takes it for
+a phase that it has read.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ HERE: Final = 0
 CLOSING: Final = 1
 FAILED: Final = 2
 PASSED: Final = 3
-SEEN: Final = 4  # HERE to others; this rank knows that all have arrived, or will know by one reading
+SEEN: Final = 4  # HERE to others; one more reading in which all are HERE suffices
 UNKNOWN: Final = 5  # CLOSING to others; this rank raises
 
 

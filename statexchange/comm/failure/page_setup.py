@@ -1,4 +1,10 @@
-"""The start of a control page of ranks that can exchange bytes: it is tried, not guessed."""
+"""Set up a control page among ranks that can so far only exchange bytes.
+
+Whether ranks can share memory is tried, not derived from host names, as containers may separate /proc and /dev/shm.
+Rank 0 makes an arena, first as a memfd, then as a file in /dev/shm; all ranks attach to it, and write their process ids
+into it; and each reports whether it sees the processes of all others. If any of this fails on one rank, no rank uses
+the page.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +24,7 @@ from statexchange.shared_memory import Arena, Attached, Kind, attach
 __all__ = ["open_control_page"]
 
 AllGatherBytes: TypeAlias = Callable[[bytes], list[bytes]]
-"""What brings every rank's bytes to all ranks, in rank order."""
+"""Returns every rank's bytes on all ranks, in rank order."""
 
 
 def _is_supported() -> bool:
@@ -27,9 +33,9 @@ def _is_supported() -> bool:
 
 
 def open_control_page(rank: int, world_size: int, all_gather_bytes: AllGatherBytes) -> ControlPage | None:
-    """Open a page for ranks that can only gather bytes so far; return None, on all, where that is impossible.
+    """Open a control page; return None, on all ranks, if they cannot share memory or see each other's processes.
 
-    Collective. It is tried, not guessed: ranks of several hosts or with separate /proc and /dev/shm get None.
+    Collective.
     """
     ours = json.dumps([host_identity(), pid_namespace(), _is_supported()]).encode()
     hosts = [json.loads(answer) for answer in all_gather_bytes(ours)]
@@ -43,6 +49,7 @@ def open_control_page(rank: int, world_size: int, all_gather_bytes: AllGatherByt
 
 
 def _try_kind(kind: Kind, rank: int, world_size: int, all_gather_bytes: AllGatherBytes) -> ControlPage | None:
+    """As `open_control_page`, with one kind of shared memory."""
     arena: Arena | None = None
     offer: dict[str, Any] | None = None
     if rank == 0:
@@ -60,7 +67,7 @@ def _try_kind(kind: Kind, rank: int, world_size: int, all_gather_bytes: AllGathe
         return None
     page = ControlPage(attached.view, rank, world_size, kind)
     all_gather_bytes(b"")  # every row has its pid before any rank reads the others
-    can_see_all = all(page.can_see(other) for other in range(world_size))  # not across PID namespaces
+    can_see_all = all(page.can_see(other) for other in range(world_size))  # false across PID namespaces
     return page if all(answer == b"1" for answer in all_gather_bytes(b"1" if can_see_all else b"0")) else None
 
 

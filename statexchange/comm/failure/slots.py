@@ -1,4 +1,8 @@
-"""Message slots of the control page: short messages lie in them, long ones in an arena whose address does."""
+"""Message slots of the control page.
+
+A slot holds 8 bytes, little endian, and then a message. The top bit of the 8 bytes is a flag, the others are the length
+of the message. With the flag SPILLED the message is the address of an arena that holds the actual, longer message.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The start of failure detection among ranks that can exchange bytes over a bootstrap backend.
 
 Rank 0 listens on all interfaces and sends its addresses, its port and a nonce; the others connect. Then all ranks
-report whether they are connected. All of them get a detector, or none: of a rank without a connection the coordinator
-would know nothing, and it would take no part in decisions.
+report whether they are connected. All ranks get a detector, or none: the coordinator cannot watch a rank that has no
+connection, and would wait for its answers in vain.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def start_failure_detector(bootstrap: Backend, topology: Topology, timeout_s: fl
 def _agree(
     detector: FailureDetector | None, bootstrap: Backend, wait: Wait, coordinator: CoordinatorAddress | None
 ) -> FailureDetector | None:
-    """Return `detector` if every rank has one."""
+    """Return `detector` if every rank has one; else close it, and return None on all ranks. Collective."""
     try:
         answers = bootstrap.all_gather_bytes(b"1" if detector is not None else b"0", wait)
     except BaseException:
@@ -82,7 +82,7 @@ def _agree(
         if coordinator is not None:
             where = f"{', '.join(coordinator.addresses)}, port {coordinator.port}"
         _log.warning(
-            "ranks %s cannot reach rank 0 at %s: only the transport and deadlines will tell of ranks that die",
+            "ranks %s cannot reach rank 0 at %s: only the transport and deadlines will report ranks that die",
             without,
             where,
         )
@@ -90,7 +90,7 @@ def _agree(
 
 
 def _listen(world_size: int) -> tuple[socket.socket | None, CoordinatorAddress | None]:
-    """Return a listening socket, and what the members need to know of it."""
+    """Return a listening socket, and the address that members connect to; (None, None) if this host cannot listen."""
     try:
         is_dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if is_dual else socket.AF_INET
@@ -108,7 +108,7 @@ def _start(
     listener: socket.socket | None,
     coordinator: CoordinatorAddress | None,
 ) -> FailureDetector | None:
-    """Return this rank's side, started; None if it cannot be."""
+    """Return this rank's detector, started; None if it has no connection."""
     if coordinator is None:
         return None
     detector: FailureDetector | None
