@@ -212,6 +212,15 @@ class Source:
         self.close()
 
 
+def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:
+    if len(box.shape) != len(shape):
+        return False
+    return all(
+        0 <= begin and begin + size <= limit for begin, size, limit in zip(box.offsets, box.shape, shape, strict=True)
+    )
+
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor of a checkpoint on disk. Its bytes are read on demand."""
@@ -261,7 +270,7 @@ class StoredTensor:
 
         whole = full_box(self.shape)
         target = whole if box is None else box
-        if target != whole and target.numel and intersect(target, whole) != target:
+        if not _is_inside(target, self.shape):
             text = f"box {target} is outside of the tensor, whose shape is {self.shape}"
             raise InvalidArgumentError(text, name=self.name)
         if self.name in self._conflicts:

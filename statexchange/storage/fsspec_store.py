@@ -47,8 +47,9 @@ def storage_errors(doing: str, url: str) -> Iterator[None]:
     except StateExchangeError:
         raise
     except FileNotFoundError as error:
-        bucket = "bucket" in str(error).lower()
-        raise NotFoundError("no such bucket" if bucket else "no such path", path=url) from None
+        path = url.rpartition("://")[2].strip("/")
+        is_bucket = "bucket" in str(error).replace(path, "").lower()  # a path may have the word in it
+        raise NotFoundError("no such bucket" if is_bucket else "no such path", path=url) from None
     except FileExistsError:
         raise TargetExistsError("the object exists", path=url) from None
     except NotImplementedError:

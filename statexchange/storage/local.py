@@ -342,9 +342,12 @@ class LocalStore(Store):
                 fd = open_directory(os.path.basename(self.path), parent_fd, self.path)
             except NotFoundError:
                 raise ReplacedError("removed while it was read", path=self.path) from None
-        if _directory_identity(fd, self.path) != self._identity:
+        try:
+            if _directory_identity(fd, self.path) != self._identity:
+                raise ReplacedError("replaced while it was read: read it again", path=self.path)
+        except BaseException:
             os.close(fd)
-            raise ReplacedError("replaced while it was read: read it again", path=self.path)
+            raise
         return fd
 
     def check_is(self, identity: tuple[int, int]) -> None:

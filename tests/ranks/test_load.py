@@ -705,7 +705,7 @@ def saves_statistics(folder: str) -> None:
 def test_the_lowest_ranks_copy_is_taken_where_that_is_asked_for(tmp_path: Path) -> None:
     run_ranks(saves_statistics, 2, args=(str(tmp_path),))
     live = nn.BatchNorm1d(3)
-    with pytest.raises(sx.errors.ReplicaError, match=r"to take rank 0's, replicas=\"root\".*running_mean"):
+    with pytest.raises(sx.errors.ReplicaError, match=r"pass replicas=\"root\" to take rank 0's .*running_mean"):
         sx.load_checkpoint({"model": live}, tmp_path)
     sx.load_checkpoint({"model": live}, tmp_path, replicas="root")
     assert live.running_mean.tolist() == [1.0] * 3
