@@ -225,10 +225,10 @@ def _collect(value: Any, found: dict[str, type], seen: set[int]) -> None:
         children = [value.value]
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         found[_type_name(type(value))] = type(value)
-        children = [getattr(value, f.name) for f in dataclasses.fields(value)]
+        children = [getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)]
     elif isinstance(value, Mapping):
         children = [*value.keys(), *value.values()]
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | set | frozenset | deque):
         if hasattr(value, "_fields"):
             found[_type_name(type(value))] = type(value)
         children = value
@@ -246,8 +246,9 @@ def decode(
     """Return the value that `encode` wrote. Not collective.
 
     Dataclasses, namedtuples and Enums come back as the type in `types` or one given to `register_config`. A value of an
-    unknown type becomes a dict of its fields with ``"__name__"``, or its JSON text if it is a key. A dtype is torch's
-    if torch has been imported, else ``"torch.float32"``; likewise a device (``"cuda:0"``) and a size (a tuple).
+    unknown type becomes a dict of its fields with ``"__name__"``, or its JSON text if it is a key or in a set. A dtype
+    is torch's if torch has been imported, else ``"torch.float32"``; likewise a device (``"cuda:0"``) and a size (a
+    tuple).
 
     Args:
         text: The text.
@@ -317,7 +318,7 @@ class _Decoder:
         return base64.b64decode(raw["value"], validate=True)
 
     def _set(self, raw: dict[str, Any]) -> Any:
-        items = [self.value(item) for item in raw["value"]]
+        items = [self._hashable(item) for item in raw["value"]]
         _check_hashes(items)
         return {"set": set, "frozenset": frozenset}[raw[_TAG]](items)
 
@@ -343,15 +344,15 @@ class _Decoder:
         return str(raw["value"]) if torch is None else torch.device(str(raw["value"]))
 
     def _dict(self, raw: dict[str, Any]) -> dict[Any, Any]:
-        pairs = [(self._key(key), self.value(item)) for key, item in raw["value"]]
+        pairs = [(self._hashable(key), self.value(item)) for key, item in raw["value"]]
         _check_hashes(key for key, _ in pairs)
         return dict(pairs)
 
-    def _key(self, raw: Any) -> Any:
+    def _hashable(self, raw: Any) -> Any:
         key = self.value(raw)
         try:
             hash(key)
-        except TypeError:  # the type is unknown here, so the key came as a dict
+        except TypeError:  # the type is unknown here, so the value came as a dict
             return json.dumps(raw, separators=(",", ":"))
         return key
 

@@ -216,9 +216,8 @@ def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:
     if len(box.shape) != len(shape):
         return False
     return all(
-        0 <= begin and begin + size <= limit for begin, size, limit in zip(box.offsets, box.shape, shape, strict=True)
+        begin >= 0 and begin + size <= limit for begin, size, limit in zip(box.offsets, box.shape, shape, strict=True)
     )
-
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,8 +89,9 @@ def test_a_workspace_that_was_copied_to_a_url(store: Any, tmp_path: Path) -> Non
 
 
 def test_nothing_at_a_url_and_stores_that_are_not_known(store: Any) -> None:
-    with pytest.raises(sx.errors.NotFoundError, match=r"no such path.*memory://nowhere"):
-        open_source("memory://nowhere")
+    for url in ("memory://nowhere", "memory://my-bucket/nowhere"):
+        with pytest.raises(sx.errors.NotFoundError, match=f"no such path.*{url}"):
+            open_source(url)
     with pytest.raises(ValueError, match="no file system for this"):
         open_source("carrier-pigeon://roof")
     with pytest.raises(sx.errors.MissingExtraError, match=r'pip install "statexchange\[gcs\]"'):

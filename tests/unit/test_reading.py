@@ -495,10 +495,13 @@ def test_a_closed_checkpoint_opens_nothing(tmp_path: Path) -> None:
             os.close(fd)
 
 
-def test_a_box_outside_of_a_tensor_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "box", [Box((1, 0), (2, 3)), Box((0,), (1,)), Box((9, 9), (0, 1)), Box((-1, 0), (1, 1))], ids=str
+)
+def test_a_box_outside_of_a_tensor_is_refused(box: Box, tmp_path: Path) -> None:
     save_file({"a": torch.ones(2, 3)}, tmp_path / "model.safetensors")
     with (
         sx.open_checkpoint(tmp_path) as checkpoint,
         pytest.raises(InvalidArgumentError, match=r"outside of the tensor, whose shape is \(2, 3\)"),
     ):
-        checkpoint["a"].read(Box((1, 0), (2, 3)))
+        checkpoint["a"].read(box)

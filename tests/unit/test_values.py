@@ -7,7 +7,7 @@ import json
 import math
 import subprocess
 import sys
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, deque, namedtuple
 from typing import Any, NamedTuple
 
 import pytest
@@ -265,6 +265,22 @@ jsons = st.recursive(
 def test_any_json_is_a_value_or_a_value_error(raw: Any) -> None:
     with contextlib.suppress(ValueError):
         decode(json.dumps(raw), types=TYPES)
+
+
+def test_types_inside_sets_and_deques_are_rebuilt_and_unknown_ones_stay_readable() -> None:
+    value = {"set": {Color.RED}, "frozen": frozenset([Point(1, 2)]), "deque": deque([Point(3, 4)], maxlen=5)}
+    assert there_and_back(value) == value
+    unknown = decode(encode({Color.RED}))
+    assert [type(item) for item in unknown] == [str]
+    assert "Color" in next(iter(unknown))
+
+
+def test_types_are_found_beside_a_field_that_is_not_set() -> None:
+    @dataclasses.dataclass
+    class Unset:
+        value: int
+
+    assert list(types_of(Unset.__new__(Unset)).values()) == [Unset]
 
 
 def test_a_classic_namedtuple_is_rebuilt_by_its_fields() -> None:

@@ -67,7 +67,7 @@ class Member(FailureDetector):
         try:
             for status in connection.receive():
                 self._take_status(status)
-        except ConnectionEndedError:
+        except (ConnectionEndedError, ValueError, TypeError, LookupError):  # any program may listen on that port now
             self._selector.unregister(connection.connection)
             connection.close()
             self._connection = None
