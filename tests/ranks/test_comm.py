@@ -227,7 +227,7 @@ def test_torch_distributed_is_adopted() -> None:
 
 
 def not_initialized() -> str:
-    with pytest.raises(sx.errors.NotInitializedError, match=r"WORLD_SIZE=2 says.*init_process_group"):
+    with pytest.raises(sx.errors.NotInitializedError, match=r"WORLD_SIZE=2 means.*init_process_group"):
         sx.get_communicator()
     with pytest.raises(sx.errors.NotInitializedError):
         sx.export_checkpoint({"w": torch.ones(1)}, "/nowhere")
