@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Headroom", "memory_headroom"]
+__all__ = ["Headroom", "memory_headroom", "unescape_mountinfo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,16 @@ def _memory_cgroups(proc: str) -> Iterator[tuple[str, str, str]]:
         controls = version == "cgroup2" or (version == "cgroup" and "memory" in options.split()[-1].split(","))
         if not controls or version not in paths:
             continue
-        root, mount = (_ESCAPED.sub(lambda code: chr(int(code[1], 8)), word) for word in words[3:5])
+        root, mount = map(unescape_mountinfo, words[3:5])
         path = os.path.relpath(paths[version], root)
         # In a container the mount may show only the container's cgroup, while /proc has a path from outside.
         inside = path if not path.startswith("..") else "."
         yield version, mount, os.path.normpath(os.path.join(mount, inside))
+
+
+def unescape_mountinfo(text: str) -> str:
+    """Return a field of mountinfo with its octal escapes replaced."""
+    return _ESCAPED.sub(lambda code: chr(int(code[1], 8)), text)
 
 
 def _up_to(mount: str, directory: str) -> Iterator[str]:

@@ -45,7 +45,7 @@ _GENERATED_BYTES = 160
 
 @dataclass(frozen=True)
 class DemoReport:
-    """What a demo did and found; sizes in bytes, times in seconds.
+    """The result of a demo; sizes in bytes, times in seconds.
 
     `mesh` is (data parallel, tensor parallel) ranks. `mismatches` names the tensors of which a rank's shard,
     or the whole, differs from the merged file in any bit. `logits_error` is the greatest difference between
@@ -77,7 +77,7 @@ class DemoReport:
 
     @property
     def tensors_equal(self) -> int:
-        """How many merged tensors are bit-equal to the sharded ones."""
+        """The number of merged tensors that are bit-equal to the sharded ones."""
         return self.tensors_total - len(self.mismatches)
 
     @property
@@ -157,7 +157,7 @@ def _run_ranks(world_size: int, args: tuple[str, int, str], on_progress: OnProgr
 
 
 def _load(merged: str, reference: list[list[float]]) -> dict[str, Any]:
-    """What this process finds with an ordinary model and the safetensors library."""
+    """Load the merged checkpoint with an ordinary model and the safetensors library."""
     import torch
     from safetensors.torch import load_file
 

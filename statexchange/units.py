@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-__all__ = ["format_bytes", "format_seconds", "format_shares", "format_transfer"]
+__all__ = ["format_bytes", "format_ranks", "format_seconds", "format_shares", "format_transfer"]
 
 
 def format_bytes(nbytes: float) -> str:
@@ -53,3 +53,14 @@ def format_shares(rank_nbytes: Sequence[int]) -> str:
         return ranks
     low, high = (round(100 * share(rank_nbytes) / total) for share in (min, max))
     return f"{ranks}, {low} % each" if low == high else f"{ranks}, {low} to {high} %"
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Format ranks with neighbours joined: ``0-3, 7``."""
+    runs: list[list[int]] = []
+    for number in sorted(set(ranks)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)

@@ -8,9 +8,8 @@ import click
 
 from statexchange.cli import command as commands
 from statexchange.cli.output import Output, code_of, fields_of, most_severe
-from statexchange.cli.text import ranges
 from statexchange.formats.source import abbreviated_list
-from statexchange.units import format_bytes
+from statexchange.units import format_bytes, format_ranks
 
 if TYPE_CHECKING:
     from statexchange.report.summary import Summary
@@ -51,10 +50,10 @@ def _fields(summary: Summary) -> list[tuple[str, str]]:
         fields += [
             ("run", str(summary.run)),
             ("round", str(summary.round)),
-            ("ranks", f"{len(summary.ranks)} of {summary.world_size}: {ranges(summary.ranks)}"),
+            ("ranks", f"{len(summary.ranks)} of {summary.world_size}: {format_ranks(summary.ranks)}"),
         ]
     elif summary.ranks:
-        fields.append(("ranks", f"{len(summary.ranks)}: {ranges(summary.ranks)}"))
+        fields.append(("ranks", f"{len(summary.ranks)}: {format_ranks(summary.ranks)}"))
     if summary.aliases:
         fields.append(("aliases", ", ".join(f"{alias} -> {kept}" for alias, kept in summary.aliases.items())))
     if summary.others:

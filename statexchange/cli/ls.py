@@ -9,10 +9,9 @@ import click
 
 from statexchange.cli import command as commands
 from statexchange.cli.output import Output, code_of, fields_of, most_severe
-from statexchange.cli.text import ranges
 from statexchange.errors import InvalidArgumentError, without_secrets
 from statexchange.report.pictures import shape_text
-from statexchange.units import format_bytes
+from statexchange.units import format_bytes, format_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,5 +67,5 @@ def _selected(rows: list[TensorRow], patterns: Sequence[str]) -> list[TensorRow]
 
 def _cells(row: TensorRow, by_rank: bool, is_rounded: bool) -> tuple[str, ...]:
     nbytes = format_bytes(row.nbytes) if is_rounded else str(row.nbytes)
-    held_by = ranges(row.holders) if by_rank or len(row.holders) > 1 else row.file
+    held_by = format_ranks(row.holders) if by_rank or len(row.holders) > 1 else row.file
     return row.name, row.dtype, shape_text(row.shape), nbytes, held_by

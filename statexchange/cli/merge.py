@@ -10,10 +10,9 @@ import click
 from statexchange.cli import command as commands
 from statexchange.cli.output import Output, fields_of
 from statexchange.cli.progress import Progress
-from statexchange.cli.text import ranges
 from statexchange.report.pictures import shape_text
 from statexchange.sharding.options import CAST_DTYPES, REPLICAS, ExportOptions
-from statexchange.units import format_bytes, format_seconds
+from statexchange.units import format_bytes, format_ranks, format_seconds
 
 if TYPE_CHECKING:
     from statexchange.checkpoint.merge import MergeReport, PlannedTensor
@@ -144,4 +143,4 @@ def _origin(tensor: PlannedTensor) -> str:
     """Return which ranks supply a tensor, and in how many boxes."""
     boxes = f"{tensor.num_boxes} boxes of " if tensor.num_boxes != len(tensor.ranks) else ""
     source = f", as {tensor.source}" if tensor.source != tensor.name else ""
-    return f"{boxes}rank{'s' if len(tensor.ranks) != 1 else ''} {ranges(tensor.ranks)}{source}"
+    return f"{boxes}rank{'s' if len(tensor.ranks) != 1 else ''} {format_ranks(tensor.ranks)}{source}"

@@ -52,7 +52,7 @@ def _tensors() -> Any:
 
 @functools.cache
 def _messages() -> Any:
-    """As `_tensors`, for `send` and `recv`."""
+    """Import `send` and `recv` on first use, like `_tensors`."""
     with needing_torch("send and recv"):
         from statexchange.comm import point_to_point
     return point_to_point
@@ -192,12 +192,12 @@ class Communicator:
 
     @property
     def timeout_s(self) -> float:
-        """How long a wait for peers may take, in seconds without progress."""
+        """The limit of a wait for peers, in seconds without progress."""
         return self._session.timeout_s
 
     @property
     def shared_memory(self) -> Kind | None:
-        """How all ranks can share memory, or None if they cannot."""
+        """The way in which all ranks can share memory; None if they cannot."""
         if self.world_size == 1:
             return "memfd"
         return self._session.page.kind if self._session.page is not None else None

@@ -199,7 +199,7 @@ class Session:
                 self._pending_failure = None
 
     def _one_at_a_time(self, call: Call, job: Callable[[], T], *, is_shared: bool = True) -> T:
-        """As `guarded`, while no other thread is inside a call."""
+        """Guard a block like `guarded`, while no other thread is inside a call."""
         if not self._call_lock.acquire(False):
             self._await_lock(call)
         self._lock_holder = get_ident()
@@ -210,7 +210,7 @@ class Session:
             self._call_lock.release()
 
     def messages(self, call: Call, payload: bytes, root: int | None, wait: Wait) -> list[bytes]:
-        """As `all_gather_bytes`, inside a call; raise DifferentCallsError, on all ranks, if their calls differ."""
+        """Gather bytes inside a call; raise DifferentCallsError, on all ranks, if their calls differ."""
         if self.page is not None:
             return self.page.all_gather_bytes(payload, root, call.fingerprint, wait)
         answers = self.transport.all_gather_bytes(call.mark + payload, wait)
@@ -353,7 +353,7 @@ class Session:
             queue.drain()
 
     def wait_all(self) -> None:
-        """As `drain`; then raise the first error of work for which `wait` was not called. Not collective."""
+        """Drain; then raise the first error of work for which `wait` was not called. Not collective."""
         self.raise_if_inherited()
         self.drain()
         for queue in [self._queue, *self._peer_queues.values()]:
@@ -543,7 +543,7 @@ class Route:
         return self._backend if self._backend.name == "hierarchical" else None
 
     def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work:
-        """As `Session.collective`, with this route's suffix in the call. Collective."""
+        """Run a collective like `Session.collective`, with this route's suffix in the call. Collective."""
         if self._suffix:
             call.text += self._suffix
         return self.session.collective(call, backend, body, async_op)

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from statexchange.checkpoint.extra_files import FilesFrom
 from statexchange.comm.calls import public_call
@@ -19,50 +19,37 @@ from statexchange.sharding.options import Rename, Replicas
 from statexchange.state.describe import State, describe
 from statexchange.tensors import DType
 
+if TYPE_CHECKING:
+    from typing import Unpack
+
 __all__ = ["ExportReport", "export_checkpoint"]
+
+
+class _Options(TypedDict, total=False):
+    comm: CommLike | None
+    layout: Mapping[str, Any] | None
+    include: str | Sequence[str]
+    exclude: str | Sequence[str]
+    rename: Rename
+    replicas: Replicas
+    dtype: DType | None
+    max_shard_size: int | str
+    filename_pattern: str
+    files_from: FilesFrom
+    overwrite: bool
+    stall_timeout_s: float
+    on_progress: Callable[[int, int], None] | None
 
 
 @overload
 def export_checkpoint(
-    state: State,
-    path: str | os.PathLike[str],
-    *,
-    comm: CommLike | None = None,
-    layout: Mapping[str, Any] | None = None,
-    include: str | Sequence[str] = (),
-    exclude: str | Sequence[str] = (),
-    rename: Rename = (),
-    replicas: Replicas = "equal",
-    dtype: DType | None = None,
-    max_shard_size: int | str = "5GB",
-    filename_pattern: str = "model{suffix}.safetensors",
-    files_from: FilesFrom = None,
-    overwrite: bool = False,
-    background: Literal[False] = False,
-    stall_timeout_s: float = 300.0,
-    on_progress: Callable[[int, int], None] | None = None,
+    state: State, path: str | os.PathLike[str], *, background: Literal[False] = False, **options: Unpack[_Options]
 ) -> ExportReport: ...
 
 
 @overload
 def export_checkpoint(
-    state: State,
-    path: str | os.PathLike[str],
-    *,
-    background: Literal[True],
-    comm: CommLike | None = None,
-    layout: Mapping[str, Any] | None = None,
-    include: str | Sequence[str] = (),
-    exclude: str | Sequence[str] = (),
-    rename: Rename = (),
-    replicas: Replicas = "equal",
-    dtype: DType | None = None,
-    max_shard_size: int | str = "5GB",
-    filename_pattern: str = "model{suffix}.safetensors",
-    files_from: FilesFrom = None,
-    overwrite: bool = False,
-    stall_timeout_s: float = 300.0,
-    on_progress: Callable[[int, int], None] | None = None,
+    state: State, path: str | os.PathLike[str], *, background: Literal[True], **options: Unpack[_Options]
 ) -> Future[ExportReport]: ...
 
 

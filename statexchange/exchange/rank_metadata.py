@@ -10,7 +10,7 @@ from typing import Any
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, MismatchError
 from statexchange.sharding import records
-from statexchange.sharding.rules import Layout, Part, place_parts, renumber_names
+from statexchange.sharding.rules import REDUCTIONS, Layout, Part, place_parts, renumber_names
 from statexchange.sharding.sharding_spec import Placement, ShardingSpec
 from statexchange.sharding.shards import Box, Shard, shape_from_json
 from statexchange.state.describe import Description
@@ -29,7 +29,6 @@ __all__ = [
     "renames",
 ]
 
-_REDUCTIONS = ("max", "min")
 _MAX_SHOWN = 300  # characters of an option in a message
 
 
@@ -102,7 +101,7 @@ class RankMetadata:
         raw_held, raw_placements, aliases, unused, sources, raw_reductions, options = records.fields(raw, *names)
         placements = records.items(raw_placements, Placement.from_json)
         reductions = records.texts(raw_reductions)
-        if not set(reductions.values()) <= set(_REDUCTIONS):
+        if not set(reductions.values()) <= set(REDUCTIONS):
             raise ValueError("a reduction is neither max nor min")
         return cls(
             records.items(raw_held, lambda one: _held(one, placements)),

@@ -16,7 +16,7 @@ from statexchange.errors import (
     excerpt,
 )
 from statexchange.sharding.plan import RankShards, prove_cover
-from statexchange.sharding.shards import Box, Shard, full_box, intersect
+from statexchange.sharding.shards import Box, Shard, full_box, intersect, is_inside
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.opened_path import OpenedPath
 from statexchange.storage.store import StoredFile
@@ -212,14 +212,6 @@ class Source:
         self.close()
 
 
-def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:
-    if len(box.shape) != len(shape):
-        return False
-    return all(
-        begin >= 0 and begin + size <= limit for begin, size, limit in zip(box.offsets, box.shape, shape, strict=True)
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor of a checkpoint on disk. Its bytes are read on demand."""
@@ -269,7 +261,7 @@ class StoredTensor:
 
         whole = full_box(self.shape)
         target = whole if box is None else box
-        if not _is_inside(target, self.shape):
+        if not is_inside(target, self.shape):
             text = f"box {target} is outside of the tensor, whose shape is {self.shape}"
             raise InvalidArgumentError(text, name=self.name)
         if self.name in self._conflicts:

@@ -41,7 +41,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(i?))?B?\s*", re.IGNO
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """How tensors are selected, named, converted and assigned to files.
+    """The options by which tensors are selected, named, converted and assigned to files.
 
     Accepts the arguments of `export_checkpoint` and `merge_checkpoint` and normalises them: patterns and pairs become
     tuples, `dtype` a safetensors name, `max_shard_size` bytes, and `layout` is parsed.
@@ -128,7 +128,7 @@ class ExportOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How a checkpoint's tensors are matched with live state, and what may differ.
+    """The options by which a checkpoint's tensors are matched with live state.
 
     Args:
         strict: names that are missing or unexpected are an error.

@@ -64,14 +64,14 @@ from statexchange.errors import IncompleteError, InvalidArgumentError, excerpt
 from statexchange.sharding import records
 from statexchange.sharding.shards import Box, full_box, shape_from_json, sizes_from_json
 
-__all__ = ["DimSegments", "Layout", "Part", "Rule", "place_parts", "renumber_names"]
+__all__ = ["REDUCTIONS", "DimSegments", "Layout", "Part", "Rule", "place_parts", "renumber_names"]
 
 _SHOWN = 8
 _MAX_RUNS = 1 << 20  # along one dim; a model has far fewer heads
 _CUT_KEYS = {"dim", "axis", "blocks", "split", "interleaved"}
 _BOXES_KEYS = {"global_shape", "boxes", "dim"}
 _OWN_BOX_KEYS = {"global_shape", "offsets", "shape"}
-_REDUCTIONS = ("max", "min")
+REDUCTIONS = ("max", "min")
 
 # transformers' keywords: which dim of a tensor with n dims they cut (None: none), and into how many packed blocks.
 _COLWISE = ("colwise", "colwise_rep", "colwise_gather_output", "local_colwise")
@@ -85,7 +85,7 @@ _KEYWORDS |= {"grouped_gemm"} | _WHOLE
 
 @dataclass(frozen=True, slots=True)
 class DimSegments:
-    """How a rank's tensor is sharded along one dim: `segments` are (block, begin in the rank's tensor, size).
+    """The sharding of a rank's tensor along one dim: `segments` are (block, begin in the rank's tensor, size).
 
     The global dim is the concatenation, block after block, of the segments of all ranks along `axes` (None: of all
     ranks that have the tensor, in order).
@@ -322,7 +322,7 @@ def _parse_rule(pattern: str, raw: Any, mesh: Mapping[str, int]) -> Rule:
             steps.append(_RuleCut(int(one.dim), _axes(pattern, {}, mesh)))
         elif type(one).__name__ == "Replicate":
             keywords.append("replicate")
-        elif keys == {"reduce"} and one["reduce"] in _REDUCTIONS:
+        elif keys == {"reduce"} and one["reduce"] in REDUCTIONS:
             reduce = one["reduce"]
         elif "renumber" in keys and keys <= {"renumber", "axis"}:
             renumber.append((str(one["renumber"]), _axes(pattern, one, mesh)))

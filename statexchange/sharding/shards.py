@@ -22,6 +22,7 @@ __all__ = [
     "c_strides",
     "full_box",
     "intersect",
+    "is_inside",
     "linear_offset",
     "region_text",
     "shape_from_json",
@@ -120,6 +121,13 @@ def _full_box(shape: tuple[int, ...]) -> Box:
     return Box((0,) * len(shape), shape)
 
 
+def is_inside(box: Box, shape: Sequence[int]) -> bool:
+    """Whether a box lies in a tensor of `shape`, and has as many dims."""
+    if len(box.shape) != len(shape) or min((*box.offsets, *box.shape), default=0) < 0:
+        return False
+    return all(end <= size for end, size in zip(box.ends, shape, strict=True))
+
+
 def intersect(one: Box, other: Box) -> Box | None:
     """Return the block that two boxes share; None if they share no element."""
     if one == other:
@@ -156,8 +164,7 @@ class Shard:
         for box in self.boxes:
             if box == whole and min(box.shape, default=0) >= 0:
                 continue
-            fits = len(box.shape) == len(self.global_shape) and min((*box.offsets, *box.shape), default=0) >= 0
-            if not fits or any(end > size for end, size in zip(box.ends, self.global_shape, strict=True)):
+            if not is_inside(box, self.global_shape):
                 raise ValueError(f"box {box} lies outside {self.name!r} of shape {self.global_shape}")
 
     @property

@@ -8,12 +8,11 @@ from typing import Any
 
 from statexchange.sharding import records
 from statexchange.sharding.plan import Piece
+from statexchange.sharding.rules import REDUCTIONS
 from statexchange.sharding.shards import Box, shape_from_json
 from statexchange.tensors import ITEMSIZE, itemsize_of
 
 __all__ = ["BoxReceipt", "BoxReceipts", "BoxReduction", "WriteFile", "WritePlan", "WriteTensor", "assign_hosts"]
-
-_REDUCTIONS = ("max", "min")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,7 @@ class WriteTensor:
         names = ("file", "begin", "shape", "dtype", "source", "reduce", "pieces")
         file, begin, shape, dtype, source, reduce, pieces = records.fields(raw, *names)
         itemsize_of(dtype)
-        if reduce is not None and reduce not in _REDUCTIONS:
+        if reduce is not None and reduce not in REDUCTIONS:
             raise ValueError(f"no reduction is called {reduce!r}")
         size = shape_from_json(shape)
         return cls(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import re
 from dataclasses import dataclass
+
+from statexchange.cgroups import unescape_mountinfo
 
 __all__ = ["Mount", "mount_of", "warn_of_options"]
 
@@ -32,7 +33,6 @@ _NETWORK = frozenset(
     }
 )
 _KERNEL = frozenset({"proc", "sysfs", "cgroup", "cgroup2", "securityfs", "debugfs", "tracefs", "devpts"})
-_ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,6 @@ class Mount:
         return self.kind in _KERNEL
 
 
-def _unescaped(text: str) -> str:
-    return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), text)
-
-
 def _mounts() -> list[Mount]:
     """Return all mounts in the order in which they were made; [] without /proc/self/mountinfo."""
     try:
@@ -74,7 +70,7 @@ def _mounts() -> list[Mount]:
     for row in rows:
         dash = row.index("-")  # ends the optional fields
         options = frozenset([*row[5].split(","), *row[dash + 3].split(",")])
-        found.append(Mount(_unescaped(row[4]), row[dash + 1], options))
+        found.append(Mount(unescape_mountinfo(row[4]), row[dash + 1], options))
     return found
 
 

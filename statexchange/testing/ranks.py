@@ -22,7 +22,7 @@ _EXIT_S = 8.0  # for a process to end after its work: on a busy machine torch an
 
 @dataclass(frozen=True, slots=True)
 class RankOutcome:
-    """How one rank ended.
+    """The end of one rank.
 
     `state` is "ok", "raised" (`error` is the exception's type name), "exited" (its process ended unasked) or
     "running" (its time was up; `traceback` is its stack). `exit_code` is negative for a signal, and None for
@@ -54,7 +54,7 @@ class RankOutcomes(tuple[RankOutcome, ...]):
 
     @property
     def values(self) -> dict[int, Any]:
-        """What the ranks that ended well returned."""
+        """The results of the ranks that ended well."""
         return {outcome.rank: outcome.value for outcome in self if outcome.state == "ok"}
 
     @property

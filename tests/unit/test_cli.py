@@ -21,13 +21,12 @@ from statexchange.cli import progress as progress_module
 from statexchange.cli.main import cli, main
 from statexchange.cli.output import EXIT_CODES, Output, most_severe, printable
 from statexchange.cli.progress import Progress
-from statexchange.cli.text import ranges
 from statexchange.errors import CorruptError, IncompleteError, ReplicaError, StorageError
 from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.tensorfile import ShardData
 from statexchange.storage.workspace import Workspace
 from statexchange.testing import run_ranks
-from statexchange.units import format_seconds
+from statexchange.units import format_ranks, format_seconds
 
 LAUNCHER_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 HOME = os.fspath(Path(statexchange.__file__).parents[1])
@@ -795,8 +794,8 @@ def test_numbers_for_people() -> None:
         "3 min 05 s",
         "2 h 10 min",
     ]
-    assert ranges([3, 1, 0, 2, 7]) == "0-3, 7"
-    assert ranges([]) == ""
+    assert format_ranks([3, 1, 0, 2, 7]) == "0-3, 7"
+    assert format_ranks([]) == ""
 
 
 def test_the_gravest_finding_decides() -> None:

@@ -66,7 +66,7 @@ Between: TypeAlias = Callable[[Leaders, "torch.Tensor"], None]
 
 
 class Backend(ABC):
-    """How ranks exchange messages and tensors.
+    """The transport of messages and tensors between ranks.
 
     Tensors are one-dimensional and contiguous, of the same length and dtype on all ranks unless said otherwise, and on
     the device that `device_type` names; moves get them as uint8. Operations are "sum", "min", "max" and "prod".

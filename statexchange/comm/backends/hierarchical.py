@@ -141,11 +141,11 @@ class HierarchicalBackend(Backend):
         self._in_blocks = list(topology.nodes) == sorted(topology.nodes)
 
     def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
-        """As the transport does it."""
+        """Delegate to the transport."""
         return self._transport.all_gather_bytes(payload, wait)
 
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        """As the transport does it."""
+        """Delegate to the transport."""
         return self._transport.new_group(ranks, timeout_s)
 
     def leave(self, error: BaseException | None) -> None:
@@ -270,27 +270,27 @@ class HierarchicalBackend(Backend):
             part.copy_(parts[node, place])
 
     def gather(self, data: torch.Tensor, into: torch.Tensor | None, root: int, wait: Wait) -> None:
-        """As the transport does it."""
+        """Delegate to the transport."""
         self._transport.gather(data, into, root, wait)
 
     def scatter(
         self, data: torch.Tensor | None, sizes: Sequence[int], into: torch.Tensor, root: int, wait: Wait
     ) -> None:
-        """As the transport does it."""
+        """Delegate to the transport."""
         self._transport.scatter(data, sizes, into, root, wait)
 
     def all_to_all(
         self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
     ) -> None:
-        """As the transport does it."""
+        """Delegate to the transport."""
         self._transport.all_to_all(data, sizes, into, into_sizes, wait)
 
     def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:
-        """As the transport does it."""
+        """Delegate to the transport."""
         self._transport.send(data, dst, tag, wait)
 
     def recv(self, data: torch.Tensor, src: int, tag: int, wait: Wait) -> None:
-        """As the transport does it."""
+        """Delegate to the transport."""
         self._transport.recv(data, src, tag, wait)
 
     @property

@@ -37,7 +37,7 @@ def _range_of_results(limits: torch.iinfo, factor: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How one dtype is reduced by one op on one backend. Made by `of`, which refuses what cannot be right."""
+    """The reduction of one dtype by one op on one backend. Made by `of`, which refuses what cannot be right."""
 
     op: str
     dtype: torch.dtype

@@ -272,7 +272,7 @@ class SharedMemoryBackend(Backend):
             self._reduce_by_windows(tensor, op, finish, wait, keeps=True)
 
     def reduce(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
-        """As `Backend` says, through the staging buffers. Collective."""
+        """Implement `Backend` through the staging buffers. Collective."""
         keeps = self.rank == root
         if tensor.nbytes <= self._small_bytes:
             self._reduce_all(tensor, op, finish, wait, keeps=keeps)
@@ -387,12 +387,12 @@ class SharedMemoryBackend(Backend):
         self._page.sync(wait)
 
     def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
-        """As `Backend` says, through the staging buffers. Collective."""
+        """Implement `Backend` through the staging buffers. Collective."""
         wait.enter()
         self._move(data, data.numel(), [(r, 0, part) for r, part in enumerate(self._parts(into))], wait)
 
     def gather(self, data: torch.Tensor, into: torch.Tensor | None, root: int, wait: Wait) -> None:  # noqa: ARG002
-        """As `Backend` says, through the staging buffers. Collective."""
+        """Implement `Backend` through the staging buffers. Collective."""
         wait.enter()
         parts = [] if into is None else self._parts(into)
         self._move(data, data.numel(), [(r, 0, part) for r, part in enumerate(parts)], wait)
@@ -400,14 +400,14 @@ class SharedMemoryBackend(Backend):
     def scatter(
         self, data: torch.Tensor | None, sizes: Sequence[int], into: torch.Tensor, root: int, wait: Wait
     ) -> None:
-        """As `Backend` says, through root's staging buffer. Collective."""
+        """Implement `Backend` through root's staging buffer. Collective."""
         wait.enter()
         self._move(data, sum(sizes), [(root, sum(sizes[: self.rank]), into)], wait)
 
     def all_to_all(
         self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
     ) -> None:
-        """As `Backend` says, through the staging buffers. Collective."""
+        """Implement `Backend` through the staging buffers. Collective."""
         wait.enter()
         answers = self._page.all_gather_bytes(json.dumps(list(sizes)).encode(), None, _SIZES, wait)
         table = [json.loads(answer) for answer in answers]

@@ -17,7 +17,7 @@ __all__ = ["ThreadBackend", "ThreadGroup"]
 
 
 class ThreadGroup:
-    """What the threads of one group share: a table of messages, guarded by a condition."""
+    """The state that threads of one group share: a table of messages, guarded by a condition."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size

@@ -306,7 +306,7 @@ class ControlPage(GroupMonitor):
         return PeerError(others[0] if others else -1, operation, "it gave up waiting")
 
     def _nap(self, phase: int, here: int, wait: Wait) -> int:
-        """As `_wait_here`, sleeping between two readings, and checking for failures and the deadline."""
+        """Wait like `_wait_here`, sleeping between two readings, and checking for failures and the deadline."""
         started = moved = time.monotonic()
         checked = 0.0
         progress, nap = -1, 2e-5

@@ -90,7 +90,7 @@ class GroupView:
     requested_op: int = 0
     """The latest collective to which a rank has requested all ranks."""
     progress_count: int = 0
-    """How often ranks have reported that bytes move."""
+    """The number of reports that bytes move."""
     updated: float = field(default_factory=time.monotonic)
 
 

@@ -49,7 +49,7 @@ def open_control_page(rank: int, world_size: int, all_gather_bytes: AllGatherByt
 
 
 def _try_kind(kind: Kind, rank: int, world_size: int, all_gather_bytes: AllGatherBytes) -> ControlPage | None:
-    """As `open_control_page`, with one kind of shared memory."""
+    """Open the control page with one kind of shared memory."""
     arena: Arena | None = None
     offer: dict[str, Any] | None = None
     if rank == 0:

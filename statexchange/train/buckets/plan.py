@@ -27,7 +27,7 @@ _BATCH_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class BucketMemory:
-    """How buckets get memory: `empty(shape, dtype)` allocates on the host, and sizes are multiples of `align_bytes`."""
+    """The allocator of buckets: `empty(shape, dtype)` is on the host; sizes are multiples of `align_bytes`."""
 
     empty: Callable[[Sequence[int], torch.dtype], torch.Tensor]
     align_bytes: int
