@@ -73,7 +73,6 @@ def _new(tensor: torch.Tensor, kind: str, route: Route) -> Any:
 
 def all_reduce(route: Route, tensor: Any, op: str, out: Any, scale: float, async_op: bool) -> Any:
     """See `Communicator.all_reduce`. Collective."""
-
     route.session.raise_if_dead()
     try:
         given, backend = flat_for(route, tensor, written=out is None)

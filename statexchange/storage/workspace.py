@@ -548,10 +548,10 @@ class Workspace:
         return manifest
 
     def sweep(self, only: str | None = None) -> None:
-        """Remove what provably ended processes have left: temporary files, files of rounds that were never committed,
-        and empty directories of rounds. With `only`, in this run alone.
+        """Remove what provably ended processes have left. Not collective.
 
-        Not collective.
+        These are temporary files, files of rounds that were never committed, and empty directories of rounds. With
+        `only`, in this run alone.
         """
         try:
             with self.view() as view:

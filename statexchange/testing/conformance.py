@@ -570,7 +570,7 @@ def results_are_new_and_their_own(comm: Communicator) -> None:
 
 @_check(least_ranks=2)
 def what_is_sent_arrives_in_order(comm: Communicator) -> None:
-    """send and recv round a ring, async or not: several tensors in order, at every size; recv returns its tensor."""
+    """Tensors are sent round a ring, async or not: several tensors in order, at every size; recv returns its tensor."""
     following, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
     sizes = _sizes(4)
     works = [comm.send(_noise(comm.rank, n, torch.float32), following, async_op=True) for n in sizes]
@@ -738,7 +738,7 @@ def some_ranks_may_give_out(comm: Communicator) -> None:
 
 @_check(least_ranks=2)
 def strided_tensors_can_be_sent_and_received(comm: Communicator) -> None:
-    """send from and recv into every layout, with nothing written beside."""
+    """Tensors are sent from and received into every layout, with nothing written beside."""
     for what, tensor in {**_layouts(torch.float32), **_other_layouts(torch.float32)}.items():
         _memory_of(tensor).fill_(_UNTOUCHED)
         if comm.rank == 0:
@@ -1047,7 +1047,7 @@ def work_can_be_asked_and_waited_for(comm: Communicator) -> None:
 
 @_check(least_ranks=2)
 def tensors_are_sent_while_work_goes_on(comm: Communicator) -> None:
-    """send and recv do not wait for collectives under way: the last rank joins one when it has received something."""
+    """Sends and receives do not wait for collectives under way: the last rank joins one after it has received."""
     last, n = comm.world_size - 1, 70_001
     if comm.rank == last:
         _expect_same(comm.recv(torch.zeros(n), 0), _pattern(0, n), "what was sent while work went on")

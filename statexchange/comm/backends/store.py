@@ -38,8 +38,10 @@ class StoreBootstrap(Backend):
     def __init__(
         self, store: Any, rank: int, world_size: int, prefix: str = "statexchange", server: Server | None = None
     ) -> None:
-        """Nothing else may use keys that begin with `prefix`. `server`, if this process serves the store, is closed
-        with this backend."""
+        """Keep `store` for keys that begin with `prefix`, which nothing else may use.
+
+        `server`, if this process serves the store, is closed with this backend.
+        """
         self._store = store
         self._prefix = prefix
         self._server = server
