@@ -1,4 +1,4 @@
-"""Export in the background: copy this rank's tensors, and publish the copy in a thread while training goes on."""
+"""Export or save in the background: copy this rank's tensors, and write the copy in a thread while training goes on."""
 
 from __future__ import annotations
 
@@ -12,31 +12,36 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from statexchange.comm.calls import call_site, public_call
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import StateExchangeError, excerpt, without_secrets
-from statexchange.exchange.exporting import ExportReport, ExportRequest, export_described
-from statexchange.state.describe import Description, State, describe
+from statexchange.state.describe import Description
 from statexchange.tensors import same_memory
 
-__all__ = ["export_in_background"]
+__all__ = ["run_in_background", "wait_for_background"]
+
+Report = TypeVar("Report")
 
 _log = logging.getLogger(__name__)
 _ALIGN_BYTES = 64
 _numbers = itertools.count()
 
 
-def export_in_background(
-    state: State, path: str | os.PathLike[str], request: Callable[[], ExportRequest], comm: Communicator
-) -> Future[ExportReport]:
-    """Copy this rank's tensors of `state` and export the copy in a thread. Collective.
+def run_in_background(
+    call: str,
+    path: object,
+    comm: Communicator,
+    prepare: Callable[[], tuple[Description, Callable[[Description, Communicator], Report]]],
+) -> Future[Report]:
+    """Copy the tensors that this rank has described, and use the copy in a thread. Collective.
 
-    `request` checks the arguments of the call; a failure in it, or in describing the state, is raised on all ranks by
-    the thread, so that this call waits for no rank.
+    `prepare` checks the arguments of the public call named `call` and describes the state. It returns the description,
+    and the function that the thread calls with a description of the copies and with a communicator of its own. A
+    failure in `prepare` is raised on all ranks by the thread, so that this call waits for no rank.
     """
     site = call_site()
     known = _backgrounds.get(comm)
@@ -46,49 +51,56 @@ def export_in_background(
     try:
         if failure is not None:  # raised again on all ranks, also where the caller has received it
             raise failure.located() if isinstance(failure, StateExchangeError) else failure
-        checked = request()
-        described = describe(state, checked.options.new_layout(), comm.rank)
-        snapshot: tuple[Description, ExportRequest] | Exception = (known.snapshot(described), checked)
+        described, finish = prepare()
+        snapshot: Description | Exception = known.snapshot(described)
     except Exception as error:  # noqa: BLE001 (the thread raises it, on all ranks)
         snapshot = error
     except BaseException as error:
         known.comm.close(error)
         raise
 
-    def export() -> ExportReport:
-        with public_call("export_checkpoint", site):
+    def run() -> Report:
+        with public_call(call, site):
             with known.comm.phase("taking a snapshot"):
                 if isinstance(snapshot, Exception):
                     raise snapshot
-            return export_described(*snapshot, known.comm)
+            return finish(snapshot, known.comm)
 
     shown = str(path) if isinstance(path, (str, os.PathLike)) else excerpt(path)
-    result = _Result(without_secrets(shown), is_reported=failure is not None)
-    known.start(export, result)
+    result: _Result[Report] = _Result(call, without_secrets(shown), is_reported=failure is not None)
+    known.start(run, result)
     if failure is not None:
         raise failure.with_traceback(None)
     return result
 
 
-class _Result(Future[ExportReport]):
-    """The result of an export. It is running from the start, so that it cannot be cancelled.
+def wait_for_background(comm: Communicator) -> None:
+    """Wait for the end of the last work in the background of this communicator. Not collective."""
+    known = _backgrounds.get(comm)
+    if known is not None:
+        known.wait()
+
+
+class _Result(Future[Report]):
+    """The result of an export or save. It is running from the start, so that it cannot be cancelled.
 
     `is_reported`: the caller has received the failure, or an earlier one in its place.
     """
 
-    def __init__(self, path: str, *, is_reported: bool) -> None:
+    def __init__(self, call: str, path: str, *, is_reported: bool) -> None:
         super().__init__()
+        self.call = call
         self.path = path
         self.is_reported = is_reported
         self.set_running_or_notify_cancel()
 
-    def result(self, timeout: float | None = None) -> ExportReport:
-        """Wait for the report; raise the failure of the export."""
+    def result(self, timeout: float | None = None) -> Report:
+        """Wait for the report; raise the failure."""
         self.exception(timeout)
         return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the end; return the failure of the export, or None."""
+        """Wait for the end; return the failure, or None."""
         failure = super().exception(timeout)
         self.is_reported = True
         _unreported.discard(self)
@@ -98,11 +110,11 @@ class _Result(Future[ExportReport]):
         """End with `error`: log it, and keep it until the caller asks for it."""
         if not self.is_reported:
             _unreported.add(self)
-            _log.warning("the export to %s in the background has failed: %s", self.path, _text(error))
+            _log.warning("%s to %s in the background has failed: %s", self.call, self.path, _text(error))
         self.set_exception(error)
 
 
-_unreported: set[_Result] = set()
+_unreported: set[_Result[Any]] = set()
 
 
 @functools.cache
@@ -115,8 +127,9 @@ def _log_unreported() -> None:
     for result in list(_unreported):
         error = result.exception()
         _log.warning(
-            "the export to %s in the background has failed, and its result was never asked for: call result() of the "
-            "Future that export_checkpoint(..., background=True) returns (%s)",
+            "%s to %s in the background has failed, and its result was never asked for: call result() of the Future "
+            "that background=True returns (%s)",
+            result.call,
             result.path,
             _text(error),
         )
@@ -127,31 +140,36 @@ def _text(error: BaseException | None) -> str:
 
 
 class _Background:
-    """The thread of one communicator's exports, and the memory of their snapshots."""
+    """The thread of one communicator's exports and saves, and the memory of their snapshots."""
 
     def __init__(self, comm: Communicator) -> None:
         _log_at_exit()
         self.comm = comm
         # The name must be unique: ranks match threads that call for the first time by their names
-        self._pool = ThreadPoolExecutor(1, f"statexchange export {next(_numbers)} of rank {comm.rank}")
-        self._last: _Result | None = None
+        self._pool = ThreadPoolExecutor(1, f"statexchange background {next(_numbers)} of rank {comm.rank}")
+        self._last: _Result[Any] | None = None
         self._memory: Any = None
 
     def take_failure(self) -> BaseException | None:
-        """Wait for the end of the last export; return its failure if the caller has not received it yet."""
+        """Wait for the end of the last work; return its failure if the caller has not received it yet."""
         last, self._last = self._last, None
         if last is None:
             return None
         wait_for([last])
         return None if last.is_reported else last.exception()
 
-    def start(self, export: Callable[[], ExportReport], result: _Result) -> None:
-        """Run `export` in the thread."""
+    def wait(self) -> None:
+        """Wait for the end of the last work."""
+        if self._last is not None:
+            wait_for([self._last])
+
+    def start(self, work: Callable[[], Report], result: _Result[Report]) -> None:
+        """Run `work` in the thread."""
         self._last = result
 
         def run() -> None:
             try:
-                report = export()
+                report = work()
             except BaseException as error:  # noqa: BLE001 (result() raises it)
                 result.fail(error)
             else:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from statexchange.checkpoint.extra_files import FilesFrom
 from statexchange.comm.calls import public_call
-from statexchange.comm.communicator import CommLike
+from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
-from statexchange.exchange.background import export_in_background
+from statexchange.exchange.background import run_in_background
 from statexchange.exchange.exporting import ExportReport, ExportRequest, export_described
 from statexchange.processes import collector_paused
 from statexchange.sharding.options import Rename, Replicas
-from statexchange.state.describe import State, describe
+from statexchange.state.describe import Description, State, describe
 from statexchange.tensors import DType
 
 if TYPE_CHECKING:
@@ -150,7 +150,13 @@ def export_checkpoint(
         )
 
     if background:
-        return export_in_background(state, path, request, communicator)
+
+        def prepare() -> tuple[Description, Callable[[Description, Communicator], ExportReport]]:
+            checked = request()
+            described = describe(state, checked.options.new_layout(), communicator.rank)
+            return described, lambda copies, comm: export_described(copies, checked, comm)
+
+        return run_in_background("export_checkpoint", path, communicator, prepare)
     began = time.perf_counter()
     with communicator.phase("describing its state"):
         checked = request()

@@ -1,57 +1,44 @@
-"""Save live state, one file per rank, keeping its sharding."""
+"""Save live state with its sharding, one file per rank, now or in the background."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
-from statexchange.errors import InvalidArgumentError, NotFoundError
-from statexchange.exchange.placing import parameter_names, place_parts
-from statexchange.exchange.receipts import CommittedRound, RoundStart, SavedFile
-from statexchange.exchange.staging import Staging, held_bytes
-from statexchange.processes import collector_paused
-from statexchange.settings import check_timeout
-from statexchange.sharding import records
-from statexchange.sharding.rules import Layout
-from statexchange.state.describe import State, describe
-from statexchange.state.state_dict import encode_state
-from statexchange.storage.workspace import Workspace
-from statexchange.units import format_shares, format_transfer
+from statexchange.exchange.background import run_in_background
+from statexchange.exchange.saving import SaveReport, SaveRequest, describe_save, save_described
+from statexchange.state.describe import Description, State
 
-__all__ = ["SaveReport", "save_checkpoint"]
+if TYPE_CHECKING:
+    from typing import Unpack
 
-_log = logging.getLogger(__name__)
-_KEPT_ROUNDS = 2
+__all__ = ["SaveReport", "save_checkpoint", "save_in_background", "save_now"]
 
 
-@dataclass(frozen=True, slots=True)
-class SaveReport:
-    """The result of a save.
+class _Options(TypedDict, total=False):
+    comm: CommLike | None
+    layout: Mapping[str, Any] | None
+    overwrite: bool
+    stall_timeout_s: float
 
-    `num_tensors` is the number of tensors of which this rank holds a part; `nbytes` are the bytes of all ranks' files,
-    `rank_nbytes` those of each rank's file. `generation` grows with each save in the workspace.
-    """
 
-    path: str
-    run: str
-    round: int
-    generation: int
-    num_tensors: int
-    nbytes: int
-    seconds: float
-    rank_nbytes: tuple[int, ...]
+@overload
+def save_checkpoint(
+    state: State, path: str | os.PathLike[str], *, background: Literal[False] = False, **options: Unpack[_Options]
+) -> SaveReport: ...
 
-    def __str__(self) -> str:
-        done = format_transfer(self.num_tensors, self.nbytes, self.seconds)
-        return f"{done} -> {self.path} ({format_shares(self.rank_nbytes)})"
+
+@overload
+def save_checkpoint(
+    state: State, path: str | os.PathLike[str], *, background: Literal[True], **options: Unpack[_Options]
+) -> Future[SaveReport]: ...
 
 
 @public_call("save_checkpoint")
@@ -61,30 +48,41 @@ def save_checkpoint(
     *,
     comm: CommLike | None = None,
     layout: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    background: bool = False,
     stall_timeout_s: float = 300.0,
-) -> SaveReport:
-    """Save nested `state` (modules, optimizers, tensors, numbers ...) at `path` with the sharding that it has.
+) -> SaveReport | Future[SaveReport]:
+    """Save nested `state` (modules, optimizers, tensors, numbers ...) as the directory `path`, with its sharding.
 
-    Collective; blocks until all ranks' files are durable. All hosts must see `path`; if one does not, a NotFoundError
-    names it. Each rank writes its tensors as one file, under their dotted paths; then root commits the round, and this
-    job's newest two rounds stay. Values that are not tensors are kept as JSON. A failure on any rank is raised on all
-    ranks, and earlier rounds stay as they were.
+    Collective; blocks until the save is published. It appears when it is whole and durable, or not at all. Each rank
+    writes its tensors as one file, under their dotted paths; values that are not tensors are kept as JSON. All hosts
+    must see `path`; if one does not, a NotFoundError names it. A failure on any rank is raised on all ranks. For a job
+    that saves again and again use `Checkpoints`.
+
+    In the background, the call returns once this rank's tensors are copied, as that of `export_checkpoint` does: a
+    thread writes the copy, a save that is called while another one runs waits for it first, and a failure is raised by
+    `result()`, or else by the next save or export in the background.
 
     Args:
         state: a nested mapping, as ``{"model": ..., "optimizer": ..., "step": 7}``, or a module.
-        path: a directory that all hosts see, or ``shm://name`` for one on tmpfs.
+        path: a local directory, the same on all ranks.
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current communicator.
         layout: rules for plain tensors that are parts of whole ones, as in `export_checkpoint`, by their dotted paths:
             ``{"*.up.weight": Shard(0)}``. Optimizer state of a parameter's shape follows the parameter's rule. Rules
             that rename (split, renumber) or reduce are refused: tensors are saved as they are.
+        overwrite: replace the save at `path`; else an existing target is a TargetExistsError. The old save stays until
+            the new one is whole.
+        background: save a copy in a thread, and return a Future.
         stall_timeout_s: limit of the time in which no rank moves a byte, in seconds; the total time is not limited.
 
     Returns:
-        The report, with this rank's number of tensors.
+        The report, with this rank's number of tensors, or with `background` a Future of it.
 
     Raises:
+        TargetExistsError: `path` exists and `overwrite` is false, or another process is writing there.
         InvalidArgumentError: a rule does not fit a tensor, or matches none.
         NotFoundError: a host does not see the files of the others.
+        UnsafeError: overwriting would remove files that are not of a save.
         UnsupportedError, IncompleteError, StorageError: see `statexchange.errors`.
         StallError: no rank has moved a byte for `stall_timeout_s`.
         PeerError: another rank has failed.
@@ -98,108 +96,46 @@ def save_checkpoint(
         >>> report.num_tensors
         2
     """
-    began = time.perf_counter()
     communicator = as_communicator(comm)
-    ours: list[str] = []  # files to remove after a failure
-    number: Any = None
-    try:
-        with communicator.phase("describing its state"):
-            check_timeout(stall_timeout_s, "stall_timeout_s")
-            workspace = Workspace(path)
-            with collector_paused():
-                config, tensors = encode_state(state)
-                rules = _parse_layout(layout, tensors)
-                held = describe(tensors, rules, communicator.rank)
-        with communicator.phase("choosing a round"):
-            if communicator.rank == 0:
-                number = workspace.next_round(communicator.run)
-        sent = communicator.all_gather_object(RoundStart(number, layout is not None).to_json())
-        starts = [
-            records.parsed(raw, RoundStart.from_json, "the start of the save", rank) for rank, raw in enumerate(sent)
-        ]
-        number = starts[0].number
-        if any(start.has_layout for start in starts):
-            held = place_parts(communicator, held, rules)
-        with communicator.phase("saving", timeout_s=stall_timeout_s):
-            staging = Staging()
-            receipt = workspace.write(
-                [held_bytes(one, staging, communicator.progress) for one in held.held.values()],
-                run=communicator.run,
-                round=number,
-                rank=communicator.rank,
-                world_size=communicator.world_size,
-                config=config,
-                extra={"aliases": dict(held.aliases)},
-                pending=True,
-            )
-            ours = [receipt.relative]
-        saved: list[SavedFile] = []
-        sent = communicator.gather_object(SavedFile(receipt, workspace.path).to_json())
-        with communicator.phase("looking for what was saved"):
-            if communicator.rank == 0:
-                saved = [
-                    records.parsed(raw, SavedFile.from_json, "the receipt of the file", rank)
-                    for rank, raw in enumerate(sent)
-                ]
-                _check_seen(workspace, saved, communicator)
-        ours = []  # root may commit the file from here on, so only root may remove it
-        committed: Any = None
-        with communicator.phase("committing"):
-            if communicator.rank == 0:
-                manifest = workspace.commit([file.receipt for file in saved], keep=_KEPT_ROUNDS)
-                committed = CommittedRound(manifest.generation, manifest.receipts).to_json()
-        sent = communicator.broadcast_object(committed)
-        kept = records.parsed(sent, CommittedRound.from_json, "the committed round", 0)
-        rank_nbytes = tuple(receipt.nbytes for receipt in kept.receipts)
-        seconds = time.perf_counter() - began
-        report = SaveReport(
-            workspace.path,
-            communicator.run,
-            int(number),
-            kept.generation,
-            len(held.held),
-            sum(rank_nbytes),
-            seconds,
-            rank_nbytes,
-        )
-        if communicator.rank == 0:
-            _log.info("saved %s", report)
-        return report
-    except BaseException:
-        if communicator.rank == 0 and number is not None:
-            with contextlib.suppress(NotFoundError):  # no rank has written yet
-                ours = [name.relative for name in workspace.rank_names(communicator.run, number)]
-        if ours:
-            workspace.remove(ours)
-        raise
+
+    def request() -> SaveRequest:
+        return SaveRequest.of(path, layout=layout, overwrite=overwrite, stall_timeout_s=stall_timeout_s)
+
+    if background:
+        return save_in_background("save_checkpoint", state, path, request, communicator)
+    return save_now(state, request, communicator)
 
 
-def _parse_layout(layout: Mapping[str, Any] | None, tensors: Mapping[str, Any]) -> Layout:
-    """Return the layout, in which an optimizer's tensor follows the rule of its parameter if both have one shape."""
-    rules = Layout.parse({} if layout is None else layout)
-    for rule in rules.rules.values():
-        if rule.renames or rule.reduce is not None:
-            what = "renames tensors" if rule.renames else "reduces copies"
-            raise InvalidArgumentError(
-                f"layout rule for {rule.pattern!r} {what}, and save_checkpoint saves tensors as they are: leave it "
-                "out, or use export_checkpoint"
-            )
-    like = {}
-    for name, tensor in tensors.items():
-        for parameter in parameter_names(name):
-            if parameter in tensors and tuple(tensors[parameter].shape) == tuple(tensor.shape):
-                like[name] = parameter
-    return replace(rules, like=like)
+def save_now(state: State, request: Callable[[], SaveRequest], comm: Communicator) -> SaveReport:
+    """Check the arguments of a call by `request`, then save `state`. Collective."""
+    began = time.perf_counter()
+    with comm.phase("describing its state"):
+        checked = request()
+        saved = describe_save(state, checked.layout, comm.rank)
+    return save_described(saved, checked, comm, began)
 
 
-def _check_seen(workspace: Workspace, saved: Sequence[SavedFile], comm: Communicator) -> None:
-    """Raise NotFoundError unless root's host sees what each rank has written. Root only."""
-    with workspace.view() as view:
-        seen = {name.relative for name in view.rank_names(comm.run, saved[0].receipt.rank_name.round)}
-    for rank, file in enumerate(saved):
-        if file.receipt.relative not in seen:
-            text = (
-                f"{comm.hosts[0]}, which looks in {workspace.path}, does not see what rank {rank} on "
-                f"{comm.hosts[rank]} has saved in {file.path}: pass the same shared directory on all ranks"
-            )
-            raise NotFoundError(text, rank=rank, path=workspace.path)
+def save_in_background(
+    call: str,
+    state: State,
+    path: object,
+    request: Callable[[], SaveRequest],
+    comm: Communicator,
+    done: Callable[[SaveReport], None] | None = None,
+) -> Future[SaveReport]:
+    """Copy this rank's tensors of `state` and save the copy in a thread, which calls `done` at the end. Collective."""
+
+    def prepare() -> tuple[Description, Callable[[Description, Communicator], SaveReport]]:
+        began = time.perf_counter()
+        checked = request()
+        saved = describe_save(state, checked.layout, comm.rank)
+
+        def finish(copies: Description, comm: Communicator) -> SaveReport:
+            report = save_described(replace(saved, described=copies), checked, comm, began)
+            if done is not None:
+                done(report)
+            return report
+
+        return saved.described, finish
+
+    return run_in_background(call, path, comm, prepare)

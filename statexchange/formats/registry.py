@@ -19,6 +19,7 @@ from statexchange.errors import (
 )
 from statexchange.formats.source import OpenCheckpoint, Source
 from statexchange.storage.opened_path import OpenedPath, read_with_retry
+from statexchange.storage.steps import list_steps, step_name
 from statexchange.storage.store import resolve_path
 
 if TYPE_CHECKING:
@@ -42,10 +43,10 @@ class Format(Protocol):
 
 # In order: the first format that matches reads. A format is imported when it is tried; the last two import the pickle
 # reader, which the others do not need.
-FORMATS = ("huggingface", "workspace", "dcp", "torch_file")
-_DESCRIPTIONS = (".index.json", "statexchange.json", "manifest.json", ".metadata")  # endings of file names
+FORMATS = ("save", "huggingface", "workspace", "dcp", "torch_file")
+_DESCRIPTIONS = (".index.json", "statexchange.json", "manifest.json", "save.json", ".metadata")  # endings of file names
 _FREE_BYTES, _MAX_REPETITION = 64 << 20, 16  # limits of all tensors: bytes, and multiples of their files' bytes
-_UNKNOWN = "neither a workspace nor a checkpoint (safetensors, torch DCP, or torch.save's .pt files)"
+_UNKNOWN = "neither a save, a workspace nor a checkpoint (safetensors, torch DCP, or torch.save's .pt files)"
 
 
 def open_source(path: str | os.PathLike[str], *, strict: bool = True) -> Source:
@@ -54,8 +55,8 @@ def open_source(path: str | os.PathLike[str], *, strict: bool = True) -> Source:
     Not collective. Reads headers only. A checkpoint that is replaced meanwhile is opened again.
 
     Args:
-        path: a workspace (or one run or round of it), a Hugging Face directory or file, a torch DCP directory, a file
-            of torch.save or a directory of such files.
+        path: a save, a workspace (or one run or round of it), a Hugging Face directory or file, a torch DCP directory,
+            a file of torch.save or a directory of such files.
         strict: raise the first missing or broken part; otherwise all become the source's `problems`.
 
     Returns:
@@ -113,6 +114,7 @@ def read_opened(opened: OpenedPath, *, strict: bool = True) -> Source:
                 _check_not_above(opened)
             return known.read(opened, strict=strict)
     _check_not_above(opened)
+    _check_not_saves(opened)
     _check_not_a_part(opened)
     raise NotFoundError(_UNKNOWN, path=opened.path)
 
@@ -127,6 +129,17 @@ def _check_not_above(opened: OpenedPath) -> None:
     below = [name for name in opened.store.directories if _is_dcp(opened, name)]
     if below:
         text = f"this directory contains torch DCP directories, name one of them: {', '.join(below)}"
+        raise InvalidArgumentError(text, path=opened.path)
+
+
+def _check_not_saves(opened: OpenedPath) -> None:
+    """Raise InvalidArgumentError for a directory of saves by step, of which one must be named."""
+    steps = list_steps(opened.store) if opened.file is None else []
+    if steps:
+        newest = opened.store.path_of(step_name(steps[-1]))
+        text = (
+            f"this directory contains {len(steps)} saves: name one of them, as {newest}, or use Checkpoints(path).load"
+        )
         raise InvalidArgumentError(text, path=opened.path)
 
 
@@ -152,8 +165,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
     content stays readable if the checkpoint is replaced later.
 
     Args:
-        path: a Hugging Face directory or file, a workspace, a torch DCP directory, or files of torch.save; a local path
-            or an fsspec URL.
+        path: a Hugging Face directory or file, a save, a workspace, a torch DCP directory, or files of torch.save; a
+            local path or an fsspec URL.
 
     Returns:
         A mapping of names to `StoredTensor`, which has `shape`, `dtype`, `nbytes` and `read()`. It is a context

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 _MAX_LISTED, _MAX_NAME = 8, 100
-FormatName = Literal["workspace", "huggingface", "dcp", "torch", "rank files"]
+FormatName = Literal["save", "workspace", "huggingface", "dcp", "torch", "rank files"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +139,11 @@ class Source:
         kind: the format.
         opened: the opened path, which holds the files open until `close` or the end of a with block.
         files: the files with their tensors.
-        run: the run of a workspace.
+        run: the run of a workspace, or the run of the job that made a save.
         round: the round of a workspace.
+        step: the training step of a save.
+        created: the time of a save, in seconds since the epoch.
+        metrics: numbers that a job gave with a save.
         world_size: number of ranks, where the format has it.
         configs: each rank's config as JSON text of `values.encode`.
         manifest: content of the statexchange.json of a published directory.
@@ -157,6 +160,9 @@ class Source:
     files: tuple[ShardFile, ...]
     run: str | None = None
     round: int | None = None
+    step: int | None = None
+    created: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
     world_size: int | None = None
     configs: Mapping[int, str] = field(default_factory=dict)
     manifest: Mapping[str, Any] | None = None

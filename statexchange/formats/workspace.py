@@ -31,7 +31,7 @@ from statexchange.storage.workspace import (
     is_run_name,
 )
 
-__all__ = ["matches", "read"]
+__all__ = ["matches", "read", "shard_file"]
 
 _SHOWN_RANKS = 20
 
@@ -137,7 +137,7 @@ def _read(
     for receipt in names:
         try:
             file = view.open(receipt)
-            shard_files.append(_shard_file(file))
+            shard_files.append(shard_file(file))
             configs[shard_files[-1].rank] = file.config
         except NotFoundError as error:
             absent.append(receipt)
@@ -227,7 +227,8 @@ def _missing_ranks(
     return []
 
 
-def _shard_file(file: RankFile) -> ShardFile:
+def shard_file(file: RankFile) -> ShardFile:
+    """Return a rank's open file as a part of a source; raise CorruptError if its aliases are broken."""
     tensors = {}
     for name, shard in file.shards.items():
         stored = [

@@ -151,6 +151,10 @@ class Build(ABC):
         """Record that an output file is finished, with JSON metadata, for a publisher that resumes this build."""
 
     @abstractmethod
+    def add(self, name: str) -> None:
+        """Take over a complete file that another process has written into the build; NotFoundError if none is seen."""
+
+    @abstractmethod
     def make_probe(self) -> str:
         """Create a file with a random name and return its path: ranks on whose host it exists see this directory.
 

@@ -86,7 +86,7 @@ from statexchange.storage.mounts import Mount, mount_of, warn_of_options
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["DirectoryBuild", "check_directory", "open_for_writing"]
+__all__ = ["DirectoryBuild", "DirectoryRemoval", "check_directory", "open_for_writing"]
 
 _log = logging.getLogger(__name__)
 _BROKEN_RECORD_S = 60.0  # a record still incomplete after that was left by a process that died while writing it
@@ -402,6 +402,10 @@ class DirectoryBuild(Build):
         if opened_target is not None:
             self._old_fd, self._old = opened_target
         self._clear_leftovers(of_this_user, record, plan_digest if reuse else None, resume=resume)
+        self._make_partial()
+
+    def _make_partial(self) -> None:
+        """Make and open the directory under construction, unless a dead publisher's has been taken over."""
         if self._own is None:
             files.make_directory(self._partial, self._parent_fd, self.building_path, 0o777)
         self._dir_fd = files.open_directory(self._partial, self._parent_fd, self.building_path)
@@ -646,6 +650,12 @@ class DirectoryBuild(Build):
         self.put(_receipt(name), json.dumps([*_size_and_time(found), metadata], separators=(",", ":")).encode())
         self.finished[name] = metadata
 
+    def add(self, name: str) -> None:
+        """Check that a file of another process is seen here; it is durable already."""
+        path = os.path.join(self.building_path, name)
+        if files.stat_of(name, self._dir_fd, path) is None:
+            raise NotFoundError("this host does not see the file", path=path)
+
     def make_probe(self) -> str:
         """Make an empty file with a random name."""
         name = f".probe-{new_nonce()}"
@@ -832,6 +842,43 @@ class DirectoryBuild(Build):
             else:
                 all_gone = False
         return all_gone
+
+
+class DirectoryRemoval(DirectoryBuild):
+    """The removal of a published directory, and of everything that dead publishers have left beside it.
+
+    It takes the place of a publisher: it has an owner record, excludes other publishers, and removes only the directory
+    that it has checked. The directory is renamed to its ``.discarded`` name first, so that no reader opens a part of
+    it. After a kill the next removal or publisher finds that name and goes on.
+    """
+
+    def __init__(self, path: str, *, check: ReplaceCheck) -> None:
+        super().__init__(path, "0" * 32, check=check, reuse=False, resume=False)
+
+    def _make_partial(self) -> None:
+        """Make nothing: this only removes."""
+
+    def run(self) -> None:
+        """Remove the directory.
+
+        Raises:
+            NotFoundError: it does not exist, or was removed meanwhile.
+            TargetExistsError: another publisher replaced it meanwhile.
+        """
+        try:
+            if self._old is None or not self._is_replaceable():
+                raise NotFoundError("there is nothing to remove", path=self.path)
+            rename_new(self._name, self._discarded, dir_fd=self._parent_fd, path=self.path)
+            invalidate_lookups(self._parent_fd, self._parent)
+            if _identity_at(self._discarded, self._parent_fd, self.path) != self._old:
+                rename_new(self._discarded, self._name, dir_fd=self._parent_fd, path=self.path)
+                raise _conflict(self.path, "replaced the target meanwhile")
+            files.sync_directory(self._parent_fd, self.path)  # the name is gone durably before the first file is
+            self._is_published = True
+            self._end()
+        except BaseException:
+            self.abandon()
+            raise
 
 
 def _receipt(name: str) -> str:

@@ -507,6 +507,14 @@ class ObjectBuild(Build):
     def record(self, name: str, metadata: Any) -> None:
         """Do nothing: objects of a killed publisher are removed, not reused."""
 
+    def add(self, name: str) -> None:
+        """Store the version of an object that another process has put."""
+        version = self._objects.version(name)
+        if version is None:
+            raise NotFoundError("this host does not see the object", path=self._objects.path_of(name))
+        with self._lock:
+            self._versions[name] = version
+
     def make_probe(self) -> str:
         """Raise UnsupportedError: several processes cannot write parts of one object."""
         raise UnsupportedError(

@@ -279,7 +279,14 @@ def _saved_offsets(shard: Shard) -> list[int]:
 
 
 def write_tensor_file(
-    dir_fd: int, name: str, path: str, held: Sequence[ShardData], metadata: Mapping[str, Any], *, durable: bool
+    dir_fd: int,
+    name: str,
+    path: str,
+    held: Sequence[ShardData],
+    metadata: Mapping[str, Any],
+    *,
+    durable: bool,
+    mode: int = 0o600,
 ) -> int:
     """Write one rank's tensors and metadata as a new file and return its size in bytes.
 
@@ -297,7 +304,7 @@ def write_tensor_file(
     begin = len(header())  # with placeholders: all digests have the same length
     nbytes = begin + sum(h.shard.nbytes for h in kept)
     parts = _digested(kept, digests)
-    write_new(dir_fd, name, parts, nbytes=nbytes, path=path, durable=durable, begin=begin, header=header)
+    write_new(dir_fd, name, parts, nbytes=nbytes, path=path, durable=durable, mode=mode, begin=begin, header=header)
     return nbytes
 
 

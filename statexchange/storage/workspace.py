@@ -53,6 +53,7 @@ from statexchange.storage.json_text import parse_json
 from statexchange.storage.local import local_path
 from statexchange.storage.mounts import mount_of
 from statexchange.storage.opened_path import OpenedPath, open_path
+from statexchange.storage.sealed_json import check_sealed, seal
 from statexchange.storage.store import Store, StoredFile, is_url, resolve_path
 from statexchange.storage.tensorfile import Header, ShardData, digest, read_header, storage_form, write_tensor_file
 from statexchange.tensors import ITEMSIZE
@@ -292,7 +293,14 @@ class WorkspaceView:
         except NotFoundError:
             path = os.path.join(self.path, name.relative)
             raise NotFoundError("this rank's file is missing", rank=name.rank, path=path) from None
-        return RankFile(file, name, receipt.nbytes if isinstance(receipt, Receipt) else None, owner=owner)
+        expected: dict[str, str | int] = {
+            "run": name.run,
+            "round": name.round,
+            "rank": name.rank,
+            "world_size": name.world_size,
+        }
+        size = receipt.nbytes if isinstance(receipt, Receipt) else None
+        return RankFile(file, expected, size, owner=owner)
 
     def was_dropped(self, absent: Sequence[Receipt | RankName]) -> bool:
         """Whether the round of missing files was dropped since this view was made.
@@ -723,11 +731,7 @@ def _manifest_text(manifest: Manifest) -> bytes:
         "files": [[os.path.basename(r.relative), r.nbytes] for r in manifest.receipts],
         "extra": dict(manifest.extra),
     }
-    return json.dumps({**record, "digest": _digest_of(record)}, indent=1).encode()
-
-
-def _digest_of(record: Mapping[str, Any]) -> str:
-    return digest(json.dumps(record, sort_keys=True, separators=(",", ":")).encode())
+    return json.dumps(seal(record), indent=1).encode()
 
 
 def _manifest_in(store: Store, name: str, run: str, number: int) -> Manifest:
@@ -742,8 +746,7 @@ def _manifest_in(store: Store, name: str, run: str, number: int) -> Manifest:
 
 def _parse_manifest(raw: Any, run: str, number: int) -> Manifest:
     """Return the manifest of a round from parsed JSON; raise ValueError if it contradicts itself or the round."""
-    if not isinstance(raw, dict) or raw.pop("digest") != _digest_of(raw):
-        raise ValueError("it differs from its own digest")
+    check_sealed(raw)
     files = [(name, size) for name, size in raw["files"]]
     if any(type(name) is not str or type(size) is not int or size < 0 for name, size in files):
         raise ValueError("its files are not listed by name and size")
@@ -759,6 +762,12 @@ def _parse_manifest(raw: Any, run: str, number: int) -> Manifest:
 class RankFile:
     """One rank's open file: metadata, shards and digests, and bytes on demand. A context manager.
 
+    Args:
+        file: the file.
+        expected: entries that its metadata must have, among them its "rank".
+        size: the size in bytes that it must have, if it is known.
+        owner: what `close` closes.
+
     Attributes:
         path: the file's path.
         metadata: what the writer stored about the file, as a JSON object.
@@ -766,27 +775,29 @@ class RankFile:
         shards: the rank's shards by tensor name.
         digests: for each shard, the digests of its boxes.
 
-    `close` closes `owner` if it was given; a file from `WorkspaceView.open` is closed with the view.
+    A file from `WorkspaceView.open` is closed with the view.
     """
 
     def __init__(
-        self, file: StoredFile, name: RankName, size: int | None = None, *, owner: OpenedPath | None = None
+        self,
+        file: StoredFile,
+        expected: Mapping[str, str | int],
+        size: int | None = None,
+        *,
+        owner: OpenedPath | None = None,
     ) -> None:
         self.file = file
         self.path = path = file.path
         self._owner = owner
         self.header: Header = read_header(file)
+        rank = int(expected["rank"])
         if size is not None and self.header.nbytes != size:
             raise CorruptError(
-                "size differs from its receipt",
-                path=path,
-                rank=name.rank,
-                expected=size,
-                found=self.header.nbytes,
+                "size differs from its receipt", path=path, rank=rank, expected=size, found=self.header.nbytes
             )
         metadata = self.header.workspace_metadata(path)
         if metadata is None:
-            raise CorruptError("not a file of a statexchange workspace", path=path)
+            raise CorruptError("not a rank's file of statexchange", path=path)
         if metadata.get("schema") != SCHEMA:
             raise CorruptError(
                 "its metadata is of another version", path=path, expected=SCHEMA, found=metadata.get("schema")
@@ -794,20 +805,15 @@ class RankFile:
         self.metadata = metadata
         self.config = metadata.get("config", "null")
         if not isinstance(self.config, str):
-            raise CorruptError("its config is not text", path=path, rank=name.rank)
+            raise CorruptError("its config is not text", path=path, rank=rank)
         self.shards, self.digests = _shards(self.header, metadata, path)
-        for key, expected in (
-            ("run", name.run),
-            ("round", name.round),
-            ("rank", name.rank),
-            ("world_size", name.world_size),
-        ):
-            if metadata.get(key) != expected:
+        for key, value in expected.items():
+            if metadata.get(key) != value:
                 raise CorruptError(
                     f"its metadata names another {key}",
                     path=path,
-                    rank=name.rank,
-                    expected=expected,
+                    rank=rank,
+                    expected=value,
                     found=metadata.get(key),
                 )
 

@@ -36,7 +36,7 @@ def nonsense() -> None:
     sx.load_checkpoint({}, "x", dtype="bfloat16")  # type: ignore[arg-type]
     sx.load_checkpoint({}, "x", replicas="some")  # type: ignore[arg-type]
     sx.merge_checkpoint("x", 1)  # type: ignore[arg-type]
-    sx.save_checkpoint({}, "x", comm=1)  # type: ignore[arg-type]
+    sx.save_checkpoint({}, "x", comm=1)  # type: ignore[call-overload]
     sx.gather_state(3)  # type: ignore[arg-type]
     sx.Communicator  # type: ignore[attr-defined]  # noqa: B018
     sx.export_checkpoint_async  # type: ignore[attr-defined]  # noqa: B018

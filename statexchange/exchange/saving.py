@@ -1,0 +1,244 @@
+"""One save of described state: every rank writes its own file into root's build, and root publishes it.
+
+1. Root opens the build of the target directory (storage/build.py) and sends its hidden name and the save's number.
+2. Each rank writes one tensor file into the hidden directory and sends its size.
+3. Root checks that it sees all files, writes the manifest and renames the directory. Only now does the save exist.
+
+If a rank fails, root removes the hidden directory. If root is killed, the next save to this directory does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from statexchange.checkpoint.publication import target_path
+from statexchange.comm.communicator import Communicator
+from statexchange.errors import InvalidArgumentError, NotFoundError, UnsupportedError, without_secrets
+from statexchange.exchange.placing import parameter_names, place_parts
+from statexchange.exchange.staging import Staging, held_bytes
+from statexchange.processes import collector_paused
+from statexchange.settings import check_timeout
+from statexchange.sharding import records
+from statexchange.sharding.rules import Layout
+from statexchange.state.describe import Description, State, describe
+from statexchange.state.state_dict import encode_state
+from statexchange.storage import files
+from statexchange.storage.atomic import invalidate_listings
+from statexchange.storage.build import Build
+from statexchange.storage.mounts import mount_of
+from statexchange.storage.open_build import open_build
+from statexchange.storage.save_directory import (
+    MANIFEST,
+    SaveManifest,
+    rank_file_name,
+    rank_metadata,
+    removable_files,
+)
+from statexchange.storage.store import is_url
+from statexchange.storage.tensorfile import write_tensor_file
+from statexchange.units import format_shares, format_transfer
+
+__all__ = ["SaveReport", "SaveRequest", "SavedState", "describe_save", "save_described"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """The result of a save.
+
+    `num_tensors` is the number of tensors of which this rank holds a part; `nbytes` are the bytes of all ranks' files,
+    `rank_nbytes` those of each rank's file. `step` is None for a save without one.
+    """
+
+    path: str
+    step: int | None
+    num_tensors: int
+    nbytes: int
+    seconds: float
+    rank_nbytes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        done = format_transfer(self.num_tensors, self.nbytes, self.seconds)
+        return f"{done} -> {self.path} ({format_shares(self.rank_nbytes)})"
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """The arguments of a save other than the state and the communicator."""
+
+    path: str
+    layout: Mapping[str, Any] | None
+    overwrite: bool
+    stall_timeout_s: float
+    step: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        layout: Mapping[str, Any] | None,
+        overwrite: bool,
+        stall_timeout_s: float,
+        step: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> SaveRequest:
+        """Check and keep the arguments of a call."""
+        check_timeout(stall_timeout_s, "stall_timeout_s")
+        target = target_path(path)
+        if is_url(target):
+            text = "a save goes to a directory: save there and copy it, or use export_checkpoint, which writes to URLs"
+            raise UnsupportedError(text, path=without_secrets(target))
+        return cls(target, layout, overwrite, stall_timeout_s, step, dict(metrics or {}))
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """A rank's state as a save writes it: JSON text for what is no tensor, and the described tensors."""
+
+    config: str
+    described: Description
+    rules: Layout
+
+
+def describe_save(state: State, layout: Mapping[str, Any] | None, rank: int) -> SavedState:
+    """Describe the state of this rank. Not collective."""
+    with collector_paused():
+        config, tensors = encode_state(state)
+        rules = _parse_layout(layout, tensors)
+        return SavedState(config, describe(tensors, rules, rank), rules)
+
+
+def _parse_layout(layout: Mapping[str, Any] | None, tensors: Mapping[str, Any]) -> Layout:
+    """Return the layout, in which an optimizer's tensor follows the rule of its parameter if both have one shape."""
+    rules = Layout.parse({} if layout is None else layout)
+    for rule in rules.rules.values():
+        if rule.renames or rule.reduce is not None:
+            what = "renames tensors" if rule.renames else "reduces copies"
+            raise InvalidArgumentError(
+                f"layout rule for {rule.pattern!r} {what}, and save_checkpoint saves tensors as they are: leave it "
+                "out, or use export_checkpoint"
+            )
+    like = {}
+    for name, tensor in tensors.items():
+        for parameter in parameter_names(name):
+            if parameter in tensors and tuple(tensors[parameter].shape) == tuple(tensor.shape):
+                like[name] = parameter
+    return replace(rules, like=like)
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What a rank sends at the start of a save: root its build, each rank whether it has a layout."""
+
+    save: str
+    partial: str
+    has_layout: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return {"save": self.save, "partial": self.partial, "has_layout": self.has_layout}
+
+    @classmethod
+    def from_json(cls, raw: Any) -> _Start:
+        save, partial, has_layout = records.fields(raw, "save", "partial", "has_layout")
+        return cls(records.text(save), os.path.basename(records.text(partial)), records.flag(has_layout))
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """The file that a rank has written: its size, and the directory in which the rank sees it."""
+
+    nbytes: int
+    folder: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"nbytes": self.nbytes, "folder": self.folder}
+
+    @classmethod
+    def from_json(cls, raw: Any) -> _Written:
+        nbytes, folder = records.fields(raw, "nbytes", "folder")
+        return cls(records.count(nbytes), records.text(folder))
+
+
+def save_described(saved: SavedState, request: SaveRequest, comm: Communicator, began: float) -> SaveReport:
+    """Save described state as `save_checkpoint` does; the report counts seconds from `began`. Collective."""
+    with contextlib.ExitStack() as building:
+        build: Build | None = None
+        with comm.phase("opening the target"):
+            if comm.rank == 0:
+                check = removable_files if request.overwrite else None
+                names = [*(rank_file_name(rank, comm.world_size) for rank in range(comm.world_size)), MANIFEST]
+                build = building.enter_context(open_build(request.path, secrets.token_hex(16), names, check=check))
+        ours = _Start(secrets.token_hex(8), "" if build is None else build.building_path, request.layout is not None)
+        sent = comm.all_gather_object(ours.to_json())
+        starts = [records.parsed(raw, _Start.from_json, "the start of the save", rank) for rank, raw in enumerate(sent)]
+        held = saved.described
+        if any(start.has_layout for start in starts):
+            held = place_parts(comm, held, saved.rules)
+        with comm.phase("saving", timeout_s=request.stall_timeout_s):
+            folder = os.path.join(os.path.dirname(request.path), starts[0].partial)
+            nbytes = _write(held, saved.config, folder, starts[0].save, comm)
+        written = comm.all_gather_object(_Written(nbytes, folder).to_json())
+        with comm.phase("publishing"):
+            found = [
+                records.parsed(raw, _Written.from_json, "the written file", rank) for rank, raw in enumerate(written)
+            ]
+            sizes = tuple(one.nbytes for one in found)
+            if build is not None:
+                _check_seen(build, [one.folder for one in found], comm)
+                manifest = SaveManifest(starts[0].save, comm.run, time.time(), sizes, request.step, request.metrics)
+                build.commit(MANIFEST, manifest.to_bytes())
+    seconds = time.perf_counter() - began
+    report = SaveReport(request.path, request.step, len(held.held), sum(sizes), seconds, sizes)
+    if comm.rank == 0:
+        _log.info("saved %s", report)
+    return report
+
+
+def _write(held: Description, config: str, folder: str, save: str, comm: Communicator) -> int:
+    """Write this rank's file into the hidden directory and return its size."""
+    staging = Staging()
+    name = rank_file_name(comm.rank, comm.world_size)
+    metadata = rank_metadata(save, comm.rank, comm.world_size, config, {"aliases": dict(held.aliases)})
+    try:
+        with files.directory(folder) as dir_fd:
+            nbytes = write_tensor_file(
+                dir_fd,
+                name,
+                os.path.join(folder, name),
+                [held_bytes(one, staging, comm.progress) for one in held.held.values()],
+                metadata,
+                durable=not mount_of(folder).is_memory,
+                mode=0o666,
+            )
+            invalidate_listings(dir_fd, path=folder)  # before root on another host looks for the file
+            return nbytes
+    except NotFoundError as error:
+        parent = os.path.dirname(folder)
+        text = (
+            f"{comm.hosts[comm.rank]} does not see in {parent} what rank 0 on {comm.hosts[0]} has made there: pass "
+            "the same shared directory on all ranks"
+        )
+        raise NotFoundError(text, rank=comm.rank, path=parent) from error
+
+
+def _check_seen(build: Build, folders: list[str], comm: Communicator) -> None:
+    """Raise NotFoundError unless root's host sees what each rank has written. Root only."""
+    for rank, folder in enumerate(folders):
+        try:
+            build.add(rank_file_name(rank, comm.world_size))
+        except NotFoundError as error:
+            text = (
+                f"{comm.hosts[0]} does not see in {os.path.dirname(build.path)} what rank {rank} on {comm.hosts[rank]} "
+                f"has saved in {os.path.dirname(folder)}: pass the same shared directory on all ranks"
+            )
+            raise NotFoundError(text, rank=rank, path=error.path) from error

@@ -1,0 +1,183 @@
+"""The directory of one save: a tensor file of each rank, and ``save.json``, which lists them and is written last.
+
+A build (build.py) makes the directory appear under its name as a whole. Every file has the random `save` number of its
+save in its metadata, so that files of two saves are never read as one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from statexchange.errors import CorruptError, NotFoundError, StateExchangeError, UnsafeError
+from statexchange.storage.json_text import parse_json
+from statexchange.storage.sealed_json import check_sealed, seal
+from statexchange.storage.workspace import RankFile
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from statexchange.storage.store import Store
+
+__all__ = [
+    "MANIFEST",
+    "SaveManifest",
+    "open_rank_file",
+    "rank_file_name",
+    "rank_metadata",
+    "rank_of_file",
+    "read_manifest",
+    "removable_files",
+]
+
+MANIFEST = "save.json"
+SCHEMA = 1
+_SAVE = re.compile(r"[0-9a-f]{16}")
+_MAX_RANKS = 10**6
+
+
+_RANK_FILE = re.compile(r"rank-([0-9]{5,9})-of-[0-9]{5,9}\.safetensors")
+
+
+def rank_of_file(name: str) -> int | None:
+    """Return the rank of a rank's file; None for any other name."""
+    match = _RANK_FILE.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def rank_file_name(rank: int, world_size: int) -> str:
+    """Return the name of a rank's file."""
+    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class SaveManifest:
+    """The content of ``save.json``.
+
+    Attributes:
+        save: 16 random hex digits, which all files of the save have in their metadata.
+        job: identity of the job's run that made the save.
+        created: time of the save, in seconds since the epoch by the clock of rank 0's host.
+        nbytes: size in bytes of each rank's file, in rank order.
+        step: the training step; None for a save without one.
+        metrics: numbers that the job gave with the save.
+    """
+
+    save: str
+    job: str
+    created: float
+    nbytes: tuple[int, ...]
+    step: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks, each of which has a file."""
+        return len(self.nbytes)
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the ranks' files, in rank order."""
+        return [rank_file_name(rank, self.world_size) for rank in range(self.world_size)]
+
+    def to_bytes(self) -> bytes:
+        """Return the text of the file."""
+        metrics = {name: _number_to_json(value) for name, value in self.metrics.items()}
+        record = {
+            "schema": SCHEMA,
+            "save": self.save,
+            "job": self.job,
+            "created": self.created,
+            "step": self.step,
+            "metrics": metrics,
+            "files": [list(pair) for pair in zip(self.files, self.nbytes, strict=True)],
+        }
+        return json.dumps(seal(record), indent=1, ensure_ascii=False).encode()
+
+    @classmethod
+    def parse(cls, data: bytes, path: str) -> SaveManifest:
+        """Return the manifest that `to_bytes` encoded; raise CorruptError for anything else."""
+        raw: Any = parse_json(data, path)
+        try:
+            check_sealed(raw)
+            if raw["schema"] != SCHEMA:
+                text = "this save was written by a newer version of statexchange: use that version to read it"
+                raise CorruptError(text, path=path, expected=SCHEMA, found=raw["schema"])
+            sizes = tuple(size for _, size in raw["files"])
+            step, metrics = raw["step"], {name: _number_from_json(value) for name, value in raw["metrics"].items()}
+            found = cls(raw["save"], raw["job"], _number_from_json(raw["created"]), sizes, step, metrics)
+            found._check([name for name, _ in raw["files"]])
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            if isinstance(error, StateExchangeError):
+                raise
+            raise CorruptError(f"broken manifest of a save: {error}", path=path) from None
+        return found
+
+    def _check(self, names: Sequence[str]) -> None:
+        if not isinstance(self.save, str) or not _SAVE.fullmatch(self.save) or not isinstance(self.job, str):
+            raise ValueError("it does not name its save and job")
+        if self.step is not None and (type(self.step) is not int or self.step < 0):
+            raise ValueError("its step is not a number")
+        if not self.nbytes or len(self.nbytes) > _MAX_RANKS or any(type(n) is not int or n < 0 for n in self.nbytes):
+            raise ValueError("it does not list the size of each file")
+        if list(names) != self.files:
+            raise ValueError("it does not list one file per rank")
+
+
+def _number_to_json(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def _number_from_json(value: object) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    if value in ("nan", "inf", "-inf"):
+        return float(str(value))
+    raise ValueError("a metric or time is not a number")
+
+
+def read_manifest(store: Store) -> SaveManifest:
+    """Return the manifest in a directory; raise NotFoundError without one."""
+    return SaveManifest.parse(store.read_small(MANIFEST), store.path_of(MANIFEST))
+
+
+def removable_files(store: Store) -> list[str]:
+    """Return the files of a save in the order of their removal: the manifest first, so that it is no save any more.
+
+    Raises:
+        UnsafeError: there is no manifest, or an entry that it does not list.
+        CorruptError: the manifest is broken.
+    """
+    try:
+        files = read_manifest(store).files
+    except NotFoundError:
+        raise UnsafeError("refused to remove: this directory is no save of statexchange", path=store.path) from None
+    unlisted = sorted(store.listing.keys() - {MANIFEST, *files})
+    if unlisted:
+        text = f"refused to remove: {unlisted[0]!r} is not a file of this save; move it elsewhere first"
+        raise UnsafeError(text, path=store.path)
+    return [MANIFEST, *files]
+
+
+def rank_metadata(save: str, rank: int, world_size: int, config: str, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a rank's file; `config` is JSON text of `values.encode`."""
+    identity = {"schema": SCHEMA, "save": save, "rank": rank, "world_size": world_size}
+    return {**extra, **identity, "config": config}
+
+
+def open_rank_file(store: Store, manifest: SaveManifest, rank: int) -> RankFile:
+    """Open a rank's file of a save; it is closed with the store.
+
+    Raises:
+        NotFoundError: the file is missing.
+        CorruptError: its header, metadata or size is wrong, or it belongs to another save.
+    """
+    expected: dict[str, str | int] = {"save": manifest.save, "rank": rank, "world_size": manifest.world_size}
+    try:
+        file = store.open(rank_file_name(rank, manifest.world_size))
+    except NotFoundError as error:
+        raise NotFoundError("this rank's file is missing", rank=rank, path=error.path) from None
+    return RankFile(file, expected, manifest.nbytes[rank])

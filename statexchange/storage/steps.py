@@ -1,0 +1,107 @@
+"""A local directory of saves by step: list the whole ones, remove one, and clean up after killed processes.
+
+The save of step 700 is the directory ``step-000000700``. It is published and removed like a checkpoint
+(directory_build.py), so a directory of that name is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from typing import TYPE_CHECKING
+
+from statexchange.errors import NotFoundError, StateExchangeError, TargetExistsError
+from statexchange.storage.opened_path import open_path, read_with_retry
+from statexchange.storage.save_directory import MANIFEST, SaveManifest, read_manifest, removable_files
+
+if TYPE_CHECKING:
+    from statexchange.storage.opened_path import OpenedPath
+    from statexchange.storage.store import Store
+
+__all__ = ["clear_leftovers", "list_steps", "read_saves", "remove_save", "step_name", "step_of"]
+
+_STEP = re.compile(r"step-([0-9]{9,18})")
+_HIDDEN = re.compile(r"\.(step-[0-9]{9,18})\..+")
+
+
+def step_name(step: int) -> str:
+    """Return the name of a step's directory."""
+    return f"step-{step:09d}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step of a directory's name; None for any other name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match is not None and step_name(int(match[1])) == name else None
+
+
+def list_steps(store: Store) -> list[int]:
+    """Return the steps of a directory whose saves are whole, oldest first. Not collective."""
+    found = []
+    for step in _named_steps(store):
+        with contextlib.suppress(NotFoundError):  # removed meanwhile
+            if MANIFEST in store.below(step_name(step)).listing:
+                found.append(step)
+    return found
+
+
+def _named_steps(store: Store) -> list[int]:
+    return sorted(step for name in store.directories if (step := step_of(name)) is not None)
+
+
+def read_saves(path: str) -> dict[int, SaveManifest | StateExchangeError]:
+    """Return the manifest of each step in the directory `path`, or the error of a broken one; oldest first.
+
+    Not collective. A save that is removed meanwhile is left out. {} if the directory does not exist.
+
+    Raises:
+        StorageError: the directory cannot be read.
+    """
+    try:
+        opened = open_path(path)
+    except NotFoundError:
+        return {}
+    with opened:
+        if opened.file is not None:
+            raise NotFoundError("a directory of saves is expected, and this is a file", path=path)
+        steps = _named_steps(opened.store)
+    found: dict[int, SaveManifest | StateExchangeError] = {}
+    for step in steps:
+        try:
+            found[step] = read_with_retry(os.path.join(path, step_name(step)), _manifest_of)
+        except NotFoundError:  # removed meanwhile
+            continue
+        except StateExchangeError as error:
+            found[step] = error
+    return found
+
+
+def _manifest_of(opened: OpenedPath) -> SaveManifest:
+    with opened:
+        return read_manifest(opened.store)
+
+
+def remove_save(path: str, step: int) -> None:
+    """Remove the save of a step from the directory `path`.
+
+    Not collective. No reader opens a part of it: one that has opened it may fail, and is told that it was removed.
+
+    Raises:
+        NotFoundError: there is no such save.
+        UnsafeError: the directory has files that are not of the save.
+        TargetExistsError: another process is publishing or removing it.
+    """
+    from statexchange.storage.directory_build import DirectoryRemoval  # for writers only
+
+    DirectoryRemoval(os.path.join(path, step_name(step)), check=removable_files).run()
+
+
+def clear_leftovers(path: str) -> None:
+    """Remove what processes that have provably ended left of unfinished saves and removals. Not collective."""
+    from statexchange.storage.directory_build import DirectoryRemoval  # for writers only
+
+    names = {match[1] for name in os.listdir(path) if (match := _HIDDEN.fullmatch(name)) is not None}
+    for name in sorted(names):
+        with contextlib.suppress(TargetExistsError):  # a process that runs is publishing there
+            DirectoryRemoval(os.path.join(path, name), check=lambda _: []).abandon()
