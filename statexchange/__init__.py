@@ -13,6 +13,7 @@ from statexchange.lazy import lazy_names
 __version__ = "0.2.0.dev0"
 
 _HOMES = {
+    "Checkpoints": "statexchange.exchange.checkpoints",
     "DistributedOptimizer": "statexchange.train.optimizer",
     "NFSWorkspace": "statexchange.exchange.nfs_workspace",
     "StateExchangeError": "statexchange.errors",

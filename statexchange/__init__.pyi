@@ -10,6 +10,7 @@ from statexchange.comm.defaults import is_initialized as is_initialized
 from statexchange.comm.init import init as init
 from statexchange.comm.init import shutdown as shutdown
 from statexchange.errors import StateExchangeError as StateExchangeError
+from statexchange.exchange.checkpoints import Checkpoints as Checkpoints
 from statexchange.exchange.export import export_checkpoint as export_checkpoint
 from statexchange.exchange.gather import gather_state as gather_state
 from statexchange.exchange.gather import get_configs_parallel as get_configs_parallel

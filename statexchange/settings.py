@@ -21,6 +21,7 @@ __all__ = [
     "gloo_interface",
     "has_agent_store",
     "no_color",
+    "restart_grace_s",
 ]
 
 
@@ -222,6 +223,11 @@ def check_timeout(seconds: Any, name: str = "timeout_s", *, zero: bool = False) 
 def has_agent_store() -> bool:
     """Whether torchrun serves a store for its ranks; False if a script sets RANK and WORLD_SIZE itself."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def restart_grace_s() -> float | None:
+    """Return the seconds that the launcher waits between SIGTERM and SIGKILL; None if that is not known."""
+    return 30.0 if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def gloo_interface() -> str | None:

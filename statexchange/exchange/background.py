@@ -22,7 +22,7 @@ from statexchange.errors import StateExchangeError, excerpt, without_secrets
 from statexchange.state.describe import Description
 from statexchange.tensors import same_memory
 
-__all__ = ["run_in_background", "wait_for_background"]
+__all__ = ["raise_unreported", "run_in_background"]
 
 Report = TypeVar("Report")
 
@@ -74,11 +74,11 @@ def run_in_background(
     return result
 
 
-def wait_for_background(comm: Communicator) -> None:
-    """Wait for the end of the last work in the background of this communicator. Not collective."""
-    known = _backgrounds.get(comm)
-    if known is not None:
-        known.wait()
+def raise_unreported(result: Future[Any]) -> None:
+    """Wait for the end of work in the background; raise its failure unless the caller has received it."""
+    wait_for([result])
+    if not (isinstance(result, _Result) and result.is_reported):
+        result.result()
 
 
 class _Result(Future[Report]):
@@ -157,11 +157,6 @@ class _Background:
             return None
         wait_for([last])
         return None if last.is_reported else last.exception()
-
-    def wait(self) -> None:
-        """Wait for the end of the last work."""
-        if self._last is not None:
-            wait_for([self._last])
 
     def start(self, work: Callable[[], Report], result: _Result[Report]) -> None:
         """Run `work` in the thread."""

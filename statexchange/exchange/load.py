@@ -53,7 +53,7 @@ class LoadReport:
     """The result of a load on this rank.
 
     `nbytes` were read from the source for `num_tensors`; `missing` are names of the state that the source lacks,
-    `unexpected` those of the source that the state lacks.
+    `unexpected` those of the source that the state lacks. `step` is that of the save, None for any other source.
     """
 
     path: str
@@ -62,6 +62,7 @@ class LoadReport:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     seconds: float
+    step: int | None = None
 
     def __str__(self) -> str:
         counts = [f", {len(n)} {w}" for n, w in ((self.missing, "missing"), (self.unexpected, "unexpected")) if n]
@@ -282,7 +283,8 @@ class _Load:
             for callback in plan.callbacks:
                 callback()
         names = (tuple(plan.missing), tuple(plan.unexpected))
-        report = LoadReport(source.path, len(plan.targets), read, *names, time.perf_counter() - self._began)
+        seconds = time.perf_counter() - self._began
+        report = LoadReport(source.path, len(plan.targets), read, *names, seconds, source.step)
         if comm.rank == 0:
             _log.info("loaded %s", report)
         return report

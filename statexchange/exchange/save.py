@@ -116,14 +116,9 @@ def save_now(state: State, request: Callable[[], SaveRequest], comm: Communicato
 
 
 def save_in_background(
-    call: str,
-    state: State,
-    path: object,
-    request: Callable[[], SaveRequest],
-    comm: Communicator,
-    done: Callable[[SaveReport], None] | None = None,
+    call: str, state: State, path: object, request: Callable[[], SaveRequest], comm: Communicator
 ) -> Future[SaveReport]:
-    """Copy this rank's tensors of `state` and save the copy in a thread, which calls `done` at the end. Collective."""
+    """Copy this rank's tensors of `state` and save the copy in a thread. Collective."""
 
     def prepare() -> tuple[Description, Callable[[Description, Communicator], SaveReport]]:
         began = time.perf_counter()
@@ -131,10 +126,7 @@ def save_in_background(
         saved = describe_save(state, checked.layout, comm.rank)
 
         def finish(copies: Description, comm: Communicator) -> SaveReport:
-            report = save_described(replace(saved, described=copies), checked, comm, began)
-            if done is not None:
-                done(report)
-            return report
+            return save_described(replace(saved, described=copies), checked, comm, began)
 
         return saved.described, finish
 

@@ -14,7 +14,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -72,7 +72,10 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """The arguments of a save other than the state and the communicator."""
+    """The arguments of a save other than the state and the communicator.
+
+    Root calls `before` ahead of opening the target; each rank calls `after` once the save is published.
+    """
 
     path: str
     layout: Mapping[str, Any] | None
@@ -80,6 +83,8 @@ class SaveRequest:
     stall_timeout_s: float
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    before: Callable[[], None] | None = None
+    after: Callable[[SaveReport, Communicator], None] | None = None
 
     @classmethod
     def of(
@@ -91,6 +96,8 @@ class SaveRequest:
         stall_timeout_s: float,
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
+        before: Callable[[], None] | None = None,
+        after: Callable[[SaveReport, Communicator], None] | None = None,
     ) -> SaveRequest:
         """Check and keep the arguments of a call."""
         check_timeout(stall_timeout_s, "stall_timeout_s")
@@ -98,7 +105,7 @@ class SaveRequest:
         if is_url(target):
             text = "a save goes to a directory: save there and copy it, or use export_checkpoint, which writes to URLs"
             raise UnsupportedError(text, path=without_secrets(target))
-        return cls(target, layout, overwrite, stall_timeout_s, step, dict(metrics or {}))
+        return cls(target, layout, overwrite, stall_timeout_s, step, dict(metrics or {}), before, after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,19 +145,22 @@ def _parse_layout(layout: Mapping[str, Any] | None, tensors: Mapping[str, Any]) 
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What a rank sends at the start of a save: root its build, each rank whether it has a layout."""
+    """What a rank sends at the start of a save: its target's name, root also its build."""
 
+    name: str
     save: str
     partial: str
     has_layout: bool
 
     def to_json(self) -> dict[str, Any]:
-        return {"save": self.save, "partial": self.partial, "has_layout": self.has_layout}
+        return {"name": self.name, "save": self.save, "partial": self.partial, "has_layout": self.has_layout}
 
     @classmethod
     def from_json(cls, raw: Any) -> _Start:
-        save, partial, has_layout = records.fields(raw, "save", "partial", "has_layout")
-        return cls(records.text(save), os.path.basename(records.text(partial)), records.flag(has_layout))
+        name, save, partial, has_layout = records.fields(raw, "name", "save", "partial", "has_layout")
+        return cls(
+            records.text(name), records.text(save), os.path.basename(records.text(partial)), records.flag(has_layout)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +185,12 @@ def save_described(saved: SavedState, request: SaveRequest, comm: Communicator, 
         build: Build | None = None
         with comm.phase("opening the target"):
             if comm.rank == 0:
+                if request.before is not None:
+                    request.before()
                 check = removable_files if request.overwrite else None
                 names = [*(rank_file_name(rank, comm.world_size) for rank in range(comm.world_size)), MANIFEST]
                 build = building.enter_context(open_build(request.path, secrets.token_hex(16), names, check=check))
-        ours = _Start(secrets.token_hex(8), "" if build is None else build.building_path, request.layout is not None)
-        sent = comm.all_gather_object(ours.to_json())
-        starts = [records.parsed(raw, _Start.from_json, "the start of the save", rank) for rank, raw in enumerate(sent)]
+        starts = _exchange_starts(request, build, comm)
         held = saved.described
         if any(start.has_layout for start in starts):
             held = place_parts(comm, held, saved.rules)
@@ -201,7 +211,23 @@ def save_described(saved: SavedState, request: SaveRequest, comm: Communicator, 
     report = SaveReport(request.path, request.step, len(held.held), sum(sizes), seconds, sizes)
     if comm.rank == 0:
         _log.info("saved %s", report)
+    if request.after is not None:
+        request.after(report, comm)
     return report
+
+
+def _exchange_starts(request: SaveRequest, build: Build | None, comm: Communicator) -> list[_Start]:
+    """Return what each rank sends at the start; raise InvalidArgumentError if their targets differ. Collective."""
+    name = os.path.basename(request.path)
+    partial = "" if build is None else build.building_path
+    ours = _Start(name, secrets.token_hex(8), partial, request.layout is not None)
+    sent = comm.all_gather_object(ours.to_json())
+    starts = [records.parsed(raw, _Start.from_json, "the start of the save", rank) for rank, raw in enumerate(sent)]
+    for rank, start in enumerate(starts):
+        if start.name != starts[0].name:
+            text = f"rank 0 saves to {starts[0].name} and rank {rank} to {start.name}: pass the same path on all ranks"
+            raise InvalidArgumentError(text, rank=rank, path=request.path)
+    return starts
 
 
 def _write(held: Description, config: str, folder: str, save: str, comm: Communicator) -> int:

@@ -7,22 +7,84 @@ The save of step 700 is the directory ``step-000000700``. It is published and re
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from statexchange.errors import NotFoundError, StateExchangeError, TargetExistsError
+from statexchange.errors import InvalidArgumentError, NotFoundError, StateExchangeError, TargetExistsError, excerpt
 from statexchange.storage.opened_path import open_path, read_with_retry
 from statexchange.storage.save_directory import MANIFEST, SaveManifest, read_manifest, removable_files
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from statexchange.storage.opened_path import OpenedPath
     from statexchange.storage.store import Store
 
-__all__ = ["clear_leftovers", "list_steps", "read_saves", "remove_save", "step_name", "step_of"]
+__all__ = [
+    "Retention",
+    "check_only_saves",
+    "clear_leftovers",
+    "list_steps",
+    "read_saves",
+    "remove_save",
+    "step_name",
+    "step_of",
+]
 
 _STEP = re.compile(r"step-([0-9]{9,18})")
 _HIDDEN = re.compile(r"\.(step-[0-9]{9,18})\..+")
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which saves stay: the newest, those at multiples of a step, and the best by a metric.
+
+    Attributes:
+        keep: number of the newest saves that stay; None keeps all.
+        keep_every: saves at multiples of this step stay.
+        best: a metric and "min" or "max"; the save with the best value stays.
+    """
+
+    keep: int | None = None
+    keep_every: int | None = None
+    best: tuple[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("keep", "keep_every"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise InvalidArgumentError(
+                    f"{name} must be a whole number of at least 1, or None, not {excerpt(value)}"
+                )
+        best: Any = self.best
+        is_pair = isinstance(best, tuple | list) and len(best) == 2 and isinstance(best[0], str)
+        if best is not None and not (is_pair and best[1] in ("min", "max")):
+            text = f"best must be a metric's name and 'min' or 'max', as ('loss', 'min'), not {excerpt(best)}"
+            raise InvalidArgumentError(text)
+
+    def obsolete(self, saves: Mapping[int, SaveManifest]) -> list[int]:
+        """Return the steps of the saves that do not stay, oldest first."""
+        if self.keep is None:
+            return []
+        steps = sorted(saves)
+        kept = set(steps[-self.keep :])
+        if self.keep_every is not None:
+            kept |= {step for step in steps if step % self.keep_every == 0}
+        kept |= self._best(saves)
+        return [step for step in steps if step not in kept]
+
+    def _best(self, saves: Mapping[int, SaveManifest]) -> set[int]:
+        """Return the step of the best save; of several equal ones the newest."""
+        if self.best is None:
+            return set()
+        name, direction = self.best
+        values = {step: one.metrics[name] for step, one in saves.items() if name in one.metrics}
+        sign = 1.0 if direction == "max" else -1.0
+        ranked = [(sign * value, step) for step, value in values.items() if not math.isnan(value)]
+        return {max(ranked)[1]} if ranked else set()
 
 
 def step_name(step: int) -> str:
@@ -80,6 +142,26 @@ def read_saves(path: str) -> dict[int, SaveManifest | StateExchangeError]:
 def _manifest_of(opened: OpenedPath) -> SaveManifest:
     with opened:
         return read_manifest(opened.store)
+
+
+def check_only_saves(path: str) -> None:
+    """Raise InvalidArgumentError if a directory without a save has other content than unfinished saves.
+
+    Not collective. A directory that does not exist is accepted.
+    """
+    try:
+        with open_path(path) as opened:
+            others = [
+                name for name in opened.store.listing if _HIDDEN.fullmatch(name) is None and step_of(name) is None
+            ]
+    except NotFoundError:
+        return
+    if others:
+        text = (
+            f"this directory has no saves by step but other content, such as {others[0]!r}: pass the directory in "
+            "which Checkpoints saved, or a new one"
+        )
+        raise InvalidArgumentError(text, path=path)
 
 
 def remove_save(path: str, step: int) -> None:

@@ -1,0 +1,644 @@
+"""A directory of a job's saves by step: when to save, save, which to keep, and from which to go on.
+
+**The directory.** ``<path>/step-000000700/`` is the save of step 700 (saving.py). It appears when it is whole, so a job
+that is killed during a save goes on from the save before. All ranks learn from rank 0 which saves there are.
+
+**Retention.** After a save rank 0 removes the saves that `keep`, `keep_every` and `best` do not keep, oldest first. A
+save is renamed before its first file is removed, so no reader opens a part of it. Directories that have files which no
+save lists are never removed.
+
+**Two jobs.** Rank 0 remembers which steps it found and saved. A step that it did not save and that was not there before
+comes from another job on the same directory, and is named in a warning. Such a step is never removed.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from statexchange.checkpoint.publication import target_path
+from statexchange.comm.calls import public_call
+from statexchange.comm.communicator import CommLike, Communicator
+from statexchange.comm.defaults import as_communicator
+from statexchange.errors import (
+    InvalidArgumentError,
+    NotFoundError,
+    StateExchangeError,
+    UnsupportedError,
+    excerpt,
+    without_secrets,
+)
+from statexchange.exchange.background import raise_unreported
+from statexchange.exchange.load import LoadReport, load_checkpoint
+from statexchange.exchange.save import save_in_background, save_now
+from statexchange.exchange.saving import SaveReport, SaveRequest
+from statexchange.settings import check_timeout, restart_grace_s
+from statexchange.sharding import records
+from statexchange.state.describe import State
+from statexchange.storage.save_directory import SaveManifest
+from statexchange.storage.steps import (
+    Retention,
+    check_only_saves,
+    clear_leftovers,
+    read_saves,
+    remove_save,
+    step_name,
+)
+from statexchange.storage.store import is_url
+from statexchange.units import format_seconds
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from typing_extensions import Self
+
+__all__ = ["Checkpoints"]
+
+_log = logging.getLogger(__name__)
+_ATTEMPTS = 5  # to load the newest save while others are removed
+
+
+class Checkpoints:
+    """The saves of a job in one directory, by step, across restarts and world sizes.
+
+    Constructing it touches no file and communicates with no rank.
+
+    Args:
+        path: a local directory that all hosts see; the first save makes it.
+        keep: how many of the newest saves stay; None keeps all.
+        every_steps: `should_save` is true at multiples of this number of steps.
+        every_s: `should_save` is true when this many seconds have passed since the last save, by rank 0's clock.
+        keep_every: saves at multiples of this number of steps stay, beside those of `keep`.
+        best: a metric and "min" or "max", as ``("loss", "min")``: the save with the best value stays, beside those of
+            `keep`. A save whose value is NaN is never the best.
+        on_signal: signals at which `should_save` becomes true on all ranks: "SIGTERM", or "SIGUSR1" of Slurm's
+            ``--signal`` (for srun and mpiexec: under torchrun it kills the agent). Handlers are installed here and
+            removed by `close`.
+        agree_every: how often, in steps, ranks compare signals and clocks. More is cheaper, and a signal is seen later.
+        grace_s: seconds between the signal and the kill, for a warning if they are too few; None is 30 under torchrun,
+            else unknown.
+        comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current communicator.
+        layout: rules for plain tensors that are parts of whole ones, as in `save_checkpoint`, for saves and loads.
+        stall_timeout_s: limit of the time in which no rank moves a byte, in seconds.
+
+    Raises:
+        InvalidArgumentError: an argument is not accepted, or `on_signal` is used outside of the main thread.
+        UnsupportedError: `path` is a URL.
+
+    Example:
+        >>> import torch
+        >>> import statexchange as sx
+        >>> state = {"w": torch.zeros(2), "step": 0}
+        >>> with sx.Checkpoints("saves", keep=2, every_steps=10) as saves:
+        ...     report = saves.load(state)  # None at the first start
+        ...     for step in range(state["step"] + 1, 31):
+        ...         state["step"] = step
+        ...         if saves.should_save(step):
+        ...             report = saves.save(state, step)
+        ...     saves.steps()
+        [20, 30]
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        keep: int | None = 3,
+        *,
+        every_steps: int | None = None,
+        every_s: float | None = None,
+        keep_every: int | None = None,
+        best: tuple[str, Literal["min", "max"]] | None = None,
+        on_signal: str | Sequence[str] | None = None,
+        agree_every: int = 10,
+        grace_s: float | None = None,
+        comm: CommLike | None = None,
+        layout: Mapping[str, Any] | None = None,
+        stall_timeout_s: float = 300.0,
+    ) -> None:
+        self.path = target_path(path)
+        if is_url(self.path):
+            text = "saves by step go to a directory: save there, and copy them with fsspec if they are needed elsewhere"
+            raise UnsupportedError(text, path=without_secrets(self.path))
+        self._retention = Retention(keep, keep_every, best)
+        self._every_steps = None if every_steps is None else _whole(every_steps, "every_steps", least=1)
+        self._every_s = None if every_s is None else check_timeout(every_s, "every_s")
+        self._agree_every = _whole(agree_every, "agree_every", least=1)
+        self._grace_s = restart_grace_s() if grace_s is None else check_timeout(grace_s, "grace_s")
+        self._stall_timeout_s = check_timeout(stall_timeout_s, "stall_timeout_s")
+        self._comm = comm
+        self._layout = layout
+        self._known: set[int] | None = None  # root: steps that were there at the first look, or that this job saved
+        self._last: Future[SaveReport] | None = None
+        self._pace = _Pace()
+        self._signals = _Signals(on_signal)
+
+    # Saving
+
+    def should_save(self, step: int) -> bool:
+        """Return whether to save now: the same answer on all ranks.
+
+        Collective every `agree_every` steps if `every_s` or `on_signal` is used; else not collective. Call it once in
+        each step, with the same step on all ranks. After a signal it is true once, and `is_stopping` stays true.
+
+        Args:
+            step: the number of the step that has just ended.
+
+        Returns:
+            Whether a multiple of `every_steps`, the time of `every_s` or a signal has been reached.
+
+        Raises:
+            StateExchangeError: as `Communicator.all_gather_object`.
+
+        Example:
+            >>> import statexchange as sx
+            >>> saves = sx.Checkpoints("saves", every_steps=10)
+            >>> [step for step in range(1, 31) if saves.should_save(step)]
+            [10, 20, 30]
+        """
+        number = _whole(step, "step")
+        self._pace.note_step(number)
+        wanted = self._every_steps is not None and number > 0 and number % self._every_steps == 0
+        needs_agreement = self._every_s is not None or self._signals.names
+        if needs_agreement and number % self._agree_every == 0:
+            wanted |= self._agree()
+        return wanted
+
+    def _agree(self) -> bool:
+        """Compare signals and rank 0's clock. Collective."""
+        comm = as_communicator(self._comm)
+        self._warn_of_grace(comm)
+        is_due = comm.rank == 0 and self._every_s is not None and self._pace.since_save_s >= self._every_s
+        received = self._signals.take()
+        with public_call("Checkpoints.should_save"):
+            sent = comm.all_gather_object([received, is_due])
+        found = [records.parsed(raw, _signal_and_due, "its signals", rank) for rank, raw in enumerate(sent)]
+        names = {name for name, _ in found if name is not None}
+        for rank, (name, _) in enumerate(found):
+            if name is not None and comm.rank == 0:
+                _log.info("rank %d received %s: saving at this step", rank, name)
+        self._signals.is_stopping |= bool(names)
+        return bool(names) or any(due for _, due in found)
+
+    def _warn_of_grace(self, comm: Communicator) -> None:
+        """Warn once if the time between a signal and the kill is too short for the next agreement and a save."""
+        needed_s = self._pace.step_s * self._agree_every + self._pace.save_s
+        if not self._signals.names or self._grace_s is None or needed_s <= self._grace_s or comm.rank != 0:
+            return
+        _log.warning(
+            "after a signal a save takes up to %s (%d steps of %s until ranks compare signals, and %s for the save), "
+            "and the job is killed after %s: use a smaller agree_every, or a longer time before the kill",
+            format_seconds(needed_s),
+            self._agree_every,
+            format_seconds(self._pace.step_s),
+            format_seconds(self._pace.save_s),
+            format_seconds(self._grace_s),
+        )
+        self._grace_s = None
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether any rank has received a signal of `on_signal`: save, then leave the training loop."""
+        return self._signals.is_stopping
+
+    @overload
+    def save(
+        self,
+        state: State,
+        step: int,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        overwrite: bool = False,
+        background: Literal[False] = False,
+    ) -> SaveReport: ...
+
+    @overload
+    def save(
+        self,
+        state: State,
+        step: int,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        overwrite: bool = False,
+        background: Literal[True],
+    ) -> Future[SaveReport]: ...
+
+    def save(
+        self,
+        state: State,
+        step: int,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        overwrite: bool = False,
+        background: bool = False,
+    ) -> SaveReport | Future[SaveReport]:
+        """Save `state` as the directory of `step`, then remove the saves that are not kept.
+
+        Collective; blocks until the save is published, or in the background until this rank's tensors are copied. A
+        save waits for one in the background, and raises its failure unless `result()` has raised it.
+
+        Args:
+            state: a nested mapping, as ``{"model": ..., "optimizer": ..., "step": 7}``, or a module.
+            step: the training step, a whole number of at least 0, the same on all ranks.
+            metrics: numbers that are kept with the save, by name; rank 0's count.
+            overwrite: replace the save of this step; else it is a TargetExistsError if there is one.
+            background: save a copy in a thread, and return a Future.
+
+        Returns:
+            The report, or with `background` a Future of it.
+
+        Raises:
+            TargetExistsError: there is a save of this step and `overwrite` is false.
+            InvalidArgumentError: `step` or `metrics` is not accepted, or differs between ranks.
+            StateExchangeError: as `save_checkpoint`.
+
+        Example:
+            >>> import torch
+            >>> import statexchange as sx
+            >>> saves = sx.Checkpoints("saves", best=("loss", "min"))
+            >>> report = saves.save({"w": torch.zeros(2)}, 100, metrics={"loss": 0.25})
+            >>> report.step
+            100
+        """
+        comm = as_communicator(self._comm)
+
+        def request() -> SaveRequest:
+            return self._request(step, metrics, overwrite=overwrite)
+
+        with public_call("Checkpoints.save"):
+            if background:
+                path = os.path.join(self.path, str(step))
+                self._last = save_in_background("Checkpoints.save", state, path, request, comm)
+                self._pace.note_save(None)
+                return self._last
+            with comm.phase("ending the save before"):
+                self._wait()
+            return save_now(state, request, comm)
+
+    def _request(self, step: int, metrics: Mapping[str, float] | None, *, overwrite: bool) -> SaveRequest:
+        number = _whole(step, "step")
+        found = {str(name): _metric(name, value) for name, value in (metrics or {}).items()}
+        best = self._retention.best
+        if best is not None and best[0] not in found:
+            text = f"best={best!r} needs this metric: pass metrics={{{best[0]!r}: ...}} to each save"
+            raise InvalidArgumentError(text, path=self.path)
+        return SaveRequest.of(
+            os.path.join(self.path, step_name(number)),
+            layout=self._layout,
+            overwrite=overwrite,
+            stall_timeout_s=self._stall_timeout_s,
+            step=number,
+            metrics=found,
+            before=self._look,
+            after=self._saved,
+        )
+
+    def _saved(self, report: SaveReport, comm: Communicator) -> None:
+        """Note a published save; root removes those that are not kept. Not collective."""
+        self._pace.note_save(report.seconds)
+        if comm.rank == 0 and report.step is not None:
+            assert self._known is not None
+            self._known.add(report.step)
+            self._remove_others(report.step, self._known)
+
+    def _look(self) -> None:
+        """Look for steps of another job, and clean up after killed ones. Root only."""
+        if not os.path.isdir(self.path):
+            self._known = set()
+            return
+        clear_leftovers(self.path)
+        saves = read_saves(self.path)
+        if self._known is None:
+            self._known = set(saves)
+        for step in sorted(set(saves) - self._known):
+            self._warn_of_other_job(step, saves[step])
+
+    def _warn_of_other_job(self, step: int, manifest: SaveManifest | StateExchangeError) -> None:
+        job = manifest.job if isinstance(manifest, SaveManifest) else "another job"
+        _log.warning(
+            "%s: step %d was saved here by %s while this job runs: give each job a directory of its own, or end one; "
+            "this job removes none of the other's saves",
+            self.path,
+            step,
+            job,
+        )
+
+    def _remove_others(self, current: int, known: set[int]) -> None:
+        """Remove the saves that are not kept; a failure is logged, and the next save tries again. Root only."""
+        try:
+            saves = {step: one for step, one in read_saves(self.path).items() if isinstance(one, SaveManifest)}
+            for step in self._retention.obsolete(saves):
+                if step != current and step in known:
+                    self._remove(step)
+        except StateExchangeError as error:
+            _log.warning("cannot look for old saves: %s", error)
+
+    def _remove(self, step: int) -> None:
+        try:
+            remove_save(self.path, step)
+            _log.info("removed the save of step %d in %s", step, self.path)
+        except NotFoundError:
+            return
+        except StateExchangeError as error:
+            _log.warning("cannot remove an old save: %s", error)
+
+    def _wait(self) -> None:
+        """Wait for a save in the background, and raise its failure unless the caller has received it."""
+        last, self._last = self._last, None
+        if last is not None:
+            raise_unreported(last)
+
+    # Loading
+
+    def load(
+        self, state: State, step: int | None = None, *, missing_ok: bool = True, **options: Any
+    ) -> LoadReport | None:
+        """Load the newest save, or that of `step`, into `state`, in place.
+
+        Collective. World size, mesh and placements may differ from those of the save.
+
+        Args:
+            state: as for `load_checkpoint`.
+            step: the step to load; by default the newest.
+            missing_ok: return None if there is no save yet; else that is a NotFoundError.
+            options: `strict`, `include`, `rename`, `dtype`, `replicas` and `on_progress` of `load_checkpoint`.
+
+        Returns:
+            The report, whose `step` is the one that was loaded. None on all ranks if `step` is None and the directory
+            is absent, is empty, or has only unfinished saves.
+
+        Raises:
+            NotFoundError: there is no save of `step`, or with ``missing_ok=False`` none at all.
+            InvalidArgumentError: the directory has other content, and no saves.
+            StateExchangeError: as `load_checkpoint`.
+
+        Example:
+            >>> import torch
+            >>> import statexchange as sx
+            >>> saves = sx.Checkpoints("saves")
+            >>> state = {"w": torch.zeros(2)}
+            >>> saves.load(state) is None
+            True
+            >>> report = saves.save({"w": torch.ones(2)}, 100)
+            >>> saves.load(state).step, state["w"]
+            (100, tensor([1., 1.]))
+        """
+        comm = as_communicator(self._comm)
+        with public_call("Checkpoints.load"):
+            for attempt in range(_ATTEMPTS):
+                chosen = self._choose(step, missing_ok=missing_ok, comm=comm)
+                if chosen is None:
+                    return None
+                path = os.path.join(self.path, step_name(chosen))
+                try:
+                    report = load_checkpoint(
+                        state,
+                        path,
+                        comm=comm,
+                        layout=self._layout,
+                        stall_timeout_s=self._stall_timeout_s,
+                        **options,
+                    )
+                except NotFoundError as error:  # on all ranks: its names are missing, or the save was removed
+                    if attempt + 1 == _ATTEMPTS or not self._was_removed(chosen, comm):
+                        raise
+                    if step is not None:
+                        text = f"step {chosen} was removed while it was opened"
+                        raise NotFoundError(text, path=path) from error
+                    continue
+                self._pace.note_save(None)
+                return report
+        raise AssertionError("the last attempt raises")
+
+    def _choose(self, step: int | None, *, missing_ok: bool, comm: Communicator) -> int | None:
+        """Return the step to load, as rank 0 finds it; None without a save. Collective."""
+        chosen: int | None = None
+        with comm.phase("looking for saves"):
+            self._wait()
+            wanted = None if step is None else _whole(step, "step")
+            if comm.rank == 0:
+                saves = read_saves(self.path)
+                if self._known is None:
+                    self._known = set(saves)
+                chosen = self._step_of(saves, wanted, missing_ok=missing_ok)
+        sent = comm.broadcast_object(chosen)
+        return records.parsed(sent, lambda raw: records.optional(raw, records.count), "the step to load", 0)
+
+    def _step_of(self, saves: Mapping[int, object], wanted: int | None, *, missing_ok: bool) -> int | None:
+        if wanted is not None:
+            if wanted not in saves:
+                there = f"there are steps {_shown(saves)}" if saves else "there is none"
+                raise NotFoundError(f"there is no save of step {wanted}: {there}", path=self.path)
+            return wanted
+        if saves:
+            return max(saves)
+        check_only_saves(self.path)
+        if not missing_ok:
+            raise NotFoundError("there is no save here yet", path=self.path)
+        return None
+
+    def _was_removed(self, step: int, comm: Communicator) -> bool:
+        """Return whether rank 0 finds the save of `step` gone. Collective."""
+        is_gone = comm.rank == 0 and step not in read_saves(self.path)
+        return bool(comm.broadcast_object(is_gone))
+
+    # The directory
+
+    def steps(self) -> list[int]:
+        """Return the steps of all whole saves, oldest first.
+
+        Not collective: another rank that asks later may see more.
+
+        Returns:
+            The steps; [] if the directory does not exist.
+
+        Raises:
+            StorageError: the directory cannot be read.
+
+        Example:
+            >>> import statexchange as sx
+            >>> sx.Checkpoints("saves").steps()
+            []
+        """
+        return list(read_saves(self.path))
+
+    def latest(self) -> int | None:
+        """Return the step of the newest save; None without one. Not collective.
+
+        Returns:
+            The step.
+
+        Raises:
+            StorageError: the directory cannot be read.
+
+        Example:
+            >>> import statexchange as sx
+            >>> sx.Checkpoints("saves").latest() is None
+            True
+        """
+        return max(self.steps(), default=None)
+
+    def delete(self, step: int) -> None:
+        """Remove the save of `step`.
+
+        Collective: rank 0 removes it, and a failure is raised on all ranks.
+
+        Args:
+            step: the step.
+
+        Raises:
+            NotFoundError: there is no save of this step.
+            UnsafeError: its directory has files that are not of the save.
+            TargetExistsError: another process is saving or removing it.
+
+        Example:
+            >>> import torch
+            >>> import statexchange as sx
+            >>> saves = sx.Checkpoints("saves")
+            >>> report = saves.save({"w": torch.zeros(2)}, 100)
+            >>> saves.delete(100)
+            >>> saves.steps()
+            []
+        """
+        comm = as_communicator(self._comm)
+        with public_call("Checkpoints.delete"), comm.phase("removing the save"):
+            self._wait()
+            number = _whole(step, "step")
+            if comm.rank == 0:
+                self._step_of(read_saves(self.path), number, missing_ok=False)
+                remove_save(self.path, number)
+
+    def close(self) -> None:
+        """Wait for a save in the background, raise its failure unless `result()` has, and restore signal handlers.
+
+        Not collective.
+
+        Raises:
+            StateExchangeError: the last save in the background has failed.
+
+        Example:
+            >>> import statexchange as sx
+            >>> saves = sx.Checkpoints("saves", on_signal="SIGTERM")
+            >>> saves.close()
+        """
+        self._signals.restore()
+        self._wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # the failure inside the block counts
+            self._signals.restore()
+
+
+class _Pace:
+    """How long steps and saves take, by this rank's clock. Thread-safe enough: each number is written at once."""
+
+    def __init__(self) -> None:
+        self.step_s = 0.0  # mean over the last steps
+        self.save_s = 0.0
+        self._saved_at = self._at = time.monotonic()
+        self._step: int | None = None
+
+    @property
+    def since_save_s(self) -> float:
+        """Seconds since the last save, or since the start."""
+        return time.monotonic() - self._saved_at
+
+    def note_step(self, step: int) -> None:
+        """Count a step that has just ended."""
+        now = time.monotonic()
+        if self._step is not None and step > self._step:
+            each = (now - self._at) / (step - self._step)
+            self.step_s = each if not self.step_s else 0.8 * self.step_s + 0.2 * each
+        self._step, self._at = step, now
+
+    def note_save(self, seconds: float | None) -> None:
+        """Note the start of a save or load, or the seconds that a save took."""
+        self._saved_at = time.monotonic()
+        if seconds is not None:
+            self.save_s = seconds
+
+
+class _Signals:
+    """Handlers that note signals until the next agreement.
+
+    Attributes:
+        names: the signals.
+        is_stopping: whether any rank has received one.
+    """
+
+    def __init__(self, given: str | Sequence[str] | None) -> None:
+        self.names = _signal_names(given)
+        self.is_stopping = False
+        self._received: str | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+        if self.names and threading.current_thread() is not threading.main_thread():
+            raise InvalidArgumentError("on_signal needs the main thread: make this Checkpoints there")
+        for name in self.names:
+            number = signal.Signals[name]
+            self._previous[number] = signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 (the signature of a handler)
+        self._received = signal.Signals(number).name
+
+    def take(self) -> str | None:
+        """Return the signal that came since the last call."""
+        received, self._received = self._received, None
+        return received
+
+    def restore(self) -> None:
+        """Restore the handlers that were there before."""
+        previous, self._previous = self._previous, {}
+        for number, handler in previous.items():
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _signal_names(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    names = (given,) if isinstance(given, str) else tuple(given or ())
+    for name in names:
+        if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
+            raise InvalidArgumentError(f"on_signal takes names such as 'SIGTERM' or 'SIGUSR1', not {excerpt(name)}")
+    return names
+
+
+def _signal_and_due(raw: Any) -> tuple[str | None, bool]:
+    name, due = records.items(raw, lambda value: value)
+    return records.optional(name, records.text), records.flag(due)
+
+
+def _whole(value: Any, name: str, *, least: int = 0) -> int:
+    """Return a whole number of at least `least`; InvalidArgumentError for anything else."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidArgumentError(f"{name} must be a whole number, not {excerpt(value)}") from None
+    if number < least:
+        raise InvalidArgumentError(f"{name} must be at least {least}, not {number}")
+    return number
+
+
+def _metric(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidArgumentError(f"the metric {name!r} must be a number, not {excerpt(value)}") from None
+
+
+def _shown(steps: Iterable[int]) -> str:
+    """Return the newest steps as text."""
+    numbers = sorted(steps)
+    more = f" and {len(numbers) - 8} older ones" if len(numbers) > 8 else ""
+    return ", ".join(map(str, numbers[-8:])) + more
