@@ -449,13 +449,22 @@ def _middles(begin: float, extent: float, count: int) -> range:
     return range(first, min(last, count))
 
 
-def curve(values: Sequence[float], *, width: int = 60, height: int = 6, ascii_only: bool = False) -> list[str]:
+def curve(
+    values: Sequence[float],
+    *,
+    width: int = 60,
+    height: int = 6,
+    limits: tuple[float, float] | None = None,
+    indent: int = 0,
+    ascii_only: bool = False,
+) -> list[str]:
     """Return a curve of `values` as lines of text, labelled with the highest and the lowest value.
 
-    With more values than columns, each column shows a mean.
+    With more values than columns, each column shows a mean. `limits` are the values at the bottom and the top, by
+    default the lowest and the highest; `indent` is the number of empty columns before the curve.
     """
     columns = [_mean(part) for part in _parts(values, min(width, len(values)))]
-    low, high = min(columns), max(columns)
+    low, high = (min(columns), max(columns)) if limits is None else limits
     levels = 1 if ascii_only else 8
     heights = [1 + round((value - low) / ((high - low) or 1) * (height * levels - 1)) for value in columns]
     rows = []
@@ -467,7 +476,7 @@ def curve(values: Sequence[float], *, width: int = 60, height: int = 6, ascii_on
         elif row == 0:
             note = f"{low:.2f}"
         characters = " #" if ascii_only else _LEVELS
-        rows.append(f"{note:>6} |" + "".join(characters[value] for value in level))
+        rows.append(f"{note:>6} |" + " " * indent + "".join(characters[value] for value in level))
     return [row.rstrip() for row in rows]
 
 

@@ -131,8 +131,8 @@ def test_the_demo_prints_what_its_page_shows(demo: tuple[Path, str]) -> None:
         for lines in (page_block("output: statexchange demo"), text)
     )
     assert shown == printed
-    first, last = re.search(r"loss (\S+) to (\S+) in 100 steps", text).groups()
-    assert float(first) > 5
+    assert "loss on 4 ranks, killed after step 60 of 100" in text
+    last = re.search(r"resumed from the save of step 50: (\S+) at the end", text)[1]
     assert float(last) < 2.6
     assert "tensors bit-equal   30/30" in text
 
