@@ -242,7 +242,9 @@ KILLED = [
 PUBLISHED = [("while root publishes", 0), ("renameat2", 2)]  # at, when: after the two directories were exchanged
 
 
-@pytest.mark.parametrize(("verb", "rank", "at", "how", "when", "phase"), by_default(KILLED, 1, 6, 7, 11, 14, 16, 19, 20, 23))
+@pytest.mark.parametrize(
+    ("verb", "rank", "at", "how", "when", "phase"), by_default(KILLED, 1, 6, 7, 11, 14, 16, 19, 20, 23)
+)
 def test_a_killed_rank(
     verb: str, rank: int, at: str, how: str, when: int, phase: str, prepared: Path, tmp_path: Path
 ) -> None:
