@@ -147,17 +147,21 @@ def read_manifest(store: Store) -> SaveManifest:
 def removable_files(store: Store) -> list[str]:
     """Return the files of a save in the order of their removal: the manifest first, so that it is no save any more.
 
+    An empty directory has none.
+
     Raises:
         UnsafeError: there is no manifest, or an entry that it does not list.
         CorruptError: the manifest is broken.
     """
+    if not store.listing:
+        return []
     try:
         files = read_manifest(store).files
     except NotFoundError:
-        raise UnsafeError("refused to remove: this directory is no save of statexchange", path=store.path) from None
+        raise UnsafeError("refused to replace or remove: this directory is not a save", path=store.path) from None
     unlisted = sorted(store.listing.keys() - {MANIFEST, *files})
     if unlisted:
-        text = f"refused to remove: {unlisted[0]!r} is not a file of this save; move it elsewhere first"
+        text = f"refused to replace or remove: {unlisted[0]!r} is not a file of this save; move it elsewhere first"
         raise UnsafeError(text, path=store.path)
     return [MANIFEST, *files]
 
