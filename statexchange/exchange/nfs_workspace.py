@@ -15,6 +15,7 @@ from statexchange.errors import InvalidArgumentError, NotFoundError, ReplacedErr
 from statexchange.exchange.staging import Staging, held_bytes
 from statexchange.settings import check_timeout, detect_launch
 from statexchange.state.describe import describe
+from statexchange.storage.save_directory import MANIFEST
 from statexchange.storage.stored_values import decode_stored
 from statexchange.storage.workspace import RankFile, RankName, Workspace, WorkspaceView
 from statexchange.tensors import from_bytes
@@ -192,6 +193,9 @@ def _tensor(file: RankFile, name: str) -> Any:
 
 def _find(view: WorkspaceView, run: str | None, rank: int, number: int | None) -> tuple[RankName | None, object]:
     """Return a rank's newest file, or that of a round, and all names that were listed on the way."""
+    if MANIFEST in view.files:
+        text = "this is a save, not a workspace of configs and weights: load_checkpoint reads it"
+        raise InvalidArgumentError(text, path=view.path)
     chosen = run if run is not None else _reading_run(view)
     rounds = view.rounds(chosen) if number is None else [number]
     seen: list[object] = [chosen, *rounds]

@@ -422,6 +422,7 @@ class DirectoryBuild(Build):
             lock.acquire(timeout=0)
         except Timeout:  # filelock also times out if it cannot make the file
             if files.stat_of(os.path.basename(lock.lock_file), self._parent_fd, self.path) is not None:
+                _refuse_others(_leftovers(self._name, self._parent_fd, self._parent), self.path)  # names the process
                 raise busy_error(None, self.path) from None
             return
         except (OSError, NotImplementedError):  # if no file can be made here, writing the owner record reports it

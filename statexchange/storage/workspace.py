@@ -184,6 +184,11 @@ class WorkspaceView:
         self._rounds: dict[tuple[str, int], Store] = {}
         self.has_changed = False
 
+    @property
+    def files(self) -> list[str]:
+        """Names of the files in the root, in which a workspace has none."""
+        return self._root.files
+
     def runs(self) -> list[str]:
         """Return the names of all runs, sorted."""
         return [name for name in self._root.directories if _RUN.fullmatch(name)]
