@@ -43,7 +43,7 @@ def format_seconds(seconds: float) -> str:
 def format_time(seconds: float) -> str:
     """Format a time since the epoch as local time: ``2026-05-31T09:07:00``; "?" for a number that is no time."""
     try:
-        return datetime.fromtimestamp(seconds).isoformat(timespec="seconds")  # noqa: DTZ006 (local time is meant)
+        return datetime.fromtimestamp(seconds).isoformat(timespec="seconds")
     except (OSError, OverflowError, ValueError):
         return "?"
 

@@ -56,7 +56,7 @@ class PruneReport:
     """The result of `prune_saves`.
 
     Attributes:
-        path: the directory.
+        path: the directory, as it was given.
         dry_run: whether nothing was removed.
         rows: each save, oldest first, then what processes left of unfinished ones.
     """
@@ -99,8 +99,8 @@ def prune_saves(
         The report.
 
     Raises:
-        NotFoundError: the directory does not exist.
-        InvalidArgumentError: it is no directory of saves, or no save has the metric of `retention`.
+        NotFoundError: the directory does not exist, or has no saves.
+        InvalidArgumentError: it is one save, or a file, or no save has the metric of `retention`.
         UnsupportedError: it is a URL.
         StorageError: it cannot be read.
 
@@ -127,7 +127,7 @@ def prune_saves(
             whole[check.step] = check.manifest
         else:
             nbytes = None if check.manifest is None else sum(check.manifest.nbytes)
-            reason = f"it is broken and does not count: {check.state}"
+            reason = f"broken, does not count: {check.state}"
             rows.append(PruneRow(check.step, (check.path,), nbytes, False, "not removed", reason, check.problems[0]))
     _check_metric(retention, whole, root)
     total = sum(sum(whole[step].nbytes) for step in retention.obsolete(whole))
@@ -145,7 +145,7 @@ def prune_saves(
         if removed is not None:
             rows.append(removed)
     rows.sort(key=lambda row: row.step)
-    return PruneReport(root, dry_run, (*rows, *_clear(root, dry_run=dry_run)))
+    return PruneReport(without_secrets(os.fspath(path)), dry_run, (*rows, *_clear(root, dry_run=dry_run)))
 
 
 def _check_metric(retention: Retention, saves: dict[int, SaveManifest], path: str) -> None:

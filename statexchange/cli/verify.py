@@ -11,12 +11,12 @@ from statexchange.cli import command as commands
 from statexchange.cli.output import Output, Row, code_of, error_record, fields_of, most_severe
 from statexchange.cli.progress import Progress
 from statexchange.errors import without_secrets
-from statexchange.units import format_bytes, format_seconds
+from statexchange.units import format_bytes, format_seconds, format_transfer
 
 if TYPE_CHECKING:
     from statexchange.errors import StateExchangeError
-    from statexchange.report.saves import SaveVerdict
     from statexchange.report.verify import VerifyReport
+    from statexchange.report.verify_saves import SaveVerdict
 
 
 @commands.command
@@ -63,7 +63,7 @@ def _show(output: Output, report: VerifyReport, seconds: float) -> None:
 
 
 def _verify_saves(output: Output, path: str) -> int:
-    from statexchange.report.saves import verify_saves
+    from statexchange.report.verify_saves import verify_saves
 
     findings: list[StateExchangeError] = []
     records: list[Row] = []
@@ -86,8 +86,7 @@ def _show_save(output: Output, verdict: SaveVerdict, seconds: float) -> None:
     """Write one line, and one for each finding."""
     read = "not read"
     if verdict.report is not None:
-        read = f"{verdict.report.num_tensors:,} tensors, {format_bytes(verdict.report.nbytes)} read in "
-        read += format_seconds(seconds)
+        read = format_transfer(verdict.report.num_tensors, verdict.report.nbytes, seconds)
     num = len(verdict.findings)
     result = "ok" if not num else "1 finding" if num == 1 else f"{num:,} findings"
     output.line(f"step {verdict.step}: {read}: {result}")

@@ -59,8 +59,8 @@ def list_save_directories(path: str) -> list[int]:
     Not collective. Such a directory is a save unless somebody has changed it.
 
     Raises:
-        NotFoundError: `path` does not exist.
-        InvalidArgumentError: it is one save, or has neither saves nor unfinished ones.
+        NotFoundError: `path` does not exist, or has neither saves nor unfinished ones.
+        InvalidArgumentError: it is one save, or a file.
     """
     with open_path(path) as opened:
         if opened.file is not None:
@@ -70,7 +70,7 @@ def list_save_directories(path: str) -> list[int]:
             raise InvalidArgumentError(text, path=path)
         if not is_saves_directory(opened.store):
             text = "there are no saves by step here: pass the directory in which Checkpoints saves"
-            raise InvalidArgumentError(text, path=path)
+            raise NotFoundError(text, path=path)
         return named_steps(opened.store)
 
 
@@ -80,8 +80,8 @@ def check_saves(path: str) -> list[SaveCheck]:
     Not collective. Of each rank's file the size and the header are read. A save that is removed meanwhile is left out.
 
     Raises:
-        NotFoundError: `path` does not exist.
-        InvalidArgumentError: it is no directory of saves.
+        NotFoundError: `path` does not exist, or has no saves.
+        InvalidArgumentError: it is one save, or a file.
     """
     found = []
     for step in list_save_directories(path):
@@ -106,7 +106,7 @@ def check_saves(path: str) -> list[SaveCheck]:
 _NO_FILE = ("has no file", "have no file")
 _TRUNCATED = ("is truncated", "are truncated")
 _TOO_LONG = ("is longer than listed", "are longer than listed")
-_BROKEN = ("is broken", "are broken")
+_BROKEN = ("has a broken header", "have broken headers")
 _UNREADABLE = ("cannot be read", "cannot be read")
 
 
