@@ -19,7 +19,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -50,6 +50,7 @@ from statexchange.storage.steps import (
     read_saves,
     remove_save,
     step_name,
+    steps_text,
 )
 from statexchange.storage.store import is_url
 from statexchange.units import format_seconds
@@ -433,7 +434,7 @@ class Checkpoints:
     def _step_of(self, saves: Mapping[int, object], wanted: int | None, *, missing_ok: bool) -> int | None:
         if wanted is not None:
             if wanted not in saves:
-                there = f"there are steps {_shown(saves)}" if saves else "there is none"
+                there = f"there are steps {steps_text(saves)}" if saves else "there is none"
                 raise NotFoundError(f"there is no save of step {wanted}: {there}", path=self.path)
             return wanted
         if saves:
@@ -635,10 +636,3 @@ def _metric(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         raise InvalidArgumentError(f"the metric {name!r} must be a number, not {excerpt(value)}") from None
-
-
-def _shown(steps: Iterable[int]) -> str:
-    """Return the newest steps as text."""
-    numbers = sorted(steps)
-    more = f" and {len(numbers) - 8} older ones" if len(numbers) > 8 else ""
-    return ", ".join(map(str, numbers[-8:])) + more

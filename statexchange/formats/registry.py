@@ -18,14 +18,14 @@ from statexchange.errors import (
     UnsupportedError,
 )
 from statexchange.formats.source import OpenCheckpoint, Source
-from statexchange.storage.opened_path import OpenedPath, read_with_retry
-from statexchange.storage.steps import list_steps, step_name
-from statexchange.storage.store import resolve_path
+from statexchange.storage.opened_path import OpenedPath, open_path, read_with_retry
+from statexchange.storage.steps import is_saves_directory, list_steps, step_name, step_of, steps_text
+from statexchange.storage.store import is_url, resolve_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["FORMATS", "Format", "open_checkpoint", "open_source"]
+__all__ = ["FORMATS", "Format", "holds_saves", "open_checkpoint", "open_source"]
 
 
 class Format(Protocol):
@@ -84,7 +84,50 @@ def open_with(path: str | os.PathLike[str], read: Callable[..., Source], *, stri
             raise ReplacedError("replaced while it was read", path=path) from source.problems[0]
         return source
 
-    return read_with_retry(path, read_once)
+    try:
+        return read_with_retry(path, read_once)
+    except NotFoundError as error:
+        raise _absent_step(path) or error from None
+
+
+def _absent_step(path: str) -> NotFoundError | None:
+    """Return the error for the path of a step that a directory of saves does not have; None for any other path."""
+    step = step_of(os.path.basename(path))
+    if step is None or is_url(path):
+        return None
+    try:
+        with open_path(os.path.dirname(path)) as opened:
+            steps = list_steps(opened.store)
+    except StateExchangeError:
+        return None
+    if not steps or step in steps:
+        return None
+    return NotFoundError(f"there is no save of step {step}: there are steps {steps_text(steps)}", path=path)
+
+
+def holds_saves(path: str | os.PathLike[str]) -> bool:
+    """Whether a local directory has saves by step, whole or unfinished, and is no checkpoint itself.
+
+    Not collective. False for a path that does not exist.
+    """
+    path = resolve_path(path, "a source")
+    if is_url(path):
+        return False
+    try:
+        return read_with_retry(path, _holds_saves)
+    except NotFoundError:
+        return False
+
+
+def _holds_saves(opened: OpenedPath) -> bool:
+    with opened:
+        if opened.file is not None or not is_saves_directory(opened.store):
+            return False
+        for name in FORMATS:
+            known: Format = import_module(f"statexchange.formats.{name}")
+            if known.matches(opened):
+                return False
+        return True
 
 
 def _check_not_repeated(source: Source) -> None:

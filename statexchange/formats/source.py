@@ -188,6 +188,11 @@ class Source:
         return self.opened.path
 
     @property
+    def is_by_rank(self) -> bool:
+        """Whether each file is of a rank, whose number it has; else files are numbered."""
+        return self.kind in ("save", "workspace", "dcp")
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all files."""
         return sum(shard_file.nbytes for shard_file in self.files)

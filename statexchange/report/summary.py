@@ -32,8 +32,11 @@ class Summary:
         dtypes: number of tensors by dtype.
         num_files: number of files.
         file_nbytes: bytes of all files.
-        run: run of a workspace.
+        run: run of a workspace, or of the job that made a save.
         round: round of a workspace.
+        step: training step of a save.
+        created: time of a save, in seconds since the epoch.
+        metrics: numbers that a job gave with a save.
         world_size: number of ranks, where the format has it.
         ranks: ranks that have files.
         aliases: names of tied tensors, with the names under which they are kept.
@@ -54,6 +57,9 @@ class Summary:
     file_nbytes: int
     run: str | None
     round: int | None
+    step: int | None
+    created: float | None
+    metrics: dict[str, float]
     world_size: int | None
     ranks: tuple[int, ...]
     aliases: dict[str, str]
@@ -116,7 +122,6 @@ def summarize(path: str | os.PathLike[str]) -> Summary:
 def _summary(path: str, source: Source) -> Summary:
     rows = tensor_rows(source)
     dtypes = Counter(row.dtype for row in rows)
-    by_rank = source.kind in ("workspace", "dcp")
     return Summary(
         kind=source.kind,
         path=path,
@@ -128,8 +133,11 @@ def _summary(path: str, source: Source) -> Summary:
         file_nbytes=source.nbytes,
         run=source.run,
         round=source.round,
+        step=source.step,
+        created=source.created,
+        metrics=dict(source.metrics),
         world_size=source.world_size,
-        ranks=tuple(dict.fromkeys(shard_file.rank for shard_file in source.files)) if by_rank else (),
+        ranks=tuple(dict.fromkeys(shard_file.rank for shard_file in source.files)) if source.is_by_rank else (),
         aliases=_aliases(source),
         num_unreadable=sum(not row.holders for row in rows),
         proven=_proven(source),

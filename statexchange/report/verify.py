@@ -129,7 +129,7 @@ class _Check:
         elif stored.digest is None:
             self.num_unproven += 1
             self._computed[number, shard.name, index] = digest.hexdigest()
-        rank = self._source.files[number].rank if self._source.kind == "workspace" else None
+        rank = self._source.files[number].rank if self._source.kind in ("save", "workspace") else None
         for problem in digest.problems(shard.name, rank):
             self.findings.append(problem)
 

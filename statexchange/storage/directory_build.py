@@ -86,7 +86,14 @@ from statexchange.storage.mounts import Mount, mount_of, warn_of_options
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["DirectoryBuild", "DirectoryRemoval", "check_directory", "open_for_writing"]
+__all__ = [
+    "DirectoryBuild",
+    "DirectoryRemoval",
+    "UnfinishedBuild",
+    "check_directory",
+    "open_for_writing",
+    "unfinished_builds",
+]
 
 _log = logging.getLogger(__name__)
 _BROKEN_RECORD_S = 60.0  # a record still incomplete after that was left by a process that died while writing it
@@ -160,6 +167,57 @@ def _read_record(name: str, dir_fd: int, path: str) -> tuple[os.stat_result | No
         return found, Owner.from_json(parse_json(data, path))
     except (NotFoundError, UnsafeError, CorruptError, StorageError, OSError, ValueError):
         return found, None
+
+
+@dataclass(frozen=True, slots=True)
+class UnfinishedBuild:
+    """What lies under the hidden names of one publisher or removal that has not ended, or was killed.
+
+    Attributes:
+        nonce: the random number in its names.
+        paths: its hidden directories; none if it has only an owner record.
+        is_removal: whether it removes a directory; else it publishes one.
+        owner: the process; None if its record is absent or incomplete.
+        state: whether the process runs, as far as can be proved.
+        nbytes: bytes of the files in its directories.
+    """
+
+    nonce: str
+    paths: tuple[str, ...]
+    is_removal: bool
+    owner: Owner | None
+    state: Literal["dead", "alive", "unknown"]
+    nbytes: int
+
+
+def unfinished_builds(path: str) -> list[UnfinishedBuild]:
+    """Return what publishers and removals have under hidden names beside the target `path`.
+
+    Not collective. [] if the parent directory does not exist.
+    """
+    parent, name = _parts(path)
+    found = []
+    try:
+        with files.directory(parent) as dir_fd:
+            for leftover in _leftovers(name, dir_fd, parent):
+                nbytes = sum(_file_bytes(hidden, dir_fd, parent) for hidden in leftover.directories)
+                paths = tuple(os.path.join(parent, hidden) for hidden in leftover.directories)
+                is_removal = bool(paths) and not leftover.partials
+                found.append(UnfinishedBuild(leftover.nonce, paths, is_removal, leftover.owner, leftover.state, nbytes))
+    except NotFoundError:
+        return []
+    return found
+
+
+def _file_bytes(name: str, dir_fd: int, parent: str) -> int:
+    """Return the bytes of the files in a hidden directory; what cannot be read counts 0."""
+    path = os.path.join(parent, name)
+    total = 0
+    with contextlib.suppress(StateExchangeError), files.directory(name, dir_fd, path) as hidden_fd:
+        for entry in files.list_names(hidden_fd, path):
+            found = files.stat_of(entry, hidden_fd, path)
+            total += 0 if found is None else found.st_size
+    return total
 
 
 def _parts(path: str) -> tuple[str, str]:
