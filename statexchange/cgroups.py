@@ -1,4 +1,4 @@
-"""Return how much memory the cgroups of this process leave it.
+"""Return how much memory this host and the cgroups of this process leave it.
 
 Beyond that the kernel does not refuse an allocation; it kills the process that uses the memory.
 """
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Headroom", "memory_headroom", "unescape_mountinfo"]
+__all__ = ["Headroom", "memory_headroom", "memory_left", "unescape_mountinfo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,22 @@ _FILES = {
 }
 _UNLIMITED = 1 << 62  # cgroup v1 reports no limit as 2**63 rounded down to a page
 _ESCAPED = re.compile(r"\\([0-7]{3})")
+
+
+def memory_left() -> tuple[int, str]:
+    """Return the bytes of memory that this process may still use, and in words what sets the limit. Not collective."""
+    room, where = _host_memory_left(), "on this host"
+    limited = memory_headroom()
+    if limited is not None and limited.nbytes < room:
+        return limited.nbytes, f"in the cgroup {limited.cgroup}"
+    return room, where
+
+
+def _host_memory_left() -> int:
+    kibibytes = {line.split()[0]: int(line.split()[1]) for line in _lines("/proc/meminfo")}
+    if not kibibytes:  # a sandbox without /proc
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 1024 * (kibibytes["MemAvailable:"] + kibibytes["SwapFree:"])
 
 
 def memory_headroom(proc: str = "/proc/self") -> Headroom | None:

@@ -31,7 +31,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from statexchange.cgroups import memory_headroom
+from statexchange.cgroups import memory_left
 from statexchange.errors import StorageError
 from statexchange.processes import Owner
 
@@ -111,16 +111,7 @@ class Arena:
 
 def _check_room(nbytes: int) -> None:
     """Raise OSError if there is too little memory: allocating more would start the OOM killer instead of failing."""
-    where = "on this host"
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            kibibytes = {line.split()[0]: int(line.split()[1]) for line in lines}
-        room = 1024 * (kibibytes["MemAvailable:"] + kibibytes["SwapFree:"])
-    except OSError:  # a sandbox without /proc
-        room = os.sysconf("SC_PHYS_PAGES") * _PAGE
-    limited = memory_headroom()
-    if limited is not None and limited.nbytes < room:
-        room, where = limited.nbytes, f"in the cgroup {limited.cgroup}"
+    room, where = memory_left()
     if nbytes > room:
         raise OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)}, {room} bytes are left {where}")
 

@@ -7,6 +7,9 @@ that is killed during a save goes on from the save before. All ranks learn from 
 save is renamed before its first file is removed, so no reader opens a part of it. Directories that have files which no
 save lists are never removed.
 
+**Memory.** With `memory` the newest save also lies in the hosts' shared memory, from which a restarted job loads
+(memory_copy.py). The disk decides what may be loaded, and has each save first.
+
 **Two jobs.** Rank 0 remembers which steps it found and saved. A step that it did not save and that was not there before
 comes from another job on the same directory, and is named in a warning. Such a step is never removed.
 """
@@ -28,6 +31,7 @@ from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
 from statexchange.errors import (
+    CorruptError,
     InvalidArgumentError,
     NotFoundError,
     StateExchangeError,
@@ -36,7 +40,8 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.exchange.background import raise_unreported
-from statexchange.exchange.load import LoadReport, load_checkpoint
+from statexchange.exchange.load import LoadReport, load_checkpoint, load_now
+from statexchange.exchange.memory_copy import COPY_ERRORS, MemoryCopies
 from statexchange.exchange.save import save_in_background, save_now
 from statexchange.exchange.saving import SaveReport, SaveRequest
 from statexchange.settings import check_timeout, restart_grace_s
@@ -85,6 +90,11 @@ class Checkpoints:
         agree_every: how often, in steps, ranks compare signals and clocks. More is cheaper, and a signal is seen later.
         grace_s: seconds between the signal and the kill, for a warning if they are too few; None is 30 under torchrun,
             else unknown.
+        memory: also keep a copy of the newest save in each host's shared memory, of the host's own ranks and of those
+            of one other host. A job that is started again on these hosts loads it from there, on any world size, if
+            all of it is there, is as new as the disk's and agrees with its digests. Without room for it there is no
+            copy, and a warning says so once. It stays in /dev/shm after the end of the job, until `delete`, or until a
+            job with `memory` finds that it is older than the disk's newest save, or that `path` is gone.
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current communicator.
         layout: rules for plain tensors that are parts of whole ones, as in `save_checkpoint`, for saves and loads.
         stall_timeout_s: limit of the time in which no rank moves a byte, in seconds.
@@ -119,6 +129,7 @@ class Checkpoints:
         on_signal: str | Sequence[str] | None = None,
         agree_every: int = 10,
         grace_s: float | None = None,
+        memory: bool = False,
         comm: CommLike | None = None,
         layout: Mapping[str, Any] | None = None,
         stall_timeout_s: float = 300.0,
@@ -133,6 +144,7 @@ class Checkpoints:
         self._agree_every = _whole(agree_every, "agree_every", least=1)
         self._grace_s = restart_grace_s() if grace_s is None else check_timeout(grace_s, "grace_s")
         self._stall_timeout_s = check_timeout(stall_timeout_s, "stall_timeout_s")
+        self._memory = MemoryCopies(self.path, self._stall_timeout_s) if memory else None
         self._comm = comm
         self._layout = layout
         self._known: set[int] | None = None  # root: steps that were there at the first look, or that this job saved
@@ -301,12 +313,14 @@ class Checkpoints:
         )
 
     def _saved(self, report: SaveReport, comm: Communicator) -> None:
-        """Note a published save; root removes those that are not kept. Not collective."""
+        """Note a published save; root removes those that are not kept. Collective if there is a copy in memory."""
         self._pace.note_save(report.seconds)
         if comm.rank == 0 and report.step is not None:
             assert self._known is not None
             self._known.add(report.step)
             self._remove_others(report.step, self._known)
+        if self._memory is not None and report.step is not None:
+            self._memory.keep(report.step, comm)
 
     def _look(self) -> None:
         """Look for steps of another job, and clean up after killed ones. Root only."""
@@ -392,6 +406,11 @@ class Checkpoints:
         """
         comm = as_communicator(self._comm)
         with public_call("Checkpoints.load"):
+            if self._memory is not None:
+                report = self._load_from_memory(state, step, self._memory, options, comm)
+                if report is not None:
+                    self._pace.note_save(None)
+                    return report
             for attempt in range(_ATTEMPTS):
                 chosen = self._choose(step, missing_ok=missing_ok, comm=comm)
                 if chosen is None:
@@ -416,6 +435,44 @@ class Checkpoints:
                 self._pace.note_save(None)
                 return report
         raise AssertionError("the last attempt raises")
+
+    def _load_from_memory(
+        self, state: State, step: int | None, copies: MemoryCopies, options: Mapping[str, Any], comm: Communicator
+    ) -> LoadReport | None:
+        """Load the copy in memory; None if it is absent, older than the disk's save or broken. Collective."""
+        began = time.perf_counter()
+        with comm.phase("looking for saves"):
+            self._wait()
+            wanted = None if step is None else _whole(step, "step")
+        copy = copies.find(wanted, comm)
+        if copy is None:
+            return None
+        if not copy.is_on_disk and comm.rank == 0:
+            text = "%s: step %d is loaded from memory, as the disk does not have it any more; delete(%d) removes it"
+            _log.warning(text, self.path, copy.step, copy.step)
+        given = {"layout": self._layout, **options}
+        on_progress = given.pop("on_progress", None)
+        try:
+            with copies.opened(copy, comm) as (path, before_reading):
+                return load_now(
+                    state,
+                    path,
+                    comm,
+                    given,
+                    stall_timeout_s=self._stall_timeout_s,
+                    on_progress=on_progress,
+                    before_reading=before_reading,
+                    began=began,
+                )
+        except COPY_ERRORS as error:  # on all ranks
+            if not copy.has_other:
+                raise
+            if comm.rank == 0:
+                text = "%s: the copy of step %d in memory is not loaded, but the disk's save: %s"
+                _log.warning(text, self.path, copy.step, error)
+            if isinstance(error, CorruptError):
+                copies.discard(copy, comm)
+            return None
 
     def _choose(self, step: int | None, *, missing_ok: bool, comm: Communicator) -> int | None:
         """Return the step to load, as rank 0 finds it; None without a save. Collective."""
@@ -486,7 +543,7 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def delete(self, step: int) -> None:
-        """Remove the save of `step`.
+        """Remove the save of `step`, and its copy in memory if there is one.
 
         Collective: rank 0 removes it, and a failure is raised on all ranks.
 
@@ -508,12 +565,17 @@ class Checkpoints:
             []
         """
         comm = as_communicator(self._comm)
-        with public_call("Checkpoints.delete"), comm.phase("removing the save"):
-            self._wait()
-            number = _whole(step, "step")
-            if comm.rank == 0:
-                self._step_of(read_saves(self.path), number, missing_ok=False)
-                remove_save(self.path, number)
+        with public_call("Checkpoints.delete"):
+            with comm.phase("removing the save"):
+                self._wait()
+                number = _whole(step, "step")
+            was_in_memory = self._memory is not None and self._memory.drop(number, comm)
+            with comm.phase("removing the save"):
+                if comm.rank == 0:
+                    saves = read_saves(self.path)
+                    if number in saves or not was_in_memory:
+                        self._step_of(saves, number, missing_ok=False)
+                        remove_save(self.path, number)
 
     def close(self) -> None:
         """Wait for a save in the background, raise its failure unless `result()` has, and restore signal handlers.

@@ -42,7 +42,7 @@ from statexchange.storage.tensorfile import digest
 from statexchange.tensors import DTYPE_NAMES, check_writable, dtype_name, mark_changed, torch_dtype
 from statexchange.units import format_transfer
 
-__all__ = ["LoadReport", "load_checkpoint"]
+__all__ = ["LoadReport", "load_checkpoint", "load_now"]
 
 _log = logging.getLogger(__name__)
 _SHOWN = 5
@@ -166,7 +166,28 @@ def load_checkpoint(
         "dtype": dtype,
         "replicas": replicas,
     }
-    load = _Load(communicator, stall_timeout_s, on_progress, began)
+    return load_now(
+        state, path, communicator, given, stall_timeout_s=stall_timeout_s, on_progress=on_progress, began=began
+    )
+
+
+def load_now(
+    state: State,
+    path: str | os.PathLike[str],
+    comm: Communicator,
+    given: Mapping[str, Any],
+    *,
+    stall_timeout_s: float,
+    on_progress: Callable[[int, int], None] | None = None,
+    before_reading: Callable[[Sequence[ReadItem]], None] | None = None,
+    began: float,
+) -> LoadReport:
+    """Load as `load_checkpoint` does, with the options `given`. Collective.
+
+    `before_reading` is called on all ranks with what this rank will read, once all is checked and before the state is
+    changed; it may be collective. The report counts seconds from `began`.
+    """
+    load = _Load(comm, stall_timeout_s, on_progress, before_reading, began)
     try:
         return load.run(state, path, given)
     except ReplacedError:  # raised on all ranks
@@ -239,11 +260,13 @@ class _Load:
         comm: Communicator,
         stall_timeout_s: float,
         on_progress: Callable[[int, int], None] | None,
+        before_reading: Callable[[Sequence[ReadItem]], None] | None,
         began: float,
     ) -> None:
         self._comm = comm
         self._stall_timeout_s = stall_timeout_s
         self._on_progress = on_progress
+        self._before_reading = before_reading
         self._began = began
 
     def run(self, state: Any, path: str | os.PathLike[str], given: Mapping[str, Any]) -> LoadReport:
@@ -275,6 +298,8 @@ class _Load:
             plan.unexpected = [name for name in plan.unexpected if all(name in names for names in by_rank)]
             if options.strict or (plan.missing and not plan.targets):  # loading nothing is never intended
                 _check_names(plan, catalog)
+        if self._before_reading is not None:
+            self._before_reading(items)
         readers = assign_readers(items, comm) if is_url(source.path) else {}
         with comm.phase("reading", timeout_s=self._stall_timeout_s):
             mark_changed(live for _, live, _ in plan.targets)

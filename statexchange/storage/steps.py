@@ -2,11 +2,16 @@
 
 The save of step 700 is the directory ``step-000000700``. It is published and removed like a checkpoint
 (directory_build.py), so a directory of that name is whole.
+
+``saves.json`` is there if the job also keeps its newest save in memory (memory_directory.py). It has random digits that
+identify this directory of saves: a copy in memory belongs to the directory whose digits it has. So a directory that was
+removed and made again, under the same path and perhaps with the same inode number, gets no copy of the old one's saves.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import re
@@ -14,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import (
+    CorruptError,
     InvalidArgumentError,
     NotFoundError,
     StateExchangeError,
@@ -21,8 +27,12 @@ from statexchange.errors import (
     TargetExistsError,
     excerpt,
 )
+from statexchange.storage.atomic import new_nonce, write_new
+from statexchange.storage.files import directory
+from statexchange.storage.json_text import parse_json
 from statexchange.storage.opened_path import open_path, read_with_retry
 from statexchange.storage.save_directory import MANIFEST, SaveManifest, read_manifest, removable_files
+from statexchange.storage.sealed_json import check_sealed, seal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -35,8 +45,10 @@ __all__ = [
     "Retention",
     "check_only_saves",
     "clear_leftovers",
+    "identity_of_saves",
     "is_saves_directory",
     "list_steps",
+    "make_identity",
     "named_steps",
     "read_saves",
     "remove_save",
@@ -46,6 +58,9 @@ __all__ = [
     "unfinished_steps",
 ]
 
+IDENTITY = "saves.json"
+_IDENTITY = re.compile(r"[0-9a-f]{16}")
+_SCHEMA = 1
 _STEP = re.compile(r"step-([0-9]{9,18})")
 _HIDDEN = re.compile(r"\.(step-[0-9]{9,18})\..+")
 
@@ -183,6 +198,46 @@ def _manifest_of(opened: OpenedPath) -> SaveManifest:
         return read_manifest(opened.store)
 
 
+def identity_of_saves(path: str) -> str | None:
+    """Return the digits that identify a directory of saves; None if it does not exist or has none. Not collective.
+
+    Raises:
+        CorruptError: the file that has them is broken.
+        StorageError: it cannot be read.
+    """
+    try:
+        with open_path(path) as opened:
+            data, shown = opened.store.read_small(IDENTITY), opened.store.path_of(IDENTITY)
+    except NotFoundError:
+        return None
+    raw: Any = parse_json(data, shown)
+    try:
+        check_sealed(raw)
+        if raw["schema"] != _SCHEMA or not _IDENTITY.fullmatch(raw["identity"]):
+            raise ValueError("it has another schema")
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptError(f"broken identity of a directory of saves: {error}; remove this file", path=shown) from None
+    return str(raw["identity"])
+
+
+def make_identity(path: str) -> str:
+    """Return the digits that identify an existing directory of saves; draw them at the first call. Root only.
+
+    Raises:
+        StateExchangeError: as `identity_of_saves`, or the file cannot be written.
+    """
+    found = identity_of_saves(path)
+    if found is not None:
+        return found
+    data = json.dumps(seal({"schema": _SCHEMA, "identity": new_nonce()})).encode()
+    with contextlib.suppress(TargetExistsError), directory(path) as dir_fd:
+        write_new(dir_fd, IDENTITY, [data], nbytes=len(data), path=os.path.join(path, IDENTITY), mode=0o666)
+    found = identity_of_saves(path)
+    if found is None:
+        raise NotFoundError("removed while it was made", path=os.path.join(path, IDENTITY))
+    return found
+
+
 def check_only_saves(path: str) -> None:
     """Raise InvalidArgumentError if a directory without a save has other content than unfinished saves.
 
@@ -191,7 +246,9 @@ def check_only_saves(path: str) -> None:
     try:
         with open_path(path) as opened:
             others = [
-                name for name in opened.store.listing if _HIDDEN.fullmatch(name) is None and step_of(name) is None
+                name
+                for name in opened.store.listing
+                if _HIDDEN.fullmatch(name) is None and step_of(name) is None and name != IDENTITY
             ]
     except NotFoundError:
         return

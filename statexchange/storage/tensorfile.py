@@ -35,6 +35,7 @@ __all__ = [
     "digest",
     "encode_header",
     "read_header",
+    "read_header_bytes",
     "storage_form",
     "write_tensor_file",
 ]
@@ -184,15 +185,9 @@ def read_header(file: StoredFile, *, whole: bool = True) -> Header:
     supported is no error: it is listed in `Header.unknown`.
     """
     size, path = file.size, file.path
-    if size < 8:
-        raise CorruptError("file is too short to be a tensor file", path=path, found=f"{size} bytes")
-    head = bytearray(8)
-    file.read_into(memoryview(head), 0)
-    (length,) = struct.unpack("<Q", head)
-    if length > MAX_HEADER_BYTES or 8 + length > size:
-        raise CorruptError("header is truncated, or this is not a safetensors file", path=path)
-    text = bytearray(length)
-    file.read_into(memoryview(text), 8)
+    text = read_header_bytes(file)
+    del text[:8]
+    length = len(text)
     if text[:1] != b"{":
         raise CorruptError("not a safetensors file: its header is not a JSON object", path=path)
     raw = parse_json(text, path)
@@ -207,6 +202,20 @@ def read_header(file: StoredFile, *, whole: bool = True) -> Header:
     _check_contiguous(entries, 8 + length, size if whole else None, path)
     known = {entry.name: entry for entry in entries if entry.dtype in ITEMSIZE}
     return Header(known, metadata, size, {entry.name: entry for entry in entries if entry.name not in known})
+
+
+def read_header_bytes(file: StoredFile) -> bytearray:
+    """Return the length and header of a file, as `encode_header` does; CorruptError if the file is shorter."""
+    if file.size < 8:
+        raise CorruptError("file is too short to be a tensor file", path=file.path, found=f"{file.size} bytes")
+    head = bytearray(8)
+    file.read_into(memoryview(head), 0)
+    (length,) = struct.unpack("<Q", head)
+    if length > MAX_HEADER_BYTES or 8 + length > file.size:
+        raise CorruptError("header is truncated, or this is not a safetensors file", path=file.path)
+    data = bytearray(8 + length)
+    file.read_into(memoryview(data), 0)
+    return data
 
 
 def _entry(name: str, fields: Any, data_start: int, path: str) -> Entry:

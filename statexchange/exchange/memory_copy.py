@@ -1,0 +1,735 @@
+"""A copy of a job's newest save in the shared memory of its hosts, from which a restarted job loads.
+
+memory_directory.py has the names on each host, and says when a copy is removed. Here is what the ranks do together.
+
+**After a save** (`MemoryCopies.keep`), which is whole on disk by then:
+
+1. Root sends the manifest of the save and the identity of the directory of saves.
+2. The first rank of each host removes the copy before, looks at the room, and opens the build of the new one.
+3. Each rank copies its file from disk, where it has just written it, so that its bytes are in the page cache.
+4. With several hosts each rank sends its file to a rank of the next host. So the loss of one host loses no file.
+5. If all ranks have succeeded, the first rank of each host publishes: only now does its part of the copy exist.
+
+The copy before is removed first, and not kept until the new one is whole, because the disk has a newer save by then: a
+load would not take it. So a host needs room for one copy, not two. A failure in any step (no room, another user's
+directory, an unreadable file) is a warning of rank 0, once; the save is on disk all the same. A job that is killed in
+any step restarts from the disk. If the save itself fails, the copy before stays: it is that of the newest save.
+
+**Before a load** (`MemoryCopies.find`, `MemoryCopies.opened`):
+
+1. Root sends the newest step on disk, or the wanted one, with the number of its save.
+2. The first rank of each host looks at its part: manifests, sizes, digests of headers. All ranks get these records and
+   choose the newest copy of which the hosts together have each file, if it is at least as new as the disk's. A copy of
+   the same step must be one of the same save.
+3. A host that lacks files, because it is new or the world size differs, makes a directory with the headers of these
+   files, which the others send. It is enough to plan the load.
+4. Once the load is planned, the hosts send each other the files that their ranks will read.
+5. Boxes of which a rank reads a part are checked against their digests before anything is changed, since reading
+   checks whole boxes only. If the disk does not have the same save, all boxes are: then the disk could not overwrite
+   each tensor that a broken copy has filled.
+
+Any error of the copy is a warning that names file and tensor, the copy is removed, and the disk takes over, on all
+ranks together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from statexchange.comm.communicator import Communicator
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    NotFoundError,
+    StateExchangeError,
+    StorageError,
+    UnsafeError,
+)
+from statexchange.exchange.reading import ReadItem
+from statexchange.sharding import records
+from statexchange.sharding.shards import Box, intersect
+from statexchange.storage import files
+from statexchange.storage.atomic import write_new
+from statexchange.storage.build import Build
+from statexchange.storage.byte_range import ByteRange
+from statexchange.storage.files import WINDOW_BYTES
+from statexchange.storage.memory_directory import HEADERS, HostCopy, MemoryDirectory, headers_to_bytes
+from statexchange.storage.opened_path import open_path
+from statexchange.storage.regions import BoxDigest, blocks, to_global
+from statexchange.storage.save_directory import MANIFEST, SaveManifest, rank_of_file
+from statexchange.storage.steps import identity_of_saves, make_identity, read_saves, step_name
+from statexchange.storage.tensorfile import digest, read_header_bytes
+
+__all__ = ["COPY_ERRORS", "MemoryCopies", "MemoryCopy"]
+
+_log = logging.getLogger(__name__)
+
+COPY_ERRORS = (CorruptError, IncompleteError, NotFoundError, StorageError, UnsafeError)
+"""What a load from a copy may raise because of the copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCopy:
+    """A copy that can be loaded.
+
+    Attributes:
+        step: the step of the save.
+        manifest: the save's manifest.
+        holders: by host, the ranks whose files it has.
+        is_on_disk: whether the disk has the same save.
+        has_other: whether the disk has a save that can be loaded instead.
+        identity: the identity of the directory of saves.
+    """
+
+    step: int
+    manifest: SaveManifest
+    holders: tuple[frozenset[int], ...]
+    is_on_disk: bool
+    has_other: bool
+    identity: str
+
+
+class MemoryCopies:
+    """The copies in memory of one directory of saves, as all ranks of a job use them.
+
+    Args:
+        path: absolute path of the directory of saves.
+    """
+
+    def __init__(self, path: str, stall_timeout_s: float) -> None:
+        self.path = path
+        self._stall_timeout_s = stall_timeout_s
+        self._has_warned = False
+
+    # After a save
+
+    def keep(self, step: int, comm: Communicator) -> None:
+        """Copy the save of `step` from disk, if it is the newest there. Collective; a failure is a warning."""
+        start = self._start(step, comm)
+        if start is None:
+            return
+        hosts = _Hosts.of(comm)
+        with contextlib.ExitStack() as building:
+            build, problem = None, None
+            if hosts.is_first:
+                try:
+                    kept = [*hosts.ranks[comm.node_rank], *hosts.ranks[hosts.previous]]
+                    directory = MemoryDirectory(self.path, start.identity)
+                    directory.sweep(step)
+                    build = building.enter_context(directory.begin(step, sorted(set(kept)), start.manifest))
+                except (StateExchangeError, OSError) as error:
+                    problem = error
+            answers = self._exchange(_Answer.of(problem, build), comm)
+            if answers is None:
+                return
+            folder = answers[hosts.first].building
+            copied = _Answer.of(None)
+            try:
+                header = self._copy_own(os.path.join(self.path, step_name(step)), folder, start.manifest, comm)
+                copied = _Answer("", "", header)
+            except (StateExchangeError, OSError) as error:
+                copied = _Answer.of(error)
+            answers = self._exchange(copied, comm)
+            if answers is None:
+                return
+            headers = [answer.header for answer in answers]
+            if hosts.number > 1:
+                failed = _send_to_next(folder, start.manifest, hosts, comm)
+                if self._exchange(_Answer.of(failed), comm) is None:
+                    return
+            problem = None
+            if build is not None:
+                try:
+                    self._publish(build, start, headers)
+                except (StateExchangeError, OSError) as error:
+                    problem = error
+            self._exchange(_Answer.of(problem), comm)
+
+    def _start(self, step: int, comm: Communicator) -> _Start | None:
+        """Return what root sends; None if the save is not the newest one. Collective."""
+        start: _Start | None = None
+        problem: BaseException | None = None
+        if comm.rank == 0:
+            try:
+                saves = read_saves(self.path)
+                manifest = saves.get(step)
+                if step == max(saves, default=None) and isinstance(manifest, SaveManifest):
+                    start = _Start(make_identity(self.path), manifest)
+            except StateExchangeError as error:
+                problem = error
+        sent = comm.broadcast_object(None if start is None else start.to_json())
+        if problem is not None:
+            self._warn(0, str(problem), comm)
+        return records.parsed(sent, lambda raw: records.optional(raw, _Start.from_json), "the save to copy", 0)
+
+    def _exchange(self, ours: _Answer, comm: Communicator) -> list[_Answer] | None:
+        """Return the answers of all ranks; None, with a warning, if one of them has failed. Collective."""
+        sent = comm.all_gather_object(ours.to_json())
+        answers = [records.parsed(raw, _Answer.from_json, "the part of a copy", rank) for rank, raw in enumerate(sent)]
+        for rank, answer in enumerate(answers):
+            if answer.problem:
+                self._warn(rank, answer.problem, comm)
+                return None
+        return answers
+
+    def _warn(self, rank: int, problem: str, comm: Communicator) -> None:
+        """Log once, on rank 0, why there is no copy."""
+        if comm.rank == 0 and not self._has_warned:
+            _log.warning(
+                "%s: the newest save is not kept in memory, only on disk, because of rank %d on %s: %s",
+                self.path,
+                rank,
+                comm.hosts[rank],
+                problem,
+            )
+        self._has_warned = True
+
+    def _copy_own(self, saved: str, folder: str, manifest: SaveManifest, comm: Communicator) -> str:
+        """Copy this rank's file into the directory under construction; return the digest of its header."""
+        name, nbytes = manifest.files[comm.rank], manifest.nbytes[comm.rank]
+        with open_path(saved) as opened, files.directory(folder) as dir_fd:
+            source = opened.store.open(name)
+            header = digest(read_header_bytes(source))
+
+            def parts() -> Iterator[memoryview]:
+                window = memoryview(bytearray(min(WINDOW_BYTES, source.size)))
+                for at in range(0, source.size, len(window)):
+                    part = window[: source.size - at]
+                    source.read_into(part, at)
+                    yield part
+                    comm.progress()
+
+            if source.size != nbytes:
+                raise CorruptError("size differs", path=source.path, expected=nbytes, found=source.size)
+            path = os.path.join(folder, name)
+            write_new(dir_fd, name, parts(), nbytes=nbytes, path=path, durable=False)
+            source.check_unchanged()
+        return header
+
+    def _publish(self, build: Build, start: _Start, headers: Sequence[str]) -> None:
+        """Write the digests of the headers and the manifest, and give the directory its name."""
+        manifest = start.manifest
+        build.put(HEADERS, headers_to_bytes(dict(zip(manifest.files, headers, strict=True))))
+        build.commit(MANIFEST, manifest.to_bytes())
+
+    # Before a load
+
+    def find(self, wanted: int | None, comm: Communicator) -> MemoryCopy | None:
+        """Return the copy to load, of the step `wanted` or else the newest; None if the disk's save is to be taken.
+
+        Collective. Copies that cannot be used any more are removed.
+        """
+        disk = self._disk(wanted, comm)
+        if disk is None:
+            return None
+        hosts = _Hosts.of(comm)
+        found: list[HostCopy] = []
+        if hosts.is_first:
+            directory = MemoryDirectory(self.path, disk.identity)
+            try:
+                directory.sweep(disk.newest)
+                found = directory.copies()
+            except (StateExchangeError, OSError) as error:
+                _log.warning("%s: cannot look for copies in memory: %s", self.path, error)
+        sent = comm.all_gather_object([_Part.of(one).to_json() for one in found])
+        parts = [
+            records.parsed(raw, lambda raw: records.items(raw, _Part.from_json), "its copies", rank)
+            for rank, raw in enumerate(sent)
+        ]
+        by_host = [[part for part in parts[first] if disk.may_be(part, wanted)] for first in hosts.firsts]
+        for first, of_host in zip(hosts.firsts, by_host, strict=True):
+            for part in of_host:
+                if part.problem and comm.rank == 0:
+                    text = "%s: the copy of step %d in memory of %s cannot be used: %s"
+                    _log.warning(text, self.path, part.step, comm.hosts[first], part.problem)
+        best = _newest_whole(by_host)
+        if best is None:
+            return None
+        holders = tuple(_ranks_of(best, of_host) for of_host in by_host)
+        root = next(first for first, here in zip(hosts.firsts, holders, strict=True) if here)
+        manifest = next((one.manifest for one in found if one.manifest and _Part.of(one).is_of(best)), None)
+        text = comm.broadcast_object(None if manifest is None else manifest.to_bytes().decode(), root=root)
+        whole = records.parsed(text, _manifest_of, "the manifest", root)
+        is_on_disk = best.step == disk.step and best.save == disk.save
+        return MemoryCopy(best.step, whole, holders, is_on_disk, disk.step is not None, disk.identity)
+
+    def _disk(self, wanted: int | None, comm: Communicator) -> _Disk | None:
+        """Return what root finds on disk; None if no copy can belong to it. Collective."""
+        disk: _Disk | None = None
+        with comm.phase("looking for saves"):
+            if comm.rank == 0:
+                identity = identity_of_saves(self.path)
+                if identity is not None:
+                    saves = read_saves(self.path)
+                    at = max(saves, default=None) if wanted is None else wanted
+                    manifest = None if at is None else saves.get(at)
+                    is_there = at is not None and at in saves
+                    save = manifest.save if isinstance(manifest, SaveManifest) else None
+                    disk = _Disk(identity, max(saves, default=None), at if is_there else None, save)
+        sent = comm.broadcast_object(None if disk is None else disk.to_json())
+        return records.parsed(sent, lambda raw: records.optional(raw, _Disk.from_json), "the saves on disk", 0)
+
+    @contextlib.contextmanager
+    def opened(
+        self, copy: MemoryCopy, comm: Communicator
+    ) -> Iterator[tuple[str, Callable[[Sequence[ReadItem]], None]]]:
+        """Yield the path of a directory with the copy, and a function that a load calls with what it will read.
+
+        Collective, as the function is.
+        """
+        directory = MemoryDirectory(self.path, copy.identity)
+        path = directory.step_path(copy.step)
+
+        def check(items: Sequence[ReadItem]) -> None:
+            with comm.phase("checking the copy in memory", timeout_s=self._stall_timeout_s):
+                _check(items, comm, every=not copy.is_on_disk)
+
+        if all(len(here) == copy.manifest.world_size for here in copy.holders):
+            yield path, check
+            return
+        with contextlib.ExitStack() as loading:
+            hosts = _Hosts.of(comm)
+            fetched = ""
+            with comm.phase("opening the copy in memory"):
+                if hosts.is_first:
+                    fetched = directory.make_loading()
+                    loading.callback(_quietly_removed, directory, fetched)
+                    _link_own(path, fetched, copy, comm.node_rank)
+            sent = comm.all_gather_object(fetched)
+            fetched = records.parsed(sent[hosts.first], records.text, "its directory", hosts.first)
+            with comm.phase("fetching headers", timeout_s=self._stall_timeout_s):
+                _fetch_headers(fetched, copy, hosts, comm)
+
+            def fetch_and_check(items: Sequence[ReadItem]) -> None:
+                needed = comm.all_gather_object(sorted(_ranks_read(items)))
+                with comm.phase("looking for room"):
+                    lacking = _lacking(needed, copy, hosts)
+                    if hosts.is_first:
+                        directory.check_room(sum(copy.manifest.nbytes[rank] for rank in lacking[comm.node_rank]))
+                with comm.phase("fetching files", timeout_s=self._stall_timeout_s):
+                    _fetch(fetched, lacking, copy, hosts, comm)
+                check(items)
+
+            yield fetched, fetch_and_check
+
+    def discard(self, copy: MemoryCopy, comm: Communicator) -> None:
+        """Remove a copy that could not be loaded. Collective; a failure is a warning."""
+        if _Hosts.of(comm).is_first:
+            try:
+                MemoryDirectory(self.path, copy.identity).drop(copy.step)
+            except (StateExchangeError, OSError) as error:
+                _log.warning("%s: cannot remove the copy of step %d in memory: %s", self.path, copy.step, error)
+
+    def drop(self, step: int, comm: Communicator) -> bool:
+        """Remove the copy of a step; return whether a host had one. Collective."""
+        dropped = False
+        with comm.phase("removing the copy in memory"):
+            identity = identity_of_saves(self.path) if comm.rank == 0 else None
+        identity = records.parsed(
+            comm.broadcast_object(identity), lambda raw: records.optional(raw, records.text), "the identity", 0
+        )
+        if identity is None:
+            return False
+        with comm.phase("removing the copy in memory"):
+            if _Hosts.of(comm).is_first:
+                dropped = MemoryDirectory(self.path, identity).drop(step)
+        return any(comm.all_gather_object(dropped))
+
+
+# What the ranks send each other
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What root sends before a copy: the identity of the directory of saves, and the save's manifest."""
+
+    identity: str
+    manifest: SaveManifest
+
+    def to_json(self) -> dict[str, Any]:
+        return {"identity": self.identity, "manifest": self.manifest.to_bytes().decode()}
+
+    @classmethod
+    def from_json(cls, raw: Any) -> _Start:
+        identity, manifest = records.fields(raw, "identity", "manifest")
+        return cls(records.text(identity), _manifest_of(manifest))
+
+
+def _manifest_of(raw: Any) -> SaveManifest:
+    return SaveManifest.parse(records.text(raw).encode(), MANIFEST)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a rank sends after a part of a copy: why it has failed, or "", and what the others need."""
+
+    problem: str = ""
+    building: str = ""
+    header: str = ""
+
+    @classmethod
+    def of(cls, problem: BaseException | None, build: Build | None = None) -> _Answer:
+        return cls("" if problem is None else str(problem), "" if build is None else build.building_path)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"problem": self.problem, "building": self.building, "header": self.header}
+
+    @classmethod
+    def from_json(cls, raw: Any) -> _Answer:
+        return cls(*map(records.text, records.fields(raw, "problem", "building", "header")))
+
+
+@dataclass(frozen=True, slots=True)
+class _Disk:
+    """What root finds on disk before a load.
+
+    Attributes:
+        identity: the identity of the directory of saves.
+        newest: the newest step.
+        step: the step that would be loaded from disk; None if there is none.
+        save: the number of its save; None if its manifest is broken.
+    """
+
+    identity: str
+    newest: int | None
+    step: int | None
+    save: str | None
+
+    def may_be(self, part: _Part, wanted: int | None) -> bool:
+        """Whether a copy may be loaded instead of the disk's save, if it is whole."""
+        if wanted is not None and part.step != wanted:
+            return False
+        if self.step is None or part.step > self.step:
+            return True
+        return part.step == self.step and (part.save == self.save or self.save is None or bool(part.problem))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"identity": self.identity, "newest": self.newest, "step": self.step, "save": self.save}
+
+    @classmethod
+    def from_json(cls, raw: Any) -> _Disk:
+        identity, newest, step, save = records.fields(raw, "identity", "newest", "step", "save")
+        return cls(
+            records.text(identity),
+            records.optional(newest, records.count),
+            records.optional(step, records.count),
+            records.optional(save, records.text),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A host's part of a copy: the save's number, a digest of its manifest, and the ranks whose files are there."""
+
+    step: int
+    save: str
+    manifest: str
+    ranks: tuple[int, ...]
+    world_size: int
+    problem: str
+
+    @classmethod
+    def of(cls, copy: HostCopy) -> _Part:
+        if copy.manifest is None:
+            return cls(copy.step, "", "", (), 0, str(copy.problem))
+        manifest = copy.manifest
+        return cls(copy.step, manifest.save, digest(manifest.to_bytes()), copy.ranks, manifest.world_size, "")
+
+    def is_of(self, other: _Part) -> bool:
+        """Whether both are parts of one copy."""
+        return (self.step, self.save, self.manifest) == (other.step, other.save, other.manifest)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "save": self.save,
+            "manifest": self.manifest,
+            "ranks": list(self.ranks),
+            "world_size": self.world_size,
+            "problem": self.problem,
+        }
+
+    @classmethod
+    def from_json(cls, raw: Any) -> _Part:
+        step, save, manifest, ranks, size, problem = records.fields(
+            raw, "step", "save", "manifest", "ranks", "world_size", "problem"
+        )
+        world_size = records.count(size)
+        return cls(
+            records.count(step),
+            records.text(save),
+            records.text(manifest),
+            records.items(ranks, lambda rank: records.count(rank, world_size)),
+            world_size,
+            records.text(problem),
+        )
+
+
+def _ranks_of(part: _Part, of_host: Sequence[_Part]) -> frozenset[int]:
+    """Return the ranks whose files of a copy a host has."""
+    return frozenset(rank for one in of_host if one.is_of(part) for rank in one.ranks)
+
+
+def _newest_whole(by_host: Sequence[Sequence[_Part]]) -> _Part | None:
+    """Return a part of the newest copy of which the hosts together have each file; None without one."""
+    parts = [part for of_host in by_host for part in of_host if not part.problem]
+    for part in sorted(parts, key=lambda part: part.step, reverse=True):
+        here = frozenset[int]().union(*(_ranks_of(part, of_host) for of_host in by_host))
+        if len(here) == part.world_size:
+            return part
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Hosts:
+    """The hosts of a communicator: the ranks of each, and the first one, which makes and removes directories."""
+
+    ranks: tuple[tuple[int, ...], ...]
+    rank: int
+    node: int
+
+    @classmethod
+    def of(cls, comm: Communicator) -> _Hosts:
+        by_host: list[list[int]] = [[] for _ in range(comm.num_nodes)]
+        for rank, node in enumerate(comm.nodes):
+            by_host[node].append(rank)
+        return cls(tuple(map(tuple, by_host)), comm.rank, comm.node_rank)
+
+    @property
+    def number(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def firsts(self) -> list[int]:
+        return [ranks[0] for ranks in self.ranks]
+
+    @property
+    def first(self) -> int:
+        """The first rank of this host."""
+        return self.ranks[self.node][0]
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == self.first
+
+    @property
+    def previous(self) -> int:
+        """The host whose files this one keeps too; itself if it is the only one."""
+        return (self.node - 1) % self.number
+
+    def of_file(self, node: int, rank: int) -> int:
+        """Return the rank of a host that sends or receives the file of `rank`."""
+        return self.ranks[node][rank % len(self.ranks[node])]
+
+
+# Files between hosts
+
+
+def _send_to_next(folder: str, manifest: SaveManifest, hosts: _Hosts, comm: Communicator) -> BaseException | None:
+    """Send this rank's file to the next host, and receive those of the host before. Collective; return a failure.
+
+    Every rank goes through the moves in one order, so that no two wait for each other. Those of every other host come
+    first: these hosts send while their neighbours receive.
+    """
+    moves = [
+        (node % 2, rank, hosts.of_file((node + 1) % hosts.number, rank))
+        for node, ranks in enumerate(hosts.ranks)
+        for rank in ranks
+    ]
+    failure: BaseException | None = None
+    for _, src, dst in sorted(moves):
+        name, nbytes = manifest.files[src], manifest.nbytes[src]
+        if comm.rank == src:
+            failure = _send_file(os.path.join(folder, name), nbytes, dst, comm) or failure
+        elif comm.rank == dst:
+            failure = _receive_file(os.path.join(folder, name), nbytes, src, comm) or failure
+    return failure
+
+
+def _send_file(path: str, nbytes: int, dst: int, comm: Communicator) -> BaseException | None:
+    """Send a file window by window. After a failure go on with any bytes, so that the receiver does not wait."""
+    failure: BaseException | None = None
+    window = np.zeros(min(WINDOW_BYTES, nbytes), np.uint8)
+    with contextlib.ExitStack() as opened:
+        try:
+            fd = _opened(path, opened)
+        except StateExchangeError as error:
+            failure = error
+        for at in range(0, nbytes, len(window)):
+            part = window[: nbytes - at]
+            try:
+                if failure is None:
+                    files.pread_into(fd, part.data, at, path)
+            except StateExchangeError as error:
+                failure = error
+            comm.send(part, dst)
+            comm.progress()
+    return failure
+
+
+def _receive_file(path: str, nbytes: int, src: int, comm: Communicator) -> BaseException | None:
+    """Receive a file window by window, also after a failure to write it, so that the sender does not wait."""
+    failure: BaseException | None = None
+    window = np.zeros(min(WINDOW_BYTES, nbytes), np.uint8)
+    with contextlib.ExitStack() as opened:
+        try:
+            fd = _opened_for_writing(path, nbytes, opened)
+        except (StateExchangeError, OSError) as error:
+            failure = error
+        for at in range(0, nbytes, len(window)):
+            part = window[: nbytes - at]
+            comm.recv(part, src)
+            comm.progress()
+            try:
+                if failure is None:
+                    files.pwrite_all(fd, part.data, at, path)
+            except StateExchangeError as error:
+                failure = error
+        if failure is None:
+            os.utime(fd, ns=(0, 0))
+    return failure
+
+
+def _opened(path: str, opened: contextlib.ExitStack) -> int:
+    """Open a file for reading until the end of a block."""
+    folder, name = os.path.split(path)
+    dir_fd = opened.enter_context(files.directory(folder))
+    fd = files.open_file(name, dir_fd, path)
+    opened.callback(os.close, fd)
+    return fd
+
+
+def _opened_for_writing(path: str, nbytes: int, opened: contextlib.ExitStack) -> int:
+    """Open a file of `nbytes` for writing until the end of a block; make it if it does not exist.
+
+    A received file always has the modification time 0: a load has it open since its header was there, and would take
+    another time for another file.
+    """
+    folder, name = os.path.split(path)
+    dir_fd = opened.enter_context(files.directory(folder))
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(name, flags, 0o600, dir_fd=dir_fd)
+    opened.callback(os.close, fd)
+    os.ftruncate(fd, nbytes)
+    return fd
+
+
+def _link_own(path: str, fetched: str, copy: MemoryCopy, node: int) -> None:
+    """Give the files of this host's copy names in another directory, and write the manifest there."""
+    data = copy.manifest.to_bytes()
+    with files.directory(fetched) as dir_fd:
+        write_new(dir_fd, MANIFEST, [data], nbytes=len(data), path=os.path.join(fetched, MANIFEST), durable=False)
+    for rank in copy.holders[node]:
+        name = copy.manifest.files[rank]
+        try:
+            os.link(os.path.join(path, name), os.path.join(fetched, name), follow_symlinks=False)
+        except OSError as error:
+            raise StorageError.of(error, "link", path=os.path.join(path, name)) from error
+
+
+def _fetch_headers(fetched: str, copy: MemoryCopy, hosts: _Hosts, comm: Communicator) -> None:
+    """Send each file's header to the hosts that lack the file; there it has its size, and no other bytes. Collective.
+
+    Only the first rank of each host takes part.
+    """
+    for rank, (name, nbytes) in enumerate(zip(copy.manifest.files, copy.manifest.nbytes, strict=True)):
+        source = next(node for node, here in enumerate(copy.holders) if rank in here)
+        path = os.path.join(fetched, name)
+        for node, here in enumerate(copy.holders):
+            if rank in here:
+                continue
+            src, dst = hosts.firsts[source], hosts.firsts[node]
+            if comm.rank == src:
+                with open_path(path) as opened:
+                    header = np.frombuffer(read_header_bytes(opened.store.open(name)), np.uint8)
+                comm.send(np.array([len(header)], np.int64), dst)
+                comm.send(header, dst)
+            elif comm.rank == dst:
+                size = np.zeros(1, np.int64)
+                comm.recv(size, src)
+                received = np.zeros(int(size[0]), np.uint8)
+                comm.recv(received, src)
+                with contextlib.ExitStack() as opening:
+                    fd = _opened_for_writing(path, nbytes, opening)
+                    files.pwrite_all(fd, received.data, 0, path)
+                    os.utime(fd, ns=(0, 0))
+
+
+def _ranks_read(items: Sequence[ReadItem]) -> set[int]:
+    """Return the ranks whose files a load will read."""
+    found = set()
+    for item in items:
+        for box, stored in item.boxes.items():
+            if any(intersect(box, target) is not None for target in item.held.shard.boxes):
+                found.add(rank_of_file(os.path.basename(stored.file.path)))
+    return {rank for rank in found if rank is not None}
+
+
+def _lacking(needed: Sequence[Any], copy: MemoryCopy, hosts: _Hosts) -> list[list[int]]:
+    """Return, by host, the ranks whose files its ranks read and it does not have."""
+    size = copy.manifest.world_size
+    read = [
+        set(records.parsed(raw, lambda raw: records.items(raw, lambda n: records.count(n, size)), "the files", rank))
+        for rank, raw in enumerate(needed)
+    ]
+    return [
+        sorted(set[int]().union(*(read[rank] for rank in ranks)) - here)
+        for ranks, here in zip(hosts.ranks, copy.holders, strict=True)
+    ]
+
+
+def _fetch(fetched: str, lacking: Sequence[Sequence[int]], copy: MemoryCopy, hosts: _Hosts, comm: Communicator) -> None:
+    """Send the files that hosts lack; every rank goes through the moves in one order. Collective."""
+    failure: BaseException | None = None
+    for node, ranks in enumerate(lacking):
+        for rank in ranks:
+            sources = [source for source, here in enumerate(copy.holders) if rank in here]
+            src = hosts.of_file(sources[node % len(sources)], rank)
+            dst = hosts.of_file(node, rank)
+            path, nbytes = os.path.join(fetched, copy.manifest.files[rank]), copy.manifest.nbytes[rank]
+            if comm.rank == src:
+                failure = _send_file(path, nbytes, dst, comm) or failure
+            elif comm.rank == dst:
+                failure = _receive_file(path, nbytes, src, comm) or failure
+    if failure is not None:
+        raise failure
+
+
+def _quietly_removed(directory: MemoryDirectory, path: str) -> None:
+    """Remove the directory of a load; after a failure the next one does."""
+    with contextlib.suppress(StateExchangeError):
+        directory.remove_loading(path)
+
+
+# Digests
+
+
+def _check(items: Sequence[ReadItem], comm: Communicator, *, every: bool) -> None:
+    """Compare stored boxes with their digests: those of which a part is read, or `every` one that is read."""
+    checked = set()
+    for item in items:
+        for box, stored in item.boxes.items():
+            place = (stored.file.path, stored.begin)
+            if place not in checked and _is_to_check(box, item.held.shard.boxes, every=every):
+                checked.add(place)
+                _check_box(item, box, stored, comm)
+
+
+def _is_to_check(box: Box, targets: Sequence[Box], *, every: bool) -> bool:
+    read = [shared for target in targets if (shared := intersect(box, target)) is not None]
+    return any(every or shared != box for shared in read)
+
+
+def _check_box(item: ReadItem, box: Box, stored: ByteRange, comm: Communicator) -> None:
+    found = BoxDigest(stored, box, item.stored, always=True)
+    for window, data in blocks(stored, box.shape, item.stored):
+        found.update(to_global(window, box), data)
+        comm.progress()
+    found.check(item.name)

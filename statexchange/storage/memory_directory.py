@@ -1,0 +1,343 @@
+"""The directory in one host's shared memory that has the host's part of the copy of a job's newest save.
+
+**Names.** All are below ``/dev/shm/statexchange-<uid>``, which is 0700 and must belong to this user:
+
+* ``saves-<digest>/``: for one directory of saves. The digest is that of its path, of the identity in its ``saves.json``
+  (steps.py) and of this host. So a restarted job finds it whatever its processes, ranks and world size are, and hosts
+  that share one /dev/shm have one each.
+* ``saves-<digest>/target.json``: the path, identity and host from which the digest was made.
+* ``saves-<digest>/step-000000700/``: a copy, with the names and formats of a save (save_directory.py). ``save.json``
+  lists the files of all ranks; only those of this host and its neighbour are here. ``headers.json`` has the digests of
+  their headers, as the digests in a header do not cover the header itself. A build (directory_build.py) makes the
+  directory appear as a whole, so each file that is there is complete.
+* ``saves-<digest>/.load-<nonce>.<owner>/``: files that a load has fetched from other hosts. It is removed at the end of
+  the load.
+
+**Removal.** The end of the processes says nothing, because a restart must find the copy. A copy is removed when it
+cannot be used any more:
+
+* the directory of saves has a newer step, or is being copied again;
+* the directory of saves is gone, or has another identity;
+* `.load-` directories and unfinished copies: their owner has provably ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from statexchange.cgroups import memory_left
+from statexchange.errors import CorruptError, NotFoundError, StateExchangeError, StorageError, TargetExistsError
+from statexchange.processes import Owner, host_identity
+from statexchange.storage import files
+from statexchange.storage.atomic import is_abandoned, new_nonce, write_new
+from statexchange.storage.json_text import parse_json
+from statexchange.storage.local import local_path
+from statexchange.storage.opened_path import open_path
+from statexchange.storage.save_directory import SaveManifest, read_manifest
+from statexchange.storage.sealed_json import check_sealed, seal
+from statexchange.storage.steps import clear_leftovers, identity_of_saves, step_name, step_of
+from statexchange.storage.tensorfile import digest, read_header_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from statexchange.storage.build import Build
+    from statexchange.storage.store import Store
+
+__all__ = ["HEADERS", "HostCopy", "MemoryDirectory", "headers_to_bytes"]
+
+HEADERS = "headers.json"
+_TARGET = "target.json"
+_SCHEMA = 1
+_NAME = re.compile(r"saves-[0-9a-f]{32}")
+_LOADING = re.compile(r"\.load-[0-9a-f]{16}\.(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """This host's part of the copy of one save.
+
+    Attributes:
+        step: the step of the save.
+        manifest: the save's manifest, which lists the files of all ranks; None if the copy cannot be used.
+        ranks: the ranks whose files are here.
+        problem: why it cannot be used.
+    """
+
+    step: int
+    manifest: SaveManifest | None
+    ranks: tuple[int, ...] = ()
+    problem: StateExchangeError | None = None
+
+
+class MemoryDirectory:
+    """The directory of one host and one directory of saves. Not collective.
+
+    Args:
+        saves: absolute path of the directory of saves.
+        identity: its identity.
+    """
+
+    def __init__(self, saves: str, identity: str) -> None:
+        self._target = _Target(os.path.realpath(saves), identity, host_identity())
+        self.path = local_path(f"shm://saves-{self._target.digest}")
+
+    def begin(self, step: int, ranks: Sequence[int], manifest: SaveManifest) -> Build:
+        """Remove all copies that are here, and open the build of a new one.
+
+        Raises:
+            UnsafeError: the directory, or the one above it, belongs to another user.
+            StorageError: there is too little memory.
+        """
+        from statexchange.storage.directory_build import DirectoryBuild  # for writers only
+
+        base, name = os.path.split(self.path)
+        files.make_path(base)
+        with _private(base) as base_fd:
+            files.make_directory(name, base_fd, self.path)
+            with files.directory(name, base_fd, self.path) as dir_fd:
+                files.check_private(dir_fd, self.path)
+                self._write_target(dir_fd)
+        for old in self._steps():  # a failed or killed copy costs nothing: the disk has the newest save
+            self.drop(old)
+        self.check_room(sum(manifest.nbytes[rank] for rank in ranks))
+        return DirectoryBuild(os.path.join(self.path, step_name(step)), "0" * 32, check=None, reuse=False, resume=False)
+
+    def _write_target(self, dir_fd: int) -> None:
+        data = self._target.to_bytes()
+        with contextlib.suppress(TargetExistsError):
+            path = os.path.join(self.path, _TARGET)
+            write_new(dir_fd, _TARGET, [data], nbytes=len(data), path=path, durable=False)
+
+    def check_room(self, nbytes: int) -> None:
+        """Raise StorageError if this host cannot keep `nbytes` more in memory.
+
+        Both limits count: that of the file system, whose excess is a failed write, and that of the host or its cgroup,
+        whose excess makes the kernel kill a process.
+        """
+        with files.directory(self.path) as dir_fd:
+            files.check_room(dir_fd, nbytes, self.path)
+        room, where = memory_left()
+        if nbytes > room:
+            raise StorageError(f"{nbytes} bytes are needed, and {room} are left {where}", path=self.path)
+
+    def copies(self) -> list[HostCopy]:
+        """Return what is here of each copy, newest first; [] if the directory does not exist.
+
+        Headers are compared with their digests; the tensors' bytes are not read.
+
+        Raises:
+            UnsafeError: the directory, or the one above it, belongs to another user.
+        """
+        found = []
+        for step in reversed(self._steps()):
+            with contextlib.suppress(NotFoundError), open_path(os.path.join(self.path, step_name(step))) as opened:
+                found.append(_host_copy(opened.store, step))
+        return found
+
+    def _steps(self) -> list[int]:
+        """Return the steps of the copies, oldest first."""
+        base, name = os.path.split(self.path)
+        try:
+            with _private(base) as base_fd, files.directory(name, base_fd, self.path) as dir_fd:
+                files.check_private(dir_fd, self.path)
+                names = files.list_names(dir_fd, self.path)
+        except NotFoundError:
+            return []
+        return sorted(step for found in names if (step := step_of(found)) is not None)
+
+    def step_path(self, step: int) -> str:
+        """Return the path of the copy of a step."""
+        return os.path.join(self.path, step_name(step))
+
+    def drop(self, step: int) -> bool:
+        """Remove the copy of a step; return whether there was one.
+
+        Raises:
+            StateExchangeError: it cannot be removed.
+        """
+        return _drop(self.path, step)
+
+    def make_loading(self) -> str:
+        """Make a directory for files that a load fetches from other hosts; return its path."""
+        base, name = os.path.split(self.path)
+        files.make_path(base)
+        loading = f".load-{new_nonce()}.{Owner.current().to_name()}"
+        path = os.path.join(self.path, loading)
+        with _private(base) as base_fd:
+            files.make_directory(name, base_fd, self.path)
+            with files.directory(name, base_fd, self.path) as dir_fd:
+                files.check_private(dir_fd, self.path)
+                self._write_target(dir_fd)
+                files.make_directory(loading, dir_fd, path)
+        return path
+
+    def remove_loading(self, path: str) -> None:
+        """Remove what `make_loading` has made, with its files."""
+        _remove_loading(os.path.basename(path), self.path)
+
+    def sweep(self, newest: int | None) -> None:
+        """Remove copies of steps before `newest`, unfinished copies, and the directories of other saves that are gone.
+
+        Raises:
+            StateExchangeError: something cannot be read or removed.
+        """
+        for step in self._steps():
+            if newest is not None and step < newest:
+                self.drop(step)
+        base = os.path.dirname(self.path)
+        try:
+            with _private(base) as base_fd:
+                names = [name for name in files.list_names(base_fd, base) if _NAME.fullmatch(name)]
+        except NotFoundError:
+            return
+        for name in names:
+            path = os.path.join(base, name)
+            with contextlib.suppress(NotFoundError):  # another process removes it
+                _clear(path)
+                if path != self.path:
+                    _sweep_other(path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """The content of ``target.json``: to which directory of saves, and to which host, a directory belongs."""
+
+    path: str
+    identity: str
+    host: str
+
+    @property
+    def digest(self) -> str:
+        return digest(json.dumps([self.path, self.identity, self.host]).encode())
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the directory of saves is gone, or another one has its path."""
+        return identity_of_saves(self.path) != self.identity
+
+    def to_bytes(self) -> bytes:
+        record = {"schema": _SCHEMA, "path": self.path, "identity": self.identity, "host": self.host}
+        return json.dumps(seal(record), indent=1).encode()
+
+    @classmethod
+    def read(cls, path: str) -> _Target:
+        """Return the target of the directory at `path`; raise NotFoundError or CorruptError."""
+        with open_path(path) as opened:
+            data, shown = opened.store.read_small(_TARGET), opened.store.path_of(_TARGET)
+        raw: Any = parse_json(data, shown)
+        try:
+            check_sealed(raw)
+            texts = [raw["path"], raw["identity"], raw["host"]]
+            if raw["schema"] != _SCHEMA or not all(isinstance(text, str) for text in texts):
+                raise ValueError("it has another schema")
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptError(f"broken record: {error}", path=shown) from None
+        return cls(*texts)
+
+
+@contextlib.contextmanager
+def _private(base: str) -> Iterator[int]:
+    """Open the directory of this user in shared memory; UnsafeError if another user could change files in it."""
+    parent, name = os.path.split(base)
+    with files.directory(parent) as parent_fd, files.directory(name, parent_fd, base) as base_fd:
+        files.check_private(base_fd, base)
+        yield base_fd
+
+
+def headers_to_bytes(digests: Mapping[str, str]) -> bytes:
+    """Return the text of ``headers.json``: the digest of each file's header, by the file's name."""
+    return json.dumps(seal({"schema": _SCHEMA, "headers": dict(digests)}), indent=1).encode()
+
+
+def _headers(store: Store) -> dict[str, str]:
+    path = store.path_of(HEADERS)
+    raw: Any = parse_json(store.read_small(HEADERS), path)
+    try:
+        check_sealed(raw)
+        if raw["schema"] != _SCHEMA:
+            raise ValueError("it has another schema")
+        return dict(raw["headers"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptError(f"broken digests of headers: {error}", path=path) from None
+
+
+def _host_copy(store: Store, step: int) -> HostCopy:
+    """Return what a directory has of the copy of a step."""
+    ranks = []
+    try:
+        manifest = read_manifest(store)
+        headers = _headers(store)
+        for rank, (name, nbytes) in enumerate(zip(manifest.files, manifest.nbytes, strict=True)):
+            if name not in store.listing:
+                continue
+            file = store.open(name)
+            if file.size != nbytes:
+                raise CorruptError("size differs", path=file.path, rank=rank, expected=nbytes, found=file.size)
+            found = digest(read_header_bytes(file))
+            if headers.get(name) != found:
+                text = "its header differs from its digest"
+                raise CorruptError(text, path=file.path, rank=rank, expected=headers.get(name), found=found)
+            ranks.append(rank)
+    except StateExchangeError as error:
+        return HostCopy(step, None, problem=error)
+    return HostCopy(step, manifest, tuple(ranks))
+
+
+def _drop(path: str, step: int) -> bool:
+    from statexchange.storage.directory_build import DirectoryRemoval  # for writers only
+
+    try:
+        DirectoryRemoval(os.path.join(path, step_name(step)), check=lambda _: []).run()
+    except NotFoundError:
+        return False
+    return True
+
+
+def _clear(path: str) -> None:
+    """Remove unfinished copies and loads of processes that have provably ended."""
+    clear_leftovers(path)
+    with files.directory(path) as dir_fd:
+        for name in files.list_names(dir_fd, path):
+            match = _LOADING.fullmatch(name)
+            owner = None if match is None else Owner.from_name(match[1])
+            if owner is not None and owner.is_dead:
+                _remove_loading(name, path)
+            elif is_abandoned(name):
+                files.remove_file(name, os.path.join(path, name), dir_fd)
+
+
+def _remove_loading(name: str, parent: str) -> None:
+    path = os.path.join(parent, name)
+    with contextlib.suppress(NotFoundError), files.directory(parent) as parent_fd:
+        with files.directory(name, parent_fd, path) as dir_fd:
+            for entry in files.list_names(dir_fd, path):
+                files.remove_file(entry, os.path.join(path, entry), dir_fd)
+        files.remove_directory(name, parent_fd, path)
+
+
+def _sweep_other(path: str) -> None:
+    """Remove the directory of other saves if these are gone. That of another host is left to this host."""
+    base, name = os.path.split(path)
+    try:
+        target = _Target.read(path)
+    except NotFoundError:  # its process was killed before it wrote the record
+        target = None
+    except CorruptError:
+        return
+    if target is not None:
+        if target.host != host_identity() or not target.is_gone:
+            return
+        with open_path(path) as opened:
+            steps = [step for found in opened.store.directories if (step := step_of(found)) is not None]
+        for step in steps:
+            _drop(path, step)
+        with files.directory(path) as dir_fd:
+            files.remove_file(_TARGET, os.path.join(path, _TARGET), dir_fd)
+    with files.directory(base) as base_fd:
+        files.remove_directory(name, base_fd, path)  # does nothing while a process builds or loads there
