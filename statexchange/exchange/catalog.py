@@ -159,7 +159,7 @@ class Catalog:
             rank, other = names[found[0]]
             others = f" and {len(found) - 1} other entries" if len(found) > 1 else ""
             text = _differing(f"different values of {found[0]!r}{others}", found[0], rank, other)
-            raise ReplicaError(text, name=found[0], rank=other, path=self.source.path)
+            raise ReplicaError(text, rank=other, path=self.source.path)
 
 
 def _differing(what: str, name: str, rank: int, other: int) -> str:
