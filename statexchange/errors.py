@@ -355,6 +355,18 @@ def needs_torch(what: str) -> MissingExtraError:
 
 
 @contextlib.contextmanager
+def needing_extras(what: str) -> Iterator[None]:
+    """Translate a failed import of an optional package in the block to MissingExtraError; `what` needs it."""
+    try:
+        with needing_torch(what):
+            yield
+    except ModuleNotFoundError as error:
+        if error.name not in ("accelerate", "transformers"):
+            raise
+        raise MissingExtraError(f'{what} needs {error.name}: pip install "statexchange[hf]"') from error
+
+
+@contextlib.contextmanager
 def needing_torch(what: str) -> Iterator[None]:
     """Translate a failed import of torch in the block to MissingExtraError; `what` needs torch."""
     try:

@@ -139,15 +139,36 @@ class Catalog:
                 if first == self.own_rank or self.options.replicas == "root":
                     continue
                 if None not in (known.digest, byte_range.digest) and known.digest != byte_range.digest:
-                    raise ReplicaError(
-                        f"ranks {first} and {part.rank} saved different values for region {box}: load on as many "
-                        f'ranks as have saved, so that each gets its own, or pass replicas="root" to take rank '
-                        f"{min(first, part.rank)}'s",
-                        name=name,
-                        rank=part.rank,
-                        path=part.path,
-                    )
+                    text = _differing(f"different values for region {box}", name, first, part.rank)
+                    raise ReplicaError(text, name=name, rank=part.rank, path=part.path)
         return found
+
+    def check_values(self, saved: Any, conflicts: Mapping[tuple[Any, ...], tuple[int, int]]) -> None:
+        """Raise ReplicaError for values in the saved tree that ranks saved differently, if they are to be equal.
+
+        Args:
+            saved: the tree under the state's names, without what is not loaded.
+            conflicts: two ranks that saved different values, by the keys that lead there.
+        """
+        if self.own_rank is not None or self.options.replicas == "root" or not conflicts:
+            return
+        loaded = paths_of(saved)
+        names = {self.new_name(".".join(map(str, keys))): ranks for keys, ranks in conflicts.items()}
+        found = [name for name in names if name in loaded]
+        if found:
+            rank, other = names[found[0]]
+            others = f" and {len(found) - 1} other entries" if len(found) > 1 else ""
+            text = _differing(f"different values of {found[0]!r}{others}", found[0], rank, other)
+            raise ReplicaError(text, rank=other, path=self.source.path)
+
+
+def _differing(what: str, name: str, rank: int, other: int) -> str:
+    """Return the message for what two ranks saved differently, with what can be done."""
+    return (
+        f"ranks {rank} and {other} saved {what}: load on as many ranks as have saved, so that each gets its own, "
+        f'pass exclude={name!r} to leave the state as it is there, or pass replicas="root" to take rank '
+        f"{min(rank, other)}'s"
+    )
 
 
 # The saved tree
@@ -225,15 +246,15 @@ def _renamed_optimizer(saved: Mapping[str, Any], catalog: Catalog) -> dict[str, 
 
 
 def without_unwanted(saved: Any, options: LoadOptions, places: LivePlaces) -> Any:
-    """Return a saved tree without the entries that `include` does not select.
+    """Return a saved tree without the entries that `include` does not select or `exclude` does.
 
-    A list, a tuple or the state of one object is kept whole if any entry in it is selected.
+    A list, a tuple or the state of one object is kept or left out whole.
     """
-    if not options.include or not isinstance(saved, Mapping):
+    if not (options.include or options.exclude) or not isinstance(saved, Mapping):
         return saved
     found: dict[Any, Any] = {}
     for unit in _units(saved, places):
-        if any(options.wants(place.path) for place in walk(unit.value, path=unit.path)):
+        if options.wants_object([place.path for place in walk(unit.value, path=unit.path)]):
             target = found
             for key in unit.keys[:-1]:
                 target = target.setdefault(key, {})

@@ -382,7 +382,8 @@ class Checkpoints:
             state: as for `load_checkpoint`.
             step: the step to load; by default the newest.
             missing_ok: return None if there is no save yet; else that is a NotFoundError.
-            options: `strict`, `include`, `rename`, `dtype`, `replicas` and `on_progress` of `load_checkpoint`.
+            options: `strict`, `include`, `exclude`, `rename`, `dtype`, `replicas` and `on_progress` of
+                `load_checkpoint`.
 
         Returns:
             The report, whose `step` is the one that was loaded. None on all ranks if `step` is None and the directory

@@ -134,6 +134,7 @@ class LoadOptions:
         strict: names that are missing or unexpected are an error.
         layout: rules for plain tensors of the state (`statexchange.sharding.rules`).
         include: shell patterns of names in the state; by default all are loaded.
+        exclude: shell patterns of names in the state that are not loaded.
         rename: from the source's names to the state's: a function, or (regex, replacement) pairs.
         dtype: None: dtypes must be equal; "state": floating values are cast to the dtype that the state has.
         replicas: "equal": several ranks' copies of a region must be equal, unless each rank loads its own; "root": the
@@ -146,6 +147,7 @@ class LoadOptions:
     strict: bool = True
     layout: Any = None
     include: str | Sequence[str] = ()
+    exclude: str | Sequence[str] = ()
     rename: Rename = ()
     dtype: str | None = None
     replicas: Replicas = "equal"
@@ -159,6 +161,7 @@ class LoadOptions:
         accepted = {
             "layout": self.layout if isinstance(self.layout, Layout | None) else Layout.parse(self.layout),
             "include": name_patterns("include", self.include),
+            "exclude": name_patterns("exclude", self.exclude),
             "rename": rename_rules(self.rename),
         }
         for option, value in accepted.items():
@@ -166,11 +169,23 @@ class LoadOptions:
 
     def wants(self, name: str) -> bool:
         """Whether the state's tensor or value with this name is loaded."""
+        return self._includes(name) and not self._excludes(name)
+
+    def wants_object(self, names: Sequence[str]) -> bool:
+        """Whether an object whose state has these names is loaded: include takes it whole, and exclude leaves it."""
+        return any(map(self._includes, names)) and not any(map(self._excludes, names))
+
+    def _includes(self, name: str) -> bool:
         return not self.include or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.include)
+
+    def _excludes(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude)
 
     def may_want(self, path: str) -> bool:
         """Whether anything below `path` may be loaded."""
         begin = f"{path}."
+        if self._excludes(path) or self._excludes(begin):
+            return False
         heads = [re.split(r"[*?[]", pattern, maxsplit=1)[0] for pattern in self.include]
         return not heads or any(head.startswith(begin) or begin.startswith(head) for head in heads)
 

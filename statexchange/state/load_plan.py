@@ -8,7 +8,7 @@ error leaves the live state as it was.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -41,21 +41,47 @@ class SavedTensor:
         self.name = name
 
 
-def merge_trees(trees: Sequence[Any]) -> Any:
-    """Merge what several ranks saved into one tree: all that any rank has; where two differ, the first rank's."""
-    first, *others = trees
-    for other in others:
-        first = _merge(first, other)
-    return first
+def merge_trees(trees: Mapping[int, Any]) -> tuple[Any, dict[tuple[Any, ...], tuple[int, int]]]:
+    """Merge what several ranks saved into one tree: all that any rank has; where two differ, the first rank's.
+
+    Args:
+        trees: each rank's tree.
+
+    Returns:
+        The tree, and the first rank and another one that saved different values, by the keys that lead to them.
+    """
+    (first, merged), *others = trees.items()
+    conflicts: dict[tuple[Any, ...], tuple[int, int]] = {}
+    for rank, other in others:
+        differing: list[tuple[Any, ...]] = []
+        merged = _merge(merged, other, (), differing)
+        for keys in differing:
+            conflicts.setdefault(keys, (first, rank))
+    return merged, conflicts
 
 
-def _merge(one: Any, other: Any) -> Any:
+def _merge(one: Any, other: Any, keys: tuple[Any, ...], differing: list[tuple[Any, ...]]) -> Any:
     if isinstance(one, dict) and isinstance(other, dict):
-        both = {key: _merge(one[key], other[key]) for key in one if key in other}
+        both = {key: _merge(one[key], other[key], (*keys, key), differing) for key in one if key in other}
         return {**other, **one, **both}
     if _are_groups(one) and _are_groups(other):
         return [*one, *other]  # of the groups that list a parameter, the first one counts
+    if not _are_equal(one, other):
+        differing.append(keys)
     return one
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two saved values are equal, NaN too; two placeholders for one tensor are."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, SavedTensor):
+        return bool(one.name == other.name)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    return bool(one == other or (one != one and other != other))
 
 
 def _are_groups(value: Any) -> bool:
