@@ -37,8 +37,7 @@ def command(output: Output, path: str, include: tuple[str, ...]) -> int:
 
     source = open_source(path, strict=False)
     rows = _selected(tensor_rows(source), include)
-    by_rank = source.kind in ("workspace", "dcp")
-    output.table(_HEADER, (_cells(row, by_rank, output.aligned) for row in rows), right=("BYTES",))
+    output.table(_HEADER, (_cells(row, source.has_ranks, output.aligned) for row in rows), right=("BYTES",))
     if source.others:
         output.message(f"entries that are not tensors: {abbreviated_list(source.others)}")
     if source.unsupported:
@@ -65,7 +64,7 @@ def _selected(rows: list[TensorRow], patterns: Sequence[str]) -> list[TensorRow]
     return [row for row in rows if not patterns or any(fnmatch.fnmatchcase(row.name, pattern) for pattern in patterns)]
 
 
-def _cells(row: TensorRow, by_rank: bool, is_rounded: bool) -> tuple[str, ...]:
+def _cells(row: TensorRow, has_ranks: bool, is_rounded: bool) -> tuple[str, ...]:
     nbytes = format_bytes(row.nbytes) if is_rounded else str(row.nbytes)
-    held_by = format_ranks(row.holders) if by_rank or len(row.holders) > 1 else row.file
+    held_by = format_ranks(row.holders) if has_ranks or len(row.holders) > 1 else row.file
     return row.name, row.dtype, shape_text(row.shape), nbytes, held_by

@@ -41,6 +41,7 @@ __all__ = [
 
 _MAX_LISTED, _MAX_NAME = 8, 100
 FormatName = Literal["workspace", "huggingface", "dcp", "torch", "rank files"]
+_KINDS_WITH_RANKS = ("workspace", "dcp", "rank files")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +176,11 @@ class Source:
             if one.unsupported is not None:
                 found.setdefault(one.name, one.unsupported)
         return found
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether each file's `rank` is the rank that wrote it; else it is the number of the file."""
+        return self.kind in _KINDS_WITH_RANKS
 
     @property
     def path(self) -> str:

@@ -116,7 +116,6 @@ def summarize(path: str | os.PathLike[str]) -> Summary:
 def _summary(path: str, source: Source) -> Summary:
     rows = tensor_rows(source)
     dtypes = Counter(row.dtype for row in rows)
-    by_rank = source.kind in ("workspace", "dcp")
     return Summary(
         kind=source.kind,
         path=path,
@@ -129,7 +128,7 @@ def _summary(path: str, source: Source) -> Summary:
         run=source.run,
         round=source.round,
         world_size=source.world_size,
-        ranks=tuple(dict.fromkeys(shard_file.rank for shard_file in source.files)) if by_rank else (),
+        ranks=tuple(dict.fromkeys(shard_file.rank for shard_file in source.files)) if source.has_ranks else (),
         aliases=_aliases(source),
         num_unreadable=sum(not row.holders for row in rows),
         proven=_proven(source),
