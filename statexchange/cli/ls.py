@@ -45,7 +45,7 @@ def command(output: Output, path: str, include: tuple[str, ...]) -> int:
         return _list_saves(output, path, include)
     source = open_source(path, strict=False)
     rows = _selected(tensor_rows(source), include)
-    output.table(_HEADER, (_cells(row, source.is_by_rank, output.aligned) for row in rows), right=("BYTES",))
+    output.table(_HEADER, (_cells(row, source.has_ranks, output.aligned) for row in rows), right=("BYTES",))
     if source.others:
         output.message(f"entries that are not tensors: {abbreviated_list(source.others)}")
     if source.unsupported:
@@ -72,9 +72,9 @@ def _selected(rows: list[TensorRow], patterns: Sequence[str]) -> list[TensorRow]
     return [row for row in rows if not patterns or any(fnmatch.fnmatchcase(row.name, pattern) for pattern in patterns)]
 
 
-def _cells(row: TensorRow, by_rank: bool, is_rounded: bool) -> tuple[str, ...]:
+def _cells(row: TensorRow, has_ranks: bool, is_rounded: bool) -> tuple[str, ...]:
     nbytes = format_bytes(row.nbytes) if is_rounded else str(row.nbytes)
-    held_by = format_ranks(row.holders) if by_rank or len(row.holders) > 1 else row.file
+    held_by = format_ranks(row.holders) if has_ranks or len(row.holders) > 1 else row.file
     return row.name, row.dtype, shape_text(row.shape), nbytes, held_by
 
 

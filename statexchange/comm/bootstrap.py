@@ -90,7 +90,9 @@ def form_communicator(
 
     `prefer` is "auto", for shared memory if all ranks share a host, and both if some do; "shm", which requires shared
     memory; or "transport", for the transport alone. `start` is called once failure detection runs: it returns the
-    transport, which then replaces `bootstrap`, and the backend for tensors of GPUs, if there is one.
+    transport, which then replaces `bootstrap`, and the backend for tensors of GPUs, if there is one. If `start` has
+    used `bootstrap`, the transport keeps it until its own `close`: rank 0's may serve a store from which other ranks
+    still read.
     """
     sweep()
     if bootstrap.world_size == 1:

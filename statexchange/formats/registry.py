@@ -29,7 +29,13 @@ __all__ = ["FORMATS", "Format", "holds_saves", "open_checkpoint", "open_source"]
 
 
 class Format(Protocol):
-    """A module that reads one kind of checkpoint."""
+    """A module that reads one kind of checkpoint.
+
+    Whatever a file holds, the outcome is a source or an error of `statexchange.errors` that names the file. Files are
+    opened by `Store.open`, JSON is read by `storage.json_text`, shapes and offsets are checked by `sharding.shards`,
+    and text from a file enters a message through `errors.excerpt`. torch is never imported, numpy only inside of
+    functions.
+    """
 
     def matches(self, opened: OpenedPath) -> bool:
         """Whether a path has this format, by its listing and at most the first bytes of a file."""
@@ -37,7 +43,9 @@ class Format(Protocol):
     def read(self, opened: OpenedPath, *, strict: bool = True) -> Source:
         """Return the source, reading headers only.
 
-        With `strict` the first missing or broken part is raised, else all are in the source's `problems`.
+        A broken file is a CorruptError. A file that an index lists and that is absent is an IncompleteError, although
+        `Store.open` raises NotFoundError: that would mean that there is no checkpoint. With `strict` the first of these
+        is raised, else all are in the source's `problems`, and the tensors that they affect in `unreadable`.
         """
 
 

@@ -41,6 +41,7 @@ __all__ = [
 
 _MAX_LISTED, _MAX_NAME = 8, 100
 FormatName = Literal["save", "workspace", "huggingface", "dcp", "torch", "rank files"]
+_KINDS_WITH_RANKS = ("save", "workspace", "dcp", "rank files")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,14 +184,14 @@ class Source:
         return found
 
     @property
+    def has_ranks(self) -> bool:
+        """Whether each file's `rank` is the rank that wrote it; else it is the number of the file."""
+        return self.kind in _KINDS_WITH_RANKS
+
+    @property
     def path(self) -> str:
         """The path or URL that was opened."""
         return self.opened.path
-
-    @property
-    def is_by_rank(self) -> bool:
-        """Whether each file is of a rank, whose number it has; else files are numbered."""
-        return self.kind in ("save", "workspace", "dcp")
 
     @property
     def nbytes(self) -> int:

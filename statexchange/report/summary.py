@@ -137,7 +137,7 @@ def _summary(path: str, source: Source) -> Summary:
         created=source.created,
         metrics=dict(source.metrics),
         world_size=source.world_size,
-        ranks=tuple(dict.fromkeys(shard_file.rank for shard_file in source.files)) if source.is_by_rank else (),
+        ranks=tuple(dict.fromkeys(shard_file.rank for shard_file in source.files)) if source.has_ranks else (),
         aliases=_aliases(source),
         num_unreadable=sum(not row.holders for row in rows),
         proven=_proven(source),

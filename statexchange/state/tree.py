@@ -143,15 +143,13 @@ def _is_dataclass(value: Any) -> bool:
 
 def _container(value: Any) -> str | None:
     """Return the kind of a container as text, equal for alike containers; None for a leaf."""
-    if _is_dataclass(value):
-        return f"dataclass {type(value).__qualname__}"
-    if isinstance(value, Mapping):
+    if children(value) is None:
+        return None
+    if isinstance(value, Mapping) and not _is_dataclass(value):
         return "dict"
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return f"namedtuple {type(value).__qualname__}"
-    if isinstance(value, list | tuple):
+    if _has_indices(value):
         return f"{'list' if isinstance(value, list) else 'tuple'} of {len(value)}"
-    return None
+    return f"{'namedtuple' if isinstance(value, tuple) else 'dataclass'} {type(value).__qualname__}"
 
 
 def children(value: Any) -> dict[Any, Any] | None:

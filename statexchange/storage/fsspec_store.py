@@ -197,7 +197,7 @@ class FsspecStore(Store):
                 found[name] = "directory" if info.get("type") == "directory" else "file"
         return found
 
-    def open(self, name: str) -> FsspecFile:
+    def _open(self, name: str) -> FsspecFile:
         """Pin the version of an object."""
         if name in self._opened:
             return self._opened[name]

@@ -297,6 +297,7 @@ class LocalFile(StoredFile):
 def _unpickled_file(store: LocalStore, name: str, identity: tuple[int, int, int, int]) -> LocalFile:
     """Open the file of a pickled `LocalFile`; raise ReplacedError if another file has its name now."""
     file = store.open(name)
+    assert isinstance(file, LocalFile)
     file.check_is(identity)
     return file
 
@@ -393,7 +394,7 @@ class LocalStore(Store):
         with self.descriptor() as fd:
             return open_file(name, fd, self.path_of(name), follow=self._follow)
 
-    def open(self, name: str) -> LocalFile:
+    def _open(self, name: str) -> LocalFile:
         """Open and pin a file."""
         return LocalFile(self, name, self._descriptors)
 

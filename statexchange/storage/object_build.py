@@ -214,7 +214,7 @@ class _FilteredStore(Store):
     def _list(self) -> dict[str, EntryKind]:
         return {name: kind for name, kind in self._store.listing.items() if name not in self._hidden}
 
-    def open(self, name: str) -> StoredFile:
+    def _open(self, name: str) -> StoredFile:
         return self._store.open(name)
 
     def below(self, name: str, *, private: bool = False) -> Store:

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Literal
 from urllib.parse import unquote
 
-from statexchange.errors import InvalidArgumentError, excerpt, without_secrets
+from statexchange.errors import InvalidArgumentError, UnsafeError, excerpt, without_secrets
 from statexchange.storage.files import bytes_of, check_size
 
 __all__ = ["EntryKind", "Store", "StoredFile", "absolute_path", "is_url", "resolve_path", "strip_file_scheme"]
@@ -143,15 +143,23 @@ class Store(ABC):
     def _list(self) -> dict[str, EntryKind]:
         """Read the directory."""
 
-    @abstractmethod
     def open(self, name: str) -> StoredFile:
-        """Open and pin a file.
+        """Open and pin a file of this directory.
+
+        `name` may come from a file, such as an index, and must not lead out of the directory.
 
         Raises:
             NotFoundError: there is no such file.
-            UnsafeError: it is not a regular file.
+            UnsafeError: it is not a regular file, or `name` is a path.
             StorageError: it cannot be opened.
         """
+        if name in ("", ".", "..") or "/" in name or os.sep in name:
+            raise UnsafeError(f"refused: {excerpt(name)} is not the name of a file in this directory", path=self.path)
+        return self._open(name)
+
+    @abstractmethod
+    def _open(self, name: str) -> StoredFile:
+        """Open and pin the file `name`, which is not a path."""
 
     @abstractmethod
     def below(self, name: str, *, private: bool = False) -> Store:

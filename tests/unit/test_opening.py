@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -21,11 +22,24 @@ import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.report.summary import summarize
 from statexchange.report.verify import verify
+from statexchange.storage.opened_path import open_path
 from statexchange.storage.workspace import Receipt, Workspace
 
 
 def publish(path: Path, value: float) -> None:
     sx.export_checkpoint({"a": np.full(3, value)}, path)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../secret", "/etc/passwd", "below/file"])
+def test_a_name_that_leads_out_of_a_directory_is_refused(name: str, tmp_path: Path) -> None:
+    publish(tmp_path / "ck", 1.0)
+    memory = fsspec.filesystem("memory")
+    memory.put(os.fspath(tmp_path / "ck"), f"{tmp_path}/ck", recursive=True)
+    for path in (f"{tmp_path}/ck", f"memory:/{tmp_path}/ck"):
+        with open_path(path) as opened:
+            assert opened.store.open("model.safetensors").size > 0
+            with pytest.raises(sx.errors.UnsafeError, match="not the name of a file"):
+                opened.store.open(name)
 
 
 def test_two_dots_after_a_link_mean_the_parent_of_its_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,9 @@
 """The interface of a backend: how ranks move bytes and reduce tensors.
 
-To add a backend, subclass `Backend` in a module of this folder and give it `all_gather_bytes` and `new_group` (and
-`send` and `recv`, if it can): every collective has a plain implementation by `all_gather_bytes` here. A backend
-overrides others for speed. `init` (init.py) chooses it, and `statexchange.testing` has a conformance suite for
-it.
+To add a backend, subclass `Backend` in a module of this folder and give it `all_gather_bytes`, `new_group`, `send` and
+`recv`: every collective has a plain implementation by `all_gather_bytes` here, which a backend overrides for speed.
+A backend without `send` and `recv` can only be a bootstrap backend (bootstrap.py). `init` (init.py) chooses it, and
+`statexchange.testing` has a conformance suite for it.
 
 Rules for an implementation. It never blocks without polling its `wait`. A method that raises keeps alive the tensors
 and requests that the transport may still touch. Tensors arrive prepared by `collectives`: one-dimensional and
@@ -90,7 +90,12 @@ class Backend(ABC):
 
     @abstractmethod
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        """Return a new backend over `ranks` of this one, in that order. Collective over those ranks only."""
+        """Return a new backend over `ranks` of this one, in that order. Collective over those ranks only.
+
+        Raises:
+            StallError: Ranks have not called within `timeout_s`; `missing` has them, by their ranks in this backend.
+                A group that can be made without the others does not wait for them.
+        """
 
     def transport(self, timeout_s: float) -> Backend:  # noqa: ARG002 (most have nothing to set up)
         """Return the backend that moves tensors between hosts: this one, or one that is made over it.
@@ -112,7 +117,7 @@ class Backend(ABC):
         """Report to ranks that wait for this one inside a collective that it will not come, and why. Not collective."""
 
     def close(self) -> None:  # noqa: B027 (most hold nothing)
-        """Free what the backend holds. Not collective."""
+        """Free what the backend holds, also the backend over which it was made. Not collective."""
 
     def empty(self, nbytes: int, wait: Wait) -> torch.Tensor:  # noqa: ARG002 (shared memory uses it)
         """Return `nbytes` (> 0) of uint8 memory that this backend reduces fastest. Collective, with equal `nbytes`."""
