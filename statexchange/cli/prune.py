@@ -46,12 +46,12 @@ def command(
     best: tuple[str, str] | None,
     dry_run: bool,
 ) -> int:
-    """Remove saves from PATH, the directory of a job's saves, except the newest.
+    """Remove the saves of a job at PATH, except the newest ones.
 
-    Also removes what killed processes left of unfinished saves. A broken save
-    does not count as one of the newest, and is not removed; nor is a directory
-    that has other files too. Each of these is a warning, and decides the exit
-    code.
+    PATH is the directory in which Checkpoints saves. What killed processes left
+    of unfinished saves is removed too. A broken save does not count as one of the
+    newest, and is not removed; nor is a directory that has other files too. Each
+    of these is a warning, and decides the exit code.
     """
     from statexchange.checkpoint.prune import prune_saves
 

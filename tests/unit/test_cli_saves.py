@@ -143,7 +143,7 @@ class Paused:
     """A process that has stopped in the middle of saving or removing a step."""
 
     def __init__(self, saved: Path, step: int, doing: str) -> None:
-        event, ending = ("sync", ".safetensors") if doing == "save" else ("unlink", "save.json")
+        event, ending = ("create", "save.json") if doing == "save" else ("unlink", "save.json")
         command = [sys.executable, "-c", PAUSED, os.fspath(saved), str(step), doing, event, ending]
         kept = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
         self.process = subprocess.Popen(
