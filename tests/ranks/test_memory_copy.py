@@ -1,0 +1,508 @@
+"""The copy of a job's newest save in shared memory: a restart loads it, or the disk's save, and never a mix."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from starting import LAUNCHED_AS, start
+from sweeps import EVERY, some
+
+import statexchange as sx
+from statexchange.comm import bootstrap
+from statexchange.storage import memory_directory
+from statexchange.testing import run_ranks
+
+BASE = Path(f"/dev/shm/statexchange-{os.getuid()}")
+ROWS = 12
+LAYOUT = {"w": {"dim": 0}}
+
+
+def copies_of(saves: Path) -> list[Path]:
+    """The directories in shared memory of one directory of saves."""
+    found = []
+    for record in BASE.glob("saves-*/target.json"):
+        if json.loads(record.read_text())["path"] == str(saves):
+            found.append(record.parent)
+    return found
+
+
+@pytest.fixture
+def saves(tmp_path: Path) -> Iterator[Path]:
+    """A directory of saves, whose copies in memory are removed afterwards."""
+    path = tmp_path / "saves"
+    yield path
+    for copy in copies_of(path):
+        shutil.rmtree(copy)
+
+
+def part(value: float) -> torch.Tensor:
+    rank, size = sx.get_rank(), sx.get_world_size()
+    return (
+        torch.full((ROWS // size, 1000), value)
+        + torch.arange(rank * (ROWS // size), (rank + 1) * (ROWS // size))[:, None]
+    )
+
+
+def save(path: str, *steps: int, memory: bool = True, overwrite: bool = False, background: bool = False) -> None:
+    checkpoints = sx.Checkpoints(path, memory=memory, layout=LAYOUT)
+    for step in steps:
+        state = {"w": part(100.0 * step), "step": step}
+        done: Any = checkpoints.save(state, step, overwrite=overwrite, background=background)
+        if background:
+            done.result()
+    checkpoints.close()
+
+
+def load(path: str, step: int | None = None) -> list[Any]:
+    """The step of the values, where they came from, and whether all of them are of this step."""
+    state = {"w": part(0.0) - part(0.0) - 1, "step": -1}
+    report = sx.Checkpoints(path, memory=True, layout=LAYOUT).load(state, step)
+    if report is None:
+        return [None, "nowhere", True]
+    right = torch.equal(state["w"], part(100.0 * state["step"]))
+    where = "memory" if report.path.startswith("/dev/shm/statexchange-") else "disk"
+    return [state["step"], where, right and report.step == state["step"]]
+
+
+def alone(path: Path, step: int | None = None) -> list[Any]:
+    return run_ranks(load, 1, args=(str(path), step))[0]
+
+
+@pytest.mark.parametrize("before", [1, 2, 3])
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_any_number_of_ranks_loads_what_another_has_saved(before: int, after: int, saves: Path) -> None:
+    run_ranks(save, before, args=(str(saves), 1, 2))
+    assert run_ranks(load, after, args=(str(saves),)) == [[2, "memory", True]] * after
+    assert [copy.name for one in copies_of(saves) for copy in one.glob("step-*")] == ["step-000000002"]
+
+
+def test_it_is_loaded_after_the_disk_has_lost_the_save(saves: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_ranks(save, 2, args=(str(saves), 1, 2))
+    shutil.rmtree(saves / "step-000000002")
+    assert run_ranks(load, 3, args=(str(saves),)) == [[2, "memory", True]] * 3
+    assert "step 2 is loaded from memory, as the disk does not have it any more; delete(2) removes it" in caplog.text
+    assert alone(saves, 1) == [1, "disk", True]
+    shutil.rmtree(saves / "step-000000001")
+    assert alone(saves) == [2, "memory", True]
+    run_ranks(lambda: sx.Checkpoints(saves, memory=True).delete(2), 2)
+    assert alone(saves) == [None, "nowhere", True]
+    with pytest.raises(FileNotFoundError, match="no save of step 2"):
+        sx.Checkpoints(saves, memory=True).delete(2)
+
+
+def started(backend: str, directory: str, hosts: str | None = None) -> None:
+    """Start as a rank of this backend. The ranks of a hierarchical world seem to be on several hosts."""
+    start(backend, directory, hosts)
+    memory_directory.host_identity = bootstrap.host_identity
+
+
+def launched_save(backend: str, directory: str, path: str, *steps: int) -> None:
+    started(backend, directory)
+    save(path, *steps)
+
+
+def launched_load(backend: str, directory: str, path: str) -> list[Any]:
+    started(backend, directory)
+    return load(path)
+
+
+def launched(function: Any, backend: str, world_size: int, saves: Path, *args: Any) -> list[Any]:
+    store = saves.with_name(f"store-{secrets.token_hex(4)}")
+    store.mkdir()
+    given = (backend, str(store), str(saves), *args)
+    return run_ranks(function, world_size, backend=LAUNCHED_AS[backend], args=given, timeout_s=60)
+
+
+def test_processes_of_another_launcher_find_it(saves: Path) -> None:
+    launched(launched_save, "shm", 2, saves, 5)
+    assert launched(launched_load, "mpi", 3, saves) == [[5, "memory", True]] * 3
+
+
+@pytest.mark.slow
+def test_processes_of_every_launcher_find_it(saves: Path) -> None:
+    for step, backend in enumerate(("mpi", "gloo", "shm"), 1):
+        launched(launched_save, backend, 2, saves, step)
+        for size, other in ((3, "mpi"), (2, "gloo"), (3, "shm")):
+            assert launched(launched_load, other, size, saves) == [[step, "memory", True]] * size
+
+
+# Several hosts, which share one /dev/shm here
+
+
+def hosts_save(directory: str, path: str, hosts: str, *steps: int) -> None:
+    started("hierarchical", directory, hosts)
+    save(path, *steps)
+
+
+def hosts_load(directory: str, path: str, hosts: str) -> list[Any]:
+    started("hierarchical", directory, hosts)
+    return load(path)
+
+
+def on_hosts(function: Any, hosts: str, saves: Path, *args: Any) -> list[Any]:
+    store = saves.with_name(f"store-{secrets.token_hex(4)}")
+    store.mkdir()
+    given = (str(store), str(saves), hosts, *args)
+    return run_ranks(function, len(hosts), backend="processes", args=given, timeout_s=60)
+
+
+def by_host(saves: Path, step: int) -> dict[str, str]:
+    """The ranks whose files each host has."""
+    found = {}
+    for copy in copies_of(saves):
+        files = sorted((copy / f"step-{step:09d}").glob("rank-*"))
+        found[json.loads((copy / "target.json").read_text())["host"]] = "".join(file.name[9] for file in files)
+    return found
+
+
+def lose(saves: Path, host: str) -> None:
+    (lost,) = [one for one in copies_of(saves) if json.loads((one / "target.json").read_text())["host"] == host]
+    shutil.rmtree(lost)
+
+
+def test_each_host_keeps_the_files_of_the_one_before_it_and_any_one_may_be_lost(saves: Path) -> None:
+    on_hosts(hosts_save, "abc", saves, 1, 2)
+    assert by_host(saves, 2) == {"a": "02", "b": "01", "c": "12"}
+    assert on_hosts(hosts_load, "abc", saves) == [[2, "memory", True]] * 3
+    lose(saves, "b")
+    assert on_hosts(hosts_load, "abc", saves) == [[2, "memory", True]] * 3  # a new host of this name
+    assert on_hosts(hosts_load, "dacc", saves) == [[2, "memory", True]] * 4  # other hosts and another world size
+    assert all(not list(copy.glob(".load-*")) for copy in copies_of(saves))
+    lose(saves, "a")
+    assert on_hosts(hosts_load, "abc", saves) == [[2, "disk", True]] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [("aab", "abb"), ("abba", "baab"), ("aabc", "cb"), ("abcd", "bbdd")])
+def test_hosts_in_any_order_and_number(before: str, after: str, saves: Path) -> None:
+    on_hosts(hosts_save, before, saves, 1)
+    assert on_hosts(hosts_load, after, saves) == [[1, "memory", True]] * len(after)
+
+
+def test_a_flipped_bit_on_another_host_is_found(saves: Path) -> None:
+    on_hosts(hosts_save, "aab", saves, 1)
+    for copy in copies_of(saves):
+        if json.loads((copy / "target.json").read_text())["host"] == "b":
+            flip(copy / "step-000000001/rank-00002-of-00003.safetensors", -9)
+    lose(saves, "a")
+    assert on_hosts(hosts_load, "bac", saves) == [[1, "disk", True]] * 3
+
+
+def test_a_save_in_the_background_is_copied_too(saves: Path) -> None:
+    run_ranks(background, 2, args=(str(saves),))
+    assert run_ranks(load, 2, args=(str(saves),)) == [[4, "memory", True]] * 2
+
+
+def background(path: str) -> None:
+    save(path, 3, 4, background=True)
+
+
+# What is not taken
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def whole_copy(saves: Path, step: int) -> Path:
+    (found,) = copies_of(saves)
+    return found / f"step-{step:09d}"
+
+
+@pytest.mark.parametrize("readers", [1, 2, 3])
+def test_one_flipped_bit_is_named_and_the_disk_takes_over(
+    readers: int, saves: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_ranks(save, 2, args=(str(saves), 7))
+    name = "rank-00001-of-00002.safetensors"
+    flip(whole_copy(saves, 7) / name, -9)
+    assert run_ranks(load, readers, args=(str(saves),)) == [[7, "disk", True]] * readers
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "bytes differ from their digest" in warning
+    assert "'w'" in warning
+    assert name in warning
+    assert not whole_copy(saves, 7).exists()  # it is not tried again
+
+
+@EVERY
+def test_any_flipped_bit_is_found(every: int, saves: Path) -> None:
+    run_ranks(save, 1, args=(str(saves), 7))
+    kept = saves.with_name("kept")
+    shutil.copytree(whole_copy(saves, 7), kept)
+    for file in sorted(kept.iterdir()):
+        size = file.stat().st_size
+        header = size - ROWS * 1000 * 4 if file.suffix == ".safetensors" else size
+        places = [*range(0, header, 7), *range(header, size, 5000)]
+        for at in some(places, 2 * every):
+            shutil.rmtree(whole_copy(saves, 7), ignore_errors=True)
+            shutil.copytree(kept, whole_copy(saves, 7))
+            flip(whole_copy(saves, 7) / file.name, at)
+            assert alone(saves) == [7, "disk", True], (file.name, at)
+
+
+def test_without_a_save_on_disk_a_broken_copy_is_an_error_and_changes_nothing(saves: Path) -> None:
+    run_ranks(save, 2, args=(str(saves), 7))
+    flip(whole_copy(saves, 7) / "rank-00001-of-00002.safetensors", -9)
+    shutil.rmtree(saves / "step-000000007")
+    state = {"w": torch.zeros(ROWS, 1000), "step": -1}
+    with pytest.raises(sx.errors.CorruptError, match=r"bytes differ from their digest.*'w'"):
+        sx.Checkpoints(saves, memory=True).load(state)
+    assert state["step"] == -1
+    assert not state["w"].any()
+
+
+@pytest.mark.parametrize("lost", ["rank-00000-of-00002.safetensors", "save.json", "headers.json"])
+def test_a_copy_that_lacks_a_file_is_not_taken(lost: str, saves: Path) -> None:
+    run_ranks(save, 2, args=(str(saves), 7))
+    (whole_copy(saves, 7) / lost).unlink()
+    assert run_ranks(load, 2, args=(str(saves),)) == [[7, "disk", True]] * 2
+
+
+def without_memory(path: str, step: int, overwrite: bool) -> None:
+    save(path, step, memory=False, overwrite=overwrite)
+
+
+def test_a_copy_that_is_older_than_the_disk_is_not_taken_and_removed(saves: Path) -> None:
+    run_ranks(save, 2, args=(str(saves), 7))
+    run_ranks(without_memory, 2, args=(str(saves), 8, False))
+    assert run_ranks(load, 2, args=(str(saves),)) == [[8, "disk", True]] * 2
+    assert not whole_copy(saves, 7).exists()
+
+
+def test_a_copy_of_a_save_that_was_overwritten_is_not_taken(saves: Path) -> None:
+    run_ranks(save, 2, args=(str(saves), 7))
+    run_ranks(without_memory, 1, args=(str(saves), 7, True))
+    assert run_ranks(load, 2, args=(str(saves),)) == [[7, "disk", True]] * 2
+    run_ranks(overwrites, 2, args=(str(saves),))
+    assert run_ranks(load, 2, args=(str(saves),)) == [[7, "memory", True]] * 2
+
+
+def overwrites(path: str) -> None:
+    save(path, 7, overwrite=True)
+
+
+def test_a_directory_that_was_made_again_or_copied_has_no_copy(saves: Path) -> None:
+    run_ranks(save, 1, args=(str(saves), 7))
+    copied = saves.with_name("copied")
+    shutil.copytree(saves, copied)
+    shutil.rmtree(copied / "step-000000007")
+    assert alone(copied) == [None, "nowhere", True]
+    shutil.rmtree(saves)
+    assert alone(saves) == [None, "nowhere", True]
+    saves.mkdir()
+    assert alone(saves) == [None, "nowhere", True]
+    run_ranks(save, 1, args=(str(saves), 1))
+    assert alone(saves) == [1, "memory", True]
+    assert len(copies_of(saves)) == 1  # that of the old directory is removed
+
+
+def test_an_older_step_that_is_saved_after_a_newer_one_does_not_replace_it(saves: Path) -> None:
+    run_ranks(save, 1, args=(str(saves), 7, 5))
+    assert alone(saves) == [7, "memory", True]
+    assert alone(saves, 5) == [5, "disk", True]
+
+
+# What is left behind
+
+
+def test_leftovers_of_jobs_that_are_gone_are_removed(saves: Path, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    run_ranks(save, 2, args=(str(gone), 7))
+    run_ranks(save, 2, args=(str(saves), 7))
+    (own,) = copies_of(saves)
+    ended = subprocess.run([sys.executable, "-c", LEAVES, str(own)], capture_output=True, text=True, check=True)
+    left = ended.stdout.split()
+    assert all((own / name).exists() for name in left)
+    shutil.rmtree(gone)
+    assert alone(saves) == [7, "memory", True]
+    assert copies_of(gone) == []
+    assert sorted(path.name for path in own.iterdir()) == ["step-000000007", "target.json"]
+
+
+LEAVES = """
+import os, sys
+from statexchange.processes import Owner
+from statexchange.storage.directory_build import DirectoryBuild
+own = sys.argv[1]
+loading = f".load-{'0' * 16}.{Owner.current().to_name()}"
+os.makedirs(f"{own}/{loading}")
+open(f"{own}/{loading}/rank-00000-of-00001.safetensors", "w").close()
+build = DirectoryBuild(f"{own}/step-000000009", "0" * 32, check=None, reuse=False, resume=False)
+print(loading, os.path.basename(build.building_path))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+# Kills
+
+JOB = """
+import json, os, signal, sys, threading
+sys.path.insert(0, {here!r})
+from test_memory_copy import save
+from statexchange.testing import run_ranks
+
+def job(path, ranks, step, kill_at):
+    calls, lock = [], threading.Lock()
+
+    def hook(event, args):
+        if event == "statexchange.storage" and not (args[1].startswith("/dev/shm/") and "saves-" not in args[1]):
+            with lock:
+                calls.append(args[0])
+                if len(calls) == kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    run_ranks(save, ranks, args=(path, step), timeout_s=60)
+    return calls
+
+for line in sys.stdin:  # each job is a process of its own, which starts sooner as a fork of this one
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(writer, str(len(job(*json.loads(line)))).encode())
+            os._exit(0)
+        finally:
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+    os.close(writer)
+    with open(reader) as pipe:
+        printed = pipe.read()
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), printed]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", JOB.format(here=str(Path(__file__).parent))]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def job(jobs: subprocess.Popen[str], *task: Any) -> int | None:
+    """The number of a job's calls; None if it was killed."""
+    assert jobs.stdin is not None
+    assert jobs.stdout is not None
+    print(json.dumps(task), file=jobs.stdin, flush=True)
+    code, printed = json.loads(jobs.stdout.readline())
+    if code == -signal.SIGKILL:
+        return None
+    assert code == 0
+    return int(printed)
+
+
+@EVERY
+@pytest.mark.timeout(900)
+def test_a_job_that_is_killed_at_any_call_goes_on_from_its_newest_save(
+    every: int, jobs: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    number = 0
+    where = set()
+    try:
+        trace = tmp_path / "trace"
+        job(jobs, str(trace), 2, 1, 0)
+        calls = job(jobs, str(trace), 2, 2, 0)
+        assert calls is not None
+        print(f"{calls} calls")
+        for number in some(range(1, calls + 1), 4 * every - 3):
+            path = tmp_path / str(number)
+            job(jobs, str(path), 2, 1, 0)
+            if job(jobs, str(path), 2, 2, number) is not None:
+                continue  # the calls of two threads vary
+            newest = max(int(found.name[5:]) for found in path.glob("step-*"))
+            found = run_ranks(load, 3, args=(str(path),))
+            assert [one[0] for one in found] == [newest] * 3, number
+            assert all(one[2] for one in found), number
+            where.add((newest, found[0][1]))
+            job(jobs, str(path), 2, 3, 0)  # no clean-up by hand
+            assert alone(path) == [3, "memory", True], number
+            (copy,) = copies_of(path)
+            assert sorted(entry.name for entry in copy.iterdir()) == ["step-000000003", "target.json"], number
+    finally:
+        for path in tmp_path.iterdir():
+            for copy in copies_of(path):
+                shutil.rmtree(copy)
+    assert {(1, "memory"), (2, "disk")} <= where, number
+
+
+# In a namespace with a /dev/shm of its own
+
+
+def in_namespace(script: str, program: str, *args: str) -> subprocess.CompletedProcess[str]:
+    command = ["unshare", "--mount", "sh", "-ec", f'{script}; exec "$0" -c "$@"', sys.executable, program, *args]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])}
+    return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=100, check=False)
+
+
+def test_without_room_there_is_no_copy_which_is_said_once(saves: Path, mounts: None) -> None:
+    program = """
+import logging, sys
+logging.basicConfig(format="%(message)s")
+from test_memory_copy import load, save
+save(sys.argv[1], 1, 2, 3)
+print(*load(sys.argv[1]))
+"""
+    done = in_namespace("mount -t tmpfs -o size=32k tmpfs /dev/shm", program, str(saves))
+    assert done.stdout == "3 disk True\n", done.stderr
+    assert done.stderr.count("the newest save is not kept in memory, only on disk, because of rank 0") == 1
+    assert "are free" in done.stderr
+
+
+@pytest.mark.parametrize("owner", ["others may write", "another user"])
+def test_a_directory_of_another_user_is_refused(owner: str, mounts: None) -> None:
+    program = """
+import logging, os, sys
+logging.basicConfig(format="%(message)s")
+from test_memory_copy import load, save
+if sys.argv[1] == "another user":
+    save("/tmp/first", 1)  # which imports all, as this user may not see the interpreter's files
+    load("/tmp/first")
+    os.setgid(12345)
+    os.setuid(12345)
+save("/tmp/saves", 1)
+print(*load("/tmp/saves"))
+"""
+    uid, mode = ("12345", "0755") if owner == "another user" else ("0", "0777")
+    script = (
+        "mount -t tmpfs tmpfs /dev/shm; mount -t tmpfs tmpfs /tmp; chmod 1777 /tmp /dev/shm; cd /tmp; "
+        f"mkdir -m {mode} /dev/shm/statexchange-{uid}; chown 54321 /dev/shm/statexchange-{uid}"
+    )
+    done = in_namespace(script, program, owner)
+    assert done.stdout == "1 disk True\n", done.stderr
+    assert "the newest save is not kept in memory" in done.stderr
+    assert "refused: " in done.stderr
+
+
+def test_a_save_that_fails_leaves_the_copy_before(mounts: None) -> None:
+    program = """
+import torch
+import statexchange as sx
+from test_memory_copy import load, save
+save("/tmp/saves", 1)
+try:
+    sx.Checkpoints("/tmp/saves", memory=True).save({"w": torch.zeros(1 << 20)}, 2)
+except OSError as error:
+    print(type(error).__name__)
+print(*load("/tmp/saves"))
+"""
+    script = "mount -t tmpfs tmpfs /dev/shm; mount -t tmpfs -o size=1m tmpfs /tmp; cd /tmp"
+    done = in_namespace(script, program)
+    assert done.stdout == "StorageError\n1 memory True\n", done.stderr
