@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt, needing_torch
 
@@ -23,6 +23,9 @@ __all__ = [
     "ITEMSIZE",
     "LONG_NAMES",
     "DType",
+    "TensorKindT",
+    "TensorLike",
+    "TensorT",
     "array_over",
     "as_numpy",
     "as_torch",
@@ -50,6 +53,12 @@ __all__ = [
 
 # A dtype as callers give it: torch's, numpy's, or a name such as "bfloat16" or "BF16".
 DType: TypeAlias = "str | np.dtype[Any] | torch.dtype"
+# A dense tensor as callers give it.
+TensorLike: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
+# The type of a function that returns the tensor it was given, so also of a Parameter.
+TensorT = TypeVar("TensorT", bound="torch.Tensor | np.ndarray[Any, Any]")
+# The type of a function that returns new tensors of the kind it was given: torch tensors or arrays.
+TensorKindT = TypeVar("TensorKindT", "torch.Tensor", "np.ndarray[Any, Any]")
 
 # Bytes per element by safetensors dtype name, in the order in which safetensors sorts tensors in a file.
 # C128 is our own name: safetensors has none for it, so files store it as pairs of F64.

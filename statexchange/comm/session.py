@@ -34,7 +34,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
 from statexchange import values
 from statexchange.comm import forks
@@ -152,7 +152,7 @@ class Session:
         self.callers.confirm(number)
         call.thread = None
 
-    def _compare_callers(self, call: Call, account: Any, wait: Wait) -> list[Any]:
+    def _compare_callers(self, call: Call, account: object, wait: Wait) -> list[Any]:
         """Return what each rank reports of its caller."""
         call.thread = self.callers.name_of(call.caller)
         comparison = Call.of_all(f"{call.text}, the first of its thread")
@@ -213,8 +213,9 @@ class Session:
         """Gather bytes inside a call; raise DifferentCallsError, on all ranks, if their calls differ."""
         if self.page is not None:
             return self.page.all_gather_bytes(payload, root, call.fingerprint, wait)
-        answers = self.transport.all_gather_bytes(call.mark + payload, wait)
-        if any(answer[:8] != call.mark for answer in answers):
+        fingerprint = call.fingerprint_bytes
+        answers = self.transport.all_gather_bytes(fingerprint + payload, wait)
+        if any(answer[:8] != fingerprint for answer in answers):
             raise DifferentCallsError
         return [answer[8:] for answer in answers] if root is None or root == self.rank else []
 
@@ -248,7 +249,11 @@ class Session:
 
     # Order
 
-    def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work:
+    @overload
+    def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: Literal[False]) -> T: ...
+    @overload
+    def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work[T]: ...
+    def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work[T]:
         """Run `body` after all ranks have entered, in the order of calls. Collective."""
         if self.device_backend is not None:
             call.text += f" on {backend.device_type}"
@@ -307,7 +312,7 @@ class Session:
 
     def deliver(
         self, backend: Backend, verb: str, peer: int, operation: str, body: Callable[[Wait], T], async_op: bool
-    ) -> T | Work:
+    ) -> T | Work[T]:
         """Run a send or receive, `body`, after the earlier ones of the same peer and direction. Not collective.
 
         Each peer and direction has a queue of its own, so that a send does not delay the receive that its peer needs.
@@ -359,7 +364,7 @@ class Session:
         for queue in [self._queue, *self._peer_queues.values()]:
             queue.raise_lost()
 
-    def check_root(self, root: Any) -> None:
+    def check_root(self, root: object) -> None:
         """Raise InvalidArgumentError unless `root` is a rank of this group. Not collective."""
         if not hasattr(root, "__index__") or not 0 <= operator.index(root) < self.world_size:
             what = f"root {root!r} is not a rank of this communicator of {self.world_size}"
@@ -542,7 +547,11 @@ class Route:
         """The backend that reduces within each host first and then between hosts, if this is one."""
         return self._backend if self._backend.name == "hierarchical" else None
 
-    def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work:
+    @overload
+    def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: Literal[False]) -> T: ...
+    @overload
+    def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work[T]: ...
+    def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work[T]:
         """Run a collective like `Session.collective`, with this route's suffix in the call. Collective."""
         if self._suffix:
             call.text += self._suffix

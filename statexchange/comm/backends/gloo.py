@@ -183,12 +183,12 @@ class _GlooBackend(Backend):
             self._break_off()
             raise
 
-    def _follow(self, native: Any, wait: Wait) -> Work:
+    def _follow(self, native: Any, wait: Wait) -> Work[object]:
         """Wait for a send or receive in a thread: Gloo completes it only for a thread that waits inside it.
 
         The thread waits for a day if need be. The deadline is that of `wait`, and its caller breaks off the work.
         """
-        work = Work(wait.operation)
+        work: Work[object] = Work(wait.operation)
 
         def follow() -> None:
             work.run(lambda: native.wait(timedelta(seconds=LONGEST_S)))

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,7 @@ __all__ = [
     "unused_prefix",
 ]
 
+T = TypeVar("T")
 LONGEST_S = 86_400.0
 LATER_S = 1.0
 _stores: Any = dist  # torch exports its stores and rendezvous there, but not for type checkers
@@ -170,13 +171,13 @@ def make_gloo_group(store: Any, rank: int, names: Sequence[int], timeout_s: floa
     return _by_another_thread(lambda: _stores.ProcessGroupGloo(keys, rank, len(names), limit), wait)
 
 
-def _by_another_thread(make: Callable[[], Any], wait: Wait) -> Any:
+def _by_another_thread(make: Callable[[], T], wait: Wait) -> T:
     """Return the value of `make`. It runs in another thread, as it cannot be interrupted, and hangs if a rank dies."""
-    made = Work(wait.operation)
-    threading.Thread(target=made.run, args=(make,), name=wait.operation, daemon=True).start()
+    work: Work[T] = Work(wait.operation)
+    threading.Thread(target=work.run, args=(make,), name=wait.operation, daemon=True).start()
     with torch_errors(wait):
-        wait.until(made.is_completed)
-        return made.wait()
+        wait.until(work.is_completed)
+        return work.wait()
 
 
 @contextlib.contextmanager

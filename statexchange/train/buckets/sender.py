@@ -9,6 +9,7 @@ import torch
 
 from statexchange.comm.calls import about
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.work import Work
 from statexchange.train.buckets.arrival import Arrival
 from statexchange.train.buckets.options import Communicate
 from statexchange.train.buckets.plan import BucketPlan
@@ -108,7 +109,7 @@ class BucketSender:
                 bucket.work = self._communicate(bucket.flat)
                 return
             work = self._comm.all_reduce(bucket.flat, self._op, scale=self._scale, async_op=async_op)
-            bucket.work = work if async_op else None
+            bucket.work = work if isinstance(work, Work) else None
 
     @contextlib.contextmanager
     def shared_errors(self) -> Iterator[None]:
