@@ -90,7 +90,9 @@ def _pairs(source: Source) -> Iterable[tuple[str, Any]]:
     return itertools.chain.from_iterable(_pairs_of_item(i, item) for i, item in enumerate(source))
 
 
-def _pairs_of_item(number: int, item: Any) -> Iterable[tuple[str, Any]]:
+def _pairs_of_item(
+    number: int, item: torch.Tensor | tuple[str, torch.Tensor] | torch.nn.Module
+) -> Iterable[tuple[str, torch.Tensor]]:
     if isinstance(item, torch.nn.Module):
         return item.named_parameters(prefix=str(number))
     return [item] if isinstance(item, tuple) else [(_NAMELESS.format(number), item)]

@@ -53,6 +53,6 @@ def nonsense(comm: sx.comm.Communicator) -> None:
     sx.gather_state(3)  # type: ignore[arg-type]
     comm.all_reduce(torch.ones(2)).wait()  # type: ignore[attr-defined]
     comm.all_reduce(torch.ones(2), async_op=True).sum()  # type: ignore[attr-defined]
-    comm.all_reduce([1.0])  # type: ignore[type-var]
+    comm.all_reduce([1.0])  # type: ignore[call-overload]
     sx.Communicator  # type: ignore[attr-defined]  # noqa: B018
     sx.export_checkpoint_async  # type: ignore[attr-defined]  # noqa: B018
