@@ -147,7 +147,7 @@ class Session:
             raise DifferentCallsError
         if number == 0 and is_unclear(number, accounts):
             time.sleep(_SECOND_CALLER_S)
-            if any(self._compare_callers(call, self.callers.are_several, wait)):
+            if any(self._compare_callers(call, self.callers.has_several, wait)):
                 raise DifferentCallsError
         self.callers.confirm(number)
         call.thread = None

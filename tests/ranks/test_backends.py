@@ -282,7 +282,7 @@ def meets_by_mpi(b: Backend) -> None:
     bootstrap = StoreBootstrap(shared.store, shared.rank, shared.world_size, server=shared.server)
     assert bootstrap.all_gather_bytes(bytes([b.rank]), wait()) == [b"\0", b"\1", b"\2"]
     b.all_gather_bytes(b"", wait())  # rank 0 serves the store until all are done with it
-    with pytest.raises(sx.errors.NotInitializedError, match="THE_VARIABLE says 4 ranks, but MPI sees 3"):
+    with pytest.raises(sx.errors.NotInitializedError, match="THE_VARIABLE is 4, but MPI has 3 ranks"):
         mpi.world(launch("mpich", 4))
 
 

@@ -25,7 +25,7 @@ from statexchange.errors import (
 )
 
 __all__ = [
-    "LATER_S",
+    "GRACE_S",
     "LONGEST_S",
     "Sibling",
     "await_keys",
@@ -46,8 +46,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-LONGEST_S = 86_400.0
-LATER_S = 1.0
+LONGEST_S = 86_400.0  # in place of no deadline, so that threads inside torch end
+GRACE_S = 1.0  # by which deadlines of torch come after ours, and the longest wait for others at the end
 _stores: Any = dist  # torch exports its stores and rendezvous there, but not for type checkers
 _uses: Counter[str] = Counter()  # how often a store has been used for a purpose, with different keys each time
 
@@ -110,11 +110,11 @@ def start_nccl(store: Any, rank: int, world_size: int, timeout_s: float) -> dist
 
     Raises MissingExtraError or UnsupportedError, before anything is sent, where that cannot be.
     """
-    how = 'NCCL needs a CUDA build of torch and a GPU: pip install torch from the CUDA index, or use init("auto")'
+    needs = 'NCCL needs a CUDA build of torch and a GPU: pip install torch from the CUDA index, or use init("auto")'
     if not dist.is_available() or not dist.is_nccl_available():
-        raise MissingExtraError(f"{how} (this torch is {torch.__version__})")
+        raise MissingExtraError(f"{needs} (this torch is {torch.__version__})")
     if not torch.cuda.is_available():
-        raise UnsupportedError(f"{how} (this host shows no GPU)")
+        raise UnsupportedError(f"{needs} (this host shows no GPU)")
     return _start("cpu:gloo,cuda:nccl", store, rank, world_size, timeout_s)
 
 
@@ -126,8 +126,9 @@ def _start(backend: str, store: Any, rank: int, world_size: int, timeout_s: floa
     start = functools.partial(
         dist.init_process_group, backend, store=store, rank=rank, world_size=world_size, timeout=limit
     )
-    # Torch's deadline, which the group keeps for its collectives, is before ours: no group is made after ours.
-    _by_another_thread(start, Wait(timeout_s + LATER_S, operation))
+    # Here torch's deadline, which the group keeps for its collectives, comes before ours: torch does not make a group
+    # that we have given up.
+    _by_another_thread(start, Wait(timeout_s + GRACE_S, operation))
     group = default_group()
     assert group is not None
     return group
@@ -197,7 +198,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def torch_timeout(wait: Wait, more_s: float = LATER_S) -> timedelta:
+def torch_timeout(wait: Wait, more_s: float = GRACE_S) -> timedelta:
     """Return torch's own timeout: longer than `wait`, whose deadline comes first, but finite, so that threads end."""
     return timedelta(seconds=min(wait.timeout_s + more_s, LONGEST_S))
 

@@ -35,7 +35,7 @@ A rank that gives up waiting in its n-th call must not simply raise, as another 
 The order that this rests on: a rank writes that it has completed the call before it reads whether the call is closing,
 and its detector thread writes that the call is closing before it reads whether the rank has completed it. So a rank
 that answers no finds the call closing before it goes on, and waits for the decision. A call that nobody gives up sends
-no message for this.
+no message for this. The coordinator keeps a decision until every rank is in a later call.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class FailureDetector(GroupMonitor):
     """One rank's side of failure detection between hosts. Made by `start_failure_detector`.
 
     The rank's own threads call the public methods; `_run` is the detector thread. Each attribute that both use is
-    written by one of them only. `_closed_ops` and `_view.departed` are dicts in which that one adds or replaces items.
+    written by one of them only. In the dicts `_closed_ops` and `_view.departed` that one adds, replaces or removes
+    single items.
     """
 
     def __init__(self, topology: Topology, processes: Sequence[tuple[int, int]]) -> None:
