@@ -399,7 +399,7 @@ ENDS = """
 import threading, time
 import torch, torch.distributed as dist
 from statexchange.comm.wait import Wait
-from statexchange.comm.backends.gloo import StoreBackend, _following
+from statexchange.comm.backends.gloo import StoreBackend, _waiting_threads
 
 def serve(rank):
     backends.append(StoreBackend(store, rank, 2, 10.0))
@@ -409,7 +409,7 @@ threading.excepthook = lambda args: None
 store, backends = dist.HashStore(), []
 for rank in range(2):
     threading.Thread(target=serve, args=(rank,), daemon=True).start()
-while len(_following) < 2:  # threads that are inside Gloo, or about to be
+while len(_waiting_threads) < 2:  # threads that are inside Gloo, or about to be
     time.sleep(0.01)
 time.sleep(0.1)
 """
