@@ -1,4 +1,4 @@
-"""Return how much memory the cgroups of this process leave it.
+"""The memory that a process may still use by the limits of its cgroups.
 
 Beyond that the kernel does not refuse an allocation; it kills the process that uses the memory.
 """
@@ -62,8 +62,8 @@ def _memory_cgroups(proc: str) -> Iterator[tuple[str, str, str]]:
         fields, _, rest = line.partition(" - ")
         version, _, options = rest.partition(" ")
         words = fields.split()
-        controls = version == "cgroup2" or (version == "cgroup" and "memory" in options.split()[-1].split(","))
-        if not controls or version not in paths:
+        counts_memory = version == "cgroup2" or (version == "cgroup" and "memory" in options.split()[-1].split(","))
+        if not counts_memory or version not in paths:
             continue
         root, mount = map(unescape_mountinfo, words[3:5])
         path = os.path.relpath(paths[version], root)

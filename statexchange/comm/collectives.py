@@ -169,7 +169,7 @@ def through_leaders(route: Route, tensor: TensorLike, between: Between, operatio
 
     def prepare() -> tuple[FlatTensor[torch.Tensor], Backend]:
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
-            raise InvalidArgumentError(f"a tensor of a floating dtype is wanted, not {type(tensor).__name__}")
+            raise InvalidArgumentError(f"expected a tensor of a floating dtype, not {type(tensor).__name__}")
         backend = route.hierarchy or route.backend_for(tensor.device.type)
         return FlatTensor(tensor, backend.device_type, written=True), backend
 
@@ -275,7 +275,9 @@ def _metadata_from_json(message: bytes) -> list[_TensorMetadata]:
 def _one_per_rank(route: Route, tensors: Sequence[TensorLike]) -> tuple[list[FlatTensor[Any]], Backend]:
     """Return one flat tensor for each rank, and the backend for them: that of CPUs if they are on several devices."""
     if len(tensors) != route.world_size:
-        raise InvalidArgumentError("one tensor for each rank is wanted", expected=route.world_size, found=len(tensors))
+        raise InvalidArgumentError(
+            "there must be one tensor for each rank", expected=route.world_size, found=len(tensors)
+        )
     device_types = {tensor.device.type if isinstance(tensor, torch.Tensor) else "cpu" for tensor in tensors}
     backend = route.backend_for(device_types.pop() if len(device_types) == 1 else "cpu")
     return [FlatTensor(tensor, backend.device_type, written=False) for tensor in tensors], backend
@@ -355,7 +357,7 @@ def reduce_scatter(route: Route, tensor: TensorKindT, op: object, async_op: bool
 def _nbytes_of(shape: Sequence[int], dtype: torch.dtype) -> int:
     is_shape = isinstance(shape, (list, tuple)) and all(type(size) is int and size >= 0 for size in shape)
     if not is_shape or not isinstance(dtype, torch.dtype):
-        raise InvalidArgumentError(f"a shape, as (2, 3), and a torch dtype are wanted, not {shape!r} and {dtype!r}")
+        raise InvalidArgumentError(f"expected a shape, such as (2, 3), and a torch dtype, not {shape!r} and {dtype!r}")
     return math.prod(shape) * dtype.itemsize
 
 

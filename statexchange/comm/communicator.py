@@ -758,8 +758,8 @@ class Communicator:
     def through_leaders(self, tensor: TensorLike, between: Between, *, operation: str = "through_leaders") -> None:
         """Sum `tensor` within each host, let the hosts' leaders exchange the sums, and copy the results to all ranks.
 
-        Collective. A leader is the first rank of its host, and its ranks get its result. Without a hierarchy, as on one
-        host or over `flat`, each rank leads itself alone.
+        Collective. A leader is the lowest rank of its host, and the ranks of its host get its result. Without a
+        hierarchy, as on one host or over `flat`, each rank leads itself alone.
 
         Args:
             tensor: Of a floating dtype; its sum must not overflow.
@@ -1173,12 +1173,15 @@ class Communicator:
     @property
     def node(self) -> Communicator:
         """The communicator of the ranks on this host. Collective over them, the first time."""
-        return self.new_group(self._session.topology.node_ranks_in_order)
+        return self.new_group(self._session.topology.node_ranks_by_local_rank)
 
     @property
     def leaders(self) -> Communicator | None:
-        """The communicator of each host's first rank; None on other ranks. Collective over those, the first time."""
-        return self.new_group(self._session.topology.first_ranks) if self.local_rank == 0 else None
+        """The communicator of the ranks with local rank 0, one of each host; None on the other ranks.
+
+        Collective over those with local rank 0, the first time.
+        """
+        return self.new_group(self._session.topology.ranks_of_local_rank_0) if self.local_rank == 0 else None
 
     @property
     def flat(self) -> Communicator:

@@ -86,7 +86,7 @@ def _tensor_of(given: object, *, written: bool) -> torch.Tensor:
     if not isinstance(given, torch.Tensor):
         if isinstance(given, np.ndarray):
             return _tensor_of_array(given, written=written)
-        raise UnsupportedError(f"a torch tensor or numpy array is wanted, not {type(given).__name__}")
+        raise UnsupportedError(f"expected a torch tensor or numpy array, not {type(given).__name__}")
     if type(given) is not torch.Tensor and is_dtensor(given):
         raise UnsupportedError("a DTensor has parts on other ranks: give its to_local()")
     check_dense(given)

@@ -91,7 +91,7 @@ class Session:
         device_backend: Moves tensors of GPUs, if anything does.
         page: Carries messages on one host.
         transport: Carries messages where there is no page; groups are made from it.
-        monitor: Knows who has failed.
+        monitor: Reports which ranks have failed.
         device: Names the one on which this rank computes.
         dead: The error that every call raises once the group has failed or this rank has closed it.
         shared_error: The error that all ranks have raised together in their last call; see the top of this file.

@@ -29,7 +29,7 @@ __all__ = ["Backend", "Between", "Leaders", "check_ranks"]
 
 
 class Leaders:
-    """The leaders of all hosts, for the exchange between them in `through_leaders`. A leader is its host's first rank.
+    """The leaders of all hosts, for the exchange between them in `through_leaders`. A leader is its host's lowest rank.
 
     `rank` is this one among the leaders, `counts` the number of ranks that each of them leads.
     """

@@ -311,7 +311,7 @@ class TorchBackend(_GlooBackend):
             self.name = str(dist.get_backend(group))
 
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        """Return a Gloo group of `ranks`; StallError names those that do not come. Collective over them only."""
+        """Return a Gloo group of `ranks`; StallError names those that have not called. Collective over them only."""
         return of_ranks([self._ranks[rank] for rank in ranks], timeout_s)
 
 
@@ -339,7 +339,7 @@ class StoreBackend(_GlooBackend):
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
         """Return a Gloo group of `ranks` on the same store. Collective over them only.
 
-        StallError names those that do not come.
+        StallError names those that have not called.
         """
         use = ranks_key(ranks)
         self._uses[use] += 1

@@ -1,7 +1,7 @@
 """Collectives of ranks on several hosts, in three steps: within each host, between the hosts' leaders, and back.
 
 The data of a host's ranks is combined through shared memory, so that it crosses the network once per host and not once
-per rank. A host's leader is its first rank.
+per rank. A host's leader is its lowest rank.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class HierarchicalBackend(Backend):
         """Combine three backends.
 
         `transport` connects all ranks; `node` connects those of this host, in the order of `topology.node_ranks`;
-        `leaders` connects the first rank of each host, and is None on the others. `enter_on_node` is what `Wait.enter`
+        `leaders` connects the lowest rank of each host, and is None on the others. `enter_on_node` is what `Wait.enter`
         does for a `node` that enters itself.
         """
         assert leaders is None or not leaders.enters_itself

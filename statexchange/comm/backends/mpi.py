@@ -175,7 +175,7 @@ class MPIBackend(Backend):
         return test if nbytes < _LONG_BYTES else test_long
 
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        """Return a communicator of `ranks`; StallError names those that do not come. Collective over them only."""
+        """Return a communicator of `ranks`; StallError names those that have not called. Collective over them only."""
         tag = _FIRST_FREE_TAG + zlib.crc32(repr(list(ranks)).encode()) % _MANY_TAGS
         self._await_ranks(ranks, tag, Wait(timeout_s, f"the making of a group of ranks {list(ranks)}"))
         with self._guard:  # does not wait: all are there

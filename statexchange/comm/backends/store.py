@@ -92,7 +92,7 @@ class StoreBootstrap(Backend):
         return f"{self._prefix}/{use}/{self._uses[use]}"
 
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        """Return a backend of `ranks` at the same store; StallError names those that do not come.
+        """Return a backend of `ranks` at the same store; StallError names those that have not called.
 
         Collective over them.
         """

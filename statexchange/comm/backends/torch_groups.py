@@ -148,8 +148,8 @@ def ranks_key(ranks: Sequence[int]) -> str:
 def await_ranks(store: Any, rank: int, ranks: Sequence[int], wait: Wait) -> None:
     """Return when all `ranks`, `rank` among them, have called. Collective over them."""
     with torch_errors(wait):
-        store.set(f"came/{rank}", "1")
-        await_keys(store, [f"came/{r}" for r in ranks], ranks, wait)
+        store.set(f"present/{rank}", "1")
+        await_keys(store, [f"present/{r}" for r in ranks], ranks, wait)
 
 
 def await_keys(store: Any, keys: Sequence[str], ranks: Sequence[int], wait: Wait) -> None:

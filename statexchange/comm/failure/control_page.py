@@ -57,7 +57,7 @@ _ROW_WORDS = 16
 _PID, _START, _ARRIVED, _LEFT, _PROGRESS, _REQUESTED = range(6)
 _FINGERPRINT, _LOCATION = 6, 8  # two of each, by the arrival's parity
 _SLOT_BYTES = 4096
-_BOX_BYTES = 1024
+_MAILBOX_BYTES = 1024
 _KEPT_BYTES = 1 << 20  # longer messages are rare, and their memory is given back
 _GONE_QUIETLY, _GONE_WITH_ERROR = 1, 2
 _LIVENESS_PERIOD_S = 0.05
@@ -96,7 +96,7 @@ class ControlPage(GroupMonitor):
         self._attached: dict[int, tuple[str, Attached]] = {}
         self._arrivals = [r * _ROW_WORDS + _ARRIVED for r in range(world_size) if r != rank]
         self._mine = rank * _ROW_WORDS + _ARRIVED
-        self._first = SEEN if world_size == 2 else HERE
+        self._first_phase = SEEN if world_size == 2 else HERE
         # Spinning on a core that the missing rank needs would only delay that rank.
         self._spins = _SPINS if world_size <= usable_cores() and not threads else 0
         self._set(_START, process_start(os.getpid()) or 0)
@@ -114,12 +114,12 @@ class ControlPage(GroupMonitor):
     @staticmethod
     def nbytes(world_size: int) -> int:
         """Size of a page for `world_size` ranks."""
-        return world_size * (_ROW_WORDS * 8 + 3 * _SLOT_BYTES + world_size * _BOX_BYTES)
+        return world_size * (_ROW_WORDS * 8 + 3 * _SLOT_BYTES + world_size * _MAILBOX_BYTES)
 
     def mailbox_memory(self, src: int, dst: int) -> memoryview:
         """Return the memory, zeros at first, for what `src` sends to `dst`."""
-        begin = 3 * self.world_size * _SLOT_BYTES + (src * self.world_size + dst) * _BOX_BYTES
-        return self._slots[begin : begin + _BOX_BYTES]
+        begin = 3 * self.world_size * _SLOT_BYTES + (src * self.world_size + dst) * _MAILBOX_BYTES
+        return self._slots[begin : begin + _MAILBOX_BYTES]
 
     def has_left(self, rank: int) -> bool:
         """Whether `rank` has announced leaving."""
@@ -206,7 +206,7 @@ class ControlPage(GroupMonitor):
         here = self._count << _PHASE_BITS
         words = self._words
         words[self._mine] = here
-        phase = self._first
+        phase = self._first_phase
         try:
             # The fast path: pass by readings in which all are HERE (`next_phase` has the number). Else `_await`.
             while phase != PASSED:
@@ -258,7 +258,7 @@ class ControlPage(GroupMonitor):
 
     def _wait_here(self, here: int, wait: Wait) -> int:
         """Return PASSED, or CLOSING if another rank has given up; raise the error for which this one gives up."""
-        phase = self._first
+        phase = self._first_phase
         for _ in range(self._spins):
             phase = self._observe(phase, here)
             if phase in (PASSED, CLOSING):
