@@ -16,7 +16,16 @@ from typing import Any
 
 from statexchange import values
 
-__all__ = ["Call", "about", "call_site", "encoded", "public_call", "public_call_name", "step_text", "text_hash"]
+__all__ = [
+    "Call",
+    "call_site",
+    "encoded",
+    "public_call",
+    "public_call_name",
+    "site_detail",
+    "step_text",
+    "text_hash",
+]
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TESTING = os.path.join(_PACKAGE, "testing") + os.sep  # its frames count as the user's
@@ -128,21 +137,21 @@ def _fingerprint_of(text: str) -> int:
     return int.from_bytes(text_hash(text), "little")
 
 
-_about: ContextVar[Callable[[], str] | None] = ContextVar("statexchange_about", default=None)
+_detail: ContextVar[Callable[[], str] | None] = ContextVar("statexchange_site_detail", default=None)
 
 
 @contextlib.contextmanager
-def about(what: Callable[[], str]) -> Iterator[None]:
-    """A block in which `call_site` adds the text that `what` returns; it is called only for errors. Not collective."""
-    token = _about.set(what)
+def site_detail(detail: Callable[[], str]) -> Iterator[None]:
+    """A block in which `call_site` adds the text of `detail`, which is called only for errors. Not collective."""
+    token = _detail.set(detail)
     try:
         yield
     finally:
-        _about.reset(token)
+        _detail.reset(token)
 
 
 def call_site() -> str:
-    """Return file and line of the user's call, and the text of the enclosing `about` block. Not collective.
+    """Return file and line of the user's call, and the text of the enclosing `site_detail` block. Not collective.
 
     That is the innermost frame outside this package and torch. If no frame is the user's, as in a thread of autograd's
     engine, it is the name of the thread. In a thread of this package it is the site of the `public_call` block.
@@ -155,8 +164,8 @@ def call_site() -> str:
         frame = frame.f_back
     thread = threading.current_thread().name
     site = f"thread {thread!r}" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    what = _about.get()
-    return site if what is None else f"{site} ({what()})"
+    detail = _detail.get()
+    return site if detail is None else f"{site} ({detail()})"
 
 
 @functools.lru_cache(maxsize=4096)

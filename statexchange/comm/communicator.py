@@ -63,10 +63,10 @@ def _point_to_point() -> ModuleType:
 
 
 class _Groups:
-    """The communicators of groups that were made from one, and a lock for each that is being made."""
+    """The groups made from one communicator, by their ranks, and a lock for each."""
 
     def __init__(self) -> None:
-        self.made: dict[tuple[int, ...], Communicator] = {}
+        self.communicators: dict[tuple[int, ...], Communicator] = {}
         self.locks: dict[tuple[int, ...], threading.Lock] = {}  # so that two threads do not make one at once
 
 
@@ -1104,14 +1104,14 @@ class Communicator:
         self._session.raise_if_dead()
         check_ranks(ranks, self.rank, self.world_size)
         key = tuple(ranks)
-        made = self._groups.made
+        existing = self._groups.communicators
         with self._groups.locks.setdefault(key, threading.Lock()):
-            if key not in made or made[key].is_closed:
+            if key not in existing or existing[key].is_closed:
                 with self._session.forming_group():
                     bootstrap = self._session.group_of(key)
                     is_whole = bootstrap is self._session.transport  # all ranks, in their own order
-                    made[key] = self if is_whole else self._form(bootstrap, self._session.timeout_s)
-            return made[key]
+                    existing[key] = self if is_whole else self._form(bootstrap, self._session.timeout_s)
+            return existing[key]
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Return the communicator of all ranks that give the same `color`.
@@ -1214,7 +1214,7 @@ class Communicator:
             return
         for dependent in list(self.dependents):
             dependent.close()
-        for group in self._groups.made.values():
+        for group in self._groups.communicators.values():
             if group is not self:
                 group.close(error)
         self._session.close(error)

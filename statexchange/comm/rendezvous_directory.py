@@ -91,15 +91,15 @@ def _open_directory(path: Path) -> tuple[int, int]:
     except FileNotFoundError:
         if path.parent == path:
             raise
-    parent, made = _open_directory(path.parent)
+    parent, num_made = _open_directory(path.parent)
     try:
         try:
             os.mkdir(path.name, 0o700, dir_fd=parent)
-            made += 1
+            num_made += 1
         except FileExistsError:
             # In a directory that this call has made, another rank of this rendezvous has made it.
-            made += bool(made)
-        return os.open(path.name, _DIRECTORY, dir_fd=parent), made
+            num_made += bool(num_made)
+        return os.open(path.name, _DIRECTORY, dir_fd=parent), num_made
     finally:
         os.close(parent)
 
@@ -125,7 +125,7 @@ class _Hello:
     owner: Owner
     network: str | None
     world_size: int
-    made: int
+    num_made: int
 
     @classmethod
     def from_json(cls, raw: dict[str, Any] | None) -> _Hello | None:
@@ -136,9 +136,9 @@ class _Hello:
             owner = Owner.from_json(raw["owner"])
         except ValueError:
             return None
-        if type(raw["world_size"]) is not int or type(raw["made"]) is not int:
+        if type(raw["world_size"]) is not int or type(raw["num_made"]) is not int:
             return None
-        return cls(owner, raw["network"], raw["world_size"], raw["made"])
+        return cls(owner, raw["network"], raw["world_size"], raw["num_made"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class _Answer:
     port: int
     server: str
     refusal: str | None
-    made: int
+    num_made: int
     """Directories at the end of the path that this rendezvous has made: the last rank to leave removes them."""
 
 
@@ -187,7 +187,7 @@ class DirectoryRendezvous:
         self._beat_s = _BEAT_S * slowdown
         self._beat_due = 0.0
         self._beats = 0
-        self._made = 0  # directories at the end of the path that this rendezvous has made
+        self._num_made = 0  # directories at the end of the path that this rendezvous has made
         self._hellos: dict[str, _Hello] = {}
         self._pulses: dict[str, _Pulse] = {}
         self._known: set[str] = set()  # nonces of processes that ran at some scan
@@ -265,7 +265,7 @@ class DirectoryRendezvous:
             "port": 0,
             "server": "",
             "refusal": refusal,
-            "made": self._made,
+            "num_made": self._num_made,
         }
         if server is not None:
             answer.update(address=server.address, port=server.port, server=server.nonce)
@@ -304,7 +304,7 @@ class DirectoryRendezvous:
 
     def _follow(self) -> SharedStore:
         answer = self._wait_for_answer()
-        self._made = max(self._made, answer.made)
+        self._num_made = max(self._num_made, answer.num_made)
         where = str(self._path)
         if answer.refusal is not None:
             raise NotInitializedError(f"rank 0 on {answer.host} cannot listen for the others: {answer.refusal}", rank=0)
@@ -338,7 +338,7 @@ class DirectoryRendezvous:
         nonces = answer.get("nonces")
         if answer.keys() != _Answer.__dataclass_fields__.keys() or not isinstance(nonces, list):
             return False
-        if type(answer["made"]) is not int:
+        if type(answer["num_made"]) is not int:
             return False
         return len(nonces) == self._world_size and nonces[self._rank] == self._nonce
 
@@ -351,7 +351,7 @@ class DirectoryRendezvous:
             "owner": Owner.current().to_json(),
             "network": network_identity(),
             "world_size": self._world_size,
-            "made": self._made,
+            "num_made": self._num_made,
         }
         self._publish(f"hello-{self._rank}-{self._nonce}.json", hello)
 
@@ -426,7 +426,7 @@ class DirectoryRendezvous:
         if living.get(rank, nonce) != nonce:
             text = f"two processes claim rank {rank} in {self._path}"
             raise _ConflictError(PeerError(rank, "the rendezvous", text))
-        self._made = max(self._made, hello.made)
+        self._num_made = max(self._num_made, hello.num_made)
 
     def _linger(self, nonces: set[str], seconds: float = _LINGER_S) -> None:
         """Leave this rank's files until the processes of `nonces` have removed theirs, or the time has passed."""
@@ -444,9 +444,9 @@ class DirectoryRendezvous:
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:
         """Yield a descriptor of the directory, opened anew and made if need be."""
-        directory, made = _open_directory(self._path)
+        directory, num_made = _open_directory(self._path)
         try:
-            self._made = max(self._made, made)
+            self._num_made = max(self._num_made, num_made)
             yield directory
         finally:
             os.close(directory)
@@ -496,7 +496,7 @@ class DirectoryRendezvous:
         finally:
             os.close(directory)
         with contextlib.suppress(OSError):  # others are still in there
-            for path in [self._path, *self._path.parents][: self._made]:
+            for path in [self._path, *self._path.parents][: self._num_made]:
                 os.rmdir(path)
 
 

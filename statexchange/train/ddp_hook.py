@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statexchange.comm.calls import about
+from statexchange.comm.calls import site_detail
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
 from statexchange.errors import InvalidArgumentError
@@ -81,7 +81,7 @@ def _overlapping_hook(comm: Communicator) -> Hook:
 
     def hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         flat = bucket.buffer()
-        with comm.called_by(caller), about(lambda: _label(bucket)):
+        with comm.called_by(caller), site_detail(lambda: _label(bucket)):
             work = comm.all_reduce(flat, "avg", async_op=True)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
 

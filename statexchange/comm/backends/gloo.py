@@ -227,10 +227,10 @@ class _GlooBackend(Backend):
 
     def _all_reduce_in_parts(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
         sizes = _shares(tensor.numel(), self.world_size)
-        ours = self._reduced_part(tensor, sizes, op, finish, wait).view(torch.uint8)
-        sent_bytes = [ours.numel()] * self.world_size
+        own_part = self._reduced_part(tensor, sizes, op, finish, wait).view(torch.uint8)
+        sent_bytes = [own_part.numel()] * self.world_size
         received_bytes = [size * tensor.itemsize for size in sizes]
-        self.all_to_all(ours.repeat(self.world_size), sent_bytes, tensor.view(torch.uint8), received_bytes, wait)
+        self.all_to_all(own_part.repeat(self.world_size), sent_bytes, tensor.view(torch.uint8), received_bytes, wait)
 
     def _reduced_part(
         self, tensor: torch.Tensor, sizes: Sequence[int], op: str, finish: Finish, wait: Wait
@@ -258,11 +258,11 @@ class _GlooBackend(Backend):
 
     def _reduce_in_parts(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
         sizes = _shares(tensor.numel(), self.world_size)
-        ours = self._reduced_part(tensor, sizes, op, finish, wait).view(torch.uint8)
-        sent_bytes = [ours.numel() if rank == root else 0 for rank in range(self.world_size)]
+        own_part = self._reduced_part(tensor, sizes, op, finish, wait).view(torch.uint8)
+        sent_bytes = [own_part.numel() if rank == root else 0 for rank in range(self.world_size)]
         received_bytes = [size * tensor.itemsize if self.rank == root else 0 for size in sizes]
-        into = tensor.view(torch.uint8) if self.rank == root else ours.new_empty(0)
-        self.all_to_all(ours, sent_bytes, into, received_bytes, wait)
+        into = tensor.view(torch.uint8) if self.rank == root else own_part.new_empty(0)
+        self.all_to_all(own_part, sent_bytes, into, received_bytes, wait)
 
     def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
         """Get this rank's part from all ranks, and reduce it. Collective."""

@@ -163,9 +163,9 @@ class HierarchicalBackend(Backend):
 
     def empty(self, nbytes: int, wait: Wait) -> torch.Tensor:
         """Return memory in which the ranks of this host reduce fastest. Collective."""
-        made: list[torch.Tensor] = []
-        _Steps(self, wait).on_node(lambda node, inner: made.append(node.empty(nbytes, inner)))
-        return made[0] if made else torch.empty(nbytes, dtype=torch.uint8, device=self.device_type)
+        memory: list[torch.Tensor] = []
+        _Steps(self, wait).on_node(lambda node, inner: memory.append(node.empty(nbytes, inner)))
+        return memory[0] if memory else torch.empty(nbytes, dtype=torch.uint8, device=self.device_type)
 
     def reduces(self, op: str, dtype: torch.dtype) -> bool:
         """Whether the node's backend and the transport both do; the leaders' backend is not on all ranks.
@@ -238,17 +238,17 @@ class HierarchicalBackend(Backend):
         if not data.numel():
             return
         steps = _Steps(self, wait)
-        ours = data
+        of_host = data
         if self.node.world_size > 1:
-            ours = data.new_empty(self.node.world_size * data.numel())
-            steps.on_node(lambda node, inner: node.all_gather(data, ours, inner))
-        steps.between(lambda leaders, inner: self._gather_hosts(leaders, ours, into, inner))
+            of_host = data.new_empty(self.node.world_size * data.numel())
+            steps.on_node(lambda node, inner: node.all_gather(data, of_host, inner))
+        steps.between(lambda leaders, inner: self._gather_hosts(leaders, of_host, into, inner))
         begin = end = 0  # what this rank has already, if that is one block of `into`
         if self._has_consecutive_ranks:
             begin = self.topology.node_ranks[0] * data.numel()
-            end = begin + ours.numel()
+            end = begin + of_host.numel()
         if not self._is_leader:
-            into[begin:end] = ours[: end - begin]
+            into[begin:end] = of_host[: end - begin]
         for foreign in (into[:begin], into[end:]):
             self._share(foreign, steps)
 
@@ -257,16 +257,16 @@ class HierarchicalBackend(Backend):
         if data.numel():
             steps.on_node(lambda node, inner: node.broadcast(data, 0, inner))
 
-    def _gather_hosts(self, leaders: Backend, ours: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
+    def _gather_hosts(self, leaders: Backend, of_host: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
         """Gather every host's block among the leaders; those of smaller hosts are padded."""
         most, num_hosts = max(self._counts), len(self._counts)
         size = into.numel() // self.world_size
         if self._has_consecutive_ranks and min(self._counts) == most:
-            leaders.all_gather(ours, into, wait)
+            leaders.all_gather(of_host, into, wait)
             return
-        padded = ours.new_empty(most * size)
-        padded[: ours.numel()] = ours
-        blocks = ours.new_empty(num_hosts * most * size)
+        padded = of_host.new_empty(most * size)
+        padded[: of_host.numel()] = of_host
+        blocks = of_host.new_empty(num_hosts * most * size)
         leaders.all_gather(padded, blocks, wait)
         parts = blocks.view(num_hosts, most, size)
         for rank, part in enumerate(into.view(self.world_size, size)):

@@ -99,9 +99,9 @@ class StoreBootstrap(Backend):
         prefix = self._unused_prefix(ranks_key(ranks))
         wait = Wait(timeout_s, f"the making of a group of ranks {list(ranks)}")
         await_ranks(_stores.PrefixStore(prefix, self._store), self.rank, ranks, wait)
-        made = StoreBootstrap(self._store, list(ranks).index(self.rank), len(ranks), prefix)
-        self._groups.append(made)
-        return made
+        group = StoreBootstrap(self._store, list(ranks).index(self.rank), len(ranks), prefix)
+        self._groups.append(group)
+        return group
 
     def gloo(self, timeout_s: float) -> StoreBackend:
         """Return a Gloo group of the same ranks, made at the same store. Collective."""

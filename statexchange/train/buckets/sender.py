@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from statexchange.comm.calls import about
+from statexchange.comm.calls import site_detail
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.work import Work
 from statexchange.train.buckets.arrival import Arrival
@@ -104,7 +104,7 @@ class BucketSender:
 
     def reduce_memory(self, bucket: Bucket, *, async_op: bool = False) -> None:
         """Reduce a bucket's memory as it is. Collective."""
-        with about(lambda: self._plan.label(bucket)):
+        with site_detail(lambda: self._plan.label(bucket)):
             if self._communicate is not None:
                 bucket.work = self._communicate(bucket.flat)
                 return
