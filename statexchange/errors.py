@@ -391,10 +391,11 @@ def to_record(error: BaseException, rank: int, phase: str, host: str | None = No
             "host": host,
         }
     # A subclass defined elsewhere may need other arguments, so its nearest base in this module is sent.
-    ours = next(c for c in type(error).__mro__ if c.__module__ == __name__ and issubclass(c, StateExchangeError))
-    carried = {key: _portable(getattr(error, key)) for key in ours.attributes}
+    bases = [base for base in type(error).__mro__ if issubclass(base, StateExchangeError)]
+    known = next(base for base in bases if base.__module__ == __name__)
+    carried = {key: _portable(getattr(error, key)) for key in known.attributes}
     carried["rank"] = rank if error.rank is None else error.rank
-    return {"type": ours.__name__, "message": error.message, "about": carried}
+    return {"type": known.__name__, "message": error.message, "about": carried}
 
 
 def _message_of(error: BaseException) -> str:

@@ -293,7 +293,9 @@ def check_dense(tensor: Any, name: str | None = None) -> None:
         raise UnsupportedError(f"only dense tensors can be exchanged, not a {kind} one", name=name)
     if not tensor.numel():
         return
-    last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    last = tensor.storage_offset()  # where the last element lies
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * stride
     if not tensor.data_ptr() or tensor.untyped_storage().nbytes() < (last + 1) * tensor.element_size():
         raise UnsupportedError(f"this {type(tensor).__name__} has no storage of its own, or it was freed", name=name)
 

@@ -123,12 +123,12 @@ def _encode(value: Any, path: str, leaf: Leaf, depth: int) -> Json:  # noqa: ANN
         fields = {name: inner(item, f".{name}") for name, item in zip(value._fields, value, strict=True)}
         return _typed("namedtuple", kind, value=fields)
     if kind in (list, tuple):
-        items = [inner(v, f"[{i}]") for i, v in enumerate(value)]
+        items = [inner(item, f"[{i}]") for i, item in enumerate(value)]
         return items if kind is list else {_TAG: "tuple", "value": items}
     if isinstance(value, Mapping):
-        if all(type(k) is str for k in value) and _TAG not in value:
-            return {k: inner(v, f".{k}") for k, v in value.items()}
-        pairs = [[inner(k, f"<key {k!r}>"), inner(v, f"[{k!r}]")] for k, v in value.items()]
+        if all(type(key) is str for key in value) and _TAG not in value:
+            return {key: inner(item, f".{key}") for key, item in value.items()}
+        pairs = [[inner(key, f"<key {key!r}>"), inner(item, f"[{key!r}]")] for key, item in value.items()]
         return {_TAG: "dict", "value": pairs}
     tagged = _tagged(value, inner)
     if tagged is not None:
@@ -145,9 +145,10 @@ def _tagged(value: Any, inner: Callable[[object, str], Json]) -> Json:  # noqa: 
     if kind is bytes:
         return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
     if kind in (set, frozenset):  # sorted, so that equal sets have equal texts
-        return {_TAG: kind.__name__, "value": sorted((inner(v, f"<item {v!r}>") for v in value), key=json.dumps)}
+        items = [inner(item, f"<item {item!r}>") for item in value]
+        return {_TAG: kind.__name__, "value": sorted(items, key=json.dumps)}
     if kind is deque:
-        items = [inner(v, f"[{i}]") for i, v in enumerate(value)]
+        items = [inner(item, f"[{i}]") for i, item in enumerate(value)]
         return {_TAG: "deque", "value": items, "maxlen": value.maxlen}
     if isinstance(value, pathlib.PurePath):
         return {_TAG: "path", "value": str(value)}
@@ -449,9 +450,9 @@ def _complete(
 ) -> dict[str, Any]:
     """Return all fields of a type in its order, with defaults for fields that the text was written without."""
     whole = {**defaults, **fields}
-    odd = sorted(whole.keys() ^ set(names))
-    if odd:
-        raise ValueError(f"{raw['type']} has other fields here: it differs in {odd[0]!r}")
+    differing = sorted(whole.keys() ^ set(names))
+    if differing:
+        raise ValueError(f"{raw['type']} has other fields here: it differs in {differing[0]!r}")
     return {name: whole[name] for name in names}
 
 

@@ -1134,12 +1134,15 @@ class Communicator:
             1
         """
         if not isinstance(color, (int, type(None))) or not isinstance(key, int):
-            what = f"color and key are integers, not {color!r} and {key!r}"
-            self._session.refuse("split", InvalidArgumentError(what))
-        chosen = self._gather_values("split", [color, key], {})
+            refusal = InvalidArgumentError(f"color and key are integers, not {color!r} and {key!r}")
+            self._session.refuse("split", refusal)
+        colors_and_keys = self._gather_values("split", [color, key], {})
         if color is None:
             return None
-        members = [(k, rank) for rank, (c, k) in enumerate(chosen) if c == color]
+        members: list[tuple[int, int]] = []
+        for rank, (its_color, its_key) in enumerate(colors_and_keys):
+            if its_color == color:
+                members.append((its_key, rank))
         return self.new_group([rank for _, rank in sorted(members)])
 
     def duplicate(self) -> Communicator:

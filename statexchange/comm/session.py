@@ -29,7 +29,7 @@ What a session remembers of errors:
     _last_shared_error    the last error that all ranks raised together, in a call or in work begun with `async_op`. It
                           is never cleared. A send or receive that was broken off for it raises it
     shared_error          `_last_shared_error`, if it was raised in a call, and no call has succeeded since; else None.
-                          An exception that is `shared_error` is on its way on all ranks, so nobody reports it again
+                          All ranks are raising the exception that is `shared_error`, so no rank reports it again
     _pending_failure      set while this rank is in `agree` with an error, and waits for work that was begun before. If
                           the ranks find in that work that their calls differ, they raise this error, not MismatchError
     _has_cut_message      whether a send or receive was broken off. Half of its message may still be under way, so the
@@ -92,7 +92,7 @@ class Session:
         page: Carries messages on one host.
         transport: Carries messages where there is no page; groups are made from it.
         monitor: Reports which ranks have failed.
-        device: Names the one on which this rank computes.
+        device: The name of the device on which this rank computes.
         dead: The error that every call raises once the group has failed or this rank has closed it.
         shared_error: The error that all ranks have raised together in their last call; see the top of this file.
     """

@@ -110,8 +110,8 @@ class Wait:
             message = f"another rank has completed {self.operation}, but not all that it sent has arrived"
             raise OutcomeUnknownError(message)
         missing = self.monitor.missing_ranks() if self.monitor is not None else ()
-        who = f"ranks {list(missing)} did not reach" if missing else "not all ranks reached"
-        message = f"{who} {self.operation} in {self.timeout_s:g} s"
+        subject = f"ranks {list(missing)} did not reach" if missing else "not all ranks reached"
+        message = f"{subject} {self.operation} in {self.timeout_s:g} s"
         self._give_up(StallError(message, missing=missing, rank=missing[0] if missing else None))
 
     def _give_up(self, error: StateExchangeError) -> None:

@@ -59,7 +59,10 @@ def _merge(one: Any, other: Any) -> Any:
 
 
 def _are_groups(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(v, dict) and "params" in v for v in value)
+    """Whether `value` is a list of an optimizer's param groups."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(group, dict) and "params" in group for group in value)
 
 
 class LoadTarget(NamedTuple):
@@ -272,7 +275,9 @@ class _Planner:
             parameter = parameters.get(str(name))
             if parameter is not None:
                 held = optimizer.state.get(parameter, {})
-                states[parameter] = {k: self._state_entry(v, held.get(k), parameter) for k, v in entries.items()}
+                states[parameter] = {
+                    key: self._state_entry(entry, held.get(key), parameter) for key, entry in entries.items()
+                }
             elif str(name) not in groups:  # state of the optimizer, not of a parameter
                 states[name] = self._with_new_tensors(entries)
         self._add_missing(path, [name for name in parameters if name not in groups])

@@ -173,11 +173,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with self._comm.checking("add_param_group"):
             self._optimizer.add_param_group(param_group)
             named = self._named()
-        known = self._reducer.parameters
-        ids = {id(parameter) for parameter in known.values()}
+        present = self._reducer.parameters
+        ids = {id(parameter) for parameter in present.values()}
         new = {name: parameter for name, parameter in named.items() if id(parameter) not in ids}
         if new:
-            self._reducer.reset({**known, **new})
+            self._reducer.reset({**present, **new})
             self._arm()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -67,15 +67,15 @@ def named_parameters(source: Source) -> dict[str, torch.Tensor]:
         InvalidArgumentError: `source` is something else, or two parameters have one name.
     """
     named: dict[str, torch.Tensor] = {}
-    known: set[int] = set()
+    seen: set[int] = set()
     for name, parameter in _pairs(source):
         if not isinstance(parameter, torch.Tensor):
             raise InvalidArgumentError(f"expected parameters, not {type(parameter).__name__}", name=name)
         if name in named:
             raise InvalidArgumentError("two parameters have one name", name=name)
-        if id(parameter) not in known and (parameter.is_floating_point() or parameter.is_complex()):
+        if id(parameter) not in seen and (parameter.is_floating_point() or parameter.is_complex()):
             named[name] = parameter
-            known.add(id(parameter))
+            seen.add(id(parameter))
     return named
 
 

@@ -96,8 +96,8 @@ class _Steps:
         """Return the error for the deadline: a rank's leader may be missing only because it waits for another host."""
         wait = self._wait
         missing = (wait.monitor.missing_ranks() if wait.monitor is not None else ()) or seen
-        who, verb = (f"ranks {list(missing)}", "did not reach") if missing else ("not all ranks", "reached")
-        message = f"{who} {verb} {wait.operation} in {wait.timeout_s:g} s"
+        subject = f"ranks {list(missing)} did not reach" if missing else "not all ranks reached"
+        message = f"{subject} {wait.operation} in {wait.timeout_s:g} s"
         return StallError(message, missing=missing, rank=missing[0] if missing else None)
 
 

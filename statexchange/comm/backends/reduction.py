@@ -56,10 +56,10 @@ class Reduction:
         factor = float(scale)
         if factor != 1:
             return cls._of(op_name(op), dtype, factor, backend)
-        known: Reduction | None = backend.reductions.get((op, dtype))
-        if known is None:
-            known = backend.reductions[op, dtype] = cls._of(op_name(op), dtype, 1.0, backend)
-        return known
+        cached: Reduction | None = backend.reductions.get((op, dtype))
+        if cached is None:
+            cached = backend.reductions[op, dtype] = cls._of(op_name(op), dtype, 1.0, backend)
+        return cached
 
     @classmethod
     def _of(cls, op: str, dtype: torch.dtype, scale: float, backend: Backend) -> Reduction:
@@ -138,12 +138,12 @@ class Reduction:
         """Reduce in int64, and in float64 too where int64 could wrap; raise on all ranks if a result does not fit."""
         factor = int(self.finish.scale)
         result = self._run(backend, tensor.to(torch.int64, copy=True), self.op, wait)
-        least, most = _range_of_results(torch.iinfo(self.dtype), factor)
-        outside = (result < least) | (result > most)
+        lowest, highest = _range_of_results(torch.iinfo(self.dtype), factor)
+        outside = (result < lowest) | (result > highest)
         if self.op == "prod" or (self.op == "sum" and self.dtype == torch.int64):
             # A result that has wrapped is off by a multiple of 2**64, far more than float64 is.
-            near = self._run(backend, tensor.double(), self.op, wait)
-            outside |= near.sub_(result).abs_() > 2.0**63
+            approximate = self._run(backend, tensor.double(), self.op, wait)
+            outside |= approximate.sub_(result).abs_() > 2.0**63
         if bool(outside.any()) or abs(factor) > _INT64_MAX:
             raise NumericOverflowError(f"the {self.op} over ranks does not fit into {self.dtype}: convert it first")
         return result * factor

@@ -188,16 +188,16 @@ class FailureDetector(GroupMonitor):
                 time.sleep(_DECISION_NAP_S)
         if phase == PASSED:
             return
-        known = error
-        if known is None and self._failure is not None:
-            known = from_record(self._failure)
-        if known is not None and (phase == FAILED or not isinstance(known, StallError)):
-            raise known
-        missing = (known.missing if isinstance(known, StallError) else ()) or self.missing_ranks()
-        what = known.message if known is not None else f"{self._operation} was given up"
-        who = f"ranks {list(missing)}" if missing else "some ranks"
+        cause = error
+        if cause is None and self._failure is not None:
+            cause = from_record(self._failure)
+        if cause is not None and (phase == FAILED or not isinstance(cause, StallError)):
+            raise cause
+        missing = (cause.missing if isinstance(cause, StallError) else ()) or self.missing_ranks()
+        reason = cause.message if cause is not None else f"{self._operation} was given up"
+        ranks = f"ranks {list(missing)}" if missing else "some ranks"
         raise OutcomeUnknownError(
-            f"{what}; whether other ranks have completed it is not known, as {who} do not answer",
+            f"{reason}; whether other ranks have completed it is not known, as {ranks} do not answer",
             missing=missing,
             rank=missing[0] if missing else None,
         ) from error

@@ -35,10 +35,11 @@ def open_control_page(rank: int, world_size: int, all_gather_bytes: AllGatherByt
 
     Collective.
     """
-    ours = json.dumps([host_identity(), pid_namespace(), _is_supported()]).encode()
-    hosts = [json.loads(answer) for answer in all_gather_bytes(ours)]
-    if any(host != hosts[0] or not host[2] for host in hosts):
-        return None
+    own = json.dumps([host_identity(), pid_namespace(), _is_supported()]).encode()
+    hosts = [json.loads(answer) for answer in all_gather_bytes(own)]
+    for host, namespace, is_supported in hosts:
+        if [host, namespace] != hosts[0][:2] or not is_supported:
+            return None
     for kind in ("memfd", "file"):
         page = _try_kind(kind, rank, world_size, all_gather_bytes)
         if page is not None:
