@@ -879,7 +879,13 @@ class Communicator:
         result: list[TensorKindT] | Work[list[TensorKindT]] = _collectives().gather(self._route, tensor, root, async_op)
         return result
 
-    def scatter(self, tensors: Sequence[TensorLike] | None = None, *, root: int = 0, async_op: bool = False) -> Any:  # noqa: ANN401 (a tensor of the kind that root gives, or a Work)
+    def scatter(
+        self,
+        tensors: Sequence[TensorLike] | None = None,
+        *,
+        root: int = 0,
+        async_op: bool = False,
+    ) -> Any:  # noqa: ANN401 (a tensor of the kind that root gives, or a Work of it)
         """Return this rank's tensor of those that `root` gives.
 
         Collective.
