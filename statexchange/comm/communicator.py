@@ -74,11 +74,11 @@ class Communicator:
     """The ranks of one group. Made by `init`, `from_process_group` or `from_mpi`.
 
     Collective methods must be called by all ranks, with matching arguments, in the same order: if the ranks are in
-    different calls, all raise MismatchError. Threads of a rank that call at once may call in another order than those
-    of another rank: give each thread its own communicator, from `duplicate`. Calls of a thread are matched with those
-    of the same thread on other ranks; threads are counted in the order of their first calls. So a pool of several
-    threads, as that of `asyncio.to_thread`, cannot use a communicator, even one call at a time: give the pool one
-    worker.
+    different calls, all raise MismatchError. If several threads of a rank call at once, the order of their calls may
+    differ from rank to rank: give each thread its own communicator, from `duplicate`. Calls of a thread are matched
+    with those of the same thread on other ranks; threads are counted in the order of their first calls. So a pool of
+    several threads, as that of `asyncio.to_thread`, cannot use a communicator, even one call at a time: give the pool
+    one worker.
 
     When a rank dies, leaves or does not call, the others raise PeerError or StallError, and every later call raises the
     same. StallError means that no rank has completed the call; OutcomeUnknownError, that some may have.

@@ -60,7 +60,7 @@ class Description:
         held: The tensors by name, in the order of the state.
         aliases: The name that is kept for each other name of a tied tensor.
         unused: Layout patterns that match nothing on this rank.
-        sources: For each name that the layout derived from the name in the state, that name.
+        sources: The name in the state of each tensor that a layout rule names otherwise.
     """
 
     held: Mapping[str, LocalTensor]

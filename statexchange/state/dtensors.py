@@ -97,7 +97,7 @@ def _compute_layout(tensor: Any, mesh: Any, coordinate: Any, rank: int) -> _Loca
     for axis, split in enumerate(splits):
         if split is not None and bool((ranks.diff(dim=axis) <= 0).any()):
             return _LocalLayout(
-                problem="its mesh lists ranks out of order, and torch's functions then disagree about who holds what"
+                problem="its mesh lists ranks out of order, and torch's functions then disagree about which rank holds what"
             )
     if any(split is not None and split.split_factor > 1 for split in splits):
         # Several runs of rows: torch's chunk has the beginning of the first and the size of all together.

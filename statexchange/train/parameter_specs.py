@@ -106,7 +106,7 @@ def local_part(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """
     if not is_dtensor(tensor):
         return tensor
-    advice = "FSDP or whatever sharded it reduces its gradients, so give only replicated parameters"
+    advice = "what sharded it, such as FSDP, reduces its gradients: give only replicated parameters"
     return replicated_part(tensor, name, advice)
 
 
