@@ -96,7 +96,7 @@ def _compute_layout(tensor: Any, mesh: Any, coordinate: Any, rank: int) -> _Loca
         return _LocalLayout(placement=_placement_of(ranks, shape, splits, (), rank))
     for axis, split in enumerate(splits):
         if split is not None and bool((ranks.diff(dim=axis) <= 0).any()):
-            problem = "its mesh lists ranks out of order: torch's functions disagree about which rank holds what then"
+            problem = "its mesh lists ranks out of order: torch's functions then disagree about which rank holds what"
             return _LocalLayout(problem=problem)
     if any(split is not None and split.split_factor > 1 for split in splits):
         # Several runs of rows: torch's chunk has the beginning of the first and the size of all together.
