@@ -85,7 +85,10 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def _are_groups(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(v, dict) and "params" in v for v in value)
+    """Whether `value` is a list of an optimizer's param groups."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(group, dict) and "params" in group for group in value)
 
 
 class LoadTarget(NamedTuple):
@@ -179,21 +182,22 @@ class _Planner:
             self._optimizer(live, saved, path)
         elif is_stateful(live):
             self._expect(isinstance(saved, Mapping), f"the state of a {type(live).__name__}", saved, path)
-            made = self._with_new_tensors(saved)
-            self.plan.callbacks.append(lambda: live.load_state_dict(with_types_of(live.state_dict(), made)))
+            new = self._with_new_tensors(saved)
+            self.plan.callbacks.append(lambda: live.load_state_dict(with_types_of(live.state_dict(), new)))
         elif children(live) is not None and contains_state(live):
             return self._container(live, saved, path)
         else:
             return self._value(live, self._with_new_tensors(saved))
         return live
 
-    def _value(self, live: Any, made: Any) -> Any:
+    def _value(self, live: Any, new: Any) -> Any:
         """Return the replacement of a value without state: `live` itself if equal, or if a callback refills it."""
-        if isinstance(live, MutableMapping) and isinstance(made, Mapping):
-            self.plan.callbacks.append(functools.partial(_refill, live, made))
+        if isinstance(live, MutableMapping) and isinstance(new, Mapping):
+            self.plan.callbacks.append(functools.partial(_refill, live, new))
             return live
-        made = with_types_of(live, made)
-        return live if type(made) is type(live) and not contains(made, is_tensor) and made == live else made
+        new = with_types_of(live, new)
+        is_equal = type(new) is type(live) and not contains(new, is_tensor) and new == live
+        return live if is_equal else new
 
     def _sharded(self, live: Any, kind: Kind, saved: Any, path: str) -> None:
         """Plan an object of Megatron-Core: match tensors by key; merge what a factory built into its parameter."""
@@ -277,11 +281,11 @@ class _Planner:
                 self._add_missing(path, [name])
         extra = {name: self._with_new_tensors(saved[name]) for name in rest if name in saved}
         self._add_missing(path, [name for name in rest if name not in saved])
-        for name, made in extra.items():
-            _check_like(rest[name], made, f"{path}.{name}")
+        for name, new in extra.items():
+            _check_like(rest[name], new, f"{path}.{name}")
         if extra:
-            given = {name: with_types_of(rest[name], made) for name, made in extra.items()}
-            self.plan.callbacks.append(functools.partial(load_extra_state, module, given))
+            typed = {name: with_types_of(rest[name], new) for name, new in extra.items()}
+            self.plan.callbacks.append(functools.partial(load_extra_state, module, typed))
         self._add_unexpected(path, [name for name in saved if name not in live and name not in rest])
 
     def _optimizer(self, optimizer: Any, saved: Any, path: str) -> None:
@@ -297,15 +301,17 @@ class _Planner:
             parameter = parameters.get(str(name))
             if parameter is not None:
                 held = optimizer.state.get(parameter, {})
-                states[parameter] = {k: self._state_entry(v, held.get(k), parameter) for k, v in entries.items()}
+                states[parameter] = {
+                    key: self._state_entry(entry, held.get(key), parameter) for key, entry in entries.items()
+                }
             elif str(name) not in groups:  # state of the optimizer, not of a parameter
                 states[name] = self._with_new_tensors(entries)
         self._add_missing(path, [name for name in parameters if name not in groups])
         others = [key for key in saved if key not in ("state", "param_groups")]
         self._add_unexpected(path, [*(name for name in groups if name not in parameters), *others])
         stateless = [param for name, param in parameters.items() if name in groups and name not in saved["state"]]
-        made = [self._group(group, groups, parameters) for group in optimizer.param_groups]
-        self.plan.callbacks.append(functools.partial(set_optimizer, optimizer, made, states, stateless))
+        new_groups = [self._group(group, groups, parameters) for group in optimizer.param_groups]
+        self.plan.callbacks.append(functools.partial(set_optimizer, optimizer, new_groups, states, stateless))
 
     def _group(
         self, live: Mapping[str, Any], groups: Mapping[str, Any], parameters: Mapping[str, Any]
@@ -331,12 +337,12 @@ class _Planner:
 
     def _with_new_tensors(self, saved: Any) -> Any:
         """Return a saved subtree with a new tensor, to be filled, for each placeholder."""
-        made = {}
+        new_tensors = {}
         for path, leaf in flatten(saved):
             if isinstance(leaf, SavedTensor):
-                made[path] = self._allocate(leaf.name, None, None)
-                self.plan.targets.append(LoadTarget(leaf.name, made[path], leaf.name))
-        return rebuild(saved, made)
+                new_tensors[path] = self._allocate(leaf.name, None, None)
+                self.plan.targets.append(LoadTarget(leaf.name, new_tensors[path], leaf.name))
+        return rebuild(saved, new_tensors)
 
     def _expect(self, holds: bool, wanted: str, saved: Any, path: str) -> None:
         if holds:
@@ -356,20 +362,20 @@ def _dotted(path: str) -> str:
     return path.removeprefix(".")
 
 
-def _check_like(own: Any, made: Any, path: str) -> None:
+def _check_like(own: Any, saved: Any, path: str) -> None:
     """Raise InvalidArgumentError unless a tensor that a module copies on loading has the saved shape and dtype."""
     if not is_tensor(own):
         return
-    expected, found = (tuple(made.shape), made.dtype), (tuple(own.shape), own.dtype)
+    expected, found = (tuple(saved.shape), saved.dtype), (tuple(own.shape), own.dtype)
     if expected != found:
         raise InvalidArgumentError(
             "shape or dtype differs from the source's", name=_dotted(path), expected=expected, found=found
         )
 
 
-def _refill(own: MutableMapping[Any, Any], made: Mapping[Any, Any]) -> None:
-    """Replace the entries of a mapping by those of `made`."""
-    items = {key: with_types_of(own.get(key), item) for key, item in made.items()}
+def _refill(own: MutableMapping[Any, Any], new: Mapping[Any, Any]) -> None:
+    """Replace the entries of a mapping by those of `new`."""
+    items = {key: with_types_of(own.get(key), item) for key, item in new.items()}
     own.clear()
     for key, item in items.items():
         own[key] = item
