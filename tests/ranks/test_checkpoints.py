@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from programs import require_mounts
+from scripts import BIN, HOME
 from sweeps import slow, some
 
 import statexchange as sx
@@ -430,6 +431,23 @@ def stop_at(path: str) -> tuple[list[int], bool]:
 
 def test_a_signal_to_one_rank_stops_all_at_one_step(tmp_path: Path) -> None:
     assert run_ranks(stop_at, 3, backend="gloo", args=(str(tmp_path),)) == [([10, 16], True)] * 3
+
+
+@pytest.mark.parametrize("launcher", [("torchrun", "--nproc-per-node", "2"), ("python",)], ids=["torchrun", "alone"])
+def test_a_preempted_job_saves_and_goes_on(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    command = [BIN / launcher[0], *launcher[1:], HOME / "tools/examples/preempted.py", "saves"]
+    with subprocess.Popen([*command, "100000"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "begins at step 0\n"
+        time.sleep(0.5)
+        job.send_signal(signal.SIGTERM)
+        (ended,) = {line for line in job.stdout if line.startswith("ends")}
+    step = int(ended.split()[-1])
+    assert sx.Checkpoints(tmp_path / "saves").latest() == step
+    assert step % 5 == 0
+    done = subprocess.run([*command, str(step + 7)], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert set(done.stdout.splitlines()) == {f"begins at step {step}", f"ends at step {step + 7}"}, done.stderr
+    assert sx.Checkpoints(tmp_path / "saves").latest() == step + 7
 
 
 # Kills
