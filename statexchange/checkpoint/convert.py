@@ -44,9 +44,9 @@ class ConvertingReader:
         self._hasher = hasher
 
     @property
-    def left(self) -> int:
+    def bytes_left(self) -> int:
         """Bytes that are not yet read from the source."""
-        return self.readers[0].left
+        return self.readers[0].bytes_left
 
     def copy_into(self, buffer: memoryview, window: Box, bounce: memoryview) -> int:
         """Fill the window's bytes like BoxReader.copy_into; `bounce` must hold three windows in the wider dtype."""

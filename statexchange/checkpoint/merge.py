@@ -484,7 +484,7 @@ class _Merge:
         last = tuple(end - 1 for end in window.ends)
         for reader in takewhile(lambda reader: reader.box.offsets <= last, waiting):
             self._count(reader.copy_into(buffer, window, bounce))
-        while waiting and not waiting[0].left:
+        while waiting and not waiting[0].bytes_left:
             waiting.popleft()
 
     def _held_dtype(self, tensor: TensorPlan, piece: Piece) -> str:

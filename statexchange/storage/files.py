@@ -83,11 +83,12 @@ def hidden_prefix(name: str) -> str:
 
     A name too long for the endings of hidden names is cut and a digest of the whole name added.
     """
-    encoded, room = os.fsencode(name), NAME_MAX - 1 - _MAX_ENDING
-    if len(encoded) <= room:
+    encoded = os.fsencode(name)
+    max_bytes = NAME_MAX - 1 - _MAX_ENDING
+    if len(encoded) <= max_bytes:
         return f".{name}"
     end = "-" + hashlib.blake2b(encoded, digest_size=8).hexdigest()
-    return f".{encoded[: room - len(end)].decode('utf-8', 'ignore')}{end}"
+    return f".{encoded[: max_bytes - len(end)].decode('utf-8', 'ignore')}{end}"
 
 
 # Directories
@@ -119,8 +120,8 @@ def open_directory(path: str, dir_fd: int | None = None, shown: str | None = Non
         if error.errno in _GONE:
             raise NotFoundError("no such directory", path=shown) from None
         if error.errno in (errno.ENOTDIR, errno.ELOOP):
-            refused = UnsafeError if dir_fd is not None else NotFoundError
-            raise refused("not a directory", path=shown) from None
+            error_type = UnsafeError if dir_fd is not None else NotFoundError
+            raise error_type("not a directory", path=shown) from None
         raise StorageError.of(error, "open directory", path=shown) from error
 
 
@@ -149,7 +150,7 @@ def open_parent(parent: str, flags: int = os.O_RDONLY | _DIRECTORY | _CLOEXEC) -
 
 @contextlib.contextmanager
 def directory(path: str, dir_fd: int | None = None, shown: str | None = None) -> Iterator[int]:
-    """`open_directory`, closed at the end of the block."""
+    """Yield the descriptor that `open_directory` returns; close it after the with block."""
     fd = open_directory(path, dir_fd, shown)
     try:
         yield fd
@@ -221,8 +222,8 @@ def open_nearest(path: str) -> tuple[int, str]:
 
 def check_writable(dir_fd: int, path: str) -> None:
     """Raise StorageError if this process has no permission to make files in an open directory."""
-    ids = {"effective_ids": True} if os.access in os.supports_effective_ids else {}
-    if not os.access(".", os.W_OK | os.X_OK, dir_fd=dir_fd, **ids):
+    effective_ids = os.access in os.supports_effective_ids
+    if not os.access(".", os.W_OK | os.X_OK, dir_fd=dir_fd, effective_ids=effective_ids):
         is_read_only = os.fstatvfs(dir_fd).f_flag & os.ST_RDONLY
         code = errno.EROFS if is_read_only else errno.EACCES
         raise StorageError(f"cannot write in this directory: {os.strerror(code)}", errno=code, path=path)

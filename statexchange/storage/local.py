@@ -114,13 +114,13 @@ class _Descriptors:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # reentrant: reopening a file may reopen its directory
-        # Descriptors by number, in the order of last use. The keys are numbers, not files: a reference to a file would
-        # be a cycle, which would delay the finalizer of this object after its last file was dropped.
+        # Open descriptors by their file's number, in the order of last use. The keys are numbers, not files: a reference
+        # to a file would be a cycle, which would delay the finalizer of this object after its last file was dropped.
         self._pinned: dict[int, int] = {}
-        self._used: dict[int, int] = {}
+        self._borrow_counts: dict[int, int] = {}  # by the same numbers; an idle file has no entry
         self._numbers = itertools.count()
-        self._all: set[int] = set()
-        self._finalizer = weakref.finalize(self, _close_all, self._all)
+        self._owned: set[int] = set()  # all open descriptors, which the finalizer closes
+        self._finalizer = weakref.finalize(self, _close_all, self._owned)
 
     def check_open(self, path: str) -> None:
         """Raise InvalidArgumentError after `close`: a closed descriptor's number may belong to another file."""
@@ -146,17 +146,19 @@ class _Descriptors:
         except InvalidArgumentError:
             os.close(fd)
             raise
-        self._all.add(fd)
+        self._owned.add(fd)
         _budget.held += 1
 
     def _keep(self, number: int, fd: int) -> None:
         self._pinned[number] = fd
         while len(self._pinned) > _LEAST_HELD and _budget.held > _budget.limit:
-            idle = next((other for other in self._pinned if other != number and not self._used.get(other)), None)
+            idle = next(
+                (other for other in self._pinned if other != number and not self._borrow_counts.get(other)), None
+            )
             if idle is None:
                 return
             idle_fd = self._pinned.pop(idle)
-            self._all.discard(idle_fd)
+            self._owned.discard(idle_fd)
             _budget.held -= 1
             os.close(idle_fd)
 
@@ -165,7 +167,7 @@ class _Descriptors:
         with self._lock:
             self.check_open(pinned.path)
             fd = self._pinned.pop(pinned.number, -1)
-            self._used[pinned.number] = self._used.get(pinned.number, 0) + 1
+            self._borrow_counts[pinned.number] = self._borrow_counts.get(pinned.number, 0) + 1
             try:
                 if fd < 0:
                     fd = pinned.reopened()
@@ -179,9 +181,9 @@ class _Descriptors:
     def give_back(self, pinned: _Pinned) -> None:
         """End a `borrow`: the descriptor may be closed."""
         with self._lock:
-            left = self._used.pop(pinned.number) - 1
-            if left:
-                self._used[pinned.number] = left
+            remaining = self._borrow_counts.pop(pinned.number) - 1
+            if remaining:
+                self._borrow_counts[pinned.number] = remaining
 
     def close(self) -> None:
         """Close all descriptors."""
@@ -227,11 +229,11 @@ class LocalFile(StoredFile):
         except NotFoundError:
             raise ReplacedError("removed while it was read", path=self.path) from None
         try:
-            same = _identity(os.fstat(fd)) == self._identity
+            is_same = _identity(os.fstat(fd)) == self._identity
         except OSError as error:
             os.close(fd)
             raise read_error(error, "read the attributes", self.path) from error
-        if not same:
+        if not is_same:
             os.close(fd)
             raise self._replaced()
         return fd
@@ -272,11 +274,11 @@ class LocalFile(StoredFile):
         """Return the file's attributes; on NFS open the file once more, which makes the client ask the server."""
         if not self._store.is_shared:
             return os.fstat(fd)
-        again = os.open(f"/proc/self/fd/{fd}", _FILE_FLAGS)
+        new_fd = os.open(f"/proc/self/fd/{fd}", _FILE_FLAGS)
         try:
-            return os.fstat(again)
+            return os.fstat(new_fd)
         finally:
-            os.close(again)
+            os.close(new_fd)
 
     @property
     def version(self) -> list[str | int]:
@@ -497,10 +499,10 @@ def _open_path(path: str) -> tuple[LocalStore, str | None]:
             raise UnsafeError("refused: not a regular file", path=path)
         shown = path
         if found is None:
-            waiting = replacement_of(name, parent_fd)
-            if waiting is None:
+            hidden_name = replacement_of(name, parent_fd)
+            if hidden_name is None:
                 raise NotFoundError("no such path", path=path)
-            name, shown = waiting, os.path.join(parent, waiting)
+            name, shown = hidden_name, os.path.join(parent, hidden_name)
         try:
             fd = os.open(name, _DIRECTORY_FLAGS, dir_fd=parent_fd)
         except FileNotFoundError:  # it existed a moment ago
@@ -530,10 +532,12 @@ def replacement_of(name: str, dir_fd: int) -> str | None:
         return None
     stem = re.escape(hidden_prefix(name))
     replaced = re.compile(rf"{stem}\.([0-9a-f]{{16}})\.replaced")
-    for found in filter(None, map(replaced.fullmatch, names)):
-        partial = re.compile(rf"{stem}\.[0-9a-f]{{32}}\.{found[1]}\.partial")
-        for waiting in filter(partial.fullmatch, names):
-            return waiting
-    if name in names or any(map(replaced.fullmatch, names)):
+    nonces = [match[1] for match in map(replaced.fullmatch, names) if match is not None]
+    for nonce in nonces:
+        partial = re.compile(rf"{stem}\.[0-9a-f]{{32}}\.{nonce}\.partial")
+        for hidden_name in names:
+            if partial.fullmatch(hidden_name):
+                return hidden_name
+    if name in names or nonces:
         raise _BeingReplacedError
     return None
