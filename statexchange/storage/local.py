@@ -114,8 +114,8 @@ class _Descriptors:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # reentrant: reopening a file may reopen its directory
-        # Open descriptors by their file's number, in the order of last use. The keys are numbers, not files: a reference
-        # to a file would be a cycle, which would delay the finalizer of this object after its last file was dropped.
+        # Open descriptors by the number of their file, in the order of last use. The keys are numbers: references to
+        # files would be cycles, which would delay the finalizer of this object after its last file was dropped.
         self._pinned: dict[int, int] = {}
         self._borrow_counts: dict[int, int] = {}  # by the same numbers; an idle file has no entry
         self._numbers = itertools.count()
@@ -152,12 +152,10 @@ class _Descriptors:
     def _keep(self, number: int, fd: int) -> None:
         self._pinned[number] = fd
         while len(self._pinned) > _LEAST_HELD and _budget.held > _budget.limit:
-            idle = next(
-                (other for other in self._pinned if other != number and not self._borrow_counts.get(other)), None
-            )
-            if idle is None:
+            idle = [other for other in self._pinned if other != number and not self._borrow_counts.get(other)]
+            if not idle:
                 return
-            idle_fd = self._pinned.pop(idle)
+            idle_fd = self._pinned.pop(idle[0])  # the least recently used
             self._owned.discard(idle_fd)
             _budget.held -= 1
             os.close(idle_fd)
