@@ -643,7 +643,7 @@ class DirectoryBuild(Build):
         path = os.path.join(self.building_path, name)
         write_new(self._dir_fd, name, [data], nbytes=memoryview(data).nbytes, path=path, mode=0o666)
 
-    def record(self, name: str, metadata: Any) -> None:
+    def record(self, name: str, metadata: object) -> None:
         """Write the receipt of a finished output file beside it: size, modification time and metadata."""
         path = os.path.join(self.building_path, name)
         found = files.stat_of(name, self._dir_fd, path)

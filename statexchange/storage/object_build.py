@@ -508,7 +508,7 @@ class ObjectBuild(Build):
         """Put a small object."""
         self.put_object(name, lambda: self._objects.create(name, bytes(data)))
 
-    def record(self, name: str, metadata: Any) -> None:
+    def record(self, name: str, metadata: object) -> None:
         """Do nothing: objects of a killed publisher are removed, not reused."""
 
     def make_probe(self) -> str:
