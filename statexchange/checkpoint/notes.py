@@ -51,16 +51,16 @@ def check_readable(source: Source, options: ExportOptions) -> None:
 def kept_metadata(source: Source) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the text metadata of the output files, and notes about the source's metadata that is not kept."""
     others = {key: value for key, value in source.metadata.items() if key != "format"}
-    kept = {key: value for key, value in others.items() if _is_text(key) and _is_text(value)}
+    written = {key: value for key, value in others.items() if _is_text(key) and _is_text(value)}
     reasons = dict.fromkeys(source.differing, "files differ")
-    reasons |= {key: "not valid text" for key in others if key not in kept}
+    reasons |= {key: "not valid text" for key in others if key not in written}
     notes = []
     if reasons:
         notes.append(f"metadata keys that are not kept: {abbreviated_list(reasons)}")
     old_format, new_format = source.metadata.get("format"), FORMAT_METADATA["format"]
     if old_format not in (None, new_format):
         notes.append(f"the metadata key format becomes {new_format!r}; it was {excerpt(old_format, 60)}")
-    return {**FORMAT_METADATA, **kept}, tuple(notes)
+    return {**FORMAT_METADATA, **written}, tuple(notes)
 
 
 def _is_text(value: str) -> bool:

@@ -39,7 +39,7 @@ def place_parts(comm: Communicator, described: Description, layout: Layout) -> D
     parts = {name: local for name, local in described.held.items() if local.part is not None}
     own = RankMetadata.of(Description(parts, unused=described.unused), mesh_option(layout))
     sent, _ = gather_metadata(comm, own)
-    held = dict(described.held)
+    tensors = dict(described.held)
     with comm.phase("placing its tensors"):
         metadata = parse_metadata(sent, comm.rank, own)
         check_equal_options([rank_metadata.options for rank_metadata in metadata])
@@ -49,5 +49,5 @@ def place_parts(comm: Communicator, described: Description, layout: Layout) -> D
             raise InvalidArgumentError(f"layout pattern {min(unused)!r} matches no tensor")
         for shard in rank_shards(metadata, layout)[comm.rank]:
             if isinstance(shard, Shard):
-                held[shard.name] = replace(held[shard.name], shard=shard, part=None)
-    return replace(described, held=held)
+                tensors[shard.name] = replace(tensors[shard.name], shard=shard, part=None)
+    return replace(described, held=tensors)

@@ -46,10 +46,10 @@ def reduce_copies(comm: Communicator, described: Description, reductions: Sequen
                 _receive(comm, src, targets, described)
         elif comm.rank == src:
             _send(comm, dst, described, [(reduction.name, index) for reduction, index in pairs])
-    held = dict(described.held)
+    tensors = dict(described.held)
     for (name, index), data in results.items():
-        held[name] = _with_bytes(held[name], index, data)
-    return replace(described, held=held)
+        tensors[name] = _with_bytes(tensors[name], index, data)
+    return replace(described, held=tensors)
 
 
 def _transfers(reductions: Sequence[BoxReduction]) -> Iterator[tuple[int, int, list[tuple[BoxReduction, int]]]]:

@@ -84,22 +84,22 @@ def _part(runs: list[Run], parts: int, index: int, split_factor: int) -> list[Ru
     step = -(-size // split_factor)
     if split_factor > 1 and step and -(-size // step) > _MAX_PIECES:
         raise ValueError(f"a dim would be cut into {-(-size // step)} pieces")
-    wanted = []
+    positions = []
     for begin in range(0, size, step or 1):
         length = min(step, size - begin)
         part_size = -(-length // parts)
-        wanted.append((begin + min(index * part_size, length), begin + min((index + 1) * part_size, length)))
-    return _between(runs, wanted)
+        positions.append((begin + min(index * part_size, length), begin + min((index + 1) * part_size, length)))
+    return _between(runs, positions)
 
 
-def _between(runs: Sequence[Run], wanted: Sequence[Run]) -> list[Run]:
+def _between(runs: Sequence[Run], positions: Sequence[Run]) -> list[Run]:
     """Return the parts of `runs` at ascending positions, which number the elements of all runs in order.
 
     Each run is visited once.
     """
     parts: list[Run] = []
     number = position = 0  # the run, and the position at which it begins
-    for first, last in wanted:
+    for first, last in positions:
         low = first
         while low < last:
             begin, end = runs[number]

@@ -181,8 +181,8 @@ def _link(temporary: str, name: str, dir_fd: int, path: str) -> None:
 
 def identity_of(name: str, dir_fd: int, path: str) -> tuple[int, int] | None:
     """Return (device, inode) of a file or directory; None if the name does not exist."""
-    found = stat_of(name, dir_fd, path)
-    return None if found is None else (found.st_dev, found.st_ino)
+    attributes = stat_of(name, dir_fd, path)
+    return None if attributes is None else (attributes.st_dev, attributes.st_ino)
 
 
 def rename_new(source: str, target: str, *, dir_fd: int, path: str) -> None:

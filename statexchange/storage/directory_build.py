@@ -132,13 +132,13 @@ def _leftovers(name: str, dir_fd: int, parent: str) -> list[_Leftover]:
         + r"\.(?:(?P<plan>[0-9a-f]{32})\.(?P<of>[0-9a-f]{16})\.partial"
         + r"|(?P<nonce>[0-9a-f]{16})\.(?P<kind>owner|replaced|discarded))"
     )
-    found: dict[str, _Leftover] = {}
+    leftovers: dict[str, _Leftover] = {}
     for entry in files.list_names(dir_fd, parent):
         match = pattern.fullmatch(entry)
         if match is None:
             continue
         nonce = match["nonce"] or match["of"]
-        leftover = found.setdefault(nonce, _Leftover(nonce))
+        leftover = leftovers.setdefault(nonce, _Leftover(nonce))
         if match["plan"]:
             leftover.partials[match["plan"]] = entry
         elif match["kind"] == "replaced":
@@ -147,19 +147,19 @@ def _leftovers(name: str, dir_fd: int, parent: str) -> list[_Leftover]:
             leftover.discarded = entry
         else:
             leftover.record, leftover.owner = _read_record(entry, dir_fd, os.path.join(parent, entry))
-    return list(found.values())
+    return list(leftovers.values())
 
 
 def _read_record(name: str, dir_fd: int, path: str) -> tuple[os.stat_result | None, Owner | None]:
-    found = files.stat_of(name, dir_fd, path)
+    attributes = files.stat_of(name, dir_fd, path)
     try:
-        if found is not None and stat.S_ISLNK(found.st_mode):
+        if attributes is not None and stat.S_ISLNK(attributes.st_mode):
             data = os.readlink(name, dir_fd=dir_fd).encode()
         else:
             data = files.read_small(name, dir_fd, path, MAX_MANIFEST_BYTES)
-        return found, Owner.from_json(parse_json(data, path))
+        return attributes, Owner.from_json(parse_json(data, path))
     except (NotFoundError, UnsafeError, CorruptError, StorageError, OSError, ValueError):
-        return found, None
+        return attributes, None
 
 
 def _parts(path: str) -> tuple[str, str]:
@@ -221,9 +221,9 @@ def _bytes_on_disk(leftover: _Leftover, dir_fd: int, parent: str) -> int:
         path = os.path.join(parent, name)
         with contextlib.suppress(StateExchangeError), files.directory(name, dir_fd, path) as partial_fd:
             for entry in files.list_names(partial_fd, path):
-                found = files.stat_of(entry, partial_fd, path)
-                if found is not None:
-                    nbytes += getattr(found, "st_blocks", 0) * _STAT_BLOCK_BYTES
+                attributes = files.stat_of(entry, partial_fd, path)
+                if attributes is not None:
+                    nbytes += getattr(attributes, "st_blocks", 0) * _STAT_BLOCK_BYTES
     return nbytes
 
 
@@ -263,13 +263,13 @@ def _check_target(path: str, dir_fd: int, check: ReplaceCheck | None) -> tuple[i
         StateExchangeError: what `check` raises.
     """
     parent, name = os.path.split(path)
-    found = files.stat_of(name, dir_fd, path)
-    if found is None:
+    attributes = files.stat_of(name, dir_fd, path)
+    if attributes is None:
         _refuse_old_leftovers(path, dir_fd)
         return None
     if check is None:
         raise target_exists(path)
-    if not stat.S_ISDIR(found.st_mode):
+    if not stat.S_ISDIR(attributes.st_mode):
         raise UnsafeError("refused to overwrite: the target is not a directory", path=path)
     fd = files.open_directory(name, dir_fd, path)
     try:
@@ -298,14 +298,14 @@ def _refuse_old_leftovers(path: str, dir_fd: int) -> None:
         )
 
 
-def _identity(found: os.stat_result) -> _Identity:
+def _identity(attributes: os.stat_result) -> _Identity:
     """Return (device, inode, mtime); inode numbers alone are reused."""
-    return found.st_dev, found.st_ino, found.st_mtime_ns
+    return attributes.st_dev, attributes.st_ino, attributes.st_mtime_ns
 
 
 def _identity_at(name: str, dir_fd: int, path: str) -> _Identity | None:
-    found = files.stat_of(name, dir_fd, path)
-    return None if found is None else _identity(found)
+    attributes = files.stat_of(name, dir_fd, path)
+    return None if attributes is None else _identity(attributes)
 
 
 class DirectoryFile(OutputFile):
@@ -447,20 +447,20 @@ class DirectoryBuild(Build):
         except (OSError, NotImplementedError):
             self._write_record_file(text.encode(), path)
         files.sync_directory(self._parent_fd, path)
-        found = files.stat_of(self._record, self._parent_fd, path)
-        if found is None:
+        attributes = files.stat_of(self._record, self._parent_fd, path)
+        if attributes is None:
             text = (
                 "another process removed the owner record during publishing: check for cleanup jobs, then publish again"
             )
             raise StorageError(text, errno=errno.ENOENT, path=path)
-        return found
+        return attributes
 
     def _write_record_file(self, data: bytes, path: str) -> None:
         try:
             fd = files.create_file(self._record, self._parent_fd, path)
         except StorageError as error:
-            why = os.strerror(error.errno) if error.errno is not None else error.message
-            text = f"cannot write in the target's directory: {why}; choose a directory that you may write"
+            reason = os.strerror(error.errno) if error.errno is not None else error.message
+            text = f"cannot write in the target's directory: {reason}; choose a directory that you may write"
             raise StorageError(text, errno=error.errno, path=self.path) from error
         try:
             files.audit("write", path)
@@ -477,8 +477,8 @@ class DirectoryBuild(Build):
         if leftover.record is None or leftover.record.st_uid != record.st_uid:
             return False
         for name in leftover.directories:
-            found = files.stat_of(name, self._parent_fd, self.path)
-            if found is not None and (not stat.S_ISDIR(found.st_mode) or found.st_uid != record.st_uid):
+            attributes = files.stat_of(name, self._parent_fd, self.path)
+            if attributes is not None and (not stat.S_ISDIR(attributes.st_mode) or attributes.st_uid != record.st_uid):
                 return False
         return True
 
@@ -595,8 +595,8 @@ class DirectoryBuild(Build):
                 metadata = self._finished_metadata(name)
                 if metadata is not None:
                     self.finished[name] = metadata
-        kept = {*self.finished, *map(_receipt, self.finished)}
-        for name in set(names) - kept:
+        finished_names = {*self.finished, *map(_receipt, self.finished)}
+        for name in set(names) - finished_names:
             files.remove_file(name, os.path.join(self.building_path, name), self._dir_fd)
 
     def _finished_metadata(self, name: str) -> Any:
@@ -606,11 +606,12 @@ class DirectoryBuild(Build):
             data = files.read_small(_receipt(name), self._dir_fd, path, MAX_MANIFEST_BYTES)
             raw: Any = parse_json(data, path)
             size, mtime_ns, metadata = raw
-            found = files.stat_of(name, self._dir_fd, path)
+            attributes = files.stat_of(name, self._dir_fd, path)
         except (CorruptError, UnsafeError, NotFoundError, TypeError, ValueError):
             return None
-        is_same = found is not None and stat.S_ISREG(found.st_mode) and _size_and_time(found) == [size, mtime_ns]
-        return metadata if is_same else None
+        if attributes is None or not stat.S_ISREG(attributes.st_mode):
+            return None
+        return metadata if _size_and_time(attributes) == [size, mtime_ns] else None
 
     # Building
 
@@ -646,10 +647,10 @@ class DirectoryBuild(Build):
     def record(self, name: str, metadata: object) -> None:
         """Write the receipt of a finished output file beside it: size, modification time and metadata."""
         path = os.path.join(self.building_path, name)
-        found = files.stat_of(name, self._dir_fd, path)
-        if found is None:
+        attributes = files.stat_of(name, self._dir_fd, path)
+        if attributes is None:
             raise removed_error(path)
-        self.put(_receipt(name), json.dumps([*_size_and_time(found), metadata], separators=(",", ":")).encode())
+        self.put(_receipt(name), json.dumps([*_size_and_time(attributes), metadata], separators=(",", ":")).encode())
         self.finished[name] = metadata
 
     def make_probe(self) -> str:
@@ -679,10 +680,10 @@ class DirectoryBuild(Build):
 
     def _is_replaceable(self) -> bool:
         """Check the target again: False if it is absent; an error if it is not the directory checked at the start."""
-        found = _identity_at(self._name, self._parent_fd, self.path)
-        if found is None:
+        identity = _identity_at(self._name, self._parent_fd, self.path)
+        if identity is None:
             return False  # removed, or another publisher is between two renames: the next rename decides
-        if found != self._old_identity:
+        if identity != self._old_identity:
             raise _conflict(self.path, "replaced or changed the target meanwhile")
         opened_target = _check_target(self.path, self._parent_fd, self._check)
         if opened_target is None:
@@ -760,9 +761,9 @@ class DirectoryBuild(Build):
         except TargetExistsError:
             if _identity_at(self._replaced, self._parent_fd, self.path) != self._old_identity:
                 # It is another publisher's checkpoint. A name without this nonce keeps it from being removed.
-                kept = f"{self._stem}.{new_nonce()}.kept"
-                kept_path = os.path.join(self._parent, kept)
-                rename_new(self._replaced, kept, dir_fd=self._parent_fd, path=kept_path)
+                kept_name = f"{self._stem}.{new_nonce()}.kept"
+                kept_path = os.path.join(self._parent, kept_name)
+                rename_new(self._replaced, kept_name, dir_fd=self._parent_fd, path=kept_path)
                 _log.warning(
                     "%s: two others published here; the first one's directory is now at %s", self.path, kept_path
                 )
@@ -786,10 +787,10 @@ class DirectoryBuild(Build):
             return
         if identity_of(self._replaced, self._parent_fd, self.path) is not None:
             self._put_back()
-        found = _identity_at(self._partial, self._parent_fd, self.path)
-        if found is None or self._own_identity is None:
+        identity = _identity_at(self._partial, self._parent_fd, self.path)
+        if identity is None or self._own_identity is None:
             return
-        if found[:2] != self._own_identity and found != self._old_identity:
+        if identity[:2] != self._own_identity and identity != self._old_identity:
             self._undo_exchange()
 
     def _end(self) -> None:
@@ -830,11 +831,13 @@ class DirectoryBuild(Build):
         """Remove the directories of this nonce; return False if one of them is another publisher's."""
         all_removed = True
         for name in (self._partial, self._replaced, self._discarded):
-            found = _identity_at(name, self._parent_fd, self.path)
-            if found is None:
+            identity = _identity_at(name, self._parent_fd, self.path)
+            if identity is None:
                 continue
             target = identity_of(self._name, self._parent_fd, self.path)
-            is_known = self._own_identity is None or found[:2] == self._own_identity or found == self._old_identity
+            is_known = (
+                self._own_identity is None or identity[:2] == self._own_identity or identity == self._old_identity
+            )
             # After publishing, an absent target means that the next publisher is between its two renames.
             is_only_copy = name == self._replaced and target is None and not self._is_published
             if (is_known or name == self._discarded) and not is_only_copy:
@@ -849,6 +852,6 @@ def _receipt(name: str) -> str:
     return f"{files.hidden_prefix(name)}.finished"
 
 
-def _size_and_time(found: os.stat_result) -> list[int]:
+def _size_and_time(attributes: os.stat_result) -> list[int]:
     """Return [size, mtime_ns], to detect a finished file that was changed."""
-    return [found.st_size, found.st_mtime_ns]
+    return [attributes.st_size, attributes.st_mtime_ns]

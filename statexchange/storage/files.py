@@ -257,12 +257,12 @@ def check_private(dir_fd: int, path: str) -> None:
     The directory must belong to this user or to root. An NFS server may map users (root_squash, all_squash); then it
     is enough that a new file of this process gets the same owner as the directory.
     """
-    found = fstat_of(dir_fd, path)
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    attributes = fstat_of(dir_fd, path)
+    if attributes.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise UnsafeError("refused: others may write in this directory", path=path)
-    if os.geteuid() in (0, found.st_uid) or found.st_uid == 0:
+    if os.geteuid() in (0, attributes.st_uid) or attributes.st_uid == 0:
         return
-    if _owner_of_new(dir_fd, path) != found.st_uid:
+    if _owner_of_new(dir_fd, path) != attributes.st_uid:
         raise UnsafeError("refused: this directory belongs to another user", path=path)
 
 
@@ -437,11 +437,11 @@ def reserve(fd: int, nbytes: int, path: str, begin: int = 0) -> bool:
 
 def check_room(fd: int, nbytes: int, path: str) -> None:
     """Raise StorageError if the file system of an open file has fewer than `nbytes` free; reserve nothing."""
-    found = os.fstatvfs(fd)
-    free = found.f_bavail * found.f_frsize
-    if found.f_blocks and free < nbytes:  # a tmpfs without a limit reports no blocks
-        why = f"{os.strerror(errno.ENOSPC)}, {free} are free"
-        raise StorageError(f"cannot reserve {nbytes} bytes: {why}", errno=errno.ENOSPC, path=path)
+    file_system = os.fstatvfs(fd)
+    free = file_system.f_bavail * file_system.f_frsize
+    if file_system.f_blocks and free < nbytes:  # a tmpfs without a limit reports no blocks
+        reason = f"{os.strerror(errno.ENOSPC)}, {free} are free"
+        raise StorageError(f"cannot reserve {nbytes} bytes: {reason}", errno=errno.ENOSPC, path=path)
 
 
 def _fallocate(fd: int, begin: int, nbytes: int) -> int:

@@ -55,11 +55,11 @@ def storage_errors(doing: str, url: str) -> Iterator[None]:
     except NotImplementedError:
         raise UnsupportedError(f"cannot {doing}: this file system does not support it", path=url) from None
     except OSError as error:
-        why = _redacted(f"{error.strerror or error}", url)
-        raise StorageError(f"cannot {doing}: {why}", errno=error.errno, path=url) from _cause(error, url)
+        reason = _redacted(f"{error.strerror or error}", url)
+        raise StorageError(f"cannot {doing}: {reason}", errno=error.errno, path=url) from _cause(error, url)
     except Exception as error:  # noqa: BLE001 (it is translated)
-        why = _redacted(f"{type(error).__name__}: {error}", url)
-        raise StorageError(f"cannot {doing}: {why}", path=url) from _cause(error, url)
+        reason = _redacted(f"{type(error).__name__}: {error}", url)
+        raise StorageError(f"cannot {doing}: {reason}", path=url) from _cause(error, url)
 
 
 def _redacted(text: str, url: str) -> str:
@@ -190,13 +190,13 @@ class FsspecStore(Store):
         with storage_errors("list", self._url):
             self._system.invalidate_cache()
             entries = self._system.ls(self._path, detail=True)
-        found: dict[str, EntryKind] = {}
+        kinds: dict[str, EntryKind] = {}
         for info in entries:
             name = str(info["name"]).rstrip("/").rpartition("/")[2]
             if name:
                 self._infos[name] = info
-                found[name] = "directory" if info.get("type") == "directory" else "file"
-        return found
+                kinds[name] = "directory" if info.get("type") == "directory" else "file"
+        return kinds
 
     def open(self, name: str) -> FsspecFile:
         """Pin the version of an object."""

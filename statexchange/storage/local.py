@@ -196,8 +196,8 @@ def _close_all(fds: set[int]) -> None:
         os.close(fds.pop())
 
 
-def _identity(found: os.stat_result) -> tuple[int, int, int, int]:
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+def _identity(attributes: os.stat_result) -> tuple[int, int, int, int]:
+    return attributes.st_dev, attributes.st_ino, attributes.st_size, attributes.st_mtime_ns
 
 
 class LocalFile(StoredFile):
@@ -260,12 +260,12 @@ class LocalFile(StoredFile):
         """Raise ReplacedError if the file's bytes may have changed since it was opened."""
         fd = self._descriptors.borrow(self)
         try:
-            found = self._fresh_stat(fd)
+            attributes = self._fresh_stat(fd)
         except OSError as error:
             raise read_error(error, "read the attributes", self.path) from error
         finally:
             self._descriptors.give_back(self)
-        if _identity(found) != self._identity:
+        if _identity(attributes) != self._identity:
             raise self._replaced()
 
     def _fresh_stat(self, fd: int) -> os.stat_result:
@@ -377,16 +377,16 @@ class LocalStore(Store):
 
     def _list(self) -> dict[str, EntryKind]:
         audit("list", self.path)
-        found: dict[str, EntryKind] = {}
+        kinds: dict[str, EntryKind] = {}
         try:
             with self.descriptor() as fd, os.scandir(fd) as entries:
                 for entry in entries:
-                    found[entry.name] = _kind_of(entry)
+                    kinds[entry.name] = _kind_of(entry)
         except OSError as error:
             if isinstance(error, StateExchangeError):
                 raise
             raise read_error(error, "list directory", self.path) from error
-        return found
+        return kinds
 
     def open_name(self, name: str) -> int:
         """Return a new descriptor of a file in this directory."""
@@ -427,10 +427,10 @@ class LocalStore(Store):
 
 def _directory_identity(fd: int, path: str) -> tuple[int, int]:
     try:
-        found = os.fstat(fd)
+        attributes = os.fstat(fd)
     except OSError as error:
         raise read_error(error, "read the attributes", path) from error
-    return found.st_dev, found.st_ino
+    return attributes.st_dev, attributes.st_ino
 
 
 def _unpickled_store(path: str, follow: bool, identity: tuple[int, int]) -> LocalStore:
@@ -490,13 +490,13 @@ def _open_path(path: str) -> tuple[LocalStore, str | None]:
         parent_fd = open_parent(parent)
         descriptors.hold(parent_fd, path)
         # The name is looked up and opened relative to one descriptor, so both concern the same parent directory.
-        found = stat_of(name, parent_fd, path, follow=True)
-        if found is not None and stat.S_ISREG(found.st_mode):
+        attributes = stat_of(name, parent_fd, path, follow=True)
+        if attributes is not None and stat.S_ISREG(attributes.st_mode):
             return LocalStore(parent, os.dup(parent_fd), descriptors), name
-        if found is not None and not stat.S_ISDIR(found.st_mode):
+        if attributes is not None and not stat.S_ISDIR(attributes.st_mode):
             raise UnsafeError("refused: not a regular file", path=path)
         shown = path
-        if found is None:
+        if attributes is None:
             hidden_name = replacement_of(name, parent_fd)
             if hidden_name is None:
                 raise NotFoundError("no such path", path=path)

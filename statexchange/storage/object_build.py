@@ -128,12 +128,12 @@ class _Objects:
             if "bucket" in error.message:
                 raise
             return {}
-        found = {str(info["name"]).rstrip("/").rpartition("/")[2]: info for info in entries}
-        if set(found) == {self._base.rpartition("/")[2]} and entries[0].get("type") == "file":
+        infos = {str(info["name"]).rstrip("/").rpartition("/")[2]: info for info in entries}
+        if set(infos) == {self._base.rpartition("/")[2]} and entries[0].get("type") == "file":
             is_target = str(entries[0]["name"]).strip("/") == self._base.strip("/")
             if is_target:
                 raise TargetExistsError("the target is an object, not a directory", path=self.path)
-        return {name: info for name, info in found.items() if name}
+        return {name: info for name, info in infos.items() if name}
 
     def version(self, name: str) -> str | None:
         """Return an object's version; None if it does not exist."""
@@ -189,8 +189,8 @@ class _Objects:
         audit("renew" if claim.nonce == nonce else "take over", path)
         key = f"{self._base}/{CLAIM_NAME}"
         if not self._has_conditional_put:
-            found = self.read_claim()
-            if found is None or found[0].nonce != nonce or found[1] != version:
+            present = self.read_claim()
+            if present is None or present[0].nonce != nonce or present[1] != version:
                 return False
             with storage_errors("put", path):
                 self._system.pipe_file(key, claim.to_bytes(), mode="overwrite")
@@ -230,10 +230,10 @@ class _FilteredStore(Store):
 def check_url(url: str, manifest: str, check: ReplaceCheck | None) -> None:
     """Raise what a build at `url` would raise for the target, without changing anything."""
     objects = _Objects(url)
-    found = objects.read_claim()
-    if found is not None and found[0].owner.is_alive:
-        raise busy_error(found[0].owner, objects.path)
-    _list_target(objects, manifest, check, set(found[0].names) if found is not None else set())
+    present = objects.read_claim()
+    if present is not None and present[0].owner.is_alive:
+        raise busy_error(present[0].owner, objects.path)
+    _list_target(objects, manifest, check, set(present[0].names) if present is not None else set())
 
 
 def _list_target(
@@ -348,10 +348,10 @@ class ObjectBuild(Build):
             with contextlib.suppress(TargetExistsError):
                 audit("claim", self._objects.path_of(CLAIM_NAME))
                 self._objects.create(CLAIM_NAME, self._claim.to_bytes())
-            found = self._objects.read_claim()
-            if found is None:
+            present = self._objects.read_claim()
+            if present is None:
                 continue  # it was removed between the two calls
-            other, version = found
+            other, version = present
             if other.nonce == self._claim.nonce:
                 self._claim_version, self._renewed = version, time.monotonic()
                 return set(other.names) - set(self._claim.names) if other.renewal else set()
@@ -385,11 +385,11 @@ class ObjectBuild(Build):
 
     def _read_own(self) -> bool:
         """Read the claim and return whether this publisher holds it."""
-        found = self._objects.read_claim()
-        if found is None or found[0].nonce != self._claim.nonce:
+        present = self._objects.read_claim()
+        if present is None or present[0].nonce != self._claim.nonce:
             self._claim_version = None
             return False
-        self._claim_version, self._renewed = found[1], time.monotonic()
+        self._claim_version, self._renewed = present[1], time.monotonic()
         return True
 
     def renew(self, *, at_once: bool = False) -> None:

@@ -102,7 +102,7 @@ def write_box(
 
 def _first_contiguous_dim(box: Box, shape: Sequence[int]) -> int:
     """Return the last dim in which the box is a part of the tensor: from there on its bytes are contiguous."""
-    return max(d for d in range(len(shape)) if box.shape[d] != shape[d])
+    return max(dim for dim in range(len(shape)) if box.shape[dim] != shape[dim])
 
 
 def _run_bytes(box: Box, shape: Sequence[int], itemsize: int) -> int:
@@ -115,7 +115,7 @@ def _runs(box: Box, shape: Sequence[int], itemsize: int, data: memoryview) -> It
     dim = _first_contiguous_dim(box, shape)
     run_bytes = _run_bytes(box, shape, itemsize)
     for number, prefix in enumerate(np.ndindex(*box.shape[:dim])):
-        offsets = tuple(o + p for o, p in zip(box.offsets, prefix, strict=False)) + box.offsets[dim:]
+        offsets = (*map(operator.add, box.offsets, prefix), *box.offsets[dim:])
         yield (
             linear_offset(Box(offsets, box.shape), shape),
             data[number * run_bytes : (number + 1) * run_bytes],
@@ -170,7 +170,7 @@ def _read_strided(file: StoredFile, begin: int, target: Any, strides: tuple[int,
     reach = [(size - 1) * stride for size, stride in zip(target.shape, strides, strict=True)]
     span = (sum(reach) + 1) * target.itemsize
     if span > _SPAN_BYTES and max(reach):
-        dim = max(range(len(reach)), key=lambda d: reach[d])
+        dim = max(range(len(reach)), key=lambda index: reach[index])
         half = target.shape[dim] // 2
         front, back = np.split(target, [half], axis=dim)
         _read_strided(file, begin, front, strides)
@@ -357,12 +357,12 @@ class BoxDigest:
 def _element_after(at: tuple[int, ...], box: Box) -> tuple[int, ...] | None:
     """Return the first element of a box after `at` in the tensor's C order; None if there is none."""
     ends = box.ends
-    inside = 0
-    while inside < len(at) and box.offsets[inside] <= at[inside] < ends[inside]:
-        inside += 1
-    if inside < len(at) and at[inside] < box.offsets[inside]:
-        return (*at[:inside], *box.offsets[inside:])
-    for dim in reversed(range(inside)):
+    num_inside = 0
+    while num_inside < len(at) and box.offsets[num_inside] <= at[num_inside] < ends[num_inside]:
+        num_inside += 1
+    if num_inside < len(at) and at[num_inside] < box.offsets[num_inside]:
+        return (*at[:num_inside], *box.offsets[num_inside:])
+    for dim in reversed(range(num_inside)):
         if at[dim] + 1 < ends[dim]:
             return (*at[:dim], at[dim] + 1, *box.offsets[dim + 1 :])
     return None

@@ -211,8 +211,8 @@ class WorkspaceView:
 
     def rank_names(self, run: str, round: int) -> list[RankName]:  # noqa: A002
         """Return the names of a round's complete files, in rank order; raise NotFoundError without such a round."""
-        found = filter(is_rank_file, self._round(run, round).files)
-        names = [RankName.parse(os.path.join(run, f"{round:06d}", name)) for name in found]
+        file_names = filter(is_rank_file, self._round(run, round).files)
+        names = [RankName.parse(os.path.join(run, f"{round:06d}", name)) for name in file_names]
         return sorted(names, key=lambda name: name.rank)
 
     def manifest(self, run: str, round: int) -> Manifest:  # noqa: A002
@@ -225,13 +225,13 @@ class WorkspaceView:
 
     def dropped(self, run: str) -> list[Manifest]:
         """Return the manifests of rounds whose drop is in progress or was interrupted."""
-        found = []
+        manifests = []
         for number in self.rounds(run):
             with contextlib.suppress(*_REMOVED, CorruptError):  # removed meanwhile, or unreadable
                 store = self._round(run, number)
                 if DROPPED in store.listing:
-                    found.append(_manifest_in(store, DROPPED, run, number))
-        return found
+                    manifests.append(_manifest_in(store, DROPPED, run, number))
+        return manifests
 
     def abandoned(self, run: str, round: int) -> list[str]:  # noqa: A002
         """Return the names of a round's files whose writers have provably ended without a commit.
@@ -264,11 +264,11 @@ class WorkspaceView:
 
         A commit goes on beside a broken manifest; only a reader of that round needs to fail.
         """
-        found = []
+        manifests = []
         for run, number in self.all_rounds():
             with contextlib.suppress(*_REMOVED, CorruptError, UnsafeError):
-                found.append(self.manifest(run, number))
-        return sorted(found, key=_age)
+                manifests.append(self.manifest(run, number))
+        return sorted(manifests, key=_age)
 
     def all_rounds(self, only: str | None = None) -> Iterator[tuple[str, int]]:
         """Yield (run, round) for all rounds that have a directory, or for those of the run `only`."""
@@ -278,11 +278,11 @@ class WorkspaceView:
 
     def manifests(self, rounds: Iterable[tuple[str, int]]) -> list[Manifest]:
         """Return the manifests of those of `rounds` (run, round) that are committed, oldest first."""
-        found = []
+        manifests = []
         for run, number in rounds:
             with contextlib.suppress(NotFoundError):  # not committed, or dropped meanwhile
-                found.append(self.manifest(run, number))
-        return sorted(found, key=_age)
+                manifests.append(self.manifest(run, number))
+        return sorted(manifests, key=_age)
 
     def open(self, receipt: Receipt | RankName, *, owner: OpenedPath | None = None) -> RankFile:
         """Open a rank's file; raise NotFoundError if it is absent. Closing the file closes `owner`."""
@@ -532,7 +532,7 @@ class Workspace:
             older = view.readable_manifests()
             half_dropped = view.dropped(first.run)
             abandoned = view.all_abandoned(view.all_rounds())
-        generation = max((m.generation for m in older), default=0) + 1
+        generation = max((committed.generation for committed in older), default=0) + 1
         manifest = Manifest(first.run, first.round, generation, first.world_size, tuple(receipts), dict(extra or {}))
         text = _manifest_text(manifest)
         path = os.path.join(self.path, first.run, f"{first.round:06d}", MANIFEST)
@@ -540,7 +540,7 @@ class Workspace:
             atomic.write_new(dir_fds[-1], MANIFEST, [text], nbytes=len(text), path=path, durable=self.durable)
             atomic.invalidate_listings(*dir_fds, path=self.path)
         # Older rounds are removed only after the new one is durable.
-        for old in [m for m in [*older, manifest] if m.run == first.run][:-keep]:
+        for old in [committed for committed in [*older, manifest] if committed.run == first.run][:-keep]:
             self._drop(old)
         for old in half_dropped:
             self._drop(old)
@@ -727,7 +727,7 @@ def _manifest_text(manifest: Manifest) -> bytes:
         "round": manifest.round,
         "generation": manifest.generation,
         "world_size": manifest.world_size,
-        "files": [[os.path.basename(r.relative), r.nbytes] for r in manifest.receipts],
+        "files": [[os.path.basename(receipt.relative), receipt.nbytes] for receipt in manifest.receipts],
         "extra": dict(manifest.extra),
     }
     return json.dumps({**record, "digest": _digest_of(record)}, indent=1).encode()
