@@ -330,16 +330,12 @@ def _common_wrappers(names: Collection[str]) -> str:
     first, last = min(names), max(names)
     shortest = min(map(len, names))
     end = 0
-    is_found = True
-    while is_found:
-        is_found = False
-        for wrapper in _WRAPPERS:
-            fits = end + len(wrapper) < shortest
-            if fits and first.startswith(wrapper, end) and last.startswith(wrapper, end):
-                end += len(wrapper)
-                is_found = True
-                break
-    return first[:end]
+    while True:
+        fitting = [wrapper for wrapper in _WRAPPERS if end + len(wrapper) < shortest]
+        common = [wrapper for wrapper in fitting if first.startswith(wrapper, end) and last.startswith(wrapper, end)]
+        if not common:
+            return first[:end]
+        end += len(common[0])
 
 
 def _unwrapping(wrapper: str, rename: Rename) -> Rename:

@@ -48,8 +48,8 @@ class HeldShard:
 class RankMetadata:
     """One rank's shards, and its options as text by name.
 
-    `reductions` are operations by name; `aliases`, `unused` and `sources` are as in a Description. All
-    ranks describe tensors over a mesh alike, and equal metadata is parsed once.
+    `reductions` are operations by name; `aliases`, `unused` and `sources` are as in a Description. Ranks whose tensors
+    are all over one mesh have equal metadata, which is sent and parsed once.
     """
 
     held: Sequence[HeldShard]
@@ -209,18 +209,18 @@ def renames(metadata: Sequence[RankMetadata], layout: Layout) -> list[dict[str, 
 
 def operations(metadata: Sequence[RankMetadata]) -> dict[str, str]:
     """Return the reduction of each tensor whose copies are reduced; it must be equal on all ranks."""
-    operations: dict[str, str] = {}
+    reductions: dict[str, str] = {}
     for rank, rank_metadata in enumerate(metadata):
         for name, operation in rank_metadata.reductions.items():
-            if operations.setdefault(name, operation) != operation:
+            if reductions.setdefault(name, operation) != operation:
                 raise InvalidArgumentError(
                     "layouts differ in the reduction of this tensor",
                     name=name,
                     rank=rank,
-                    expected=operations[name],
+                    expected=reductions[name],
                     found=operation,
                 )
-    return operations
+    return reductions
 
 
 def _by_rank(metadata: Sequence[RankMetadata]) -> list[list[HeldShard]]:
@@ -256,11 +256,12 @@ def rank_shards(metadata: Sequence[RankMetadata], layout: Layout) -> list[list[S
     positions = {name: place_parts(tensor_parts, layout.mesh) for name, tensor_parts in parts.items()}
     shards: list[list[Shard | ShardingSpec]] = []
     for rank, rank_held in enumerate(by_rank):
-        shards.append([])
+        of_rank: list[Shard | ShardingSpec] = []
         for held in rank_held:
             shard = held.shard
             if held.part is not None:
                 global_shape, boxes = positions[shard.name][rank]
                 shard = Shard(shard.name, shard.dtype, global_shape, boxes)
-            shards[-1].append(shard)
+            of_rank.append(shard)
+        shards.append(of_rank)
     return shards
