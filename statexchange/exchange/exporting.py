@@ -356,7 +356,7 @@ def _digest_of(
 def _replica_error(tensor: TensorPlan, box: Box, rank: int, other: int) -> ReplicaError:
     advice = (
         f'if each rank holds a part, say so with layout={{"{tensor.source}": Shard(0)}}; to take rank '
-        f'{min(rank, other)}\'s copy, replicas="root"; different tensors need different '
-        "names, also if each pipeline stage numbers its layers from 0"
+        f'{min(rank, other)}\'s copy, replicas="root"; tensors of different pipeline '
+        "stages need different names, even if each stage numbers its layers from 0"
     )
     return replica_error(tensor.name, box, rank, other, advice)

@@ -669,10 +669,13 @@ def get_configs_parallel(
             text = values.encode(config, keep)
     types = values.types_of(config)
     with _gathered("get_configs_parallel", communicator, 0, tensors, text, workspace_path) as blocks:
-        configs: list[T | None] = []
-        for rank, (block, message) in enumerate(blocks):
-            configs.append(config if rank == 0 else _config(rank, block, message, types))
-        yield configs
+        # No variable here refers to what is yielded: its memory could not be recycled when the block ends.
+        yield [config, *_other_configs(blocks, types)] if blocks else []
+
+
+def _other_configs(blocks: Sequence[tuple[_Block, Any]], types: Mapping[str, type]) -> list[Any]:
+    """Return the configs of all ranks but the first."""
+    return [_config(rank, block, message, types) for rank, (block, message) in enumerate(blocks) if rank != 0]
 
 
 def _config(rank: int, block: _Block, message: object, types: Mapping[str, type]) -> Any:  # noqa: ANN401 (a config of any type)
