@@ -1,6 +1,7 @@
-"""Yield a tensor's elements as host memory, window by window: its own memory if in C order on the host, else a buffer.
+"""Read and fill a tensor's elements as host memory, window by window.
 
-The buffers take turns, so that a GPU copies into or out of one while the host works on the other.
+A tensor in C order on the host is accessed in place, any other through two buffers. The buffers take turns, so that a
+GPU copies into or out of one while the host works on the other.
 """
 
 from __future__ import annotations

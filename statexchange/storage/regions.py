@@ -187,8 +187,8 @@ def blocks(
 ) -> Iterator[tuple[Box, memoryview]]:
     """Yield the bytes of a stored block of `shape` in C order, part by part, each with its box within the block.
 
-    Each memoryview is valid until the next iteration. A part has at most `WINDOW_BYTES`; that of a strided block
-    `ahead_bytes`, because reading one part may require reading all bytes that the block spans.
+    Each memoryview is valid until the next iteration. A part has at most `WINDOW_BYTES`, or `ahead_bytes` if the block
+    is strided: reading one part of it may require reading all bytes that the block spans.
     """
     itemsize, strides = ITEMSIZE[dtype], stored.strides
     budget = WINDOW_BYTES if strides is None else max(_LEAST_READ_AHEAD_BYTES, ahead_bytes)
