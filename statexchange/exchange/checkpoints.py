@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, overload
 
 from statexchange.checkpoint.publication import target_path
 from statexchange.comm.calls import public_call
@@ -226,7 +226,7 @@ class Checkpoints:
         state: State,
         step: int,
         *,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
         overwrite: bool = False,
         background: Literal[False] = False,
     ) -> SaveReport: ...
@@ -237,7 +237,7 @@ class Checkpoints:
         state: State,
         step: int,
         *,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
         overwrite: bool = False,
         background: Literal[True],
     ) -> Future[SaveReport]: ...
@@ -247,7 +247,7 @@ class Checkpoints:
         state: State,
         step: int,
         *,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
         overwrite: bool = False,
         background: bool = False,
     ) -> SaveReport | Future[SaveReport]:
@@ -294,7 +294,7 @@ class Checkpoints:
                 self._wait()
             return save_now(state, request, comm)
 
-    def _request(self, step: int, metrics: Mapping[str, float] | None, *, overwrite: bool) -> SaveRequest:
+    def _request(self, step: int, metrics: Mapping[str, SupportsFloat] | None, *, overwrite: bool) -> SaveRequest:
         number = _whole(step, "step")
         found = {str(name): _metric(name, value) for name, value in (metrics or {}).items()}
         best = self._retention.best
@@ -676,17 +676,17 @@ def _signal_names(given: str | Sequence[str] | None) -> tuple[str, ...]:
     return names
 
 
-def _signal_and_due(raw: Any) -> tuple[str | None, bool]:
+def _signal_and_due(raw: object) -> tuple[str | None, bool]:
     name, due = records.items(raw, lambda value: value)
     return records.optional(name, records.text), records.flag(due)
 
 
-def _whole(value: Any, name: str, *, least: int = 0) -> int:
+def _whole(value: object, name: str, *, least: int = 0) -> int:
     """Return a whole number of at least `least`; InvalidArgumentError for anything else."""
     try:
         if isinstance(value, bool):
             raise TypeError
-        number = operator.index(value)
+        number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise InvalidArgumentError(f"{name} must be a whole number, not {excerpt(value)}") from None
     if number < least:
@@ -694,7 +694,7 @@ def _whole(value: Any, name: str, *, least: int = 0) -> int:
     return number
 
 
-def _metric(name: str, value: Any) -> float:
+def _metric(name: str, value: SupportsFloat) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):

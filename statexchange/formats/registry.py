@@ -53,7 +53,8 @@ class Format(Protocol):
 # reader, which the others do not need.
 FORMATS = ("save", "huggingface", "workspace", "dcp", "torch_file")
 _DESCRIPTIONS = (".index.json", "statexchange.json", "manifest.json", "save.json", ".metadata")  # endings of file names
-_FREE_BYTES, _MAX_REPETITION = 64 << 20, 16  # limits of all tensors: bytes, and multiples of their files' bytes
+# All tensors together may have _BASE_BYTES more than _MAX_REPETITION times the bytes of their files.
+_BASE_BYTES, _MAX_REPETITION = 64 << 20, 16
 _UNKNOWN = "neither a save, a workspace nor a checkpoint (safetensors, torch DCP, or torch.save's .pt files)"
 
 
@@ -144,7 +145,7 @@ def _check_not_repeated(source: Source) -> None:
     A tensor with strides of 0, or tensors that share a storage, may have any number of elements in a small file.
     """
     files = {(shard_file.path, shard_file.nbytes) for shard_file in source.files}
-    limit = _FREE_BYTES + _MAX_REPETITION * sum(nbytes for _, nbytes in files)
+    limit = _BASE_BYTES + _MAX_REPETITION * sum(nbytes for _, nbytes in files)
     total = 0
     for shard_file, tensor in source.shards():
         total += sum(byte_range.nbytes for byte_range in tensor.byte_ranges)
@@ -159,31 +160,31 @@ def _check_not_repeated(source: Source) -> None:
 def read_opened(opened: OpenedPath, *, strict: bool = True) -> Source:
     """Return the source at an opened path, by the first format that matches."""
     for name in FORMATS:
-        known: Format = import_module(f"statexchange.formats.{name}")
-        if known.matches(opened):
+        module: Format = import_module(f"statexchange.formats.{name}")
+        if module.matches(opened):
             if name == "torch_file":
-                _check_not_above(opened)
-            return known.read(opened, strict=strict)
-    _check_not_above(opened)
-    _check_not_saves(opened)
-    _check_not_a_part(opened)
+                _check_no_dcp_below(opened)
+            return module.read(opened, strict=strict)
+    _check_no_dcp_below(opened)
+    _check_no_saves_below(opened)
+    _check_no_description(opened)
     raise NotFoundError(_UNKNOWN, path=opened.path)
 
 
-def _check_not_above(opened: OpenedPath) -> None:
+def _check_no_dcp_below(opened: OpenedPath) -> None:
     """Raise InvalidArgumentError if there are DCP directories one level below.
 
     accelerate writes DCP directories into a directory of its own, beside files of torch.save that have no model.
     """
     if opened.file is not None:
         return
-    below = [name for name in opened.store.directories if _is_dcp(opened, name)]
-    if below:
-        text = f"this directory contains torch DCP directories, name one of them: {', '.join(below)}"
+    dcp_names = [name for name in opened.store.directories if _is_dcp(opened, name)]
+    if dcp_names:
+        text = f"this directory contains torch DCP directories, name one of them: {', '.join(dcp_names)}"
         raise InvalidArgumentError(text, path=opened.path)
 
 
-def _check_not_saves(opened: OpenedPath) -> None:
+def _check_no_saves_below(opened: OpenedPath) -> None:
     """Raise InvalidArgumentError for a directory of saves by step, of which one must be named."""
     steps = list_steps(opened.store) if opened.file is None else []
     if steps:
@@ -194,7 +195,7 @@ def _check_not_saves(opened: OpenedPath) -> None:
         raise InvalidArgumentError(text, path=opened.path)
 
 
-def _check_not_a_part(opened: OpenedPath) -> None:
+def _check_no_description(opened: OpenedPath) -> None:
     """Raise InvalidArgumentError for a file that only describes a checkpoint, such as an index."""
     if opened.file is not None and opened.file.endswith(_DESCRIPTIONS):
         text = f"this file only describes a checkpoint: give its directory, {opened.store.path}"

@@ -156,23 +156,26 @@ def _proven(source: Source) -> bool:
 
 def _aliases(source: Source) -> dict[str, str]:
     if source.manifest is not None:
-        return {str(k): str(v) for k, v in source.manifest.get("aliases", {}).items()}
-    return {alias: kept for shard_file in source.files for alias, kept in shard_file.aliases.items()}
+        return {str(alias): str(name) for alias, name in source.manifest.get("aliases", {}).items()}
+    aliases: dict[str, str] = {}
+    for shard_file in source.files:
+        aliases |= shard_file.aliases
+    return aliases
 
 
 def tensor_rows(source: Source) -> list[TensorRow]:
     """Return a row for each tensor of a source, in its order. Not collective."""
-    held_by: dict[str, list[ShardFile]] = {}
-    last: dict[str, Shard] = {}
+    files: dict[str, list[ShardFile]] = {}
+    shards: dict[str, Shard] = {}  # the last one of each tensor
     num_boxes: Counter[str] = Counter()
     for shard_file, tensor in source.shards():
-        shard = last[tensor.shard.name] = tensor.shard
-        held_by.setdefault(shard.name, []).append(shard_file)
+        shard = shards[tensor.shard.name] = tensor.shard
+        files.setdefault(shard.name, []).append(shard_file)
         num_boxes[shard.name] += len(shard.boxes)
-    found: dict[str, TensorRow] = {}
-    for name, holders in held_by.items():
-        shard = last[name]
-        found[name] = TensorRow(
+    rows: dict[str, TensorRow] = {}
+    for name, holders in files.items():
+        shard = shards[name]
+        rows[name] = TensorRow(
             name,
             shard.dtype,
             shard.global_shape,
@@ -181,10 +184,10 @@ def tensor_rows(source: Source) -> list[TensorRow]:
             num_boxes[name],
             os.path.basename(holders[0].path),
         )
-    for listed in source.unreadable:
-        if listed.name not in found:
-            dtype, shape = listed.dtype or "?", listed.shape or ()
+    for unreadable in source.unreadable:
+        if unreadable.name not in rows:
+            dtype, shape = unreadable.dtype or "?", unreadable.shape or ()
             nbytes = full_box(shape).numel * ITEMSIZE[dtype] if dtype in ITEMSIZE else 0
-            file = os.path.basename(listed.path)
-            found[listed.name] = TensorRow(listed.name, dtype, shape, nbytes, (), 0, file)
-    return list(found.values())
+            file = os.path.basename(unreadable.path)
+            rows[unreadable.name] = TensorRow(unreadable.name, dtype, shape, nbytes, (), 0, file)
+    return list(rows.values())

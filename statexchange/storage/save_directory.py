@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError, NotFoundError, StateExchangeError, UnsafeError
 from statexchange.storage.json_text import parse_json
-from statexchange.storage.sealed_json import check_sealed, seal
+from statexchange.storage.sealed_json import seal, unseal
 from statexchange.storage.tensorfile import read_header
 from statexchange.storage.workspace import RankFile
 
@@ -100,9 +100,9 @@ class SaveManifest:
     @classmethod
     def parse(cls, data: bytes, path: str) -> SaveManifest:
         """Return the manifest that `to_bytes` encoded; raise CorruptError for anything else."""
-        raw: Any = parse_json(data, path)
+        parsed = parse_json(data, path)
         try:
-            check_sealed(raw)
+            raw = unseal(parsed)
             if raw["schema"] != SCHEMA:
                 text = "this save was written by a newer version of statexchange: use that version to read it"
                 raise CorruptError(text, path=path, expected=SCHEMA, found=raw["schema"])

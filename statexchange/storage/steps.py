@@ -32,7 +32,7 @@ from statexchange.storage.files import directory
 from statexchange.storage.json_text import parse_json
 from statexchange.storage.opened_path import open_path, read_with_retry
 from statexchange.storage.save_directory import MANIFEST, SaveManifest, read_manifest, removable_files
-from statexchange.storage.sealed_json import check_sealed, seal
+from statexchange.storage.sealed_json import seal, unseal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -210,9 +210,9 @@ def identity_of_saves(path: str) -> str | None:
             data, shown = opened.store.read_small(IDENTITY), opened.store.path_of(IDENTITY)
     except NotFoundError:
         return None
-    raw: Any = parse_json(data, shown)
+    parsed = parse_json(data, shown)
     try:
-        check_sealed(raw)
+        raw = unseal(parsed)
         if raw["schema"] != _SCHEMA or not _IDENTITY.fullmatch(raw["identity"]):
             raise ValueError("it has another schema")
     except (KeyError, TypeError, ValueError) as error:

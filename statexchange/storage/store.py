@@ -55,14 +55,14 @@ def resolve_path(path: object, what: str) -> str:
     Raises:
         InvalidArgumentError: `path` is something else, is empty or contains a null character.
     """
-    given = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
-    if not isinstance(given, str) or not given:
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text:
         raise InvalidArgumentError(f"{what} is a path or a URL, not {excerpt(path)}")
-    name = strip_file_scheme(given)
-    if "\0" in name:
-        shown = excerpt(without_secrets(given))
+    without_scheme = strip_file_scheme(text)
+    if "\0" in without_scheme:
+        shown = excerpt(without_secrets(text))
         raise InvalidArgumentError(f"{what} is a path or a URL without null characters, not {shown}")
-    return name if "://" in name else absolute_path(os.path.expanduser(name))
+    return without_scheme if "://" in without_scheme else absolute_path(os.path.expanduser(without_scheme))
 
 
 class StoredFile(ABC):
@@ -122,8 +122,8 @@ class Store(ABC):
     @cached_property
     def listing(self) -> Mapping[str, EntryKind]:
         """The kind of each entry by name, sorted. The directory is read once, at the first use."""
-        found = self._list()
-        return {name: found[name] for name in sorted(found)}
+        kinds = self._list()
+        return {name: kinds[name] for name in sorted(kinds)}
 
     @property
     def files(self) -> list[str]:

@@ -1,9 +1,10 @@
 """Train until the scheduler stops the job, save within its grace period, and go on when the job is started again.
 
     torchrun --nproc-per-node 2 tools/examples/preempted.py SAVES [STEPS]
-    sbatch --requeue --signal=TERM@120 --wrap "srun python tools/examples/preempted.py SAVES; scontrol requeue $SLURM_JOB_ID"
+    srun --signal=TERM@120 python tools/examples/preempted.py SAVES [STEPS]
 
-The second line requeues a job that was stopped; end the job once the last step is saved. Any number of ranks goes on.
+A job that Slurm preempts and requeues, or that is started again by hand, goes on from its newest save, on any number of
+ranks.
 """
 
 import os
