@@ -187,7 +187,7 @@ def _clear(root: str, *, dry_run: bool) -> Iterable[PruneRow]:
     after = before if dry_run else unfinished_steps(root)
     left = {build.nonce for builds in after.values() for build in builds}
     rows = []
-    for step, builds in before.items():
+    for step, builds in sorted(before.items()):
         for build in builds:
             row = PruneRow(step, build.paths, build.nbytes, True, "not removed", _reason(build))
             if build.state == "dead" and (dry_run or build.nonce not in left):

@@ -88,8 +88,8 @@ def _summarize_saves(output: Output, path: str) -> int:
     from statexchange.storage.steps import steps_text
 
     report = list_saves(path)
-    for problem in report.problems:
-        output.warning(str(problem))
+    for text in report.warnings:
+        output.warning(text)
     broken = {row.step: row.state for row in report.saves if row.problems}
     newest = report.saves[-1] if report.saves else None
     fields = [("kind", "saves"), ("path", report.path)]

@@ -89,8 +89,8 @@ def _list_saves(output: Output, path: str, include: Sequence[str]) -> int:
     cells = [_save_cells(row, output.aligned) for row in report.saves]
     cells += [_unfinished_cells(row, output.aligned) for row in report.unfinished]
     output.table(_SAVES_HEADER, cells, right=("STEP", "BYTES", "RANKS"))
-    for problem in report.problems:
-        output.warning(str(problem))
+    for text in report.warnings:
+        output.warning(text)
     worst = most_severe(report.problems)
     data = {"path": report.path, "kind": "saves", "num_saves": len(report.saves), "nbytes": report.nbytes}
     return output.finish(code_of(worst) if worst else "OK", data, rows=("saves", _save_records(report)), error=worst)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SaveRow", "SavesReport", "UnfinishedRow", "list_saves"]
 
+_MAX_SHOWN = 4  # problems of one save in warnings
+
 
 @dataclass(frozen=True, slots=True)
 class SaveRow:
@@ -89,6 +91,16 @@ class SavesReport:
         """The problems of all saves."""
         return tuple(problem for row in self.saves for problem in row.problems)
 
+    @property
+    def warnings(self) -> list[str]:
+        """The problems as text, the first few of each save: a save of many ranks may have lost all its files."""
+        texts = []
+        for row in self.saves:
+            texts += [str(problem) for problem in row.problems[:_MAX_SHOWN]]
+            if len(row.problems) > _MAX_SHOWN:
+                texts.append(f"{len(row.problems) - _MAX_SHOWN:,} more problems [{row.path}]")
+        return texts
+
 
 def list_saves(path: str | os.PathLike[str]) -> SavesReport:
     """List the saves of a directory of steps.
@@ -137,7 +149,7 @@ def list_saves(path: str | os.PathLike[str]) -> SavesReport:
                 )
             )
     unfinished = []
-    for step, builds in unfinished_steps(root).items():
+    for step, builds in sorted(unfinished_steps(root).items()):
         for build in builds:
             unfinished.append(UnfinishedRow(step, build.paths, build.nbytes, build.state, _unfinished_state(build)))
     return SavesReport(without_secrets(os.fspath(path)), tuple(rows), tuple(unfinished))

@@ -7,8 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
-from datetime import datetime
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import statexchange as sx
 from statexchange.cli.main import main
 from statexchange.cli.output import EXIT_CODES
 from statexchange.testing import run_ranks
-from statexchange.units import format_bytes
+from statexchange.units import format_bytes, format_time
 
 LAUNCHER_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "NO_COLOR")
 HOME = os.fspath(Path(sx.__file__).parents[1])
@@ -206,6 +207,24 @@ def test_ls_in_a_pipe_has_exact_bytes_between_tabs(saved: Path, call: Call) -> N
     ]
 
 
+def test_the_time_is_local(saved: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    try:
+        _, out, _ = call("ls", saved)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    shown = datetime.fromisoformat(out.splitlines()[1].split("\t")[1])
+    created = datetime.fromtimestamp(manifest(saved, 100)["created"], timezone(timedelta(hours=9)))
+    assert shown == created.replace(microsecond=0, tzinfo=None)
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 1e300, -1e300])
+def test_a_number_that_is_no_time_has_a_question_mark(seconds: float) -> None:
+    assert format_time(seconds) == "?"
+
+
 def test_ls_in_json_has_every_field_of_a_save(saved: Path, call: Call) -> None:
     code, envelope = json_of(call, "ls", saved)
     data = envelope["data"]
@@ -313,6 +332,21 @@ def test_what_is_broken_is_named_and_decides_the_exit_code(
     assert envelope["error"]["code"] == name
 
 
+def test_of_many_problems_of_one_save_a_few_are_shown(tmp_path: Path, call: Call) -> None:
+    def rank_main() -> None:
+        sx.Checkpoints(tmp_path / "saved").save({"w": np.zeros(2)}, 7)
+
+    run_ranks(rank_main, 6)
+    for rank in range(6):
+        (tmp_path / "saved" / "step-000000007" / f"rank-{rank:05d}-of-00006.safetensors").unlink()
+    for command in ("ls", "info"):
+        code, out, err = call(command, tmp_path / "saved")
+        assert (code, "ranks 0-5 have no file" in out) == (5, True)
+        assert (err.count("warning: "), "warning: 2 more problems [" in err) == (5, True)
+    _, envelope = json_of(call, "ls", tmp_path / "saved")
+    assert len(envelope["data"]["saves"][0]["problems"]) == 6
+
+
 def test_the_most_severe_problem_decides(saved: Path, call: Call) -> None:
     rank_file(saved, 100, 0).unlink()
     assert call("ls", saved)[0] == 5
@@ -325,9 +359,9 @@ def test_an_unfinished_save_is_listed_and_is_no_finding(
 ) -> None:
     saver = paused(500, "save")
     code, out, err = call("ls", saved)
-    step, time, nbytes, ranks, metrics, state = out.splitlines()[-1].split("\t")
+    step, when, nbytes, ranks, metrics, state = out.splitlines()[-1].split("\t")
     assert (code, err) == (0, "")
-    assert (step, time, ranks, metrics) == ("500", "-", "-", "-")
+    assert (step, when, ranks, metrics) == ("500", "-", "-", "-")
     assert int(nbytes) > 800
     assert re.fullmatch(rf"being saved by {saver.process.pid} on \S+", state)
 
