@@ -657,7 +657,7 @@ def test_a_directory_with_other_files_is_not_removed(saved: Path, call: Call) ->
     (folder(saved, 200) / "notes.txt").write_text("mine")
     code, out, err = call("prune", saved, "--keep", "1")
     assert code == 7
-    assert "warning: refused to remove: 'notes.txt' is not a file of this save" in err
+    assert "warning: refused to replace or remove: 'notes.txt' is not a file of this save" in err
     assert out.splitlines()[2].split("\t")[2] == "not removed"
     assert steps_in(saved) == [200, 400]
     assert sorted(os.listdir(folder(saved, 200)))[0] == "notes.txt"
