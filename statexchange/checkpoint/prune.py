@@ -189,7 +189,7 @@ def _clear(root: str, *, dry_run: bool) -> Iterable[PruneRow]:
     rows = []
     for step, builds in sorted(before.items()):
         for build in builds:
-            row = PruneRow(step, build.paths, build.nbytes, True, "not removed", _reason(build))
+            row = PruneRow(step, build.paths, build.nbytes, True, "not removed", _reason(build, root, step))
             if build.state == "dead" and (dry_run or build.nonce not in left):
                 row = replace(row, action="removed")
             elif build.state == "dead":
@@ -199,13 +199,13 @@ def _clear(root: str, *, dry_run: bool) -> Iterable[PruneRow]:
     return rows
 
 
-def _reason(build: UnfinishedBuild) -> str:
-    """Return whose unfinished save or removal it is."""
+def _reason(build: UnfinishedBuild, root: str, step: int) -> str:
+    """Return whose unfinished save or removal it is, and what to do if that cannot be proved."""
     what = "unfinished removal" if build.is_removal else "unfinished save"
-    if build.owner is None:
-        return f"{what} of an unknown process: if it has ended, remove this directory"
     if build.state == "dead":
         return f"{what}, {build.owner} has ended"
     if build.state == "alive":
         return f"{what}, {build.owner} runs"
-    return f"{what} of {build.owner}, which cannot be seen from here: if it has ended, remove this directory"
+    whose = "an unknown process" if build.owner is None else f"{build.owner}, which cannot be seen from here"
+    hidden = os.path.join(root, f".{step_name(step)}.*{build.nonce}*")  # the directories and the owner record
+    return f"{what} of {whose}: if it has ended, remove {hidden}"
