@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from statexchange.storage.directory_build import UnfinishedBuild
 
 __all__ = ["PruneReport", "PruneRow", "prune_saves"]
+
+_ATTEMPTS, _INTERVAL_S = 6, 0.1  # to remove a save that another process is working on
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +168,7 @@ def _remove(root: str, row: PruneRow, *, dry_run: bool) -> PruneRow | None:
             with open_path(row.paths[0]) as opened:
                 removable_files(opened.store)
         else:
-            remove_save(root, row.step)
+            _remove_when_free(root, row.step)
     except NotFoundError:
         return None
     except TargetExistsError as error:
@@ -173,6 +176,18 @@ def _remove(root: str, row: PruneRow, *, dry_run: bool) -> PruneRow | None:
     except StateExchangeError as error:
         return replace(row, action="not removed", reason=error.message, problem=error)
     return replace(row, action="removed")
+
+
+def _remove_when_free(root: str, step: int) -> None:
+    """Remove a save; if a running job is removing it too, wait until it is gone, which is a NotFoundError."""
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            remove_save(root, step)
+        except TargetExistsError:
+            time.sleep(_INTERVAL_S)
+        else:
+            return
+    remove_save(root, step)
 
 
 def _clear(root: str, *, dry_run: bool) -> Iterable[PruneRow]:

@@ -719,7 +719,17 @@ def test_prune_leaves_what_a_process_may_still_write(
     assert sorted(Path("/").glob(found[1].removeprefix("/"))) == [saved / name for name in before if "lock" not in name]
 
 
-def test_prune_does_not_wait_for_a_process_that_replaces_a_save(
+def test_prune_waits_shortly_for_a_process_that_works_on_a_save(
+    saved: Path, call: Call, paused: Callable[[int, str], Paused], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = paused(100, "save")
+    monkeypatch.setattr(time, "sleep", lambda seconds: saver.kill())  # it ends while prune waits
+    code, _, _ = call("prune", saved, "--keep", "2")
+    monkeypatch.undo()
+    assert (code, steps_in(saved), hidden_in(saved)) == (0, [300, 400], [])
+
+
+def test_prune_does_not_wait_long_for_a_process_that_replaces_a_save(
     saved: Path, call: Call, paused: Callable[[int, str], Paused]
 ) -> None:
     paused(100, "save")
