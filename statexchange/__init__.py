@@ -1,7 +1,8 @@
 """Gather, export, merge and inspect sharded model state, through shared memory and shared storage.
 
 State in, state out, and ranks are at the top; `statexchange.comm` has communicators, `statexchange.train` gradients and
-parameters, `statexchange.errors` the errors, `statexchange.testing` ranks for tests.
+parameters, `statexchange.integrations` what other frameworks need, `statexchange.errors` the errors,
+`statexchange.testing` ranks for tests.
 
 ``import statexchange`` imports neither torch nor numpy: names are loaded on first use.
 """
@@ -29,6 +30,7 @@ _HOMES = {
     "get_tensors_parallel": "statexchange.exchange.gather",
     "get_world_size": "statexchange.comm.defaults",
     "init": "statexchange.comm.init",
+    "integrations": "",
     "is_initialized": "statexchange.comm.defaults",
     "load_checkpoint": "statexchange.exchange.load",
     "merge_checkpoint": "statexchange.checkpoint.merge",
@@ -42,5 +44,5 @@ _HOMES = {
 }
 
 __getattr__, __dir__, __all__ = lazy_names(
-    __name__, _HOMES, need_torch=("DistributedOptimizer", "average_gradients", "synchronize")
+    __name__, _HOMES, need=dict.fromkeys(("DistributedOptimizer", "average_gradients", "synchronize"), ("torch",))
 )

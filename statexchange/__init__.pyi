@@ -1,5 +1,6 @@
 from statexchange import comm as comm
 from statexchange import errors as errors
+from statexchange import integrations as integrations
 from statexchange import testing as testing
 from statexchange import train as train
 from statexchange.checkpoint.merge import merge_checkpoint as merge_checkpoint

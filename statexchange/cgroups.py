@@ -78,8 +78,8 @@ def _memory_cgroups(proc: str) -> Iterator[tuple[str, str, str]]:
         fields, _, rest = line.partition(" - ")
         version, _, options = rest.partition(" ")
         words = fields.split()
-        controls = version == "cgroup2" or (version == "cgroup" and "memory" in options.split()[-1].split(","))
-        if not controls or version not in paths:
+        counts_memory = version == "cgroup2" or (version == "cgroup" and "memory" in options.split()[-1].split(","))
+        if not counts_memory or version not in paths:
             continue
         root, mount = map(unescape_mountinfo, words[3:5])
         path = os.path.relpath(paths[version], root)

@@ -1,4 +1,4 @@
-"""The main job as a program: ranks train a sharded model and export it, one process loads and checks it.
+"""The main job as a program: ranks train, are killed, resume on fewer ranks and export; one process checks the result.
 
 Importing this module does not import torch.
 """
@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -37,7 +38,9 @@ if TYPE_CHECKING:
 
     OnProgress = Callable[[dict[str, Any]], None]
 
-__all__ = ["DemoReport", "demo_rank", "run_demo"]
+__all__ = ["DemoReport", "demo_rank", "killed_rank", "run_demo"]
+
+_RESUMED_RANKS = 2
 
 _PROMPTS = (b"The import statement is ", b"If the class defines an ")  # of one length: they form a batch
 _GENERATED_BYTES = 160
@@ -47,13 +50,20 @@ _GENERATED_BYTES = 160
 class DemoReport:
     """The result of a demo; sizes in bytes, times in seconds.
 
-    `mesh` is (data parallel, tensor parallel) ranks. `mismatches` names the tensors of which a rank's shard,
+    `first_mesh` and `mesh` are the (data parallel, tensor parallel) ranks of the job that was killed and of the one
+    that resumed and exported, of `first_world_size` and `world_size` ranks. `first_losses` are the losses until the
+    kill; `losses` are those of the whole training: until the save of `resumed_step` steps by the first job, then by
+    the second. `mismatches` names the tensors of which a rank's shard,
     or the whole, differs from the merged file in any bit. `logits_error` is the greatest difference between
     the merged model's logits and the sharded model's, relative to the greatest logit. Of each rank,
     `shard_bytes` is what it held and `rank_bytes` what it supplied to the files. `root_peak_growth_bytes` is
     how much the export raised root's peak. `path` is the merged checkpoint, or None if it was not kept.
     """
 
+    first_world_size: int
+    first_mesh: tuple[int, int]
+    first_losses: tuple[float, ...]
+    resumed_step: int
     world_size: int
     mesh: tuple[int, int]
     parameters: int
@@ -92,23 +102,33 @@ def run_demo(
     steps: int = 100,
     on_progress: OnProgress = lambda _event: None,
 ) -> DemoReport:
-    """Train on `world_size` ranks of this host, export, load in this process, and report what was found.
+    """Train on `world_size` ranks, kill them half-way, resume on two, export, load in this process, and report.
 
     Not collective; blocks until all ranks have ended, and leaves no process behind. With `keep` the merged
     checkpoint stays in ``<keep>/merged``. `on_progress` gets {"phase": "train", "step", "loss", "seconds"}
-    after each step, {"phase": "export"} before the export and, while the files exist, {"phase": "load",
-    "path"}. Raises MissingExtraError without torch, TargetExistsError if ``<keep>/merged`` exists, what
-    the export raises, and RankFailure if a rank fails otherwise.
+    after each step, {"phase": "killed", "step", "ranks"} after the kill, {"phase": "resumed", "step", "ranks"} after
+    the load, {"phase": "export"} before the export and, while the files exist, {"phase": "load", "path"}. Raises
+    MissingExtraError without torch, TargetExistsError if ``<keep>/merged`` exists, what a save, the load or the export
+    raises, and RankFailure if a rank fails otherwise.
     """
     began = time.perf_counter()
     _require_torch()
     with tempfile.TemporaryDirectory(prefix="statexchange-demo-") as scratch:
         merged = _target(keep or scratch)
-        ranks = _run_ranks(world_size, (merged, steps, _write_config(scratch)), on_progress)
+        saved = os.path.join(scratch, "saves")
+        losses, mesh = _train_until_killed(world_size, saved, steps, on_progress)
+        args = (saved, merged, steps, _write_config(scratch))
+        ranks = _run_ranks(min(world_size, _RESUMED_RANKS), args, on_progress)
         on_progress({"phase": "load", "path": merged})
+        facts = ranks[0]["facts"]
+        resumed = facts["resumed_step"]
         return DemoReport(
-            world_size=world_size,
-            **ranks[0]["facts"],
+            first_world_size=world_size,
+            first_mesh=mesh,
+            first_losses=tuple(losses),
+            world_size=len(ranks),
+            losses=(*losses[:resumed], *facts.pop("resumed_losses")),
+            **facts,
             **_load(merged, ranks[0]["logits"]),
             mismatches=tuple(sorted({name for rank in ranks for name in rank["mismatches"]})),
             shard_bytes=tuple(rank["shard_bytes"] for rank in ranks),
@@ -143,13 +163,50 @@ def _write_config(directory: str) -> str:
     return directory
 
 
-def _run_ranks(world_size: int, args: tuple[str, int, str], on_progress: OnProgress) -> list[dict[str, Any]]:
+def _train_until_killed(
+    world_size: int, saved: str, steps: int, on_progress: OnProgress
+) -> tuple[list[float], tuple[int, int]]:
+    """Train, save half-way and kill all ranks a little later; return their losses and mesh."""
+    from statexchange.testing.ranks import RankFailure, run_ranks
+
+    losses: list[float] = []
+    mesh = (1, 1)
+
+    def on_message(_rank: int, event: dict[str, Any]) -> None:
+        nonlocal mesh
+        if event["phase"] == "mesh":
+            mesh = tuple(event["mesh"])
+            return
+        losses.append(event["loss"])
+        on_progress(event)
+
+    outcomes = run_ranks(
+        killed_rank,
+        world_size,
+        backend="gloo",
+        args=(saved, steps),
+        timeout_s=_time_limit_s(steps),
+        on_message=on_message,
+        allow_failure=True,
+    )
+    if any(outcome.exit_code != -signal.SIGKILL for outcome in outcomes):
+        text = f"the ranks of the demo's first job were to be killed, and ended otherwise:\n{outcomes}"
+        raise RankFailure(text, outcomes=outcomes)
+    on_progress({"phase": "killed", "step": len(losses), "ranks": world_size})
+    return losses, mesh
+
+
+def _time_limit_s(steps: int) -> float:
+    return 120.0 + 3.0 * steps
+
+
+def _run_ranks(world_size: int, args: tuple[str, str, int, str], on_progress: OnProgress) -> list[dict[str, Any]]:
     from statexchange.testing.ranks import run_ranks
 
     def on_message(_rank: int, event: dict[str, Any]) -> None:
         on_progress(event)
 
-    timeout_s = 120.0 + 3.0 * args[1]
+    timeout_s = _time_limit_s(args[2])
     found = run_ranks(demo_rank, world_size, backend="gloo", args=args, timeout_s=timeout_s, on_message=on_message)
     if "refused" in found[0]:
         raise from_record(found[0]["refused"])
@@ -205,20 +262,44 @@ def _logits(model: Llama) -> Tensor:
         return model(torch.stack([byte_tokens(prompt) for prompt in _PROMPTS]))[:, -1]  # type: ignore[no-any-return]
 
 
-def demo_rank(out_dir: str, steps: int, config_dir: str) -> dict[str, Any]:
-    """One rank's part of the demo: train, export to `out_dir`, compare the own shards with what lies there.
+def killed_rank(saved: str, steps: int) -> None:
+    """One rank of the job that is killed: train, save to `saved` half-way, go on for some steps, and be killed.
+
+    Collective over torch.distributed's default group, as `demo_rank`.
+    """
+    import torch.distributed as dist
+
+    from statexchange.testing.ranks import report
+
+    job = _Job(saved)
+    if dist.get_rank() == 0:
+        report({"phase": "mesh", "mesh": list(job.mesh.shape)})
+    half = steps // 2
+    job.train(range(half), steps)
+    if half:
+        job.saves.save(job.state, half)
+    job.train(range(half, min(steps - 1, half + max(1, steps // 10))), steps)
+    dist.barrier()  # so that none is killed while another one waits for it
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def demo_rank(saved: str, out_dir: str, steps: int, config_dir: str) -> dict[str, Any]:
+    """One rank of the job that resumes: load from `saved`, train, export to `out_dir`, compare the own shards with it.
 
     Collective over torch.distributed's default group, which must be initialised; blocks as long as the demo
     takes. The same `steps` on all ranks; `config_dir` holds the config.json to publish. Returns JSON values.
     """
-    import torch
+    from statexchange.testing.ranks import report
 
-    from statexchange.demo_model import LlamaConfig, shard_model
-
-    torch.set_num_threads(1)  # the ranks share the host's cores
-    mesh = _mesh()
-    model = shard_model(LlamaConfig(), mesh)
-    losses, seconds = _train(model, mesh, steps)
+    job = _Job(saved)
+    loaded = job.saves.load(job.state)
+    resumed = 0 if loaded is None or loaded.step is None else loaded.step
+    model, mesh = job.model, job.mesh
+    if mesh.get_rank() == 0:
+        report({"phase": "resumed", "step": resumed, "ranks": mesh.size()})
+    losses, seconds = job.train(range(resumed, steps), steps)
+    if mesh.get_rank() == 0:
+        report({"phase": "export"})
     logits = _logits(model).tolist()
     peak = _peak_bytes()
     try:
@@ -227,7 +308,8 @@ def demo_rank(out_dir: str, steps: int, config_dir: str) -> dict[str, Any]:
         return {"refused": to_record(error, mesh.get_rank(), "export")}
     facts = {
         "mesh": tuple(mesh.shape),
-        "losses": tuple(losses),
+        "resumed_step": resumed,
+        "resumed_losses": tuple(losses),
         "step_seconds": tuple(seconds),
         "tensors_total": len(model.state_dict()),
         "export_bytes": exported.nbytes,
@@ -255,23 +337,38 @@ def _mesh() -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
 
 
-def _train(model: Llama, mesh: DeviceMesh, steps: int) -> tuple[list[float], list[float]]:
-    from statexchange.demo_model import train
-    from statexchange.testing.ranks import report
+class _Job:
+    """One rank's model, optimizer and saves."""
 
-    losses: list[float] = []
-    seconds: list[float] = []
+    def __init__(self, saved: str) -> None:
+        import torch
 
-    def on_step(step: int, loss: float, elapsed: float) -> None:
-        losses.append(loss)
-        seconds.append(elapsed)
-        if mesh.get_rank() == 0:
-            report({"phase": "train", "step": step, "loss": loss, "seconds": elapsed})
+        from statexchange.demo_model import LlamaConfig, new_optimizer, shard_model
+        from statexchange.exchange.checkpoints import Checkpoints
 
-    train(model, mesh, steps, on_step)
-    if mesh.get_rank() == 0:
-        report({"phase": "export"})
-    return losses, seconds
+        torch.set_num_threads(1)  # the ranks share the host's cores
+        self.mesh = _mesh()
+        self.model = shard_model(LlamaConfig(), self.mesh)
+        self.optimizer = new_optimizer(self.model)
+        self.state = {"model": self.model, "optimizer": self.optimizer}
+        self.saves = Checkpoints(saved)
+
+    def train(self, steps: range, total_steps: int) -> tuple[list[float], list[float]]:
+        """Train and return the losses and the seconds of the steps. Collective."""
+        from statexchange.demo_model import train
+        from statexchange.testing.ranks import report
+
+        losses: list[float] = []
+        seconds: list[float] = []
+
+        def on_step(step: int, loss: float, elapsed: float) -> None:
+            losses.append(loss)
+            seconds.append(elapsed)
+            if self.mesh.get_rank() == 0:
+                report({"phase": "train", "step": step, "loss": loss, "seconds": elapsed})
+
+        train(self.model, self.optimizer, self.mesh, steps, total_steps, on_step)
+        return losses, seconds
 
 
 def _export(model: Llama, out_dir: str, config_dir: str) -> ExportReport:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
+    "DATA_PARALLEL",
     "Llama",
     "LlamaConfig",
     "batch",
@@ -38,6 +39,7 @@ __all__ = [
     "generate",
     "huggingface_config",
     "learning_rate",
+    "new_optimizer",
     "shard_model",
     "train",
 ]
@@ -45,6 +47,7 @@ __all__ = [
 _SEED = 20
 _SEQUENCES, _LENGTH = 4, 128
 _PEAK_LR, _WARMUP_STEPS = 5e-3, 10
+DATA_PARALLEL = 2  # parts of the sequences of a step
 
 
 @dataclass(frozen=True)
@@ -240,26 +243,43 @@ def learning_rate(step: int, steps: int) -> float:
     return _PEAK_LR * warmup * (0.55 + 0.45 * math.cos(math.pi * step / steps))
 
 
-def train(model: Llama, mesh: DeviceMesh, steps: int, on_step: Callable[[int, float, float], None]) -> None:
-    """Train on `corpus_tokens()`; `on_step(step, mean loss, seconds)` follows each step.
+def new_optimizer(model: Llama) -> torch.optim.Optimizer:
+    """AdamW over the model's parameters. Not collective."""
+    return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01, fused=True)
 
-    Collective over `mesh`: blocks on each step's exchanges.
+
+def train(
+    model: Llama,
+    optimizer: torch.optim.Optimizer,
+    mesh: DeviceMesh,
+    steps: range,
+    total_steps: int,
+    on_step: Callable[[int, float, float], None],
+) -> None:
+    """Train on `corpus_tokens()`; `on_step(step, mean loss, seconds)` follows each step, counted from 0.
+
+    Collective over `mesh`: blocks on each step's exchanges. Each step trains on the same sequences on any mesh of up to
+    `DATA_PARALLEL` data parallel ranks, so a job that resumes on another one follows the same curve.
     """
     corpus = corpus_tokens()
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01, fused=True)
-    for step in range(steps):
+    size, rank = mesh["dp"].size(), mesh.get_local_rank("dp")
+    parts = range(rank, max(size, DATA_PARALLEL), size)
+    for step in steps:
         began = time.perf_counter()
-        optimizer.param_groups[0]["lr"] = learning_rate(step, steps)
-        loss = _step(model, optimizer, *batch(corpus, step, mesh.get_local_rank("dp")))
+        optimizer.param_groups[0]["lr"] = learning_rate(step, total_steps)
+        loss = _step(model, optimizer, [batch(corpus, step, part) for part in parts])
         on_step(step, loss, time.perf_counter() - began)
 
 
-def _step(model: Llama, optimizer: torch.optim.Optimizer, tokens: Tensor, targets: Tensor) -> float:
-    loss = cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-    loss.backward()  # type: ignore[no-untyped-call]
+def _step(model: Llama, optimizer: torch.optim.Optimizer, batches: list[tuple[Tensor, Tensor]]) -> float:
+    mean = torch.zeros(())
+    for tokens, targets in batches:
+        loss = cross_entropy(model(tokens).flatten(0, 1), targets.flatten()) / len(batches)
+        loss.backward()  # type: ignore[no-untyped-call]
+        mean += loss.detach()
     optimizer.step()
     optimizer.zero_grad()
-    mean = loss.detach() / dist.get_world_size()
+    mean /= dist.get_world_size()
     dist.all_reduce(mean)
     return mean.item()
 

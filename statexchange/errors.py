@@ -46,7 +46,7 @@ _URL = re.compile(r"(?<!\w)(?!(?:file|shm)://)([A-Za-z][A-Za-z0-9+.-]{0,63}://)(
 _CHAINED = re.compile(r"::(?=[A-Za-z][A-Za-z0-9+.-]*://)")
 _HOST = re.compile(r"([^:\[\]]*|\[[^\]]*\])(:[0-9]*)?")
 _ABOUT = ("rank", "path", "name", "expected", "found")
-_MAX_SIDE = 1000
+_MAX_SIDE = 1000  # characters of an expected or found value in a message
 _MAX_NAME = 600  # characters of a tensor's name in a message; a name that can be written has 512 bytes at most
 _BRACKETS: dict[type, tuple[str, str]] = {
     list: ("[", "]"),
@@ -355,6 +355,18 @@ def needs_torch(what: str) -> MissingExtraError:
 
 
 @contextlib.contextmanager
+def needing_extras(what: str) -> Iterator[None]:
+    """Translate a failed import of an optional package in the block to MissingExtraError; `what` needs it."""
+    try:
+        with needing_torch(what):
+            yield
+    except ModuleNotFoundError as error:
+        if error.name not in ("accelerate", "transformers"):
+            raise
+        raise MissingExtraError(f'{what} needs {error.name}: pip install "statexchange[hf]"') from error
+
+
+@contextlib.contextmanager
 def needing_torch(what: str) -> Iterator[None]:
     """Translate a failed import of torch in the block to MissingExtraError; `what` needs torch."""
     try:
@@ -370,7 +382,11 @@ def _rebuild(cls: type[StateExchangeError], message: str, about: dict[str, Any])
 
 
 def _tree(cls: type[StateExchangeError]) -> dict[str, type[StateExchangeError]]:
-    return {cls.__name__: cls} | {k: v for sub in cls.__subclasses__() for k, v in _tree(sub).items()}
+    """Return `cls` and all its subclasses by name."""
+    classes = {cls.__name__: cls}
+    for subclass in cls.__subclasses__():
+        classes |= _tree(subclass)
+    return classes
 
 
 def to_record(error: BaseException, rank: int, phase: str, host: str | None = None) -> dict[str, Any]:
@@ -387,10 +403,11 @@ def to_record(error: BaseException, rank: int, phase: str, host: str | None = No
             "host": host,
         }
     # A subclass defined elsewhere may need other arguments, so its nearest base in this module is sent.
-    ours = next(c for c in type(error).__mro__ if c.__module__ == __name__ and issubclass(c, StateExchangeError))
-    carried = {key: _portable(getattr(error, key)) for key in ours.attributes}
+    bases = [base for base in type(error).__mro__ if issubclass(base, StateExchangeError)]
+    known = next(base for base in bases if base.__module__ == __name__)
+    carried = {key: _portable(getattr(error, key)) for key in known.attributes}
     carried["rank"] = rank if error.rank is None else error.rank
-    return {"type": ours.__name__, "message": error.message, "about": carried}
+    return {"type": known.__name__, "message": error.message, "about": carried}
 
 
 def _message_of(error: BaseException) -> str:

@@ -7,47 +7,47 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from statexchange.errors import needing_torch
+from statexchange.errors import needing_extras
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 __all__ = ["lazy_names"]
 
 
 def lazy_names(
-    package: str, homes: Mapping[str, str], *, need_torch: Collection[str] = ()
+    package: str, homes: Mapping[str, str], *, need: Mapping[str, Sequence[str]] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` for a package.
 
-    ``dir()`` lists the names that can be imported: without torch, not those of `need_torch`. Tools that inspect a
+    ``dir()`` lists the names that can be imported: not those whose `need` is not installed. Tools that inspect a
     package, such as pydoc, read every name that it lists.
 
     Args:
         package: the package's name.
         homes: the module of each public name, or "" if the name is a submodule of the package.
-        need_torch: names whose module imports torch.
+        need: the optional packages, such as torch, that a name's module imports.
     """
 
     def load(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        with needing_torch(name):
+        with needing_extras(name):
             home = homes[name]
             value = getattr(import_module(home), name) if home else import_module(f"{package}.{name}")
         setattr(sys.modules[package], name, value)
         return value
 
     def names() -> list[str]:
-        hidden = set() if _has_torch() else set(need_torch)
+        hidden = {name for name, packages in (need or {}).items() if not all(map(_is_installed, packages))}
         dunders = [name for name in vars(sys.modules[package]) if name.startswith("__") and name.endswith("__")]
         return sorted([*dunders, *(homes.keys() - hidden)])
 
     return load, names, sorted(homes)
 
 
-def _has_torch() -> bool:
+def _is_installed(package: str) -> bool:
     try:
-        return find_spec("torch") is not None
+        return find_spec(package) is not None
     except (ImportError, ValueError):  # hidden by a finder, or by None in sys.modules
         return False

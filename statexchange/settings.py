@@ -54,6 +54,7 @@ class Launch:
 
 _FIRST_PORT, _PORTS = 16_384, 16_384
 _MANY_HOSTS = 1_000_000
+_TOO_MANY_HOSTS = f"a host list of more than {_MANY_HOSTS} hosts"
 _RANGES = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
 _HOST = re.compile(rf"(?:[^\[\],\s]|{_RANGES})+")
 _HOST_LIST = re.compile(rf"{_HOST.pattern}(?:,{_HOST.pattern})*")
@@ -136,23 +137,26 @@ def expand_hosts(text: str) -> list[str]:
     for part in _HOST.finditer(text):
         names = [""]
         for plain, ranges in _HOST_PIECE.findall(part[0]):
-            spans = [_span(span) for span in ranges.split(",")] if ranges else []
-            count = sum(len(numbers) for numbers, _ in spans) if ranges else 1
-            if len(hosts) + len(names) * count > _MANY_HOSTS:
-                raise ValueError(f"a host list of more than {_MANY_HOSTS} hosts")
-            endings = [str(n).zfill(width) for numbers, width in spans for n in numbers] if ranges else [plain]
+            endings = _numbers_in(ranges, _MANY_HOSTS - len(hosts)) if ranges else [plain]
+            if len(hosts) + len(names) * len(endings) > _MANY_HOSTS:
+                raise ValueError(_TOO_MANY_HOSTS)
             names = [name + ending for name in names for ending in endings]
         hosts += names
     return hosts
 
 
-def _span(text: str) -> tuple[range, int]:
-    """Return the numbers of "8", "08" or "08-10", and their minimal number of digits."""
-    first, _, last = text.partition("-")
-    numbers = range(int(first), int(last or first) + 1)
-    if not numbers:
-        raise ValueError(f"not a host list: [{text[:80]}]")
-    return numbers, len(first)
+def _numbers_in(ranges: str, limit: int) -> list[str]:
+    """Return the numbers of "08-10,3", with the digits of the first in each range; raise if there are over `limit`."""
+    found: list[str] = []
+    for text in ranges.split(","):
+        first, _, last = text.partition("-")
+        values = range(int(first), int(last or first) + 1)
+        if not values:
+            raise ValueError(f"not a host list: [{text[:80]}]")
+        if len(found) + len(values) > limit:
+            raise ValueError(_TOO_MANY_HOSTS)
+        found += [str(value).zfill(len(first)) for value in values]
+    return found
 
 
 def _file_name(text: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt, needing_torch
 
@@ -23,6 +23,9 @@ __all__ = [
     "ITEMSIZE",
     "LONG_NAMES",
     "DType",
+    "TensorKindT",
+    "TensorLike",
+    "TensorT",
     "array_over",
     "as_numpy",
     "as_torch",
@@ -50,6 +53,12 @@ __all__ = [
 
 # A dtype as callers give it: torch's, numpy's, or a name such as "bfloat16" or "BF16".
 DType: TypeAlias = "str | np.dtype[Any] | torch.dtype"
+# A dense tensor as callers give it.
+TensorLike: TypeAlias = "torch.Tensor | np.ndarray[Any, Any]"
+# The type of a function that returns the tensor it was given, so also of a Parameter.
+TensorT = TypeVar("TensorT", bound="torch.Tensor | np.ndarray[Any, Any]")
+# The type of a function that returns new tensors of the kind it was given: torch tensors or arrays.
+TensorKindT = TypeVar("TensorKindT", "torch.Tensor", "np.ndarray[Any, Any]")
 
 # Bytes per element by safetensors dtype name, in the order in which safetensors sorts tensors in a file.
 # C128 is our own name: safetensors has none for it, so files store it as pairs of F64.
@@ -284,7 +293,9 @@ def check_dense(tensor: Any, name: str | None = None) -> None:
         raise UnsupportedError(f"only dense tensors can be exchanged, not a {kind} one", name=name)
     if not tensor.numel():
         return
-    last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    last = tensor.storage_offset()  # where the last element lies
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * stride
     if not tensor.data_ptr() or tensor.untyped_storage().nbytes() < (last + 1) * tensor.element_size():
         raise UnsupportedError(f"this {type(tensor).__name__} has no storage of its own, or it was freed", name=name)
 

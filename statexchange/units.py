@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["format_bytes", "format_ranks", "format_seconds", "format_shares", "format_transfer"]
+__all__ = ["format_bytes", "format_ranks", "format_seconds", "format_shares", "format_time", "format_transfer"]
 
 
 def format_bytes(nbytes: float) -> str:
@@ -37,6 +38,14 @@ def format_seconds(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+
+
+def format_time(seconds: float) -> str:
+    """Format a time since the epoch as local time: ``2026-05-31T09:07:00``; "?" for a number that is no time."""
+    try:
+        return datetime.fromtimestamp(seconds).isoformat(timespec="seconds")
+    except (OSError, OverflowError, ValueError):
+        return "?"
 
 
 def format_transfer(num_tensors: int, nbytes: int, seconds: float) -> str:

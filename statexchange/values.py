@@ -21,8 +21,8 @@ import math
 import pathlib
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, ClassVar, TypeAlias, cast
 
 from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, excerpt
 
@@ -33,7 +33,8 @@ MAX_DEPTH = 100  # of the containers in one value or state
 _MAX_EQUAL_HASHES = 64
 _registered: dict[str, type] = {}
 
-Leaf = Callable[[object, str], "str | None"]
+Leaf: TypeAlias = "Callable[[object, str], str | None]"
+Json: TypeAlias = "bool | int | float | str | list[Any] | dict[str, Any] | None"
 
 
 def register_config(cls: type) -> type:
@@ -98,7 +99,7 @@ def _once(leaf: Leaf | None) -> Leaf:
     return keep
 
 
-def _encode(value: Any, path: str, leaf: Leaf, depth: int) -> Any:
+def _encode(value: Any, path: str, leaf: Leaf, depth: int) -> Json:  # noqa: ANN401 (any value)
     if depth > MAX_DEPTH:
         raise InvalidArgumentError(f"value at {path[:80]}... is nested deeper than {MAX_DEPTH}, or contains itself")
     kept = leaf(value, path)
@@ -106,11 +107,11 @@ def _encode(value: Any, path: str, leaf: Leaf, depth: int) -> Any:
         return {_TAG: "leaf", "name": kept}
     kind = type(value)
     if value is None or kind in (bool, int, str):
-        return value
+        return cast("Json", value)
     if kind is float:
         return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
 
-    def inner(child: object, step: str) -> Any:
+    def inner(child: object, step: str) -> Json:
         return _encode(child, path + step, leaf, depth + 1)
 
     if isinstance(value, enum.Enum):
@@ -119,18 +120,15 @@ def _encode(value: Any, path: str, leaf: Leaf, depth: int) -> Any:
         fields = {name: inner(item, f".{name}") for name, item in _fields(value, path).items()}
         return _typed("dataclass", kind, value=fields)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return _typed(
-            "namedtuple",
-            kind,
-            value={k: inner(v, f".{k}") for k, v in zip(value._fields, value, strict=True)},
-        )
+        fields = {name: inner(item, f".{name}") for name, item in zip(value._fields, value, strict=True)}
+        return _typed("namedtuple", kind, value=fields)
     if kind in (list, tuple):
-        items = [inner(v, f"[{i}]") for i, v in enumerate(value)]
+        items = [inner(item, f"[{i}]") for i, item in enumerate(value)]
         return items if kind is list else {_TAG: "tuple", "value": items}
     if isinstance(value, Mapping):
-        if all(type(k) is str for k in value) and _TAG not in value:
-            return {k: inner(v, f".{k}") for k, v in value.items()}
-        pairs = [[inner(k, f"<key {k!r}>"), inner(v, f"[{k!r}]")] for k, v in value.items()]
+        if all(type(key) is str for key in value) and _TAG not in value:
+            return {key: inner(item, f".{key}") for key, item in value.items()}
+        pairs = [[inner(key, f"<key {key!r}>"), inner(item, f"[{key!r}]")] for key, item in value.items()]
         return {_TAG: "dict", "value": pairs}
     tagged = _tagged(value, inner)
     if tagged is not None:
@@ -139,7 +137,7 @@ def _encode(value: Any, path: str, leaf: Leaf, depth: int) -> Any:
     raise UnsupportedError(f"cannot write a {kind.__module__}.{kind.__qualname__} as JSON, at {where}{_advice(kind)}")
 
 
-def _tagged(value: Any, inner: Callable[[object, str], Any]) -> Any:
+def _tagged(value: Any, inner: Callable[[object, str], Json]) -> Json:  # noqa: ANN401 (any value)
     """Return the JSON object of a value of the standard library, numpy or torch; None for any other value."""
     kind = type(value)
     if kind is complex:
@@ -147,9 +145,10 @@ def _tagged(value: Any, inner: Callable[[object, str], Any]) -> Any:
     if kind is bytes:
         return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
     if kind in (set, frozenset):  # sorted, so that equal sets have equal texts
-        return {_TAG: kind.__name__, "value": sorted((inner(v, f"<item {v!r}>") for v in value), key=json.dumps)}
+        items = [inner(item, f"<item {item!r}>") for item in value]
+        return {_TAG: kind.__name__, "value": sorted(items, key=json.dumps)}
     if kind is deque:
-        items = [inner(v, f"[{i}]") for i, v in enumerate(value)]
+        items = [inner(item, f"[{i}]") for i, item in enumerate(value)]
         return {_TAG: "deque", "value": items, "maxlen": value.maxlen}
     if isinstance(value, pathlib.PurePath):
         return {_TAG: "path", "value": str(value)}
@@ -194,7 +193,7 @@ def _advice(kind: type) -> str:
     return ": give plain values, tensors, or a dataclass of them"
 
 
-def _fields(value: Any, path: str) -> dict[str, Any]:
+def _fields(value: Any, path: str) -> dict[str, Any]:  # noqa: ANN401 (a dataclass)
     names = [f.name for f in dataclasses.fields(value)]
     for name in names:
         if not hasattr(value, name):
@@ -204,7 +203,7 @@ def _fields(value: Any, path: str) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names}
 
 
-def _typed(tag: str, cls: type, value: Any) -> dict[str, Any]:
+def _typed(tag: str, cls: type, value: Json) -> dict[str, Any]:
     return {_TAG: tag, "type": _type_name(cls), "value": value}
 
 
@@ -215,7 +214,7 @@ def types_of(value: object) -> dict[str, type]:
     return found
 
 
-def _collect(value: Any, found: dict[str, type], seen: set[int]) -> None:
+def _collect(value: object, found: dict[str, type], seen: set[int]) -> None:
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -242,7 +241,7 @@ def decode(
     types: Mapping[str, type] | None = None,
     leaf: Callable[[str], Any] | None = None,
     parse: Callable[[str | bytes], Any] = json.loads,
-) -> Any:
+) -> Any:  # noqa: ANN401 (any value that `encode` takes)
     """Return the value that `encode` wrote. Not collective.
 
     Dataclasses, namedtuples and Enums come back as the type in `types` or one given to `register_config`. A value of an
@@ -275,7 +274,7 @@ class _Decoder:
         self._leaf = leaf
         self._depth = 0
 
-    def value(self, raw: Any) -> Any:
+    def value(self, raw: Json) -> Any:  # noqa: ANN401 (any value that `encode` takes)
         """Return the value of one parsed JSON node."""
         if not isinstance(raw, list | dict):
             return raw
@@ -286,7 +285,7 @@ class _Decoder:
         self._depth -= 1
         return found
 
-    def _container(self, raw: list[Any] | dict[str, Any]) -> Any:
+    def _container(self, raw: list[Any] | dict[str, Any]) -> object:
         if isinstance(raw, list):
             return [self.value(item) for item in raw]
         if _TAG not in raw:
@@ -306,7 +305,7 @@ class _Decoder:
         real, imag = raw["value"]
         return complex(self.value(real), self.value(imag))
 
-    def _number(self, raw: dict[str, Any]) -> Any:
+    def _number(self, raw: dict[str, Any]) -> object:
         import numpy as np
 
         dtype = np.dtype(str(raw["dtype"]))
@@ -317,29 +316,29 @@ class _Decoder:
     def _bytes(self, raw: dict[str, Any]) -> bytes:
         return base64.b64decode(raw["value"], validate=True)
 
-    def _set(self, raw: dict[str, Any]) -> Any:
+    def _set(self, raw: dict[str, Any]) -> object:
         items = [self._hashable(item) for item in raw["value"]]
         _check_hashes(items)
         return {"set": set, "frozenset": frozenset}[raw[_TAG]](items)
 
-    def _deque(self, raw: dict[str, Any]) -> Any:
+    def _deque(self, raw: dict[str, Any]) -> deque[Any]:
         return deque((self.value(item) for item in raw["value"]), raw["maxlen"])
 
-    def _path(self, raw: dict[str, Any]) -> Any:
+    def _path(self, raw: dict[str, Any]) -> pathlib.Path:
         return pathlib.Path(raw["value"])
 
-    def _time(self, raw: dict[str, Any]) -> Any:
+    def _time(self, raw: dict[str, Any]) -> object:
         return getattr(dt, raw[_TAG]).fromisoformat(raw["value"])
 
-    def _timedelta(self, raw: dict[str, Any]) -> Any:
+    def _timedelta(self, raw: dict[str, Any]) -> dt.timedelta:
         days, seconds, microseconds = raw["value"]
         return dt.timedelta(days, seconds, microseconds)
 
-    def _size(self, raw: dict[str, Any]) -> Any:
+    def _size(self, raw: dict[str, Any]) -> object:
         torch = sys.modules.get("torch")
         return tuple(raw["value"]) if torch is None else torch.Size(raw["value"])
 
-    def _device(self, raw: dict[str, Any]) -> Any:
+    def _device(self, raw: dict[str, Any]) -> object:
         torch = sys.modules.get("torch")
         return str(raw["value"]) if torch is None else torch.device(str(raw["value"]))
 
@@ -348,26 +347,26 @@ class _Decoder:
         _check_hashes(key for key, _ in pairs)
         return dict(pairs)
 
-    def _hashable(self, raw: Any) -> Any:
-        key = self.value(raw)
+    def _hashable(self, raw: Json) -> Hashable:
+        key: Hashable = self.value(raw)
         try:
             hash(key)
         except TypeError:  # the type is unknown here, so the value came as a dict
             return json.dumps(raw, separators=(",", ":"))
         return key
 
-    def _dtype(self, raw: dict[str, Any]) -> Any:
+    def _dtype(self, raw: dict[str, Any]) -> object:
         torch = sys.modules.get("torch")
         name = str(raw["value"])
         dtype = getattr(torch, name, None)
         return dtype if torch is not None and isinstance(dtype, torch.dtype) else f"torch.{name}"
 
-    def _kept(self, raw: dict[str, Any]) -> Any:
+    def _kept(self, raw: dict[str, Any]) -> object:
         if self._leaf is None:
             raise ValueError(f"value refers to {raw['name']!r}, a tensor or object that is not here")
         return self._leaf(raw["name"])
 
-    def _enum(self, raw: dict[str, Any]) -> Any:
+    def _enum(self, raw: dict[str, Any]) -> object:
         cls = self._type(raw, lambda known: issubclass(known, enum.Enum))
         value = self.value(raw["value"])
         if cls is None:
@@ -377,7 +376,7 @@ class _Decoder:
             raise ValueError(f"{raw['type']} has no member of this value")
         return member
 
-    def _type(self, raw: dict[str, Any], fits: Callable[[type], bool]) -> Any:
+    def _type(self, raw: dict[str, Any], fits: Callable[[type], bool]) -> type[Any] | None:
         """Return the type of this name, or None; raise ValueError if it is not of the tag's kind."""
         cls = self._types.get(raw["type"])
         if cls is not None and not fits(cls):
@@ -387,14 +386,14 @@ class _Decoder:
     def _named_fields(self, raw: dict[str, Any]) -> dict[str, Any]:
         return {key: self.value(item) for key, item in raw["value"].items()}
 
-    def _namedtuple(self, raw: dict[str, Any]) -> Any:
+    def _namedtuple(self, raw: dict[str, Any]) -> object:
         cls = self._type(raw, lambda known: issubclass(known, tuple) and hasattr(known, "_fields"))
         fields = self._named_fields(raw)
         if cls is None:
             return {"__name__": _short(raw), **fields}
         return cls._make(_complete(raw, cls._fields, cls._field_defaults, fields).values())
 
-    def _dataclass(self, raw: dict[str, Any]) -> Any:
+    def _dataclass(self, raw: dict[str, Any]) -> object:
         cls = self._type(raw, dataclasses.is_dataclass)
         fields = self._named_fields(raw)
         if cls is None:
@@ -405,7 +404,7 @@ class _Decoder:
             object.__setattr__(instance, name, item)  # not __init__: the fields are the whole state, and nothing is run
         return instance
 
-    _BUILDERS: ClassVar[dict[str, Callable[[_Decoder, dict[str, Any]], Any]]] = {
+    _BUILDERS: ClassVar[dict[str, Callable[[_Decoder, dict[str, Any]], object]]] = {
         "float": _float,
         "tuple": _tuple,
         "set": _set,
@@ -451,9 +450,9 @@ def _complete(
 ) -> dict[str, Any]:
     """Return all fields of a type in its order, with defaults for fields that the text was written without."""
     whole = {**defaults, **fields}
-    odd = sorted(whole.keys() ^ set(names))
-    if odd:
-        raise ValueError(f"{raw['type']} has other fields here: it differs in {odd[0]!r}")
+    differing = sorted(whole.keys() ^ set(names))
+    if differing:
+        raise ValueError(f"{raw['type']} has other fields here: it differs in {differing[0]!r}")
     return {name: whole[name] for name in names}
 
 

@@ -19,7 +19,8 @@ HEAD = """# Command line
 
 `statexchange`, also `python -m statexchange`. Data goes to stdout, messages to stderr. No colour, no progress and no
 truncation in pipes; `NO_COLOR` is honoured. [Errors](../errors.md#exit-codes) has the exit codes,
-[inspecting](../how-to/inspecting.md) and [merging](../how-to/merging.md) show the commands at work.
+[inspecting](../how-to/inspecting.md), [saves of a job](../how-to/saves.md#on-the-command-line) and
+[merging](../how-to/merging.md) show the commands at work.
 `tools/cli_reference.py` has written this page.
 """
 

@@ -44,9 +44,9 @@ class ConvertingReader:
         self._hasher = hasher
 
     @property
-    def left(self) -> int:
+    def bytes_left(self) -> int:
         """Bytes that are not yet read from the source."""
-        return self.readers[0].left
+        return self.readers[0].bytes_left
 
     def copy_into(self, buffer: memoryview, window: Box, bounce: memoryview) -> int:
         """Fill the window's bytes like BoxReader.copy_into; `bounce` must hold three windows in the wider dtype."""
@@ -58,15 +58,14 @@ class ConvertingReader:
         for reader in self.readers:
             memory = bounce[:nbytes] if values is None else bounce[third : third + nbytes]
             reader.copy_into(memory, part, bounce[2 * third :])
-            one = array_over(memory, self._source_dtype, part.shape)
+            copy = array_over(memory, self._source_dtype, part.shape)
             if values is None:
-                values = one
+                values = copy
             else:
-                reduce_into(str(self._reduce), values, one)
+                reduce_into(str(self._reduce), values, copy)
         output = values if self._output_dtype == self._source_dtype else converted(values, self._output_dtype)
         output = np.ascontiguousarray(output)
-        raw = output.reshape(-1).view(np.uint8)
-        self._hasher.update(raw)
+        self._hasher.update(output.reshape(-1).view(np.uint8))
         array_over(buffer, self._output_dtype, window.shape)[slices_within(part, window)] = output.reshape(part.shape)
         return part.numel * ITEMSIZE[self._output_dtype]
 

@@ -1,4 +1,4 @@
-"""Write and read the index (Hugging Face's) and the manifest (ours) of a published checkpoint."""
+"""Write and read Hugging Face's index and the statexchange manifest of a published checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class BoxProvenance:
 
 def single_file_name(plan: Plan) -> str:
     """Return the name that the weights would have as one file; readers look for it first."""
-    return plan.files[0].name.replace(f"-00001-of-{len(plan.files):05d}", "", 1) if plan.files else ""
+    if not plan.files:
+        return ""
+    return plan.files[0].name.replace(f"-00001-of-{len(plan.files):05d}", "", 1)
 
 
 def index_name(plan: Plan) -> str | None:
@@ -53,6 +55,10 @@ def manifest_text(
     Raises:
         UnsafeError: the manifest would be larger than readers accept.
     """
+    tensors = {}
+    for file in plan.files:
+        for tensor in file.tensors:
+            tensors[tensor.name] = _tensor_record(file, tensor, provenance[tensor.name])
     record = {
         "schema": _SCHEMA,
         "plan": plan.digest,
@@ -60,7 +66,7 @@ def manifest_text(
         "digest": "xxh3-128",
         "files": sorted(names),
         "aliases": dict(plan.aliases),
-        "tensors": {t.name: _tensor_record(f, t, provenance[t.name]) for f in plan.files for t in f.tensors},
+        "tensors": tensors,
     }
     text = json.dumps(record, separators=(",", ":"), ensure_ascii=False)
     data = text.encode()
@@ -70,6 +76,7 @@ def manifest_text(
 
 
 def _tensor_record(file: FilePlan, tensor: TensorPlan, provenance: Sequence[BoxProvenance]) -> dict[str, Any]:
+    """Return the manifest's record of a tensor; each of its boxes is (offsets, shape, digest, rank)."""
     boxes = []
     for piece, box in zip(tensor.pieces, provenance, strict=True):
         boxes.append([*piece.box.to_json(), box.digest, box.rank])

@@ -53,13 +53,13 @@ from statexchange.tensors import ITEMSIZE, DType
 from statexchange.units import format_transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
 __all__ = ["MergeReport", "PlannedTensor", "merge_checkpoint"]
 
 _log = logging.getLogger(__name__)
 
-# Prefixes that wrappers (DistributedDataParallel, torch.compile) add to all names, and that models do not use.
+# Prefixes that wrappers (DistributedDataParallel, torch.compile) add to all names and that models do not use.
 _WRAPPERS = ("module.", "_orig_mod.")
 # First parts of names in a whole model. A name with one of these after "model." shows that "model." is a wrapper.
 _TOPS = ("model.", "lm_head.", "transformer.", *_WRAPPERS)
@@ -107,8 +107,8 @@ class MergeReport:
     tensors: tuple[PlannedTensor, ...] = ()
 
     def __str__(self) -> str:
-        dry = "dry run: " if self.dry_run else ""
-        return f"{dry}{format_transfer(self.num_tensors, self.nbytes, self.seconds)} -> {self.path}"
+        prefix = "dry run: " if self.dry_run else ""
+        return f"{prefix}{format_transfer(self.num_tensors, self.nbytes, self.seconds)} -> {self.path}"
 
 
 def merge_checkpoint(
@@ -212,14 +212,14 @@ def merge_checkpoint(
     def merge_opened(checkpoint: Source, reductions: Mapping[str, str]) -> MergeReport:
         check_readable(checkpoint, options)
         rank_shards = checkpoint.rank_shards()
-        chosen, notes = _unwrapped(checkpoint.kind, rank_shards, options)
-        plan = plan_merge(rank_shards, chosen, basis=_basis(checkpoint, options, reductions), reductions=reductions)
+        unwrapping, notes = _unwrapping_options(checkpoint.kind, rank_shards, options)
+        plan = plan_merge(rank_shards, unwrapping, basis=_basis(checkpoint, options, reductions), reductions=reductions)
         if options.replicas == "equal":
             check_replicas(checkpoint, plan)
         extra = extra_files(files_from, plan)
-        metadata, lost = kept_metadata(checkpoint)
+        metadata, metadata_notes = kept_metadata(checkpoint)
         sources = [tensor.source for file in plan.files for tensor in file.tensors]
-        notes += (*notes_about(checkpoint, sources, options), *lost)
+        notes += (*notes_about(checkpoint, sources, options), *metadata_notes)
         target = target_path(path)
         reused: tuple[str, ...] = ()
         _check_apart(checkpoint, target)
@@ -268,14 +268,15 @@ def _check_apart(source: Source, path: str) -> None:
 
     A local target is built under another name.
     """
-    below = f"{without_secrets(path)}/"
-    if is_url(path) and any(
-        byte_range.path.startswith(below) for _, t in source.shards() for byte_range in t.byte_ranges
-    ):
-        raise UnsafeError("refused: the source is in the target, whose objects would be replaced", path=path)
+    if not is_url(path):
+        return
+    prefix = f"{without_secrets(path)}/"
+    for _, tensor in source.shards():
+        if any(byte_range.path.startswith(prefix) for byte_range in tensor.byte_ranges):
+            raise UnsafeError("refused: the source is in the target, whose objects would be replaced", path=path)
 
 
-def _read_layout(layout: Mapping[str, Any] | str | os.PathLike[str] | None) -> Any:
+def _read_layout(layout: Mapping[str, Any] | str | os.PathLike[str] | None) -> Mapping[str, Any] | Layout | None:
     """Return the layout as it was given, or parsed from the file if it is a path."""
     if not isinstance(layout, str | os.PathLike):
         return layout
@@ -299,30 +300,42 @@ def _read_plain(opened: OpenedPath, *, strict: bool) -> Source:
     return read_opened(opened, strict=strict)
 
 
-def _unwrapped(
+def _unwrapping_options(
     kind: str, rank_shards: Sequence[RankShards], options: ExportOptions
 ) -> tuple[ExportOptions, tuple[str, ...]]:
     """Return options that remove the prefixes of wrappers from all selected names, and notes about that."""
-    all_names = {shard.name for one in rank_shards for shard in one.shards}
+    all_names = {shard.name for holder in rank_shards for shard in holder.shards}
     names = set(filter(options.wants, all_names))
-    # A common prefix of the first and the last name in sorted order is common to all names.
-    ends = (min(names, default=""), max(names, default=""))
-    shortest, end = min(map(len, names), default=0), 0
-    while found := [w for w in _WRAPPERS if end + len(w) < shortest and all(n.startswith(w, end) for n in ends)]:
-        end += len(found[0])
-    if wrapper := ends[0][:end]:
+    wrapper = _common_wrappers(names)
+    if wrapper:
         text = f"the prefix {excerpt(wrapper)} of a wrapper was removed from all names"
         return replace(options, rename=_unwrapping(wrapper, options.rename)), (text,)
     inner = [name.removeprefix("model.") for name in names if name.startswith("model.")]
     if inner and len(inner) == len(names) and not options.rename:
-        sure = any(name.startswith(_TOPS) for name in inner)
-        if sure or kind == "dcp":  # DCP checkpoints are often saved as {"model": ...}
-            what = "which may be a wrapper around the model's own names"
-            if sure:
-                what = "which seems to wrap a whole model"
-            line = 'rename=[(r"^model\\.", "")] (--rename "^model\\.=")'
-            return options, (f"all names begin with 'model.', {what}: to remove it, {line}",)
+        is_whole_model = any(name.startswith(_TOPS) for name in inner)
+        if is_whole_model or kind == "dcp":  # DCP checkpoints are often saved as {"model": ...}
+            reason = "which may be a wrapper around the model's own names"
+            if is_whole_model:
+                reason = "which seems to wrap a whole model"
+            advice = 'rename=[(r"^model\\.", "")] (--rename "^model\\.=")'
+            return options, (f"all names begin with 'model.', {reason}: to remove it, {advice}",)
     return options, ()
+
+
+def _common_wrappers(names: Collection[str]) -> str:
+    """Return the wrappers' prefixes with which all names begin and which leave something of each name; "" if none."""
+    if not names:
+        return ""
+    # A common prefix of the first and the last name in sorted order is common to all names.
+    first, last = min(names), max(names)
+    shortest = min(map(len, names))
+    end = 0
+    while True:
+        fitting = [wrapper for wrapper in _WRAPPERS if end + len(wrapper) < shortest]
+        common = [wrapper for wrapper in fitting if first.startswith(wrapper, end) and last.startswith(wrapper, end)]
+        if not common:
+            return first[:end]
+        end += len(common[0])
 
 
 def _unwrapping(wrapper: str, rename: Rename) -> Rename:
@@ -337,27 +350,38 @@ def _basis(source: Source, options: ExportOptions, reductions: Mapping[str, str]
     """Return a digest of all that the output depends on, except names: options, headers, file sizes and times."""
     hasher = hashlib.blake2b(digest_size=16)
 
-    def add(one: Any) -> None:
-        hasher.update(json.dumps(one, separators=(",", ":")).encode())
+    def add(value: object) -> None:
+        hasher.update(json.dumps(value, separators=(",", ":")).encode())
 
     add([options.replicas, options.dtype, sorted(reductions.items())])
     for shard_file in source.files:
         add([shard_file.rank, sorted(shard_file.aliases.items())])
         for tensor in shard_file.tensors.values():
-            add([tensor.shard.to_json(), [[e.begin, e.nbytes, e.digest, e.strides] for e in tensor.byte_ranges]])
+            byte_ranges = [
+                [stored.begin, stored.nbytes, stored.digest, stored.strides] for stored in tensor.byte_ranges
+            ]
+            add([tensor.shard.to_json(), byte_ranges])
         add(shard_file.file.version)
     return hasher.hexdigest()
 
 
 def _planned(source: Source, plan: Plan) -> tuple[PlannedTensor, ...]:
-    def ranks(tensor: TensorPlan) -> tuple[int, ...]:
-        return tuple(sorted({source.files[piece.holder].rank for piece in tensor.pieces}))
-
-    return tuple(
-        PlannedTensor(t.name, t.source, t.dtype, t.shape, file.name, len(t.pieces), ranks(t))
-        for file in plan.files
-        for t in file.tensors
-    )
+    planned = []
+    for file in plan.files:
+        for tensor in file.tensors:
+            ranks = sorted({source.files[piece.holder].rank for piece in tensor.pieces})
+            planned.append(
+                PlannedTensor(
+                    name=tensor.name,
+                    source=tensor.source,
+                    dtype=tensor.dtype,
+                    shape=tensor.shape,
+                    file=file.name,
+                    num_boxes=len(tensor.pieces),
+                    ranks=tuple(ranks),
+                )
+            )
+    return tuple(planned)
 
 
 def byte_range_of(source: Source, tensor: TensorPlan, holder: int, box_index: int) -> ByteRange:
@@ -384,17 +408,18 @@ def check_replicas(source: Source, plan: Plan) -> None:
             for piece in tensor.pieces:
                 check_copies(tensor, piece, digest_of, error)
     for shard_file in source.files:
-        for alias, kept in shard_file.aliases.items():
-            _check_tied(shard_file, alias, kept)
+        for alias, name in shard_file.aliases.items():
+            _check_tied(shard_file, alias, name)
 
 
-def _check_tied(shard_file: ShardFile, alias: str, kept: str) -> None:
-    one, other = shard_file.tensors.get(alias), shard_file.tensors.get(kept)
-    if one is None or other is None or one.byte_ranges == other.byte_ranges:  # the same bytes under two names
+def _check_tied(shard_file: ShardFile, alias: str, name: str) -> None:
+    """Raise ReplicaError if two tensors that a file lists as tied differ."""
+    tied, tensor = shard_file.tensors.get(alias), shard_file.tensors.get(name)
+    if tied is None or tensor is None or tied.byte_ranges == tensor.byte_ranges:  # the same bytes under two names
         return
-    if _digests(one) != _digests(other):
+    if _digests(tied) != _digests(tensor):
         raise ReplicaError(
-            f"this tensor is listed as tied to {kept!r}, but its values differ",
+            f"this tensor is listed as tied to {name!r}, but its values differ",
             name=alias,
             rank=shard_file.rank,
             path=shard_file.path,
@@ -408,12 +433,15 @@ def _digests(tensor: SourceTensor) -> list[str]:
 _Reader = BoxReader | ConvertingReader
 
 
-def _provenance_of(plan: FilePlan, recorded: Any) -> dict[str, list[BoxProvenance]]:
-    """Return the provenance of the boxes in a file that a killed merge had finished."""
-    return {
-        t.name: [BoxProvenance(*one) for one in provenance]
-        for t, provenance in zip(plan.tensors, recorded, strict=True)
-    }
+def _provenance_of(plan: FilePlan, record: Sequence[Sequence[Sequence[Any]]]) -> dict[str, list[BoxProvenance]]:
+    """Return the provenance of the boxes in a file that a killed merge had finished.
+
+    `record` is what `_Merge._write_file` recorded: (rank, digest) by tensor and box.
+    """
+    provenance = {}
+    for tensor, boxes in zip(plan.tensors, record, strict=True):
+        provenance[tensor.name] = [BoxProvenance(rank, digest) for rank, digest in boxes]
+    return provenance
 
 
 class _Merge:
@@ -441,13 +469,13 @@ class _Merge:
             if file.name in self._publication.finished:
                 provenance |= _provenance_of(file, self._publication.finished[file.name])
                 self._count(file.data_nbytes)
-        todo = [file for file in self._plan.files if file.name not in self._publication.finished]
-        with ThreadPoolExecutor(max(1, min(threads or os.cpu_count() or 1, len(todo)))) as pool:
-            outputs = list(pool.map(self._publication.create, todo))  # a full disk is found before anything is written
-            writing = [pool.submit(self._write_file, *pair) for pair in zip(todo, outputs, strict=True)]
+        files = [file for file in self._plan.files if file.name not in self._publication.finished]
+        with ThreadPoolExecutor(max(1, min(threads or os.cpu_count() or 1, len(files)))) as pool:
+            outputs = list(pool.map(self._publication.create, files))  # a full disk is found before anything is written
+            futures = [pool.submit(self._write_file, *pair) for pair in zip(files, outputs, strict=True)]
             try:
-                for written in as_completed(writing):
-                    provenance |= written.result()
+                for future in as_completed(futures):
+                    provenance |= future.result()
             except BaseException:
                 self._stop.set()  # the other threads end at their next window
                 raise
@@ -457,16 +485,17 @@ class _Merge:
         memory = memoryview(bytearray(4 * WINDOW_BYTES))
         provenance = {tensor.name: self._write_tensor(tensor, output, memory) for tensor in plan.tensors}
         output.finish()
-        self._publication.record(
-            plan.name, [[[one.rank, one.digest] for one in provenance[t.name]] for t in plan.tensors]
-        )
+        record = []
+        for tensor in plan.tensors:
+            record.append([[box.rank, box.digest] for box in provenance[tensor.name]])
+        self._publication.record(plan.name, record)
         return provenance
 
     def _write_tensor(self, tensor: TensorPlan, output: PlannedFile, memory: memoryview) -> list[BoxProvenance]:
         readers = [self._reader(tensor, piece) for piece in tensor.pieces]
         waiting = deque(readers)
         at = output.offset_of(tensor)
-        widest = max((ITEMSIZE[self._held_dtype(tensor, piece)] for piece in tensor.pieces), default=0)
+        widest = max((ITEMSIZE[self._source_dtype(tensor, piece)] for piece in tensor.pieces), default=0)
         for window in windows(tensor.shape, max(widest, ITEMSIZE[tensor.dtype])) if tensor.nbytes else ():
             if self._stop.is_set():
                 raise RuntimeError("another file of this merge failed")
@@ -484,20 +513,20 @@ class _Merge:
         last = tuple(end - 1 for end in window.ends)
         for reader in takewhile(lambda reader: reader.box.offsets <= last, waiting):
             self._count(reader.copy_into(buffer, window, bounce))
-        while waiting and not waiting[0].left:
+        while waiting and not waiting[0].bytes_left:
             waiting.popleft()
 
-    def _held_dtype(self, tensor: TensorPlan, piece: Piece) -> str:
+    def _source_dtype(self, tensor: TensorPlan, piece: Piece) -> str:
         """Return the dtype of a piece in the source."""
         return self._source.files[piece.holder].tensors[tensor.source].shard.dtype
 
     def _reader(self, tensor: TensorPlan, piece: Piece) -> _Reader:
-        held = self._held_dtype(tensor, piece)
-        if held == tensor.dtype and tensor.reduce is None:
+        dtype = self._source_dtype(tensor, piece)
+        if dtype == tensor.dtype and tensor.reduce is None:
             return self._box_reader(tensor, piece, piece.holder, piece.box_index)
-        suppliers = [(piece.holder, piece.box_index), *(piece.replicas if tensor.reduce is not None else ())]
-        readers = [self._box_reader(tensor, piece, *supplier) for supplier in suppliers]
-        return ConvertingReader(readers, held, tensor.dtype, tensor.reduce, xxhash.xxh3_128())
+        copies = [(piece.holder, piece.box_index), *(piece.replicas if tensor.reduce is not None else ())]
+        readers = [self._box_reader(tensor, piece, *copy) for copy in copies]
+        return ConvertingReader(readers, dtype, tensor.dtype, tensor.reduce, xxhash.xxh3_128())
 
     def _box_reader(self, tensor: TensorPlan, piece: Piece, holder: int, box_index: int) -> BoxReader:
         byte_range = byte_range_of(self._source, tensor, holder, box_index)
@@ -508,10 +537,10 @@ class _Merge:
 
     def _checked_provenance(self, tensor: TensorPlan, piece: Piece, reader: _Reader) -> BoxProvenance:
         """Return the provenance of a piece that was read; raise CorruptError if a digest differs."""
-        suppliers = [(piece.holder, piece.box_index), *piece.replicas]
+        holders = [piece.holder, *(holder for holder, _ in piece.replicas)]
         readers = reader.readers if isinstance(reader, ConvertingReader) else [reader]
-        for (holder, _), one in zip(suppliers, readers, strict=False):
-            one.digest.check(tensor.source, self._source.files[holder].rank)
+        for holder, box_reader in zip(holders, readers, strict=False):
+            box_reader.digest.check(tensor.source, self._source.files[holder].rank)
         return BoxProvenance(self._source.files[piece.holder].rank, reader.hexdigest())
 
     def _count(self, nbytes: int) -> None:

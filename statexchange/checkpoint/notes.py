@@ -35,7 +35,8 @@ def check_readable(source: Source, options: ExportOptions) -> None:
     if source.kind != "torch" or not any(name.startswith(_DEEPSPEED) for name in source.others):
         return
     for shard_file in source.files:
-        empty = [t.shard.name for t in shard_file.tensors.values() if t.shard.global_shape == (0,)]
+        shards = [tensor.shard for tensor in shard_file.tensors.values()]
+        empty = [shard.name for shard in shards if shard.global_shape == (0,)]
         partitioned = list(filter(options.wants, empty))
         if partitioned:
             raise UnsupportedError(
@@ -50,16 +51,16 @@ def check_readable(source: Source, options: ExportOptions) -> None:
 def kept_metadata(source: Source) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the text metadata of the output files, and notes about the source's metadata that is not kept."""
     others = {key: value for key, value in source.metadata.items() if key != "format"}
-    kept = {key: value for key, value in others.items() if _is_text(key) and _is_text(value)}
-    lost = [*source.differing, *(key for key in others if key not in kept)]
+    written = {key: value for key, value in others.items() if _is_text(key) and _is_text(value)}
+    reasons = dict.fromkeys(source.differing, "files differ")
+    reasons |= {key: "not valid text" for key in others if key not in written}
     notes = []
-    if lost:
-        reasons = {key: "files differ" if key in source.differing else "not valid text" for key in lost}
+    if reasons:
         notes.append(f"metadata keys that are not kept: {abbreviated_list(reasons)}")
-    given, written = source.metadata.get("format"), FORMAT_METADATA["format"]
-    if given not in (None, written):
-        notes.append(f"the metadata key format becomes {written!r}; it was {excerpt(given, 60)}")
-    return {**FORMAT_METADATA, **kept}, tuple(notes)
+    old_format, new_format = source.metadata.get("format"), FORMAT_METADATA["format"]
+    if old_format not in (None, new_format):
+        notes.append(f"the metadata key format becomes {new_format!r}; it was {excerpt(old_format, 60)}")
+    return {**FORMAT_METADATA, **written}, tuple(notes)
 
 
 def _is_text(value: str) -> bool:
@@ -74,20 +75,20 @@ def _is_text(value: str) -> bool:
 def notes_about(source: Source, names: Iterable[str], options: ExportOptions) -> tuple[str, ...]:
     """Return notes about entries that are not tensors, and about optimizer state among the tensors `names`."""
     notes = []
-    others = {name: what for name, what in source.others.items() if options.wants(name)}
+    others = {name: description for name, description in source.others.items() if options.wants(name)}
     if others:
         count = "1 entry is not a tensor" if len(others) == 1 else f"{len(others):,} entries are not tensors"
         notes.append(f"{count}, not written: {abbreviated_list(others)}")
     groups = Counter(map(_optimizer_group, names))
-    rest = groups.pop("", 0)
-    if groups and rest:
-        shown = [pattern for pattern, _ in groups.most_common(_MAX_PATTERNS)]
-        given = ", ".join(f'"{pattern}"' for pattern in shown)
-        line = " ".join(f'--exclude "{pattern}"' for pattern in shown)
+    num_others = groups.pop("", 0)
+    if groups and num_others:
+        patterns = [pattern for pattern, _ in groups.most_common(_MAX_PATTERNS)]
+        argument = ", ".join(f'"{pattern}"' for pattern in patterns)
+        command_line = " ".join(f'--exclude "{pattern}"' for pattern in patterns)
         more = "" if len(groups) <= _MAX_PATTERNS else " and others"
-        found = sum(groups.values())
-        what = f"{found:,} of {found + rest:,} tensors look like optimizer state"
-        notes.append(f"{what}: to leave them out, exclude=[{given}]{more} ({line})")
+        num_found = groups.total()
+        finding = f"{num_found:,} of {num_found + num_others:,} tensors look like optimizer state"
+        notes.append(f"{finding}: to leave them out, exclude=[{argument}]{more} ({command_line})")
     return tuple(notes)
 
 

@@ -103,9 +103,12 @@ class _Draft:
 
     def __init__(self, plan: Plan, extra: Mapping[str, bytes], metadata: Mapping[str, str]) -> None:
         index = index_name(plan)
-        self.texts = {**extra, **({index: index_text(plan)} if index else {})}
         self.headers = {file.name: _header_of(file, metadata) for file in plan.files}
-        self.names = [*self.headers, *([index] if index else []), *extra]
+        self.texts = dict(extra)
+        self.names = [*self.headers, *extra]
+        if index is not None:
+            self.texts[index] = index_text(plan)
+            self.names.append(index)
         self.nbytes = plan.nbytes + sum(map(len, (*self.headers.values(), *self.texts.values())))
 
 
@@ -201,7 +204,7 @@ class Publication:
         header = self._draft.headers[file.name]
         return PlannedFile(file, self._build.create(file.name, len(header) + file.data_nbytes, header))
 
-    def record(self, name: str, metadata: Any) -> None:
+    def record(self, name: str, metadata: object) -> None:
         """Record that an output file is finished, with JSON metadata, for a publisher that resumes after a kill."""
         self._build.record(name, metadata)
 
@@ -241,4 +244,4 @@ def _header_of(plan: FilePlan, metadata: Mapping[str, str]) -> bytes:
     for tensor in plan.tensors:
         if tensor.dtype == "C128":
             raise UnsupportedError("safetensors has no complex128; cast or exclude it", name=tensor.name)
-    return encode_header([(t.name, t.dtype, t.shape) for t in plan.tensors], metadata)
+    return encode_header([(tensor.name, tensor.dtype, tensor.shape) for tensor in plan.tensors], metadata)

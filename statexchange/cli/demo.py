@@ -1,4 +1,4 @@
-"""``statexchange demo``: train, export and load a small model, and show the result."""
+"""``statexchange demo``: train a small model, kill the job, resume, export and load it, and show the result."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _LINE_EVERY = 10
 @click.option("--keep", metavar="DIR", help="Keep the merged checkpoint in DIR/merged, with a picture beside it.")
 @click.option("--steps", default=100, show_default=True, type=click.IntRange(min=1), help="Training steps.")
 def command(output: Output, ranks: int, keep: str | None, steps: int) -> int:
-    """Train a small model on several ranks, export, load and compare it.
+    """Train a small model on several ranks, kill them half-way, resume on two.
 
-    Needs torch. Exits with 1 if a tensor is not bit-equal, or the logits differ by
+    Then export, load and compare it. Needs torch. Exits with 1 if a tensor is not bit-equal, or the logits differ by
     more than 1e-5.
     """
     from statexchange.demo import run_demo
@@ -69,6 +69,11 @@ class _DemoProgress:
     def __call__(self, event: dict[str, Any]) -> None:
         if event["phase"] == "train":
             self._step(event["step"] + 1, event["loss"], event["seconds"])
+        elif event["phase"] == "killed":
+            self._show_status(f"killed all {event['ranks']} ranks after step {event['step']}; starting fewer")
+        elif event["phase"] == "resumed":
+            self._output.live("")
+            self._output.message(f"resumed from the save of step {event['step']} on {event['ranks']} ranks")
         elif event["phase"] == "export":
             self._show_status("exporting the merged checkpoint, comparing it with the shards")
         else:
@@ -98,15 +103,16 @@ class _DemoProgress:
 
 
 def _show(output: Output, report: DemoReport, bars: list[str], picture: str | None) -> None:
-    data_parallel, tensor_parallel = report.mesh
-    output.line(
-        f"{report.parameters:,} parameters, trained on {report.world_size} ranks "
-        f"({data_parallel} data parallel x {tensor_parallel} tensor parallel)"
-    )
+    output.line(f"{report.parameters:,} parameters, trained on {_ranks(report.first_world_size, report.first_mesh)},")
+    output.line(f"killed, and resumed on {_ranks(report.world_size, report.mesh)}")
     _show_loss(output, report)
     _show_checks(output, report)
     _section(output, "which rank supplied which bytes", bars)
     _show_files(output, report, picture)
+
+
+def _ranks(world_size: int, mesh: tuple[int, int]) -> str:
+    return f"{world_size} ranks ({mesh[0]} data parallel x {mesh[1]} tensor parallel)"
 
 
 def _section(output: Output, title: str, lines: list[str]) -> None:
@@ -119,10 +125,24 @@ def _section(output: Output, title: str, lines: list[str]) -> None:
 def _show_loss(output: Output, report: DemoReport) -> None:
     from statexchange.report.pictures import curve
 
+    ascii_only = not output.can_show("▁█")
+    width = 60  # of the whole training
+    first, losses = report.first_losses, report.losses
+    columns = [max(1, round(width * len(part) / len(losses))) for part in (first, losses[report.resumed_step :])]
+    skipped = width - columns[1] if len(losses) > width else report.resumed_step
+    limits = (min(losses), max(losses))
+    if first:
+        title = f"loss on {report.first_world_size} ranks, killed after step {len(first)} of {len(losses)}"
+        _section(output, title, curve(first, width=columns[0], limits=limits, ascii_only=ascii_only))
     pace = sorted(report.step_seconds)[len(report.step_seconds) // 2]
-    losses = report.losses
-    title = f"loss {losses[0]:.2f} to {losses[-1]:.2f} in {len(losses)} steps of {pace:.2f} s"
-    _section(output, title, curve(losses, ascii_only=not output.can_show("▁█")))
+    title = (
+        f"loss on {report.world_size} ranks, resumed from the save of step {report.resumed_step}: "
+        f"{losses[-1]:.2f} at the end, steps of {pace:.2f} s"
+    )
+    resumed = curve(
+        losses[report.resumed_step :], width=columns[1], limits=limits, indent=skipped, ascii_only=ascii_only
+    )
+    _section(output, title, resumed)
 
 
 def _show_checks(output: Output, report: DemoReport) -> None:

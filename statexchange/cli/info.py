@@ -1,4 +1,4 @@
-"""``statexchange info``: a summary of a checkpoint."""
+"""``statexchange info``: a summary of a checkpoint, or of the saves of a job."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 import click
 
 from statexchange.cli import command as commands
-from statexchange.cli.output import Output, code_of, fields_of, most_severe
+from statexchange.cli.output import Output, Row, code_of, error_record, fields_of, most_severe
 from statexchange.formats.source import abbreviated_list
-from statexchange.units import format_bytes, format_ranks
+from statexchange.units import format_bytes, format_ranks, format_time
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from statexchange.report.saves import SavesReport
     from statexchange.report.summary import Summary
 
 
@@ -20,11 +23,15 @@ if TYPE_CHECKING:
 def command(output: Output, path: str) -> int:
     """Summarize the checkpoint at PATH: tensors, dtypes, bytes, ranks.
 
-    Reads headers only. PATH is a Hugging Face directory or file, a workspace, a
-    torch DCP directory, or files of torch.save; a local path or a URL.
+    Reads headers only. PATH is a save or a directory of a job's saves, a Hugging
+    Face directory or file, a workspace, a torch DCP directory, or files of
+    torch.save; a local path or a URL.
     """
+    from statexchange.formats.registry import holds_saves
     from statexchange.report.summary import summarize
 
+    if holds_saves(path):
+        return _summarize_saves(output, path)
     summary = summarize(path)
     for problem in summary.problems:  # before the summary, which may be partial because of them
         output.warning(str(problem))
@@ -46,12 +53,13 @@ def _fields(summary: Summary) -> list[tuple[str, str]]:
         ("dtypes", dtypes or "none"),
         ("files", f"{summary.num_files:,}, {_exact(summary.file_nbytes)}"),
     ]
+    if summary.kind == "save":
+        fields += _fields_of_save(summary)
+    elif summary.world_size is not None:
+        fields += [("run", str(summary.run)), ("round", str(summary.round))]
     if summary.world_size is not None:
-        fields += [
-            ("run", str(summary.run)),
-            ("round", str(summary.round)),
-            ("ranks", f"{len(summary.ranks)} of {summary.world_size}: {format_ranks(summary.ranks)}"),
-        ]
+        ranks = f": {format_ranks(summary.ranks)}" if summary.ranks else ""
+        fields.append(("ranks", f"{len(summary.ranks)} of {summary.world_size}{ranks}"))
     elif summary.ranks:
         fields.append(("ranks", f"{len(summary.ranks)}: {format_ranks(summary.ranks)}"))
     if summary.aliases:
@@ -62,6 +70,66 @@ def _fields(summary: Summary) -> list[tuple[str, str]]:
     if summary.num_unreadable:
         fields.append(("unreadable", f"{summary.num_unreadable:,} tensors are listed but cannot be read"))
     return fields
+
+
+def _fields_of_save(summary: Summary) -> list[tuple[str, str]]:
+    fields = []
+    if summary.step is not None:
+        fields.append(("step", str(summary.step)))
+    if summary.created is not None:
+        fields.append(("saved", format_time(summary.created)))
+    if summary.metrics:
+        fields.append(("metrics", ", ".join(f"{name} {value:g}" for name, value in summary.metrics.items())))
+    return [*fields, ("job", str(summary.run))]
+
+
+def _summarize_saves(output: Output, path: str) -> int:
+    from statexchange.report.saves import list_saves
+    from statexchange.storage.steps import steps_text
+
+    report = list_saves(path)
+    for text in report.warnings:
+        output.warning(text)
+    broken = {row.step: row.state for row in report.saves if row.problems}
+    newest = report.saves[-1] if report.saves else None
+    fields = [("kind", "saves"), ("path", report.path)]
+    if newest is None:
+        fields.append(("saves", "0"))
+    else:
+        saved = "" if newest.created is None else f", saved {format_time(newest.created)}"
+        fields += [
+            ("saves", f"{len(report.saves):,}: steps {steps_text(row.step for row in report.saves)}"),
+            ("newest", f"step {newest.step}{saved}, {newest.state}"),
+        ]
+    fields.append(("bytes", _exact(report.nbytes)))
+    if broken:
+        fields.append(("broken", _listed(broken)))
+    if report.unfinished:
+        fields.append(("unfinished", _listed({row.step: row.state for row in report.unfinished})))
+    output.fields(fields)
+    worst = most_severe(report.problems)
+    return output.finish(code_of(worst) if worst else "OK", _saves_record(report), error=worst)
+
+
+def _listed(states: Mapping[int, str]) -> str:
+    return f"{len(states):,}: {abbreviated_list({f'step {step}': state for step, state in states.items()})}"
+
+
+def _saves_record(report: SavesReport) -> Row:
+    newest = report.saves[-1] if report.saves else None
+    return {
+        "kind": "saves",
+        "path": report.path,
+        "num_saves": len(report.saves),
+        "steps": [row.step for row in report.saves],
+        "newest": None
+        if newest is None
+        else {key: value for key, value in fields_of(newest).items() if key != "problems"},
+        "nbytes": report.nbytes,
+        "num_broken": sum(bool(row.problems) for row in report.saves),
+        "unfinished": [fields_of(row) for row in report.unfinished],
+        "problems": [error_record(problem, code_of(problem)) for problem in report.problems],
+    }
 
 
 def _exact(nbytes: int) -> str:

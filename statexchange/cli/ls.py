@@ -1,4 +1,4 @@
-"""``statexchange ls``: the tensors of a checkpoint."""
+"""``statexchange ls``: the tensors of a checkpoint, or the saves of a job."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING
 import click
 
 from statexchange.cli import command as commands
-from statexchange.cli.output import Output, code_of, fields_of, most_severe
+from statexchange.cli.output import Output, Row, code_of, error_record, fields_of, most_severe
 from statexchange.errors import InvalidArgumentError, without_secrets
 from statexchange.report.pictures import shape_text
-from statexchange.units import format_bytes, format_ranks
+from statexchange.units import format_bytes, format_ranks, format_time
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from statexchange.report.saves import SaveRow, SavesReport, UnfinishedRow
     from statexchange.report.summary import TensorRow
 
 _HEADER = ("NAME", "DTYPE", "SHAPE", "BYTES", "HELD-BY")
+_SAVES_HEADER = ("STEP", "TIME", "BYTES", "RANKS", "METRICS", "STATE")
 
 
 @commands.command
@@ -30,15 +32,20 @@ def command(output: Output, path: str, include: tuple[str, ...]) -> int:
     """List the tensors at PATH with dtypes, global shapes and bytes.
 
     Reads headers only. HELD-BY is the file, or the ranks that have a part.
+
+    Lists the saves if PATH is the directory of a job's saves. STATE is what
+    manifests, sizes and headers show; verify reads everything. Exits with 4 if a
+    save is broken, 5 if a file is missing; an unfinished save is no finding.
     """
-    from statexchange.formats.registry import open_source
+    from statexchange.formats.registry import holds_saves, open_source
     from statexchange.formats.source import abbreviated_list
     from statexchange.report.summary import tensor_rows
 
+    if holds_saves(path):
+        return _list_saves(output, path, include)
     source = open_source(path, strict=False)
     rows = _selected(tensor_rows(source), include)
-    by_rank = source.kind in ("workspace", "dcp")
-    output.table(_HEADER, (_cells(row, by_rank, output.aligned) for row in rows), right=("BYTES",))
+    output.table(_HEADER, (_cells(row, source.has_ranks, output.aligned) for row in rows), right=("BYTES",))
     if source.others:
         output.message(f"entries that are not tensors: {abbreviated_list(source.others)}")
     if source.unsupported:
@@ -65,7 +72,63 @@ def _selected(rows: list[TensorRow], patterns: Sequence[str]) -> list[TensorRow]
     return [row for row in rows if not patterns or any(fnmatch.fnmatchcase(row.name, pattern) for pattern in patterns)]
 
 
-def _cells(row: TensorRow, by_rank: bool, is_rounded: bool) -> tuple[str, ...]:
+def _cells(row: TensorRow, has_ranks: bool, is_rounded: bool) -> tuple[str, ...]:
     nbytes = format_bytes(row.nbytes) if is_rounded else str(row.nbytes)
-    held_by = format_ranks(row.holders) if by_rank or len(row.holders) > 1 else row.file
+    held_by = format_ranks(row.holders) if has_ranks or len(row.holders) > 1 else row.file
     return row.name, row.dtype, shape_text(row.shape), nbytes, held_by
+
+
+def _list_saves(output: Output, path: str, include: Sequence[str]) -> int:
+    from statexchange.report.saves import list_saves
+
+    if include:
+        raise InvalidArgumentError(
+            "--include selects tensors, and this directory has saves: name one of them", path=path
+        )
+    report = list_saves(path)
+    cells = [_save_cells(row, output.aligned) for row in report.saves]
+    cells += [_unfinished_cells(row, output.aligned) for row in report.unfinished]
+    output.table(_SAVES_HEADER, cells, right=("STEP", "BYTES", "RANKS"))
+    for text in report.warnings:
+        output.warning(text)
+    worst = most_severe(report.problems)
+    data = {"path": report.path, "kind": "saves", "num_saves": len(report.saves), "nbytes": report.nbytes}
+    return output.finish(code_of(worst) if worst else "OK", data, rows=("saves", _save_records(report)), error=worst)
+
+
+def _save_cells(row: SaveRow, is_rounded: bool) -> tuple[str, ...]:
+    if row.created is None or row.nbytes is None:
+        return str(row.step), "-", "-", "-", "-", row.state
+    metrics = ", ".join(f"{name} {value:g}" for name, value in row.metrics.items())
+    nbytes = format_bytes(row.nbytes) if is_rounded else str(row.nbytes)
+    return str(row.step), format_time(row.created), nbytes, str(row.world_size), metrics or "-", row.state
+
+
+def _unfinished_cells(row: UnfinishedRow, is_rounded: bool) -> tuple[str, ...]:
+    nbytes = format_bytes(row.nbytes) if is_rounded else str(row.nbytes)
+    return str(row.step), "-", nbytes, "-", "-", row.state
+
+
+def _save_records(report: SavesReport) -> list[Row]:
+    """Return a JSON object for each save and unfinished save, with the same keys."""
+    records: list[Row] = []
+    for row in report.saves:
+        problems = [error_record(problem, code_of(problem)) for problem in row.problems]
+        worst = most_severe(row.problems)
+        code = code_of(worst) if worst else "OK"
+        records.append({**fields_of(row), "is_finished": True, "code": code, "problems": problems})
+    empty = dict.fromkeys(("created", "world_size", "job", "code"))
+    for unfinished in report.unfinished:
+        records.append(
+            {
+                "step": unfinished.step,
+                "path": next(iter(unfinished.paths), None),
+                "nbytes": unfinished.nbytes,
+                **empty,
+                "metrics": {},
+                "state": unfinished.state,
+                "problems": [],
+                "is_finished": False,
+            }
+        )
+    return records

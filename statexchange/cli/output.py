@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import sys
@@ -268,7 +269,18 @@ def _simple(value: object) -> object:
 
 
 def _json(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, indent=indent, default=_plain)
+    return json.dumps(_without_nan(value), indent=indent, default=_plain)
+
+
+def _without_nan(value: object) -> object:
+    """Return a value in which NaN and infinite numbers, for which JSON has no words, are text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _without_nan(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(one) for one in value]
+    return value
 
 
 def _plain(value: object) -> object:

@@ -10,7 +10,7 @@ import atexit
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from statexchange.comm import forks
 from statexchange.comm.backends.single import SingleBackend
@@ -18,57 +18,65 @@ from statexchange.comm.bootstrap import form_communicator, refuse_inherited
 from statexchange.comm.communicator import Communicator
 from statexchange.settings import check_timeout, default_timeout_s
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
 __all__ = [
-    "adopted",
-    "alone",
+    "find_adopted",
     "forget_all",
+    "form_over_process_group",
+    "from_mesh",
     "from_mpi",
     "from_process_group",
-    "of_mesh",
-    "of_process_group",
-    "of_ranks_of_torch",
+    "from_torch_ranks",
+    "single_communicator",
     "torch_default_group",
 ]
 
 
 class _Registry:
-    """The communicators of adopted groups, by the identity of the group, or by it and the ranks taken of it."""
+    """The communicators of adopted groups.
+
+    The key is the identity of the group; for a communicator of only some of its ranks also those ranks, `part`.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[tuple[object, ...], tuple[object, Communicator]] = {}
 
     def find(self, group: object, *part: object) -> Communicator | None:
         """Return the communicator of `part` of `group`, if it has been adopted. Not collective."""
-        kept = self._kept.get((id(group), *part))
-        return None if kept is None else kept[1]
+        group_and_comm = self._kept.get((id(group), *part))
+        return None if group_and_comm is None else group_and_comm[1]
 
     def adopt(
         self, group: object, make: Callable[[float], Communicator], timeout_s: float | None, *part: object
     ) -> Communicator:
         """Return the communicator of `part` of `group`; the first time `make` makes it."""
         wait_s = default_timeout_s() if timeout_s is None else check_timeout(timeout_s)
-        known = self.find(group, *part)
-        if known is not None:
-            return known
+        existing = self.find(group, *part)
+        if existing is not None:
+            return existing
         refuse_inherited(group)
         _forget_at_exit()
         forks.cut_off_in_children(self)
-        made = make(wait_s)
-        self._kept[(id(group), *part)] = (group, made)
-        return made
+        comm = make(wait_s)
+        self._kept[(id(group), *part)] = (group, comm)
+        return comm
 
     def close(self, error: BaseException | None = None) -> None:
         """Close and drop all of them. Not collective."""
-        for _, kept in self._kept.values():
-            kept.close(error)
+        for _, comm in self._kept.values():
+            comm.close(error)
         self._kept.clear()
 
     def disown(self) -> None:
         """Drop the parent's world of one: a forked child gets its own."""
-        self._kept.pop((id(_ALONE),), None)
+        self._kept.pop((id(_WORLD_OF_ONE),), None)
 
 
-_ALONE = object()  # stands for a world of one, which is kept so that its run has one identity
+_WORLD_OF_ONE = object()  # its group in the registry, where it is kept so that its run has one identity
 _registry = _Registry()
 
 
@@ -78,7 +86,7 @@ def _forget_at_exit() -> None:
     atexit.register(lambda: _registry.close(getattr(sys, "last_value", None)))  # the uncaught error, if there was one
 
 
-def torch_default_group() -> Any:
+def torch_default_group() -> ProcessGroup | None:
     """Return torch.distributed's default group, if the caller has imported torch and initialised it."""
     if "torch.distributed" not in sys.modules:
         return None
@@ -87,17 +95,17 @@ def torch_default_group() -> Any:
     return default_group()
 
 
-def adopted(group: object) -> Communicator | None:
+def find_adopted(group: object) -> Communicator | None:
     """Return the communicator of `group`, if it has been adopted. Not collective."""
     return _registry.find(group)
 
 
-def alone() -> Communicator:
+def single_communicator() -> Communicator:
     """Return the communicator of a world of one. Not collective."""
-    return _registry.adopt(_ALONE, lambda wait_s: form_communicator(SingleBackend(), wait_s), None)
+    return _registry.adopt(_WORLD_OF_ONE, lambda wait_s: form_communicator(SingleBackend(), wait_s), None)
 
 
-def from_process_group(group: Any, *, timeout_s: float | None = None) -> Communicator:
+def from_process_group(group: ProcessGroup, *, timeout_s: float | None = None) -> Communicator:
     """Return the communicator of a torch ProcessGroup; it is made once.
 
     Collective over the group, the first time. Blocks until all its ranks have called.
@@ -121,11 +129,11 @@ def from_process_group(group: Any, *, timeout_s: float | None = None) -> Communi
         1
         >>> dist.destroy_process_group()
     """
-    return _registry.adopt(group, lambda wait_s: of_process_group(group, wait_s), timeout_s)
+    return _registry.adopt(group, lambda wait_s: form_over_process_group(group, wait_s), timeout_s)
 
 
-def of_process_group(group: Any, timeout_s: float, *, check: bool = True) -> Communicator:
-    """Form a communicator of a torch ProcessGroup without adopting it. Collective over the group."""
+def form_over_process_group(group: ProcessGroup, timeout_s: float, *, check: bool = True) -> Communicator:
+    """Form a communicator over a torch ProcessGroup without adopting that. Collective over the group."""
     import torch.distributed as dist
 
     from statexchange.comm.backends.gloo import TorchBackend
@@ -136,7 +144,7 @@ def of_process_group(group: Any, timeout_s: float, *, check: bool = True) -> Com
     return form_communicator(bootstrap, timeout_s, check=check, start=lambda: (bootstrap, devices))
 
 
-def from_mpi(mpi_comm: Any, *, timeout_s: float | None = None) -> Communicator:
+def from_mpi(mpi_comm: MPI.Comm, *, timeout_s: float | None = None) -> Communicator:
     """Return the communicator of an mpi4py communicator; it is made once, over a duplicate.
 
     Collective over it, the first time. Blocks until all its ranks have called.
@@ -165,10 +173,10 @@ def from_mpi(mpi_comm: Any, *, timeout_s: float | None = None) -> Communicator:
     return _registry.adopt(mpi_comm, make, timeout_s)
 
 
-def of_mesh(mesh: Any) -> Communicator:
+def from_mesh(mesh: DeviceMesh) -> Communicator:
     """Return the communicator of the ranks of a DeviceMesh. Collective over them, the first time.
 
-    It is found by the ranks, since slicing a mesh makes a new object each time.
+    The registry finds it by its ranks, since slicing a mesh makes a new object each time.
     """
     from statexchange.comm.backends.gloo import TorchBackend
     from statexchange.comm.backends.torch_groups import mesh_group
@@ -177,16 +185,14 @@ def of_mesh(mesh: Any) -> Communicator:
 
     def make(wait_s: float) -> Communicator:
         group = mesh_group(mesh, wait_s)
-        return (
-            from_process_group(group)
-            if group is torch_group
-            else form_communicator(TorchBackend(group, wait_s), wait_s)
-        )
+        if group is torch_group:
+            return from_process_group(torch_group)
+        return form_communicator(TorchBackend(group, wait_s), wait_s)
 
     return _registry.adopt(torch_group, make, None, "mesh", *sorted(mesh.mesh.flatten().tolist()))
 
 
-def of_ranks_of_torch(ranks: Sequence[int]) -> Communicator:
+def from_torch_ranks(ranks: Sequence[int]) -> Communicator:
     """Return the communicator of these ranks of torch's default group, in that order. Collective over them only."""
     from statexchange.comm.backends.gloo import of_ranks
 

@@ -9,9 +9,12 @@ have reported. An arena that was lent in an exchange that failed is closed inste
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from statexchange.shared_memory import Arena, ArenaPool, Attached, Kind, attach
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["ArenaExchange"]
 
@@ -32,7 +35,7 @@ class ArenaExchange:
         """Keep `arena` until `recycle` finds that no rank refers to it. Not collective."""
         self._lent.append(arena)
 
-    def attach(self, address: dict[str, Any]) -> Any:
+    def attach(self, address: dict[str, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return a view of another rank's arena, as bytes; each arena is mapped once. Not collective."""
         ident = address["id"]
         if ident not in self._attached:

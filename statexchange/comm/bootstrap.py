@@ -19,7 +19,7 @@ import secrets
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from statexchange.comm import forks
 from statexchange.comm.backends.backend import Backend
@@ -39,8 +39,10 @@ from statexchange.shared_memory import sweep
 
 __all__ = ["Start", "form_communicator", "is_forked_from_rank", "launchers_local_rank", "refuse_inherited"]
 
-_alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
-_ENTER_ON_NODE = 1  # the fingerprint of a host's steps in a collective, which all ranks have compared before
+_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()  # all of more than one rank that this process made
+# The fingerprint with which the ranks of a host enter their steps of a collective: the same in all collectives, since
+# the ranks of all hosts have compared the call's own fingerprint before.
+_STEP_ON_NODE = 1
 _log = logging.getLogger("statexchange")
 
 
@@ -54,7 +56,7 @@ class _Inheritance:
     def disown(self) -> None:
         """Note which groups the parent had, since a call over one would be the parent's."""
         # A communicator that was open is either still open here, or has been cut off (`forks`) already.
-        was_open = any(made.is_inherited or not made.is_closed for made in _alive)
+        was_open = any(comm.is_inherited or not comm.is_closed for comm in _communicators)
         self.is_from_rank = self.is_from_rank or was_open
         if "torch.distributed" in sys.modules:
             from statexchange.comm.backends.torch_groups import known_groups
@@ -90,7 +92,9 @@ def form_communicator(
 
     `prefer` is "auto", for shared memory if all ranks share a host, and both if some do; "shm", which requires shared
     memory; or "transport", for the transport alone. `start` is called once failure detection runs: it returns the
-    transport, which then replaces `bootstrap`, and the backend for tensors of GPUs, if there is one.
+    transport, which then replaces `bootstrap`, and the backend for tensors of GPUs, if there is one. If `start` has
+    used `bootstrap`, the transport keeps it until its own `close`: rank 0's may serve a store from which other ranks
+    still read.
     """
     sweep()
     if bootstrap.world_size == 1:
@@ -100,14 +104,24 @@ def form_communicator(
         alone = Session(SingleBackend(), bootstrap, None, None, Topology(0, (0,), (platform.node(),)), timeout_s)
         return Communicator(alone, _run_identity(secrets.token_hex(8)), form_communicator)
     try:
-        made = Communicator(*_form_session(bootstrap, timeout_s, prefer, check, start), form_communicator)
+        comm = Communicator(*_form_session(bootstrap, timeout_s, prefer, check, start), form_communicator)
     except BaseException:
         bootstrap.close()  # else a caller that keeps the error would keep rank 0's port open
         raise
-    _alive.add(made)
+    _communicators.add(comm)
     forks.cut_off_in_children(_inheritance)
     _close_at_exit()
-    return made
+    return comm
+
+
+class _RankInfo(NamedTuple):
+    """What each rank sends to all before they have failure detection."""
+
+    host_identity: str
+    host: str
+    nonce: str
+    launchers_local_rank: int | None
+    has_torch: bool
 
 
 def _form_session(
@@ -118,14 +132,19 @@ def _form_session(
     def all_gather_bytes(payload: bytes) -> list[bytes]:
         return bootstrap.all_gather_bytes(payload, Wait(timeout_s, "the formation of the communicator"))
 
-    has_torch = importlib.util.find_spec("torch") is not None
-    ours = [host_identity(), platform.node(), secrets.token_hex(8), launchers_local_rank(bootstrap), has_torch]
-    facts = [json.loads(answer) for answer in all_gather_bytes(json.dumps(ours).encode())]
-    topology = _topology(facts, bootstrap.rank)
+    own = _RankInfo(
+        host_identity(),
+        platform.node(),
+        secrets.token_hex(8),
+        launchers_local_rank(bootstrap),
+        importlib.util.find_spec("torch") is not None,
+    )
+    infos = [_RankInfo(*json.loads(answer)) for answer in all_gather_bytes(json.dumps(own).encode())]
+    topology = _topology(infos, bootstrap.rank)
     page = open_control_page(bootstrap.rank, bootstrap.world_size, all_gather_bytes)
-    run = _run_identity(facts[0][2])
-    if not all(fact[4] for fact in facts):
-        prefer = _without_torch(prefer)
+    run = _run_identity(infos[0].nonce)
+    if not all(info.has_torch for info in infos):
+        prefer = _prefer_without_torch(prefer)
     devices = None
     if page is not None:
         with _failing_together(page, page, topology):
@@ -143,30 +162,31 @@ def _form_session(
         if start is not None:
             bootstrap, devices = start()
         transport = bootstrap.transport(timeout_s)
-        several = prefer == "auto" and 1 < len(topology.leaders) < len(topology.nodes)
-        backend = _hierarchical_backend(transport, topology, timeout_s) if several else transport
+        shares_hosts = 1 < len(topology.leaders) < len(topology.nodes)  # several hosts, and one with several ranks
+        is_hierarchical = prefer == "auto" and shares_hosts
+        backend = _hierarchical_backend(transport, topology, timeout_s) if is_hierarchical else transport
     session = Session(backend, transport, None, detector, topology, timeout_s, check=check, device_backend=devices)
     return session, run
 
 
 @contextlib.contextmanager
 def _failing_together(page: ControlPage | None, monitor: GroupMonitor | None, topology: Topology) -> Iterator[None]:
-    """A block of `init` in which an error of one rank is raised, with that rank, on all. Collective."""
+    """A block of `init`: an error of one rank is raised on all ranks, and names that rank. Collective."""
     try:
         with forming_group(monitor, topology.hosts):
             yield
     except BaseException as error:
-        known = from_record(to_record(error, topology.rank, "init", topology.hosts[topology.rank]))
+        reported = from_record(to_record(error, topology.rank, "init", topology.hosts[topology.rank]))
         if page is not None:
-            page.leave(known)
+            page.leave(reported)
         if monitor is not None:
-            monitor.report_failure(known)
+            monitor.report_failure(reported)
             monitor.close()
         raise
 
 
-def _without_torch(prefer: str) -> str:
-    """Return `prefer` for ranks without torch, which shared memory needs to move anything."""
+def _prefer_without_torch(prefer: str) -> str:
+    """Return the `prefer` to use where a rank lacks torch: the backend over shared memory needs it."""
     if prefer == "shm":
         raise needs_torch('init("shm")')
     return "transport"
@@ -190,26 +210,27 @@ def _hierarchical_backend(bootstrap: Backend, topology: Topology, timeout_s: flo
     """
     from statexchange.comm.backends.hierarchical import HierarchicalBackend
 
-    local = bootstrap.new_group(topology.node_ranks, timeout_s) if len(topology.node_ranks) > 1 else SingleBackend()
+    is_alone = len(topology.node_ranks) == 1
+    local = SingleBackend() if is_alone else bootstrap.new_group(topology.node_ranks, timeout_s)
 
     def all_gather_bytes(payload: bytes) -> list[bytes]:
         return local.all_gather_bytes(payload, Wait(timeout_s, "the formation of a host's group"))
 
-    page = open_control_page(local.rank, local.world_size, all_gather_bytes) if len(topology.node_ranks) > 1 else None
+    page = None if is_alone else open_control_page(local.rank, local.world_size, all_gather_bytes)
     shared = None if page is None else _shared_memory_backend(page, local, timeout_s)
     node = local if shared is None else shared
-    leads = topology.rank == topology.node_ranks[0]
-    leaders = bootstrap.new_group(topology.leaders, timeout_s) if leads else None
+    is_leader = topology.rank == topology.node_ranks[0]
+    leaders = bootstrap.new_group(topology.leaders, timeout_s) if is_leader else None
 
     def enter_on_node(location: int, wait: Wait) -> Sequence[int]:
         assert page is not None
-        return page.enter(_ENTER_ON_NODE, location, wait)
+        return page.enter(_STEP_ON_NODE, location, wait)
 
     return HierarchicalBackend(bootstrap, node, leaders, topology, enter_on_node)
 
 
 def _report_no_shared_memory(topology: Topology, prefer: str) -> None:
-    """Report why shared memory is unavailable; raise if it was insisted on. All ranks call this, or none."""
+    """Raise if shared memory is required; else warn if the ranks share a host. All ranks call this, or none."""
     hosts = sorted(set(topology.hosts))
     if prefer == "shm":
         raise UnsupportedError(
@@ -224,20 +245,28 @@ def _report_no_shared_memory(topology: Topology, prefer: str) -> None:
 
 
 def launchers_local_rank(bootstrap: Backend | Communicator) -> int | None:
-    """Return this process's local rank by its launcher; None if the ranks are not those that it has started."""
+    """Return the launcher's local rank of this process; None unless the ranks are those that the launcher started."""
     launch = detect_launch()
     return launch.local_rank if (launch.rank, launch.world_size) == (bootstrap.rank, bootstrap.world_size) else None
 
 
-def _topology(facts: list[list[Any]], rank: int) -> Topology:
-    identities = [fact[0] for fact in facts]
-    distinct = list(dict.fromkeys(identities))
-    nodes = tuple(distinct.index(identity) for identity in identities)
-    local_ranks = [fact[3] for fact in facts]
-    # Open MPI 5 does not count a host's ranks in rank order, and a local rank must not change with `init`.
-    expected = [(node, local_rank) for node in range(len(distinct)) for local_rank in range(nodes.count(node))]
-    trusted = None not in local_ranks and sorted(zip(nodes, local_ranks, strict=True)) == expected
-    return Topology(rank, nodes, tuple(fact[1] for fact in facts), tuple(local_ranks) if trusted else ())
+def _topology(infos: Sequence[_RankInfo], rank: int) -> Topology:
+    """Return the topology, with the launcher's local ranks if they number the ranks of each host from 0.
+
+    They need not be in rank order, as those of Open MPI 5. They are kept, as a local rank must not change with `init`.
+    """
+    identities = list(dict.fromkeys(info.host_identity for info in infos))
+    nodes = tuple(identities.index(info.host_identity) for info in infos)
+    hosts = tuple(info.host for info in infos)
+    local_ranks = [info.launchers_local_rank for info in infos if info.launchers_local_rank is not None]
+    if len(local_ranks) < len(infos):
+        return Topology(rank, nodes, hosts)
+    expected = []
+    for node in range(len(identities)):
+        expected += [(node, local_rank) for local_rank in range(nodes.count(node))]
+    if sorted(zip(nodes, local_ranks, strict=True)) != expected:
+        return Topology(rank, nodes, hosts)
+    return Topology(rank, nodes, hosts, tuple(local_ranks))
 
 
 def _run_identity(nonce: str) -> str:
@@ -251,7 +280,7 @@ def _close_at_exit() -> None:
     """Close at exit, to report why this rank ends, and since a Gloo group that outlives the interpreter aborts it."""
 
     def close() -> None:
-        for made in list(_alive):
-            made.close(getattr(sys, "last_value", None))  # the uncaught error, if there was one
+        for comm in list(_communicators):
+            comm.close(getattr(sys, "last_value", None))  # the uncaught error, if there was one
 
     atexit.register(close)

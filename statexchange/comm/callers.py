@@ -2,8 +2,8 @@
 
 If several threads of a rank call, their calls may interleave differently on each rank. So a call carries the number of
 its caller: threads are counted in the order of their first calls. The number is part of the fingerprint that ranks
-compare at the entry of every collective. So either the calls of a thread are matched with those of the same thread on
-other ranks, or all ranks raise MismatchError, even if the calls are alike otherwise.
+compare at the entry of every collective. Calls of different callers are never matched, even if they are alike
+otherwise: then all ranks raise MismatchError.
 
 Two threads that make their first calls at the same time may be counted in different orders on two ranks, and be taken
 for each other. So at the first call of a thread the ranks compare the names of their callers (`is_swapped`).
@@ -71,7 +71,7 @@ class Callers:
             if self._has_peers:
                 if number > 0:
                     self._newcomers.add(number)
-                self._threads = {known: thread for known, thread in self._threads.items() if thread.is_alive()}
+                self._threads = {n: thread for n, thread in self._threads.items() if thread.is_alive()}
                 self._threads[number] = threading.current_thread()
         return number
 
@@ -92,7 +92,7 @@ class Callers:
                 self.local.number = outer
 
     @property
-    def are_several(self) -> bool:
+    def has_several(self) -> bool:
         """Whether a second thread has called."""
         return self._count > 1
 
@@ -111,7 +111,7 @@ class Callers:
 
     def account(self) -> list[Any]:
         """Return this rank's part of the comparison: process, callers' names by number, and all threads' names."""
-        callers = {known: thread.name for known, thread in self._threads.items()}
+        callers = {number: thread.name for number, thread in self._threads.items()}
         return [_process_token(os.getpid()), callers, [thread.name for thread in threading.enumerate()]]
 
 
@@ -128,7 +128,7 @@ def is_swapped(number: int, accounts: Sequence[Any]) -> bool:
             continue
         names_of_others: set[str] = set()
         for others in _callers_elsewhere(process, accounts):
-            names_of_others |= {name for known, name in others.items() if known != number}
+            names_of_others |= {name for other_number, name in others.items() if other_number != number}
         if own in names_of_others or list(callers.values()).count(own) > 1:
             return True
     return False

@@ -16,11 +16,19 @@ from typing import Any
 
 from statexchange import values
 
-__all__ = ["Call", "about", "call_site", "encoded", "mark_of", "public_call", "public_call_name", "step_text"]
+__all__ = [
+    "Call",
+    "call_site",
+    "encoded",
+    "public_call",
+    "public_call_name",
+    "site_detail",
+    "step_text",
+    "text_hash",
+]
 
-_PACKAGE_DIRECTORY = os.path.dirname(__file__)
-_PACKAGE = os.path.dirname(_PACKAGE_DIRECTORY) + os.sep
-_CALLERS = os.path.join(_PACKAGE, "testing") + os.sep  # its frames count as the user's
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_TESTING = os.path.join(_PACKAGE, "testing") + os.sep  # its frames count as the user's
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +117,9 @@ class Call:
         return _fingerprint_of(self._compared)
 
     @property
-    def mark(self) -> bytes:
+    def fingerprint_bytes(self) -> bytes:
         """The fingerprint as 8 bytes."""
-        return mark_of(self._compared)
+        return text_hash(self._compared)
 
     @property
     def _compared(self) -> str:
@@ -119,31 +127,31 @@ class Call:
 
 
 @functools.lru_cache(maxsize=4096)
-def mark_of(text: str) -> bytes:
+def text_hash(text: str) -> bytes:
     """Return a hash of `text`, of 8 bytes."""
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
 @functools.lru_cache(maxsize=4096)
 def _fingerprint_of(text: str) -> int:
-    return int.from_bytes(mark_of(text), "little")
+    return int.from_bytes(text_hash(text), "little")
 
 
-_about: ContextVar[Callable[[], str] | None] = ContextVar("statexchange_about", default=None)
+_detail: ContextVar[Callable[[], str] | None] = ContextVar("statexchange_site_detail", default=None)
 
 
 @contextlib.contextmanager
-def about(what: Callable[[], str]) -> Iterator[None]:
-    """A block in which `call_site` adds the text that `what` returns; it is called only for errors. Not collective."""
-    token = _about.set(what)
+def site_detail(detail: Callable[[], str]) -> Iterator[None]:
+    """A block in which `call_site` adds the text of `detail`, which is called only for errors. Not collective."""
+    token = _detail.set(detail)
     try:
         yield
     finally:
-        _about.reset(token)
+        _detail.reset(token)
 
 
 def call_site() -> str:
-    """Return file and line of the user's call, and the text of the enclosing `about` block. Not collective.
+    """Return file and line of the user's call, and the text of the enclosing `site_detail` block. Not collective.
 
     That is the innermost frame outside this package and torch. If no frame is the user's, as in a thread of autograd's
     engine, it is the name of the thread. In a thread of this package it is the site of the `public_call` block.
@@ -156,18 +164,18 @@ def call_site() -> str:
         frame = frame.f_back
     thread = threading.current_thread().name
     site = f"thread {thread!r}" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    what = _about.get()
-    return site if what is None else f"{site} ({what()})"
+    detail = _detail.get()
+    return site if detail is None else f"{site} ({detail()})"
 
 
 @functools.lru_cache(maxsize=4096)
 def _is_internal(file: str) -> bool:
-    if file == contextlib.__file__ or (file.startswith(_PACKAGE) and not file.startswith(_CALLERS)):
+    if file == contextlib.__file__ or (file.startswith(_PACKAGE) and not file.startswith(_TESTING)):
         return True
     torch = sys.modules.get("torch")  # its frames lie between the user's backward() and our hooks
     return torch is not None and file.startswith(os.path.dirname(str(torch.__file__)) + os.sep)
 
 
-def encoded(obj: Any) -> bytes:
+def encoded(obj: object) -> bytes:
     """Encode a JSON value as bytes."""
     return values.encode(obj).encode()

@@ -1,7 +1,7 @@
 """The collectives on tensors: check arguments, make them contiguous, and write results back.
 
 Each function here has three steps. It prepares this rank's arguments; if they are wrong, all ranks raise the error,
-since others may have called with good ones (`_refusing`). It builds a `Call`, whose description the ranks compare. And
+since others may have called with good ones (`_prepared`). It builds a `Call`, whose description the ranks compare. And
 it gives the session a body, which runs once the ranks have compared their calls, maybe in another thread.
 """
 
@@ -10,18 +10,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
 from statexchange.comm.backends.backend import Backend, Between
 from statexchange.comm.backends.reduction import Reduction
-from statexchange.comm.calls import Call, mark_of
+from statexchange.comm.calls import Call, text_hash
 from statexchange.comm.flat_tensor import FlatTensor, flat_for
 from statexchange.comm.session import Route
 from statexchange.comm.wait import Wait
+from statexchange.comm.work import Work
 from statexchange.errors import InvalidArgumentError
-from statexchange.tensors import as_numpy
+from statexchange.tensors import TensorKindT, TensorLike, TensorT, as_numpy
 
 __all__ = [
     "all_gather",
@@ -41,7 +42,7 @@ T = TypeVar("T")
 _SHOWN = 300  # characters of a list of tensors in a message
 
 
-def _refusing(route: Route, verb: str, prepare: Callable[[], T]) -> T:
+def _prepared(route: Route, verb: str, prepare: Callable[[], T]) -> T:
     """Return what `prepare` makes of the arguments; if it raises, all ranks raise. Collective in that case."""
     route.session.raise_if_dead()
     try:
@@ -50,7 +51,7 @@ def _refusing(route: Route, verb: str, prepare: Callable[[], T]) -> T:
         route.session.refuse(verb, refusal)
 
 
-def _target(given: FlatTensor, out: Any) -> FlatTensor:
+def _target(given: FlatTensor[TensorT], out: TensorT | None) -> FlatTensor[TensorT]:
     """Return where the result goes: into `out`, which must be like `given`, or into `given`."""
     if out is None:
         return given
@@ -60,28 +61,28 @@ def _target(given: FlatTensor, out: Any) -> FlatTensor:
     return target
 
 
-def _new(tensor: torch.Tensor, kind: str, route: Route) -> Any:
-    """Return a new result on the device of the caller's tensors, or as an array."""
-    return (
-        as_numpy(tensor)
-        if kind == "array"
-        else tensor
-        if kind == tensor.device.type
-        else tensor.to(route.session.device)
-    )
+def _as_kind(tensor: torch.Tensor, kind: str, route: Route) -> TensorLike:
+    """Return a new result as an array, or as a tensor on the device of the caller's tensors."""
+    if kind == "array":
+        return cast("TensorLike", as_numpy(tensor))
+    if kind == tensor.device.type:
+        return tensor
+    return tensor.to(route.session.device)
 
 
-def all_reduce(route: Route, tensor: Any, op: str, out: Any, scale: float, async_op: bool) -> Any:
+def all_reduce(
+    route: Route, tensor: TensorT, op: object, out: TensorT | None, scale: float, async_op: bool
+) -> TensorT | Work[TensorT]:
     """See `Communicator.all_reduce`. Collective."""
     route.session.raise_if_dead()
     try:
         given, backend = flat_for(route, tensor, written=out is None)
         target = _target(given, out)
         reduction = Reduction.of(op, given.data.dtype, scale, backend)
-    except Exception as refusal:  # noqa: BLE001 (as `_refusing`, inlined because small tensors are to be fast)
+    except Exception as refusal:  # noqa: BLE001 (as `_prepared`, inlined because small tensors are to be fast)
         route.session.refuse("all_reduce", refusal)
 
-    def body(wait: Wait) -> Any:
+    def body(wait: Wait) -> TensorT:
         result = target.start_from(given)
         reduction.all_reduce(backend, result, wait)
         return target.finish_with(result)
@@ -89,26 +90,34 @@ def all_reduce(route: Route, tensor: Any, op: str, out: Any, scale: float, async
     return route.collective(Call(f"all_reduce {reduction.text} {given.text}"), backend, body, async_op)
 
 
+class _ReducedTogether(NamedTuple):
+    """Tensors that are reduced as one: by which reduction, on which backend."""
+
+    reduction: Reduction
+    backend: Backend
+    flats: list[FlatTensor[Any]]
+
+
 def all_reduce_multiple(
-    route: Route, tensors: Sequence[Any], op: str, scale: float, contiguous: bool, async_op: bool
-) -> Any:
+    route: Route, tensors: Sequence[TensorT], op: object, scale: float, contiguous: bool, async_op: bool
+) -> list[TensorT] | Work[list[TensorT]]:
     """See `Communicator.all_reduce_multiple`. Collective."""
 
-    def prepare() -> tuple[list[Any], list[tuple[Reduction, Backend, list[FlatTensor]]]]:
+    def prepare() -> tuple[list[TensorT], list[_ReducedTogether]]:
         given = list(tensors)
-        groups: dict[Any, tuple[Reduction, Backend, list[FlatTensor]]] = {}
+        groups: dict[object, _ReducedTogether] = {}
         for i, tensor in enumerate(given):
             flat, backend = flat_for(route, tensor, written=True)
             key = (flat.data.dtype, flat.data.device) if contiguous else i
             reduction = Reduction.of(op, flat.data.dtype, scale, backend)
-            groups.setdefault(key, (reduction, backend, []))[2].append(flat)
+            groups.setdefault(key, _ReducedTogether(reduction, backend, [])).flats.append(flat)
         return given, list(groups.values())
 
-    given, groups = _refusing(route, "all_reduce_multiple", prepare)
-    first = groups[0][1] if groups else route.backend_for("cpu")
+    given, groups = _prepared(route, "all_reduce_multiple", prepare)
+    first_backend = groups[0].backend if groups else route.backend_for("cpu")
 
-    def body(wait: Wait) -> Any:
-        if not groups and first.enters_itself:
+    def body(wait: Wait) -> list[TensorT]:
+        if not groups and first_backend.enters_itself:
             wait.enter()
         for reduction, backend, flats in groups:
             together = flats[0].data if len(flats) == 1 else torch.cat([flat.data for flat in flats])
@@ -119,48 +128,52 @@ def all_reduce_multiple(
                 flat.write_back()
         return given
 
-    texts = " ".join(flat.text for _, _, flats in groups for flat in flats)
-    kinds = " ".join(dict.fromkeys(reduction.text for reduction, _, _ in groups))
+    tensor_texts = []
+    for group in groups:
+        tensor_texts += [flat.text for flat in group.flats]
+    reductions = " ".join(dict.fromkeys(group.reduction.text for group in groups))
     how = "" if contiguous else ", one by one"
-    call = Call(f"all_reduce_multiple {kinds} of {len(given)}{how}: {_short(texts)}")
-    return route.collective(call, first, body, async_op)
+    call = Call(f"all_reduce_multiple {reductions} of {len(given)}{how}: {_short(' '.join(tensor_texts))}")
+    return route.collective(call, first_backend, body, async_op)
 
 
 def _short(text: str) -> str:
     """Shorten a text that may be long, so that two different ones still differ."""
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... {mark_of(text).hex()}"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... {text_hash(text).hex()}"
 
 
-def reduce(route: Route, tensor: Any, op: str, root: int, out: Any, async_op: bool) -> Any:
+def reduce(
+    route: Route, tensor: TensorT, op: object, root: int, out: TensorT | None, async_op: bool
+) -> TensorT | Work[TensorT]:
     """See `Communicator.reduce`. Collective."""
-    ours = route.rank == root
+    is_root = route.rank == root
 
-    def prepare() -> tuple[FlatTensor, FlatTensor, Reduction, Backend]:
+    def prepare() -> tuple[FlatTensor[TensorT], FlatTensor[TensorT], Reduction, Backend]:
         route.session.check_root(root)
-        given, backend = flat_for(route, tensor, written=ours and out is None)
-        target = _target(given, out) if ours else given
+        given, backend = flat_for(route, tensor, written=is_root and out is None)
+        target = _target(given, out) if is_root else given
         return given, target, Reduction.of(op, given.data.dtype, 1.0, backend), backend
 
-    given, target, reduction, backend = _refusing(route, "reduce", prepare)
+    given, target, reduction, backend = _prepared(route, "reduce", prepare)
 
-    def body(wait: Wait) -> Any:
+    def body(wait: Wait) -> TensorT:
         result = target.start_from(given)
         reduction.reduce(backend, result, root, wait)
-        return target.finish_with(result) if ours else tensor
+        return target.finish_with(result) if is_root else tensor
 
     return route.collective(Call(f"reduce {reduction.text} {given.text} to {root}"), backend, body, async_op)
 
 
-def through_leaders(route: Route, tensor: Any, between: Between, operation: str) -> None:
+def through_leaders(route: Route, tensor: TensorLike, between: Between, operation: str) -> None:
     """See `Communicator.through_leaders`. Collective."""
 
-    def prepare() -> tuple[FlatTensor, Backend]:
+    def prepare() -> tuple[FlatTensor[torch.Tensor], Backend]:
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
-            raise InvalidArgumentError(f"a tensor of a floating dtype is wanted, not {type(tensor).__name__}")
+            raise InvalidArgumentError(f"expected a tensor of a floating dtype, not {type(tensor).__name__}")
         backend = route.hierarchy or route.backend_for(tensor.device.type)
         return FlatTensor(tensor, backend.device_type, written=True), backend
 
-    given, backend = _refusing(route, operation, prepare)
+    given, backend = _prepared(route, operation, prepare)
 
     def body(wait: Wait) -> None:
         if given.data.numel():
@@ -172,150 +185,185 @@ def through_leaders(route: Route, tensor: Any, between: Between, operation: str)
     route.collective(Call(f"{operation} of {given.text}"), backend, body, async_op=False)
 
 
-def broadcast(route: Route, tensor: Any, root: int, out: Any, async_op: bool) -> Any:
+def broadcast(route: Route, tensor: TensorT, root: int, out: TensorT | None, async_op: bool) -> TensorT | Work[TensorT]:
     """See `Communicator.broadcast`. Collective."""
-    ours = route.rank == root
+    is_root = route.rank == root
 
-    def prepare() -> tuple[FlatTensor, FlatTensor, Backend]:
+    def prepare() -> tuple[FlatTensor[TensorT], FlatTensor[TensorT], Backend]:
         route.session.check_root(root)
-        given, backend = flat_for(route, tensor, written=out is None and not ours)
+        given, backend = flat_for(route, tensor, written=out is None and not is_root)
         return given, _target(given, out), backend
 
-    given, target, backend = _refusing(route, "broadcast", prepare)
+    given, target, backend = _prepared(route, "broadcast", prepare)
 
-    def body(wait: Wait) -> Any:
-        backend.broadcast((given if ours else target).bytes, root, wait)
-        return tensor if ours and target is given else target.finish_with(given.data if ours else target.data)
+    def body(wait: Wait) -> TensorT:
+        travelling = given if is_root else target
+        backend.broadcast(travelling.bytes, root, wait)
+        if is_root and target is given:
+            return tensor
+        return target.finish_with(travelling.data)
 
     return route.collective(Call(f"broadcast {given.text} from {root}"), backend, body, async_op)
 
 
-def all_gather(route: Route, tensor: Any, async_op: bool) -> Any:
+def all_gather(route: Route, tensor: TensorKindT, async_op: bool) -> list[TensorKindT] | Work[list[TensorKindT]]:
     """See `Communicator.all_gather`. Collective."""
-    given, backend = _refusing(route, "all_gather", lambda: flat_for(route, tensor, written=False))
+    given, backend = _prepared(route, "all_gather", lambda: flat_for(route, tensor, written=False))
 
-    def body(wait: Wait) -> list[Any]:
-        into = given.data.new_empty(route.world_size * given.data.numel())
-        backend.all_gather(given.bytes, into.view(torch.uint8), wait)
-        return _parts(route, given, into)
+    def body(wait: Wait) -> list[TensorKindT]:
+        gathered = given.data.new_empty(route.world_size * given.data.numel())
+        backend.all_gather(given.bytes, gathered.view(torch.uint8), wait)
+        return _parts(route, given, gathered)
 
     return route.collective(Call(f"all_gather {given.text}"), backend, body, async_op)
 
 
-def _parts(route: Route, given: FlatTensor, into: torch.Tensor) -> list[Any]:
+def _parts(route: Route, given: FlatTensor[TensorKindT], gathered: torch.Tensor) -> list[TensorKindT]:
     """Return one result like `given` for each rank."""
-    return [_new(part, given.kind, route) for part in into.view(route.world_size, *given.tensor.shape)]
+    parts = gathered.view(route.world_size, *given.tensor.shape)
+    return [cast("TensorKindT", _as_kind(part, given.kind, route)) for part in parts]
 
 
-def gather(route: Route, tensor: Any, root: int, async_op: bool) -> Any:
+def gather(route: Route, tensor: TensorKindT, root: int, async_op: bool) -> list[TensorKindT] | Work[list[TensorKindT]]:
     """See `Communicator.gather`. Collective."""
 
-    def prepare() -> tuple[FlatTensor, Backend]:
+    def prepare() -> tuple[FlatTensor[TensorKindT], Backend]:
         route.session.check_root(root)
         return flat_for(route, tensor, written=False)
 
-    given, backend = _refusing(route, "gather", prepare)
+    given, backend = _prepared(route, "gather", prepare)
 
-    def body(wait: Wait) -> list[Any]:
-        into = given.data.new_empty(route.world_size * given.data.numel()) if route.rank == root else None
-        backend.gather(given.bytes, None if into is None else into.view(torch.uint8), root, wait)
-        return [] if into is None else _parts(route, given, into)
+    def body(wait: Wait) -> list[TensorKindT]:
+        if route.rank != root:
+            backend.gather(given.bytes, None, root, wait)
+            return []
+        gathered = given.data.new_empty(route.world_size * given.data.numel())
+        backend.gather(given.bytes, gathered.view(torch.uint8), root, wait)
+        return _parts(route, given, gathered)
 
     return route.collective(Call(f"gather {given.text} to {root}"), backend, body, async_op)
 
 
-def _facts(flats: Sequence[FlatTensor]) -> list[Any]:
-    return [[str(flat.tensor.dtype)[6:], list(flat.tensor.shape), flat.kind] for flat in flats]
+class _TensorMetadata(NamedTuple):
+    """A tensor that travels as bytes: the name of its dtype, its shape, and the kind of tensor that it becomes."""
+
+    dtype: str
+    shape: list[int]
+    kind: str
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes."""
+        return math.prod(self.shape) * int(getattr(torch, self.dtype).itemsize)
+
+    def tensor_over(self, data: torch.Tensor, route: Route) -> TensorLike:
+        """Return the tensor that has the bytes `data`."""
+        # A copy, so that a small result does not keep the memory of all; it also begins where its dtype may begin.
+        return _as_kind(data.clone().view(getattr(torch, self.dtype)).view(tuple(self.shape)), self.kind, route)
 
 
-def _nbytes(fact: Sequence[Any]) -> int:
-    return int(math.prod(fact[1]) * getattr(torch, fact[0]).itemsize)
+def _metadata_json(flats: Sequence[FlatTensor[Any]]) -> bytes:
+    """Return the metadata of tensors as JSON."""
+    metadata = [_TensorMetadata(str(flat.tensor.dtype)[6:], list(flat.tensor.shape), flat.kind) for flat in flats]
+    return json.dumps(metadata).encode()
 
 
-def _made(data: torch.Tensor, fact: Sequence[Any], route: Route) -> Any:
-    # A copy, so that a small result does not keep the memory of all; it also begins where its dtype may begin.
-    return _new(data.clone().view(getattr(torch, fact[0])).view(tuple(fact[1])), fact[2], route)
+def _metadata_from_json(message: bytes) -> list[_TensorMetadata]:
+    return [_TensorMetadata(*raw) for raw in json.loads(message)]
 
 
-def _one_of_each(route: Route, tensors: Sequence[Any]) -> tuple[list[FlatTensor], Backend]:
+def _one_per_rank(route: Route, tensors: Sequence[TensorLike]) -> tuple[list[FlatTensor[Any]], Backend]:
+    """Return one flat tensor for each rank, and the backend for them: that of CPUs if they are on several devices."""
     if len(tensors) != route.world_size:
-        raise InvalidArgumentError("one tensor for each rank is wanted", expected=route.world_size, found=len(tensors))
-    kinds = {tensor.device.type if isinstance(tensor, torch.Tensor) else "cpu" for tensor in tensors}
-    backend = route.backend_for(kinds.pop() if len(kinds) == 1 else "cpu")
+        raise InvalidArgumentError(
+            "there must be one tensor for each rank", expected=route.world_size, found=len(tensors)
+        )
+    device_types = {tensor.device.type if isinstance(tensor, torch.Tensor) else "cpu" for tensor in tensors}
+    backend = route.backend_for(device_types.pop() if len(device_types) == 1 else "cpu")
     return [FlatTensor(tensor, backend.device_type, written=False) for tensor in tensors], backend
 
 
-def scatter(route: Route, tensors: Sequence[Any] | None, root: int, async_op: bool) -> Any:
+def scatter(
+    route: Route, tensors: Sequence[TensorLike] | None, root: int, async_op: bool
+) -> TensorLike | Work[TensorLike]:
     """See `Communicator.scatter`. Collective."""
-    ours = route.rank == root
+    is_root = route.rank == root
 
-    def prepare() -> list[FlatTensor]:
+    def prepare() -> list[FlatTensor[Any]]:
         route.session.check_root(root)
-        return _one_of_each(route, () if tensors is None else tensors)[0] if ours else []
+        if not is_root:
+            return []
+        flats, _ = _one_per_rank(route, () if tensors is None else tensors)
+        return flats
 
-    flats = _refusing(route, "scatter", prepare)
+    flats = _prepared(route, "scatter", prepare)
     call = Call(f"scatter from {root}")
     backend = route.backend_for("cpu")
 
-    def body(wait: Wait) -> Any:
-        facts = json.loads(route.session.messages(call, json.dumps(_facts(flats)).encode(), None, wait)[root])
-        sizes = [_nbytes(fact) for fact in facts]
-        data = torch.cat([flat.bytes.cpu() for flat in flats]) if ours else None
-        into = torch.empty(sizes[route.rank], dtype=torch.uint8, device="cpu")
-        backend.scatter(data, sizes, into, root, wait)
-        return _made(into, facts[route.rank], route)
+    def body(wait: Wait) -> TensorLike:
+        messages = route.session.messages(call, _metadata_json(flats), None, wait)
+        by_rank = _metadata_from_json(messages[root])
+        sizes = [metadata.nbytes for metadata in by_rank]
+        data = torch.cat([flat.bytes.cpu() for flat in flats]) if is_root else None
+        received = torch.empty(sizes[route.rank], dtype=torch.uint8, device="cpu")
+        backend.scatter(data, sizes, received, root, wait)
+        return by_rank[route.rank].tensor_over(received, route)
 
     return route.collective(call, backend, body, async_op)
 
 
-def all_to_all(route: Route, tensors: Sequence[Any], async_op: bool) -> Any:
+def all_to_all(
+    route: Route, tensors: Sequence[TensorLike], async_op: bool
+) -> list[TensorLike] | Work[list[TensorLike]]:
     """See `Communicator.all_to_all`. Collective."""
-    flats, backend = _refusing(route, "all_to_all", lambda: _one_of_each(route, tensors))
+    flats, backend = _prepared(route, "all_to_all", lambda: _one_per_rank(route, tensors))
     call = Call("all_to_all")
 
-    def body(wait: Wait) -> list[Any]:
-        answers = route.session.messages(call, json.dumps(_facts(flats)).encode(), None, wait)
-        facts = [json.loads(answer)[route.rank] for answer in answers]
-        sizes = [_nbytes(fact) for fact in facts]
+    def body(wait: Wait) -> list[TensorLike]:
+        messages = route.session.messages(call, _metadata_json(flats), None, wait)
+        by_sender = [_metadata_from_json(message)[route.rank] for message in messages]
+        sizes = [metadata.nbytes for metadata in by_sender]
         data = torch.cat([flat.bytes for flat in flats])
-        into = data.new_empty(sum(sizes))
-        backend.all_to_all(data, [flat.bytes.numel() for flat in flats], into, sizes, wait)
-        return [_made(part, fact, route) for part, fact in zip(torch.split(into, sizes), facts, strict=True)]
+        received = data.new_empty(sum(sizes))
+        backend.all_to_all(data, [flat.bytes.numel() for flat in flats], received, sizes, wait)
+        parts = torch.split(received, sizes)
+        return [metadata.tensor_over(part, route) for part, metadata in zip(parts, by_sender, strict=True)]
 
     return route.collective(call, backend, body, async_op)
 
 
-def reduce_scatter(route: Route, tensor: Any, op: str, async_op: bool) -> Any:
+def reduce_scatter(route: Route, tensor: TensorKindT, op: object, async_op: bool) -> TensorKindT | Work[TensorKindT]:
     """See `Communicator.reduce_scatter`. Collective."""
 
-    def prepare() -> tuple[FlatTensor, Reduction, Backend]:
-        given, backend = flat_for(route, tensor, written=False)
-        shape = given.tensor.shape
-        if not shape or shape[0] % route.world_size:
-            raise InvalidArgumentError(f"dimension 0 of {given.text} cannot be cut into {route.world_size} parts")
-        return given, Reduction.of(op, given.data.dtype, 1.0, backend), backend
+    def prepare() -> tuple[FlatTensor[TensorKindT], Reduction, Backend]:
+        flat, backend = flat_for(route, tensor, written=False)
+        whole = flat.tensor.shape
+        if not whole or whole[0] % route.world_size:
+            raise InvalidArgumentError(f"dimension 0 of {flat.text} cannot be cut into {route.world_size} parts")
+        return flat, Reduction.of(op, flat.data.dtype, 1.0, backend), backend
 
-    given, reduction, backend = _refusing(route, "reduce_scatter", prepare)
-    shape = [given.tensor.shape[0] // route.world_size, *given.tensor.shape[1:]] if given.tensor.shape else []
+    given, reduction, backend = _prepared(route, "reduce_scatter", prepare)
 
-    def body(wait: Wait) -> Any:
-        into = given.data.new_empty(math.prod(shape))
-        reduction.reduce_scatter(backend, given.data, into, wait)
-        return _new(into.view(tuple(shape)), given.kind, route)
+    def body(wait: Wait) -> TensorKindT:
+        rows, *others = given.tensor.shape
+        shape = (rows // route.world_size, *others)
+        part = given.data.new_empty(math.prod(shape))
+        reduction.reduce_scatter(backend, given.data, part, wait)
+        return cast("TensorKindT", _as_kind(part.view(shape), given.kind, route))
 
     return route.collective(Call(f"reduce_scatter {reduction.text} {given.text}"), backend, body, async_op)
 
 
-def _size_of(shape: Sequence[int], dtype: torch.dtype) -> int:
-    sizes = isinstance(shape, (list, tuple)) and all(type(size) is int and size >= 0 for size in shape)
-    if not sizes or not isinstance(dtype, torch.dtype):
-        raise InvalidArgumentError(f"a shape, as (2, 3), and a torch dtype are wanted, not {shape!r} and {dtype!r}")
+def _nbytes_of(shape: Sequence[int], dtype: torch.dtype) -> int:
+    is_shape = isinstance(shape, (list, tuple)) and all(type(size) is int and size >= 0 for size in shape)
+    if not is_shape or not isinstance(dtype, torch.dtype):
+        raise InvalidArgumentError(f"expected a shape, such as (2, 3), and a torch dtype, not {shape!r} and {dtype!r}")
     return math.prod(shape) * dtype.itemsize
 
 
 def empty(route: Route, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """See `Communicator.empty`. Collective."""
-    nbytes = _refusing(route, "empty", lambda: _size_of(shape, dtype))
+    nbytes = _prepared(route, "empty", lambda: _nbytes_of(shape, dtype))
     backend = route.backend_for("cpu")
 
     def body(wait: Wait) -> torch.Tensor:
@@ -324,6 +372,4 @@ def empty(route: Route, shape: Sequence[int], dtype: torch.dtype) -> torch.Tenso
         memory = backend.empty(nbytes, wait) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
         return memory[:nbytes].view(dtype).view(tuple(shape))
 
-    call = Call(f"empty {str(dtype)[6:]}{list(shape)}")
-    tensor: Any = route.collective(call, backend, body, async_op=False)
-    return tensor  # type: ignore[no-any-return]
+    return route.collective(Call(f"empty {str(dtype)[6:]}{list(shape)}"), backend, body, async_op=False)

@@ -14,7 +14,8 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 from statexchange import values
 from statexchange.comm.arena_exchange import ArenaExchange
@@ -25,6 +26,7 @@ from statexchange.comm.session import Route, Session
 from statexchange.errors import InvalidArgumentError, needing_torch
 from statexchange.settings import check_timeout
 from statexchange.shared_memory import Kind
+from statexchange.tensors import TensorKindT, TensorLike, TensorT
 
 if TYPE_CHECKING:
     import torch
@@ -32,37 +34,39 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from statexchange.comm.backends.backend import Between
+    from statexchange.comm.work import Work
 
-__all__ = ["AbandonedError", "CommLike", "Communicator"]
+__all__ = ["AbandonedError", "CommLike", "Communicator", "ReduceOpLike"]
 
 # What callers may pass as `comm`.
 CommLike: TypeAlias = "Communicator | torch.distributed.ProcessGroup | DeviceMesh | MPI.Comm"
-Buffer = Any  # a torch tensor or a numpy array
+# What callers may pass as `op`.
+ReduceOpLike: TypeAlias = "str | torch.distributed.ReduceOp | torch.distributed.ReduceOp.RedOpType"
 FormCommunicator: TypeAlias = Callable[[Backend, float], "Communicator"]
 """Forms the communicator of a group, from a backend over which its ranks exchange bytes, and a deadline."""
 
 
 @functools.cache
-def _tensors() -> Any:
-    """Return the module that needs torch; cached, as the import statement is slow."""
+def _collectives() -> ModuleType:
+    """Import `collectives`, which needs torch, on first use; cached, as the import statement is slow."""
     with needing_torch("a collective on tensors or arrays"):
         from statexchange.comm import collectives
     return collectives
 
 
 @functools.cache
-def _messages() -> Any:
-    """Import `send` and `recv` on first use, like `_tensors`."""
+def _point_to_point() -> ModuleType:
+    """Import `send` and `recv` on first use, like `_collectives`."""
     with needing_torch("send and recv"):
         from statexchange.comm import point_to_point
     return point_to_point
 
 
 class _Groups:
-    """The communicators of groups that were made from one, and a lock for each that is being made."""
+    """The groups made from one communicator, by their ranks, and a lock for each."""
 
     def __init__(self) -> None:
-        self.made: dict[tuple[int, ...], Communicator] = {}
+        self.communicators: dict[tuple[int, ...], Communicator] = {}
         self.locks: dict[tuple[int, ...], threading.Lock] = {}  # so that two threads do not make one at once
 
 
@@ -70,13 +74,14 @@ class Communicator:
     """The ranks of one group. Made by `init`, `from_process_group` or `from_mpi`.
 
     Collective methods must be called by all ranks, with matching arguments, in the same order: if the ranks are in
-    different calls, all raise MismatchError. Several threads that call at once are likely to be: give each thread its
-    own communicator, from `duplicate`. Calls of a thread are matched with those of the same thread on other ranks, by
-    the order of first use. So a pool of several threads, as that of `asyncio.to_thread`, cannot use a communicator,
-    even one call at a time: give the pool one worker.
+    different calls, all raise MismatchError. If several threads of a rank call at once, the order of their calls may
+    differ from rank to rank: give each thread its own communicator, from `duplicate`. Calls of a thread are matched
+    with those of the same thread on other ranks; threads are counted in the order of their first calls. So a pool of
+    several threads, as that of `asyncio.to_thread`, cannot use a communicator, even one call at a time: give the pool
+    one worker.
 
     When a rank dies, leaves or does not call, the others raise PeerError or StallError, and every later call raises the
-    same. StallError means that no rank has completed the call; OutcomeUnknownError that this cannot be determined.
+    same. StallError means that no rank has completed the call; OutcomeUnknownError, that some may have.
 
     It belongs to the process that made it: in a child that is forked from a rank every call raises ForkedError, and
     nothing reaches the other ranks; its attributes may be read there. Tensors from `empty`, and gradients that a
@@ -125,7 +130,7 @@ class Communicator:
         return f"Communicator({self.backend!r}, rank {self.rank} of {self.world_size})"
 
     def compute_on(self, device: str) -> None:
-        """Set which device `device` names from now on. Not collective.
+        """Set the device that the property `device` returns. Not collective.
 
         Args:
             device: The name of a torch device.
@@ -326,7 +331,7 @@ class Communicator:
         *,
         phase: str = "its own code",
         timeout_s: float | None = None,
-        note: Any = None,
+        note: object = None,
     ) -> list[Any]:
         """Wait for all ranks; if any of them passes an error, raise it on all.
 
@@ -337,7 +342,7 @@ class Communicator:
             error: The error of this rank, if it has failed.
             phase: A description of what the ranks have done, for errors.
             timeout_s: How long to wait; None is this communicator's `timeout_s`, inf is no deadline.
-            note: A JSON value for the other ranks.
+            note: A JSON value that is sent to the other ranks.
 
         Returns:
             The notes of all ranks, in rank order.
@@ -480,7 +485,7 @@ class Communicator:
 
     # Values
 
-    def gather_object(self, obj: Any, *, root: int = 0) -> list[Any]:
+    def gather_object(self, obj: object, *, root: int = 0) -> list[Any]:
         """Return the values of all ranks in rank order, on `root` only.
 
         Collective. A value that cannot be encoded on one rank is an error on all.
@@ -503,7 +508,7 @@ class Communicator:
         found = self._gather_values(f"gather_object on {root}", obj, values.types_of(obj))
         return found if self.rank == root else []
 
-    def all_gather_object(self, obj: Any) -> list[Any]:
+    def all_gather_object(self, obj: object) -> list[Any]:
         """Return the values of all ranks in rank order, on every rank.
 
         Collective. A value that cannot be encoded on one rank is an error on all.
@@ -523,7 +528,7 @@ class Communicator:
         """
         return self._gather_values("all_gather_object", obj, values.types_of(obj))
 
-    def broadcast_object(self, obj: Any = None, *, root: int = 0) -> Any:
+    def broadcast_object(self, obj: object = None, *, root: int = 0) -> Any:  # noqa: ANN401 (root's value)
         """Return the value of `root`, on every rank.
 
         Collective.
@@ -546,7 +551,7 @@ class Communicator:
         sent = obj if self.rank == root else None
         return self._gather_values(f"broadcast_object from {root}", sent, values.types_of(obj))[root]
 
-    def _gather_values(self, verb: str, obj: Any, types: Mapping[str, type]) -> list[Any]:
+    def _gather_values(self, verb: str, obj: object, types: Mapping[str, type]) -> list[Any]:
         failure: Exception | None = None
         try:
             payload = encoded([None, obj])
@@ -561,13 +566,43 @@ class Communicator:
 
     # Tensors
 
+    @overload
     def all_reduce(
-        self, tensor: Buffer, op: str = "sum", *, out: Buffer = None, scale: float = 1.0, async_op: bool = False
-    ) -> Any:
+        self,
+        tensor: TensorT,
+        op: ReduceOpLike = ...,
+        *,
+        out: TensorT | None = ...,
+        scale: float = ...,
+        async_op: Literal[False] = ...,
+    ) -> TensorT: ...
+    @overload
+    def all_reduce(
+        self,
+        tensor: TensorT,
+        op: ReduceOpLike = ...,
+        *,
+        out: TensorT | None = ...,
+        scale: float = ...,
+        async_op: Literal[True],
+    ) -> Work[TensorT]: ...
+    @overload
+    def all_reduce(
+        self, tensor: TensorT, op: ReduceOpLike = ..., *, out: TensorT | None = ..., scale: float = ..., async_op: bool
+    ) -> TensorT | Work[TensorT]: ...
+    def all_reduce(
+        self,
+        tensor: TensorT,
+        op: ReduceOpLike = "sum",
+        *,
+        out: TensorT | None = None,
+        scale: float = 1.0,
+        async_op: bool = False,
+    ) -> TensorT | Work[TensorT]:
         """Reduce the tensors of all ranks, in place or into `out`.
 
         Collective. All ranks get equal bits. float16 and bfloat16 are added up in float32 where that matters. Averages
-        of integers, float8 and the order of complex numbers are refused before anything is sent.
+        of integers, reductions of float8, and "min" and "max" of complex numbers are refused before anything is sent.
 
         Args:
             tensor: A torch tensor or numpy array, of one shape and dtype on all ranks.
@@ -589,17 +624,48 @@ class Communicator:
             >>> comm.all_reduce(torch.tensor([1.0, 2.0]), "avg", scale=0.5)
             tensor([0.5000, 1.0000])
         """
-        return _tensors().all_reduce(self._route, tensor, op, out, scale, async_op)
+        result: TensorT | Work[TensorT] = _collectives().all_reduce(self._route, tensor, op, out, scale, async_op)
+        return result
 
+    @overload
     def all_reduce_multiple(
         self,
-        tensors: Sequence[Buffer],
-        op: str = "sum",
+        tensors: Sequence[TensorT],
+        op: ReduceOpLike = ...,
+        *,
+        scale: float = ...,
+        contiguous: bool = ...,
+        async_op: Literal[False] = ...,
+    ) -> list[TensorT]: ...
+    @overload
+    def all_reduce_multiple(
+        self,
+        tensors: Sequence[TensorT],
+        op: ReduceOpLike = ...,
+        *,
+        scale: float = ...,
+        contiguous: bool = ...,
+        async_op: Literal[True],
+    ) -> Work[list[TensorT]]: ...
+    @overload
+    def all_reduce_multiple(
+        self,
+        tensors: Sequence[TensorT],
+        op: ReduceOpLike = ...,
+        *,
+        scale: float = ...,
+        contiguous: bool = ...,
+        async_op: bool,
+    ) -> list[TensorT] | Work[list[TensorT]]: ...
+    def all_reduce_multiple(
+        self,
+        tensors: Sequence[TensorT],
+        op: ReduceOpLike = "sum",
         *,
         scale: float = 1.0,
         contiguous: bool = True,
         async_op: bool = False,
-    ) -> Any:
+    ) -> list[TensorT] | Work[list[TensorT]]:
         """Reduce each of `tensors` in place, as `all_reduce`.
 
         Collective. Nothing is sent for an empty list.
@@ -624,11 +690,44 @@ class Communicator:
             >>> comm.all_reduce_multiple([torch.ones(2), torch.zeros(1)], "max")
             [tensor([1., 1.]), tensor([0.])]
         """
-        return _tensors().all_reduce_multiple(self._route, tensors, op, scale, contiguous, async_op)
+        result: list[TensorT] | Work[list[TensorT]] = _collectives().all_reduce_multiple(
+            self._route, tensors, op, scale, contiguous, async_op
+        )
+        return result
 
+    @overload
     def reduce(
-        self, tensor: Buffer, op: str = "sum", *, root: int = 0, out: Buffer = None, async_op: bool = False
-    ) -> Any:
+        self,
+        tensor: TensorT,
+        op: ReduceOpLike = ...,
+        *,
+        root: int = ...,
+        out: TensorT | None = ...,
+        async_op: Literal[False] = ...,
+    ) -> TensorT: ...
+    @overload
+    def reduce(
+        self,
+        tensor: TensorT,
+        op: ReduceOpLike = ...,
+        *,
+        root: int = ...,
+        out: TensorT | None = ...,
+        async_op: Literal[True],
+    ) -> Work[TensorT]: ...
+    @overload
+    def reduce(
+        self, tensor: TensorT, op: ReduceOpLike = ..., *, root: int = ..., out: TensorT | None = ..., async_op: bool
+    ) -> TensorT | Work[TensorT]: ...
+    def reduce(
+        self,
+        tensor: TensorT,
+        op: ReduceOpLike = "sum",
+        *,
+        root: int = 0,
+        out: TensorT | None = None,
+        async_op: bool = False,
+    ) -> TensorT | Work[TensorT]:
         """Reduce the tensors of all ranks, on `root` only.
 
         Collective. `tensor` and `out` of the other ranks stay as they are.
@@ -653,13 +752,14 @@ class Communicator:
             >>> comm.reduce(torch.tensor([3]), root=0)
             tensor([3])
         """
-        return _tensors().reduce(self._route, tensor, op, root, out, async_op)
+        result: TensorT | Work[TensorT] = _collectives().reduce(self._route, tensor, op, root, out, async_op)
+        return result
 
-    def through_leaders(self, tensor: Buffer, between: Between, *, operation: str = "through_leaders") -> None:
-        """Sum `tensor` within each host, let the leaders exchange the sums, and copy each leader's to its host.
+    def through_leaders(self, tensor: TensorLike, between: Between, *, operation: str = "through_leaders") -> None:
+        """Sum `tensor` within each host, let the hosts' leaders exchange the sums, and copy the results to all ranks.
 
-        Collective. A leader is the first rank of its host. Without a hierarchy, as on one host or over `flat`, each
-        rank leads itself alone.
+        Collective. A leader is the lowest rank of its host, and the ranks of its host get its result. Without a
+        hierarchy, as on one host or over `flat`, each rank leads itself alone.
 
         Args:
             tensor: Of a floating dtype; its sum must not overflow.
@@ -678,9 +778,23 @@ class Communicator:
             >>> tensor
             tensor([2., 2.])
         """
-        _tensors().through_leaders(self._route, tensor, between, operation)
+        _collectives().through_leaders(self._route, tensor, between, operation)
 
-    def broadcast(self, tensor: Buffer, *, root: int = 0, out: Buffer = None, async_op: bool = False) -> Any:
+    @overload
+    def broadcast(
+        self, tensor: TensorT, *, root: int = ..., out: TensorT | None = ..., async_op: Literal[False] = ...
+    ) -> TensorT: ...
+    @overload
+    def broadcast(
+        self, tensor: TensorT, *, root: int = ..., out: TensorT | None = ..., async_op: Literal[True]
+    ) -> Work[TensorT]: ...
+    @overload
+    def broadcast(
+        self, tensor: TensorT, *, root: int = ..., out: TensorT | None = ..., async_op: bool
+    ) -> TensorT | Work[TensorT]: ...
+    def broadcast(
+        self, tensor: TensorT, *, root: int = 0, out: TensorT | None = None, async_op: bool = False
+    ) -> TensorT | Work[TensorT]:
         """Copy the tensor of `root` to every rank, in place or into `out`.
 
         Collective.
@@ -701,9 +815,16 @@ class Communicator:
             >>> sx.init("single").broadcast(torch.arange(3))
             tensor([0, 1, 2])
         """
-        return _tensors().broadcast(self._route, tensor, root, out, async_op)
+        result: TensorT | Work[TensorT] = _collectives().broadcast(self._route, tensor, root, out, async_op)
+        return result
 
-    def all_gather(self, tensor: Buffer, *, async_op: bool = False) -> Any:
+    @overload
+    def all_gather(self, tensor: TensorKindT, *, async_op: Literal[False] = ...) -> list[TensorKindT]: ...
+    @overload
+    def all_gather(self, tensor: TensorKindT, *, async_op: Literal[True]) -> Work[list[TensorKindT]]: ...
+    @overload
+    def all_gather(self, tensor: TensorKindT, *, async_op: bool) -> list[TensorKindT] | Work[list[TensorKindT]]: ...
+    def all_gather(self, tensor: TensorKindT, *, async_op: bool = False) -> list[TensorKindT] | Work[list[TensorKindT]]:
         """Return the tensors of all ranks, on every rank.
 
         Collective.
@@ -722,9 +843,20 @@ class Communicator:
             >>> sx.init("single").all_gather(torch.tensor([7]))
             [tensor([7])]
         """
-        return _tensors().all_gather(self._route, tensor, async_op)
+        result: list[TensorKindT] | Work[list[TensorKindT]] = _collectives().all_gather(self._route, tensor, async_op)
+        return result
 
-    def gather(self, tensor: Buffer, *, root: int = 0, async_op: bool = False) -> Any:
+    @overload
+    def gather(self, tensor: TensorKindT, *, root: int = ..., async_op: Literal[False] = ...) -> list[TensorKindT]: ...
+    @overload
+    def gather(self, tensor: TensorKindT, *, root: int = ..., async_op: Literal[True]) -> Work[list[TensorKindT]]: ...
+    @overload
+    def gather(
+        self, tensor: TensorKindT, *, root: int = ..., async_op: bool
+    ) -> list[TensorKindT] | Work[list[TensorKindT]]: ...
+    def gather(
+        self, tensor: TensorKindT, *, root: int = 0, async_op: bool = False
+    ) -> list[TensorKindT] | Work[list[TensorKindT]]:
         """Return the tensors of all ranks, on `root` only.
 
         Collective.
@@ -744,9 +876,16 @@ class Communicator:
             >>> sx.init("single").gather(np.arange(2))
             [array([0, 1])]
         """
-        return _tensors().gather(self._route, tensor, root, async_op)
+        result: list[TensorKindT] | Work[list[TensorKindT]] = _collectives().gather(self._route, tensor, root, async_op)
+        return result
 
-    def scatter(self, tensors: Sequence[Buffer] | None = None, *, root: int = 0, async_op: bool = False) -> Any:
+    def scatter(
+        self,
+        tensors: Sequence[TensorLike] | None = None,
+        *,
+        root: int = 0,
+        async_op: bool = False,
+    ) -> Any:  # noqa: ANN401 (a tensor of the kind that root gives, or a Work of it)
         """Return this rank's tensor of those that `root` gives.
 
         Collective.
@@ -767,9 +906,23 @@ class Communicator:
             >>> sx.init("single").scatter([torch.tensor([5])])
             tensor([5])
         """
-        return _tensors().scatter(self._route, tensors, root, async_op)
+        return _collectives().scatter(self._route, tensors, root, async_op)
 
-    def reduce_scatter(self, tensor: Buffer, op: str = "sum", *, async_op: bool = False) -> Any:
+    @overload
+    def reduce_scatter(
+        self, tensor: TensorKindT, op: ReduceOpLike = ..., *, async_op: Literal[False] = ...
+    ) -> TensorKindT: ...
+    @overload
+    def reduce_scatter(
+        self, tensor: TensorKindT, op: ReduceOpLike = ..., *, async_op: Literal[True]
+    ) -> Work[TensorKindT]: ...
+    @overload
+    def reduce_scatter(
+        self, tensor: TensorKindT, op: ReduceOpLike = ..., *, async_op: bool
+    ) -> TensorKindT | Work[TensorKindT]: ...
+    def reduce_scatter(
+        self, tensor: TensorKindT, op: ReduceOpLike = "sum", *, async_op: bool = False
+    ) -> TensorKindT | Work[TensorKindT]:
         """Return this rank's part of the reduction of all ranks' tensors.
 
         Collective.
@@ -792,9 +945,16 @@ class Communicator:
             tensor([[1., 1.],
                     [1., 1.]])
         """
-        return _tensors().reduce_scatter(self._route, tensor, op, async_op)
+        result: TensorKindT | Work[TensorKindT] = _collectives().reduce_scatter(self._route, tensor, op, async_op)
+        return result
 
-    def all_to_all(self, tensors: Sequence[Buffer], *, async_op: bool = False) -> Any:
+    @overload
+    def all_to_all(self, tensors: Sequence[TensorLike], *, async_op: Literal[False] = ...) -> list[Any]: ...
+    @overload
+    def all_to_all(self, tensors: Sequence[TensorLike], *, async_op: Literal[True]) -> Work[list[Any]]: ...
+    @overload
+    def all_to_all(self, tensors: Sequence[TensorLike], *, async_op: bool) -> list[Any] | Work[list[Any]]: ...
+    def all_to_all(self, tensors: Sequence[TensorLike], *, async_op: bool = False) -> list[Any] | Work[list[Any]]:
         """Return from each rank the tensor that it gives for this one.
 
         Collective.
@@ -814,9 +974,16 @@ class Communicator:
             >>> sx.init("single").all_to_all([torch.tensor([1, 2])])
             [tensor([1, 2])]
         """
-        return _tensors().all_to_all(self._route, tensors, async_op)
+        result: list[Any] | Work[list[Any]] = _collectives().all_to_all(self._route, tensors, async_op)
+        return result
 
-    def send(self, tensor: Buffer, dst: int, *, async_op: bool = False) -> Any:
+    @overload
+    def send(self, tensor: TensorT, dst: int, *, async_op: Literal[False] = ...) -> TensorT: ...
+    @overload
+    def send(self, tensor: TensorT, dst: int, *, async_op: Literal[True]) -> Work[TensorT]: ...
+    @overload
+    def send(self, tensor: TensorT, dst: int, *, async_op: bool) -> TensorT | Work[TensorT]: ...
+    def send(self, tensor: TensorT, dst: int, *, async_op: bool = False) -> TensorT | Work[TensorT]:
         """Send `tensor` to rank `dst`, which must call `recv` with one of the same shape and dtype.
 
         Not collective. Blocks until the receiver is there. Tensors for one rank arrive in the order of the calls.
@@ -840,9 +1007,16 @@ class Communicator:
             Traceback (most recent call last):
             statexchange.errors.InvalidArgumentError: cannot send: rank 1 is no other rank of 1...
         """
-        return _messages().send(self._route, tensor, dst, async_op)
+        result: TensorT | Work[TensorT] = _point_to_point().send(self._route, tensor, dst, async_op)
+        return result
 
-    def recv(self, tensor: Buffer, src: int, *, async_op: bool = False) -> Any:
+    @overload
+    def recv(self, tensor: TensorT, src: int, *, async_op: Literal[False] = ...) -> TensorT: ...
+    @overload
+    def recv(self, tensor: TensorT, src: int, *, async_op: Literal[True]) -> Work[TensorT]: ...
+    @overload
+    def recv(self, tensor: TensorT, src: int, *, async_op: bool) -> TensorT | Work[TensorT]: ...
+    def recv(self, tensor: TensorT, src: int, *, async_op: bool = False) -> TensorT | Work[TensorT]:
         """Receive into `tensor` what rank `src` sends.
 
         Not collective. Blocks until it has arrived.
@@ -866,7 +1040,8 @@ class Communicator:
             Traceback (most recent call last):
             statexchange.errors.InvalidArgumentError: cannot recv: rank 1 is no other rank of 1...
         """
-        return _messages().recv(self._route, tensor, src, async_op)
+        result: TensorT | Work[TensorT] = _point_to_point().recv(self._route, tensor, src, async_op)
+        return result
 
     def wait_all(self) -> None:
         """Return when all work that was begun with `async_op` is done.
@@ -906,7 +1081,8 @@ class Communicator:
             >>> sx.init("single").empty((2, 3), torch.float32).shape
             torch.Size([2, 3])
         """
-        return cast("torch.Tensor", _tensors().empty(self._route, shape, dtype))
+        tensor: torch.Tensor = _collectives().empty(self._route, shape, dtype)
+        return tensor
 
     # Groups
 
@@ -934,14 +1110,14 @@ class Communicator:
         self._session.raise_if_dead()
         check_ranks(ranks, self.rank, self.world_size)
         key = tuple(ranks)
-        made = self._groups.made
+        existing = self._groups.communicators
         with self._groups.locks.setdefault(key, threading.Lock()):
-            if key not in made or made[key].is_closed:
+            if key not in existing or existing[key].is_closed:
                 with self._session.forming_group():
                     bootstrap = self._session.group_of(key)
                     is_whole = bootstrap is self._session.transport  # all ranks, in their own order
-                    made[key] = self if is_whole else self._form(bootstrap, self._session.timeout_s)
-            return made[key]
+                    existing[key] = self if is_whole else self._form(bootstrap, self._session.timeout_s)
+            return existing[key]
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Return the communicator of all ranks that give the same `color`.
@@ -964,12 +1140,15 @@ class Communicator:
             1
         """
         if not isinstance(color, (int, type(None))) or not isinstance(key, int):
-            what = f"color and key are integers, not {color!r} and {key!r}"
-            self._session.refuse("split", InvalidArgumentError(what))
-        chosen = self._gather_values("split", [color, key], {})
+            refusal = InvalidArgumentError(f"color and key are integers, not {color!r} and {key!r}")
+            self._session.refuse("split", refusal)
+        colors_and_keys = self._gather_values("split", [color, key], {})
         if color is None:
             return None
-        members = [(k, rank) for rank, (c, k) in enumerate(chosen) if c == color]
+        members: list[tuple[int, int]] = []
+        for rank, (its_color, its_key) in enumerate(colors_and_keys):
+            if its_color == color:
+                members.append((its_key, rank))
         return self.new_group([rank for _, rank in sorted(members)])
 
     def duplicate(self) -> Communicator:
@@ -1003,19 +1182,22 @@ class Communicator:
     @property
     def node(self) -> Communicator:
         """The communicator of the ranks on this host. Collective over them, the first time."""
-        return self.new_group(self._session.topology.node_ranks_in_order)
+        return self.new_group(self._session.topology.node_ranks_by_local_rank)
 
     @property
     def leaders(self) -> Communicator | None:
-        """The communicator of each host's first rank; None on other ranks. Collective over those, the first time."""
-        return self.new_group(self._session.topology.first_ranks) if self.local_rank == 0 else None
+        """The communicator of the ranks with local rank 0, one of each host; None on the other ranks.
+
+        Collective over those with local rank 0, the first time.
+        """
+        return self.new_group(self._session.topology.ranks_of_local_rank_0) if self.local_rank == 0 else None
 
     @property
     def flat(self) -> Communicator:
-        """This communicator, whose collectives treat all ranks alike; itself, unless it is hierarchical.
+        """The communicator of the same ranks that reduces among all of them in one step, whatever their hosts.
 
-        Not collective. Both share everything, also failures and the order of calls. All ranks must make a call on the
-        same one.
+        Not collective. It is this communicator itself, unless that is hierarchical. Both share everything, also
+        failures and the order of calls. All ranks must make a call on the same one.
         """
         if self._flat is None:
             is_flat = self._route.hierarchy is None
@@ -1041,7 +1223,7 @@ class Communicator:
             return
         for dependent in list(self.dependents):
             dependent.close()
-        for group in self._groups.made.values():
+        for group in self._groups.communicators.values():
             if group is not self:
                 group.close(error)
         self._session.close(error)
@@ -1069,7 +1251,7 @@ class Communicator:
         self._session.check_root(root)
 
 
-def _refusal_of(timeout_s: Any) -> InvalidArgumentError | None:
+def _refusal_of(timeout_s: object) -> InvalidArgumentError | None:
     """Return the error for a wrong `timeout_s`, None if it is right."""
     try:
         if timeout_s is not None:

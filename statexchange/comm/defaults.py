@@ -117,18 +117,18 @@ def as_communicator(comm: CommLike | None = None) -> Communicator:
         Traceback (most recent call last):
         statexchange.errors.InvalidArgumentError: ...
     """
-    meant = _meant_by(comm)
-    meant.raise_if_inherited()
-    return meant
+    communicator = _resolved(comm)
+    communicator.raise_if_inherited()
+    return communicator
 
 
-def _meant_by(comm: Any) -> Communicator:
+def _resolved(comm: Any) -> Communicator:  # noqa: ANN401 (whatever a caller gave, by mistake too)
     if comm is None:
         return _default_communicator()
     if isinstance(comm, Communicator):
         return comm
     if type(comm).__name__ == "DeviceMesh":
-        return adopt.of_mesh(comm)
+        return adopt.from_mesh(comm)
     if type(comm).__module__.startswith("mpi4py"):
         return from_mpi(comm)
     if "torch.distributed" in sys.modules and isinstance(comm, sys.modules["torch.distributed"].ProcessGroup):
@@ -152,18 +152,19 @@ def _default_communicator() -> Communicator:
             "communicator: call statexchange.init() or torch.distributed.init_process_group() first",
             rank=launch.rank,
         )
-    return adopt.alone()
+    return adopt.single_communicator()
 
 
-def members(ranks: Sequence[int], group: Any = None) -> Communicator:
+def members(ranks: Sequence[int], group: CommLike | None = None) -> Communicator:
     """Return the communicator of world ranks `ranks`, in that order.
 
     Collective over them only: nobody else has to call.
 
     Args:
         ranks: World ranks, this one among them.
-        group: None for the default world; a torch ProcessGroup, whose ranks torch counts in its default group anyway;
-            or anything else that `comm=` takes, in which the ranks are counted.
+        group: What `ranks` number: the ranks of the default world for None, else those of this Communicator,
+            DeviceMesh or MPI communicator. With a torch ProcessGroup they number the default world, too: torch's own
+            functions take world ranks with any group.
 
     Returns:
         The communicator, the same each time.
@@ -178,13 +179,13 @@ def members(ranks: Sequence[int], group: Any = None) -> Communicator:
     if world is not None or torch_group is None:
         return (world or as_communicator(None)).new_group(ranks)
     # The default group has no communicator yet, and making one would need ranks that do not take part.
-    return adopt.of_ranks_of_torch(ranks)
+    return adopt.from_torch_ranks(ranks)
 
 
 def current() -> Communicator | None:
     """Return the default communicator if it exists already, made or adopted. Not collective."""
     comm = default()
-    return comm if comm is not None else adopt.adopted(torch_default_group())
+    return comm if comm is not None else adopt.find_adopted(torch_default_group())
 
 
 def is_initialized() -> bool:
@@ -295,6 +296,6 @@ def get_local_rank() -> int:
 
 
 def local_rank_of(comm: Communicator) -> int:
-    """Return the launcher's local rank of this process, if `comm` is of the ranks that it has started."""
+    """Return the launcher's local rank of this process if `comm` has all ranks of the launcher, else that in `comm`."""
     local_rank = launchers_local_rank(comm)
     return comm.local_rank if local_rank is None else local_rank

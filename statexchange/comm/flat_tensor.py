@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Generic, cast
 
 import numpy as np
 import torch
 
 from statexchange.comm.backends.backend import Backend
 from statexchange.comm.session import Route
-from statexchange.errors import (
-    UnsupportedError,
-)
-from statexchange.tensors import as_numpy, as_torch, check_dense, check_writable, is_dtensor
+from statexchange.errors import UnsupportedError
+from statexchange.tensors import TensorT, as_numpy, as_torch, check_dense, check_writable, is_dtensor
 
 __all__ = ["FlatTensor", "flat_for"]
 
 
-class FlatTensor:
+class FlatTensor(Generic[TensorT]):
     """A caller's tensor or array, and `data`: its elements as one contiguous dimension on the backend's device.
 
     `data` is the caller's own memory where that is possible; else `write_back` copies it there.
     """
 
-    def __init__(self, given: Any, device: str, *, written: bool) -> None:
+    def __init__(self, given: TensorT, device: str, *, written: bool) -> None:
         self.given = given
         self.tensor = tensor = _tensor_of(given, written=written)
-        at_home = tensor.is_cpu if device == "cpu" else tensor.device.type == device
-        self._lent = at_home and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
-        if self._lent:
+        is_on_device = tensor.is_cpu if device == "cpu" else tensor.device.type == device
+        self._is_callers_memory = is_on_device and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
+        if self._is_callers_memory:
             # torch calls no or one element contiguous whatever its stride is, but then refuses to see it as bytes
-            plain = tensor.dim() == 1 and tensor.stride(0) == 1
-            self.data = tensor if plain else tensor.as_strided((tensor.numel(),), (1,))
+            is_flat = tensor.dim() == 1 and tensor.stride(0) == 1
+            self.data = tensor if is_flat else tensor.as_strided((tensor.numel(),), (1,))
             return
-        there = (tensor if at_home else tensor.to(device)).resolve_conj().resolve_neg()
-        self.data = there.contiguous().view(-1)
+        moved = tensor if is_on_device else tensor.to(device)
+        self.data = moved.resolve_conj().resolve_neg().contiguous().view(-1)
 
     @property
     def text(self) -> str:
@@ -47,9 +45,9 @@ class FlatTensor:
         """`data` as uint8."""
         return self.data.view(torch.uint8)
 
-    def write_back(self) -> Any:
+    def write_back(self) -> TensorT:
         """Return what the caller gave, which now holds `data`."""
-        if not self._lent:
+        if not self._is_callers_memory:
             self.tensor.copy_(self.data.view(self.tensor.shape))
         if isinstance(self.given, np.ndarray):
             array = as_numpy(self.tensor)
@@ -57,11 +55,11 @@ class FlatTensor:
                 self.given[...] = array
         return self.given
 
-    def start_from(self, given: FlatTensor) -> torch.Tensor:
+    def start_from(self, given: FlatTensor[Any]) -> torch.Tensor:
         """Return the tensor to reduce: a copy of `given` if this is `out`, which a failed call must not change."""
         return self.data if given is self else given.data.clone()
 
-    def finish_with(self, result: torch.Tensor) -> Any:
+    def finish_with(self, result: torch.Tensor) -> TensorT:
         """Return what the caller gave, which now holds `result`."""
         if result is not self.data:
             self.data.copy_(result)
@@ -73,7 +71,7 @@ class FlatTensor:
         return "array" if isinstance(self.given, np.ndarray) else self.tensor.device.type
 
 
-def flat_for(route: Route, given: Any, *, written: bool) -> tuple[FlatTensor, Backend]:
+def flat_for(route: Route, given: TensorT, *, written: bool) -> tuple[FlatTensor[TensorT], Backend]:
     """Return what a caller gave as a flat tensor, and the backend that will move it."""
     backend = route.backend_of(given)
     return FlatTensor(given, backend.device_type, written=written), backend
@@ -84,11 +82,11 @@ def _text_of(dtype: torch.dtype, shape: torch.Size) -> str:
     return f"{str(dtype)[6:]}{list(shape)}"
 
 
-def _tensor_of(given: Any, *, written: bool) -> torch.Tensor:
+def _tensor_of(given: object, *, written: bool) -> torch.Tensor:
     if not isinstance(given, torch.Tensor):
         if isinstance(given, np.ndarray):
             return _tensor_of_array(given, written=written)
-        raise UnsupportedError(f"a torch tensor or numpy array is wanted, not {type(given).__name__}")
+        raise UnsupportedError(f"expected a torch tensor or numpy array, not {type(given).__name__}")
     if type(given) is not torch.Tensor and is_dtensor(given):
         raise UnsupportedError("a DTensor has parts on other ranks: give its to_local()")
     check_dense(given)
@@ -101,5 +99,4 @@ def _tensor_of_array(array: np.ndarray[Any, Any], *, written: bool) -> torch.Ten
     if written:
         check_writable(array)
     plain = np.ascontiguousarray(array).reshape(array.shape)
-    tensor: torch.Tensor = as_torch(plain if plain.flags.writeable else plain.copy())
-    return tensor
+    return cast("torch.Tensor", as_torch(plain if plain.flags.writeable else plain.copy()))

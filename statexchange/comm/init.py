@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from statexchange.comm import adopt, defaults
-from statexchange.comm.adopt import from_process_group, of_process_group, torch_default_group
+from statexchange.comm.adopt import form_over_process_group, from_process_group, torch_default_group
 from statexchange.comm.backends.backend import Backend
 from statexchange.comm.backends.single import SingleBackend
 from statexchange.comm.bootstrap import form_communicator, is_forked_from_rank, refuse_inherited
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["init", "shutdown"]
 
 _log = logging.getLogger("statexchange")
-BACKENDS = ("auto", "single", "shm", "gloo", "nccl", "mpi")
+BACKEND_CHOICES = ("auto", "single", "shm", "gloo", "nccl", "mpi")  # what `init` takes as `backend`
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,22 +117,24 @@ def init(
             "started, or give a rendezvous for a world of its own"
         )
     with needing_torch("init without MPI"):
-        made = _make(options, default_timeout_s() if seconds is None else seconds)
+        comm = _make(options, default_timeout_s() if seconds is None else seconds)
     try:
-        with public_call("init"), made.phase("choosing a device"):
-            made.compute_on(choose(devices, defaults.local_rank_of(made)))
-        made.forget_callers()
+        with public_call("init"), comm.phase("choosing a device"):
+            comm.compute_on(choose(devices, defaults.local_rank_of(comm)))
+        comm.forget_callers()
     except BaseException:
-        made.close()
+        comm.close()
         raise
-    _options_of[made] = options
-    defaults.set_default(made)
-    return made
+    _options_of[comm] = options
+    defaults.set_default(comm)
+    return comm
 
 
 def _check_options(options: InitOptions) -> None:
-    if options.backend not in BACKENDS:
-        raise InvalidArgumentError(f"unknown backend {options.backend!r}; this version has {', '.join(BACKENDS)}")
+    if options.backend not in BACKEND_CHOICES:
+        raise InvalidArgumentError(
+            f"unknown backend {options.backend!r}; this version has {', '.join(BACKEND_CHOICES)}"
+        )
     if options.check not in ("auto", "off"):
         raise InvalidArgumentError(f"check must be 'auto' or 'off', not {options.check!r}")
     check_devices(options.devices)
@@ -152,9 +154,9 @@ def _check_options(options: InitOptions) -> None:
 def _warn_if_different(existing: Communicator, options: InitOptions) -> None:
     first = _options_of.get(existing, _DEFAULTS)
     names = [field.name for field in fields(InitOptions)]
-    others = [n for n in names if getattr(options, n) not in (getattr(_DEFAULTS, n), getattr(first, n))]
-    if others:
-        given = ", ".join(f"{name}={getattr(options, name)!r}" for name in others)
+    unused = [name for name in names if getattr(options, name) not in (getattr(_DEFAULTS, name), getattr(first, name))]
+    if unused:
+        given = ", ".join(f"{name}={getattr(options, name)!r}" for name in unused)
         _log.warning("init was called before, and its communicator stays: %s is not used", given)
 
 
@@ -164,14 +166,12 @@ def _make(options: InitOptions, timeout_s: float) -> Communicator:
     if options.backend == "single":
         return form_communicator(SingleBackend(), timeout_s)
     if options.backend == "auto" and torch_group is not None:
-        return (
-            from_process_group(torch_group, timeout_s=timeout_s)
-            if check
-            else of_process_group(torch_group, timeout_s, check=False)
-        )
+        if check:
+            return from_process_group(torch_group, timeout_s=timeout_s)
+        return form_over_process_group(torch_group, timeout_s, check=False)
     if options.backend in ("gloo", "nccl"):
         return _make_by_torch(options, timeout_s)
-    prefer = {"mpi": "transport"}.get(options.backend, options.backend)
+    prefer = "transport" if options.backend == "mpi" else options.backend
     return form_communicator(_bootstrap_backend(options, timeout_s), timeout_s, prefer=prefer, check=check)
 
 
@@ -181,22 +181,24 @@ def _make_by_torch(options: InitOptions, timeout_s: float) -> Communicator:
     from statexchange.comm.backends.nccl import NCCLBackend
     from statexchange.comm.backends.store import StoreBootstrap
 
-    of_gpus = options.backend == "nccl"
+    is_nccl = options.backend == "nccl"
     running = torch_default_group()
     refuse_inherited(running)
-    prefer, check = "auto" if of_gpus else "transport", options.check != "off"
+    prefer = "auto" if is_nccl else "transport"
+    check = options.check != "off"
     if running is not None:
         bootstrap = TorchBackend(running, timeout_s)
-        devices = NCCLBackend(running, bootstrap) if of_gpus else None
+        devices = NCCLBackend(running, bootstrap) if is_nccl else None
         return form_communicator(bootstrap, timeout_s, prefer=prefer, check=check, start=lambda: (bootstrap, devices))
     shared = _store(options, timeout_s)
     store, rank, size = shared.lasting, shared.rank, shared.world_size
 
     def start() -> tuple[Backend, Backend | None]:
-        begin = torch_groups.start_nccl if of_gpus else torch_groups.start_gloo
-        group = begin(store, rank, size, timeout_s)
-        made = TorchBackend(group, timeout_s)
-        return made, NCCLBackend(group, made) if of_gpus else None
+        if not is_nccl:
+            return TorchBackend(torch_groups.start_gloo(store, rank, size, timeout_s), timeout_s), None
+        group = torch_groups.start_nccl(store, rank, size, timeout_s)
+        transport = TorchBackend(group, timeout_s)
+        return transport, NCCLBackend(group, transport)
 
     return form_communicator(StoreBootstrap(store, rank, size), timeout_s, prefer=prefer, check=check, start=start)
 
@@ -246,8 +248,8 @@ def shutdown() -> None:
         >>> comm.is_closed
         True
     """
-    made = defaults.default()
-    if made is not None:
-        made.close()
+    comm = defaults.default()
+    if comm is not None:
+        comm.close()
         defaults.set_default(None)
     adopt.forget_all()

@@ -36,11 +36,7 @@ from statexchange.comm.backends.torch_groups import torch_errors, unused_prefix
 from statexchange.comm.rendezvous_directory import DirectoryRendezvous
 from statexchange.comm.tcp_store import LostServerError, Server, SharedStore
 from statexchange.comm.wait import Wait
-from statexchange.errors import (
-    InvalidArgumentError,
-    NotInitializedError,
-    StateExchangeError,
-)
+from statexchange.errors import InvalidArgumentError, NotInitializedError, StateExchangeError
 from statexchange.settings import Launch, has_agent_store
 
 __all__ = ["store_at", "store_of"]
@@ -57,7 +53,7 @@ _completed: set[str] = set()
 def store_of(launch: Launch, timeout_s: float) -> SharedStore:
     """Return a store that all ranks of a launcher share. Collective.
 
-    The top of this module lists where it is. In torchrun's store each use has its own keys, so that ranks may call
+    The top of this module lists who serves it. In torchrun's store each use has its own keys, so that ranks may call
     this again after a shutdown. Where Slurm sets no MASTER_ADDR and MASTER_PORT, the store is on the step's first host,
     at a port derived from the ids of job and step. Raises StallError with the ranks that did not join in time.
     """
@@ -86,7 +82,7 @@ def _torchruns_store(timeout_s: float) -> SharedStore:
         if isinstance(error, StateExchangeError):
             raise
         raise NotInitializedError(f"the environment lacks the address of torchrun's store: {error}") from error
-    store = _stores.PrefixStore(unused_prefix("meeting"), store)
+    store = _stores.PrefixStore(unused_prefix("rendezvous"), store)
     where = "torchrun's store"
     try:
         tcp_store.enroll(store, rank, secrets.token_hex(16), where)
@@ -125,7 +121,7 @@ def _store_by_mpi(backend: Backend, timeout_s: float) -> SharedStore:
         store = tcp_store.connect(host, port, timeout_s, min(timeout_s, _CONNECT_S))
     except OSError as error:
         raise NotInitializedError(
-            tcp_store.unreachable(backend.rank, host, host, port, error), rank=backend.rank
+            tcp_store.unreachable_text(backend.rank, host, host, port, error), rank=backend.rank
         ) from error
     return SharedStore(tcp_store.namespaced(store, nonce), backend.rank, backend.world_size, server)
 
@@ -139,12 +135,13 @@ def store_at(url: str, rank: int, world_size: int, timeout_s: float) -> SharedSt
     """
     parts, port = urlsplit(url), _port_of(url)
     is_local = parts.netloc in ("", "localhost") and "\0" not in parts.path
-    in_directory = parts.scheme == "file" and parts.path.startswith("/") and is_local
-    if not in_directory and not (parts.scheme == "tcp" and parts.hostname and port is not None):
+    is_directory = parts.scheme == "file" and parts.path.startswith("/") and is_local
+    is_address = parts.scheme == "tcp" and parts.hostname and port is not None
+    if not is_directory and not is_address:
         raise InvalidArgumentError(f"rendezvous must be file:///directory or tcp://host:port, not {url!r}")
     if world_size == 1:
         return SharedStore(_stores.HashStore(), 0, 1)
-    if in_directory:
+    if is_directory:
         return DirectoryRendezvous(Path(parts.path), rank, world_size, timeout_s).store()
     assert parts.hostname is not None
     assert port is not None
@@ -198,11 +195,9 @@ def _joined_store(host: str, port: int, rank: int, world_size: int, deadline: fl
         except StateExchangeError:  # of which a StallError is an OSError
             raise
         except (OSError, LostServerError) as error:
-            reason = (
-                error  # the server of an earlier rendezvous may have ended, or one that gave up: another may follow
-            )
+            reason = error  # of an earlier rendezvous, or of one that was given up: another server may follow
         if time.monotonic() > deadline:
             if has_joined:
-                raise tcp_store.left([0], where, timeout_s)
-            raise tcp_store.absent([0], where, timeout_s, reason)
+                raise tcp_store.left_error([0], where, timeout_s)
+            raise tcp_store.absent_error([0], where, timeout_s, reason)
         time.sleep(_POLL_S)

@@ -66,13 +66,13 @@ __all__ = ["DirectoryRendezvous"]
 _POLL_S = 0.02
 _BEAT_S = 0.25
 _SETTLE_S = 0.04  # four ticks of the slowest server clock seen, 100 Hz
-_CROWD = 64  # above so many ranks all scan and beat less often, so that the file server's load does not grow
+_MANY_RANKS = 64  # with more ranks each scans and beats less often, so that the file server's load does not grow
 _CONNECT_S = 10.0
-_LINGER_S = 5.0
-_NOTICE_S = 1.0
-_ENOUGH_BEATS = 2
-_SILENT_BEATS = 20
-_RACES = 20  # tries to put a file into a directory that others may remove at the same moment
+_LINGER_S = 5.0  # for the other ranks to read why this one gives up
+_NOTICE_S = 1.0  # for the other ranks to detect a conflict that this one has detected
+_ENOUGH_BEATS = 2  # new beats that show that a process of another host runs
+_SILENT_BEATS = 20  # periods without a new beat, after which it counts as ended
+_PUT_ATTEMPTS = 20  # tries to put a file into a directory that others may remove at the same moment
 _HELLO = re.compile(r"hello-(\d+)-([0-9a-f]{32})\.json")
 _BEAT = re.compile(r"beat-([0-9a-f]{32})-(\d+)")
 _ANSWER = re.compile(r"answer-([0-9a-f]{32})\.json")
@@ -91,15 +91,15 @@ def _open_directory(path: Path) -> tuple[int, int]:
     except FileNotFoundError:
         if path.parent == path:
             raise
-    parent, made = _open_directory(path.parent)
+    parent, num_made = _open_directory(path.parent)
     try:
         try:
             os.mkdir(path.name, 0o700, dir_fd=parent)
-            made += 1
+            num_made += 1
         except FileExistsError:
             # In a directory that this call has made, another rank of this rendezvous has made it.
-            made += bool(made)
-        return os.open(path.name, _DIRECTORY, dir_fd=parent), made
+            num_made += bool(num_made)
+        return os.open(path.name, _DIRECTORY, dir_fd=parent), num_made
     finally:
         os.close(parent)
 
@@ -119,16 +119,16 @@ def _read(directory: int, name: str) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Facts:
+class _Hello:
     """The contents of a hello."""
 
     owner: Owner
     network: str | None
     world_size: int
-    made: int
+    num_made: int
 
     @classmethod
-    def from_json(cls, raw: dict[str, Any] | None) -> _Facts | None:
+    def from_json(cls, raw: dict[str, Any] | None) -> _Hello | None:
         """Return None for anything but a whole hello."""
         try:
             if raw is None or raw.keys() != cls.__dataclass_fields__.keys():
@@ -136,9 +136,9 @@ class _Facts:
             owner = Owner.from_json(raw["owner"])
         except ValueError:
             return None
-        if type(raw["world_size"]) is not int or type(raw["made"]) is not int:
+        if type(raw["world_size"]) is not int or type(raw["num_made"]) is not int:
             return None
-        return cls(owner, raw["network"], raw["world_size"], raw["made"])
+        return cls(owner, raw["network"], raw["world_size"], raw["num_made"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class _Answer:
     port: int
     server: str
     refusal: str | None
-    made: int
+    num_made: int
     """Directories at the end of the path that this rendezvous has made: the last rank to leave removes them."""
 
 
@@ -182,13 +182,13 @@ class DirectoryRendezvous:
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._nonce = secrets.token_hex(16)
-        crowd = max(1.0, world_size / _CROWD)
-        self._poll_s = _POLL_S * crowd
-        self._beat_s = _BEAT_S * crowd
+        slowdown = max(1.0, world_size / _MANY_RANKS)
+        self._poll_s = _POLL_S * slowdown
+        self._beat_s = _BEAT_S * slowdown
         self._beat_due = 0.0
         self._beats = 0
-        self._made = 0  # directories at the end of the path that this rendezvous has made
-        self._hellos: dict[str, _Facts] = {}
+        self._num_made = 0  # directories at the end of the path that this rendezvous has made
+        self._hellos: dict[str, _Hello] = {}
         self._pulses: dict[str, _Pulse] = {}
         self._known: set[str] = set()  # nonces of processes that ran at some scan
         self._seen: dict[int, str] = {}  # ranks that were alive when they were last seen; they may have left since
@@ -206,11 +206,11 @@ class DirectoryRendezvous:
             finally:
                 self._remove()
         except LostServerError as error:
-            raise tcp_store.lost_rank_0(error) from error
+            raise tcp_store.lost_rank_0_error(error) from error
         except OSError as error:
             if isinstance(error, StateExchangeError):
                 raise
-            raise StorageError.of(error, "meet the other ranks", path=self._path) from error
+            raise StorageError.of(error, "exchange addresses with the other ranks", path=self._path) from error
 
     # Rank 0
 
@@ -261,12 +261,14 @@ class DirectoryRendezvous:
         answer = {
             "nonces": nonces,
             "host": platform.node(),
-            "address": "" if server is None else server.address,
-            "port": 0 if server is None else server.port,
-            "server": "" if server is None else server.nonce,
+            "address": "",
+            "port": 0,
+            "server": "",
             "refusal": refusal,
-            "made": self._made,
+            "num_made": self._num_made,
         }
+        if server is not None:
+            answer.update(address=server.address, port=server.port, server=server.nonce)
         self._publish(f"answer-{self._nonce}.json", answer)
 
     def _gather_all(self, server: Server, nonces: list[str]) -> SharedStore:
@@ -302,14 +304,16 @@ class DirectoryRendezvous:
 
     def _follow(self) -> SharedStore:
         answer = self._wait_for_answer()
-        self._made = max(self._made, answer.made)
+        self._num_made = max(self._num_made, answer.num_made)
         where = str(self._path)
         if answer.refusal is not None:
             raise NotInitializedError(f"rank 0 on {answer.host} cannot listen for the others: {answer.refusal}", rank=0)
         try:
             store = self._connect(answer.server, answer.address, answer.port)
         except OSError as error:
-            why = tcp_store.unreachable(self._rank, answer.host, answer.address, answer.port, error.strerror or error)
+            why = tcp_store.unreachable_text(
+                self._rank, answer.host, answer.address, answer.port, error.strerror or error
+            )
             self._publish(f"refusal-{self._nonce}.json", {"rank": self._rank, "why": why})
             self._linger({answer.nonces[0]})
             raise NotInitializedError(why, rank=self._rank) from error
@@ -334,7 +338,7 @@ class DirectoryRendezvous:
         nonces = answer.get("nonces")
         if answer.keys() != _Answer.__dataclass_fields__.keys() or not isinstance(nonces, list):
             return False
-        if type(answer["made"]) is not int:
+        if type(answer["num_made"]) is not int:
             return False
         return len(nonces) == self._world_size and nonces[self._rank] == self._nonce
 
@@ -343,13 +347,13 @@ class DirectoryRendezvous:
     def _publish_hello(self) -> None:
         with self._opened():
             pass  # makes what is missing of the path, which the hello then reports
-        facts = {
+        hello = {
             "owner": Owner.current().to_json(),
             "network": network_identity(),
             "world_size": self._world_size,
-            "made": self._made,
+            "num_made": self._num_made,
         }
-        self._publish(f"hello-{self._rank}-{self._nonce}.json", facts)
+        self._publish(f"hello-{self._rank}-{self._nonce}.json", hello)
 
     def _wait_for_hellos(self) -> list[str]:
         """Return the nonces of all ranks, once the processes of all run."""
@@ -364,12 +368,12 @@ class DirectoryRendezvous:
     def _pause(self) -> None:
         """Sleep until the next scan; raise StallError past the deadline."""
         if time.monotonic() > self._deadline:
-            where, everybody = str(self._path), range(self._world_size)
-            if never := [rank for rank in everybody if rank not in self._seen]:
-                raise tcp_store.absent(never, where, self._timeout_s)
-            if gone := [rank for rank in everybody if rank not in self._present]:
-                raise tcp_store.left(gone, where, self._timeout_s)
-            raise tcp_store.unanswered(where, self._timeout_s)
+            where, ranks = str(self._path), range(self._world_size)
+            if never_seen := [rank for rank in ranks if rank not in self._seen]:
+                raise tcp_store.absent_error(never_seen, where, self._timeout_s)
+            if gone := [rank for rank in ranks if rank not in self._present]:
+                raise tcp_store.left_error(gone, where, self._timeout_s)
+            raise tcp_store.unanswered_error(where, self._timeout_s)
         time.sleep(self._poll_s)
 
     def _living(self, directory: int, names: list[str]) -> dict[int, str]:
@@ -381,47 +385,48 @@ class DirectoryRendezvous:
         living: dict[int, str] = {}
         for name in names:
             match = _HELLO.fullmatch(name)
-            facts = self._facts(directory, name, match[2]) if match else None
-            if match is None or facts is None:
+            hello = self._hello_of(directory, name, match[2]) if match else None
+            if match is None or hello is None:
                 continue
             rank, nonce = int(match[1]), match[2]
-            if self._is_alive(nonce, facts, beats.get(nonce, -1)):
-                self._check(rank, nonce, facts, living)
+            if self._is_alive(nonce, hello, beats.get(nonce, -1)):
+                self._check(rank, nonce, hello, living)
                 living[rank] = nonce
                 self._known.add(nonce)
             elif self._seen.get(rank) == nonce:
                 del self._seen[rank]  # it has been killed, or its host is gone
-            elif facts.owner.is_dead and nonce not in self._known:
+            elif hello.owner.is_dead and nonce not in self._known:
                 _remove_files(directory, names, nonce)  # left by an earlier run
         self._seen.update(living)
         self._present = set(living)
         return living
 
-    def _facts(self, directory: int, name: str, nonce: str) -> _Facts | None:
+    def _hello_of(self, directory: int, name: str, nonce: str) -> _Hello | None:
         if nonce not in self._hellos:
-            facts = _Facts.from_json(_read(directory, name))
-            if facts is None:
+            hello = _Hello.from_json(_read(directory, name))
+            if hello is None:
                 return None
-            self._hellos[nonce] = facts
+            self._hellos[nonce] = hello
         return self._hellos[nonce]
 
-    def _is_alive(self, nonce: str, facts: _Facts, beat: int) -> bool:
-        if facts.owner.is_visible:
-            return not facts.owner.is_dead
+    def _is_alive(self, nonce: str, hello: _Hello, beat: int) -> bool:
+        if hello.owner.is_visible:
+            return not hello.owner.is_dead
         now = time.monotonic()
         pulse = self._pulses.setdefault(nonce, _Pulse(beat, now))
         if beat > pulse.newest:
             pulse.newest, pulse.since, pulse.count = beat, now, pulse.count + 1
         return pulse.count >= _ENOUGH_BEATS and now - pulse.since < _SILENT_BEATS * self._beat_s
 
-    def _check(self, rank: int, nonce: str, facts: _Facts, living: dict[int, str]) -> None:
-        if facts.world_size != self._world_size or rank >= self._world_size:
-            text = f"rank {rank} came with another world_size"
-            raise _ConflictError(InvalidArgumentError(text, expected=self._world_size, found=facts.world_size))
+    def _check(self, rank: int, nonce: str, hello: _Hello, living: dict[int, str]) -> None:
+        """Raise _ConflictError if a rank's hello contradicts this rank, or another process of that rank."""
+        if hello.world_size != self._world_size or rank >= self._world_size:
+            text = f"rank {rank} has another world_size"
+            raise _ConflictError(InvalidArgumentError(text, expected=self._world_size, found=hello.world_size))
         if living.get(rank, nonce) != nonce:
             text = f"two processes claim rank {rank} in {self._path}"
             raise _ConflictError(PeerError(rank, "the rendezvous", text))
-        self._made = max(self._made, facts.made)
+        self._num_made = max(self._num_made, hello.num_made)
 
     def _linger(self, nonces: set[str], seconds: float = _LINGER_S) -> None:
         """Leave this rank's files until the processes of `nonces` have removed theirs, or the time has passed."""
@@ -429,7 +434,8 @@ class DirectoryRendezvous:
         while time.monotonic() < deadline:
             self._beat()
             with self._scanned() as (_, names):
-                if not any(nonce in name for name in names for nonce in nonces):
+                all_names = " ".join(names)
+                if not any(nonce in all_names for nonce in nonces):
                     return
             time.sleep(self._poll_s)
 
@@ -438,9 +444,9 @@ class DirectoryRendezvous:
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:
         """Yield a descriptor of the directory, opened anew and made if need be."""
-        directory, made = _open_directory(self._path)
+        directory, num_made = _open_directory(self._path)
         try:
-            self._made = max(self._made, made)
+            self._num_made = max(self._num_made, num_made)
             yield directory
         finally:
             os.close(directory)
@@ -453,12 +459,12 @@ class DirectoryRendezvous:
 
     def _put(self, name: str, value: dict[str, Any] | None = None) -> None:
         """Write a new file, empty without a value; retry if another rendezvous removes the directory meanwhile."""
-        for attempt in range(_RACES):
+        for attempt in range(_PUT_ATTEMPTS):
             try:
                 with self._opened() as directory, _new_file(directory, name) as file:
                     file.write("" if value is None else json.dumps(value))
             except OSError as error:
-                if error.errno not in (errno.ENOENT, errno.ESTALE) or attempt == _RACES - 1:
+                if error.errno not in (errno.ENOENT, errno.ESTALE) or attempt == _PUT_ATTEMPTS - 1:
                     raise
             else:
                 break
@@ -490,12 +496,13 @@ class DirectoryRendezvous:
         finally:
             os.close(directory)
         with contextlib.suppress(OSError):  # others are still in there
-            for path in [self._path, *self._path.parents][: self._made]:
+            for path in [self._path, *self._path.parents][: self._num_made]:
                 os.rmdir(path)
 
 
 def _remove_files(directory: int, names: list[str], nonce: str) -> None:
     """Remove all files of a process; its hello goes last, as it holds the process to which the others belong."""
-    for name in sorted((name for name in names if nonce in name), key=lambda name: name.startswith("hello-")):
+    own = [name for name in names if nonce in name]
+    for name in sorted(own, key=lambda name: name.startswith("hello-")):
         with contextlib.suppress(OSError):  # another rank does the same; or it is not ours to remove
             os.unlink(name, dir_fd=directory)

@@ -22,6 +22,20 @@ States. A session is *usable* until it is *dead*; it never becomes usable again.
 * `close` ends this rank's session. A rank that waits for this one raises PeerError, or the `error` given to `close`.
 * A rank that waits for a single rank in `send` or `recv` does not see what the others raise together. So a rank with an
   error to report requests a collective first: those waits then raise AbandonedError, and join it.
+
+What a session remembers of errors:
+
+    dead                  the error that has ended this session. It is never cleared
+    _last_shared_error    the last error that all ranks raised together, in a call or in work begun with `async_op`. It
+                          is never cleared. A send or receive that was broken off for it raises it
+    shared_error          `_last_shared_error`, if it was raised in a call, and no call has succeeded since; else None.
+                          All ranks are raising the exception that is `shared_error`, so no rank reports it again
+    _pending_failure      set while this rank is in `agree` with an error, and waits for work that was begun before. If
+                          the ranks find in that work that their calls differ, they raise this error, not MismatchError
+    _has_cut_message      whether a send or receive was broken off. Half of its message may still be under way, so the
+                          session cannot be used any more: the next shared error also becomes `dead`
+
+So after a shared error `dead` is still None, unless a message was cut: then `dead` is the shared error.
 """
 
 from __future__ import annotations
@@ -34,7 +48,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
 from statexchange import values
 from statexchange.comm import forks
@@ -77,11 +91,10 @@ class Session:
         device_backend: Moves tensors of GPUs, if anything does.
         page: Carries messages on one host.
         transport: Carries messages where there is no page; groups are made from it.
-        monitor: Knows who has failed.
-        device: Names the one on which this rank computes.
+        monitor: Reports which ranks have failed.
+        device: The name of the device on which this rank computes.
         dead: The error that every call raises once the group has failed or this rank has closed it.
-        shared_error: The error that all ranks raised together last. The group stays usable after it, unless it has
-            broken off a message from rank to rank.
+        shared_error: The error that all ranks have raised together in their last call; see the top of this file.
     """
 
     def __init__(
@@ -110,9 +123,9 @@ class Session:
         self.dead: StateExchangeError | None = None
         self.shared_error: BaseException | None = None
         self._check = check
-        self._pending_failure: dict[str, Any] | None = None  # the error that this rank is about to report in `agree`
-        self._last_shared_error: StateExchangeError | None = None  # also of work for which `wait` was not called
-        self._is_message_cut = False  # a message to or from a rank was broken off: half of it may be under way
+        self._last_shared_error: StateExchangeError | None = None
+        self._pending_failure: dict[str, Any] | None = None
+        self._has_cut_message = False
         self._queue = WorkQueue(f"statexchange rank {topology.rank}", skips=True)
         self._peer_queues: dict[tuple[str, int], WorkQueue] = {}
         self.dependents: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -147,13 +160,13 @@ class Session:
             raise DifferentCallsError
         if number == 0 and is_unclear(number, accounts):
             time.sleep(_SECOND_CALLER_S)
-            if any(self._compare_callers(call, self.callers.are_several, wait)):
+            if any(self._compare_callers(call, self.callers.has_several, wait)):
                 raise DifferentCallsError
         self.callers.confirm(number)
         call.thread = None
 
-    def _compare_callers(self, call: Call, account: Any, wait: Wait) -> list[Any]:
-        """Return what each rank reports of its caller."""
+    def _compare_callers(self, call: Call, account: object, wait: Wait) -> list[Any]:
+        """Return every rank's `account` of its caller. Collective."""
         call.thread = self.callers.name_of(call.caller)
         comparison = Call.of_all(f"{call.text}, the first of its thread")
         comparison.caller = call.caller
@@ -176,7 +189,7 @@ class Session:
         """Return every rank's payload in rank order; on `root` only, if that is given. Collective."""
         self.raise_if_dead()
         if call.failure is not None and self.world_size > 1:
-            # The ranks may compare their calls in work under way first, which then reports this failure.
+            # For work that was begun before, in which the ranks may find that their calls differ.
             self._pending_failure = call.failure
             if self.monitor is not None:
                 self.monitor.request_collective()
@@ -199,7 +212,7 @@ class Session:
                 self._pending_failure = None
 
     def _one_at_a_time(self, call: Call, job: Callable[[], T], *, is_shared: bool = True) -> T:
-        """Guard a block like `guarded`, while no other thread is inside a call."""
+        """Run `job` as `guarded` does, while no other thread of this rank is inside a call."""
         if not self._call_lock.acquire(False):
             self._await_lock(call)
         self._lock_holder = get_ident()
@@ -213,8 +226,9 @@ class Session:
         """Gather bytes inside a call; raise DifferentCallsError, on all ranks, if their calls differ."""
         if self.page is not None:
             return self.page.all_gather_bytes(payload, root, call.fingerprint, wait)
-        answers = self.transport.all_gather_bytes(call.mark + payload, wait)
-        if any(answer[:8] != call.mark for answer in answers):
+        fingerprint = call.fingerprint_bytes
+        answers = self.transport.all_gather_bytes(fingerprint + payload, wait)
+        if any(answer[:8] != fingerprint for answer in answers):
             raise DifferentCallsError
         return [answer[8:] for answer in answers] if root is None or root == self.rank else []
 
@@ -248,7 +262,11 @@ class Session:
 
     # Order
 
-    def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work:
+    @overload
+    def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: Literal[False]) -> T: ...
+    @overload
+    def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work[T]: ...
+    def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work[T]:
         """Run `body` after all ranks have entered, in the order of calls. Collective."""
         if self.device_backend is not None:
             call.text += f" on {backend.device_type}"
@@ -307,7 +325,7 @@ class Session:
 
     def deliver(
         self, backend: Backend, verb: str, peer: int, operation: str, body: Callable[[Wait], T], async_op: bool
-    ) -> T | Work:
+    ) -> T | Work[T]:
         """Run a send or receive, `body`, after the earlier ones of the same peer and direction. Not collective.
 
         Each peer and direction has a queue of its own, so that a send does not delay the receive that its peer needs.
@@ -320,7 +338,7 @@ class Session:
             try:
                 return body(Wait(self.timeout_s, call.text, PeerMonitor(self.monitor, peer)))
             except AbandonedError:
-                self._is_message_cut = True
+                self._has_cut_message = True
                 if self._last_shared_error is not None and not self._is_collective_requested():
                     self.fail(call, self._last_shared_error)  # another thread has already joined the collective
                 raise
@@ -359,7 +377,7 @@ class Session:
         for queue in [self._queue, *self._peer_queues.values()]:
             queue.raise_lost()
 
-    def check_root(self, root: Any) -> None:
+    def check_root(self, root: object) -> None:
         """Raise InvalidArgumentError unless `root` is a rank of this group. Not collective."""
         if not hasattr(root, "__index__") or not 0 <= operator.index(root) < self.world_size:
             what = f"root {root!r} is not a rank of this communicator of {self.world_size}"
@@ -380,8 +398,8 @@ class Session:
     def guarded(self, call: Call, body: Callable[[], T], *, is_shared: bool = True) -> T:
         """Return the value of `body`; report what it raises to all ranks.
 
-        An error that all ranks raise together is kept as `shared_error` if `is_shared`. That of asynchronous work is
-        not, as it is raised later, by `wait`.
+        An error that all ranks raise together becomes `shared_error` if `is_shared`. That of asynchronous work does
+        not, as `wait` raises it later, not at the same moment on all ranks.
         """
         try:
             result = body()
@@ -408,32 +426,40 @@ class Session:
     def _note_shared_error(self, call: Call, error: StateExchangeError, is_shared: bool) -> None:
         self._last_shared_error = error
         self.shared_error = error if is_shared else None
-        if self._is_message_cut:
+        if self._has_cut_message:
             self.fail(call, error)
 
     def _explanation(self, call: Call) -> StateExchangeError:
         """Return the error that all ranks raise, after they have exchanged what they were about to do. Collective."""
-        failing = call.failure or self._pending_failure
-        own: dict[str, Any] = {"text": call.text, "site": call.site or call_site(), "failure": failing}
-        own |= {"caller": call.caller, "thread": call.thread, "public": call.public}
+        own: dict[str, Any] = {
+            "text": call.text,
+            "site": call.site or call_site(),
+            "failure": call.failure or self._pending_failure,
+            "caller": call.caller,
+            "thread": call.thread,
+            "public": call.public,
+        }
         explaining = Call.of_all("an explanation")
         answers = self.messages(explaining, encoded(own), None, self.wait_for(explaining))
         accounts = [values.decode(answer) for answer in answers]
-        failure = next((account["failure"] for account in accounts if account["failure"] is not None), None)
-        threads = {account["thread"] for account in accounts}  # names, where those differ
-        is_same = len({account["text"] for account in accounts}) == 1
-        confused = len(threads) > 1 or (is_same and threads != {None})
-        several = len({account["caller"] for account in accounts}) > 1 or confused
+        failures = [account["failure"] for account in accounts if account["failure"] is not None]
+        if failures:
+            return from_record(failures[0])
+        threads = {account["thread"] for account in accounts}  # their names, while the ranks compare them; else None
+        is_same_call = len({account["text"] for account in accounts}) == 1
+        are_threads_swapped = len(threads) > 1 or (is_same_call and threads != {None})
+        has_several_callers = len({account["caller"] for account in accounts}) > 1 or are_threads_swapped
         if len({account["public"] for account in accounts}) > 1:
             # Name the public calls, which the user has made, and not their steps.
             for account in accounts:
                 account["text"] = account["public"] or account["text"]
-        lines = [_line(rank, account, several) for rank, account in enumerate(accounts)]
-        hint = ". Several threads use this communicator: give each its own, from duplicate()" if several else ""
-        if confused:
+        lines = [_line(rank, account, has_several_callers) for rank, account in enumerate(accounts)]
+        hint = ""
+        if has_several_callers:
+            hint = ". Several threads use this communicator: give each its own, from duplicate()"
+        if are_threads_swapped:
             hint += "; threads that make their first calls at the same time need distinct names, equal on all ranks"
-        different = MismatchError("ranks are in different calls: " + "; ".join(lines) + hint)
-        return from_record(failure) if failure is not None else different
+        return MismatchError("ranks are in different calls: " + "; ".join(lines) + hint)
 
     def fail(self, call: Call, error: BaseException) -> None:
         """End this group: keep the error for later calls, and report it to the other ranks. Not collective."""
@@ -476,31 +502,33 @@ class Session:
         answers = group.all_gather_bytes(encoded([list(ranks), call_site()]), wait)
         orders = [values.decode(answer) for answer in answers]
         if any(order != list(ranks) for order, _ in orders):
-            lines = [f"rank {r} called new_group({o}) at {site}" for r, (o, site) in zip(members, orders, strict=True)]
+            lines = []
+            for rank, (order, site) in zip(members, orders, strict=True):
+                lines.append(f"rank {rank} called new_group({order}) at {site}")
             raise MismatchError("ranks are in different calls: " + "; ".join(lines))
 
     def raise_first(self, call: Call, records: Sequence[dict[str, Any] | None], cause: Exception | None) -> None:
         """Raise the failure of the lowest rank that has one. The records are the same on all ranks."""
         failure = next((record for record in records if record is not None), None)
         if failure is not None:
-            known = from_record(failure)
-            self._note_shared_error(call, known, is_shared=True)
-            if type(known) is type(cause) and isinstance(cause, StateExchangeError):
-                raise known.with_traceback(cause.__traceback__) from cause.__cause__
-            raise known from cause
+            error = from_record(failure)
+            self._note_shared_error(call, error, is_shared=True)
+            if type(error) is type(cause) and isinstance(cause, StateExchangeError):
+                raise error.with_traceback(cause.__traceback__) from cause.__cause__
+            raise error from cause
 
     def close(self, error: BaseException | None) -> None:
         """Leave the group: peers that wait for this rank raise PeerError, or `error`. Not collective."""
         forks.forget(self)
         public = public_call_name()
-        phase, ended = ("its own code", "this rank's code") if public is None else (public, public)
-        known = None if error is None else from_record(self.record(error, phase))
+        reported = None if error is None else from_record(self.record(error, public or "its own code"))
         if self.page is not None:
-            self.page.leave(known)
-        self.backend.leave(known)
-        if self.monitor is not None and known is not None:
-            self.monitor.report_failure(known)
+            self.page.leave(reported)
+        self.backend.leave(reported)
+        if self.monitor is not None and reported is not None:
+            self.monitor.report_failure(reported)
         if self.dead is None:
+            ended = "this rank's code" if public is None else public
             since = "" if error is None else f" since {type(error).__name__} ended {ended}"
             self.dead = closed_error(self.rank, since)
         for queue in [self._queue, *self._peer_queues.values()]:
@@ -542,7 +570,11 @@ class Route:
         """The backend that reduces within each host first and then between hosts, if this is one."""
         return self._backend if self._backend.name == "hierarchical" else None
 
-    def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work:
+    @overload
+    def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: Literal[False]) -> T: ...
+    @overload
+    def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work[T]: ...
+    def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work[T]:
         """Run a collective like `Session.collective`, with this route's suffix in the call. Collective."""
         if self._suffix:
             call.text += self._suffix

@@ -44,32 +44,32 @@ __all__ = [
     "LostServerError",
     "Server",
     "SharedStore",
-    "absent",
+    "absent_error",
     "as_timedelta",
     "complete",
     "connect",
     "enroll",
     "failure_announced",
-    "left",
-    "lost_rank_0",
+    "left_error",
+    "lost_rank_0_error",
     "namespaced",
     "server_nonce",
-    "unanswered",
-    "unreachable",
+    "unanswered_error",
+    "unreachable_text",
     "wait_for_all",
     "wait_until_complete",
 ]
 
 _stores: Any = dist  # torch exports its stores there, but not for type checkers
 _POLL_S = 0.02
-_ATTEMPT_S = 5.0
-_NOTICE_S = 1.0
+_ATTEMPT_S = 5.0  # for one attempt to connect
+_NOTICE_S = 1.0  # for the other ranks to read an error
 _LONGEST_S = 1e8  # three years
 _PHASE = "the rendezvous"
 
 
 def as_timedelta(timeout_s: float) -> timedelta:
-    """Return a deadline, which may be inf, as torch takes it."""
+    """Return a number of seconds, which may be inf, as a timedelta for torch."""
     return timedelta(seconds=min(timeout_s, _LONGEST_S))
 
 
@@ -195,13 +195,14 @@ def wait_for_all(
         while not store.check(keys):
             poll()
             if time.monotonic() > deadline:
-                raise absent([r for r, key in enumerate(keys) if not store.check([key])], where, timeout_s)
+                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+                raise absent_error(missing, where, timeout_s)
             time.sleep(_POLL_S)
 
 
 @contextlib.contextmanager
 def failure_announced(store: Any, world_size: int) -> Iterator[None]:
-    """A block whose error is raised by all ranks that have joined, too. Rank 0 only."""
+    """A block of rank 0: the ranks that have joined raise its error, too."""
     try:
         yield
     except BaseException as error:
@@ -230,11 +231,11 @@ def wait_until_complete(store: Any, world_size: int, deadline: float, timeout_s:
                 store.add("failure_reads", 1)
                 raise from_record(record)
             if time.monotonic() > deadline:
-                missing = [r for r in range(world_size) if not store.check([_joined(r)])]
+                missing = [rank for rank in range(world_size) if not store.check([_joined(rank)])]
                 if missing:
-                    raise absent(missing, where, timeout_s)
+                    raise absent_error(missing, where, timeout_s)
                 if time.monotonic() > deadline + _NOTICE_S:
-                    raise unanswered(where, timeout_s)
+                    raise unanswered_error(where, timeout_s)
             time.sleep(_POLL_S)
 
 
@@ -244,24 +245,24 @@ def complete(store: Any) -> None:
         store.set("complete", "1")
 
 
-def absent(ranks: Sequence[int], where: str, timeout_s: float, reason: object = "") -> StallError:
+def absent_error(ranks: Sequence[int], where: str, timeout_s: float, reason: object = "") -> StallError:
     """Return the error for ranks that did not join."""
-    text = f"ranks {list(ranks)} did not come to {where} in {timeout_s:g} s"
+    text = f"ranks {list(ranks)} did not join at {where} in {timeout_s:g} s"
     return StallError(f"{text}: {reason}" if reason else text, missing=tuple(ranks))
 
 
-def left(ranks: Sequence[int], where: str, timeout_s: float) -> StallError:
+def left_error(ranks: Sequence[int], where: str, timeout_s: float) -> StallError:
     """Return the error for ranks that joined, but left early."""
-    text = f"ranks {list(ranks)} came to {where}, but left before all were there, which took over {timeout_s:g} s"
+    text = f"ranks {list(ranks)} joined at {where}, but left before all had joined, which took over {timeout_s:g} s"
     return StallError(text, missing=tuple(ranks))
 
 
-def unanswered(where: str, timeout_s: float) -> StallError:
+def unanswered_error(where: str, timeout_s: float) -> StallError:
     """Return the error for a rendezvous that all ranks joined, but rank 0 did not complete."""
-    return StallError(f"all ranks came to {where}, but rank 0 did not answer in {timeout_s:g} s", missing=(0,))
+    return StallError(f"all ranks joined at {where}, but rank 0 did not answer in {timeout_s:g} s", missing=(0,))
 
 
-def unreachable(rank: int, root_host: str, address: str, port: int, reason: object) -> str:
+def unreachable_text(rank: int, root_host: str, address: str, port: int, reason: object) -> str:
     """Return the message for a rank that cannot connect to the store of rank 0."""
     return (
         f"rank {rank} on {platform.node()} cannot reach rank 0 on {root_host} at {address}, port {port}: {reason}. Set "
@@ -280,7 +281,7 @@ def _lost_server() -> Iterator[None]:
         raise LostServerError(_first_line(error)) from error
 
 
-def lost_rank_0(error: LostServerError) -> PeerError:
+def lost_rank_0_error(error: LostServerError) -> PeerError:
     """Return the error for a rank whose rendezvous has lost rank 0."""
     return PeerError(0, _PHASE, f"its store ended: {error}")
 

@@ -22,7 +22,7 @@ class Topology:
     @property
     def local_rank(self) -> int:
         """The number of this rank within its host."""
-        return self.node_ranks_in_order.index(self.rank)
+        return self.node_ranks_by_local_rank.index(self.rank)
 
     @property
     def node_ranks(self) -> list[int]:
@@ -30,21 +30,21 @@ class Topology:
         return [rank for rank, node in enumerate(self.nodes) if node == self.nodes[self.rank]]
 
     @property
-    def node_ranks_in_order(self) -> list[int]:
-        """The ranks of this host by their local ranks."""
+    def node_ranks_by_local_rank(self) -> list[int]:
+        """The ranks of this host, in the order of their local ranks."""
         if not self.local_ranks:
             return self.node_ranks
         return sorted(self.node_ranks, key=lambda rank: self.local_ranks[rank])
 
     @property
     def leaders(self) -> list[int]:
-        """The lowest rank of each host."""
+        """The lowest rank of each host, its leader. Its local rank need not be 0, if the launcher counts otherwise."""
         return [self.nodes.index(node) for node in range(max(self.nodes) + 1)]
 
     @property
-    def first_ranks(self) -> list[int]:
-        """The rank with local rank 0 of each host."""
+    def ranks_of_local_rank_0(self) -> list[int]:
+        """The rank of each host that has local rank 0."""
         if not self.local_ranks:
             return self.leaders
-        first = {self.nodes[rank]: rank for rank, local_rank in enumerate(self.local_ranks) if local_rank == 0}
-        return [first[node] for node in range(len(first))]
+        by_node = {self.nodes[rank]: rank for rank, local_rank in enumerate(self.local_ranks) if local_rank == 0}
+        return [by_node[node] for node in range(len(by_node))]

@@ -25,7 +25,7 @@ __all__ = ["Wait", "yield_core"]
 _SPINS = 100
 _LONGEST_NAP_S = 2e-3
 _YIELDING_S = 2e-4
-_NAPS_PER_WAIT = 16  # naps are 1/16 of the time waited, by which a wait may last too long
+_NAPS_PER_WAIT = 16  # a nap is 1/16 of the time waited so far, so a wait ends at most 1/16 too late
 _MONITOR_PERIOD_S = 0.05
 _ON_ITS_WAY_S = 5.0  # time for data that was sent already to arrive
 
@@ -110,8 +110,8 @@ class Wait:
             message = f"another rank has completed {self.operation}, but not all that it sent has arrived"
             raise OutcomeUnknownError(message)
         missing = self.monitor.missing_ranks() if self.monitor is not None else ()
-        who = f"ranks {list(missing)} did not reach" if missing else "not all ranks reached"
-        message = f"{who} {self.operation} in {self.timeout_s:g} s"
+        subject = f"ranks {list(missing)} did not reach" if missing else "not all ranks reached"
+        message = f"{subject} {self.operation} in {self.timeout_s:g} s"
         self._give_up(StallError(message, missing=missing, rank=missing[0] if missing else None))
 
     def _give_up(self, error: StateExchangeError) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 from statexchange.comm.failure.monitor import AbandonedError
 from statexchange.errors import MismatchError, StallError
@@ -23,8 +23,10 @@ from statexchange.settings import check_timeout
 
 __all__ = ["Work", "WorkQueue"]
 
+T = TypeVar("T")
 
-class Work:
+
+class Work(Generic[T]):
     """A collective that runs while the caller computes. Its tensors must not be touched until `wait` returns.
 
     If `wait` raises MismatchError, later work of the communicator that was begun before then is skipped, and raises the
@@ -55,7 +57,7 @@ class Work:
         self._broken_off = broken_off
         self._queue = queue
         self._ended = threading.Event()
-        self._result: Any = None
+        self._result: T | None = None
         self._error: BaseException | None = None
         self._is_reported = False
 
@@ -74,7 +76,7 @@ class Work:
         """
         return self._ended.is_set()
 
-    def wait(self, timeout_s: float | None = None) -> Any:
+    def wait(self, timeout_s: float | None = None) -> T:
         """Return the result, which a call without `async_op` would have returned.
 
         Not collective. Blocks until the work is done.
@@ -105,7 +107,7 @@ class Work:
             if self._queue is not None:
                 self._queue.note_raised(self._error)
             raise self._error.with_traceback(None)
-        return self._result
+        return cast("T", self._result)
 
     @property
     def is_lost(self) -> bool:
@@ -123,7 +125,7 @@ class Work:
             self._ended = threading.Event()  # a thread of the parent may have held the lock of the old one
             self._ended.set()
 
-    def run(self, body: Callable[[], Any]) -> None:
+    def run(self, body: Callable[[], T]) -> None:
         """Do the work in this thread. Not collective.
 
         Args:
@@ -146,22 +148,25 @@ class WorkQueue:
         self._name = name
         self._skips = skips
         self._mismatch: MismatchError | None = None  # of its work, until it is raised to the user
-        self._jobs: queue.SimpleQueue[tuple[Work, Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Work[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._works: list[Work] = []
+        self._works: list[Work[Any]] = []
         self.has_begun = False
         """Whether anything has ever been submitted."""
         self.turn = threading.Lock()
         """Serialises synchronous calls with this queue's work."""
 
-    def submit(self, operation: str, body: Callable[[], Any], broken_off: Callable[[], NoReturn] | None = None) -> Work:
+    def submit(
+        self, operation: str, body: Callable[[], T], broken_off: Callable[[], NoReturn] | None = None
+    ) -> Work[T]:
         """Queue `body` behind all that was submitted before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()
             self.has_begun = True
-        work = Work(operation, broken_off, self)
-        self._works = [*(w for w in self._works if not w.is_completed() or w.is_lost), work]
+        work: Work[T] = Work(operation, broken_off, self)
+        kept = [earlier for earlier in self._works if not earlier.is_completed() or earlier.is_lost]
+        self._works = [*kept, work]
         self._jobs.put((work, body))
         return work
 
@@ -203,8 +208,8 @@ class WorkQueue:
             self._do(*job)
             del job
 
-    def _do(self, work: Work, body: Callable[[], Any]) -> None:
-        def attempt() -> Any:
+    def _do(self, work: Work[T], body: Callable[[], T]) -> None:
+        def attempt() -> T:
             earlier = self._mismatch or work.skipped_for  # in this order, see the top of this file
             if earlier is not None:
                 raise earlier

@@ -46,20 +46,21 @@ class Catalog:
         self._aliases: dict[str, str] = {}
         self._parts: dict[str, list[_SavedPart]] = {}
         old_names: dict[str, str] = {}
-        for holder in sorted(source.files, key=lambda holder: (holder.rank != self.own_rank, holder.rank)):
-            self._add_aliases(holder.aliases)
-            for tensor in holder.tensors.values():
+        for shard_file in sorted(source.files, key=lambda file: (file.rank != self.own_rank, file.rank)):
+            self._add_aliases(shard_file.aliases)
+            for tensor in shard_file.tensors.values():
                 old = tensor.shard.name
                 new = self.new_name(old)
                 if old_names.setdefault(new, old) != old:
                     text = f"rename gives one name to both {old_names[new]!r} and {old!r}"
                     raise UnsafeError(text, name=new, path=source.path)
-                self._parts.setdefault(new, []).append(_SavedPart(holder.rank, tensor, holder.path))
+                self._parts.setdefault(new, []).append(_SavedPart(shard_file.rank, tensor, shard_file.path))
         if source.manifest is not None:
             self._add_aliases(source.manifest.get("aliases", {}))
 
     def _add_aliases(self, aliases: Mapping[str, str]) -> None:
-        self._aliases.update({self.new_name(alias): self.new_name(kept) for alias, kept in aliases.items()})
+        for alias, name in aliases.items():
+            self._aliases[self.new_name(alias)] = self.new_name(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)
@@ -75,7 +76,7 @@ class Catalog:
         return renamed(name, self.options.rename) if self.options.rename else name
 
     def stored(self, name: str) -> str:
-        """Return the name under which a tensor was written: for a tied tensor that of the kept one."""
+        """Return the name under which a tensor was written; a tied tensor was written under one of its names."""
         return name if name in self._parts else self._aliases.get(name, name)
 
     def names_of(self, name: str) -> list[str]:
@@ -84,7 +85,7 @@ class Catalog:
             return [name]
         rule = self.layout.rule_for(name)
         names = [name] if rule is None else rule.names(name)
-        return [self.renumbered.get(one, one) for one in names]
+        return [self.renumbered.get(new, new) for new in names]
 
     def keeps(self, path: str, value: Any) -> bool:
         """Whether `value`, at this path of the state, or anything inside it is to be loaded."""
@@ -93,7 +94,7 @@ class Catalog:
 
     def has(self, name: str) -> bool:
         """Whether the live tensor `name` is selected, and the source has it."""
-        return self.options.wants(name) and all(one in self for one in self.names_of(name))
+        return self.options.wants(name) and all(stored_name in self for stored_name in self.names_of(name))
 
     def shape_like(self, name: str) -> str | None:
         """Return the parameter of the same shape as this optimizer tensor, if a layout shards that parameter."""
@@ -107,7 +108,8 @@ class Catalog:
         """Return the parts of a tensor to read from: only this rank's own part if that is the whole tensor."""
         parts = self._parts[self.stored(name)]
         shard = parts[0].tensor.shard
-        return parts[:1] if parts[0].rank == self.own_rank and shard.boxes == (full_box(shard.global_shape),) else parts
+        has_whole = parts[0].rank == self.own_rank and shard.boxes == (full_box(shard.global_shape),)
+        return parts[:1] if has_whole else parts
 
     def shard_of(self, name: str) -> Shard:
         """Return a tensor's dtype and shape; raise CorruptError if the source's files disagree."""
@@ -130,24 +132,45 @@ class Catalog:
 
         Raise ReplicaError if copies differ, unless this rank saved one itself or `replicas` is "root".
         """
-        found: dict[Box, tuple[ByteRange, int]] = {}
+        boxes: dict[Box, tuple[ByteRange, int]] = {}
         for part in self._parts_to_read(name):
             for box, byte_range in zip(part.tensor.shard.boxes, part.tensor.byte_ranges, strict=True):
                 if not box.numel:
                     continue
-                known, first = found.setdefault(box, (byte_range, part.rank))
-                if first == self.own_rank or self.options.replicas == "root":
+                first, first_rank = boxes.setdefault(box, (byte_range, part.rank))
+                if first_rank == self.own_rank or self.options.replicas == "root":
                     continue
-                if None not in (known.digest, byte_range.digest) and known.digest != byte_range.digest:
-                    raise ReplicaError(
-                        f"ranks {first} and {part.rank} saved different values for region {box}: load on as many "
-                        f'ranks as have saved, so that each gets its own, or pass replicas="root" to take rank '
-                        f"{min(first, part.rank)}'s",
-                        name=name,
-                        rank=part.rank,
-                        path=part.path,
-                    )
-        return found
+                if None not in (first.digest, byte_range.digest) and first.digest != byte_range.digest:
+                    text = _differing(f"different values for region {box}", name, first_rank, part.rank)
+                    raise ReplicaError(text, name=name, rank=part.rank, path=part.path)
+        return boxes
+
+    def check_values(self, saved: Any, conflicts: Mapping[tuple[Any, ...], tuple[int, int]]) -> None:
+        """Raise ReplicaError for values in the saved tree that ranks saved differently, if they are to be equal.
+
+        Args:
+            saved: the tree under the state's names, without what is not loaded.
+            conflicts: two ranks that saved different values, by the keys that lead there.
+        """
+        if self.own_rank is not None or self.options.replicas == "root" or not conflicts:
+            return
+        loaded = paths_of(saved)
+        names = {self.new_name(".".join(map(str, keys))): ranks for keys, ranks in conflicts.items()}
+        found = [name for name in names if name in loaded]
+        if found:
+            rank, other = names[found[0]]
+            others = f" and {len(found) - 1} other entries" if len(found) > 1 else ""
+            text = _differing(f"different values of {found[0]!r}{others}", found[0], rank, other)
+            raise ReplicaError(text, rank=other, path=self.source.path)
+
+
+def _differing(what: str, name: str, rank: int, other: int) -> str:
+    """Return the message for what two ranks saved differently, with what can be done."""
+    return (
+        f"ranks {rank} and {other} saved {what}: load on as many ranks as have saved, so that each gets its own, "
+        f'pass exclude={name!r} to leave the state as it is there, or pass replicas="root" to take rank '
+        f"{min(rank, other)}'s"
+    )
 
 
 # The saved tree
@@ -167,13 +190,13 @@ class LivePlaces:
     @classmethod
     def of(cls, state: Any) -> LivePlaces:
         """Find the containers and objects of a state."""
-        found = cls()
-        for place in walk(state, lambda _, value: isinstance(value, Mapping) and not is_module(value)):
-            if not place.is_leaf or is_module(place.value):
-                found.containers[place.path] = place.keys
-            elif hasattr(place.value, "load_state_dict") or hasattr(place.value, "param_groups"):
-                found.objects.add(place.path)
-        return found
+        places = cls()
+        for step in walk(state, lambda _, value: isinstance(value, Mapping) and not is_module(value)):
+            if not step.is_leaf or is_module(step.value):
+                places.containers[step.path] = step.keys
+            elif hasattr(step.value, "load_state_dict") or hasattr(step.value, "param_groups"):
+                places.objects.add(step.path)
+        return places
 
     def may_want(self, path: str, options: LoadOptions) -> bool:
         """Whether the entry at a path of the state, or anything inside it, is to be loaded."""
@@ -194,51 +217,54 @@ def with_new_names(saved: Any, catalog: Catalog, places: LivePlaces) -> Any:
     """
     if not catalog.options.rename or not isinstance(saved, Mapping):
         return saved
-    found: dict[Any, Any] = {}
+    moved: dict[Any, Any] = {}
     for unit in _units(saved, places):
         new = catalog.new_name(unit.path)
-        target: Any = found
-        *above, last = unit.keys if new == unit.path else _split(new, places)
-        for key in above:
+        target: Any = moved
+        *outer_keys, last_key = unit.keys if new == unit.path else _split(new, places)
+        for key in outer_keys:
             target = target.setdefault(key, {}) if isinstance(target, dict) else None
-        if not isinstance(target, dict) or last in target:
+        if not isinstance(target, dict) or last_key in target:
             raise UnsafeError("rename gives one name to two entries of the source", name=new, path=catalog.source.path)
-        target[last] = _renamed_optimizer(unit.value, catalog) if _is_optimizer(unit.value) else unit.value
-    return found
+        target[last_key] = _renamed_optimizer(unit.value, catalog) if _is_optimizer(unit.value) else unit.value
+    return moved
 
 
 def _split(path: str, places: LivePlaces) -> list[Any]:
     """Return the keys of the innermost live mapping or module that contains `path`, and the rest of the path."""
-    inside = [one for one in places.containers if one and path.startswith(f"{one}.")]
-    if not inside:
+    containing = [container for container in places.containers if container and path.startswith(f"{container}.")]
+    if not containing:
         return [path]
-    innermost = max(inside, key=len)
+    innermost = max(containing, key=len)
     return [*places.containers[innermost], path[len(innermost) + 1 :]]
 
 
 def _renamed_optimizer(saved: Mapping[str, Any], catalog: Catalog) -> dict[str, Any]:
-    def new(name: Any) -> Any:
-        return catalog.new_name(name) if isinstance(name, str) else name
+    """Return an optimizer's saved state with its parameters renamed; numbered parameters stay."""
 
-    groups = [{**group, "params": [new(name) for name in group["params"]]} for group in saved["param_groups"]]
-    return {**saved, "state": {new(name): entry for name, entry in saved["state"].items()}, "param_groups": groups}
+    def new_key(key: Any) -> Any:
+        return catalog.new_name(key) if isinstance(key, str) else key
+
+    groups = [{**group, "params": [new_key(key) for key in group["params"]]} for group in saved["param_groups"]]
+    state = {new_key(key): entry for key, entry in saved["state"].items()}
+    return {**saved, "state": state, "param_groups": groups}
 
 
 def without_unwanted(saved: Any, options: LoadOptions, places: LivePlaces) -> Any:
-    """Return a saved tree without the entries that `include` does not select.
+    """Return a saved tree without the entries that `include` does not select or `exclude` does.
 
-    A list, a tuple or the state of one object is kept whole if any entry in it is selected.
+    A list, a tuple or the state of one object is kept or left out whole.
     """
-    if not options.include or not isinstance(saved, Mapping):
+    if not (options.include or options.exclude) or not isinstance(saved, Mapping):
         return saved
-    found: dict[Any, Any] = {}
+    selected: dict[Any, Any] = {}
     for unit in _units(saved, places):
-        if any(options.wants(place.path) for place in walk(unit.value, path=unit.path)):
-            target = found
+        if options.wants_object([step.path for step in walk(unit.value, path=unit.path)]):
+            target = selected
             for key in unit.keys[:-1]:
                 target = target.setdefault(key, {})
             target[unit.keys[-1]] = unit.value
-    return found
+    return selected
 
 
 def _units(saved: Mapping[Any, Any], places: LivePlaces) -> Iterator[WalkStep]:
@@ -249,9 +275,9 @@ def _units(saved: Mapping[Any, Any], places: LivePlaces) -> Iterator[WalkStep]:
             return True
         return isinstance(value, Mapping) and bool(value) and not _is_optimizer(value) and path not in places.objects
 
-    return (place for place in walk(saved, enters) if place.is_leaf)
+    return (step for step in walk(saved, enters) if step.is_leaf)
 
 
 def paths_of(saved: Any) -> set[str]:
     """Return the paths of all entries of nested mappings."""
-    return {place.path for place in walk(saved, lambda _, value: isinstance(value, Mapping)) if place.keys}
+    return {step.path for step in walk(saved, lambda _, value: isinstance(value, Mapping)) if step.keys}

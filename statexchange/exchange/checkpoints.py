@@ -22,9 +22,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, overload
 
 from statexchange.checkpoint.publication import target_path
 from statexchange.comm.calls import public_call
@@ -55,6 +55,7 @@ from statexchange.storage.steps import (
     read_saves,
     remove_save,
     step_name,
+    steps_text,
 )
 from statexchange.storage.store import is_url
 from statexchange.units import format_seconds
@@ -225,7 +226,7 @@ class Checkpoints:
         state: State,
         step: int,
         *,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
         overwrite: bool = False,
         background: Literal[False] = False,
     ) -> SaveReport: ...
@@ -236,7 +237,7 @@ class Checkpoints:
         state: State,
         step: int,
         *,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
         overwrite: bool = False,
         background: Literal[True],
     ) -> Future[SaveReport]: ...
@@ -246,7 +247,7 @@ class Checkpoints:
         state: State,
         step: int,
         *,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
         overwrite: bool = False,
         background: bool = False,
     ) -> SaveReport | Future[SaveReport]:
@@ -293,7 +294,7 @@ class Checkpoints:
                 self._wait()
             return save_now(state, request, comm)
 
-    def _request(self, step: int, metrics: Mapping[str, float] | None, *, overwrite: bool) -> SaveRequest:
+    def _request(self, step: int, metrics: Mapping[str, SupportsFloat] | None, *, overwrite: bool) -> SaveRequest:
         number = _whole(step, "step")
         found = {str(name): _metric(name, value) for name, value in (metrics or {}).items()}
         best = self._retention.best
@@ -381,7 +382,8 @@ class Checkpoints:
             state: as for `load_checkpoint`.
             step: the step to load; by default the newest.
             missing_ok: return None if there is no save yet; else that is a NotFoundError.
-            options: `strict`, `include`, `rename`, `dtype`, `replicas` and `on_progress` of `load_checkpoint`.
+            options: `strict`, `include`, `exclude`, `rename`, `dtype`, `replicas` and `on_progress` of
+                `load_checkpoint`.
 
         Returns:
             The report, whose `step` is the one that was loaded. None on all ranks if `step` is None and the directory
@@ -490,7 +492,7 @@ class Checkpoints:
     def _step_of(self, saves: Mapping[int, object], wanted: int | None, *, missing_ok: bool) -> int | None:
         if wanted is not None:
             if wanted not in saves:
-                there = f"there are steps {_shown(saves)}" if saves else "there is none"
+                there = f"there are steps {steps_text(saves)}" if saves else "there is none"
                 raise NotFoundError(f"there is no save of step {wanted}: {there}", path=self.path)
             return wanted
         if saves:
@@ -674,17 +676,17 @@ def _signal_names(given: str | Sequence[str] | None) -> tuple[str, ...]:
     return names
 
 
-def _signal_and_due(raw: Any) -> tuple[str | None, bool]:
+def _signal_and_due(raw: object) -> tuple[str | None, bool]:
     name, due = records.items(raw, lambda value: value)
     return records.optional(name, records.text), records.flag(due)
 
 
-def _whole(value: Any, name: str, *, least: int = 0) -> int:
+def _whole(value: object, name: str, *, least: int = 0) -> int:
     """Return a whole number of at least `least`; InvalidArgumentError for anything else."""
     try:
         if isinstance(value, bool):
             raise TypeError
-        number = operator.index(value)
+        number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise InvalidArgumentError(f"{name} must be a whole number, not {excerpt(value)}") from None
     if number < least:
@@ -692,15 +694,8 @@ def _whole(value: Any, name: str, *, least: int = 0) -> int:
     return number
 
 
-def _metric(name: str, value: Any) -> float:
+def _metric(name: str, value: SupportsFloat) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         raise InvalidArgumentError(f"the metric {name!r} must be a number, not {excerpt(value)}") from None
-
-
-def _shown(steps: Iterable[int]) -> str:
-    """Return the newest steps as text."""
-    numbers = sorted(steps)
-    more = f" and {len(numbers) - 8} older ones" if len(numbers) > 8 else ""
-    return ", ".join(map(str, numbers[-8:])) + more

@@ -81,10 +81,10 @@ def export_checkpoint(
 
     In the background, the call returns once this rank's tensors are copied into memory that the next export uses again,
     and waits for no other rank except the first time. The state may change then, and collectives of `comm` go on: a
-    thread exports over a communicator of its own. An export that is called while another one runs waits for it first,
-    and so does the interpreter's exit; an export cannot be cancelled. `on_progress` is called in the thread. A failure
-    on any rank is logged on all ranks and raised by `result()` on all ranks. If `result()` was not called, the next
-    export in the background raises the failure instead of exporting, and at exit it is logged again.
+    thread exports over a communicator of its own. A further export, and the interpreter's exit, first wait for the one
+    that runs; an export cannot be cancelled. `on_progress` is called in the thread. A failure on any rank is logged on
+    all ranks and raised by `result()` on all ranks. If `result()` was not called, the next export in the background
+    raises the failure instead of exporting, and at exit it is logged again.
 
     Args:
         state: a module, a mapping of names to tensors, or a list of such. DTensors and Megatron-Core's ShardedTensors
@@ -93,7 +93,7 @@ def export_checkpoint(
         path: a local directory. `path`, `files_from` and `overwrite` are root's; pass the same on all ranks. All other
             options must be equal on all ranks, except the rules of a layout.
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current communicator.
-        layout: sharding rules by name pattern: torch's ``Shard(dim)`` or ``Replicate()``, ``{"dim": 0}``, the words of
+        layout: sharding rules by name pattern: torch's ``Shard(dim)`` or ``Replicate()``, ``{"dim": 0}``, keywords of
             transformers' `model.tp_plan`, or any rule of `statexchange.sharding.rules`. With ``{"reduce": "max"}`` the
             rank that writes the copies holds them once more.
         include: shell patterns of the names to export, one or several; by default all.
@@ -132,7 +132,7 @@ def export_checkpoint(
     """
     communicator = as_communicator(comm)
 
-    def request() -> ExportRequest:
+    def new_request() -> ExportRequest:
         return ExportRequest.of(
             path,
             include=include,
@@ -152,14 +152,14 @@ def export_checkpoint(
     if background:
 
         def prepare() -> tuple[Description, Callable[[Description, Communicator], ExportReport]]:
-            checked = request()
-            described = describe(state, checked.options.new_layout(), communicator.rank)
-            return described, lambda copies, comm: export_described(copies, checked, comm)
+            request = new_request()
+            described = describe(state, request.options.new_layout(), communicator.rank)
+            return described, lambda copies, comm: export_described(copies, request, comm)
 
         return run_in_background("export_checkpoint", path, communicator, prepare)
     began = time.perf_counter()
     with communicator.phase("describing its state"):
-        checked = request()
+        request = new_request()
         with collector_paused():
-            described = describe(state, checked.options.new_layout(), communicator.rank)
-    return export_described(described, checked, communicator, began)
+            described = describe(state, request.options.new_layout(), communicator.rank)
+    return export_described(described, request, communicator, began)

@@ -68,13 +68,13 @@ class ExportReport:
     rank_nbytes: tuple[int, ...]
 
     def __str__(self) -> str:
-        done = format_transfer(self.num_tensors, self.nbytes, self.seconds)
-        return f"{done} -> {self.path} ({format_shares(self.rank_nbytes)})"
+        transfer = format_transfer(self.num_tensors, self.nbytes, self.seconds)
+        return f"{transfer} -> {self.path} ({format_shares(self.rank_nbytes)})"
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON value that `from_json` reads."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {**found, "files": [{"name": name, "nbytes": nbytes} for name, nbytes in self.files]}
+        record = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**record, "files": [{"name": name, "nbytes": nbytes} for name, nbytes in self.files]}
 
     @classmethod
     def from_json(cls, raw: Any) -> ExportReport:
@@ -170,7 +170,7 @@ class _Export:
         self._clock = clock
         self._publication: Publication | None = None
         self._plan: Plan | None = None
-        self._open: list[PlannedFile] = []
+        self._outputs: list[PlannedFile] = []
         self._probe = ""
         self._renames: list[dict[str, str]] = []
 
@@ -183,16 +183,16 @@ class _Export:
             nodes = writing_nodes(comm, write_plan)
             self._prepare_values(write_plan)
             with comm.phase("writing", timeout_s=self._stall_timeout_s):
-                headers = [opened.header for opened in self._open]
-                written = write_boxes(comm, self._described, write_plan, nodes, headers, self._request.on_progress)
+                headers = [output.header for output in self._outputs]
+                own_receipts = write_boxes(comm, self._described, write_plan, nodes, headers, self._request.on_progress)
             self._clock.lap("write", self._plan.nbytes if self._plan is not None else 0)
-            receipts = comm.all_gather_bytes(records.encoded(written), root=0, operation="the receipts")
+            receipts = comm.all_gather_bytes(records.encoded(own_receipts), root=0, operation="the receipts")
             report: ExportReport | None = None
             with comm.phase("publishing", timeout_s=self._stall_timeout_s):
                 if comm.rank == 0:
                     with collector_paused():
                         report = self._publish(receipts, nodes)
-            return self._shared(report)
+            return self._broadcast(report)
         finally:
             if self._publication is not None:
                 self._publication.abandon()
@@ -200,14 +200,14 @@ class _Export:
     def _agreed_plan(self) -> WritePlan:
         """Send this rank's metadata to root; return root's plan. Collective."""
         comm = self._comm
-        ours = RankMetadata.of(self._described, self._options.texts())
-        metadata, nbytes = gather_metadata(comm, ours, root=0)
+        own = RankMetadata.of(self._described, self._options.texts())
+        metadata, nbytes = gather_metadata(comm, own, root=0)
         self._clock.lap("describe", nbytes)
         plan: WritePlan | None = None
         data = b""
         with comm.phase("planning"):
             if comm.rank == 0:
-                self._prepare(parse_metadata(metadata, comm.rank, ours))
+                self._prepare(parse_metadata(metadata, comm.rank, own))
                 plan = self._write_plan()
                 data = records.encoded(plan)
         sent = comm.all_gather_bytes(data, operation="the plan")[0]
@@ -219,22 +219,21 @@ class _Export:
 
     def _prepare(self, metadata: list[RankMetadata]) -> None:
         """Prove the cover, claim the target, and create the files. Root only."""
-        check_equal_options([one.options for one in metadata])
+        check_equal_options([rank_metadata.options for rank_metadata in metadata])
         self._layout.check_ranks(range(len(metadata)))
-        unused = set.intersection(*(set(one.unused) for one in metadata))
+        unused = set.intersection(*(set(rank_metadata.unused) for rank_metadata in metadata))
         if unused:
             raise InvalidArgumentError(f"layout pattern {min(unused)!r} matches no tensor")
         self._renames = renames(metadata, self._layout)
-        metadata = [
-            one.renamed(names, rank) if names else one
-            for rank, (one, names) in enumerate(zip(metadata, self._renames, strict=True))
-        ]
-        shards = rank_shards(metadata, self._layout)
-        by_rank = [RankShards(rank, shards[rank], one.aliases) for rank, one in enumerate(metadata)]
-        self._plan = plan_merge(by_rank, self._options, reductions=operations(metadata))
+        renamed = []
+        for rank, (rank_metadata, names) in enumerate(zip(metadata, self._renames, strict=True)):
+            renamed.append(rank_metadata.renamed(names, rank) if names else rank_metadata)
+        shards = rank_shards(renamed, self._layout)
+        by_rank = [RankShards(rank, shards[rank], renamed[rank].aliases) for rank in range(len(renamed))]
+        self._plan = plan_merge(by_rank, self._options, reductions=operations(renamed))
         if not self._plan.num_tensors:
-            why = "include and exclude leave out every tensor" if any(shards) else "no rank's state has a tensor"
-            raise InvalidArgumentError(f"there is nothing to export: {why}")
+            reason = "include and exclude leave out every tensor" if any(shards) else "no rank's state has a tensor"
+            raise InvalidArgumentError(f"there is nothing to export: {reason}")
         path = target_path(self._request.path)
         if is_url(path):
             raise InvalidArgumentError(f"a checkpoint goes to a directory, not to {path!r}")
@@ -242,24 +241,33 @@ class _Export:
         self._publication = Publication(
             path, self._plan, source="export", extra=extra, overwrite=self._request.overwrite
         )
-        self._open = [self._publication.create(file) for file in self._plan.files]
+        self._outputs = [self._publication.create(file) for file in self._plan.files]
         if self._comm.num_nodes > 1:
             self._probe = self._publication.make_probe()
 
     def _write_plan(self) -> WritePlan:
         """Return the plan by which each rank writes its part. Root only."""
         assert self._plan is not None
-        distinct: dict[str, int] = {}
+        distinct: dict[str, int] = {}  # the number of each distinct map of names, as JSON
         numbers = [distinct.setdefault(json.dumps(names, sort_keys=True), len(distinct)) for names in self._renames]
-        tensors = [
-            WriteTensor(number, opened.offset_of(t), t.shape, t.dtype, t.source, t.reduce, t.pieces)
-            for number, (file, opened) in enumerate(zip(self._plan.files, self._open, strict=True))
-            for t in file.tensors
-        ]
-        files = [WriteFile(opened.path, opened.is_reserved) for opened in self._open]
+        tensors = []
+        for number, (file, output) in enumerate(zip(self._plan.files, self._outputs, strict=True)):
+            for tensor in file.tensors:
+                tensors.append(
+                    WriteTensor(
+                        file=number,
+                        begin=output.offset_of(tensor),
+                        shape=tensor.shape,
+                        dtype=tensor.dtype,
+                        source=tensor.source,
+                        reduce=tensor.reduce,
+                        pieces=tensor.pieces,
+                    )
+                )
+        files = [WriteFile(output.path, output.is_reserved) for output in self._outputs]
         compares = self._options.replicas == "equal"
-        maps = tuple(json.loads(text) for text in distinct)
-        return WritePlan(tuple(files), tuple(tensors), maps, tuple(numbers), self._probe, compares)
+        renames_by_number = tuple(json.loads(text) for text in distinct)
+        return WritePlan(tuple(files), tuple(tensors), renames_by_number, tuple(numbers), self._probe, compares)
 
     def _prepare_values(self, write_plan: WritePlan) -> None:
         """Rename tensors as the plan does, and reduce the copies that a layout reduces. Collective."""
@@ -277,15 +285,15 @@ class _Export:
         assert plan is not None
         assert publication is not None
         tensors = [tensor for file in plan.files for tensor in file.tensors]
-        found = [
+        decoded = [
             records.decoded(receipt, BoxReceipts.from_json, "the digests", rank)
             for rank, receipt in enumerate(receipts)
         ]
-        provenance = _box_provenance(tensors, found, compares=self._options.replicas == "equal")
-        for opened, node in zip(self._open, nodes, strict=True):
-            opened.finish(writes_header=node == self._comm.node_rank)
+        provenance = _box_provenance(tensors, decoded, compares=self._options.replicas == "equal")
+        for output, node in zip(self._outputs, nodes, strict=True):
+            output.finish(writes_header=node == self._comm.node_rank)
         small_files = publication.commit(provenance)
-        files = [(file.name, opened.nbytes) for file, opened in zip(plan.files, self._open, strict=True)]
+        files = [(file.name, output.nbytes) for file, output in zip(plan.files, self._outputs, strict=True)]
         self._clock.lap("publish", sum(map(len, receipts)))
         return ExportReport(
             publication.path,
@@ -296,10 +304,10 @@ class _Export:
             time.perf_counter() - self._clock.began,
             self._clock.phases,
             self._clock.nbytes,
-            _supplied(tensors, self._comm.world_size),
+            _nbytes_by_rank(tensors, self._comm.world_size),
         )
 
-    def _shared(self, report: ExportReport | None) -> ExportReport:
+    def _broadcast(self, report: ExportReport | None) -> ExportReport:
         """Send root's report to every rank. Collective."""
         sent = self._comm.broadcast_object(None if report is None else report.to_json())
         if report is not None:
@@ -307,27 +315,28 @@ class _Export:
         return records.parsed(sent, ExportReport.from_json, "the report", 0)
 
 
-def _supplied(tensors: Sequence[TensorPlan], world_size: int) -> tuple[int, ...]:
+def _nbytes_by_rank(tensors: Sequence[TensorPlan], world_size: int) -> tuple[int, ...]:
     """Return the number of bytes that each rank supplied."""
-    supplied = [0] * world_size
+    nbytes = [0] * world_size
     for tensor in tensors:
         for piece in tensor.pieces:
-            supplied[piece.holder] += piece.box.numel * ITEMSIZE[tensor.dtype]
-    return tuple(supplied)
+            nbytes[piece.holder] += piece.box.numel * ITEMSIZE[tensor.dtype]
+    return tuple(nbytes)
 
 
 def _box_provenance(
     tensors: Sequence[TensorPlan], receipts: Sequence[BoxReceipts], *, compares: bool
 ) -> dict[str, list[BoxProvenance]]:
     """Return each tensor's supplier and digest for every piece; raise ReplicaError if replicas differ."""
-    found = {
-        (box.tensor, box.piece, rank, box.index): box.digest for rank, receipt in enumerate(receipts) for box in receipt
-    }
+    digests: dict[tuple[int, int, int, int], str] = {}  # by tensor, piece, rank, and index of the rank's box
+    for rank, rank_receipts in enumerate(receipts):
+        for receipt in rank_receipts:
+            digests[receipt.tensor, receipt.piece, rank, receipt.index] = receipt.digest
     provenance: dict[str, list[BoxProvenance]] = {}
     for number, tensor in enumerate(tensors):
         provenance[tensor.name] = []
         for index, piece in enumerate(tensor.pieces):
-            digest_of = partial(_digest_of, found, tensor.name, number, index)
+            digest_of = partial(_digest_of, digests, tensor.name, number, index)
             if compares:
                 check_copies(tensor, piece, digest_of, _replica_error)
             provenance[tensor.name].append(BoxProvenance(piece.holder, digest_of(piece.holder, piece.box_index)))
@@ -335,19 +344,19 @@ def _box_provenance(
 
 
 def _digest_of(
-    found: Mapping[tuple[int, int, int, int], str], name: str, tensor: int, piece: int, rank: int, box: int
+    digests: Mapping[tuple[int, int, int, int], str], name: str, tensor: int, piece: int, rank: int, box: int
 ) -> str:
     key = (tensor, piece, rank, box)
-    if key not in found:
+    if key not in digests:
         text = "this rank has not sent the digest of a box: run the same version of statexchange on all ranks"
         raise MismatchError(text, name=name, rank=rank)
-    return found[key]
+    return digests[key]
 
 
 def _replica_error(tensor: TensorPlan, box: Box, rank: int, other: int) -> ReplicaError:
     advice = (
         f'if each rank holds a part, say so with layout={{"{tensor.source}": Shard(0)}}; to take rank '
-        f'{min(rank, other)}\'s copy, replicas="root"; tensors that are not the same, as of pipeline stages that each '
-        "count their layers from 0, need names of their own"
+        f'{min(rank, other)}\'s copy, replicas="root"; tensors of different pipeline '
+        "stages need different names, even if each stage numbers its layers from 0"
     )
     return replica_error(tensor.name, box, rank, other, advice)

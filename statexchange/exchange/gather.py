@@ -13,7 +13,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -42,11 +42,16 @@ from statexchange.tensors import (
     wait_tensor,
 )
 
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
 __all__ = ["GatheredState", "gather_state", "get_configs_parallel", "get_tensors_parallel"]
 
 T = TypeVar("T")
+_Tensor: TypeAlias = "torch.Tensor | NDArray[Any]"
 _ALIGNMENT = 64
-_FOREVER = float("inf")
+_NO_LIMIT_S = float("inf")
 _READ_RETRY_S = 30.0
 
 
@@ -79,7 +84,7 @@ class _TensorMetadata:
         }
 
     @classmethod
-    def from_json(cls, raw: Any) -> _TensorMetadata:
+    def from_json(cls, raw: object) -> _TensorMetadata:
         """Return the record that `to_json` wrote; raise ValueError for anything else."""
         names = ("name", "dtype", "shape", "kind", "requires_grad", "alias", "offset")
         name, dtype, shape, kind, requires_grad, alias, offset = records.fields(raw, *names)
@@ -99,31 +104,31 @@ class _TensorMetadata:
 
 @dataclass(frozen=True, slots=True)
 class _RankMessage:
-    """A rank's message to root: its tensors' metadata, where the transport put them, and the caller's message.
+    """A rank's message to root: its tensors' metadata, the address of their bytes, and the caller's message.
 
-    Only the transport interprets `where`, and only the calling function `message`.
+    Only the transport interprets `address`, and only the calling function `message`.
     """
 
     metadata: tuple[_TensorMetadata, ...] = ()
-    where: Mapping[str, Any] = field(default_factory=dict)
+    address: Mapping[str, Any] = field(default_factory=dict)
     message: Any = None
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON value that `from_json` reads."""
         metadata = [entry.to_json() for entry in self.metadata]
-        return {"metadata": metadata, "where": dict(self.where), "message": self.message}
+        return {"metadata": metadata, "address": dict(self.address), "message": self.message}
 
     @classmethod
-    def from_json(cls, raw: Any) -> _RankMessage:
+    def from_json(cls, raw: object) -> _RankMessage:
         """Return the record that `to_json` wrote; raise ValueError for anything else."""
-        raw_metadata, where, message = records.fields(raw, "metadata", "where", "message")
+        raw_metadata, address, message = records.fields(raw, "metadata", "address", "message")
         metadata = records.items(raw_metadata, _TensorMetadata.from_json)
         written = {entry.name for entry in metadata if entry.alias is None}
         if not {entry.alias for entry in metadata if entry.alias is not None} <= written:
             raise ValueError("a tensor is tied to one that was not sent")
-        if type(where) is not dict:
-            raise ValueError(f"not an address: {excerpt(where)}")
-        return cls(metadata, where, message)
+        if type(address) is not dict:
+            raise ValueError(f"not an address: {excerpt(address)}")
+        return cls(metadata, address, message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,23 +143,23 @@ class _ArenaNote:
         return {"owned": list(self.owned), "views": list(self.views)}
 
     @classmethod
-    def from_json(cls, raw: Any) -> _ArenaNote:
+    def from_json(cls, raw: object) -> _ArenaNote:
         """Return the record that `to_json` wrote; raise ValueError for anything else."""
         owned, views = records.fields(raw, "owned", "views")
         return cls(records.items(owned, records.text), records.items(views, records.text))
 
 
-def _checked_address(raw: Any, metadata: Sequence[_TensorMetadata]) -> dict[str, Any]:
+def _checked_address(raw: object, metadata: Sequence[_TensorMetadata]) -> dict[str, Any]:
     """Return the address of an arena that holds these tensors; raise ValueError for anything else."""
     ident, pid, fd, inode, nbytes, path = records.fields(raw, "id", "pid", "fd", "inode", "nbytes", "path")
     records.text(ident)
     records.optional(path, records.text)
-    for one in (pid, fd, inode):
-        records.count(one)
+    for number in (pid, fd, inode):
+        records.count(number)
     if any(entry.alias is None and entry.offset + entry.nbytes > records.count(nbytes) for entry in metadata):
         raise ValueError("a tensor lies outside of its memory")
-    found: dict[str, Any] = raw
-    return found
+    assert isinstance(raw, dict)  # `records.fields` has read it
+    return raw
 
 
 def _metadata_of(tensors: Mapping[str, Any]) -> list[_TensorMetadata]:
@@ -167,14 +172,15 @@ def _metadata_of(tensors: Mapping[str, Any]) -> list[_TensorMetadata]:
         key = same_memory(tensor)
         if key is not None:  # a Parameter and its plain data are two objects over one memory
             first = seen.setdefault((*key, entry.kind, entry.requires_grad), name)
-            entry = entry if first == name else replace(entry, alias=first)
+            if first != name:
+                entry = replace(entry, alias=first)
         metadata.append(entry)
         if entry.alias is None:
             offset += -(-entry.nbytes // _ALIGNMENT) * _ALIGNMENT
     return metadata
 
 
-def _metadata_of_one(name: str, tensor: Any, offset: int) -> _TensorMetadata:
+def _metadata_of_one(name: str, tensor: _Tensor, offset: int) -> _TensorMetadata:
     if hasattr(tensor, "__create_chunk_list__"):
         raise UnsupportedError("this is a part of a sharded tensor: pass its to_local()", name=name)
     dtype, shape = dtype_name(tensor, name), tuple(int(size) for size in tensor.shape)
@@ -184,39 +190,43 @@ def _metadata_of_one(name: str, tensor: Any, offset: int) -> _TensorMetadata:
     return _TensorMetadata(name, dtype, shape, kind, bool(tensor.requires_grad), None, offset)
 
 
-def _rebuild(entry: _TensorMetadata, data: Any) -> Any:
-    tensor = from_bytes(data, entry.dtype, entry.shape, as_numpy=entry.kind == "numpy")
+def _rebuild(entry: _TensorMetadata, data: bytearray | NDArray[np.uint8]) -> _Tensor:
+    """Return a tensor or array of the kind that was sent, over `data`."""
+    tensor: Any = from_bytes(data, entry.dtype, entry.shape, as_numpy=entry.kind == "numpy")
     if entry.kind == "parameter":
         import torch
 
         return torch.nn.Parameter(tensor, requires_grad=entry.requires_grad)
-    return tensor.requires_grad_() if entry.requires_grad else tensor
+    if entry.requires_grad:
+        tensor.requires_grad_()
+    rebuilt: _Tensor = tensor
+    return rebuilt
 
 
 class _Block(ABC):
-    """One rank's tensors on root, made on demand and released at the end of the with block."""
+    """One rank's tensors on root, built on demand and released at the end of the with block."""
 
     def __init__(self, metadata: Sequence[_TensorMetadata]) -> None:
         self.metadata = {entry.name: entry for entry in metadata}
-        self._made: dict[str, Any] = {}
+        self._tensors: dict[str, _Tensor] = {}  # built so far
         self._open = True
 
-    def tensor(self, name: str) -> Any:
+    def tensor(self, name: str) -> _Tensor:
         """Return a tensor; a tied one is the same object under both names."""
-        if name not in self._made:
+        if name not in self._tensors:
             if not self._open:
                 raise InvalidArgumentError("the with block that gathered this has ended", name=name)
             entry = self.metadata[name]
-            self._made[name] = self.tensor(entry.alias) if entry.alias is not None else self._make(entry)
-        return self._made[name]
+            self._tensors[name] = self.tensor(entry.alias) if entry.alias is not None else self._build(entry)
+        return self._tensors[name]
 
     @abstractmethod
-    def _make(self, entry: _TensorMetadata) -> Any:
-        """Make the tensor of this metadata."""
+    def _build(self, entry: _TensorMetadata) -> _Tensor:
+        """Build the tensor of this metadata."""
 
     def close(self) -> None:
         """Drop all references; tensors that the user kept stay valid."""
-        self._made.clear()
+        self._tensors.clear()
         self._open = False
 
 
@@ -225,21 +235,22 @@ class _OwnBlock(_Block):
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         super().__init__(_metadata_of(tensors))
-        self._tensors = tensors
+        self._own = tensors
 
-    def _make(self, entry: _TensorMetadata) -> Any:
-        tensor = self._tensors[entry.name]
-        return tensor if entry.kind == "numpy" or tensor.device.type == "cpu" else tensor.cpu()
+    def _build(self, entry: _TensorMetadata) -> _Tensor:
+        tensor: _Tensor = self._own[entry.name]
+        return tensor if isinstance(tensor, np.ndarray) or tensor.device.type == "cpu" else tensor.cpu()
 
 
 class _MemoryBlock(_Block):
     """Views of another rank's arena."""
 
-    def __init__(self, metadata: Sequence[_TensorMetadata], base: Any) -> None:
+    def __init__(self, metadata: Sequence[_TensorMetadata], base: NDArray[np.uint8]) -> None:
         super().__init__(metadata)
-        self._base = base
+        self._base: NDArray[np.uint8] | None = base
 
-    def _make(self, entry: _TensorMetadata) -> Any:
+    def _build(self, entry: _TensorMetadata) -> _Tensor:
+        assert self._base is not None  # `tensor` builds none after `close`
         return _rebuild(entry, self._base[entry.offset : entry.offset + entry.nbytes])
 
     def close(self) -> None:
@@ -254,7 +265,7 @@ class _FileBlock(_Block):
         super().__init__(metadata)
         self._file = file
 
-    def _make(self, entry: _TensorMetadata) -> Any:
+    def _build(self, entry: _TensorMetadata) -> _Tensor:
         return _rebuild(entry, self._file.read(entry.name))
 
     def close(self) -> None:
@@ -271,7 +282,7 @@ class _MemoryTransport:
 
     def send(self, tensors: Mapping[str, Any], metadata: Sequence[_TensorMetadata]) -> dict[str, Any]:
         """Copy this rank's tensors into its arena; return the arena's address."""
-        total = max((f.offset + f.nbytes for f in metadata if f.alias is None), default=0)
+        total = max((entry.offset + entry.nbytes for entry in metadata if entry.alias is None), default=0)
         if not total:
             return {}
         self._arena = self._comm.arenas.acquire(total)
@@ -281,23 +292,25 @@ class _MemoryTransport:
                 self._comm.progress()
         return self._arena.address
 
-    def receive(self, metadata: Sequence[_TensorMetadata], where: Mapping[str, Any], rank: int) -> _Block:
+    def receive(self, metadata: Sequence[_TensorMetadata], address: Mapping[str, Any], rank: int) -> _Block:
         """Return views of another rank's tensors."""
-        if not where:
+        if not address:
             return _MemoryBlock(metadata, np.empty(0, dtype=np.uint8))
-        address = records.parsed(where, lambda raw: _checked_address(raw, metadata), "the address of its memory", rank)
-        return _MemoryBlock(metadata, self._comm.arenas.attach(address))
+        what = "the address of its memory"
+        checked = records.parsed(address, lambda raw: _checked_address(raw, metadata), what, rank)
+        return _MemoryBlock(metadata, self._comm.arenas.attach(checked))
 
     def received(self) -> None:
         """Unlink the arena: root has attached to it."""
         if self._arena is not None:
             self._arena.unlink()
 
-    def note(self) -> Any:
+    def note(self) -> dict[str, Any]:
         """Return this rank's note for the final agreement."""
         arenas = self._comm.arenas
         owned = arenas.owned_ids()
-        owned += [self._arena.ident] if self._arena is not None else []
+        if self._arena is not None:
+            owned.append(self._arena.ident)
         return _ArenaNote(tuple(owned), tuple(arenas.referenced_ids())).to_json()
 
     def end(self, notes: Sequence[Any] | None) -> None:
@@ -310,14 +323,17 @@ class _MemoryTransport:
             return
         if arena is not None:
             arenas.lend(arena)
-        read = [
-            records.parsed(raw, _ArenaNote.from_json, "the note about arenas", rank) for rank, raw in enumerate(notes)
-        ]
-        referenced = {ident for note in read for ident in note.views}
-        arenas.recycle(referenced, {ident for note in read for ident in note.owned})
+        viewed: set[str] = set()
+        owned: set[str] = set()
+        for rank, raw in enumerate(notes):
+            note = records.parsed(raw, _ArenaNote.from_json, "the note about arenas", rank)
+            viewed.update(note.views)
+            owned.update(note.owned)
+        arenas.recycle(viewed, owned)
 
 
-def _copy_in(tensor: Any, entry: _TensorMetadata, memory: memoryview) -> None:
+def _copy_in(tensor: _Tensor, entry: _TensorMetadata, memory: memoryview) -> None:
+    """Copy a tensor's elements into `memory`, in C order."""
     target = np.frombuffer(memory, dtype=np.uint8)
     if isinstance(tensor, np.ndarray):
         np.copyto(array_over(target, entry.dtype, entry.shape), tensor)
@@ -339,17 +355,17 @@ class _FileTransport:
     def send(self, tensors: Mapping[str, Any], metadata: Sequence[_TensorMetadata]) -> dict[str, Any]:
         """Write this rank's tensors as one durable file; return its receipt."""
         staging = Staging()
-        held = [_held(tensors[entry.name], entry, staging) for entry in metadata if entry.alias is None]
+        shards = [_shard_data(tensors[entry.name], entry, staging) for entry in metadata if entry.alias is None]
         comm = self._comm
         number = self._workspace.next_round(comm.run, comm.rank)
         self._receipt = self._workspace.write(
-            held, run=comm.run, round=number, rank=comm.rank, world_size=comm.world_size, pending=True
+            shards, run=comm.run, round=number, rank=comm.rank, world_size=comm.world_size, pending=True
         )
         return receipt_to_json(self._receipt)
 
-    def receive(self, metadata: Sequence[_TensorMetadata], where: Mapping[str, Any], rank: int) -> _Block:
+    def receive(self, metadata: Sequence[_TensorMetadata], address: Mapping[str, Any], rank: int) -> _Block:
         """Open another rank's file by the name in its receipt."""
-        receipt = records.parsed(where, receipt_from_json, "the name of the file", rank)
+        receipt = records.parsed(address, receipt_from_json, "the name of the file", rank)
         return _FileBlock(metadata, self._workspace.open(receipt, timeout_s=_READ_RETRY_S))
 
     def received(self) -> None:
@@ -369,15 +385,17 @@ class _FileTransport:
             self._workspace.sweep()
 
 
-def _held(tensor: Any, entry: _TensorMetadata, staging: Staging) -> ShardData:
+def _shard_data(tensor: _Tensor, entry: _TensorMetadata, staging: Staging) -> ShardData:
+    """Return a whole tensor as a shard, whose bytes are produced on request through `staging`."""
     shard = Shard(entry.name, entry.dtype, entry.shape, (full_box(entry.shape),))
     return ShardData(shard, lambda _: (part for _, part in staging.parts(tensor, entry.dtype)))
 
 
 _Transport = _MemoryTransport | _FileTransport
+_WorkspaceLike: TypeAlias = "Workspace | str | os.PathLike[str] | None"
 
 
-def _transport(comm: Communicator, workspace: Workspace | str | os.PathLike[str] | None) -> _Transport:
+def _transport(comm: Communicator, workspace: _WorkspaceLike) -> _Transport:
     if workspace is not None:
         return _FileTransport(comm, workspace if isinstance(workspace, Workspace) else Workspace(workspace))
     if comm.shared_memory is None:
@@ -389,7 +407,12 @@ def _transport(comm: Communicator, workspace: Workspace | str | os.PathLike[str]
 
 @contextlib.contextmanager
 def _gathered(
-    call: str, comm: Communicator, root: int, tensors: Mapping[str, Any], message: Any, workspace: Any
+    call: str,
+    comm: Communicator,
+    root: int,
+    tensors: Mapping[str, Any],
+    message: object,
+    workspace: _WorkspaceLike,
 ) -> Iterator[list[tuple[_Block, Any]]]:
     """Yield every rank's block and message, in rank order, on root; [] elsewhere. Collective at both ends.
 
@@ -401,18 +424,18 @@ def _gathered(
 
 
 def _exchange(
-    comm: Communicator, root: int, tensors: Mapping[str, Any], message: Any, workspace: Any
+    comm: Communicator, root: int, tensors: Mapping[str, Any], message: object, workspace: _WorkspaceLike
 ) -> tuple[_Transport, list[tuple[_Block, Any]]]:
     """Send every rank's block and message to root. Collective."""
     with comm.phase("choosing a transport"):
         transport = _transport(comm, workspace)
-    ours = _RankMessage()
+    own_message = _RankMessage()
     try:
         with comm.phase("sending"):
             if comm.rank != root:
                 metadata = _metadata_of(tensors)
-                ours = _RankMessage(tuple(metadata), transport.send(tensors, metadata), message)
-        sent = comm.all_gather_bytes(records.encoded(ours), root=root, operation="sending to root")
+                own_message = _RankMessage(tuple(metadata), transport.send(tensors, metadata), message)
+        sent = comm.all_gather_bytes(records.encoded(own_message), root=root, operation="sending to root")
         blocks: list[tuple[_Block, Any]] = []
         with comm.phase("receiving"):
             for rank, data in enumerate(sent):
@@ -425,8 +448,8 @@ def _exchange(
 
 
 def _receive(transport: _Transport, data: bytes, rank: int) -> tuple[_Block, Any]:
-    ours = records.decoded(data, _RankMessage.from_json, "the description of its tensors", rank)
-    return transport.receive(ours.metadata, ours.where, rank), ours.message
+    sent = records.decoded(data, _RankMessage.from_json, "the description of its tensors", rank)
+    return transport.receive(sent.metadata, sent.address, rank), sent.message
 
 
 def _until_done(
@@ -448,19 +471,20 @@ def _until_done(
             for block, _ in blocks:
                 block.close()
             with public_call(call):
-                notes = _end(comm, failure, transport.note())
+                notes = _agree(comm, failure, transport.note())
         finally:
             transport.end(notes)
 
 
-def _end(comm: Communicator, failure: BaseException | None, note: Any) -> list[Any] | None:
+def _agree(comm: Communicator, failure: BaseException | None, note: object) -> list[Any] | None:
+    """Agree on the end of the block; return all ranks' notes, or None after a failure. Collective."""
     if failure is None:
-        return comm.agree(phase="its block", timeout_s=_FOREVER, note=note)
+        return comm.agree(phase="its block", timeout_s=_NO_LIMIT_S, note=note)
     if not isinstance(failure, Exception):
         comm.close(failure)
     else:
-        with contextlib.suppress(StateExchangeError):  # the block's own error goes on; the others raise it as a peer's
-            comm.agree(failure, phase="its block", timeout_s=_FOREVER, note=note)
+        with contextlib.suppress(StateExchangeError):  # this rank raises the block's own error, the others a PeerError
+            comm.agree(failure, phase="its block", timeout_s=_NO_LIMIT_S, note=note)
     return None
 
 
@@ -475,7 +499,7 @@ class GatheredState(Mapping[str, Any]):
         self.shards = shards
         self._block = block
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> Any:  # noqa: ANN401 (a torch tensor or a numpy array, as the rank holds it)
         if name not in self._block.metadata:
             raise KeyError(name)
         return self._block.tensor(name)
@@ -530,17 +554,18 @@ def gather_state(
     shards: list[Shard] = []
     with public_call("gather_state"), communicator.phase("describing its state"):
         communicator.check_root(root)
-        for held in describe(state).held.values():
-            for index, part in enumerate(held.tensors):
-                name = held.shard.name if len(held.tensors) == 1 else f"{held.shard.name}#{index}"
-                tensors[name] = part
-                shards.append(Shard(name, held.shard.dtype, held.shard.global_shape, (held.shard.boxes[index],)))
+        for local in describe(state).held.values():
+            shard = local.shard
+            for index, (box, tensor) in enumerate(zip(shard.boxes, local.tensors, strict=True)):
+                name = shard.name if len(local.tensors) == 1 else f"{shard.name}#{index}"
+                tensors[name] = tensor
+                shards.append(Shard(name, shard.dtype, shard.global_shape, (box,)))
     message = [shard.to_json() for shard in shards]
     with _gathered("gather_state", communicator, root, tensors, message, workspace) as blocks:
         yield tuple(_state(rank, block, message) for rank, (block, message) in enumerate(blocks))
 
 
-def _state(rank: int, block: _Block, message: Any) -> GatheredState:
+def _state(rank: int, block: _Block, message: object) -> GatheredState:
     what = "the shards of its tensors"
     shards = records.parsed(message, lambda raw: records.items(raw, Shard.from_json), what, rank)
     return GatheredState(rank, block, {shard.name: shard for shard in shards})
@@ -548,7 +573,10 @@ def _state(rank: int, block: _Block, message: Any) -> GatheredState:
 
 @contextlib.contextmanager
 def get_tensors_parallel(
-    tensor: Any, ranks: Sequence[int], group: Any = None, workspace_path: str | os.PathLike[str] | None = None
+    tensor: _Tensor,
+    ranks: Sequence[int],
+    group: CommLike | None = None,
+    workspace_path: str | os.PathLike[str] | None = None,
 ) -> Iterator[list[Any]]:
     """Gather one tensor of each of `ranks` on the first of them: yield a list in `ranks` order; [] on the others.
 
@@ -584,10 +612,10 @@ def get_tensors_parallel(
     with _gathered(
         "get_tensors_parallel", communicator, 0, {"tensor": wait_tensor(tensor)}, None, workspace_path
     ) as blocks:
-        yield [_the_tensor(rank, block) for rank, (block, _) in enumerate(blocks)]
+        yield [_sent_tensor(rank, block) for rank, (block, _) in enumerate(blocks)]
 
 
-def _the_tensor(rank: int, block: _Block) -> Any:
+def _sent_tensor(rank: int, block: _Block) -> _Tensor:
     if "tensor" not in block.metadata:
         raise MismatchError("this rank has not sent a tensor: run the same version of statexchange on all", rank=rank)
     return block.tensor("tensor")
@@ -597,7 +625,7 @@ def _the_tensor(rank: int, block: _Block) -> Any:
 def get_configs_parallel(
     config: T | None,
     ranks: Sequence[int],
-    group: Any = None,
+    group: CommLike | None = None,
     workspace_path: str | os.PathLike[str] | None = None,
 ) -> Iterator[list[T | None]]:
     """Gather one config of each of `ranks` on the first of them: yield a list in `ranks` order; [] on the others.
@@ -641,11 +669,17 @@ def get_configs_parallel(
             text = values.encode(config, keep)
     types = values.types_of(config)
     with _gathered("get_configs_parallel", communicator, 0, tensors, text, workspace_path) as blocks:
-        yield [config if r == 0 else _config(r, block, message, types) for r, (block, message) in enumerate(blocks)]
+        # No variable here refers to what is yielded: its memory could not be recycled when the block ends.
+        yield [config, *_other_configs(blocks, types)] if blocks else []
 
 
-def _config(rank: int, block: _Block, message: Any, types: Mapping[str, type]) -> Any:
-    def tensor(name: str) -> Any:
+def _other_configs(blocks: Sequence[tuple[_Block, Any]], types: Mapping[str, type]) -> list[Any]:
+    """Return the configs of all ranks but the first."""
+    return [_config(rank, block, message, types) for rank, (block, message) in enumerate(blocks) if rank != 0]
+
+
+def _config(rank: int, block: _Block, message: object, types: Mapping[str, type]) -> Any:  # noqa: ANN401 (a config of any type)
+    def tensor(name: str) -> _Tensor:
         if name not in block.metadata:
             raise MismatchError("the config has a tensor that was not sent", name=name, rank=rank)
         return block.tensor(name)

@@ -78,6 +78,7 @@ def load_checkpoint(
     strict: bool = True,
     layout: Mapping[str, Any] | None = None,
     include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
     rename: Rename = (),
     dtype: Literal["state"] | None = None,
     replicas: Replicas = "equal",
@@ -93,14 +94,14 @@ def load_checkpoint(
     part old, part new.
 
     Values that differ between ranks (e.g. RNG state) are restored per rank if the world size is unchanged. Otherwise
-    differing tensors raise ReplicaError unless `replicas` is "root", and rank 0's plain values are used.
+    they raise ReplicaError, unless `exclude` leaves them as they are or `replicas` is "root".
     Tensors with no counterpart in state are created as torch tensors.
 
     Boxes that a rank reads whole are checked against their digests; `verify` checks all. All ranks read the same
     checkpoint: if it is replaced during the load, the new one is loaded instead, once; after that it is an error.
 
-    `strict`, `dtype` and `replicas` must be the same on all ranks; `layout`, `include` and `rename` may differ, as
-    between the stages of a pipeline, but not a layout's mesh.
+    `strict`, `dtype` and `replicas` must be the same on all ranks; `layout`, `include`, `exclude` and `rename` may
+    differ, as between the stages of a pipeline, but not a layout's mesh.
 
     Args:
         state: a module, a mapping of names to tensors or a list of modules, with the source's names for tensors; or a
@@ -119,14 +120,16 @@ def load_checkpoint(
         include: shell patterns, one or several, of the names in `state` to load, by their dotted paths:
             ``"model.encoder.*"``. All else stays as it is, is not read, and counts as neither missing nor unexpected.
             An optimizer or another object with a state of its own is loaded whole if anything in it matches.
+        exclude: shell patterns of the names in `state` to leave as they are, as `include` has them: ``"random.*"``. An
+            optimizer or another object with a state of its own is left whole if anything in it matches.
         rename: from the source's names to those in `state`: a function, or (regex, replacement) pairs, which are
             applied in order. Names are dotted paths, and an optimizer's parameters are renamed alike.
         dtype: None: dtypes must be equal, and values are loaded bit by bit. "state": where floating dtypes (float16,
             bfloat16, float32, float64) differ, values are cast to that of the tensor in `state`, rounded to nearest.
             Optimizer state that does not exist yet gets the parameter's dtype if it has its shape, else the source's.
-        replicas: what to do on another number of ranks where several ranks saved different values of one region, as of
-            BatchNorm's statistics under DistributedDataParallel: "equal" raises ReplicaError, "root" takes the lowest
-            rank's. On as many ranks each gets its own.
+        replicas: what to do on another number of ranks where several ranks saved different values of one region or
+            plain value, as of BatchNorm's statistics under DistributedDataParallel: "equal" raises ReplicaError, "root"
+            takes the lowest rank's. On as many ranks each gets its own.
         on_progress: called with the bytes that this rank has read and those that it will read.
         stall_timeout_s: limit of the time in which no rank moves a byte; the total time is not limited.
 
@@ -139,7 +142,7 @@ def load_checkpoint(
             paths or options; a layout rule does not fit a tensor, or matches none.
         IncompleteError: a rank's file or a region of a tensor is missing.
         OverlapError: two ranks saved overlapping regions of a tensor.
-        ReplicaError: ranks saved different values of a region.
+        ReplicaError: ranks saved different values of a region or plain value.
         CorruptError: bytes differ from their digest, or files contradict each other.
         ReplacedError: the checkpoint was replaced during the load, twice.
         UnsafeError: `rename` gives two tensors one name.
@@ -162,6 +165,7 @@ def load_checkpoint(
         "strict": strict,
         "layout": layout,
         "include": include,
+        "exclude": exclude,
         "rename": rename,
         "dtype": dtype,
         "replicas": replicas,
@@ -350,7 +354,8 @@ class _Load:
         for target in targets:
             held.setdefault(target.name, target.held.renamed(target.name))
         layout = catalog.layout
-        unused = () if catalog.options.include else tuple(sorted(layout.unused))
+        selects = catalog.options.include or catalog.options.exclude
+        unused = () if selects else tuple(sorted(layout.unused))
         placed = place_parts(self._comm, Description(held, unused=unused), layout).held
         found = []
         for target in targets:
@@ -418,7 +423,7 @@ def _opened(source: str | os.PathLike[str], comm: Communicator) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class _SavedTree:
-    """The saved tree under the state's names; `left_out` are the paths that `include` does not select."""
+    """The saved tree under the state's names; `left_out` are the paths that the options leave out."""
 
     tree: Any
     left_out: frozenset[str]
@@ -427,11 +432,13 @@ class _SavedTree:
 def _saved_tree(state: Any, catalog: Catalog) -> _SavedTree | None:
     """Return the saved tree under the state's names; None if the source has only tensors."""
     types = values.types_of(state)
-    own = catalog.source.configs.get(-1 if catalog.own_rank is None else catalog.own_rank)
-    texts = [*([own] if own is not None else []), *catalog.source.configs.values()]
+    configs = sorted(catalog.source.configs.items(), key=lambda item: (item[0] != catalog.own_rank, item[0]))
+    ranks: dict[str, int] = {}  # the first rank with each text
+    for rank, text in configs:
+        ranks.setdefault(text, rank)
     kept: list[str] = []
     leaf, path = _leaf_reader(kept, catalog), catalog.source.path
-    trees = [decode_stored(text, path, types=types, leaf=leaf) for text in dict.fromkeys(texts)]
+    trees = {rank: decode_stored(text, path, types=types, leaf=leaf) for text, rank in ranks.items()}
     if not kept and (len(catalog) > 0 or not trees):  # configs that refer to no tensor
         return None
     for rule in catalog.layout.rules.values():
@@ -442,9 +449,12 @@ def _saved_tree(state: Any, catalog: Catalog) -> _SavedTree | None:
                 path=catalog.source.path,
             )
     places = LivePlaces.of(state)
-    whole = with_new_names(merge_trees(trees), catalog, places)
+    merged, conflicts = merge_trees(trees)
+    whole = with_new_names(merged, catalog, places)
     tree = without_unwanted(whole, catalog.options, places)
-    return _SavedTree(tree, frozenset(paths_of(whole) - paths_of(tree) if catalog.options.include else ()))
+    catalog.check_values(tree, conflicts)
+    selects = catalog.options.include or catalog.options.exclude
+    return _SavedTree(tree, frozenset(paths_of(whole) - paths_of(tree) if selects else ()))
 
 
 def _load_plan(state: Any, catalog: Catalog, tree: _SavedTree | None) -> LoadPlan:
@@ -456,7 +466,7 @@ def _load_plan(state: Any, catalog: Catalog, tree: _SavedTree | None) -> LoadPla
     else:
         saved = tree.tree
     plan = plan_load(state, saved, lambda name, own, like: _tensor_to_fill(catalog, name, own, like))
-    if options.include:
+    if options.include or options.exclude:
         places = LivePlaces.of(state)
         left_out = frozenset() if tree is None else tree.left_out
         plan.missing = [p for p in plan.missing if p not in left_out and places.may_want(p, options)]

@@ -7,7 +7,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from statexchange import values
 from statexchange.comm import defaults
@@ -15,13 +15,17 @@ from statexchange.errors import InvalidArgumentError, NotFoundError, ReplacedErr
 from statexchange.exchange.staging import Staging, held_bytes
 from statexchange.settings import check_timeout, detect_launch
 from statexchange.state.describe import describe
+from statexchange.storage.save_directory import MANIFEST
 from statexchange.storage.stored_values import decode_stored
 from statexchange.storage.workspace import RankFile, RankName, Workspace, WorkspaceView
 from statexchange.tensors import from_bytes
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = ["NFSWorkspace"]
 
-_PATIENCE_S = 5.0  # for a consistent view of a directory in which files appear and disappear
+_STABLE_VIEW_S = 5.0  # how long to wait for two equal listings of a directory in which files appear and disappear
 
 
 class NFSWorkspace:
@@ -62,7 +66,7 @@ class NFSWorkspace:
             raise InvalidArgumentError("this NFSWorkspace is not initialized: it was given no path")
         return self._workspace
 
-    def write_configs_and_weights(self, config_json: Any, weights: Mapping[str, Any]) -> None:
+    def write_configs_and_weights(self, config_json: object, weights: Mapping[str, Any]) -> None:
         """Write this rank's config and weights as one durable file.
 
         Not collective. A rank's n-th write is its round n; its last two rounds stay.
@@ -80,22 +84,23 @@ class NFSWorkspace:
         run = self._writing_run()
         self._round = workspace.next_round(run, rank) if self._round is None else self._round + 1
         staging = Staging()
-        held = [held_bytes(one, staging) for one in describe(weights).held.values()]
+        shards = [held_bytes(local, staging) for local in describe(weights).held.values()]
         workspace.write(
-            held,
+            shards,
             run=run,
             round=self._round,
             rank=rank,
             world_size=world_size,
             config=values.encode(config_json),
         )
-        for old in [n for n in workspace.rounds(run) if n <= self._round - 2]:
+        for old in [number for number in workspace.rounds(run) if number <= self._round - 2]:
             # Another rank may remove the round at the same time: then nothing of this rank is left in it.
             with contextlib.suppress(NotFoundError, ReplacedError):
                 workspace.remove([file.relative for file in workspace.rank_names(run, old) if file.rank == rank])
         workspace.sweep(run)
 
     def _writing_run(self) -> str:
+        """Return the run of this process; chosen once."""
         if self._run is None:
             comm, launch = defaults.current(), detect_launch()
             if comm is not None:
@@ -140,22 +145,22 @@ class NFSWorkspace:
         began = time.monotonic()
         last_observed: object = None
         while True:
-            vanished, observed = False, last_observed
+            was_dropped, observed = False, last_observed
             try:
                 with workspace.view() as view:
-                    found, observed = _find(view, self._run, target_rank, round)
-                    if found is not None:
-                        vanished = True  # holds if `_read` raises NotFoundError
-                        return _read(view, found)
+                    name, observed = _find(view, self._run, target_rank, round)
+                    if name is not None:
+                        was_dropped = True  # unless `_read` returns
+                        return _read(view, name)
             except ReplacedError:
-                vanished = True
+                was_dropped = True
             except NotFoundError as error:
-                observed = str(error)  # no workspace, no run in it, or the file that was found is gone
-            # A file that vanished between listing and opening was dropped for a newer round: choose again. "Nothing
-            # written" is reported only after two equal listings.
-            is_stable = not vanished and observed == last_observed
+                observed = str(error)  # no workspace, no run in it, or the listed file is missing
+            # A file that was listed but cannot be opened was dropped for a newer round: choose again. A missing file is
+            # reported only after two equal listings.
+            is_stable = not was_dropped and observed == last_observed
             waited_s = time.monotonic() - began
-            if waited_s >= (timeout_s if is_stable else max(timeout_s, _PATIENCE_S)):
+            if waited_s >= (timeout_s if is_stable else max(timeout_s, _STABLE_VIEW_S)):
                 break
             time.sleep(0.05 if is_stable else 0.001)
             last_observed = observed
@@ -168,8 +173,9 @@ class NFSWorkspace:
 
 
 def _read(view: WorkspaceView, name: RankName) -> tuple[Any, dict[str, Any]]:
+    """Return the config and weights in a rank's file."""
     with view.open(name) as file:
-        weights = {key: _tensor(file, key) for key in file.shards}
+        weights = {tensor_name: _tensor(file, tensor_name) for tensor_name in file.shards}
 
         def leaf(_: str) -> None:
             text = "this rank saved a state here, not configs and weights: load_checkpoint reads it"
@@ -185,34 +191,40 @@ def _position() -> tuple[int, int]:
     return (defaults.get_rank(), size) if size > 1 else (launch.rank, launch.world_size)
 
 
-def _tensor(file: RankFile, name: str) -> Any:
+def _tensor(file: RankFile, name: str) -> torch.Tensor:
     shard = file.shards[name]
-    return from_bytes(file.read(name), shard.dtype, shard.local_shape)
+    tensor: torch.Tensor = from_bytes(file.read(name), shard.dtype, shard.local_shape)
+    return tensor
 
 
 def _find(view: WorkspaceView, run: str | None, rank: int, number: int | None) -> tuple[RankName | None, object]:
-    """Return a rank's newest file, or that of a round, and all names that were listed on the way."""
-    chosen = run if run is not None else _reading_run(view)
-    rounds = view.rounds(chosen) if number is None else [number]
-    seen: list[object] = [chosen, *rounds]
+    """Return a rank's newest file, or that of a round, and everything that was listed for it."""
+    if MANIFEST in view.files:
+        text = "this is a save, not a workspace of configs and weights: load_checkpoint reads it"
+        raise InvalidArgumentError(text, path=view.path)
+    if run is None:
+        run = _reading_run(view)
+    rounds = view.rounds(run) if number is None else [number]
+    listed: list[object] = [run, *rounds]
     for candidate in reversed(rounds):
         try:
-            names = view.rank_names(chosen, candidate)
+            names = view.rank_names(run, candidate)
         except NotFoundError:
             continue
-        seen += names
+        listed += names
         for name in names:
             if name.rank == rank:
-                return name, seen
-    return None, seen
+                return name, listed
+    return None, listed
 
 
 def _reading_run(view: WorkspaceView) -> str:
+    """Return the run of this process if it is in the workspace, else the only run there."""
     comm, launch = defaults.current(), detect_launch()
     runs = view.runs()
-    for known in (comm.run if comm is not None else None, launch.job):
-        if known is not None and known in runs:
-            return known
+    for own_run in (comm.run if comm is not None else None, launch.job):
+        if own_run is not None and own_run in runs:
+            return own_run
     if len(runs) > 1:
         raise InvalidArgumentError(f"several runs are in this workspace ({', '.join(runs)}): pass run=", path=view.path)
     if not runs:

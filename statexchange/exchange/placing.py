@@ -36,18 +36,18 @@ def place_parts(comm: Communicator, described: Description, layout: Layout) -> D
 
     All ranks must have the same mesh. A pattern that matches no tensor of any rank is an InvalidArgumentError.
     """
-    parts = {name: held for name, held in described.held.items() if held.part is not None}
-    ours = RankMetadata.of(Description(parts, unused=described.unused), mesh_option(layout))
-    sent, _ = gather_metadata(comm, ours)
-    held = dict(described.held)
+    parts = {name: local for name, local in described.held.items() if local.part is not None}
+    own = RankMetadata.of(Description(parts, unused=described.unused), mesh_option(layout))
+    sent, _ = gather_metadata(comm, own)
+    tensors = dict(described.held)
     with comm.phase("placing its tensors"):
-        metadata = parse_metadata(sent, comm.rank, ours)
-        check_equal_options([one.options for one in metadata])
+        metadata = parse_metadata(sent, comm.rank, own)
+        check_equal_options([rank_metadata.options for rank_metadata in metadata])
         layout.check_ranks(range(comm.world_size))
-        unused = set.intersection(*(set(one.unused) for one in metadata))
+        unused = set.intersection(*(set(rank_metadata.unused) for rank_metadata in metadata))
         if unused:
             raise InvalidArgumentError(f"layout pattern {min(unused)!r} matches no tensor")
         for shard in rank_shards(metadata, layout)[comm.rank]:
             if isinstance(shard, Shard):
-                held[shard.name] = replace(held[shard.name], shard=shard, part=None)
-    return replace(described, held=held)
+                tensors[shard.name] = replace(tensors[shard.name], shard=shard, part=None)
+    return replace(described, held=tensors)

@@ -12,7 +12,7 @@ from statexchange.errors import InvalidArgumentError, MismatchError
 from statexchange.sharding import records
 from statexchange.sharding.rules import REDUCTIONS, Layout, Part, place_parts, renumber_names
 from statexchange.sharding.sharding_spec import Placement, ShardingSpec
-from statexchange.sharding.shards import Box, Shard, shape_from_json
+from statexchange.sharding.shards import Shard, shape_from_json
 from statexchange.state.describe import Description
 from statexchange.storage.tensorfile import digest
 from statexchange.tensors import itemsize_of
@@ -48,8 +48,8 @@ class HeldShard:
 class RankMetadata:
     """One rank's shards, and its options as text by name.
 
-    `reductions` are operations by name; `aliases`, `unused` and `sources` are as in a Description. All
-    ranks describe tensors over a mesh alike, and equal metadata is parsed once.
+    `reductions` are operations by name; `aliases`, `unused` and `sources` are as in a Description. Ranks whose tensors
+    are all over one mesh have equal metadata, which is sent and parsed once.
     """
 
     held: Sequence[HeldShard]
@@ -63,27 +63,28 @@ class RankMetadata:
     def of(cls, described: Description, options: Mapping[str, str]) -> RankMetadata:
         """Return the metadata of a description."""
         held = []
-        for one in described.held.values():
-            shard: Shard | ShardingSpec = one.shard
-            if one.placement is not None:
-                shard = ShardingSpec(shard.name, shard.dtype, shard.global_shape, one.placement)
-            held.append(HeldShard(shard, one.part))
-        reductions = {name: one.reduce for name, one in described.held.items() if one.reduce is not None}
+        for local in described.held.values():
+            shard: Shard | ShardingSpec = local.shard
+            if local.placement is not None:
+                shard = ShardingSpec(shard.name, shard.dtype, shard.global_shape, local.placement)
+            held.append(HeldShard(shard, local.part))
+        reductions = {name: local.reduce for name, local in described.held.items() if local.reduce is not None}
         return cls(held, described.aliases, described.unused, described.sources, reductions, options)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON value that `from_json` reads."""
         placements: dict[Placement, int] = {}
         held: list[dict[str, Any]] = []
-        for one in self.held:
-            if isinstance(one.shard, ShardingSpec):
-                number = placements.setdefault(one.shard.placement, len(placements))
-                shape = one.shard.global_shape
-                held.append({"name": one.shard.name, "dtype": one.shard.dtype, "shape": shape, "placement": number})
-            elif one.part is None:
-                held.append({"shard": one.shard.to_json()})
+        for held_shard in self.held:
+            shard, part = held_shard.shard, held_shard.part
+            if isinstance(shard, ShardingSpec):
+                number = placements.setdefault(shard.placement, len(placements))
+                shape = shard.global_shape
+                held.append({"name": shard.name, "dtype": shard.dtype, "shape": shape, "placement": number})
+            elif part is None:
+                held.append({"shard": shard.to_json()})
             else:
-                held.append({"shard": one.shard.to_json(), "part": one.part.to_json()})
+                held.append({"shard": shard.to_json(), "part": part.to_json()})
         return {
             "held": held,
             "placements": [placement.to_json() for placement in placements],
@@ -104,7 +105,7 @@ class RankMetadata:
         if not set(reductions.values()) <= set(REDUCTIONS):
             raise ValueError("a reduction is neither max nor min")
         return cls(
-            records.items(raw_held, lambda one: _held(one, placements)),
+            records.items(raw_held, lambda held: _held_from_json(held, placements)),
             records.texts(aliases),
             records.items(unused, records.text),
             records.texts(sources),
@@ -115,17 +116,18 @@ class RankMetadata:
     def renamed(self, names: Mapping[str, str], rank: int) -> RankMetadata:
         """Return the metadata with the tensors in `names` renamed."""
         held: dict[str, HeldShard] = {}
-        for one in self.held:
-            new = names.get(one.shard.name, one.shard.name)
+        for held_shard in self.held:
+            new = names.get(held_shard.shard.name, held_shard.shard.name)
             if new in held:
                 raise InvalidArgumentError("the layout gives this name to two tensors of one rank", name=new, rank=rank)
-            held[new] = one.renamed(new)
-        aliases = {names.get(alias, alias): names.get(kept, kept) for alias, kept in self.aliases.items()}
+            held[new] = held_shard.renamed(new)
+        aliases = {names.get(alias, alias): names.get(name, name) for alias, name in self.aliases.items()}
         reductions = {names.get(name, name): operation for name, operation in self.reductions.items()}
         return replace(self, held=list(held.values()), aliases=aliases, reductions=reductions)
 
 
-def _held(raw: Any, placements: Sequence[Placement]) -> HeldShard:
+def _held_from_json(raw: Any, placements: Sequence[Placement]) -> HeldShard:
+    """Return one of the shards that `RankMetadata.to_json` encoded."""
     if type(raw) is dict and "placement" in raw:
         name, dtype, shape, number = records.fields(raw, "name", "dtype", "shape", "placement")
         itemsize_of(dtype)
@@ -138,35 +140,38 @@ def _held(raw: Any, placements: Sequence[Placement]) -> HeldShard:
     return HeldShard(Shard.from_json(raw_shard))
 
 
-def gather_metadata(comm: Communicator, ours: RankMetadata, root: int | None = None) -> tuple[list[bytes], int]:
+def gather_metadata(comm: Communicator, own: RankMetadata, root: int | None = None) -> tuple[list[bytes], int]:
     """Return every rank's metadata as bytes on `root` ([] elsewhere; None: on all ranks), and the bytes sent.
 
     Collective. Of several ranks with equal metadata only the first sends it. `parse_metadata` decodes the bytes.
     """
-    data = records.encoded(ours)
+    data = records.encoded(own)
     digests = comm.all_gather_bytes(digest(data).encode(), operation="the comparison of descriptions")
-    sender: dict[bytes, int] = {}
-    for rank, found in enumerate(digests):
-        sender.setdefault(found, rank)
-    sends = sender[digests[comm.rank]] == comm.rank
-    sent = comm.all_gather_bytes(data if sends else b"", root=root, operation="the gathering of descriptions")
-    return [sent[sender[found]] for found in digests] if sent else [], sum(map(len, sent))
+    sender: dict[bytes, int] = {}  # the first rank with each digest
+    for rank, rank_digest in enumerate(digests):
+        sender.setdefault(rank_digest, rank)
+    is_sender = sender[digests[comm.rank]] == comm.rank
+    sent = comm.all_gather_bytes(data if is_sender else b"", root=root, operation="the gathering of descriptions")
+    metadata = [sent[sender[rank_digest]] for rank_digest in digests] if sent else []
+    return metadata, sum(map(len, sent))
 
 
-def parse_metadata(sent: Sequence[bytes], own_rank: int, ours: RankMetadata) -> list[RankMetadata]:
+def parse_metadata(sent: Sequence[bytes], own_rank: int, own: RankMetadata) -> list[RankMetadata]:
     """Decode the result of `gather_metadata`; equal metadata is parsed once, and this rank's own not at all."""
-    found = {sent[own_rank]: ours}
+    parsed = {sent[own_rank]: own}
     for rank, data in enumerate(sent):
-        if data not in found:
-            found[data] = records.decoded(data, RankMetadata.from_json, "the description of its state", rank)
-    return [found[data] for data in sent]
+        if data not in parsed:
+            parsed[data] = records.decoded(data, RankMetadata.from_json, "the description of its state", rank)
+    return [parsed[data] for data in sent]
 
 
 def check_equal_options(options: Sequence[Mapping[str, str]]) -> None:
     """Raise InvalidArgumentError if an option differs between ranks; it names the option and both values."""
     first = options[0]
-    for rank, theirs in enumerate(options):
-        for option, value in theirs.items() if theirs is not first else ():
+    for rank, rank_options in enumerate(options):
+        if rank_options is first:  # equal metadata is one object
+            continue
+        for option, value in rank_options.items():
             if value != first.get(option):
                 raise InvalidArgumentError(
                     f"{option} is {_shown(first.get(option))} on rank 0 and {_shown(value)} on rank {rank}: give all "
@@ -191,63 +196,72 @@ def renames(metadata: Sequence[RankMetadata], layout: Layout) -> list[dict[str, 
     """Return for each rank the new names of tensors that a layout numbers over all ranks."""
     if not any(rule.renumber for rule in layout.rules.values()):
         return [{}] * len(metadata)
-    names = {
-        rank: {held.shard.name: one.sources.get(held.shard.name, held.shard.name) for held in one.held}
-        for rank, one in enumerate(metadata)
-    }
-    found = renumber_names(names, layout)
-    return [{old: new for old, new in found[rank].items() if old != new} for rank in range(len(metadata))]
+    sources: dict[int, dict[str, str]] = {}
+    for rank, rank_metadata in enumerate(metadata):
+        rank_names = [held.shard.name for held in rank_metadata.held]
+        sources[rank] = {name: rank_metadata.sources.get(name, name) for name in rank_names}
+    new_names = renumber_names(sources, layout)
+    changed = []
+    for rank in range(len(metadata)):
+        changed.append({old: new for old, new in new_names[rank].items() if old != new})
+    return changed
 
 
 def operations(metadata: Sequence[RankMetadata]) -> dict[str, str]:
     """Return the reduction of each tensor whose copies are reduced; it must be equal on all ranks."""
-    found: dict[str, str] = {}
-    for rank, one in enumerate(metadata):
-        for name, operation in one.reductions.items():
-            if found.setdefault(name, operation) != operation:
+    reductions: dict[str, str] = {}
+    for rank, rank_metadata in enumerate(metadata):
+        for name, operation in rank_metadata.reductions.items():
+            if reductions.setdefault(name, operation) != operation:
                 raise InvalidArgumentError(
                     "layouts differ in the reduction of this tensor",
                     name=name,
                     rank=rank,
-                    expected=found[name],
+                    expected=reductions[name],
                     found=operation,
                 )
-    return found
+    return reductions
 
 
 def _by_rank(metadata: Sequence[RankMetadata]) -> list[list[HeldShard]]:
     """Return each rank's shards; a shard that all ranks describe alike, over a mesh of all ranks, only for rank 0."""
-    distinct = list({id(one): one for one in metadata}.values())
-    agreed = set.intersection(
-        *({held.shard for held in one.held if isinstance(held.shard, ShardingSpec)} for one in distinct)
-    )
-    agreed = {spec for spec in agreed if math.prod(spec.placement.mesh_shape) == len(metadata)}
-    rest = {id(one): [held for held in one.held if held.shard not in agreed] for one in distinct}
-    found: list[list[HeldShard]] = []
-    for rank, one in enumerate(metadata):
-        ours = one.held if rank == 0 else rest[id(one)]
-        found.append([_explicit(held, rank) if held.shard not in agreed else held for held in ours])
-    return found
+    distinct = list({id(rank_metadata): rank_metadata for rank_metadata in metadata}.values())
+    specs = []  # of each distinct metadata
+    for rank_metadata in distinct:
+        specs.append({held.shard for held in rank_metadata.held if isinstance(held.shard, ShardingSpec)})
+    agreed = {spec for spec in set.intersection(*specs) if math.prod(spec.placement.mesh_shape) == len(metadata)}
+    others: dict[int, list[HeldShard]] = {}  # the shards with boxes of their own, by the id of the metadata
+    for rank_metadata in distinct:
+        others[id(rank_metadata)] = [held for held in rank_metadata.held if held.shard not in agreed]
+    by_rank: list[list[HeldShard]] = []
+    for rank, rank_metadata in enumerate(metadata):
+        shards = rank_metadata.held if rank == 0 else others[id(rank_metadata)]
+        by_rank.append([held if held.shard in agreed else _explicit(held, rank) for held in shards])
+    return by_rank
 
 
 def _explicit(held: HeldShard, rank: int) -> HeldShard:
+    """Return a shard with explicit boxes instead of a spec."""
     return HeldShard(held.shard.shard_of(rank)) if isinstance(held.shard, ShardingSpec) else held
 
 
 def rank_shards(metadata: Sequence[RankMetadata], layout: Layout) -> list[list[Shard | ShardingSpec]]:
     """Return each rank's shards, with the parts of layout rules placed in their whole tensors."""
-    described = _by_rank(metadata)
+    by_rank = _by_rank(metadata)
     parts: dict[str, dict[int, Part]] = {}
-    for rank, shards in enumerate(described):
-        for held in shards:
+    for rank, rank_held in enumerate(by_rank):
+        for held in rank_held:
             if held.part is not None:
                 parts.setdefault(held.shard.name, {})[rank] = held.part
-    placed = {name: place_parts(of_rank, layout.mesh) for name, of_rank in parts.items()}
-    return [
-        [held.shard if held.part is None else _placed(held.shard, *placed[held.shard.name][rank]) for held in shards]
-        for rank, shards in enumerate(described)
-    ]
-
-
-def _placed(shard: Shard | ShardingSpec, global_shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Shard:
-    return Shard(shard.name, shard.dtype, global_shape, boxes)
+    positions = {name: place_parts(tensor_parts, layout.mesh) for name, tensor_parts in parts.items()}
+    shards: list[list[Shard | ShardingSpec]] = []
+    for rank, rank_held in enumerate(by_rank):
+        of_rank: list[Shard | ShardingSpec] = []
+        for held in rank_held:
+            shard = held.shard
+            if held.part is not None:
+                global_shape, boxes = positions[shard.name][rank]
+                shard = Shard(shard.name, shard.dtype, global_shape, boxes)
+            of_rank.append(shard)
+        shards.append(of_rank)
+    return shards

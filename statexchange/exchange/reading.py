@@ -56,32 +56,32 @@ def assign_readers(items: Sequence[ReadItem], comm: Communicator) -> dict[Wanted
 
     Return {box: [reader, *receivers]} in an order equal on all ranks, balanced by elements.
     """
-    ours = [wanted.to_json() for wanted in _places(items)]
-    holders: dict[WantedBox, list[int]] = {}
-    for rank, theirs in enumerate(comm.all_gather_object(ours)):
+    own = [wanted.to_json() for wanted in _first_tensors(items)]
+    needed_by: dict[WantedBox, list[int]] = {}
+    for rank, sent in enumerate(comm.all_gather_object(own)):
         if comm.nodes[rank] == comm.node_rank:
             what = "the boxes to read"
-            for wanted in records.parsed(theirs, lambda raw: records.items(raw, WantedBox.from_json), what, rank):
-                holders.setdefault(wanted, []).append(rank)
-    load = dict.fromkeys(range(comm.world_size), 0)
-    found = {}
-    for wanted in sorted(holders, key=lambda one: (one.name, one.box.offsets, one.box.shape, one.dtype)):
-        ranks = holders[wanted]
+            for wanted in records.parsed(sent, lambda raw: records.items(raw, WantedBox.from_json), what, rank):
+                needed_by.setdefault(wanted, []).append(rank)
+    load = dict.fromkeys(range(comm.world_size), 0)  # elements that each rank reads for others
+    readers = {}
+    for wanted in sorted(needed_by, key=lambda box: (box.name, box.box.offsets, box.box.shape, box.dtype)):
+        ranks = needed_by[wanted]
         if len(ranks) > 1:
             reader = min(ranks, key=lambda rank: (load[rank], rank))
             load[reader] += wanted.box.numel
-            found[wanted] = [reader, *(rank for rank in ranks if rank != reader)]
-    return found
+            readers[wanted] = [reader, *(rank for rank in ranks if rank != reader)]
+    return readers
 
 
-def _places(items: Sequence[ReadItem]) -> dict[WantedBox, Any]:
+def _first_tensors(items: Sequence[ReadItem]) -> dict[WantedBox, Any]:
     """Return the first live tensor of each box that this rank needs."""
-    found: dict[WantedBox, Any] = {}
+    tensors: dict[WantedBox, Any] = {}
     for item in items:
-        for box, part in zip(item.held.shard.boxes, item.held.tensors, strict=True):
+        for box, tensor in zip(item.held.shard.boxes, item.held.tensors, strict=True):
             wanted = WantedBox(item.name, box, item.held.shard.dtype)
-            found.setdefault(wanted, part if isinstance(part, np.ndarray) else part.detach())
-    return found
+            tensors.setdefault(wanted, tensor if isinstance(tensor, np.ndarray) else tensor.detach())
+    return tensors
 
 
 def read_all(
@@ -95,27 +95,27 @@ def read_all(
     Not collective without `readers` (from `assign_readers`); otherwise all ranks that they name must call this.
     Raise ReplacedError if a file may have changed since it was opened.
     """
-    places = _places(items) if readers else {}
+    tensors = _first_tensors(items) if readers else {}
     received = {wanted for wanted, ranks in readers.items() if comm.rank in ranks[1:]}
     parts = []
     for item in items:
-        for box, part in zip(item.held.shard.boxes, item.held.tensors, strict=True):
+        for box, tensor in zip(item.held.shard.boxes, item.held.tensors, strict=True):
             wanted = WantedBox(item.name, box, item.held.shard.dtype) if received else None
             if wanted in received:
                 received.remove(wanted)  # further live tensors of this name are read
             else:
-                parts.append((item, box, part))
+                parts.append((item, box, tensor))
     reading = _Reading(comm, sum(map(_nbytes_of, parts)) if on_progress is not None else 0, on_progress)
-    for item, box, part in parts:
-        reading.fill(item, box, part)
+    for item, box, tensor in parts:
+        reading.fill(item, box, tensor)
     for file in reading.files:
         file.check_unchanged()
     for wanted, (reader, *others) in readers.items():
         if comm.rank == reader:
             for other in others:
-                comm.send(places[wanted], other)
+                comm.send(tensors[wanted], other)
         elif comm.rank in others:
-            comm.recv(places[wanted], reader)
+            comm.recv(tensors[wanted], reader)
             comm.progress()
     return reading.nbytes
 
@@ -138,8 +138,8 @@ class _Reading:
         self._on_progress = on_progress
         self._staging = Staging()
 
-    def fill(self, item: ReadItem, target: Box, part: Any) -> None:
-        """Read one box of a live tensor into `part`."""
+    def fill(self, item: ReadItem, target: Box, tensor: Any) -> None:
+        """Read the box `target` of a live tensor into `tensor`, the memory of that box."""
         dtype = item.stored
         needed = []
         for box, stored in item.boxes.items():
@@ -148,7 +148,7 @@ class _Reading:
                 digest = BoxDigest(stored, box, dtype, region=shared)
                 needed.append((box, stored, shared, digest))
                 self.files[stored.file] = None
-        for window, memory in self._staging.targets(part, dtype):
+        for window, memory in self._staging.targets(tensor, dtype):
             placed = to_global(window, target)
             for box, stored, shared, digest in needed:
                 inside = shared if placed == target else intersect(shared, placed)

@@ -32,33 +32,36 @@ def reduce_copies(comm: Communicator, described: Description, reductions: Sequen
     results: dict[tuple[str, int], Any] = {}
     for src, dst, pairs in _transfers(reductions):
         if comm.rank == dst:
-            for one, _ in pairs:
-                key = (one.name, one.index)
+            for reduction, _ in pairs:
+                key = (reduction.name, reduction.index)
                 if key not in results:
                     results[key] = _copy(comm, _bytes(comm, described, *key))
-            ours = [(one, results[one.name, one.index]) for one, _ in pairs]
+            targets = [(reduction, results[reduction.name, reduction.index]) for reduction, _ in pairs]
             if src == dst:
-                for (one, result), (_, index) in zip(ours, pairs, strict=True):
-                    others = _bytes(comm, described, one.name, index)
+                for (reduction, result), (_, index) in zip(targets, pairs, strict=True):
+                    others = _bytes(comm, described, reduction.name, index)
                     for part in _parts(comm, len(result)):
-                        _reduce(described, one, result[part], others[part])
+                        _reduce(described, reduction, result[part], others[part])
             else:
-                _receive(comm, src, ours, described)
+                _receive(comm, src, targets, described)
         elif comm.rank == src:
-            _send(comm, dst, described, [(one.name, index) for one, index in pairs])
-    held = dict(described.held)
+            _send(comm, dst, described, [(reduction.name, index) for reduction, index in pairs])
+    tensors = dict(described.held)
     for (name, index), data in results.items():
-        held[name] = _with(held[name], index, data)
-    return replace(described, held=held)
+        tensors[name] = _with_bytes(tensors[name], index, data)
+    return replace(described, held=tensors)
 
 
 def _transfers(reductions: Sequence[BoxReduction]) -> Iterator[tuple[int, int, list[tuple[BoxReduction, int]]]]:
-    """Yield (src, dst, boxes that src sends to dst) in an order equal on all ranks."""
-    found: dict[tuple[int, int], list[tuple[BoxReduction, int]]] = {}
-    for one in reductions:
-        for rank, index in one.copies:
-            found.setdefault((rank, one.holder), []).append((one, index))
-    for (src, dst), pairs in sorted(found.items(), key=lambda item: item[0]):
+    """Yield (src, dst, boxes that src sends to dst) in an order equal on all ranks.
+
+    Each box is a reduction with the index of the copy on `src`.
+    """
+    transfers: dict[tuple[int, int], list[tuple[BoxReduction, int]]] = {}
+    for reduction in reductions:
+        for rank, index in reduction.copies:
+            transfers.setdefault((rank, reduction.holder), []).append((reduction, index))
+    for (src, dst), pairs in sorted(transfers.items(), key=lambda item: item[0]):
         yield src, dst, pairs
 
 
@@ -70,6 +73,7 @@ def _parts(comm: Communicator, nbytes: int) -> Iterator[slice]:
 
 
 def _copy(comm: Communicator, data: Any) -> Any:
+    """Return a copy of an array, and report progress."""
     copy = np.empty_like(data)
     for part in _parts(comm, len(data)):
         copy[part] = data[part]
@@ -93,30 +97,30 @@ def _bytes(comm: Communicator, described: Description, name: str, index: int) ->
 def _messages(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
     """Yield each message's parts: (box number, first byte, last byte) of whole elements, at most 4 MiB together."""
     message: list[tuple[int, int, int]] = []
-    room = _MESSAGE_BYTES
+    bytes_left = _MESSAGE_BYTES
     for number, size in enumerate(sizes):
         at = 0
         while at < size:
-            part = min(size - at, room - room % _ALIGN_BYTES)
+            part = min(size - at, bytes_left - bytes_left % _ALIGN_BYTES)
             if not part:
                 yield message
-                message, room = [], _MESSAGE_BYTES
+                message, bytes_left = [], _MESSAGE_BYTES
                 continue
             message.append((number, at, at + part))
             at += part
-            room -= part
+            bytes_left -= part
     if message:
         yield message
 
 
 def _send(comm: Communicator, dst: int, described: Description, boxes: Sequence[tuple[str, int]]) -> None:
     sizes = [held_box(described, name, index).nbytes for name, index in boxes]
-    data, known = np.empty(0, np.uint8), -1
+    data, loaded = np.empty(0, np.uint8), -1  # the bytes of box `loaded`
     for message in _messages(sizes):
         parts = []
         for number, begin, end in message:
-            if number != known:
-                data, known = _bytes(comm, described, *boxes[number]), number
+            if number != loaded:
+                data, loaded = _bytes(comm, described, *boxes[number]), number
             parts.append(data[begin:end])
         comm.send(np.concatenate(parts), dst)
         comm.progress()
@@ -130,23 +134,24 @@ def _receive(comm: Communicator, src: int, results: Sequence[tuple[BoxReduction,
         comm.progress()
         at = 0
         for number, begin, end in message:
-            one, result = results[number]
-            _reduce(described, one, result[begin:end], data[at : at + end - begin].copy())
+            reduction, result = results[number]
+            _reduce(described, reduction, result[begin:end], data[at : at + end - begin].copy())
             at += end - begin
 
 
-def _reduce(described: Description, one: BoxReduction, result: Any, others: Any) -> None:
+def _reduce(described: Description, reduction: BoxReduction, result: Any, others: Any) -> None:
     """Reduce elements, given as bytes, into `result`."""
-    dtype = _held_dtype(described.held[one.name])
-    reduce_into(one.op, array_over(result, dtype, (-1,)), array_over(others, dtype, (-1,)))
+    dtype = _held_dtype(described.held[reduction.name])
+    reduce_into(reduction.op, array_over(result, dtype, (-1,)), array_over(others, dtype, (-1,)))
 
 
-def _held_dtype(held: LocalTensor) -> str:
-    return dtype_name(held.tensors[0], held.shard.name)
+def _held_dtype(local: LocalTensor) -> str:
+    """Return the dtype of a tensor in memory, which a cast changes only in the output."""
+    return dtype_name(local.tensors[0], local.shard.name)
 
 
-def _with(held: LocalTensor, index: int, data: Any) -> LocalTensor:
-    """Return `held` with other bytes for one of its boxes."""
-    own = held.tensors[index]
-    made = from_bytes(data, _held_dtype(held), held.shard.boxes[index].shape, as_numpy=isinstance(own, np.ndarray))
-    return replace(held, tensors=(*held.tensors[:index], made, *held.tensors[index + 1 :]))
+def _with_bytes(local: LocalTensor, index: int, data: Any) -> LocalTensor:
+    """Return `local` with other bytes for one of its boxes."""
+    as_numpy = isinstance(local.tensors[index], np.ndarray)
+    tensor = from_bytes(data, _held_dtype(local), local.shard.boxes[index].shape, as_numpy=as_numpy)
+    return replace(local, tensors=(*local.tensors[:index], tensor, *local.tensors[index + 1 :]))

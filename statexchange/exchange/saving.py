@@ -20,7 +20,7 @@ from typing import Any
 
 from statexchange.checkpoint.publication import target_path
 from statexchange.comm.communicator import Communicator
-from statexchange.errors import InvalidArgumentError, NotFoundError, UnsupportedError, without_secrets
+from statexchange.errors import InvalidArgumentError, NotFoundError, without_secrets
 from statexchange.exchange.placing import parameter_names, place_parts
 from statexchange.exchange.staging import Staging, held_bytes
 from statexchange.processes import collector_paused
@@ -103,8 +103,8 @@ class SaveRequest:
         check_timeout(stall_timeout_s, "stall_timeout_s")
         target = target_path(path)
         if is_url(target):
-            text = "a save goes to a directory: save there and copy it, or use export_checkpoint, which writes to URLs"
-            raise UnsupportedError(text, path=without_secrets(target))
+            text = "a save goes to a directory, not to a URL: save to a directory and copy it; loads read URLs"
+            raise InvalidArgumentError(text, path=without_secrets(target))
         return cls(target, layout, overwrite, stall_timeout_s, step, dict(metrics or {}), before, after)
 
 
@@ -183,7 +183,7 @@ def save_described(saved: SavedState, request: SaveRequest, comm: Communicator, 
     """Save described state as `save_checkpoint` does; the report counts seconds from `began`. Collective."""
     with contextlib.ExitStack() as building:
         build: Build | None = None
-        with comm.phase("opening the target"):
+        with comm.phase("opening the target", timeout_s=request.stall_timeout_s):
             if comm.rank == 0:
                 if request.before is not None:
                     request.before()
@@ -198,7 +198,7 @@ def save_described(saved: SavedState, request: SaveRequest, comm: Communicator, 
             folder = os.path.join(os.path.dirname(request.path), starts[0].partial)
             nbytes = _write(held, saved.config, folder, starts[0].save, comm)
         written = comm.all_gather_object(_Written(nbytes, folder).to_json())
-        with comm.phase("publishing"):
+        with comm.phase("publishing", timeout_s=request.stall_timeout_s):
             found = [
                 records.parsed(raw, _Written.from_json, "the written file", rank) for rank, raw in enumerate(written)
             ]

@@ -1,6 +1,7 @@
-"""Yield a tensor's elements as host memory, window by window: its own memory if in C order on the host, else a buffer.
+"""Read and fill a tensor's elements as host memory, window by window.
 
-The buffers take turns, so that a GPU copies into or out of one while the host works on the other.
+A tensor in C order on the host is accessed in place, any other through two buffers. The buffers take turns, so that a
+GPU copies into or out of one while the host works on the other.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ class Staging:
                 yield window, own[at : at + window.numel * itemsize]
                 at += window.numel * itemsize
             return
-        before: tuple[Box, memoryview, Any] | None = None
+        previous: tuple[Box, memoryview, Any] | None = None
         for number, window in enumerate(windows(shape, itemsize, self._window_bytes)):
             buffer, memory = self._buffer(number, tensor, window, dtype)
-            now = (window, memory, _copy(buffer, _window_of(tensor, window), tensor))
-            if before is not None:
-                yield _arrived(*before, dtype if is_cast else None)
-            before = now
-        if before is not None:
-            yield _arrived(*before, dtype if is_cast else None)
+            current = (window, memory, _copy(buffer, _window_of(tensor, window), tensor))
+            if previous is not None:
+                yield _finished(*previous, dtype if is_cast else None)
+            previous = current
+        if previous is not None:
+            yield _finished(*previous, dtype if is_cast else None)
 
     def targets(self, tensor: Any, dtype: str) -> Iterator[tuple[Box, memoryview]]:
         """Yield memory for a tensor's elements in C order, part by part; fill each before requesting the next.
@@ -64,17 +65,17 @@ class Staging:
         if own is not None:
             yield full_box(tuple(tensor.shape)), own
             return
-        under_way: list[Any] = [None, None]
+        pending: list[Any] = [None, None]  # the copy out of each buffer
         for number, window in enumerate(windows(tuple(tensor.shape), ITEMSIZE[dtype], self._window_bytes)):
-            _await(under_way[number % 2])
+            _await(pending[number % 2])
             buffer, memory = self._buffer(number, tensor, window, dtype)
             yield window, memory
-            under_way[number % 2] = _copy(_window_of(tensor, window), buffer, tensor)
-        for copy in under_way:
+            pending[number % 2] = _copy(_window_of(tensor, window), buffer, tensor)
+        for copy in pending:
             _await(copy)
 
     def _buffer(self, number: int, tensor: Any, window: Box, dtype: str) -> tuple[Any, memoryview]:
-        """Return a buffer as an array or tensor of the window's shape, and its bytes."""
+        """Return the buffer whose turn it is, as an array or tensor of the window's shape, and its bytes."""
         nbytes = window.numel * ITEMSIZE[dtype]
         if isinstance(tensor, np.ndarray):
             memory = self._memory(number, "numpy", lambda size: np.empty(size, np.uint8))[:nbytes]
@@ -94,23 +95,25 @@ class Staging:
         return self._buffers[key]
 
 
-def held_bytes(held: LocalTensor, staging: Staging, progress: Callable[[], None] | None = None) -> ShardData:
+def held_bytes(local: LocalTensor, staging: Staging, progress: Callable[[], None] | None = None) -> ShardData:
     """Return a live tensor's shard with the bytes of its boxes, which are produced on request through `staging`.
 
     `progress` is called for each part.
     """
 
     def parts(box: int) -> Iterator[memoryview]:
-        for _, part in staging.parts(held.tensors[box], held.shard.dtype):
+        for _, part in staging.parts(local.tensors[box], local.shard.dtype):
             yield part
             if progress is not None:
                 progress()
 
-    return ShardData(held.shard, parts)
+    return ShardData(local.shard, parts)
 
 
 def _is_of(tensor: Any, dtype: str) -> bool:
-    return bool(tensor.dtype == (numpy_dtype(dtype) if isinstance(tensor, np.ndarray) else torch_dtype(dtype)))
+    """Whether a tensor or array has the dtype with this safetensors name."""
+    expected = numpy_dtype(dtype) if isinstance(tensor, np.ndarray) else torch_dtype(dtype)
+    return bool(tensor.dtype == expected)
 
 
 def _window_of(tensor: Any, window: Box) -> Any:
@@ -139,7 +142,7 @@ def _await(copy: Any) -> None:
         copy.synchronize()
 
 
-def _arrived(window: Box, memory: memoryview, copy: Any, cast: str | None) -> tuple[Box, memoryview]:
+def _finished(window: Box, memory: memoryview, copy: Any, cast: str | None) -> tuple[Box, memoryview]:
     """Wait for a copy; return the data, cast to the dtype `cast` if given."""
     _await(copy)
     if cast is not None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import operator
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,18 +29,18 @@ from statexchange.state.describe import Description
 from statexchange.storage import files
 from statexchange.storage.directory_build import open_for_writing
 from statexchange.storage.files import WINDOW_BYTES
-from statexchange.storage.regions import windows, write_box
+from statexchange.storage.regions import to_global, windows, write_box
 from statexchange.tensors import ITEMSIZE
 
 __all__ = ["write_boxes", "writing_nodes"]
 
 _SYNC_EVERY_BYTES = 256 << 20
-_SENT_BYTES = 8 << 20
+_MESSAGE_BYTES = 8 << 20
 _MAX_OPEN = 64  # files of one rank
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class _WriteItem:
     """One box that rank `src` holds and `dst` writes.
 
     `number` is the tensor's in the plan. If `dst` is `src`, the rank writes the box itself; if `dst` is -1, it only
@@ -80,9 +79,10 @@ def writing_nodes(comm: Communicator, plan: WritePlan) -> list[int]:
     """Return for each file the number of the host that writes it. Collective."""
     if comm.num_nodes == 1:
         return [0] * len(plan.files)
-    sees = comm.all_gather_object(os.path.lexists(plan.probe))
-    read = [records.parsed(seen, records.flag, "whether it sees the directory", rank) for rank, seen in enumerate(sees)]
-    return assign_hosts(plan, comm.nodes, read)
+    what = "whether it sees the directory"
+    sent = comm.all_gather_object(os.path.lexists(plan.probe))
+    sees = [records.parsed(raw, records.flag, what, rank) for rank, raw in enumerate(sent)]
+    return assign_hosts(plan, comm.nodes, sees)
 
 
 def write_boxes(
@@ -130,83 +130,85 @@ class _Writing:
     def __init__(self, comm: Communicator, described: Description, plan: WritePlan, nodes: Sequence[int]) -> None:
         self._comm = comm
         self._described = described
-        self._written, self._sent = Staging(WINDOW_BYTES), Staging(_SENT_BYTES)
-        self._node_ranks = [[r for r, node in enumerate(comm.nodes) if node == n] for n in range(comm.num_nodes)]
+        self._write_staging, self._send_staging = Staging(WINDOW_BYTES), Staging(_MESSAGE_BYTES)
+        self._node_ranks: list[list[int]] = [[] for _ in range(comm.num_nodes)]
+        for rank, node in enumerate(comm.nodes):
+            self._node_ranks[node].append(rank)
         self.is_shared = any(node != comm.nodes[0] for node in nodes)
-        local, self._messages = self._tasks(plan, nodes)
+        local, self._messages = self._items(plan, nodes)
         start = len(local) * comm.rank // comm.world_size  # ranks begin in different files
         self._local = local[start:] + local[:start]
-        self.total = sum(t.nbytes for t in [*local, *self._messages] if t.src == comm.rank and t.dst >= 0)
+        own = [item for item in [*local, *self._messages] if item.src == comm.rank and item.dst >= 0]
+        self.total = sum(item.nbytes for item in own)
 
     def first_of(self, node: int) -> int:
         """Return the first rank of a host."""
         return self._node_ranks[node][0]
 
-    def _tasks(self, plan: WritePlan, nodes: Sequence[int]) -> tuple[list[_Task], list[_Task]]:
-        """Return this rank's own tasks, and its sends and receives in an order equal on all ranks."""
-        rank, sent = self._comm.rank, 0
-        local: list[_Task] = []
-        messages: list[_Task] = []
+    def _items(self, plan: WritePlan, nodes: Sequence[int]) -> tuple[list[_WriteItem], list[_WriteItem]]:
+        """Return what this rank writes or digests itself, and its sends and receives in an order equal on all ranks."""
+        rank = self._comm.rank
+        num_sent = 0  # boxes sent to another host; the ranks there receive in turn
+        local: list[_WriteItem] = []
+        messages: list[_WriteItem] = []
         for number, tensor in enumerate(plan.tensors):
             node_ranks = self._node_ranks[nodes[tensor.file]]
             for index, piece in enumerate(tensor.pieces):
                 dst = piece.holder
                 if self._comm.nodes[piece.holder] != nodes[tensor.file]:
-                    dst = node_ranks[sent % len(node_ranks)]
-                    sent += 1
+                    dst = node_ranks[num_sent % len(node_ranks)]
+                    num_sent += 1
                 if rank in (piece.holder, dst):
-                    task = _Task(tensor, number, index, piece.box, piece.box_index, piece.holder, dst)
-                    (local if dst == piece.holder else messages).append(task)
+                    item = _WriteItem(tensor, number, index, piece.box, piece.box_index, piece.holder, dst)
+                    (local if dst == piece.holder else messages).append(item)
                 for holder, box_index in plan.compared(tensor, piece):
                     if holder == rank:
-                        local.append(_Task(tensor, number, index, piece.box, box_index, rank, -1))
+                        local.append(_WriteItem(tensor, number, index, piece.box, box_index, rank, -1))
         return local, messages
 
     def run(self, opened: _Files) -> list[BoxReceipt]:
         """Write this rank's own boxes, then send and receive the others; return the receipts."""
-        receipts = [task.receipt(self._write(task, opened)) for task in self._local]
-        for task in self._messages:
-            if task.src == self._comm.rank:
-                receipts.append(task.receipt(self._send(task, opened)))
+        receipts = [item.receipt(self._write(item, opened)) for item in self._local]
+        for item in self._messages:
+            if item.src == self._comm.rank:
+                receipts.append(item.receipt(self._send(item, opened)))
             else:
-                self._receive(task, opened)
+                self._receive(item, opened)
         return receipts
 
-    def _tensor(self, task: _Task) -> Any:
-        """Return the tensor that holds a task's box on this rank."""
-        return held_box(self._described, task.tensor.source, task.box_index)
+    def _tensor(self, item: _WriteItem) -> Any:
+        """Return the tensor that holds a item's box on this rank."""
+        return held_box(self._described, item.tensor.source, item.box_index)
 
-    def _write(self, task: _Task, opened: _Files) -> str:
+    def _write(self, item: _WriteItem, opened: _Files) -> str:
+        """Write or only digest a box of this rank; return the digest."""
         hasher = xxhash.xxh3_128()
-        for window, data in self._written.parts(self._tensor(task), task.dtype):
+        for window, data in self._write_staging.parts(self._tensor(item), item.dtype):
             hasher.update(data)  # hash before the write, while the data is in the processor's cache
-            if task.dst >= 0:
-                opened.write(task, _within(window, task.box), data)
+            if item.dst >= 0:
+                opened.write(item, to_global(window, item.box), data)
                 opened.count(len(data))
             else:
                 self._comm.progress()
         return str(hasher.hexdigest())
 
-    def _send(self, task: _Task, opened: _Files) -> str:
+    def _send(self, item: _WriteItem, opened: _Files) -> str:
+        """Send a box of this rank to the rank that writes it; return the digest."""
         hasher = xxhash.xxh3_128()
-        for _, data in self._sent.parts(self._tensor(task), task.dtype):
+        for _, data in self._send_staging.parts(self._tensor(item), item.dtype):
             hasher.update(data)
-            self._comm.send(np.frombuffer(data, np.uint8), task.dst)
+            self._comm.send(np.frombuffer(data, np.uint8), item.dst)
             opened.count(len(data))
         return str(hasher.hexdigest())
 
-    def _receive(self, task: _Task, opened: _Files) -> None:
-        data = np.empty(min(_SENT_BYTES, task.nbytes), np.uint8)
-        for box in windows(task.box.shape, task.itemsize, _SENT_BYTES):
-            part = data[: box.numel * task.itemsize]
-            self._comm.recv(part, task.src)
-            opened.write(task, _within(box, task.box), part.data)
+    def _receive(self, item: _WriteItem, opened: _Files) -> None:
+        """Receive a box of another rank and write it."""
+        data = np.empty(min(_MESSAGE_BYTES, item.nbytes), np.uint8)
+        for window in windows(item.box.shape, item.itemsize, _MESSAGE_BYTES):
+            part = data[: window.numel * item.itemsize]
+            self._comm.recv(part, item.src)
+            opened.write(item, to_global(window, item.box), part.data)
             self._comm.progress()
-
-
-def _within(window: Box, box: Box) -> Box:
-    """Return a window of `box` in coordinates of the whole tensor."""
-    return Box(tuple(map(operator.add, window.offsets, box.offsets)), window.shape)
 
 
 class _Files:
@@ -230,9 +232,9 @@ class _Files:
     def __enter__(self) -> _Files:
         return self
 
-    def write(self, task: _Task, box: Box, data: memoryview) -> None:
-        """Write a part of a task's box."""
-        tensor, file = task.tensor, self._files[task.tensor.file]
+    def write(self, item: _WriteItem, box: Box, data: memoryview) -> None:
+        """Write a part of a item's box."""
+        tensor, file = item.tensor, self._files[item.tensor.file]
         fd = self._fd(tensor.file, file.path)
         write_box(fd, tensor.begin, tensor.shape, tensor.dtype, box, data, file.path, reserved=file.is_reserved)
         self._dirty += len(data)

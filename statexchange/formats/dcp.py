@@ -44,7 +44,7 @@ _FILE_NAME = re.compile(r"__([0-9]{1,9})_([0-9]{1,9})\.distcp")
 _REFUSALS = (CorruptError, UnsafeError, UnsupportedError)
 _STEPS_PER_BOX = 64  # a box takes about 500 bytes of memory, and 130 bytes of the pickle
 _MAX_ENTRY_PICKLE_BYTES = 1 << 20  # a tensor's pickle has about 200 bytes
-_PLAIN = {bool, float, int, str, type(None)}
+_PLAIN_TYPES = {bool, float, int, str, type(None)}
 _MAX_PLAIN_VALUES, _MAX_PLAIN_CHARACTERS = 10_000, 1000  # limits of a plain value, such as param groups
 
 
@@ -58,7 +58,7 @@ class _Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class _StoredEntry:
     """One entry of a .distcp file; `offsets` is None if it is not a tensor."""
 
     name: str
@@ -112,10 +112,10 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
             unreadable += reader.unsupported
         except StateExchangeError as error:
             problems.append(error)
-            unreadable += [
-                UnreadableTensor(name, tensors[name].dtype, tensors[name].shape, store.path_of(file))
-                for name in {entry.name: None for entry in by_file[file] if entry.name in tensors}
-            ]
+            for name in dict.fromkeys(entry.name for entry in by_file[file]):
+                if name in tensors:
+                    tensor = tensors[name]
+                    unreadable.append(UnreadableTensor(name, tensor.dtype, tensor.shape, store.path_of(file)))
     if problems and strict:
         raise problems[0]
     return Source(
@@ -129,7 +129,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     )
 
 
-def _opened(store: Store, file: str, entries: list[_Stored]) -> StoredFile:
+def _opened(store: Store, file: str, entries: list[_StoredEntry]) -> StoredFile:
     try:
         return store.open(file)
     except NotFoundError:
@@ -143,6 +143,7 @@ def _opened(store: Store, file: str, entries: list[_Stored]) -> StoredFile:
 
 
 def _order(file: str) -> tuple[int, int]:
+    """Return the two numbers in a file's name; the first is the rank that wrote it."""
     match = _FILE_NAME.fullmatch(file)
     assert match is not None  # `_file_name` accepts only such names
     return int(match[1]), int(match[2])
@@ -150,7 +151,7 @@ def _order(file: str) -> tuple[int, int]:
 
 def _parsed(
     metadata: Any, budget: Budget, path: str
-) -> tuple[dict[str, _Tensor], dict[str, list[_Stored]], list[UnreadableTensor]]:
+) -> tuple[dict[str, _Tensor], dict[str, list[_StoredEntry]], list[UnreadableTensor]]:
     """Return the tensors by name, the entries of each file, and the tensors of unsupported dtypes."""
     _expect(metadata, "Metadata")
     tensors = {}
@@ -166,7 +167,7 @@ def _parsed(
                 tensors[name] = _tensor(name, record, budget)
             except UnsupportedError as error:
                 unsupported[name] = _unsupported(name, record, error, path)
-    by_file: dict[str, list[_Stored]] = {}
+    by_file: dict[str, list[_StoredEntry]] = {}
     for index, storage_info in (metadata.state["storage_data"] or {}).items():
         _expect(index, "MetadataIndex")
         _expect(storage_info, "_StorageInfo")
@@ -191,10 +192,10 @@ def _unsupported(name: str, record: OpaqueObject, error: UnsupportedError, path:
     )
 
 
-def _expect(made: Any, name: str) -> None:
-    """Raise ValueError unless `made` is an object of the class `name`."""
-    if type(made) is not OpaqueObject or made.name != name:
-        raise ValueError(f"not a {name}")
+def _expect(value: Any, class_name: str) -> None:
+    """Raise ValueError unless a value of a pickle is an object of this class."""
+    if type(value) is not OpaqueObject or value.name != class_name:
+        raise ValueError(f"not a {class_name}")
 
 
 def _tensor(name: str, record: OpaqueObject, budget: Budget) -> _Tensor:
@@ -212,12 +213,12 @@ def _tensor(name: str, record: OpaqueObject, budget: Budget) -> _Tensor:
     return _Tensor(dtype_of(record.state["properties"].state[0]), shape, chunks)
 
 
-def _stored(name: str, offsets: Any, storage_info: dict[str, Any]) -> _Stored:
+def _stored(name: str, offsets: Any, storage_info: dict[str, Any]) -> _StoredEntry:
     if storage_info.get("transform_descriptors"):
         shown = excerpt(storage_info["transform_descriptors"])
         raise UnsupportedError(f"its bytes are transformed by {shown}: save it without extensions", name=name)
     begin, length = sizes_from_json((storage_info["offset"], storage_info["length"]))
-    return _Stored(name, None if offsets is None else sizes_from_json(offsets), begin, length)
+    return _StoredEntry(name, None if offsets is None else sizes_from_json(offsets), begin, length)
 
 
 def _file_name(storage_info: dict[str, Any], name: str) -> str:
@@ -227,7 +228,9 @@ def _file_name(storage_info: dict[str, Any], name: str) -> str:
     return file
 
 
-def _unstored(tensors: dict[str, _Tensor], by_file: dict[str, list[_Stored]], path: str) -> list[StateExchangeError]:
+def _unstored(
+    tensors: dict[str, _Tensor], by_file: dict[str, list[_StoredEntry]], path: str
+) -> list[StateExchangeError]:
     """Return an error for each part that the metadata describes but that no file has."""
     stored = {(entry.name, entry.offsets) for entries in by_file.values() for entry in entries}
     problems: list[StateExchangeError] = []
@@ -241,16 +244,16 @@ def _unstored(tensors: dict[str, _Tensor], by_file: dict[str, list[_Stored]], pa
 
 def _is_plain(value: Any) -> bool:
     """Whether a value consists of plain values, few enough to encode: a pickle can repeat one object without end."""
-    left = [value]
+    waiting = [value]
     for _ in range(_MAX_PLAIN_VALUES):
-        if not left:
+        if not waiting:
             return True
-        one = left.pop()
-        if type(one) is dict:
-            left += [*one.keys(), *one.values()]
-        elif type(one) in (list, tuple):
-            left += one
-        elif type(one) not in _PLAIN or (type(one) is str and len(one) > _MAX_PLAIN_CHARACTERS):
+        item = waiting.pop()
+        if type(item) is dict:
+            waiting += [*item.keys(), *item.values()]
+        elif type(item) in (list, tuple):
+            waiting += item
+        elif type(item) not in _PLAIN_TYPES or (type(item) is str and len(item) > _MAX_PLAIN_CHARACTERS):
             return False
     return False
 
@@ -267,10 +270,10 @@ class _DcpFileReader:
         self.texts: dict[str, str] = {}
         self.unsupported: list[UnreadableTensor] = []
 
-    def read(self, file: StoredFile, entries: list[_Stored]) -> ShardFile:
+    def read(self, file: StoredFile, entries: list[_StoredEntry]) -> ShardFile:
         """Return the file with all its tensors; entries must not overlap."""
         end = 0
-        for entry in sorted(entries, key=lambda e: e.begin):
+        for entry in sorted(entries, key=lambda entry: entry.begin):
             if entry.begin < end:
                 problem = (
                     f"according to {METADATA} it overlaps another entry of the file: the save is damaged, save again"
@@ -283,9 +286,9 @@ class _DcpFileReader:
                 self._entry(file, entry, parts)
             except _REFUSALS as error:
                 raise error.located(rank=self._rank, name=entry.name, path=self._path) from None
-        return ShardFile(self._rank, file, {n: self._joined(n, p) for n, p in parts.items()})
+        return ShardFile(self._rank, file, {name: self._joined(name, boxes) for name, boxes in parts.items()})
 
-    def _entry(self, file: StoredFile, entry: _Stored, parts: dict[str, list[tuple[Box, ByteRange]]]) -> None:
+    def _entry(self, file: StoredFile, entry: _StoredEntry, parts: dict[str, list[tuple[Box, ByteRange]]]) -> None:
         archive = Archive(file, entry.begin, entry.length)
         if entry.offsets is None:
             self._other(entry.name, archive)
@@ -293,12 +296,13 @@ class _DcpFileReader:
         tensor = self._tensors[entry.name]
         box = tensor.chunks[entry.offsets]
         view = self._view(archive.pickle(_MAX_ENTRY_PICKLE_BYTES))
-        for what, expected, found in (("dtype", tensor.dtype, view.dtype), ("shape", box.shape, view.shape)):
+        for field, expected, found in (("dtype", tensor.dtype, view.dtype), ("shape", box.shape, view.shape)):
             if expected != found:
-                raise CorruptError(f"{what} in {METADATA} differs from the file", expected=expected, found=found)
+                raise CorruptError(f"{field} in {METADATA} differs from the file", expected=expected, found=found)
         parts.setdefault(entry.name, []).append((box, archive.byte_range(view)))
 
     def _view(self, data: bytes) -> TensorView:
+        """Return the tensor that an entry's pickle describes."""
         if data not in self._views:
             try:
                 self._views[data] = view_of(unwrap_tensor(read_pickle(data, self._path)))
@@ -321,19 +325,20 @@ class _DcpFileReader:
         except UnsafeError as error:
             self.others[name] = error.message
             return
-        what = describe(value)
+        description = describe(value)
         if _is_plain(value):
-            self.others[name], self.texts[name] = what, values.encode(value)
+            self.others[name], self.texts[name] = description, values.encode(value)
         elif not holds_tensor(value, budget, set()):
-            self.others[name] = what
+            self.others[name] = description
         elif type(value) is not OpaqueObject:
-            self.others[name] = f"{what}, with tensors in it"
+            self.others[name] = f"{description}, with tensors in it"
         else:
-            text = f"this object contains tensors, but its class is not supported: {what}"
+            text = f"this object contains tensors, but its class is not supported: {description}"
             refusal = UnsupportedError(text, rank=self._rank, name=name, path=self._path)
             self.unsupported.append(UnreadableTensor(name, None, None, self._path, refusal))
 
     def _joined(self, name: str, parts: list[tuple[Box, ByteRange]]) -> SourceTensor:
+        """Return a tensor with all its boxes in this file."""
         tensor = self._tensors[name]
         try:
             shard = Shard(name, tensor.dtype, tensor.shape, tuple(box for box, _ in parts))

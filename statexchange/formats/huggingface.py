@@ -53,16 +53,16 @@ _NUMBERED = re.compile(r"(.*?)([0-9]{5,9})-of-([0-9]{5,9})(\.[a-z]+)")
 
 
 def matches(opened: OpenedPath) -> bool:
-    """Whether a path is a safetensors file, or a directory with such files, an index, our manifest or a claim.
+    """Whether a path is a safetensors file, or a directory with such files, an index, a manifest or a claim.
 
     Rank files of a workspace do not match.
     """
     if opened.file is not None:
         return not is_rank_file(opened.file) and (opened.file.endswith(_SUFFIX) or _has_header(opened))
     names = opened.store.listing
-    others = ".metadata" in names or any(map(is_rank_file, names))  # a torch DCP directory, or a workspace's round
-    ours = (MANIFEST, CLAIM_NAME)
-    return not others and any(name in ours or name.endswith((_SUFFIX, INDEX_SUFFIX)) for name in names)
+    if ".metadata" in names or any(map(is_rank_file, names)):  # a torch DCP directory, or a workspace's round
+        return False
+    return any(name in (MANIFEST, CLAIM_NAME) or name.endswith((_SUFFIX, INDEX_SUFFIX)) for name in names)
 
 
 def _has_header(opened: OpenedPath) -> bool:
@@ -87,7 +87,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
         except StateExchangeError as error:
             problems.append(error)
     published = manifest["tensors"] if manifest is not None else {}
-    names_in = names_by_file(weight_map)
+    listed_names = names_by_file(weight_map)
     present = [name for name in opened.names if name.endswith(_SUFFIX) or name == opened.file]
     names = sorted(set(weight_map.values())) or present
     if opened.file is None and not weight_map:
@@ -103,8 +103,8 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
             unreadable += unknown_dtypes(header, file.path)
             texts.append(header.common_metadata)
         except StateExchangeError as error:
-            problems.append(_missing(error, store.path_of(name)))
-            unreadable += _listed_in(store, name, names_in.get(name, []), published)
+            problems.append(_as_incomplete(error, store.path_of(name)))
+            unreadable += _listed_in(store, name, listed_names.get(name, []), published)
     problems += _misplaced(weight_map, shard_files, unreadable)
     problems += _contradicted(published, shard_files)
     try:
@@ -131,32 +131,33 @@ def check_numbers(names: Sequence[str], path: str) -> list[StateExchangeError]:
 
     Without an index only the numbers in the names show that a file is missing.
     """
-    found: dict[tuple[str, int, str], set[int]] = {}
+    numbers_of_set: dict[tuple[str, int, str], set[int]] = {}  # by the name around the number, and n
     for name in names:
         match = _NUMBERED.fullmatch(name)
         if match is not None and not _SHARD_NAME.fullmatch(name):
-            found.setdefault((match[1], int(match[3]), match[4]), set()).add(int(match[2]))
+            numbers_of_set.setdefault((match[1], int(match[3]), match[4]), set()).add(int(match[2]))
     problems: list[StateExchangeError] = []
-    for (_, total, _), numbers in found.items():
+    for (_, total, _), numbers in numbers_of_set.items():
         if len(numbers) < total:
-            first = next(n for n in range(1, total + 1) if n not in numbers)
+            first = next(number for number in range(1, total + 1) if number not in numbers)
             text = f"files are numbered as of {total}, but there are {len(numbers)}: number {first} is missing"
             problems.append(IncompleteError(text, path=path))
     return problems
 
 
-def _missing(error: StateExchangeError, path: str) -> StateExchangeError:
+def _as_incomplete(error: StateExchangeError, path: str) -> StateExchangeError:
+    """Return an IncompleteError for a missing file; any other error unchanged."""
     if isinstance(error, NotFoundError):
         return IncompleteError("a file of this checkpoint is missing", path=path)
     return error
 
 
 def names_by_file(weight_map: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the tensors of each file."""
-    found: dict[str, list[str]] = {}
+    """Return the names of the tensors in each file."""
+    names: dict[str, list[str]] = {}
     for name, file in weight_map.items():
-        found.setdefault(file, []).append(name)
-    return found
+        names.setdefault(file, []).append(name)
+    return names
 
 
 def _listed_in(store: Store, file: str, names: Sequence[str], published: Mapping[str, Any]) -> list[UnreadableTensor]:
@@ -166,16 +167,18 @@ def _listed_in(store: Store, file: str, names: Sequence[str], published: Mapping
     manifest or an index assigns to the file.
     """
     path = store.path_of(file)
-    known: dict[str, tuple[str | None, tuple[int, ...] | None]]
-    known = {name: (published[name]["dtype"], tuple(published[name]["shape"])) for name in names if name in published}
-    if not known:
+    described: dict[str, tuple[str | None, tuple[int, ...] | None]] = {}
+    for name in names:
+        if name in published:
+            described[name] = published[name]["dtype"], tuple(published[name]["shape"])
+    if not described:
         try:
             header = read_header(store.open(file), whole=False)
             entries = {**header.entries, **header.unknown}
-            known = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
+            described = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
         except StateExchangeError:
-            known = {}
-    return [UnreadableTensor(name, *known.get(name, (None, None)), path) for name in names or list(known)]
+            described = {}
+    return [UnreadableTensor(name, *described.get(name, (None, None)), path) for name in names or list(described)]
 
 
 def _shard_file(number: int, file: StoredFile, header: Header, published: Mapping[str, Any]) -> ShardFile:
@@ -202,10 +205,10 @@ def _shard_file(number: int, file: StoredFile, header: Header, published: Mappin
     return ShardFile(int(match[1]) - 1 if match else number, file, tensors)
 
 
-def _published(shard: Shard, stored: ByteRange, raw: Sequence[Any]) -> SourceTensor:
+def _published(shard: Shard, stored: ByteRange, records: Sequence[Any]) -> SourceTensor:
     """Return a published tensor with the digests of the boxes that its manifest lists."""
     shape, itemsize = shard.global_shape, ITEMSIZE[shard.dtype]
-    boxes = {Box.from_json([offsets, sizes]): digest for offsets, sizes, digest, _ in raw}
+    boxes = {Box.from_json([offsets, sizes]): digest for offsets, sizes, digest, _ in records}
     if list(boxes) == [full_box(shape)]:
         return SourceTensor(shard, (replace(stored, digest=boxes[full_box(shape)]),))
     if not all(c_contiguous(box, shape) for box in boxes):
@@ -220,11 +223,11 @@ def _published(shard: Shard, stored: ByteRange, raw: Sequence[Any]) -> SourceTen
 def _parts(header: Header, path: str) -> dict[str, tuple[int, ...]]:
     """Return the offsets of each tensor's part from the metadata of torch's writer."""
     text = header.metadata.get(TORCH_SHARDING_KEY)
-    found = parse_json(text, path) if text is not None else {}
+    records = parse_json(text, path) if text is not None else {}
     try:
-        if not isinstance(found, dict):
+        if not isinstance(records, dict):
             raise TypeError("not an object")
-        parts = {name: sizes_from_json(record["saved_offsets"]) for name, record in found.items()}
+        parts = {name: sizes_from_json(record["saved_offsets"]) for name, record in records.items()}
         for name, entry in header.entries.items():
             if name in parts and len(parts[name]) != len(entry.shape):
                 raise ValueError(f"{excerpt(name)} differs from its offsets in the number of dims")
@@ -239,10 +242,10 @@ def _whole(shard_files: list[ShardFile]) -> list[ShardFile]:
     for shard_file in shard_files:
         for name, tensor in shard_file.tensors.items():
             shape = tensor.shard.global_shape
-            known = ends.setdefault(name, shape)
-            if len(known) != len(shape):
+            end = ends.setdefault(name, shape)
+            if len(end) != len(shape):
                 raise CorruptError("its parts differ in their number of dims", name=name, path=shard_file.path)
-            ends[name] = tuple(map(max, known, shape))
+            ends[name] = tuple(map(max, end, shape))
     return [
         replace(
             shard_file,
@@ -279,7 +282,7 @@ def _manifest(store: Store) -> dict[str, Any] | None:
         if manifest.get("schema", 1) != 1:
             raise ValueError(f"schema {excerpt(manifest['schema'], 60)}, but this version reads 1")
         aliases = manifest.get("aliases", {})
-        if not isinstance(aliases, dict) or any(not isinstance(kept, str) for kept in aliases.values()):
+        if not isinstance(aliases, dict) or any(not isinstance(name, str) for name in aliases.values()):
             raise TypeError("its aliases do not map names to names")
         for record in manifest["tensors"].values():
             _check_record(record)
@@ -295,10 +298,10 @@ def _check_record(record: Any) -> None:
     """
     itemsize_of(record["dtype"])
     shape = shape_from_json(record["shape"])
-    for offsets, sizes, known, rank in record["boxes"]:
+    for offsets, sizes, digest, rank in record["boxes"]:
         Shard("", record["dtype"], shape, (Box.from_json([offsets, sizes]),))
-        if not isinstance(known, str) or type(rank) is not int or rank < 0:
-            raise ValueError(f"not a box: {excerpt([known, rank])}")
+        if not isinstance(digest, str) or type(rank) is not int or rank < 0:
+            raise ValueError(f"not a box: {excerpt([digest, rank])}")
     if not isinstance(record["file"], str):
         raise TypeError("a tensor's file is not a name")
 
@@ -306,16 +309,18 @@ def _check_record(record: Any) -> None:
 def _weight_map(store: Store, manifest: Mapping[str, Any] | None) -> dict[str, str]:
     """Return the file of each tensor, from the manifest or else the indexes; {} without either."""
     indexes = [name for name in store.files if name.endswith(INDEX_SUFFIX)]
-    found = {name: file for index in indexes for name, file in read_index(store, index).items()}
+    indexed: dict[str, str] = {}
+    for index in indexes:
+        indexed |= read_index(store, index)
     if manifest is not None:
-        known = {name: record["file"] for name, record in manifest["tensors"].items()}
-        if found and found != known:
+        published = {name: record["file"] for name, record in manifest["tensors"].items()}
+        if indexed and indexed != published:
             raise CorruptError(
                 "index and manifest disagree: remove the index or publish again", path=store.path_of(indexes[0])
             )
-        found = known
-        _check_names(found, _SUFFIX, store.path)
-    return found
+        _check_names(published, _SUFFIX, store.path)
+        return published
+    return indexed
 
 
 def _check_names(weight_map: Mapping[str, str], suffix: str, path: str) -> None:
@@ -343,15 +348,17 @@ def _misplaced(
     weight_map: Mapping[str, str], shard_files: Sequence[ShardFile], unreadable: Sequence[UnreadableTensor]
 ) -> list[StateExchangeError]:
     """Return an error for each tensor that the weight map assigns to a file that does not have it."""
-    has = {shard_file.path.rpartition("/")[2]: shard_file for shard_file in shard_files}
-    unsupported = {(one.name, one.path) for one in unreadable}
-    return [
-        IncompleteError(
-            "the index assigns this tensor to the file, which does not have it", name=name, path=has[file].path
-        )
-        for name, file in weight_map.items()
-        if file in has and name not in has[file].tensors and (name, has[file].path) not in unsupported
-    ]
+    by_name = {shard_file.path.rpartition("/")[2]: shard_file for shard_file in shard_files}
+    unsupported = {(tensor.name, tensor.path) for tensor in unreadable}
+    problems: list[StateExchangeError] = []
+    for name, file in weight_map.items():
+        if file not in by_name:  # it has a problem of its own
+            continue
+        path = by_name[file].path
+        if name not in by_name[file].tensors and (name, path) not in unsupported:
+            text = "the index assigns this tensor to the file, which does not have it"
+            problems.append(IncompleteError(text, name=name, path=path))
+    return problems
 
 
 def _contradicted(published: Mapping[str, Any], shard_files: Sequence[ShardFile]) -> list[StateExchangeError]:

@@ -35,7 +35,7 @@ MAX_PICKLE_BYTES = 512 << 20
 _MAX_LONG_BYTES = 1024
 _MAX_SHORT_TEXT = 64  # characters of a key that is compared without counting
 _HASH_PRIME = (1 << 61) - 1  # smaller integers have different hashes
-_MAX_OF_ONE_HASH = 64
+_MAX_OF_ONE_HASH = 64  # different keys
 _STEPS_PER_COPY = 8  # an entry of a dict takes about 100 bytes
 _STOP, _MEMOIZE, _BINGET, _BININT1, _LONG_BINGET = b".\x94hKj"
 
@@ -84,8 +84,8 @@ class OpaqueObject:
     def class_name(self) -> str:
         """The name of its class; of an object that a function would construct, the class passed to the function."""
         is_function = self.name == "getattr" or self.name.rpartition(".")[2] in _CONSTRUCTING
-        given = self.args[0] if is_function and self.args else None
-        return given.name if type(given) is GlobalRef else self.name
+        first_argument = self.args[0] if is_function and self.args else None
+        return first_argument.name if type(first_argument) is GlobalRef else self.name
 
 
 # Every known name, by the modules that define it in some version of torch or Python.
@@ -163,8 +163,8 @@ _BUILTINS_THAT_RUN_CODE = {"__import__", "breakpoint", "compile", "eval", "exec"
 # Exceptions: classes of these modules that only hold data.
 _ONLY_DATA = {("types", "SimpleNamespace"), ("_io", "BytesIO"), ("_io", "StringIO")}
 _MAX_NAME = 200  # characters of a module's name, and of a class's
-_SCALARS = {str, int, float, bool, bytes, type(None), GlobalRef}
-_HOLDING = {dict, list, tuple, set, frozenset, OpaqueObject}
+_SCALAR_TYPES = {str, int, float, bool, bytes, type(None), GlobalRef}
+_CONTAINER_TYPES = {dict, list, tuple, set, frozenset, OpaqueObject}
 
 
 def read_pickle(data: bytes, path: str, budget: Budget | None = None, *, unknown_classes: bool = False) -> Any:
@@ -206,16 +206,18 @@ def contents(values: Iterable[Any], budget: Budget, seen: set[int], without: Con
     while waiting:
         item = waiting.pop()
         kind = type(item)
-        if kind in _HOLDING:
+        if kind in _CONTAINER_TYPES:
             if id(item) in without or id(item) in seen:
                 continue
             seen.add(id(item))
             if kind is OpaqueObject:
-                below: Any = (item.args, item.state, item.items)
+                inner: Any = (item.args, item.state, item.items)
+            elif kind is dict:
+                inner = (*item.keys(), *item.values())
             else:
-                below = (*item.keys(), *item.values()) if kind is dict else item
-            budget.spend(len(below))
-            waiting.extend(below)
+                inner = item
+            budget.spend(len(inner))
+            waiting.extend(inner)
         yield item
 
 
@@ -224,14 +226,14 @@ class _Machine:
 
     __slots__ = (
         "at",
-        "below",
         "budget",
         "by_hash",
+        "call_arguments",
         "classes",
         "data",
         "functions",
-        "given",
         "memo",
+        "outer_stacks",
         "path",
         "stack",
         "unknown_classes",
@@ -244,12 +246,12 @@ class _Machine:
         self.data = data
         self.path = path
         self.stack: list[Any] = []
-        self.below: list[list[Any]] = []
+        self.outer_stacks: list[list[Any]] = []  # one for each mark
         self.memo: dict[int, Any] = {}
         self.unknown_classes = unknown_classes
         self.classes: dict[tuple[str, str], GlobalRef] = {}  # unknown names, by module and name
         self.functions: set[str] = set()  # unknown names that count as functions unless NEWOBJ uses them
-        self.given: list[Any] = []  # the arguments of each call that the pickle would make
+        self.call_arguments: list[Any] = []  # the arguments of each call that the pickle would make
 
     def run(self) -> Any:
         """Run to the end and return the one value that is left on the stack."""
@@ -275,10 +277,10 @@ class _Machine:
                 operation(self)
                 at = self.at
         (value,) = self.stack
-        if self.below:
+        if self.outer_stacks:
             raise ValueError("a mark is left on the stack")
         if self.functions:
-            for item in contents(self.given, self.budget, set()):
+            for item in contents(self.call_arguments, self.budget, set()):
                 if type(item) is GlobalRef and item.name in self.functions:
                     raise self.unsafe(item.name)
         return value
@@ -288,9 +290,9 @@ class _Machine:
         end = self.at + nbytes
         if not self.at <= end <= len(self.data):
             raise ValueError(f"{nbytes} bytes are claimed, {len(self.data) - self.at} are left")
-        taken = self.data[self.at : end]
+        data = self.data[self.at : end]
         self.at = end
-        return taken
+        return data
 
     def number(self, width: int) -> int:
         """Read an unsigned number of `width` bytes."""
@@ -304,17 +306,17 @@ class _Machine:
     def above_mark(self) -> list[Any]:
         """Return the items above the last mark, and remove the mark."""
         items = self.stack
-        self.stack = self.below.pop()
+        self.stack = self.outer_stacks.pop()
         return items
 
     def push_global(self, module: Any, name: Any) -> None:
         """Push the GlobalRef of a name."""
-        found = None
+        ref = None
         if type(module) is type(name) is str:
-            found = _KNOWN.get((module, name)) or self.classes.get((module, name)) or self.unknown_global(module, name)
-        if found is None:
+            ref = _KNOWN.get((module, name)) or self.classes.get((module, name)) or self.unknown_global(module, name)
+        if ref is None:
             raise self.unsafe(f"{_plain_text(module)}.{_plain_text(name)}")
-        self.stack.append(found)
+        self.stack.append(ref)
 
     def unknown_global(self, module: str, name: str) -> GlobalRef | None:
         """Return the GlobalRef of an unknown name; None if the pickle may not use it."""
@@ -324,10 +326,10 @@ class _Machine:
             return None
         if module in ("builtins", "__builtin__") and name in _BUILTINS_THAT_RUN_CODE:
             return None
-        found = self.classes[module, name] = GlobalRef(f"{module}.{name}")
+        ref = self.classes[module, name] = GlobalRef(f"{module}.{name}")
         if not _is_class_name(name) and (module, name) not in _HARMLESS_NAMES:
-            self.functions.add(found.name)
-        return found
+            self.functions.add(ref.name)
+        return ref
 
     def unsafe(self, name: str) -> UnsafeError:
         """Return the error for a name that the pickle may not use."""
@@ -342,23 +344,23 @@ class _Machine:
         kind = type(key)
         if kind is tuple:
             self.budget.spend(len(key), sum(len(item) for item in key if type(item) in (str, bytes)))
-            if not all(type(item) in _SCALARS for item in key):
+            if not all(type(item) in _SCALAR_TYPES for item in key):
                 raise UnsafeError("refused: a tuple of more than scalars as a key", path=self.path)
         elif kind in (str, bytes):
             self.budget.spend(0, len(key))
-        elif kind not in _KEYS:
+        elif kind not in _KEY_TYPES:
             raise UnsafeError(f"refused: a {kind.__name__} as a key", path=self.path)
         if kind in (tuple, float) or (kind is int and not -_HASH_PRIME < key < _HASH_PRIME):
             self.check_hash(key)
 
     def check_hash(self, key: Any) -> None:
         """Raise CorruptError for many different keys with one hash, each of which is compared with all others."""
-        known = self.by_hash.setdefault(hash(key), [])
-        self.budget.spend(len(known) * (len(key) if type(key) is tuple else 1))
-        if key not in known:
-            if len(known) == _MAX_OF_ONE_HASH:
+        same_hash = self.by_hash.setdefault(hash(key), [])
+        self.budget.spend(len(same_hash) * (len(key) if type(key) is tuple else 1))
+        if key not in same_hash:
+            if len(same_hash) == _MAX_OF_ONE_HASH:
                 raise CorruptError("refused: too many keys have the same hash", path=self.path)
-            known.append(key)
+            same_hash.append(key)
 
 
 def _is_class_name(name: str) -> bool:
@@ -412,7 +414,8 @@ def _skip(width: int) -> _Operation:
 
 
 def _mark(machine: _Machine) -> None:
-    machine.below.append(machine.stack)
+    """MARK: begin a new stack, which `above_mark` ends."""
+    machine.outer_stacks.append(machine.stack)
     machine.stack = []
 
 
@@ -421,13 +424,13 @@ def _new(kind: type) -> _Operation:
 
 
 def _tuple(size: int) -> _Operation:
-    def gather(machine: _Machine) -> None:
+    def push(machine: _Machine) -> None:
         stack = machine.stack
         if len(stack) < size:
             raise ValueError("the stack is empty")
         stack[-size:] = (tuple(stack[-size:]),)
 
-    return gather
+    return push
 
 
 def _tuple_of_marked(machine: _Machine) -> None:
@@ -444,31 +447,31 @@ def _frozenset(machine: _Machine) -> None:
 
 def _append(machine: _Machine) -> None:
     value = machine.stack.pop()
-    _list_of(machine).append(value)
+    _top_list(machine).append(value)
 
 
 def _extend(machine: _Machine) -> None:
     items = machine.above_mark()
-    _list_of(machine).extend(items)
+    _top_list(machine).extend(items)
 
 
 def _add(machine: _Machine) -> None:
     items = machine.above_mark()
     if _is_unknown(machine.stack[-1]):
-        _list_of(machine).extend(items)
+        _top_list(machine).extend(items)
         return
     for item in items:
         machine.check_key(item)
-    _of(machine, set).update(items)
+    _top(machine, set).update(items)
 
 
 def _set_item(machine: _Machine) -> None:
     value, key = machine.stack.pop(), machine.stack.pop()
     if _is_unknown(machine.stack[-1]):
-        _list_of(machine).extend((key, value))
+        _top_list(machine).extend((key, value))
         return
     machine.check_key(key)
-    _of(machine, dict)[key] = value
+    _top(machine, dict)[key] = value
 
 
 def _set_items(machine: _Machine) -> None:
@@ -476,39 +479,39 @@ def _set_items(machine: _Machine) -> None:
     if len(items) % 2:
         raise ValueError("a key without a value")
     if _is_unknown(machine.stack[-1]):
-        _list_of(machine).extend(items)
+        _top_list(machine).extend(items)
         return
     keys = items[::2]
     for key in keys:
         if type(key) is not str or len(key) > _MAX_SHORT_TEXT:
             machine.check_key(key)
-    _of(machine, dict).update(zip(keys, items[1::2], strict=True))
+    _top(machine, dict).update(zip(keys, items[1::2], strict=True))
 
 
 def _is_unknown(value: Any) -> bool:
     return type(value) is OpaqueObject and value.is_unknown
 
 
-def _list_of(machine: _Machine) -> list[Any]:
+def _top_list(machine: _Machine) -> list[Any]:
     """Return the list on top of the stack; for an object of an unknown class, its items.
 
     Items of a mapping are its keys and values in turn.
     """
-    made: Any = machine.stack[-1]
-    if not _is_unknown(made):
-        found: list[Any] = _of(machine, list)
-        return found
-    if made.items is None:
-        made.items = []
-    return made.items  # type: ignore[no-any-return]
+    target: Any = machine.stack[-1]
+    if not _is_unknown(target):
+        top: list[Any] = _top(machine, list)
+        return top
+    if target.items is None:
+        target.items = []
+    return target.items  # type: ignore[no-any-return]
 
 
-def _of(machine: _Machine, kind: type[Any]) -> Any:
+def _top(machine: _Machine, kind: type[Any]) -> Any:
     """Return the container on top of the stack, which must be of type `kind`."""
-    found = machine.stack[-1]
-    if type(found) is not kind:
+    container = machine.stack[-1]
+    if type(container) is not kind:
         raise TypeError(f"not a {kind.__name__}")
-    return found
+    return container
 
 
 def _put(width: int) -> _Operation:
@@ -528,6 +531,7 @@ def _stack_global(machine: _Machine) -> None:
 
 
 def _persistent(machine: _Machine) -> None:
+    """BINPERSID: push an OpaqueObject with the id; torch refers to storages in this way."""
     machine.stack.append(OpaqueObject("persistent", (machine.stack.pop(),)))
 
 
@@ -546,7 +550,7 @@ def _call(machine: _Machine) -> None:
         raise UnsafeError(f"refused: the pickle calls a {type(callee).__name__}", path=machine.path)
     if callee.name in machine.functions:
         raise machine.unsafe(callee.name)
-    machine.given.append(args)
+    machine.call_arguments.append(args)
     if callee.name == "getattr" and [type(arg) for arg in args] != [GlobalRef, str]:
         # Early releases of Python 3.11 pickle an enum member as getattr(class, name).
         raise UnsafeError("refused: the pickle calls getattr on something that is not a known class", path=machine.path)
@@ -559,6 +563,7 @@ def _call(machine: _Machine) -> None:
 
 
 def _dict(machine: _Machine, args: tuple[Any, ...]) -> dict[Any, Any]:
+    """Return the dict that a call of a dict's class would construct."""
     content: Any = args[-1] if args and type(args[-1]) in (dict, list) else {}
     machine.budget.spend(_STEPS_PER_COPY * len(content))
     pairs = content.items() if type(content) is dict else [(key, value) for key, value in content]
@@ -578,7 +583,7 @@ def _build(machine: _Machine) -> None:
 
 
 _Operation = Callable[[_Machine], None]
-_KEYS = {*_SCALARS, OpaqueObject}
+_KEY_TYPES = {*_SCALAR_TYPES, OpaqueObject}
 _OPERATIONS: dict[int, _Operation] = {
     ord(code): operation
     for code, operation in {

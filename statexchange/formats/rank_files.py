@@ -49,7 +49,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:  # noqa: ARG001 
     Raises:
         IncompleteError: a number is missing among the names, or they contain "of n" and there are not n files.
     """
-    names = sorted(_names(opened), key=_in_order)
+    names = sorted(_names(opened), key=_numeric_order)
     _check_whole(names, opened.path)
     shard_files = []
     unreadable: list[UnreadableTensor] = []
@@ -76,13 +76,14 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:  # noqa: ARG001 
     )
 
 
-def _in_order(name: str) -> list[tuple[int, str]]:
+def _numeric_order(name: str) -> list[tuple[int, str]]:
     """Return a sort key that compares digits as numbers."""
     return [(int(piece), "") if _NUMBER.fullmatch(piece) else (-1, piece) for piece in _NUMBER.split(name)]
 
 
 def _check_whole(names: list[str], path: str) -> None:
-    numbers = [[int(n) for n in _NUMBER.findall(name)] for name in names]
+    """Raise IncompleteError if the numbers in the names show that a file is missing."""
+    numbers = [[int(digits) for digits in _NUMBER.findall(name)] for name in names]
     varying = [column for column in zip(*numbers, strict=False) if len(set(column)) > 1]
     if len({len(row) for row in numbers}) == 1 and len(varying) == 1:
         (column,) = varying
@@ -90,7 +91,7 @@ def _check_whole(names: list[str], path: str) -> None:
         if len(present) < max(column) + 1 - begin:  # a number in a name may be huge, so no range is built
             absent = next(number for number in range(begin, max(column) + 1) if number not in present)
             raise IncompleteError(f"files are numbered, but number {absent} is missing", path=path)
-    totals = {int(found[1]) for name in names if (found := _TOTAL.search(name))}
+    totals = {int(match[1]) for match in map(_TOTAL.search, names) if match is not None}
     if totals and totals != {len(names)}:
         raise IncompleteError(f"files are numbered as of {max(totals)}, but there are {len(names)}", path=path)
 
@@ -124,11 +125,15 @@ def apply_layout(source: Source, layout: Layout) -> tuple[Source, dict[str, str]
     if unused:
         raise InvalidArgumentError(f"layout pattern {unused[0]!r} matches no tensor", path=source.path)
     tensors: dict[int, dict[str, SourceTensor]] = {rank: {} for rank in paths}
-    for name, held in parts.items():
-        for rank, tensor in _placed(name, held, layout, paths).items():
+    for name, rank_parts in parts.items():
+        for rank, tensor in _placed(name, rank_parts, layout, paths).items():
             tensors[rank][name] = tensor
-    shard_files = tuple(replace(h, tensors=tensors[h.rank], aliases=_kept(h, tensors[h.rank])) for h in source.files)
-    return replace(source, files=shard_files), reductions
+    shard_files = []
+    for shard_file in source.files:
+        renamed = tensors[shard_file.rank]
+        aliases = {alias: name for alias, name in shard_file.aliases.items() if alias in renamed and name in renamed}
+        shard_files.append(replace(shard_file, tensors=renamed, aliases=aliases))
+    return replace(source, files=tuple(shard_files)), reductions
 
 
 def _parts(
@@ -154,26 +159,22 @@ def _parts(
     return parts
 
 
-def _kept(shard_file: ShardFile, tensors: Mapping[str, SourceTensor]) -> dict[str, str]:
-    return {alias: kept for alias, kept in shard_file.aliases.items() if alias in tensors and kept in tensors}
-
-
 def _placed(
-    name: str, held: Mapping[int, tuple[Part, SourceTensor]], layout: Layout, paths: Mapping[int, str]
+    name: str, rank_parts: Mapping[int, tuple[Part, SourceTensor]], layout: Layout, paths: Mapping[int, str]
 ) -> dict[int, SourceTensor]:
     """Return each rank's shard of one tensor with its byte ranges."""
-    found = {}
-    ruled = {rank: part for rank, (part, _) in held.items() if part.cuts or part.fixed is None}
-    boxes = place_parts(ruled, layout.mesh, paths) if ruled else {}
-    for rank, (part, tensor) in held.items():
-        if rank not in boxes:  # its file has its sharding
-            found[rank] = replace(tensor, shard=replace(tensor.shard, name=name))
+    placed = {}
+    unplaced = {rank: part for rank, (part, _) in rank_parts.items() if part.cuts or part.fixed is None}
+    positions = place_parts(unplaced, layout.mesh, paths) if unplaced else {}
+    for rank, (part, tensor) in rank_parts.items():
+        if rank not in positions:  # its file has its sharding
+            placed[rank] = replace(tensor, shard=replace(tensor.shard, name=name))
             continue
-        global_shape, whole = boxes[rank]
+        global_shape, boxes = positions[rank]
         (byte_range,) = tensor.byte_ranges
         byte_ranges = tuple(_slice(byte_range, tensor.shard, local) for local in part.local_boxes())
-        found[rank] = SourceTensor(Shard(name, tensor.shard.dtype, global_shape, whole), byte_ranges)
-    return found
+        placed[rank] = SourceTensor(Shard(name, tensor.shard.dtype, global_shape, boxes), byte_ranges)
+    return placed
 
 
 def _slice(byte_range: ByteRange, shard: Shard, local: Box) -> ByteRange:

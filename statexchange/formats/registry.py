@@ -18,18 +18,24 @@ from statexchange.errors import (
     UnsupportedError,
 )
 from statexchange.formats.source import OpenCheckpoint, Source
-from statexchange.storage.opened_path import OpenedPath, read_with_retry
-from statexchange.storage.steps import list_steps, step_name
-from statexchange.storage.store import resolve_path
+from statexchange.storage.opened_path import OpenedPath, open_path, read_with_retry
+from statexchange.storage.steps import is_saves_directory, list_steps, step_name, step_of, steps_text
+from statexchange.storage.store import is_url, resolve_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["FORMATS", "Format", "open_checkpoint", "open_source"]
+__all__ = ["FORMATS", "Format", "holds_saves", "open_checkpoint", "open_source"]
 
 
 class Format(Protocol):
-    """A module that reads one kind of checkpoint."""
+    """A module that reads one kind of checkpoint.
+
+    Whatever a file holds, the outcome is a source or an error of `statexchange.errors` that names the file. Files are
+    opened by `Store.open`, JSON is read by `storage.json_text`, shapes and offsets are checked by `sharding.shards`,
+    and text from a file enters a message through `errors.excerpt`. torch is never imported, numpy only inside of
+    functions.
+    """
 
     def matches(self, opened: OpenedPath) -> bool:
         """Whether a path has this format, by its listing and at most the first bytes of a file."""
@@ -37,7 +43,9 @@ class Format(Protocol):
     def read(self, opened: OpenedPath, *, strict: bool = True) -> Source:
         """Return the source, reading headers only.
 
-        With `strict` the first missing or broken part is raised, else all are in the source's `problems`.
+        A broken file is a CorruptError. A file that an index lists and that is absent is an IncompleteError, although
+        `Store.open` raises NotFoundError: that would mean that there is no checkpoint. With `strict` the first of these
+        is raised, else all are in the source's `problems`, and the tensors that they affect in `unreadable`.
         """
 
 
@@ -45,7 +53,8 @@ class Format(Protocol):
 # reader, which the others do not need.
 FORMATS = ("save", "huggingface", "workspace", "dcp", "torch_file")
 _DESCRIPTIONS = (".index.json", "statexchange.json", "manifest.json", "save.json", ".metadata")  # endings of file names
-_FREE_BYTES, _MAX_REPETITION = 64 << 20, 16  # limits of all tensors: bytes, and multiples of their files' bytes
+# All tensors together may have _BASE_BYTES more than _MAX_REPETITION times the bytes of their files.
+_BASE_BYTES, _MAX_REPETITION = 64 << 20, 16
 _UNKNOWN = "neither a save, a workspace nor a checkpoint (safetensors, torch DCP, or torch.save's .pt files)"
 
 
@@ -84,7 +93,50 @@ def open_with(path: str | os.PathLike[str], read: Callable[..., Source], *, stri
             raise ReplacedError("replaced while it was read", path=path) from source.problems[0]
         return source
 
-    return read_with_retry(path, read_once)
+    try:
+        return read_with_retry(path, read_once)
+    except NotFoundError as error:
+        raise _absent_step(path) or error from None
+
+
+def _absent_step(path: str) -> NotFoundError | None:
+    """Return the error for the path of a step that a directory of saves does not have; None for any other path."""
+    step = step_of(os.path.basename(path))
+    if step is None or is_url(path):
+        return None
+    try:
+        with open_path(os.path.dirname(path)) as opened:
+            steps = list_steps(opened.store)
+    except StateExchangeError:
+        return None
+    if not steps or step in steps:
+        return None
+    return NotFoundError(f"there is no save of step {step}: there are steps {steps_text(steps)}", path=path)
+
+
+def holds_saves(path: str | os.PathLike[str]) -> bool:
+    """Whether a local directory has saves by step, whole or unfinished, and is no checkpoint itself.
+
+    Not collective. False for a path that does not exist.
+    """
+    path = resolve_path(path, "a source")
+    if is_url(path):
+        return False
+    try:
+        return read_with_retry(path, _holds_saves)
+    except NotFoundError:
+        return False
+
+
+def _holds_saves(opened: OpenedPath) -> bool:
+    with opened:
+        if opened.file is not None or not is_saves_directory(opened.store):
+            return False
+        for name in FORMATS:
+            known: Format = import_module(f"statexchange.formats.{name}")
+            if known.matches(opened):
+                return False
+        return True
 
 
 def _check_not_repeated(source: Source) -> None:
@@ -93,7 +145,7 @@ def _check_not_repeated(source: Source) -> None:
     A tensor with strides of 0, or tensors that share a storage, may have any number of elements in a small file.
     """
     files = {(shard_file.path, shard_file.nbytes) for shard_file in source.files}
-    limit = _FREE_BYTES + _MAX_REPETITION * sum(nbytes for _, nbytes in files)
+    limit = _BASE_BYTES + _MAX_REPETITION * sum(nbytes for _, nbytes in files)
     total = 0
     for shard_file, tensor in source.shards():
         total += sum(byte_range.nbytes for byte_range in tensor.byte_ranges)
@@ -108,31 +160,31 @@ def _check_not_repeated(source: Source) -> None:
 def read_opened(opened: OpenedPath, *, strict: bool = True) -> Source:
     """Return the source at an opened path, by the first format that matches."""
     for name in FORMATS:
-        known: Format = import_module(f"statexchange.formats.{name}")
-        if known.matches(opened):
+        module: Format = import_module(f"statexchange.formats.{name}")
+        if module.matches(opened):
             if name == "torch_file":
-                _check_not_above(opened)
-            return known.read(opened, strict=strict)
-    _check_not_above(opened)
-    _check_not_saves(opened)
-    _check_not_a_part(opened)
+                _check_no_dcp_below(opened)
+            return module.read(opened, strict=strict)
+    _check_no_dcp_below(opened)
+    _check_no_saves_below(opened)
+    _check_no_description(opened)
     raise NotFoundError(_UNKNOWN, path=opened.path)
 
 
-def _check_not_above(opened: OpenedPath) -> None:
+def _check_no_dcp_below(opened: OpenedPath) -> None:
     """Raise InvalidArgumentError if there are DCP directories one level below.
 
     accelerate writes DCP directories into a directory of its own, beside files of torch.save that have no model.
     """
     if opened.file is not None:
         return
-    below = [name for name in opened.store.directories if _is_dcp(opened, name)]
-    if below:
-        text = f"this directory contains torch DCP directories, name one of them: {', '.join(below)}"
+    dcp_names = [name for name in opened.store.directories if _is_dcp(opened, name)]
+    if dcp_names:
+        text = f"this directory contains torch DCP directories, name one of them: {', '.join(dcp_names)}"
         raise InvalidArgumentError(text, path=opened.path)
 
 
-def _check_not_saves(opened: OpenedPath) -> None:
+def _check_no_saves_below(opened: OpenedPath) -> None:
     """Raise InvalidArgumentError for a directory of saves by step, of which one must be named."""
     steps = list_steps(opened.store) if opened.file is None else []
     if steps:
@@ -143,7 +195,7 @@ def _check_not_saves(opened: OpenedPath) -> None:
         raise InvalidArgumentError(text, path=opened.path)
 
 
-def _check_not_a_part(opened: OpenedPath) -> None:
+def _check_no_description(opened: OpenedPath) -> None:
     """Raise InvalidArgumentError for a file that only describes a checkpoint, such as an index."""
     if opened.file is not None and opened.file.endswith(_DESCRIPTIONS):
         text = f"this file only describes a checkpoint: give its directory, {opened.store.path}"

@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-from statexchange.errors import IncompleteError, NotFoundError, ReplacedError, StateExchangeError
+from statexchange.errors import CorruptError, IncompleteError, NotFoundError, ReplacedError, StateExchangeError
 from statexchange.formats.source import ShardFile, Source
 from statexchange.formats.workspace import shard_file
 from statexchange.storage.opened_path import OpenedPath
-from statexchange.storage.save_directory import MANIFEST, open_rank_file, rank_of_file, read_manifest
+from statexchange.storage.save_directory import (
+    MANIFEST,
+    SaveManifest,
+    is_of_a_save,
+    open_rank_file,
+    rank_of_file,
+    read_manifest,
+)
 
 __all__ = ["matches", "read"]
 
 
 def matches(opened: OpenedPath) -> bool:
-    """Whether a path is the directory of a save, or a rank's file in one."""
-    is_part = opened.file is None or rank_of_file(opened.file) is not None
-    return is_part and opened.store.listing.get(MANIFEST) == "file"
+    """Whether a path is the directory of a save, or a rank's file of one.
+
+    Rank files match without the manifest too, as in an unfinished copy: each has tensors or parts of tensors, and read
+    as checkpoints of their own they would be taken for all.
+    """
+    ranks = [name for name in opened.names if rank_of_file(name) is not None]
+    if opened.store.listing.get(MANIFEST) == "file":
+        return opened.file is None or bool(ranks)
+    return bool(ranks) and is_of_a_save(opened.store, ranks[0])
 
 
 def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     """Return the source at a path.
 
     Raises:
-        IncompleteError: a rank's file is missing.
-        CorruptError: the manifest or a header is broken.
+        IncompleteError: a rank's file is missing, or the manifest.
+        CorruptError: the manifest or a header is broken, or the manifest does not list the file.
     """
-    manifest = read_manifest(opened.store)
+    manifest = _manifest_of(opened)
     problems: list[StateExchangeError] = []
     files: list[ShardFile] = []
     configs: dict[int, str] = {}
@@ -41,6 +54,8 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
             raise
         except StateExchangeError as error:
             problems.append(error)
+    if opened.file is not None and opened.file not in manifest.files:
+        raise CorruptError(f"{MANIFEST} beside this file does not list it: it is of another save", path=opened.path)
     if problems and strict:
         raise problems[0]
     return Source(
@@ -55,3 +70,11 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
         configs=configs,
         problems=tuple(problems),
     )
+
+
+def _manifest_of(opened: OpenedPath) -> SaveManifest:
+    try:
+        return read_manifest(opened.store)
+    except NotFoundError as error:
+        text = f"{MANIFEST} of this save is missing: copy the whole directory, with all ranks' files"
+        raise IncompleteError(text, path=error.path) from None

@@ -24,6 +24,7 @@ from statexchange.storage.tensorfile import Header
 from statexchange.tensors import ITEMSIZE
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from typing_extensions import Self
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
 
 _MAX_LISTED, _MAX_NAME = 8, 100
 FormatName = Literal["save", "workspace", "huggingface", "dcp", "torch", "rank files"]
+_KINDS_WITH_RANKS = ("save", "workspace", "dcp", "rank files")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,8 @@ class UnreadableTensor:
 
 def abbreviated_list(entries: Mapping[str, str]) -> str:
     """Return the first names with their descriptions and the number of the others, for a message."""
-    shown = [f"{excerpt(name, _MAX_NAME)[1:-1]} ({what})" for name, what in islice(entries.items(), _MAX_LISTED)]
+    listed = islice(entries.items(), _MAX_LISTED)
+    shown = [f"{excerpt(name, _MAX_NAME)[1:-1]} ({description})" for name, description in listed]
     hidden = len(entries) - len(shown)
     return ", ".join(shown) + (f" and {hidden:,} more" if hidden else "")
 
@@ -103,12 +106,12 @@ def unknown_dtypes(header: Header, path: str) -> list[UnreadableTensor]:
 
 def merged_metadata(files: Sequence[Mapping[str, str]]) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the text metadata on which all files agree, and the keys on which they differ."""
-    found: dict[str, set[str]] = {}
+    values: dict[str, set[str]] = {}
     for metadata in files:
         for key, value in metadata.items():
-            found.setdefault(key, set()).add(value)
-    agreed = {key: next(iter(values)) for key, values in sorted(found.items()) if len(values) == 1}
-    return agreed, tuple(key for key in sorted(found) if key not in agreed)
+            values.setdefault(key, set()).add(value)
+    agreed = {key: next(iter(of_key)) for key, of_key in sorted(values.items()) if len(of_key) == 1}
+    return agreed, tuple(key for key in sorted(values) if key not in agreed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,11 +179,16 @@ class Source:
     @property
     def unsupported(self) -> dict[str, UnsupportedError]:
         """The errors, by name, of tensors that cannot be read although their files can."""
-        found: dict[str, UnsupportedError] = {}
-        for one in self.unreadable:
-            if one.unsupported is not None:
-                found.setdefault(one.name, one.unsupported)
-        return found
+        errors: dict[str, UnsupportedError] = {}
+        for tensor in self.unreadable:
+            if tensor.unsupported is not None:
+                errors.setdefault(tensor.name, tensor.unsupported)
+        return errors
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether each file's `rank` is the rank that wrote it; else it is the number of the file."""
+        return self.kind in _KINDS_WITH_RANKS
 
     @property
     def path(self) -> str:
@@ -194,7 +202,11 @@ class Source:
 
     def rank_shards(self) -> list[RankShards]:
         """Return each rank's shards for the merge plan."""
-        return [RankShards(h.rank, [t.shard for t in h.tensors.values()], h.aliases) for h in self.files]
+        rank_shards = []
+        for shard_file in self.files:
+            shards = [tensor.shard for tensor in shard_file.tensors.values()]
+            rank_shards.append(RankShards(shard_file.rank, shards, shard_file.aliases))
+        return rank_shards
 
     def shards(self) -> Iterator[tuple[ShardFile, SourceTensor]]:
         """Yield each tensor of each file."""
@@ -225,15 +237,15 @@ class StoredTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    _boxes: Mapping[Box, tuple[ByteRange, int]]  # with the rank that holds it
-    _conflicts: Mapping[str, StateExchangeError]
+    _boxes: Mapping[Box, tuple[ByteRange, int]]  # each stored box with its byte range and rank
+    _conflicts: Mapping[str, StateExchangeError]  # by the names of tensors that cannot be read
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor; 0 if its dtype is unknown."""
         return full_box(self.shape).numel * ITEMSIZE.get(self.dtype, 0)
 
-    def read(self, box: Box | None = None) -> Any:
+    def read(self, box: Box | None = None) -> NDArray[Any]:
         """Read the tensor, or one block of it, into a numpy array.
 
         Not collective. Stored boxes that are read whole are checked against their digests, where these are known.
@@ -283,7 +295,8 @@ class StoredTensor:
             digest.check(self.name)
             if not digest:
                 stored.file.check_unchanged()
-        return array_over(data, self.dtype, target.shape)
+        array: NDArray[Any] = array_over(data, self.dtype, target.shape)
+        return array
 
     def _check_cover(self) -> None:
         if self._boxes.keys() != {full_box(self.shape)}:
@@ -306,27 +319,28 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
         boxes: dict[str, dict[Box, tuple[ByteRange, int]]] = {}
         for shard_file, tensor in source.shards():
             shard = tensor.shard
-            known = self._tensors.get(shard.name)
-            if known is None:
+            stored = self._tensors.get(shard.name)
+            if stored is None:
                 boxes[shard.name] = {}
                 stored = StoredTensor(shard.name, shard.dtype, shard.global_shape, boxes[shard.name], conflicts)
                 self._tensors[shard.name] = stored
-            elif (known.dtype, known.shape) != (shard.dtype, shard.global_shape):
+            elif (stored.dtype, stored.shape) != (shard.dtype, shard.global_shape):
                 raise CorruptError("two files disagree on dtype or shape", name=shard.name, path=shard_file.path)
             elif source.kind == "huggingface" and boxes[shard.name].keys() & set(shard.boxes):
                 raise CorruptError("two files have a tensor of this name", name=shard.name, path=shard_file.path)
-            for box, stored_range in zip(shard.boxes, tensor.byte_ranges, strict=True):
-                first, _ = boxes[shard.name].setdefault(box, (stored_range, shard_file.rank))
-                if None not in (first.digest, stored_range.digest) and first.digest != stored_range.digest:
+            for box, byte_range in zip(shard.boxes, tensor.byte_ranges, strict=True):
+                first, _ = boxes[shard.name].setdefault(box, (byte_range, shard_file.rank))
+                if None not in (first.digest, byte_range.digest) and first.digest != byte_range.digest:
                     text = f"two ranks hold different values for region {box}: open one rank's file"
                     conflicts[shard.name] = ReplicaError(
                         text, name=shard.name, rank=shard_file.rank, path=shard_file.path
                     )
-        for listed in source.unreadable:
-            if listed.unsupported is not None:
-                conflicts.setdefault(listed.name, listed.unsupported)
-                unread = StoredTensor(listed.name, listed.dtype or "?", listed.shape or (), {}, conflicts)
-                self._tensors.setdefault(listed.name, unread)
+        for unreadable in source.unreadable:
+            if unreadable.unsupported is not None:
+                name = unreadable.name
+                conflicts.setdefault(name, unreadable.unsupported)
+                stored = StoredTensor(name, unreadable.dtype or "?", unreadable.shape or (), {}, conflicts)
+                self._tensors.setdefault(name, stored)
 
     def __getitem__(self, name: str) -> StoredTensor:
         return self._tensors[name]

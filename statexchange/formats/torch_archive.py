@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -42,6 +43,7 @@ _STORAGES = {
     "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8",
     "BoolStorage": "BOOL", "ComplexDoubleStorage": "C128", "ComplexFloatStorage": "C64",
 }  # fmt: skip
+# Functions with which pickles of torch construct tensors.
 _WRAPPING = {"_rebuild_parameter", "_rebuild_parameter_with_state"}
 _FROM_TYPE = {"_rebuild_from_type", "_rebuild_from_type_v2"}
 _STRIDED = {"_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"}
@@ -84,7 +86,7 @@ class Archive:
         self._file = file
         self._path = path
         self._begin = begin
-        self._blocks: list[tuple[int, bytes]] = []
+        self._blocks: list[tuple[int, bytes]] = []  # read already: (offset, bytes); empty for the next two reads
         last = max(0, self._length - _AHEAD_BYTES)
         self._blocks = [(at, self._read(at, min(_AHEAD_BYTES, self._length - at))) for at in sorted({0, last})]
         self._entries = self._directory()
@@ -92,8 +94,8 @@ class Archive:
         if len(roots) != 1:
             raise CorruptError("not a file of torch.save: its zip has no data.pkl", path=path)
         self._root = roots[0].removesuffix("data.pkl")
-        order = self._root + "byteorder"  # absent in files of older torch, which are little-endian
-        if order in self._entries and self._content(order, 16) != b"little":
+        byte_order = self._root + "byteorder"  # absent in files of older torch, which are little-endian
+        if byte_order in self._entries and self._content(byte_order, 16) != b"little":
             raise UnsupportedError("its numbers are big-endian", path=path)
 
     def pickle(self, limit: int = MAX_PICKLE_BYTES) -> bytes:
@@ -128,11 +130,11 @@ class Archive:
     def _directory(self) -> dict[str, tuple[int, int]]:
         """Return (offset of the local header, bytes) of each member."""
         if self._length < _END.size:
-            raise self._no_zip()
+            raise self._not_a_zip()
         at = self._length - _END.size
-        mark, *_, count, nbytes, begin, comment = _END.unpack(self._read(at, _END.size))
-        if mark != b"PK\5\6" or comment:
-            raise self._no_zip()
+        signature, *_, count, nbytes, begin, comment = _END.unpack(self._read(at, _END.size))
+        if signature != b"PK\5\6" or comment:
+            raise self._not_a_zip()
         if 0xFFFFFFFF in (nbytes, begin) or count == 0xFFFF:
             count, nbytes, begin = self._zip64_directory(at)
         if nbytes > _MAX_DIRECTORY_BYTES or count * _ENTRY.size > nbytes:
@@ -150,7 +152,7 @@ class Archive:
             raise CorruptError("its zip directory is broken", path=self._path) from None
         return entries
 
-    def _no_zip(self) -> CorruptError:
+    def _not_a_zip(self) -> CorruptError:
         return CorruptError(
             "truncated, or not a file of torch.save: it does not end like a zip archive", path=self._path
         )
@@ -160,25 +162,32 @@ class Archive:
 
         torch writes zip64 archives beyond 4 GiB or 65,534 members.
         """
-        mark, _, at, _ = _LOCATOR64.unpack(self._read(end - _LOCATOR64.size, _LOCATOR64.size))
-        if mark != b"PK\6\7":
-            raise self._no_zip()
-        mark, *_, count, nbytes, begin = _END64.unpack(self._read(at, _END64.size))
-        if mark != b"PK\6\6":
-            raise self._no_zip()
+        signature, _, at, _ = _LOCATOR64.unpack(self._read(end - _LOCATOR64.size, _LOCATOR64.size))
+        if signature != b"PK\6\7":
+            raise self._not_a_zip()
+        signature, *_, count, nbytes, begin = _END64.unpack(self._read(at, _END64.size))
+        if signature != b"PK\6\6":
+            raise self._not_a_zip()
         return count, nbytes, begin
 
     def _entry(self, data: bytes, at: int) -> tuple[str, tuple[int, int], int]:
+        """Parse the directory's entry at byte `at`.
+
+        Returns:
+            (name, (offset of the local header, bytes), offset of the next entry).
+        """
         fields = _ENTRY.unpack_from(data, at)
-        mark, flags, method, packed, nbytes, begin = (fields[i] for i in (0, 3, 4, 8, 9, 16))
+        signature, flags, method, packed, nbytes, begin = (fields[index] for index in (0, 3, 4, 8, 9, 16))
         name_end = at + _ENTRY.size + fields[10]
         name, extra = data[at + _ENTRY.size : name_end].decode(), data[name_end : name_end + fields[11]]
-        if mark != b"PK\1\2":
+        if signature != b"PK\1\2":
             raise CorruptError("its zip directory is broken", path=self._path)
         if method or flags & 1:
             raise UnsupportedError(f"member {excerpt(name)} is compressed or encrypted: {_RESAVE}", path=self._path)
-        wide = _wide_numbers(extra)
-        nbytes, packed, begin = (next(wide) if v == 0xFFFFFFFF else v for v in (nbytes, packed, begin))
+        numbers = _numbers_of_zip64(extra)  # they replace, in this order, numbers that do not fit 32 bits
+        nbytes, packed, begin = (
+            next(numbers) if number == 0xFFFFFFFF else number for number in (nbytes, packed, begin)
+        )
         if packed != nbytes:
             raise CorruptError(f"member {excerpt(name)} has two sizes", path=self._path)
         return name, (begin, nbytes), name_end + fields[11] + fields[12]
@@ -186,10 +195,10 @@ class Archive:
     def _member(self, name: str) -> tuple[int, int]:
         """Return (first byte in the file, bytes) of a member."""
         begin, nbytes = self._entries[name]
-        mark, *_, name_length, extra_length = _LOCAL.unpack(self._read(begin, _LOCAL.size))
+        signature, *_, name_length, extra_length = _LOCAL.unpack(self._read(begin, _LOCAL.size))
         encoded = name.encode()
         begin += _LOCAL.size
-        if mark != b"PK\3\4" or self._read(begin, name_length) != encoded:
+        if signature != b"PK\3\4" or self._read(begin, name_length) != encoded:
             raise CorruptError(f"the zip has no member {excerpt(name)} at the offset in its directory", path=self._path)
         begin += name_length + extra_length
         if begin + nbytes > self._length:
@@ -205,7 +214,7 @@ class Archive:
         return self._read(begin - self._begin, nbytes)
 
 
-def _wide_numbers(extra: bytes) -> Any:
+def _numbers_of_zip64(extra: bytes) -> Iterator[int]:
     """Yield the 64-bit numbers of a zip64 directory entry, in order."""
     at = 0
     while at + 4 <= len(extra):
@@ -229,21 +238,21 @@ def strides_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, .
     return None
 
 
-def unwrap_tensor(made: OpaqueObject) -> OpaqueObject:
+def unwrap_tensor(tensor: OpaqueObject) -> OpaqueObject:
     """Return the tensor inside of parameters and of subclasses with attributes of their own.
 
     Raises:
         ValueError: it has more wrappers than torch makes.
     """
     for _ in range(_MAX_WRAPPERS):
-        if made.name in _WRAPPING and made.args and type(made.args[0]) is OpaqueObject:
-            made = made.args[0]
-        elif made.name in _FROM_TYPE and len(made.args) == 4 and _is_plain_type(made.args[1]):
-            function, _, args, _ = made.args
+        if tensor.name in _WRAPPING and tensor.args and type(tensor.args[0]) is OpaqueObject:
+            tensor = tensor.args[0]
+        elif tensor.name in _FROM_TYPE and len(tensor.args) == 4 and _is_plain_type(tensor.args[1]):
+            function, _, args, _ = tensor.args
             is_call = type(function) is GlobalRef and type(args) is tuple
-            made = OpaqueObject(function.name, args) if is_call else OpaqueObject("", ())
+            tensor = OpaqueObject(function.name, args) if is_call else OpaqueObject("", ())
         else:
-            return made
+            return tensor
     raise ValueError(f"a tensor in more than {_MAX_WRAPPERS} parameters or subclasses")
 
 
@@ -298,42 +307,45 @@ def dtype_of(symbol: Any) -> str:
     return DTYPE_NAMES[name]
 
 
-def view_of(made: OpaqueObject) -> TensorView:
+def view_of(tensor: OpaqueObject) -> TensorView:
     """Return dtype, shape, strides and storage of a strided tensor.
 
     Raises:
         UnsupportedError: it is another kind of tensor.
         ValueError: its arguments contradict each other.
     """
-    if made.name not in _STRIDED:
-        kind = made.name.removeprefix("_rebuild_").partition("_")[0]
+    if tensor.name not in _STRIDED:
+        kind = tensor.name.removeprefix("_rebuild_").partition("_")[0]
         raise UnsupportedError(f"a {kind} tensor is not supported, only strided ones")
-    if len(made.args) > _MAX_ARGUMENTS:
-        raise ValueError(f"a tensor with {len(made.args)} arguments")
-    storage, offset, shape, strides = made.args[:4]
-    extra = made.args[7:] if made.name == "_rebuild_tensor_v3" else made.args[6:]
-    if any(extra):
+    if len(tensor.args) > _MAX_ARGUMENTS:
+        raise ValueError(f"a tensor with {len(tensor.args)} arguments")
+    storage, offset, shape, strides = tensor.args[:4]
+    has_dtype = tensor.name == "_rebuild_tensor_v3"
+    flags = tensor.args[7:] if has_dtype else tensor.args[6:]
+    if any(flags):
         raise UnsupportedError("its values are stored conjugated or negated (torch.resolve_conj, resolve_neg)")
     kind, key, numel = _storage(storage)
-    dtype = dtype_of(made.args[6]) if made.name == "_rebuild_tensor_v3" else _STORAGES.get(kind)
+    dtype = dtype_of(tensor.args[6]) if has_dtype else _STORAGES.get(kind)
     if dtype is None:
         raise UnsupportedError(f"a {kind} is not supported")
     (offset,) = sizes_from_json((offset,))
     shape, strides = sizes_from_json(shape), sizes_from_json(strides)
     itemsize = ITEMSIZE[dtype]
     storage_nbytes = numel * (1 if kind == "UntypedStorage" else itemsize)
-    reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1 if all(shape) else 0
+    reach = 0  # elements from the first to the last one
+    if all(shape):
+        reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
     if reach and (offset + reach) * itemsize > storage_nbytes:
         raise ValueError("the tensor is larger than its storage")
     return TensorView(dtype, shape, strides, offset * itemsize if reach else 0, key, storage_nbytes)
 
 
-def _storage(made: Any) -> tuple[str, str, int]:
+def _storage(value: Any) -> tuple[str, str, int]:
     """Return the type, key and number of elements of a storage."""
-    if type(made) is not OpaqueObject or made.name != "persistent":
+    if type(value) is not OpaqueObject or value.name != "persistent":
         raise ValueError("a tensor without a storage")
-    mark, kind, key, _, numel = made.args[0]
-    if mark != "storage" or type(kind) is not GlobalRef or type(key) is not str or len(key) > _MAX_KEY:
+    signature, kind, key, _, numel = value.args[0]
+    if signature != "storage" or type(kind) is not GlobalRef or type(key) is not str or len(key) > _MAX_KEY:
         raise ValueError("not a storage")
     (numel,) = sizes_from_json((numel,))
     return kind.name, key, numel

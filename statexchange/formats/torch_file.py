@@ -55,10 +55,10 @@ def matches(opened: OpenedPath) -> bool:
     """Whether a path is a file of torch.save or a directory with such files."""
     if opened.file is None:
         return any(name.endswith(_SUFFIXES) for name in opened.store.files)
-    return opened.file.endswith(_SUFFIXES) or _start_of(opened.store.open(opened.file)).startswith((_ZIP, _LEGACY))
+    return opened.file.endswith(_SUFFIXES) or _first_bytes(opened.store.open(opened.file)).startswith((_ZIP, _LEGACY))
 
 
-def _start_of(file: StoredFile) -> bytes:
+def _first_bytes(file: StoredFile) -> bytes:
     start = bytearray(min(len(_LEGACY), file.size))
     file.read_into(memoryview(start), 0)
     return bytes(start)
@@ -79,22 +79,24 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     indexed: dict[str, str] = {}
     if opened.file is None:
         indexes = [name for name in store.files if name.endswith(_INDEX_SUFFIX)]
-        indexed = {name: file for index in indexes for name, file in read_index(store, index, ".bin").items()}
+        for index in indexes:
+            indexed |= read_index(store, index, ".bin")
         if not indexed:
             problems += check_numbers([name for name in store.files if name.endswith(_SUFFIXES)], store.path)
-    names_in = names_by_file(indexed)
-    for rank, name in _ranked(opened, sorted(names_in)):
+    listed_names = names_by_file(indexed)
+    for rank, name in _ranked(opened, sorted(listed_names)):
         try:
-            found = _TorchFileReader(store.open(name), rank)
-            shard_files.append(found.shard_file)
-            others |= found.others
-            unreadable += found.unsupported
+            reader = _TorchFileReader(store.open(name), rank)
+            shard_files.append(reader.shard_file)
+            others |= reader.others
+            unreadable += reader.unsupported
             continue
         except NotFoundError:
             problems.append(IncompleteError("a file of this checkpoint is missing", path=store.path_of(name)))
         except StateExchangeError as error:
             problems.append(error)
-        unreadable += [UnreadableTensor(key, None, None, store.path_of(name)) for key in names_in.get(name, [])]
+        path = store.path_of(name)
+        unreadable += [UnreadableTensor(tensor, None, None, path) for tensor in listed_names.get(name, [])]
     if problems and strict:
         raise problems[0]
     return Source(
@@ -108,8 +110,9 @@ def _ranked(opened: OpenedPath, indexed: list[str]) -> list[tuple[int, str]]:
         return [(0, opened.file)]
     names = indexed or [name for name in opened.store.files if name.endswith(_SUFFIXES)]
     numbers = [_RANK.findall(name) for name in names]
-    ranks = [int(found[0]) for found in numbers] if all(len(n) == 1 for n in numbers) else list(range(len(names)))
-    return sorted(zip(ranks, names, strict=True))
+    if all(len(of_name) == 1 for of_name in numbers):
+        return sorted((int(of_name[0]), name) for of_name, name in zip(numbers, names, strict=True))
+    return list(enumerate(names))
 
 
 class _TorchFileReader:
@@ -138,13 +141,12 @@ class _TorchFileReader:
                 )
             names.add(name)
             if not is_tensor(value):
-                what = describe(value)
+                description = describe(value)
                 if holds_tensor(value, self._budget, without_tensors):
-                    self._refuse(
-                        name, UnsupportedError(f"this object contains tensors, but its class is not supported: {what}")
-                    )
+                    text = f"this object contains tensors, but its class is not supported: {description}"
+                    self._refuse(name, UnsupportedError(text))
                 else:
-                    self.others[name] = what
+                    self.others[name] = description
                 continue
             try:
                 tensor = self._tensor(name, value)
@@ -165,10 +167,10 @@ class _TorchFileReader:
 
     def _tensor(self, name: str, value: OpaqueObject) -> SourceTensor:
         try:
-            made = unwrap_tensor(value)
-            if _is_distributed(made):
-                return self._distributed(name, made)
-            view = view_of(made)
+            tensor = unwrap_tensor(value)
+            if _is_distributed(tensor):
+                return self._distributed(name, tensor)
+            view = view_of(tensor)
             shard = Shard(name, view.dtype, view.shape, (full_box(view.shape),))
             return SourceTensor(shard, (self._archive.byte_range(view),))
         except StateExchangeError:
@@ -178,13 +180,13 @@ class _TorchFileReader:
                 f"not what torch writes for a tensor: {excerpt(error, 200)}", name=name, path=self._path
             ) from None
 
-    def _distributed(self, name: str, made: OpaqueObject) -> SourceTensor:
+    def _distributed(self, name: str, dtensor: OpaqueObject) -> SourceTensor:
         """Return a DTensor's shard: the boxes of its placements, each with its part of the local tensor."""
-        _, _, wrapped, state = made.args
-        slots = state[1] if type(state) is tuple else state
-        shape, spec = sizes_from_json(wrapped[2]), slots["_spec"].state
-        local = view_of(unwrap_tensor(slots["_local_tensor"]))
-        whole = self._archive.byte_range(local)
+        _, _, args, state = dtensor.args
+        attributes = state[1] if type(state) is tuple else state
+        shape, spec = sizes_from_json(args[2]), attributes["_spec"].state
+        local = view_of(unwrap_tensor(attributes["_local_tensor"]))
+        local_range = self._archive.byte_range(local)
         mesh = spec["mesh"].state
         splits = [_dim_split(placement) for placement in _checked_count(spec["placements"])]
         if "_coordinate_on_dim" not in mesh:
@@ -207,24 +209,25 @@ class _TorchFileReader:
             problem = "its local tensor does not fit its placements"
             raise CorruptError(problem, name=name, path=self._path, expected=expected, found=local.shape)
         if len(boxes) == 1:
-            return SourceTensor(shard, (whole,))
+            return SourceTensor(shard, (local_range,))
         itemsize = ITEMSIZE[local.dtype]
         byte_ranges = []
         for box, local_offsets in boxes:
-            begin = whole.begin + itemsize * sum(p * s for p, s in zip(local_offsets, local.strides, strict=True))
+            offsets_and_strides = zip(local_offsets, local.strides, strict=True)
+            begin = local_range.begin + itemsize * sum(offset * stride for offset, stride in offsets_and_strides)
             strides = strides_of(box.shape, local.strides)
             byte_ranges.append(ByteRange(self._file, begin, box.numel * itemsize, strides=strides))
         return SourceTensor(shard, tuple(byte_ranges))
 
 
 def _archive(file: StoredFile) -> Archive:
-    head, path = _start_of(file), file.path
-    if head.startswith(_ZIP):
+    start, path = _first_bytes(file), file.path
+    if start.startswith(_ZIP):
         return Archive(file)
-    if head.startswith(b"\x80"):
+    if start.startswith(b"\x80"):
         problem = "this is a pickle, or torch's format of before 1.6, not a zip"
-        cure = "torch.save(torch.load(path, weights_only=True), path) converts it"
-        raise UnsupportedError(f"{problem}: {cure}", path=path)
+        advice = "torch.save(torch.load(path, weights_only=True), path) converts it"
+        raise UnsupportedError(f"{problem}: {advice}", path=path)
     raise CorruptError("not a file of torch.save", path=path)
 
 
@@ -244,15 +247,16 @@ def _leaves(root: Any, path: str, budget: Budget) -> Iterator[tuple[str, Any]]:
         if children is None:
             yield name or "value", value
             continue
-        below = []
+        named_children = []
         for key, child in children:
             text = key if type(key) is str else excerpt(key, _MAX_KEY_TEXT)
             budget.spend(1, len(name) + len(text))
-            below.append((f"{name}.{text}" if name else text, child, depth + 1))
-        waiting.extend(reversed(below))
+            named_children.append((f"{name}.{text}" if name else text, child, depth + 1))
+        waiting.extend(reversed(named_children))
 
 
 def _children(value: Any) -> list[tuple[Any, Any]] | None:
+    """Return (key, value) of each entry of a container; None for a leaf."""
     if type(value) is dict:
         if any(type(key) is OpaqueObject for key in value):  # a name cannot be made of an object
             return None
@@ -262,13 +266,14 @@ def _children(value: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def _is_distributed(made: OpaqueObject) -> bool:
+def _is_distributed(tensor: OpaqueObject) -> bool:
     """Whether this is a DTensor."""
-    kind = made.args[1] if made.name == "_rebuild_from_type_v2" and len(made.args) == 4 else None
+    kind = tensor.args[1] if tensor.name == "_rebuild_from_type_v2" and len(tensor.args) == 4 else None
     return type(kind) is GlobalRef and kind.name == "DTensor"
 
 
 def _dim_split(placement: OpaqueObject) -> DimSplit | None:
+    """Return how a placement splits a dim; None for Replicate."""
     if placement.name == "Replicate":
         return None
     if placement.name in ("Shard", "_StridedShard"):
@@ -312,6 +317,7 @@ class _MeshShapes:
 
 
 def _ranks_and_axes(mesh: dict[str, Any]) -> tuple[Any, list[_Axis]]:
+    """Return the list of a mesh's ranks and its axes."""
     if "_layout" in mesh:
         return mesh["_flatten_rank_map"], _axes(mesh["_layout"].state)
     shape = sizes_from_json(mesh["mesh"].args[2])  # torch before 2.9
@@ -369,7 +375,7 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
-    found = sizes_from_json(_as_tuple(value))
-    if not all(found):
+    numbers = sizes_from_json(_as_tuple(value))
+    if not all(numbers):
         raise ValueError("a mesh with an axis of size or stride 0")
-    return found
+    return numbers

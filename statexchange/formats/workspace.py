@@ -70,7 +70,7 @@ def _is_round(store: Store, path: str) -> bool:
     name = path.rstrip("/").rpartition("/")[2]
     if is_round_name(name) and not store.listing and not store.is_current():
         raise ReplacedError("removed while it was opened", path=path)
-    return is_round_name(name) and any(is_rank_file(found) or found in (MANIFEST, DROPPED) for found in store.listing)
+    return is_round_name(name) and any(is_rank_file(entry) or entry in (MANIFEST, DROPPED) for entry in store.listing)
 
 
 def read(opened: OpenedPath, *, strict: bool = True) -> Source:
@@ -89,7 +89,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
             manifest = None
         else:
             names, manifest = _choose(view, run, number)
-        return _read(root, view, names, manifest, strict=strict, alone=opened.file is not None)
+        return _read(root, view, names, manifest, strict=strict, whole_round=opened.file is None)
     except BaseException:
         root.close()
         raise
@@ -128,7 +128,7 @@ def _read(
     manifest: Manifest | None,
     *,
     strict: bool,
-    alone: bool,
+    whole_round: bool,
 ) -> Source:
     problems: list[StateExchangeError] = []
     shard_files: list[ShardFile] = []
@@ -148,7 +148,7 @@ def _read(
             problems.append(error)
     if absent and view.was_dropped(absent):
         raise ReplacedError("this round was dropped while it was read", path=root.path)
-    if not alone:
+    if whole_round:
         problems += _missing_ranks(view, names, manifest)
     if problems and strict:
         raise problems[0]
@@ -172,9 +172,9 @@ def _choose(
     runs = view.runs() if run is None else [run]
     candidates = []
     for name in runs:
-        for found in _rounds(view, name):
-            if number is None or found == number:
-                candidates.append((name, found))
+        for candidate in _rounds(view, name):
+            if number is None or candidate == number:
+                candidates.append((name, candidate))
     committed = view.manifests(candidates)
     if committed:
         return list(committed[-1].receipts), committed[-1]
@@ -183,7 +183,11 @@ def _choose(
         raise InvalidArgumentError(
             f"several runs are in this workspace: open one of {', '.join(paths)}", path=view.path
         )
-    rounds = [names for name, n in candidates if (names := _rank_names(view, name, n))]
+    rounds = []
+    for name, candidate in candidates:
+        names = _rank_names(view, name, candidate)
+        if names:
+            rounds.append(names)
     if not rounds:
         if view.has_changed:
             raise ReplacedError("its rounds were dropped while they were opened", path=view.path)
@@ -215,28 +219,27 @@ def _missing_ranks(
         return []
     parsed = [name.rank_name for name in names]
     first, ranks = parsed[0], {name.rank for name in parsed}
-    where = os.path.join(view.path, os.path.dirname(first.relative))
+    round_path = os.path.join(view.path, os.path.dirname(first.relative))
     if len(ranks) < first.world_size:
         # A file's name may have any world size, so at most as many ranks are counted as are shown.
         absent = list(islice((rank for rank in range(first.world_size) if rank not in ranks), _SHOWN_RANKS))
         more = "" if len(ranks) + len(absent) == first.world_size else " and more"
         text = f"ranks {absent}{more} of {first.world_size} have no file"
-        return [IncompleteError(text, rank=absent[0], path=where)]
+        return [IncompleteError(text, rank=absent[0], path=round_path)]
     if len(parsed) > first.world_size or any(name.world_size != first.world_size for name in parsed):
-        return [CorruptError("files of two attempts are in one round: remove the older ones", path=where)]
+        return [CorruptError("files of two attempts are in one round: remove the older ones", path=round_path)]
     return []
 
 
 def shard_file(file: RankFile) -> ShardFile:
-    """Return a rank's open file as a part of a source; raise CorruptError if its aliases are broken."""
+    """Return a rank's file with the byte range and digest of each box; raise CorruptError for broken aliases."""
     tensors = {}
     for name, shard in file.shards.items():
-        stored = [
-            ByteRange(file.file, begin, nbytes, known)
-            for (begin, nbytes), known in zip(file.byte_ranges(name), file.digests[name], strict=True)
-        ]
-        tensors[name] = SourceTensor(shard, tuple(stored))
+        byte_ranges = []
+        for (begin, nbytes), digest in zip(file.byte_ranges(name), file.digests[name], strict=True):
+            byte_ranges.append(ByteRange(file.file, begin, nbytes, digest))
+        tensors[name] = SourceTensor(shard, tuple(byte_ranges))
     aliases: Mapping[str, str] = file.metadata.get("aliases", {})
-    if not isinstance(aliases, dict) or any(not isinstance(kept, str) for kept in aliases.values()):
+    if not isinstance(aliases, dict) or any(not isinstance(name, str) for name in aliases.values()):
         raise CorruptError("broken aliases", path=file.path)
     return ShardFile(int(file.metadata["rank"]), file.file, tensors, aliases)

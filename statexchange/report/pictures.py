@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 _MAX_ROWS, _MAX_CELLS, _MAX_RANKS = 20, 8000, 16
+_NOT_SUPPLIED = "not supplied"  # the label of bytes that are in no file
 _MAX_STEPS = 1 << 18  # to divide one tensor; each box costs a step per interval of a dim that it reaches
 # Okabe and Ito's colours, distinct for every kind of colour vision; for more ranks cividis, dark to light.
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#7f7f7f")
@@ -51,10 +52,10 @@ class Supplied:
 
     def nbytes_by_rank(self) -> Counter[int]:
         """Return the bytes that each rank supplied."""
-        found: Counter[int] = Counter()
+        nbytes: Counter[int] = Counter()
         for box, rank in self.boxes:
-            found[rank] += box.numel * ITEMSIZE[self.dtype]
-        return found
+            nbytes[rank] += box.numel * ITEMSIZE[self.dtype]
+        return nbytes
 
 
 def supplied_tensors(source: Source | str | os.PathLike[str]) -> list[Supplied]:
@@ -64,32 +65,35 @@ def supplied_tensors(source: Source | str | os.PathLike[str]) -> list[Supplied]:
     the first rank that has the box; otherwise it is the number of the file.
     """
     opened = _open(source)
-    found = list(_held(opened) if opened.manifest is None else _published(opened.manifest))
-    return sorted(found, key=lambda tensor: (-tensor.nbytes, tensor.name))
+    tensors = _stored_tensors(opened) if opened.manifest is None else _published_tensors(opened.manifest)
+    return sorted(tensors, key=lambda tensor: (-tensor.nbytes, tensor.name))
 
 
 def _open(source: Source | str | os.PathLike[str]) -> Source:
     return source if isinstance(source, Source) else open_source(source, strict=False)
 
 
-def _published(manifest: Mapping[str, Any]) -> Iterator[Supplied]:
+def _published_tensors(manifest: Mapping[str, Any]) -> Iterator[Supplied]:
+    """Yield the tensors of a manifest, with the ranks in it."""
     for name, record in manifest["tensors"].items():
         boxes = tuple((Box.from_json([offsets, shape]), rank) for offsets, shape, _, rank in record["boxes"])
         yield Supplied(name, record["dtype"], tuple(record["shape"]), boxes)
 
 
-def _held(source: Source) -> Iterator[Supplied]:
-    boxes: dict[tuple[str, str, tuple[int, ...]], dict[Box, int]] = {}
+def _stored_tensors(source: Source) -> Iterator[Supplied]:
+    """Yield the tensors of a source, with the first rank (or file) that has each box."""
+    first_ranks: dict[tuple[str, str, tuple[int, ...]], dict[Box, int]] = {}
     for shard_file, tensor in source.shards():
         shard = tensor.shard
-        first = boxes.setdefault((shard.name, shard.dtype, shard.global_shape), {})
+        ranks = first_ranks.setdefault((shard.name, shard.dtype, shard.global_shape), {})
         for box in shard.boxes:
-            first.setdefault(box, shard_file.rank)
-    for (name, dtype, shape), ranks in boxes.items():
+            ranks.setdefault(box, shard_file.rank)
+    for (name, dtype, shape), ranks in first_ranks.items():
         yield Supplied(name, dtype, shape, tuple(ranks.items()))
 
 
 def _total(tensors: Sequence[Supplied]) -> Counter[int]:
+    """Return the bytes that each rank supplied of all tensors."""
     total: Counter[int] = Counter()
     for tensor in tensors:
         total.update(tensor.nbytes_by_rank())
@@ -128,21 +132,23 @@ def _cells(tensor: Supplied) -> list[_Cell]:
     """
     ndim = len(tensor.shape)
     boxes = [(box, rank) for box, rank in tensor.boxes if box.numel]
-    cut = [d for d in range(ndim) if any(box.shape[d] != tensor.shape[d] for box, _ in boxes)]
-    dims = [(d, d == ndim - 1 or position % 2 == 1) for position, d in enumerate(cut)]
-    if len(boxes) * (len(cut) + 1) <= _MAX_STEPS:
-        cells = _Division(tensor.shape).cells(boxes, dims, _Cell(0, 0, 1, 1, 0))
-        found = list(islice(cells, _MAX_CELLS + 1))
-        if len(found) <= _MAX_CELLS:
-            return found
+    cut_dims = [dim for dim in range(ndim) if any(box.shape[dim] != tensor.shape[dim] for box, _ in boxes)]
+    dims = [(dim, dim == ndim - 1 or position % 2 == 1) for position, dim in enumerate(cut_dims)]
+    if len(boxes) * (len(cut_dims) + 1) <= _MAX_STEPS:
+        division = _Division(tensor.shape).cells(boxes, dims, _Cell(0, 0, 1, 1, 0))
+        cells = list(islice(division, _MAX_CELLS + 1))
+        if len(cells) <= _MAX_CELLS:
+            return cells
     return _shares(tensor.nbytes_by_rank(), tensor.nbytes)
 
 
 def _shares(by_rank: Mapping[int, int], nbytes: int) -> list[_Cell]:
     """Return a bar in which each rank has one cell, as wide as its share of the bytes."""
-    x, cells, whole = 0.0, [], max(1, nbytes, sum(by_rank.values()))
-    for rank, part in sorted(by_rank.items()):
-        cells.append(_Cell(x, 0, part / whole, 1, rank))
+    x = 0.0
+    cells = []
+    total = max(1, nbytes, sum(by_rank.values()))
+    for rank, rank_nbytes in sorted(by_rank.items()):
+        cells.append(_Cell(x, 0, rank_nbytes / total, 1, rank))
         x += cells[-1].width
     return cells
 
@@ -157,16 +163,19 @@ class _Division:
     def cells(self, boxes: list[tuple[Box, int]], dims: list[tuple[int, bool]], area: _Cell) -> Iterator[_Cell]:
         """Divide `area` dim by dim until one box is left, and yield its cells; regions without a box stay free.
 
-        When the steps run out, yield more cells than are drawn, so that the caller sums them by rank.
+        `dims` are (dim, whether it runs across instead of down). When the steps run out, yield more cells than are
+        drawn, so that the caller sums them by rank.
         """
         if not boxes:
             return
         shape = self._shape
-        if not dims or (len(boxes) == 1 and all(boxes[0][0].shape[d] == shape[d] for d, _ in dims)):
+        if not dims or (len(boxes) == 1 and all(boxes[0][0].shape[dim] == shape[dim] for dim, _ in dims)):
             yield _Cell(area.x, area.y, area.width, area.height, boxes[0][1])
             return
         (dim, across), *rest = dims
-        edges = sorted({0, shape[dim], *(b.offsets[dim] for b, _ in boxes), *(b.ends[dim] for b, _ in boxes)})
+        begins = [box.offsets[dim] for box, _ in boxes]
+        ends = [box.ends[dim] for box, _ in boxes]
+        edges = sorted({0, shape[dim], *begins, *ends})
         number_of = {edge: number for number, edge in enumerate(edges)}
         inside: list[list[tuple[Box, int]]] = [[] for _ in edges[1:]]
         for box, rank in boxes:
@@ -182,6 +191,7 @@ class _Division:
 
 
 def _slice(area: _Cell, low: float, high: float, across: bool) -> _Cell:
+    """Return the part of `area` from `low` to `high`, fractions of its width (`across`) or height."""
     if across:
         return _Cell(area.x + low * area.width, area.y, (high - low) * area.width, area.height, area.rank)
     return _Cell(area.x, area.y + low * area.height, area.width, (high - low) * area.height, area.rank)
@@ -197,8 +207,8 @@ _STYLE = (
     ".r{font-size:10px;text-anchor:middle}.e{text-anchor:end}"
 )
 _BORDER = 'stroke="#888" stroke-width=".5"'
-_NOBODY = (
-    '<pattern id="nobody" width="6" height="6" patternUnits="userSpaceOnUse">'
+_HATCHING = (
+    '<pattern id="not-supplied" width="6" height="6" patternUnits="userSpaceOnUse">'
     '<rect width="6" height="6" fill="#fff"/><path d="M0 6L6 0" stroke="#b00"/></pattern>'
 )
 
@@ -243,7 +253,7 @@ class _Svg:
         rows = _largest_rows(self._tensors)
         for tensor, cells in rows:
             self._row(tensor, cells)
-        self._rest(self._tensors[len(rows) :])
+        self._sum_row(self._tensors[len(rows) :])
         height = self._y + _MARGIN // 2
         return "\n".join([*self._opening(height), *self._parts, "</svg>", ""])
 
@@ -255,7 +265,7 @@ class _Svg:
             f'<title id="title">{self._title()}</title>',
             f'<desc id="desc">{len(self._tensors)} tensors, {self._nbytes} bytes. {shares}.</desc>',
             f"<style>{_STYLE}</style>",
-            f"<defs>{_NOBODY}</defs>",
+            f"<defs>{_HATCHING}</defs>",
             f'<rect width="{_WIDTH}" height="{height}" fill="#fff"/>',
         ]
 
@@ -278,20 +288,20 @@ class _Svg:
         self._y += 48
 
     def _legend(self) -> None:
-        entries = [(self._colours[rank], f"{self._supplier} {rank}", part) for rank, part in self._top_ranks()]
-        hidden = sorted(self._total.items())[_MAX_RANKS:]
-        if hidden:
-            last = hidden[-1][0]
-            text = f"{len(hidden)} more, to {self._supplier} {last}"
-            entries.append((self._colours[last], text, sum(part for _, part in hidden)))
+        entries = [(self._colours[rank], f"{self._supplier} {rank}", nbytes) for rank, nbytes in self._top_ranks()]
+        others = sorted(self._total.items())[_MAX_RANKS:]
+        if others:
+            last = others[-1][0]
+            text = f"{len(others)} more, to {self._supplier} {last}"
+            entries.append((self._colours[last], text, sum(nbytes for _, nbytes in others)))
         missing = self._nbytes - self._total.total()
         if missing > 0:
-            entries.append(("url(#nobody)", "nobody", missing))
-        for number, (colour, label, part) in enumerate(entries):
+            entries.append(("url(#not-supplied)", _NOT_SUPPLIED, missing))
+        for number, (colour, label, nbytes) in enumerate(entries):
             x, y = _MARGIN + number % 4 * 216, self._y + number // 4 * 20
             self._rectangle(x, y, 12, 12, f'fill="{colour}" {_BORDER}')
-            share = part / max(1, self._nbytes)
-            self._add_text(x + 18, y + 10, f"{label} · {format_bytes(part)} · {share:.1%}")
+            share = nbytes / max(1, self._nbytes)
+            self._add_text(x + 18, y + 10, f"{label} · {format_bytes(nbytes)} · {share:.1%}")
         self._y += (len(entries) + 3) // 4 * 20 + 12
 
     def _rectangle(self, x: float, y: float, width: float, height: float, style: str) -> None:
@@ -303,26 +313,27 @@ class _Svg:
         middle = self._y + max(height, 22) / 2
         self._frame(cells, middle - height / 2, height, tensor.name)
         self._add_text(_MARGIN, middle + 4, _shortened(tensor.name, 43), "n")
-        about = _shortened(f"{tensor.dtype} {shape_text(tensor.shape)}", 22)
-        self._add_text(_MARGIN + _LABEL + _FRAME + 14, middle + 4, about, "n g")
+        description = _shortened(f"{tensor.dtype} {shape_text(tensor.shape)}", 22)
+        self._add_text(_MARGIN + _LABEL + _FRAME + 14, middle + 4, description, "n g")
         self._add_text(_WIDTH - _MARGIN, middle + 4, format_bytes(tensor.nbytes), "e")
         self._y += max(height, 22) + 6
 
     def _frame(self, cells: Sequence[_Cell], top: float, height: float, name: str) -> None:
+        """Draw the cells of a row; parts without a cell are hatched."""
         left = _MARGIN + _LABEL
-        whole = sum(cell.width * cell.height for cell in cells) > 1 - 1e-9
+        is_whole = sum(cell.width * cell.height for cell in cells) > 1 - 1e-9
         line = ' stroke="#fff" stroke-width=".7"' if len(cells) <= 64 else ""
         self._parts.append(f'<g class="c"{line}><title>{escape(_shortened(name, 200))}</title>')
-        self._rectangle(left, top, _FRAME, height, 'fill="#fff"' if whole else 'fill="url(#nobody)"')
+        self._rectangle(left, top, _FRAME, height, 'fill="#fff"' if is_whole else 'fill="url(#not-supplied)"')
         for cell in cells:
             x, y = left + cell.x * _FRAME, top + cell.y * height
             fill = f'fill="{self._colours[cell.rank]}"'
             self._rectangle(x, y, cell.width * _FRAME, cell.height * height, fill)
         self._parts.append("</g>")
         self._rectangle(left, top, _FRAME, height, f'fill="none" {_BORDER}')
-        self._number(cells, top, height)
+        self._write_ranks(cells, top, height)
 
-    def _number(self, cells: Sequence[_Cell], top: float, height: float) -> None:
+    def _write_ranks(self, cells: Sequence[_Cell], top: float, height: float) -> None:
         """Write each rank's number into its largest cell with space for it, for readers who cannot tell colours."""
         largest: dict[int, _Cell] = {}
         for cell in sorted(cells, key=lambda cell: cell.width * cell.height):
@@ -331,10 +342,11 @@ class _Svg:
         for rank, cell in sorted(largest.items()):
             x = _MARGIN + _LABEL + (cell.x + cell.width / 2) * _FRAME
             y = top + (cell.y + cell.height / 2) * height + 3.5
-            ink = _ink(self._colours[rank])
-            self._parts.append(f'<text x="{x:.5g}" y="{y:.5g}" class="r" style="fill:{ink}">{rank}</text>')
+            colour = _text_colour(self._colours[rank])
+            self._parts.append(f'<text x="{x:.5g}" y="{y:.5g}" class="r" style="fill:{colour}">{rank}</text>')
 
-    def _rest(self, tensors: Sequence[Supplied]) -> None:
+    def _sum_row(self, tensors: Sequence[Supplied]) -> None:
+        """Draw one row for all tensors that have no row of their own."""
         if not tensors:
             return
         nbytes = sum(tensor.nbytes for tensor in tensors)
@@ -347,11 +359,11 @@ class _Svg:
 def _largest_rows(tensors: Sequence[Supplied]) -> list[tuple[Supplied, list[_Cell]]]:
     """Return as many of the largest tensors as the picture has space for, with their cells."""
     rows: list[tuple[Supplied, list[_Cell]]] = []
-    room = _MAX_CELLS
+    cells_left = _MAX_CELLS
     for tensor in tensors[:_MAX_ROWS]:
         cells = _cells(tensor)
-        room -= len(cells)
-        if room < 0 and rows:
+        cells_left -= len(cells)
+        if cells_left < 0 and rows:
             break
         rows.append((tensor, cells))
     return rows
@@ -360,17 +372,21 @@ def _largest_rows(tensors: Sequence[Supplied]) -> list[tuple[Supplied, list[_Cel
 def _palette(count: int) -> list[str]:
     if count <= len(_COLOURS):
         return list(_COLOURS[:count])
-    return [_ramp(number / (count - 1)) for number in range(count)]
+    return [_ramp_colour(number / (count - 1)) for number in range(count)]
 
 
-def _ramp(position: float) -> str:
-    place = position * (len(_RAMP) - 1)
-    low = min(int(place), len(_RAMP) - 2)
-    mixed = [round(a + (b - a) * (place - low)) for a, b in zip(_RAMP[low], _RAMP[low + 1], strict=True)]
-    return "#" + "".join(f"{value:02x}" for value in mixed)
+def _ramp_colour(position: float) -> str:
+    """Return the colour at a position from 0 to 1 of the ramp, interpolated between its colours."""
+    index = position * (len(_RAMP) - 1)
+    low = min(int(index), len(_RAMP) - 2)
+    fraction = index - low
+    channels = []
+    for begin, end in zip(_RAMP[low], _RAMP[low + 1], strict=True):
+        channels.append(round(begin + (end - begin) * fraction))
+    return "#" + "".join(f"{value:02x}" for value in channels)
 
 
-def _ink(colour: str) -> str:
+def _text_colour(colour: str) -> str:
     """Return black or white, whichever has more contrast with `colour`."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return "#000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#fff"
@@ -394,41 +410,44 @@ def supply_bars(source: Source | str | os.PathLike[str], *, width: int = 100, as
     tensors = supplied_tensors(opened)
     lines = _rank_bars(tensors, _supplier_kind(opened), min(width, 100), ascii_only)
     mapped = [tensor for tensor in tensors if len(tensor.shape) > 1 and tensor.nbytes][:_MAPS]
-    return lines + (["", *_maps(mapped, (min(width, 100) - 2 * (_MAPS - 1)) // _MAPS)] if mapped else [])
+    if mapped:
+        lines += ["", *_maps(mapped, (min(width, 100) - 2 * (_MAPS - 1)) // _MAPS)]
+    return lines
 
 
 def _rank_bars(tensors: Sequence[Supplied], supplier: str, width: int, ascii_only: bool) -> list[str]:
     total = sorted(_total(tensors).items())
     nbytes = sum(tensor.nbytes for tensor in tensors)
-    rows = [(f"{supplier} {rank}", part) for rank, part in total[:_MAX_RANKS]]
+    rows = [(f"{supplier} {rank}", rank_nbytes) for rank, rank_nbytes in total[:_MAX_RANKS]]
     if len(total) > _MAX_RANKS:
-        rows.append((f"{len(total) - _MAX_RANKS} more", sum(part for _, part in total[_MAX_RANKS:])))
-    missing = nbytes - sum(part for _, part in total)
+        rows.append((f"{len(total) - _MAX_RANKS} more", sum(rank_nbytes for _, rank_nbytes in total[_MAX_RANKS:])))
+    missing = nbytes - sum(rank_nbytes for _, rank_nbytes in total)
     if missing > 0:
-        rows.append(("nobody", missing))
-    label = max((len(text) for text, _ in rows), default=0)
-    room = max(10, min(width - label - 24, 48))
-    longest = max((part for _, part in rows), default=1) or 1
+        rows.append((_NOT_SUPPLIED, missing))
+    label_width = max((len(text) for text, _ in rows), default=0)
+    bar_width = max(10, min(width - label_width - 24, 48))
+    longest = max((row_nbytes for _, row_nbytes in rows), default=1) or 1
     lines = []
-    for text, part in rows:
-        bar = _bar(part / longest, room, ascii_only)
-        lines.append(f"{text:<{label}}  {bar}  {format_bytes(part):>8}  {part / max(1, nbytes):>6.1%}")
+    for text, row_nbytes in rows:
+        bar = _bar(row_nbytes / longest, bar_width, ascii_only)
+        share = row_nbytes / max(1, nbytes)
+        lines.append(f"{text:<{label_width}}  {bar}  {format_bytes(row_nbytes):>8}  {share:>6.1%}")
     return lines
 
 
-def _bar(share: float, room: int, ascii_only: bool) -> str:
+def _bar(share: float, width: int, ascii_only: bool) -> str:
     if ascii_only:
-        return ("#" * round(share * room)).ljust(room)
-    whole, eighths = divmod(round(share * room * 8), 8)
-    return ("█" * whole + _EIGHTHS[eighths].strip()).ljust(room)
+        return ("#" * round(share * width)).ljust(width)
+    whole, eighths = divmod(round(share * width * 8), 8)
+    return ("█" * whole + _EIGHTHS[eighths].strip()).ljust(width)
 
 
 def _maps(tensors: Sequence[Supplied], width: int) -> list[str]:
     """Return maps side by side, each below its tensor's name and shape."""
     blocks = []
     for tensor in tensors:
-        about = _shortened(f"{tensor.dtype} {shape_text(tensor.shape)}", width)
-        blocks.append([_shortened(tensor.name, width), about, *_map(tensor, width, _MAP_ROWS)])
+        description = _shortened(f"{tensor.dtype} {shape_text(tensor.shape)}", width)
+        blocks.append([_shortened(tensor.name, width), description, *_map(tensor, width, _MAP_ROWS)])
     return ["  ".join(f"{line:<{width}}" for line in lines).rstrip() for lines in zip(*blocks, strict=True)]
 
 
@@ -449,29 +468,39 @@ def _middles(begin: float, extent: float, count: int) -> range:
     return range(first, min(last, count))
 
 
-def curve(values: Sequence[float], *, width: int = 60, height: int = 6, ascii_only: bool = False) -> list[str]:
+def curve(
+    values: Sequence[float],
+    *,
+    width: int = 60,
+    height: int = 6,
+    limits: tuple[float, float] | None = None,
+    indent: int = 0,
+    ascii_only: bool = False,
+) -> list[str]:
     """Return a curve of `values` as lines of text, labelled with the highest and the lowest value.
 
-    With more values than columns, each column shows a mean.
+    With more values than columns, each column shows a mean. `limits` are the values at the bottom and the top, by
+    default the lowest and the highest; `indent` is the number of empty columns before the curve.
     """
     columns = [_mean(part) for part in _parts(values, min(width, len(values)))]
-    low, high = min(columns), max(columns)
+    low, high = (min(columns), max(columns)) if limits is None else limits
     levels = 1 if ascii_only else 8
     heights = [1 + round((value - low) / ((high - low) or 1) * (height * levels - 1)) for value in columns]
     rows = []
     for row in reversed(range(height)):
-        level = [min(max(h - row * levels, 0), levels) for h in heights]
-        note = ""
+        row_levels = [min(max(column_height - row * levels, 0), levels) for column_height in heights]
+        label = ""
         if row == height - 1:
-            note = f"{high:.2f}"
+            label = f"{high:.2f}"
         elif row == 0:
-            note = f"{low:.2f}"
+            label = f"{low:.2f}"
         characters = " #" if ascii_only else _LEVELS
-        rows.append(f"{note:>6} |" + "".join(characters[value] for value in level))
+        rows.append(f"{label:>6} |" + " " * indent + "".join(characters[level] for level in row_levels))
     return [row.rstrip() for row in rows]
 
 
 def _parts(values: Sequence[float], count: int) -> Iterator[Sequence[float]]:
+    """Divide a sequence into parts of nearly equal length."""
     for number in range(count):
         yield values[number * len(values) // count : (number + 1) * len(values) // count]
 

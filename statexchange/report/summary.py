@@ -32,8 +32,11 @@ class Summary:
         dtypes: number of tensors by dtype.
         num_files: number of files.
         file_nbytes: bytes of all files.
-        run: run of a workspace.
+        run: run of a workspace, or of the job that made a save.
         round: round of a workspace.
+        step: training step of a save.
+        created: time of a save, in seconds since the epoch.
+        metrics: numbers that a job gave with a save.
         world_size: number of ranks, where the format has it.
         ranks: ranks that have files.
         aliases: names of tied tensors, with the names under which they are kept.
@@ -54,6 +57,9 @@ class Summary:
     file_nbytes: int
     run: str | None
     round: int | None
+    step: int | None
+    created: float | None
+    metrics: dict[str, float]
     world_size: int | None
     ranks: tuple[int, ...]
     aliases: dict[str, str]
@@ -116,7 +122,6 @@ def summarize(path: str | os.PathLike[str]) -> Summary:
 def _summary(path: str, source: Source) -> Summary:
     rows = tensor_rows(source)
     dtypes = Counter(row.dtype for row in rows)
-    by_rank = source.kind in ("workspace", "dcp")
     return Summary(
         kind=source.kind,
         path=path,
@@ -128,8 +133,11 @@ def _summary(path: str, source: Source) -> Summary:
         file_nbytes=source.nbytes,
         run=source.run,
         round=source.round,
+        step=source.step,
+        created=source.created,
+        metrics=dict(source.metrics),
         world_size=source.world_size,
-        ranks=tuple(dict.fromkeys(shard_file.rank for shard_file in source.files)) if by_rank else (),
+        ranks=tuple(dict.fromkeys(shard_file.rank for shard_file in source.files)) if source.has_ranks else (),
         aliases=_aliases(source),
         num_unreadable=sum(not row.holders for row in rows),
         proven=_proven(source),
@@ -148,23 +156,26 @@ def _proven(source: Source) -> bool:
 
 def _aliases(source: Source) -> dict[str, str]:
     if source.manifest is not None:
-        return {str(k): str(v) for k, v in source.manifest.get("aliases", {}).items()}
-    return {alias: kept for shard_file in source.files for alias, kept in shard_file.aliases.items()}
+        return {str(alias): str(name) for alias, name in source.manifest.get("aliases", {}).items()}
+    aliases: dict[str, str] = {}
+    for shard_file in source.files:
+        aliases |= shard_file.aliases
+    return aliases
 
 
 def tensor_rows(source: Source) -> list[TensorRow]:
     """Return a row for each tensor of a source, in its order. Not collective."""
-    held_by: dict[str, list[ShardFile]] = {}
-    last: dict[str, Shard] = {}
+    files: dict[str, list[ShardFile]] = {}
+    shards: dict[str, Shard] = {}  # the last one of each tensor
     num_boxes: Counter[str] = Counter()
     for shard_file, tensor in source.shards():
-        shard = last[tensor.shard.name] = tensor.shard
-        held_by.setdefault(shard.name, []).append(shard_file)
+        shard = shards[tensor.shard.name] = tensor.shard
+        files.setdefault(shard.name, []).append(shard_file)
         num_boxes[shard.name] += len(shard.boxes)
-    found: dict[str, TensorRow] = {}
-    for name, holders in held_by.items():
-        shard = last[name]
-        found[name] = TensorRow(
+    rows: dict[str, TensorRow] = {}
+    for name, holders in files.items():
+        shard = shards[name]
+        rows[name] = TensorRow(
             name,
             shard.dtype,
             shard.global_shape,
@@ -173,10 +184,10 @@ def tensor_rows(source: Source) -> list[TensorRow]:
             num_boxes[name],
             os.path.basename(holders[0].path),
         )
-    for listed in source.unreadable:
-        if listed.name not in found:
-            dtype, shape = listed.dtype or "?", listed.shape or ()
+    for unreadable in source.unreadable:
+        if unreadable.name not in rows:
+            dtype, shape = unreadable.dtype or "?", unreadable.shape or ()
             nbytes = full_box(shape).numel * ITEMSIZE[dtype] if dtype in ITEMSIZE else 0
-            file = os.path.basename(listed.path)
-            found[listed.name] = TensorRow(listed.name, dtype, shape, nbytes, (), 0, file)
-    return list(found.values())
+            file = os.path.basename(unreadable.path)
+            rows[unreadable.name] = TensorRow(unreadable.name, dtype, shape, nbytes, (), 0, file)
+    return list(rows.values())

@@ -64,13 +64,13 @@ def verify(path: str | os.PathLike[str], *, on_progress: Callable[[int, int], No
         >>> report.num_tensors, report.nbytes, report.findings
         (1, 32, ())
     """
-    for last in (False, True):
+    for is_last_attempt in (False, True):
         with open_source(path, strict=False) as source:
             check = _Check(source, on_progress)
             try:
                 check.run()
             except ReplacedError:  # read it again, once
-                if last:
+                if is_last_attempt:
                     raise
                 continue
             names = {tensor.shard.name for _, tensor in source.shards()}
@@ -109,6 +109,7 @@ class _Check:
         self._source.check_unchanged()
 
     def _guard(self, check: Callable[..., None], *args: Any) -> None:
+        """Call `check`; its error becomes a finding, unless the source was replaced."""
         try:
             check(*args)
         except ReplacedError:
@@ -129,7 +130,7 @@ class _Check:
         elif stored.digest is None:
             self.num_unproven += 1
             self._computed[number, shard.name, index] = digest.hexdigest()
-        rank = self._source.files[number].rank if self._source.kind == "workspace" else None
+        rank = self._source.files[number].rank if self._source.kind in ("save", "workspace") else None
         for problem in digest.problems(shard.name, rank):
             self.findings.append(problem)
 
@@ -143,32 +144,28 @@ class _Check:
             self._guard(self._cover_of, name, numbers)
 
     def _cover_of(self, name: str, numbers: list[int]) -> None:
-        held = [self._source.files[number] for number in numbers]
-        plan = plan_merge(
-            [RankShards(shard_file.rank, [shard_file.tensors[name].shard]) for shard_file in held], ExportOptions()
-        )
+        """Prove the cover of one tensor, which is in the files with these numbers, and compare its replicas."""
+        shard_files = [self._source.files[number] for number in numbers]
+        rank_shards = [RankShards(shard_file.rank, [shard_file.tensors[name].shard]) for shard_file in shard_files]
+        plan = plan_merge(rank_shards, ExportOptions())
         for tensor in plan.files[0].tensors:
             self._replicas(tensor, numbers)
 
     def _replicas(self, tensor: TensorPlan, numbers: list[int]) -> None:
         for piece in tensor.pieces:
-            ours = self._digest(numbers[piece.holder], tensor.source, piece.box_index)
+            expected = self._digest(numbers[piece.holder], tensor.source, piece.box_index)
             for holder, index in piece.replicas:
-                theirs = self._digest(numbers[holder], tensor.source, index)
-                if ours is not None and theirs is not None and ours != theirs:
-                    one, other = (self._source.files[numbers[h]].rank for h in (piece.holder, holder))
-                    self.findings.append(
-                        ReplicaError(
-                            f"ranks {one} and {other} hold different values for region {piece.box}",
-                            name=tensor.source,
-                            rank=other,
-                        )
-                    )
+                found = self._digest(numbers[holder], tensor.source, index)
+                if expected is not None and found is not None and expected != found:
+                    rank = self._source.files[numbers[piece.holder]].rank
+                    other = self._source.files[numbers[holder]].rank
+                    text = f"ranks {rank} and {other} hold different values for region {piece.box}"
+                    self.findings.append(ReplicaError(text, name=tensor.source, rank=other))
 
     def _digest(self, number: int, name: str, index: int) -> str | None:
         """Return the digest of a box; None if it could not be read, which is another finding."""
-        known = self._source.files[number].tensors[name].byte_ranges[index].digest
-        return known if known is not None else self._computed.get((number, name, index))
+        stored = self._source.files[number].tensors[name].byte_ranges[index].digest
+        return stored if stored is not None else self._computed.get((number, name, index))
 
     def _count(self, nbytes: int) -> None:
         self.done += nbytes

@@ -27,9 +27,9 @@ def check_copies(
     """
     if tensor.reduce is not None or not piece.replicas:
         return
-    ours = digest_of(piece.holder, piece.box_index)
+    expected = digest_of(piece.holder, piece.box_index)
     for holder, index in piece.replicas:
-        if digest_of(holder, index) != ours:
+        if digest_of(holder, index) != expected:
             raise error(tensor, piece.box, piece.holder, holder)
 
 

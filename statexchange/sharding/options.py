@@ -35,7 +35,7 @@ REPLICAS: tuple[str, ...] = ("equal", "root")
 FLOATS = ("F16", "BF16", "F32", "F64")
 CAST_DTYPES = tuple(LONG_NAMES[name] for name in FLOATS)
 _FILENAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\{suffix\}[A-Za-z0-9._-]{0,80}\.safetensors")
-_COMPARED = 1 << 16  # characters of an option that ranks compare
+_MAX_COMPARED = 1 << 16  # characters of an option that ranks compare
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(i?))?B?\s*", re.IGNORECASE)
 
 
@@ -115,9 +115,9 @@ class ExportOptions:
         """
         dtype = None if self.dtype is None else LONG_NAMES[self.dtype]
         return {
-            "include": excerpt(self.include, _COMPARED),
-            "exclude": excerpt(self.exclude, _COMPARED),
-            "rename": "a function" if callable(self.rename) else excerpt(self.rename, _COMPARED),
+            "include": excerpt(self.include, _MAX_COMPARED),
+            "exclude": excerpt(self.exclude, _MAX_COMPARED),
+            "rename": "a function" if callable(self.rename) else excerpt(self.rename, _MAX_COMPARED),
             "replicas": repr(self.replicas),
             "dtype": repr(dtype),
             "max_shard_size": repr(self.max_shard_size),
@@ -134,6 +134,7 @@ class LoadOptions:
         strict: names that are missing or unexpected are an error.
         layout: rules for plain tensors of the state (`statexchange.sharding.rules`).
         include: shell patterns of names in the state; by default all are loaded.
+        exclude: shell patterns of names in the state that are not loaded.
         rename: from the source's names to the state's: a function, or (regex, replacement) pairs.
         dtype: None: dtypes must be equal; "state": floating values are cast to the dtype that the state has.
         replicas: "equal": several ranks' copies of a region must be equal, unless each rank loads its own; "root": the
@@ -146,6 +147,7 @@ class LoadOptions:
     strict: bool = True
     layout: Any = None
     include: str | Sequence[str] = ()
+    exclude: str | Sequence[str] = ()
     rename: Rename = ()
     dtype: str | None = None
     replicas: Replicas = "equal"
@@ -159,6 +161,7 @@ class LoadOptions:
         accepted = {
             "layout": self.layout if isinstance(self.layout, Layout | None) else Layout.parse(self.layout),
             "include": name_patterns("include", self.include),
+            "exclude": name_patterns("exclude", self.exclude),
             "rename": rename_rules(self.rename),
         }
         for option, value in accepted.items():
@@ -166,11 +169,23 @@ class LoadOptions:
 
     def wants(self, name: str) -> bool:
         """Whether the state's tensor or value with this name is loaded."""
+        return self._includes(name) and not self._excludes(name)
+
+    def wants_object(self, names: Sequence[str]) -> bool:
+        """Whether an object whose state has these names is loaded: include takes it whole, and exclude leaves it."""
+        return any(map(self._includes, names)) and not any(map(self._excludes, names))
+
+    def _includes(self, name: str) -> bool:
         return not self.include or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.include)
+
+    def _excludes(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude)
 
     def may_want(self, path: str) -> bool:
         """Whether anything below `path` may be loaded."""
         begin = f"{path}."
+        if self._excludes(path) or self._excludes(begin):
+            return False
         heads = [re.split(r"[*?[]", pattern, maxsplit=1)[0] for pattern in self.include]
         return not heads or any(head.startswith(begin) or begin.startswith(head) for head in heads)
 
@@ -190,29 +205,29 @@ class LoadOptions:
 
 def mesh_option(layout: Layout | None) -> dict[str, str]:
     """Return the part of a layout that must be equal on all ranks, as text by name."""
-    return {"layout's mesh": excerpt({} if layout is None else dict(layout.mesh), _COMPARED)}
+    return {"layout's mesh": excerpt({} if layout is None else dict(layout.mesh), _MAX_COMPARED)}
 
 
-def name_patterns(option: str, given: Any) -> tuple[str, ...]:
+def name_patterns(option: str, value: object) -> tuple[str, ...]:
     """Return one shell pattern or several as a tuple; raise InvalidArgumentError for anything else."""
-    found: tuple[Any, ...] | None = None
-    if isinstance(given, str):
-        found = (given,)
-    elif isinstance(given, Iterable):
-        found = tuple(given)
-    if found is None or not all(isinstance(pattern, str) for pattern in found):
-        raise InvalidArgumentError(f"{option} must be a pattern or several, not {excerpt(given)}")
-    return found
+    patterns: tuple[Any, ...] | None = None
+    if isinstance(value, str):
+        patterns = (value,)
+    elif isinstance(value, Iterable):
+        patterns = tuple(value)
+    if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
+        raise InvalidArgumentError(f"{option} must be a pattern or several, not {excerpt(value)}")
+    return patterns
 
 
-def rename_rules(given: Any) -> Rename:
+def rename_rules(value: object) -> Rename:
     """Return a `rename` as a function or a tuple of pairs; raise InvalidArgumentError for anything else."""
-    if callable(given):
-        function: Callable[[str], str] = given
+    if callable(value):
+        function: Callable[[str], str] = value
         return function
-    pairs = tuple(given) if isinstance(given, Iterable) else (given,)
+    pairs: tuple[Any, ...] = tuple(value) if isinstance(value, Iterable) else (value,)
     if not all(map(_is_pair, pairs)):
-        raise InvalidArgumentError(f"rename must be a function or (regex, replacement) pairs, not {excerpt(given)}")
+        raise InvalidArgumentError(f"rename must be a function or (regex, replacement) pairs, not {excerpt(value)}")
     for pattern, _ in pairs:
         try:
             re.compile(pattern)
@@ -221,9 +236,9 @@ def rename_rules(given: Any) -> Rename:
     return tuple((pattern, replacement) for pattern, replacement in pairs)
 
 
-def _is_pair(one: Any) -> bool:
+def _is_pair(value: object) -> bool:
     """Whether this is a (regex, replacement) pair."""
-    return isinstance(one, list | tuple) and len(one) == 2 and all(isinstance(part, str) for part in one)
+    return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(part, str) for part in value)
 
 
 def renamed(name: str, rename: Rename) -> str:
@@ -242,13 +257,13 @@ def renamed(name: str, rename: Rename) -> str:
     return name
 
 
-def check_replicas_option(replicas: Any) -> None:
+def check_replicas_option(replicas: object) -> None:
     """Raise InvalidArgumentError unless `replicas` is a value that the option accepts."""
     if replicas not in REPLICAS:
         raise InvalidArgumentError(f"replicas must be 'equal' or 'root', not {excerpt(replicas)}")
 
 
-def _float_name(dtype: Any) -> str | None:
+def _float_name(dtype: object) -> str | None:
     """Return the safetensors name of a floating dtype, given by any of its names or as torch's."""
     if dtype is None:
         return None
@@ -258,7 +273,7 @@ def _float_name(dtype: Any) -> str | None:
     return name
 
 
-def _parse_size(size: Any) -> int:
+def _parse_size(size: object) -> int:
     """Return a size in bytes, given as int, or as text with KB, MB, GB, TB (powers of 1000) or KiB ... (of 1024)."""
     if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
         number, unit, binary = match.groups()

@@ -55,18 +55,17 @@ def local_boxes(
             runs[split.dim] = _joined(_part(runs[split.dim], parts, index, split.split_factor))
             if len(runs[split.dim]) > _MAX_PIECES:
                 raise ValueError(f"a rank would hold {len(runs[split.dim])} pieces of one dim")
-    if not all(_length(of_dim) for of_dim in runs):
+    if not all(_length(dim_runs) for dim_runs in runs):
         return []
     if math.prod(map(len, runs)) > _MAX_PIECES:
         raise ValueError(f"a rank would hold {math.prod(map(len, runs))} boxes of one tensor")
-    placed = [list(zip(of_dim, _begins(of_dim), strict=True)) for of_dim in runs]
-    return [
-        (
-            Box(tuple(begin for (begin, _), _ in chosen), tuple(end - begin for (begin, end), _ in chosen)),
-            tuple(local for _, local in chosen),
-        )
-        for chosen in product(*placed)
-    ]
+    runs_and_begins = [list(zip(dim_runs, _begins(dim_runs), strict=True)) for dim_runs in runs]
+    boxes = []
+    for chosen in product(*runs_and_begins):  # one run of each dim
+        offsets = tuple(begin for (begin, _), _ in chosen)
+        sizes = tuple(end - begin for (begin, end), _ in chosen)
+        boxes.append((Box(offsets, sizes), tuple(local_begin for _, local_begin in chosen)))
+    return boxes
 
 
 def _length(runs: Sequence[Run]) -> int:
@@ -85,22 +84,22 @@ def _part(runs: list[Run], parts: int, index: int, split_factor: int) -> list[Ru
     step = -(-size // split_factor)
     if split_factor > 1 and step and -(-size // step) > _MAX_PIECES:
         raise ValueError(f"a dim would be cut into {-(-size // step)} pieces")
-    wanted = []
+    positions = []
     for begin in range(0, size, step or 1):
         length = min(step, size - begin)
-        each = -(-length // parts)
-        wanted.append((begin + min(index * each, length), begin + min((index + 1) * each, length)))
-    return _between(runs, wanted)
+        part_size = -(-length // parts)
+        positions.append((begin + min(index * part_size, length), begin + min((index + 1) * part_size, length)))
+    return _between(runs, positions)
 
 
-def _between(runs: Sequence[Run], wanted: Sequence[Run]) -> list[Run]:
+def _between(runs: Sequence[Run], positions: Sequence[Run]) -> list[Run]:
     """Return the parts of `runs` at ascending positions, which number the elements of all runs in order.
 
     Each run is visited once.
     """
-    found: list[Run] = []
+    parts: list[Run] = []
     number = position = 0  # the run, and the position at which it begins
-    for first, last in wanted:
+    for first, last in positions:
         low = first
         while low < last:
             begin, end = runs[number]
@@ -109,17 +108,17 @@ def _between(runs: Sequence[Run], wanted: Sequence[Run]) -> list[Run]:
                 number, position = number + 1, next_position
                 continue
             high = min(last, next_position)
-            found.append((begin + low - position, begin + high - position))
+            parts.append((begin + low - position, begin + high - position))
             low = high
-    return found
+    return parts
 
 
 def _joined(runs: Sequence[Run]) -> list[Run]:
     """Merge runs that adjoin; return one empty run if there is none."""
-    found: list[Run] = []
+    merged: list[Run] = []
     for begin, end in runs:
-        if found and found[-1][1] == begin:
-            found[-1] = (found[-1][0], end)
+        if merged and merged[-1][1] == begin:
+            merged[-1] = (merged[-1][0], end)
         else:
-            found.append((begin, end))
-    return found or [(0, 0)]
+            merged.append((begin, end))
+    return merged or [(0, 0)]

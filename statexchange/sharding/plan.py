@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import TypeAlias
 
 from statexchange.errors import (
     CorruptError,
@@ -45,7 +46,11 @@ _MAX_CUT_DIMS = 12
 _MANY_BOXES = 1000
 _FEW_RANKS = 16  # the largest mesh for which the pieces of equal specs are cached
 _MAX_CORNERS = 1 << 22  # corners that are counted at once; a box that is cut along n dims has 2**n
-_MAX_LOOKS = 64  # visits of each box per dim while boxes are divided into slabs, on average
+_MAX_VISITS = 64  # visits of each box per dim while boxes are divided into slabs, on average
+
+
+_TensorShards: TypeAlias = list[tuple[int, Shard]] | ShardingSpec
+"""The shards of one tensor with their holders, or the spec from which they follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,36 +178,34 @@ def plan_merge(
 
 
 def _plan(rank_shards: Sequence[RankShards], options: ExportOptions, basis: str, reductions: Mapping[str, str]) -> Plan:
-    chosen = _select(_by_name(rank_shards), options)
-    aliases = _aliases(rank_shards, chosen)
+    selected = _select(_by_name(rank_shards), options)
+    aliases = _aliases(rank_shards, selected)
     for alias in aliases:
-        chosen.pop(alias, None)
-    renamed = _renamed(chosen, options)
-    load = [0] * len(rank_shards)
+        selected.pop(alias, None)
+    renamed = _renamed(selected, options)
+    load = [0] * len(rank_shards)  # bytes that each holder supplies
     tensors = []
     for number, (new, old) in enumerate(renamed.items()):
-        held, reduce = chosen[old], reductions.get(old)
+        shards, reduce = selected[old], reductions.get(old)
         if reduce is not None:
-            _check_reducible(reduce, held, rank_shards)
-        if isinstance(held, ShardingSpec):
-            tensor = _plan_spec(new, held, options, number)
+            _check_reducible(reduce, shards, rank_shards)
+        if isinstance(shards, ShardingSpec):
+            tensor = _plan_spec(new, shards, options, number)
         else:
-            tensor = _plan_tensor(new, held, rank_shards, options, load)
+            tensor = _plan_tensor(new, shards, rank_shards, options, load)
         tensors.append(tensor if reduce is None else replace(tensor, reduce=reduce))
     files = _assign_files(tensors, options)
-    written = {options.renamed(alias): options.renamed(kept) for alias, kept in aliases.items()}
-    return Plan(files, written, _digest(files, written, basis))
+    output_aliases = {options.renamed(alias): options.renamed(name) for alias, name in aliases.items()}
+    return Plan(files, output_aliases, _digest(files, output_aliases, basis))
 
 
-def _check_reducible(
-    reduce: str, held: Sequence[tuple[int, Shard]] | ShardingSpec, rank_shards: Sequence[RankShards]
-) -> None:
+def _check_reducible(reduce: str, shards: _TensorShards, rank_shards: Sequence[RankShards]) -> None:
     """Raise unless all copies have one dtype whose values are ordered."""
-    shards = [(0, held)] if isinstance(held, ShardingSpec) else held
-    first: Shard | ShardingSpec = shards[0][1]
+    copies = [(0, shards)] if isinstance(shards, ShardingSpec) else shards
+    first: Shard | ShardingSpec = copies[0][1]
     if first.dtype.startswith("C"):
         raise UnsupportedError(f"complex numbers have no {reduce}", name=first.name)
-    for holder, shard in shards:
+    for holder, shard in copies:
         if shard.dtype != first.dtype:
             raise CorruptError(
                 "copies to be reduced differ in dtype",
@@ -227,12 +230,14 @@ class _SpecPieces(Sequence[Piece]):
         return map(self._piece, self._boxes)
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        found = self._boxes[index]
-        return list(map(self._piece, found)) if isinstance(index, slice) else self._piece(found)
+        if isinstance(index, slice):
+            return list(map(self._piece, self._boxes[index]))
+        return self._piece(self._boxes[index])
 
-    def _piece(self, found: SpecBox) -> Piece:
-        chosen = found.owners[self._turn % len(found.owners)]
-        return Piece(found.box, *chosen, tuple(owner for owner in found.owners if owner != chosen))
+    def _piece(self, spec_box: SpecBox) -> Piece:
+        owners = spec_box.owners
+        writer = owners[self._turn % len(owners)]
+        return Piece(spec_box.box, *writer, tuple(owner for owner in owners if owner != writer))
 
 
 @functools.lru_cache(1024)  # a model has many tensors of few shapes and placements
@@ -240,46 +245,45 @@ def _cached_pieces(shape: tuple[int, ...], placement: Placement, turn: int) -> t
     return tuple(_SpecPieces(SpecBoxes(shape, placement), turn))
 
 
-def _plan_spec(new: str, held: ShardingSpec, options: ExportOptions, number: int) -> TensorPlan:
-    if not covers_exactly(held.global_shape, held.placement):
-        raise IncompleteError(f"{held.placement} does not cover shape {held.global_shape}", name=held.name)
+def _plan_spec(name: str, spec: ShardingSpec, options: ExportOptions, number: int) -> TensorPlan:
+    """Plan output tensor `number`, whose sharding is a spec."""
+    if not covers_exactly(spec.global_shape, spec.placement):
+        raise IncompleteError(f"{spec.placement} does not cover shape {spec.global_shape}", name=spec.name)
     turn = 0 if options.replicas == "root" else number
-    num_ranks = math.prod(held.placement.mesh_shape)
+    num_ranks = math.prod(spec.placement.mesh_shape)
     pieces: Sequence[Piece]
     if num_ranks <= _FEW_RANKS:
-        pieces = _cached_pieces(held.global_shape, held.placement, turn % num_ranks)
+        pieces = _cached_pieces(spec.global_shape, spec.placement, turn % num_ranks)
     else:
-        pieces = _SpecPieces(SpecBoxes(held.global_shape, held.placement), turn)
-    return TensorPlan(new, held.name, options.output_dtype(held.dtype), held.global_shape, 0, pieces)
+        pieces = _SpecPieces(SpecBoxes(spec.global_shape, spec.placement), turn)
+    return TensorPlan(name, spec.name, options.output_dtype(spec.dtype), spec.global_shape, 0, pieces)
 
 
-def _by_name(rank_shards: Sequence[RankShards]) -> dict[str, list[tuple[int, Shard]] | ShardingSpec]:
-    found: dict[str, list[tuple[int, Shard]] | ShardingSpec] = {}
-    for holder, one in enumerate(rank_shards):
-        for shard in one.shards:
-            held = found.setdefault(shard.name, shard if isinstance(shard, ShardingSpec) else [])
-            if isinstance(held, list) and isinstance(shard, Shard):
-                held.append((holder, shard))
-            elif held is not shard:
-                raise CorruptError("conflicting sharding specs for one tensor", name=shard.name, rank=one.rank)
-    return found
+def _by_name(rank_shards: Sequence[RankShards]) -> dict[str, _TensorShards]:
+    """Return the shards of all holders by tensor name."""
+    by_name: dict[str, _TensorShards] = {}
+    for holder, holder_shards in enumerate(rank_shards):
+        for shard in holder_shards.shards:
+            shards = by_name.setdefault(shard.name, shard if isinstance(shard, ShardingSpec) else [])
+            if isinstance(shards, list) and isinstance(shard, Shard):
+                shards.append((holder, shard))
+            elif shards is not shard:
+                text = "conflicting sharding specs for one tensor"
+                raise CorruptError(text, name=shard.name, rank=holder_shards.rank)
+    return by_name
 
 
-def _select(
-    by_name: Mapping[str, list[tuple[int, Shard]] | ShardingSpec], options: ExportOptions
-) -> dict[str, list[tuple[int, Shard]] | ShardingSpec]:
+def _select(by_name: Mapping[str, _TensorShards], options: ExportOptions) -> dict[str, _TensorShards]:
     for pattern in options.include:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in by_name):
             raise InvalidArgumentError(f"include pattern {pattern!r} matches no tensor")
-    chosen = {name: held for name, held in by_name.items() if options.wants(name)}
-    if by_name and not chosen:
+    selected = {name: shards for name, shards in by_name.items() if options.wants(name)}
+    if by_name and not selected:
         raise InvalidArgumentError(f"exclude patterns {list(options.exclude)} leave no tensor")
-    return chosen
+    return selected
 
 
-def _aliases(
-    rank_shards: Sequence[RankShards], by_name: Mapping[str, list[tuple[int, Shard]] | ShardingSpec]
-) -> dict[str, str]:
+def _aliases(rank_shards: Sequence[RankShards], by_name: Mapping[str, _TensorShards]) -> dict[str, str]:
     """Return tied names that need not be written, with the names under which they are.
 
     A name is dropped only if every holder with elements of it has the same alias for it, and the other name is written
@@ -287,37 +291,41 @@ def _aliases(
     """
     # The names under which holders keep each tensor; its own name means that it is not tied.
     kept_as: dict[str, set[str]] = {}
-    for one in rank_shards:
-        # Empty shards are equal, whatever they are tied to, so they prove nothing.
-        parts = {s.name: (s.dtype, s.global_shape, s.boxes) for s in one.shards if isinstance(s, Shard) and s.nbytes}
+    for holder in rank_shards:
+        parts = {}
+        for shard in holder.shards:
+            # Empty shards are equal, whatever they are tied to, so they prove nothing.
+            if isinstance(shard, Shard) and shard.nbytes:
+                parts[shard.name] = (shard.dtype, shard.global_shape, shard.boxes)
         for name, part in parts.items():
-            kept = one.aliases.get(name, name)
-            kept_as.setdefault(name, set()).add(kept if parts.get(kept) == part else name)
-        for name, kept in one.aliases.items():
-            spec, other = by_name.get(name), by_name.get(kept)
+            target = holder.aliases.get(name, name)
+            kept_as.setdefault(name, set()).add(target if parts.get(target) == part else name)
+        for name, target in holder.aliases.items():
+            spec, target_spec = by_name.get(name), by_name.get(target)
             if isinstance(spec, ShardingSpec):
-                same = isinstance(other, ShardingSpec) and replace(other, name=name) == spec
-                kept_as.setdefault(name, set()).add(kept if same else name)
-    for name, held in by_name.items():
-        if isinstance(held, ShardingSpec):
+                is_equal = isinstance(target_spec, ShardingSpec) and replace(target_spec, name=name) == spec
+                kept_as.setdefault(name, set()).add(target if is_equal else name)
+    for name, shards in by_name.items():
+        if isinstance(shards, ShardingSpec):
             names = kept_as.setdefault(name, set())
-            if not names or _is_untied_somewhere(held, rank_shards):
+            if not names or _is_untied_somewhere(shards, rank_shards):
                 names.add(name)
-    only = {name: next(iter(names)) for name, names in kept_as.items() if len(names) == 1}
+    agreed = {name: next(iter(names)) for name, names in kept_as.items() if len(names) == 1}
     aliases = {}
-    for alias, kept in only.items():
-        if alias != kept and alias in by_name and kept in by_name and only.get(kept) == kept:
-            aliases[alias] = kept
+    for alias, target in agreed.items():
+        if alias != target and alias in by_name and target in by_name and agreed.get(target) == target:
+            aliases[alias] = target
     return aliases
 
 
 def _is_untied_somewhere(spec: ShardingSpec, rank_shards: Sequence[RankShards]) -> bool:
     """Whether a holder with elements of the tensor has no alias for it."""
-    untied = [holder for holder, one in enumerate(rank_shards) if spec.name not in one.aliases]
-    return any(spec.shard_of(holder).nbytes for holder in untied)
+    untied = [number for number, holder in enumerate(rank_shards) if spec.name not in holder.aliases]
+    return any(spec.shard_of(number).nbytes for number in untied)
 
 
 def _renamed(names: Iterable[str], options: ExportOptions) -> dict[str, str]:
+    """Return the source names by output name."""
     renamed: dict[str, str] = {}
     for old in names:
         new = options.renamed(old)
@@ -328,41 +336,46 @@ def _renamed(names: Iterable[str], options: ExportOptions) -> dict[str, str]:
 
 
 def _plan_tensor(
-    new: str,
-    held: Sequence[tuple[int, Shard]],
+    name: str,
+    shards: Sequence[tuple[int, Shard]],
     rank_shards: Sequence[RankShards],
     options: ExportOptions,
     load: list[int],
 ) -> TensorPlan:
-    first = held[0][1]
+    first_holder, first = shards[0]
     dtype = options.output_dtype(first.dtype)
-    for holder, shard in held[1:]:
-        for what, ours, theirs in (
+    for holder, shard in shards[1:]:
+        for field_name, expected, found in (
             ("dtype", dtype, options.output_dtype(shard.dtype)),
             ("global_shape", first.global_shape, shard.global_shape),
         ):
-            if ours != theirs:
+            if expected != found:
                 hint = ""
-                if what == "global_shape" and all(s.boxes == (full_box(s.global_shape),) for s in (first, shard)):
+                if field_name == "global_shape" and _is_whole(first) and _is_whole(shard):
                     hint = f'; if each holds a part, give a layout: {{"{first.name}": {{"dim": 0}}}}'
+                ranks = f"ranks {rank_shards[first_holder].rank} and {rank_shards[holder].rank}"
                 raise CorruptError(
-                    f"ranks {rank_shards[held[0][0]].rank} and {rank_shards[holder].rank} disagree on the {what}{hint}",
+                    f"{ranks} disagree on the {field_name}{hint}",
                     name=first.name,
                     rank=rank_shards[holder].rank,
-                    expected=ours,
-                    found=theirs,
+                    expected=expected,
+                    found=found,
                 )
     owners: dict[Box, list[tuple[int, int]]] = {}
-    for holder, shard in held:
+    for holder, shard in shards:
         for index, box in enumerate(shard.boxes):
             if box.numel:
                 owners.setdefault(box, []).append((holder, index))
     at = _first_flaw(first.name, first.global_shape, owners)
     if at is not None:
-        ranks = {box: [rank_shards[holder].rank for holder, _ in copies] for box, copies in owners.items()}
-        raise _flaw_error(first.name, first.global_shape, ranks, at)
+        ranks_of_box = {box: [rank_shards[holder].rank for holder, _ in copies] for box, copies in owners.items()}
+        raise _flaw_error(first.name, first.global_shape, ranks_of_box, at)
     pieces = tuple(_piece(box, copies, options, load, ITEMSIZE[dtype]) for box, copies in _in_order(owners))
-    return TensorPlan(new, first.name, dtype, first.global_shape, 0, pieces)
+    return TensorPlan(name, first.name, dtype, first.global_shape, 0, pieces)
+
+
+def _is_whole(shard: Shard) -> bool:
+    return shard.boxes == (full_box(shard.global_shape),)
 
 
 def _in_order(owners: Mapping[Box, list[tuple[int, int]]]) -> list[tuple[Box, list[tuple[int, int]]]]:
@@ -375,9 +388,9 @@ def _piece(box: Box, copies: list[tuple[int, int]], options: ExportOptions, load
     if len(copies) == 1:
         load[copies[0][0]] += box.numel * itemsize
         return Piece(box, *copies[0])
-    chosen = copies[0] if options.replicas == "root" else min(copies, key=lambda h: load[h[0]])
-    load[chosen[0]] += box.numel * itemsize
-    return Piece(box, *chosen, tuple(h for h in copies if h != chosen))
+    writer = copies[0] if options.replicas == "root" else min(copies, key=lambda copy: load[copy[0]])
+    load[writer[0]] += box.numel * itemsize
+    return Piece(box, *writer, tuple(copy for copy in copies if copy != writer))
 
 
 def prove_cover(name: str, shape: tuple[int, ...], boxes: Mapping[Box, Sequence[int]]) -> None:
@@ -389,17 +402,17 @@ def prove_cover(name: str, shape: tuple[int, ...], boxes: Mapping[Box, Sequence[
 
 def _first_flaw(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> tuple[int, ...] | None:
     """Return the first element that is not covered exactly once; None if there is none."""
-    found = list(boxes)
+    box_list = list(boxes)
     whole = full_box(shape)
-    if found == [whole]:
+    if box_list == [whole]:
         return None
-    cut = [d for d, size in enumerate(shape) if any(box.shape[d] != size for box in found)]
-    if len(cut) > _MAX_CUT_DIMS:
-        raise UnsupportedError(f"cut along {len(cut)} dims; {_MAX_CUT_DIMS} are supported", name=name)
+    cut_dims = [dim for dim, size in enumerate(shape) if any(box.shape[dim] != size for box in box_list)]
+    if len(cut_dims) > _MAX_CUT_DIMS:
+        raise UnsupportedError(f"cut along {len(cut_dims)} dims; {_MAX_CUT_DIMS} are supported", name=name)
     if not whole.numel:
         return None
     try:
-        return _CoverProof(len(found)).first_flaw(whole, found, cut)
+        return _CoverProof(len(box_list)).first_flaw(whole, box_list, cut_dims)
     except UnsupportedError as error:
         raise error.located(name=name) from None
 
@@ -407,19 +420,21 @@ def _first_flaw(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> tupl
 def _flaw_error(
     name: str, shape: tuple[int, ...], boxes: Mapping[Box, Sequence[int]], at: tuple[int, ...]
 ) -> StateExchangeError:
-    claims = [box for box in boxes if all(o <= a < e for o, a, e in zip(box.offsets, at, box.ends, strict=True))]
-    if not claims:
-        held = sorted({rank for ranks in boxes.values() for rank in ranks})
+    """Return the error for an element that no box covers, or several; `boxes` are mapped to their ranks."""
+    element = Box(at, (1,) * len(at))
+    covering = [box for box in boxes if intersect(box, element) is not None]
+    if not covering:
+        holders = sorted({rank for ranks in boxes.values() for rank in ranks})
         region = _free_region(at, shape, boxes)
-        problem = f"no rank holds region {region} of shape {shape}; ranks {held} hold the rest"
+        problem = f"no rank holds region {region} of shape {shape}; ranks {holders} hold the rest"
         return IncompleteError(problem, name=name)
-    one, other = claims[:2]
-    ends = tuple(map(min, one.ends, other.ends))
+    first, second = covering[:2]
+    ends = tuple(map(min, first.ends, second.ends))
     return OverlapError(
-        f"region {region_text(at, ends)} is claimed twice: as {one} by rank {boxes[one][0]} "
-        f"and as {other} by rank {boxes[other][0]}",
+        f"region {region_text(at, ends)} is claimed twice: as {first} by rank {boxes[first][0]} "
+        f"and as {second} by rank {boxes[second][0]}",
         name=name,
-        rank=boxes[other][0],
+        rank=boxes[second][0],
     )
 
 
@@ -428,8 +443,8 @@ class _CoverProof:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._looks_left = _MAX_LOOKS * count * _MAX_CUT_DIMS
-        self._corners_left = 4 * _MAX_CORNERS + _MAX_LOOKS * count
+        self._visits_left = _MAX_VISITS * count * _MAX_CUT_DIMS
+        self._corners_left = 4 * _MAX_CORNERS + _MAX_VISITS * count
 
     def first_flaw(self, region: Box, boxes: Sequence[Box], dims: Sequence[int]) -> tuple[int, ...] | None:
         """Return the first element of `region` that is not covered exactly once by the boxes, all of which lie in it.
@@ -437,55 +452,55 @@ class _CoverProof:
         The order is lexicographic. If the boxes have too many corners, the region is divided along one dim into slabs
         that no box crosses, and each slab is searched by itself.
         """
-        cut = [d for d in dims if any(box.shape[d] != region.shape[d] for box in boxes)]
-        if len(boxes) << len(cut) <= _MAX_CORNERS:
-            self._corners_left -= len(boxes) << len(cut)
+        cut_dims = [dim for dim in dims if any(box.shape[dim] != region.shape[dim] for box in boxes)]
+        if len(boxes) << len(cut_dims) <= _MAX_CORNERS:
+            self._corners_left -= len(boxes) << len(cut_dims)
             if self._corners_left < 0:
-                raise self._too_many(cut)
-            return _flaw_by_corners(region, boxes, cut)
-        for dim in cut:
-            self._looks_left -= len(boxes)
-            if self._looks_left < 0:
+                raise self._too_many(cut_dims)
+            return _flaw_by_corners(region, boxes, cut_dims)
+        for dim in cut_dims:
+            self._visits_left -= len(boxes)
+            if self._visits_left < 0:
                 break
             slabs = _slabs(region, boxes, dim)
             if len(slabs) > 1:
-                flaws = (self.first_flaw(slab, inside, cut) for slab, inside in slabs)
+                flaws = (self.first_flaw(slab, slab_boxes, cut_dims) for slab, slab_boxes in slabs)
                 return min((flaw for flaw in flaws if flaw is not None), default=None)
-        raise self._too_many(cut)
+        raise self._too_many(cut_dims)
 
-    def _too_many(self, cut: Sequence[int]) -> UnsupportedError:
-        text = f"cannot prove that {self._count} boxes cut along {len(cut)} dims at once cover the tensor"
+    def _too_many(self, cut_dims: Sequence[int]) -> UnsupportedError:
+        text = f"cannot prove that {self._count} boxes cut along {len(cut_dims)} dims at once cover the tensor"
         return UnsupportedError(f"{text}: shard it along fewer dims")
 
 
 def _slabs(region: Box, boxes: Sequence[Box], dim: int) -> list[tuple[Box, list[Box]]]:
     """Divide a region along `dim` into slabs that no box crosses; return each slab with its boxes (none for a gap)."""
-    found: list[tuple[int, list[Box]]] = []  # the begin of each slab, which is the end of the one before, and its boxes
+    slabs: list[tuple[int, list[Box]]] = []  # the begin of each slab, which is the end of the one before, and its boxes
     reached = region.offsets[dim]
     for box in sorted(boxes, key=lambda box: box.offsets[dim]):
         begin = box.offsets[dim]
         if begin > reached:
-            found.append((reached, []))
+            slabs.append((reached, []))
         if begin >= reached:
-            found.append((begin, []))
-        found[-1][1].append(box)
+            slabs.append((begin, []))
+        slabs[-1][1].append(box)
         reached = max(reached, begin + box.shape[dim])
     if reached < region.ends[dim]:
-        found.append((reached, []))
+        slabs.append((reached, []))
 
-    def slab(begin: int, end: int) -> Box:
+    def slab_box(begin: int, end: int) -> Box:
         offsets, shape = list(region.offsets), list(region.shape)
         offsets[dim], shape[dim] = begin, end - begin
         return Box(tuple(offsets), tuple(shape))
 
-    ends = [*(begin for begin, _ in found[1:]), region.ends[dim]]
-    return [(slab(begin, end), inside) for (begin, inside), end in zip(found, ends, strict=True)]
+    ends = [*(begin for begin, _ in slabs[1:]), region.ends[dim]]
+    return [(slab_box(begin, end), inside) for (begin, inside), end in zip(slabs, ends, strict=True)]
 
 
-def _flaw_by_corners(region: Box, boxes: Sequence[Box], cut: Sequence[int]) -> tuple[int, ...] | None:
+def _flaw_by_corners(region: Box, boxes: Sequence[Box], cut_dims: Sequence[int]) -> tuple[int, ...] | None:
     """Return the first element, in lexicographic order, that is not covered exactly once; None if there is none.
 
-    Only dims in `cut` matter; all boxes span the others. The proof uses prefix sums. Let c(x) be the number of boxes
+    Only `cut_dims` matter; all boxes span the other dims. The proof uses prefix sums. Let c(x) be the number of boxes
     that contain x, minus one inside the region. Put a weight on each corner of each box: +1 for an even number of ends
     among its coordinates, -1 for an odd number; and the negated weights on the corners of the region. Then c(x) is the
     sum of the weights at all corners at or before x in every dim. So c is zero everywhere if and only if all weights
@@ -493,66 +508,72 @@ def _flaw_by_corners(region: Box, boxes: Sequence[Box], cut: Sequence[int]) -> t
     """
     if not boxes:
         return region.offsets
-    if cut and len(boxes) >= _MANY_BOXES:
-        return _flaw_of_many(region, boxes, cut)
-    return _flaw_of_few(region, boxes, cut)
+    if cut_dims and len(boxes) >= _MANY_BOXES:
+        return _flaw_of_many(region, boxes, cut_dims)
+    return _flaw_of_few(region, boxes, cut_dims)
 
 
-def _flaw_of_few(region: Box, boxes: Sequence[Box], cut: Sequence[int]) -> tuple[int, ...] | None:
+def _flaw_of_few(region: Box, boxes: Sequence[Box], cut_dims: Sequence[int]) -> tuple[int, ...] | None:
     """`_flaw_by_corners` with a dictionary of the remaining weights."""
-    signs = [(-1) ** sum(bits) for bits in product((0, 1), repeat=len(cut))]
-    corners = product(*((region.offsets[dim], region.ends[dim]) for dim in cut))
-    left = {corner: -sign for corner, sign in zip(corners, signs, strict=True)}
+    signs = [(-1) ** sum(bits) for bits in product((0, 1), repeat=len(cut_dims))]
+    corners = product(*((region.offsets[dim], region.ends[dim]) for dim in cut_dims))
+    weights = {corner: -sign for corner, sign in zip(corners, signs, strict=True)}
     for box in boxes:
-        corners = product(*((box.offsets[dim], box.offsets[dim] + box.shape[dim]) for dim in cut))
+        corners = product(*((box.offsets[dim], box.offsets[dim] + box.shape[dim]) for dim in cut_dims))
         for corner, sign in zip(corners, signs, strict=True):
-            count = left.pop(corner, 0) + sign
-            if count:
-                left[corner] = count
-    if not left:
+            weight = weights.pop(corner, 0) + sign
+            if weight:
+                weights[corner] = weight
+    if not weights:
         return None
-    first = dict(zip(cut, min(left), strict=True))
+    first = dict(zip(cut_dims, min(weights), strict=True))
     return tuple(first.get(dim, low) for dim, low in enumerate(region.offsets))
 
 
-def _flaw_of_many(region: Box, boxes: Sequence[Box], cut: Sequence[int]) -> tuple[int, ...] | None:
+def _flaw_of_many(region: Box, boxes: Sequence[Box], cut_dims: Sequence[int]) -> tuple[int, ...] | None:
     """`_flaw_by_corners` by sorting numbered corners in numpy, which is faster for many boxes."""
     import numpy as np
 
-    lows = np.array([[box.offsets[dim] for dim in cut] for box in [*boxes, region]], dtype=np.int64)
-    highs = np.array([[box.shape[dim] for dim in cut] for box in [*boxes, region]], dtype=np.int64)
+    lows = np.array([[box.offsets[dim] for dim in cut_dims] for box in [*boxes, region]], dtype=np.int64)
+    highs = np.array([[box.shape[dim] for dim in cut_dims] for box in [*boxes, region]], dtype=np.int64)
     highs += lows
     signs = np.ones(len(lows), np.int8)
     signs[-1] = -1  # the region itself, with negated weights
-    edges = [np.unique(np.concatenate([lows[:, d], highs[:, d]])) for d in range(len(cut))]
-    places = [[np.searchsorted(edges[d], side[:, d]) for side in (lows, highs)] for d in range(len(cut))]
+    # A corner's number follows from its position among the edges of each dim.
+    edges = [np.unique(np.concatenate([lows[:, column], highs[:, column]])) for column in range(len(cut_dims))]
     counts = tuple(map(len, edges))
     if math.prod(counts) >= 1 << 62:  # corners cannot be numbered
-        return _flaw_of_few(region, boxes, cut)
-    corners = list(product((0, 1), repeat=len(cut)))
-    keys = np.concatenate(
-        [np.ravel_multi_index([places[d][b] for d, b in enumerate(bits)], counts) for bits in corners]
-    )
+        return _flaw_of_few(region, boxes, cut_dims)
+    positions = []
+    for column, dim_edges in enumerate(edges):
+        positions.append([np.searchsorted(dim_edges, side[:, column]) for side in (lows, highs)])
+    corners = list(product((0, 1), repeat=len(cut_dims)))  # for each dim 0 for the low side, 1 for the high side
+    numbers = []
+    for bits in corners:
+        chosen = [positions[column][bit] for column, bit in enumerate(bits)]
+        numbers.append(np.ravel_multi_index(chosen, counts))
+    keys = np.concatenate(numbers)
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
     values = np.concatenate([-signs if sum(bits) % 2 else signs for bits in corners])[order]
     starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))
-    left = np.flatnonzero(np.add.reduceat(values, starts, dtype=np.int64))
-    if not left.size:
+    remaining = np.flatnonzero(np.add.reduceat(values, starts, dtype=np.int64))
+    if not remaining.size:
         return None
-    at = np.unravel_index(keys[starts[left[0]]], counts)
-    first = {dim: int(edges[d][at[d]]) for d, dim in enumerate(cut)}
+    at = np.unravel_index(keys[starts[remaining[0]]], counts)
+    first = {dim: int(edges[column][at[column]]) for column, dim in enumerate(cut_dims)}
     return tuple(first.get(dim, low) for dim, low in enumerate(region.offsets))
 
 
 def _free_region(at: tuple[int, ...], shape: tuple[int, ...], boxes: Iterable[Box]) -> Box:
     """Return a block that begins at `at` and that no box overlaps, extended in the last dim first."""
-    ends = [low + 1 for low in at]
+    sizes = [1] * len(shape)
     for dim in reversed(range(len(shape))):
-        ends[dim] = shape[dim]
-        region = Box(at, tuple(e - a for a, e in zip(at, ends, strict=True)))
-        ends[dim] = min((b.offsets[dim] for b in boxes if intersect(b, region) is not None), default=shape[dim])
-    return Box(at, tuple(e - a for a, e in zip(at, ends, strict=True)))
+        sizes[dim] = shape[dim] - at[dim]
+        region = Box(at, tuple(sizes))
+        overlapping = [box.offsets[dim] for box in boxes if intersect(box, region) is not None]
+        sizes[dim] = min(overlapping, default=shape[dim]) - at[dim]
+    return Box(at, tuple(sizes))
 
 
 def _assign_files(tensors: list[TensorPlan], options: ExportOptions) -> tuple[FilePlan, ...]:
@@ -571,21 +592,24 @@ def _assign_files(tensors: list[TensorPlan], options: ExportOptions) -> tuple[Fi
         size += tensor.nbytes
     if current or not groups:
         groups.append(current)
-    return tuple(_file_plan(i, len(groups), group, options) for i, group in enumerate(groups))
+    return tuple(_file_plan(index, len(groups), group, options) for index, group in enumerate(groups))
 
 
 def _file_plan(index: int, count: int, tensors: list[TensorPlan], options: ExportOptions) -> FilePlan:
-    order = list(ITEMSIZE)
+    dtypes = list(ITEMSIZE)
     placed = []
     begin = 0
-    for t in sorted(tensors, key=lambda t: (-order.index(t.dtype), t.name)):
-        placed.append(replace(t, begin=begin))
-        begin += t.nbytes
+    for tensor in sorted(tensors, key=lambda tensor: (-dtypes.index(tensor.dtype), tensor.name)):
+        placed.append(replace(tensor, begin=begin))
+        begin += tensor.nbytes
     suffix = "" if count == 1 else f"-{index + 1:05d}-of-{count:05d}"
     return FilePlan(options.filename_pattern.replace("{suffix}", suffix), tuple(placed))
 
 
 def _digest(files: tuple[FilePlan, ...], aliases: Mapping[str, str], basis: str) -> str:
-    described = [[f.name, [[t.name, t.source, t.dtype, t.shape, t.begin] for t in f.tensors]] for f in files]
+    described = []
+    for file in files:
+        tensors = [[tensor.name, tensor.source, tensor.dtype, tensor.shape, tensor.begin] for tensor in file.tensors]
+        described.append([file.name, tensors])
     text = json.dumps([described, sorted(aliases.items()), *([basis] if basis else [])], separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -37,7 +37,7 @@ def encoded(record: Any) -> bytes:
 
 
 def decoded(data: bytes, read: Callable[[Any], T], what: str, rank: int) -> T:
-    """Decode what `encoded` wrote on `rank`; `read` is the record's `from_json`, `what` names it in a MismatchError."""
+    """Decode a record that `rank` encoded; `read` is its `from_json`, and `what` names it in a MismatchError."""
     try:
         raw = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -102,8 +102,8 @@ def optional(raw: Any, read: Callable[[Any], T]) -> T | None:
 def items(raw: Any, read: Callable[[Any], T], length: int | None = None) -> tuple[T, ...]:
     """Return a list's items, each read by `read`; `length` is their required number."""
     if not isinstance(raw, list | tuple) or (length is not None and len(raw) != length):
-        wanted = "" if length is None else f" of {length}"
-        raise ValueError(f"not a list{wanted}: {excerpt(raw)}")
+        size = "" if length is None else f" of {length}"
+        raise ValueError(f"not a list{size}: {excerpt(raw)}")
     return tuple(map(read, raw))
 
 
@@ -123,7 +123,7 @@ def mapping(raw: Any, read: Callable[[Any], T]) -> dict[str, T]:
 
 def texts(raw: Any) -> dict[str, str]:
     """Return an object whose values are strings."""
-    if type(raw) is not dict or not all(type(part) is str for pair in raw.items() for part in pair):
+    if type(raw) is not dict or not all(type(part) is str for part in (*raw.keys(), *raw.values())):
         raise ValueError(f"not an object of texts: {excerpt(raw)}")
     return raw
 

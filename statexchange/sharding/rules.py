@@ -62,13 +62,13 @@ from typing import Any
 
 from statexchange.errors import IncompleteError, InvalidArgumentError, excerpt
 from statexchange.sharding import records
-from statexchange.sharding.shards import Box, full_box, shape_from_json, sizes_from_json
+from statexchange.sharding.shards import Box, full_box, is_inside, shape_from_json, sizes_from_json
 
 __all__ = ["REDUCTIONS", "DimSegments", "Layout", "Part", "Rule", "place_parts", "renumber_names"]
 
-_SHOWN = 8
+_MAX_SHOWN = 8  # numbers in a message
 _MAX_RUNS = 1 << 20  # along one dim; a model has far fewer heads
-_CUT_KEYS = {"dim", "axis", "blocks", "split", "interleaved"}
+_STEP_KEYS = {"dim", "axis", "blocks", "split", "interleaved"}
 _BOXES_KEYS = {"global_shape", "boxes", "dim"}
 _OWN_BOX_KEYS = {"global_shape", "offsets", "shape"}
 REDUCTIONS = ("max", "min")
@@ -100,8 +100,8 @@ class DimSegments:
 class Part:
     """One rank's plain tensor, or a slice of it, as a part of the tensor `name`.
 
-    `shape` is that of the rank's tensor. `fixed` is set if a rule has explicit boxes: the global shape, and the box of
-    each segment.
+    `shape` is that of the rank's tensor. `cuts` has an entry for each dim of which the rank has only segments. `fixed`
+    is set if a rule has explicit boxes: the global shape, and the box of each segment.
     """
 
     name: str
@@ -111,18 +111,18 @@ class Part:
 
     def local_boxes(self) -> tuple[Box, ...]:
         """Return each box's block of the rank's tensor, in the order of the boxes that `place_parts` returns."""
-        found = []
+        boxes = []
         for segments in product(*(cut.segments for cut in self.cuts)):
             offsets, sizes = [0] * len(self.shape), list(self.shape)
             for cut, (_, begin, size) in zip(self.cuts, segments, strict=True):
                 offsets[cut.dim], sizes[cut.dim] = begin, size
-            found.append(Box(tuple(offsets), tuple(sizes)))
-        return tuple(found)
+            boxes.append(Box(tuple(offsets), tuple(sizes)))
+        return tuple(boxes)
 
     def to_json(self) -> list[Any]:
         """Return a JSON value for `from_json`."""
         fixed = [list(self.fixed[0]), [box.to_json() for box in self.fixed[1]]] if self.fixed else None
-        return [self.name, list(self.shape), [[c.dim, c.axes, c.segments] for c in self.cuts], fixed]
+        return [self.name, list(self.shape), [[cut.dim, cut.axes, cut.segments] for cut in self.cuts], fixed]
 
     @classmethod
     def from_json(cls, raw: Any) -> Part:
@@ -131,9 +131,9 @@ class Part:
         shape = sizes_from_json(raw_shape)
         cuts = records.items(raw_cuts, lambda cut: _segments_from_json(cut, shape))
         fixed = records.optional(raw_fixed, _fixed_from_json)
-        segments = math.prod(len(cut.segments) for cut in cuts)
-        if fixed is not None and len(fixed[1]) != segments:
-            raise ValueError(f"{len(fixed[1])} boxes for {segments} segments")
+        num_segments = math.prod(len(cut.segments) for cut in cuts)
+        if fixed is not None and len(fixed[1]) != num_segments:
+            raise ValueError(f"{len(fixed[1])} boxes for {num_segments} segments")
         return cls(records.text(name), shape, cuts, fixed)
 
 
@@ -142,7 +142,7 @@ def _segments_from_json(raw: Any, shape: tuple[int, ...]) -> DimSegments:
     dim = records.count(raw_dim, len(shape))
     axes = records.optional(raw_axes, lambda axes: records.items(axes, records.text))
     segments = []
-    for segment in records.items(raw_segments, lambda one: records.items(one, records.count, 3)):
+    for segment in records.items(raw_segments, lambda triple: records.items(triple, records.count, 3)):
         block, begin, size = segment
         if begin + size > shape[dim]:
             raise ValueError(f"a segment ends at {begin + size} of {shape[dim]}")
@@ -156,8 +156,8 @@ def _fixed_from_json(raw: Any) -> tuple[tuple[int, ...], tuple[Box, ...]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _RuleCut:
-    """One sharded dim of a rule.
+class _RuleStep:
+    """One step of a rule: it shards one dim.
 
     If each block becomes a tensor of its own, `split` is (part of the name, its replacements).
     """
@@ -184,7 +184,7 @@ class Rule:
     """
 
     pattern: str
-    steps: tuple[_RuleCut, ...] = ()
+    steps: tuple[_RuleStep, ...] = ()
     keyword: str | None = None
     keyword_axes: tuple[str, ...] | None = None
     boxes: Mapping[str, Any] | None = None
@@ -198,12 +198,12 @@ class Rule:
 
     def names(self, name: str) -> list[str]:
         """Return the names of the tensors that tensor `name` becomes, before numbers continue over the ranks."""
-        found = [name]
+        names = [name]
         for step in self.steps:
             if step.split is not None:
-                replaced, news = step.split
-                found = [self._replaced(known, replaced, new) for known in found for new in news]
-        return found
+                part, replacements = step.split
+                names = [self._replaced(old, part, new) for old in names for new in replacements]
+        return names
 
     def _replaced(self, name: str, part: str, new: str) -> str:
         try:
@@ -230,10 +230,10 @@ class Rule:
         try:
             if self.boxes is not None:
                 return [_fixed_part(name, shape, rank, self.boxes)]
-            steps = (
-                self.steps if self.keyword is None else _keyword_cuts(self.keyword, self.keyword_axes, name, len(shape))
-            )
-            return _cut_parts(name, shape, steps)
+            steps = self.steps
+            if self.keyword is not None:
+                steps = _keyword_steps(self.keyword, self.keyword_axes, name, len(shape))
+            return _divide(name, shape, steps)
         except (ValueError, TypeError, IndexError, KeyError) as error:
             raise InvalidArgumentError(f"layout rule for {self.pattern!r}: {error}", name=name, rank=rank) from None
 
@@ -283,13 +283,13 @@ class Layout:
 
     def _rule_for(self, name: str) -> Rule | None:
         module = name.rpartition(".")[0]
-        found = [rule for pattern, rule in self.rules.items() if fnmatch.fnmatchcase(name, pattern)]
-        if not found:  # a keyword's pattern may name the tensor's module
+        matching = [rule for pattern, rule in self.rules.items() if fnmatch.fnmatchcase(name, pattern)]
+        if not matching:  # a keyword's pattern may name the tensor's module
             keywords = {pattern: rule for pattern, rule in self.rules.items() if rule.keyword}
-            found = [rule for pattern, rule in keywords.items() if fnmatch.fnmatchcase(module, pattern)]
-        if not found:
+            matching = [rule for pattern, rule in keywords.items() if fnmatch.fnmatchcase(module, pattern)]
+        if not matching:
             return None
-        rule = found[0]
+        rule = matching[0]
         if rule.pattern in self.unused and rule.is_tp_keyword:
             # A plan has patterns without tensors too, so one match is enough for all its keywords.
             self.unused -= {pattern for pattern, other in self.rules.items() if other.is_tp_keyword}
@@ -302,36 +302,36 @@ class Layout:
 
     def check_ranks(self, ranks: Sequence[int]) -> None:
         """Raise InvalidArgumentError if there is a mesh and these are not all of its ranks."""
-        wanted = math.prod(self.mesh.values())
-        if self.mesh and (len(ranks) != wanted or sorted(ranks) != list(range(wanted))):
+        num_ranks = math.prod(self.mesh.values())
+        if self.mesh and (len(ranks) != num_ranks or sorted(ranks) != list(range(num_ranks))):
             shape = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
-            raise InvalidArgumentError(f"the layout's mesh ({shape}) has {wanted} ranks, but there are {len(ranks)}")
+            raise InvalidArgumentError(f"the layout's mesh ({shape}) has {num_ranks} ranks, but there are {len(ranks)}")
 
 
 def _parse_rule(pattern: str, raw: Any, mesh: Mapping[str, int]) -> Rule:
-    steps: list[_RuleCut] = []
+    steps: list[_RuleStep] = []
     keywords: list[str] = []
     boxes: list[Mapping[str, Any]] = []
     renumber: list[tuple[str, tuple[str, ...] | None]] = []
     reduce: str | None = None
-    for one in raw if isinstance(raw, list) else [raw]:
-        keys = one.keys() if isinstance(one, Mapping) else set()
-        if isinstance(one, str) and one in _KEYWORDS:
-            keywords.append(one)
-        elif type(one).__name__ == "Shard":
-            steps.append(_RuleCut(int(one.dim), _axes(pattern, {}, mesh)))
-        elif type(one).__name__ == "Replicate":
+    for entry in raw if isinstance(raw, list) else [raw]:
+        keys = entry.keys() if isinstance(entry, Mapping) else set()
+        if isinstance(entry, str) and entry in _KEYWORDS:
+            keywords.append(entry)
+        elif type(entry).__name__ == "Shard":
+            steps.append(_RuleStep(int(entry.dim), _axes(pattern, {}, mesh)))
+        elif type(entry).__name__ == "Replicate":
             keywords.append("replicate")
-        elif keys == {"reduce"} and one["reduce"] in REDUCTIONS:
-            reduce = one["reduce"]
+        elif keys == {"reduce"} and entry["reduce"] in REDUCTIONS:
+            reduce = entry["reduce"]
         elif "renumber" in keys and keys <= {"renumber", "axis"}:
-            renumber.append((str(one["renumber"]), _axes(pattern, one, mesh)))
-        elif "dim" in keys and keys <= _CUT_KEYS:
-            steps.append(_parse_cut(pattern, one, mesh))
+            renumber.append((str(entry["renumber"]), _axes(pattern, entry, mesh)))
+        elif "dim" in keys and keys <= _STEP_KEYS:
+            steps.append(_parse_step(pattern, entry, mesh))
         elif "global_shape" in keys and (keys <= _BOXES_KEYS or keys == _OWN_BOX_KEYS):
-            boxes.append(one)
+            boxes.append(entry)
         else:
-            raise _no_rule(pattern, one)
+            raise _rule_error(pattern, entry)
     if len(keywords) + len(boxes) + bool(steps) > 1 or len({step.dim for step in steps}) < len(steps):
         raise InvalidArgumentError(f"layout rule for {pattern!r} shards a tensor in two ways: {excerpt(raw, 200)}")
     keyword = keywords[0] if keywords else None
@@ -339,9 +339,10 @@ def _parse_rule(pattern: str, raw: Any, mesh: Mapping[str, int]) -> Rule:
     return Rule(pattern, tuple(steps), keyword, axes, boxes[0] if boxes else None, tuple(renumber), reduce)
 
 
-def _no_rule(pattern: str, raw: Any) -> InvalidArgumentError:
-    known = {"reduce", "renumber"} | _CUT_KEYS | _BOXES_KEYS | _OWN_BOX_KEYS
-    unknown = sorted(str(key) for key in raw if key not in known) if isinstance(raw, Mapping) else []
+def _rule_error(pattern: str, raw: Any) -> InvalidArgumentError:
+    """Return the error for something that is not a rule."""
+    all_keys = {"reduce", "renumber"} | _STEP_KEYS | _BOXES_KEYS | _OWN_BOX_KEYS
+    unknown = sorted(str(key) for key in raw if key not in all_keys) if isinstance(raw, Mapping) else []
     if unknown:
         return InvalidArgumentError(
             f"layout rule for {pattern!r} has the unknown key {unknown[0]!r}: {excerpt(raw, 200)}"
@@ -359,8 +360,8 @@ def _axes(pattern: str, raw: Mapping[str, Any], mesh: Mapping[str, int]) -> tupl
         if len(mesh) > 1:
             raise InvalidArgumentError(f'layout rule for {pattern!r} needs an "axis": one of {list(mesh)}')
         return tuple(mesh) or None
-    given = raw["axis"]
-    axes = tuple(given) if isinstance(given, list | tuple) else (given,)
+    axis_or_axes = raw["axis"]
+    axes = tuple(axis_or_axes) if isinstance(axis_or_axes, list | tuple) else (axis_or_axes,)
     for axis in axes:
         if not isinstance(axis, str) or axis not in mesh:
             text = f'layout rule for {pattern!r}: axis {excerpt(axis)} is not in the "mesh" {dict(mesh)}'
@@ -369,71 +370,71 @@ def _axes(pattern: str, raw: Mapping[str, Any], mesh: Mapping[str, int]) -> tupl
 
 
 def _keyword_axes(pattern: str, keyword: str, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
-    usual = "ep" if keyword == "grouped_gemm" else "tp"
-    return (usual,) if usual in mesh else _axes(pattern, {}, mesh)
+    """Return the axes along which a tp_plan keyword shards."""
+    default = "ep" if keyword == "grouped_gemm" else "tp"
+    return (default,) if default in mesh else _axes(pattern, {}, mesh)
 
 
-def _parse_cut(pattern: str, raw: Mapping[str, Any], mesh: Mapping[str, int]) -> _RuleCut:
+def _parse_step(pattern: str, raw: Mapping[str, Any], mesh: Mapping[str, int]) -> _RuleStep:
     dim, blocks, split = raw["dim"], raw.get("blocks"), raw.get("split")
     axes = _axes(pattern, raw, mesh)
-    name: tuple[str, tuple[str, ...]] | None = None
+    names: tuple[str, tuple[str, ...]] | None = None
     try:
         if split is not None:
-            ((replaced, parts),) = split.items()
-            name, blocks = (str(replaced), tuple(map(str, parts))), list(parts.values())
+            ((part, replacements),) = split.items()
+            names = str(part), tuple(map(str, replacements))
+            blocks = list(replacements.values())
         sizes = (1,) if blocks is None else sizes_from_json(blocks)
-        fits = type(dim) is int and sizes and min(sizes) > 0 and (split is None or "blocks" not in raw)
-        if not fits or (raw.get("interleaved", False) is not False and name is None):
+        is_valid = type(dim) is int and sizes and min(sizes) > 0 and (split is None or "blocks" not in raw)
+        if not is_valid or (raw.get("interleaved", False) is not False and names is None):
             raise ValueError
     except (AttributeError, TypeError, ValueError):
         raise InvalidArgumentError(
             f'layout rule for {pattern!r}: a cut is like {{"dim": 0, "blocks": [32, 8, 8]}} or {{"dim": 0, "split": '
             f'{{"qkv": {{"q": 32, "k": 8, "v": 8}}}}, "interleaved": true}}, not {excerpt(raw, 200)}'
         ) from None
-    return _RuleCut(dim, axes, sizes, name, bool(raw.get("interleaved", False)))
+    return _RuleStep(dim, axes, sizes, names, bool(raw.get("interleaved", False)))
 
 
-def _keyword_cuts(keyword: str, axes: tuple[str, ...] | None, name: str, dims: int) -> tuple[_RuleCut, ...]:
+def _keyword_steps(keyword: str, axes: tuple[str, ...] | None, name: str, dims: int) -> tuple[_RuleStep, ...]:
     """Return how transformers' tensor parallel style `keyword` shards a parameter with so many dims."""
     is_bias = name.rpartition(".")[2] == "bias"
     if keyword in _WHOLE or not dims:
         return ()
     if keyword in _COLWISE:
-        return (_RuleCut(max(dims - 2, 0), axes),)
+        return (_RuleStep(max(dims - 2, 0), axes),)
     if keyword in _ROWWISE:
-        return () if is_bias else (_RuleCut(dims - 1, axes),)
+        return () if is_bias else (_RuleStep(dims - 1, axes),)
     if keyword == "packed_colwise":
-        return (_RuleCut(max(dims - 2, 0), axes, (1, 1) if dims > 1 else (1,)),)
+        return (_RuleStep(max(dims - 2, 0), axes, (1, 1) if dims > 1 else (1,)),)
     if keyword in _PACKED_ROWWISE:
-        return (_RuleCut(dims - 1, axes, (1, 1)),) if dims > 1 else ()
-    return (_RuleCut(1 if keyword == "embedding_colwise" else 0, axes),)
+        return (_RuleStep(dims - 1, axes, (1, 1)),) if dims > 1 else ()
+    return (_RuleStep(1 if keyword == "embedding_colwise" else 0, axes),)
 
 
-def _cut_parts(name: str, shape: tuple[int, ...], steps: Sequence[_RuleCut]) -> list[Part]:
+def _divide(name: str, shape: tuple[int, ...], steps: Sequence[_RuleStep]) -> list[Part]:
     """Return the parts into which the product of all steps divides a tensor; a split makes several names."""
-    named: list[tuple[str, tuple[DimSegments, ...]]] = [(name, ())]
+    divided: list[tuple[str, tuple[DimSegments, ...]]] = [(name, ())]
     for step in steps:
         if not -len(shape) <= step.dim < len(shape):
             raise ValueError(f"dim {step.dim}, but the shape is {shape}")
         dim = step.dim % len(shape)
         runs = list(_runs(shape[dim], step))
         if step.split is None:
-            segments = tuple((block, begin, size) for block, begin, size in runs)
-            named = [(known, (*cuts, DimSegments(dim, step.axes, segments))) for known, cuts in named]
+            cut = DimSegments(dim, step.axes, tuple(runs))
+            divided = [(old, (*cuts, cut)) for old, cuts in divided]
             continue
-        replaced, news = step.split
-        named = [
-            (
-                _replaced(known, replaced, new),
-                (*cuts, DimSegments(dim, step.axes, tuple((0, b, s) for k, b, s in runs if k == i))),
-            )
-            for known, cuts in named
-            for i, new in enumerate(news)
-        ]
-    return [Part(known, shape, cuts) for known, cuts in named]
+        part, replacements = step.split
+        split: list[tuple[str, tuple[DimSegments, ...]]] = []
+        for old, cuts in divided:
+            for number, new in enumerate(replacements):
+                segments = tuple((0, begin, size) for block, begin, size in runs if block == number)
+                split.append((_replaced(old, part, new), (*cuts, DimSegments(dim, step.axes, segments))))
+        divided = split
+    return [Part(part_name, shape, cuts) for part_name, cuts in divided]
 
 
-def _runs(length: int, step: _RuleCut) -> Iterator[tuple[int, int, int]]:
+def _runs(length: int, step: _RuleStep) -> Iterator[tuple[int, int, int]]:
     """Yield (block, begin, size) along a rank's dim of this length."""
     total = sum(step.blocks)
     repeats, unit = (length // total, total) if step.interleaved else (1, length)
@@ -451,6 +452,7 @@ def _runs(length: int, step: _RuleCut) -> Iterator[tuple[int, int, int]]:
 
 
 def _replaced(name: str, part: str, new: str) -> str:
+    """Return a dotted name with one of its parts replaced."""
     parts = name.split(".")
     if part not in parts:
         raise ValueError(f"the name has no part {part!r} to split")
@@ -471,13 +473,13 @@ def _fixed_part(name: str, shape: tuple[int, ...], rank: int, raw: Mapping[str, 
         boxes = (Box(sizes_from_json(raw["offsets"]), sizes_from_json(raw["shape"])),)
     dim = raw.get("dim", 0)
     begins = [0, *accumulate(box.shape[dim] if shape else 1 for box in boxes)]
-    whole = (*shape[:dim], begins[-1], *shape[dim + 1 :]) if shape else ()
-    if whole != shape or any(
-        (*b.shape[:dim], 0, *b.shape[dim + 1 :]) != (*shape[:dim], 0, *shape[dim + 1 :]) for b in boxes
-    ):
+    concatenated = (*shape[:dim], begins[-1], *shape[dim + 1 :]) if shape else ()
+    other_dims = (*shape[:dim], 0, *shape[dim + 1 :])
+    fits = concatenated == shape and all((*box.shape[:dim], 0, *box.shape[dim + 1 :]) == other_dims for box in boxes)
+    if not fits:
         raise ValueError(f"boxes {[str(box) for box in boxes]} and the tensor of shape {shape} differ in shape")
     for box in boxes:
-        if len(global_shape) != len(shape) or any(e > s for e, s in zip(box.ends, global_shape, strict=True)):
+        if len(global_shape) != len(shape) or not is_inside(box, global_shape):
             raise ValueError(f"box {box} lies outside the global shape {global_shape}")
     if not shape:
         return Part(name, shape)
@@ -486,18 +488,19 @@ def _fixed_part(name: str, shape: tuple[int, ...], rank: int, raw: Mapping[str, 
 
 
 def _coordinates(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:
-    found = {}
+    """Return a rank's coordinate along each axis of a mesh."""
+    coordinates = {}
     for axis, size in reversed(tuple(mesh.items())):
-        rank, found[axis] = divmod(rank, size)
-    return found
+        rank, coordinates[axis] = divmod(rank, size)
+    return coordinates
 
 
 def _index(rank: int, axes: tuple[str, ...], mesh: Mapping[str, int]) -> int:
     """Return the index of a rank along some axes, the first of which is the slowest."""
-    at = _coordinates(rank, mesh)
+    coordinates = _coordinates(rank, mesh)
     index = 0
     for axis in axes:
-        index = index * mesh[axis] + at[axis]
+        index = index * mesh[axis] + coordinates[axis]
     return index
 
 
@@ -512,17 +515,18 @@ def place_parts(
         InvalidArgumentError: the shapes of parts do not fit each other.
         IncompleteError: a coordinate along an axis has no rank.
     """
-    one, first = next(iter(parts.items()))
+    first_rank, first = next(iter(parts.items()))
     paths = paths or {}
-    cut_dims = {cut.dim for cut in first.cuts} if first.fixed is None else set(range(len(first.shape)))
+    first_dims = {cut.dim for cut in first.cuts}
+    equal_dims = [] if first.fixed is not None else sorted(set(range(len(first.shape))) - first_dims)
     for rank, part in parts.items():
-        same = len(part.shape) == len(first.shape) and (part.fixed is None) == (first.fixed is None)
-        odd = [d for d in range(len(first.shape)) if same and d not in cut_dims and part.shape[d] != first.shape[d]]
-        if not same or odd or {cut.dim for cut in part.cuts} != {cut.dim for cut in first.cuts}:
-            where = odd[0] if odd else 0
+        same_kind = len(part.shape) == len(first.shape) and (part.fixed is None) == (first.fixed is None)
+        unequal = [dim for dim in equal_dims if same_kind and part.shape[dim] != first.shape[dim]]
+        if not same_kind or unequal or {cut.dim for cut in part.cuts} != first_dims:
+            dim = unequal[0] if unequal else 0
             raise InvalidArgumentError(
-                f"ranks {one} and {rank} have shapes {first.shape} and {part.shape}: if each rank holds a part, the "
-                f'layout needs a rule, {{"{first.name}": {{"dim": {where}}}}}',
+                f"ranks {first_rank} and {rank} have shapes {first.shape} and {part.shape}: if each rank holds a part, "
+                f'the layout needs a rule, {{"{first.name}": {{"dim": {dim}}}}}',
                 name=first.name,
                 rank=rank,
                 path=paths.get(rank),
@@ -538,15 +542,16 @@ def place_parts(
 
 
 def _boxes(part: Part, spans: Sequence[Sequence[tuple[int, int]]]) -> tuple[Box, ...]:
+    """Return a rank's boxes from (global begin, size) of each segment of each cut."""
     if not part.cuts:
         return (full_box(part.shape),)
-    found = []
+    boxes = []
     for chosen in product(*spans):
         offsets, sizes = [0] * len(part.shape), list(part.shape)
         for cut, (begin, size) in zip(part.cuts, chosen, strict=True):
             offsets[cut.dim], sizes[cut.dim] = begin, size
-        found.append(Box(tuple(offsets), tuple(sizes)))
-    return tuple(found)
+        boxes.append(Box(tuple(offsets), tuple(sizes)))
+    return tuple(boxes)
 
 
 def _place_cut(
@@ -559,15 +564,18 @@ def _place_cut(
     """Compute the global begin of each segment along one dim, append it to `spans`, and return the dim's length."""
     first = next(iter(parts.values()))
     axes, dim = first.cuts[number].axes, first.cuts[number].dim
-    order = {rank: n if axes is None else _index(rank, axes, mesh) for n, rank in enumerate(sorted(parts))}
+    ranks = sorted(parts)
+    index_of = {rank: number for number, rank in enumerate(ranks)}  # along the axes
+    if axes is not None:
+        index_of = {rank: _index(rank, axes, mesh) for rank in ranks}
     sizes: dict[int, dict[int, int]] = {}  # by index along the axes, by block
     first_rank: dict[int, int] = {}  # by index along the axes
-    for rank in sorted(parts):
-        ours: dict[int, int] = {}
+    for rank in ranks:
+        block_sizes: dict[int, int] = {}
         for block, _, size in parts[rank].cuts[number].segments:
-            ours[block] = ours.get(block, 0) + size
-        if sizes.setdefault(order[rank], ours) != ours:
-            other = first_rank[order[rank]]
+            block_sizes[block] = block_sizes.get(block, 0) + size
+        if sizes.setdefault(index_of[rank], block_sizes) != block_sizes:
+            other = first_rank[index_of[rank]]
             raise InvalidArgumentError(
                 f"ranks {other} and {rank} have the same index along {list(axes or ())}, but shapes "
                 f'{parts[other].shape} and {parts[rank].shape}: its "axis" must name all axes that shard dim {dim}',
@@ -575,34 +583,35 @@ def _place_cut(
                 rank=rank,
                 path=paths.get(rank),
             )
-        first_rank.setdefault(order[rank], rank)
-    wanted = len(parts) if axes is None else math.prod(mesh[axis] for axis in axes)
-    absent = sorted(set(range(wanted)) - set(sizes))
+        first_rank.setdefault(index_of[rank], rank)
+    num_indices = len(parts) if axes is None else math.prod(mesh[axis] for axis in axes)
+    absent = sorted(set(range(num_indices)) - set(sizes))
     if absent:
         raise IncompleteError(
-            f"no rank with index {_some(absent)} along {list(axes or ())} has a part; ranks {_some(sorted(parts))} do",
+            f"no rank with index {_some(absent)} along {list(axes or ())} has a part; ranks {_some(ranks)} do",
             name=first.name,
         )
-    blocks = sorted({block for ours in sizes.values() for block in ours})
+    blocks = sorted({block for block_sizes in sizes.values() for block in block_sizes})
     begins: dict[tuple[int, int], int] = {}  # by block and index along the axes
     at = 0
     for block in blocks:
-        for index in range(wanted):
+        for index in range(num_indices):
             begins[block, index] = at
             at += sizes[index].get(block, 0)
     for rank, part in parts.items():
-        found = []
-        taken: dict[int, int] = {}
+        part_spans = []
+        placed: dict[int, int] = {}  # elements of the rank that are placed already, by block
         for block, _, size in part.cuts[number].segments:
-            found.append((begins[block, order[rank]] + taken.get(block, 0), size))
-            taken[block] = taken.get(block, 0) + size
-        spans[rank].append(found)
+            part_spans.append((begins[block, index_of[rank]] + placed.get(block, 0), size))
+            placed[block] = placed.get(block, 0) + size
+        spans[rank].append(part_spans)
     return at
 
 
 def _some(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:_SHOWN]))
-    return f"[{shown}, ... {len(numbers)} of them]" if len(numbers) > _SHOWN else f"[{shown}]"
+    """Return the first numbers of a list and their count, for a message."""
+    shown = ", ".join(map(str, numbers[:_MAX_SHOWN]))
+    return f"[{shown}, ... {len(numbers)} of them]" if len(numbers) > _MAX_SHOWN else f"[{shown}]"
 
 
 def renumber_names(names: Mapping[int, Mapping[str, str]], layout: Layout) -> dict[int, dict[str, str]]:
@@ -610,22 +619,23 @@ def renumber_names(names: Mapping[int, Mapping[str, str]], layout: Layout) -> di
 
     `names` maps each name to the one by which its rule is found, which differs for tensors that a rule has split.
     """
-    found = {rank: {name: name for name in ours} for rank, ours in names.items()}
-    for component in sorted({c for rule in layout.rules.values() for c, _ in rule.renumber}):
-        counts: dict[tuple[Any, ...], dict[int, int]] = {}
-        for rank, ours in found.items():
-            for name, now in ours.items():
-                one = _parse_numbered(names[rank][name], now, component, layout, rank)
-                if one is not None:
-                    known = counts.setdefault(one.group, {})
-                    known[one.index] = max(known.get(one.index, 0), one.number + 1)
-        for rank, ours in found.items():
-            for name, now in ours.items():
-                one = _parse_numbered(names[rank][name], now, component, layout, rank)
-                if one is not None:
-                    before = sum(count for index, count in counts[one.group].items() if index < one.index)
-                    ours[name] = f"{one.head}{one.number + before}{one.tail}"
-    return found
+    renamed = {rank: {name: name for name in rank_names} for rank, rank_names in names.items()}
+    for component in sorted({component for rule in layout.rules.values() for component, _ in rule.renumber}):
+        counts: dict[tuple[Any, ...], dict[int, int]] = {}  # how many numbers there are, by group and index in it
+        for rank, new_names in renamed.items():
+            for name, new_name in new_names.items():
+                numbered = _parse_numbered(names[rank][name], new_name, component, layout, rank)
+                if numbered is not None:
+                    group = counts.setdefault(numbered.group, {})
+                    group[numbered.index] = max(group.get(numbered.index, 0), numbered.number + 1)
+        for rank, new_names in renamed.items():
+            for name, new_name in new_names.items():
+                numbered = _parse_numbered(names[rank][name], new_name, component, layout, rank)
+                if numbered is not None:
+                    group = counts[numbered.group]
+                    before = sum(count for index, count in group.items() if index < numbered.index)
+                    new_names[name] = f"{numbered.head}{numbered.number + before}{numbered.tail}"
+    return renamed
 
 
 @dataclass(frozen=True, slots=True)
@@ -642,14 +652,16 @@ class _NumberedName:
     tail: str
 
 
-def _parse_numbered(name: str, now: str, component: str, layout: Layout, rank: int) -> _NumberedName | None:
-    """Parse the name `now` of a tensor, whose rule is found by `name`; None if no rule renumbers it."""
+def _parse_numbered(name: str, new_name: str, component: str, layout: Layout, rank: int) -> _NumberedName | None:
+    """Parse `new_name` of a tensor, whose rule is found by `name`; None if no rule renumbers `component` in it."""
     rule = layout.rule_for(name)
-    found = [axes for counted, axes in rule.renumber if counted == component] if rule is not None else []
-    if not found:
+    axes_by_component: dict[str, tuple[str, ...] | None] = {}
+    for rule_component, rule_axes in rule.renumber if rule is not None else ():
+        axes_by_component.setdefault(rule_component, rule_axes)
+    if component not in axes_by_component:
         return None
-    axes = found[0]
-    parts = now.split(".")
+    axes = axes_by_component[component]
+    parts = new_name.split(".")
     at = parts.index(component) + 1 if component in parts else len(parts)
     if at >= len(parts) or not parts[at].isdecimal():
         raise InvalidArgumentError(f"layout renumbers {component!r}, but the name has no number after it", name=name)
@@ -657,5 +669,6 @@ def _parse_numbered(name: str, now: str, component: str, layout: Layout, rank: i
     tail = "".join("." + part for part in parts[at + 1 :])
     if axes is None:
         return _NumberedName((head,), rank, int(parts[at]), head, tail)
-    others = tuple((axis, c) for axis, c in _coordinates(rank, layout.mesh).items() if axis not in axes)
-    return _NumberedName((head, others), _index(rank, axes, layout.mesh), int(parts[at]), head, tail)
+    coordinates = _coordinates(rank, layout.mesh)
+    other_axes = tuple((axis, index) for axis, index in coordinates.items() if axis not in axes)
+    return _NumberedName((head, other_axes), _index(rank, axes, layout.mesh), int(parts[at]), head, tail)

@@ -54,11 +54,11 @@ def _whole_number(raw: Any) -> int:
 
 def coordinate_of(rank: int, mesh_shape: Sequence[int]) -> tuple[int, ...]:
     """Return the coordinate of a rank in a mesh whose ranks are numbered in C order."""
-    found = []
+    coordinate = []
     for size in reversed(mesh_shape):
-        rank, place = divmod(rank, size)
-        found.append(place)
-    return tuple(reversed(found))
+        rank, index = divmod(rank, size)
+        coordinate.append(index)
+    return tuple(reversed(coordinate))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,8 @@ class ShardingSpec:
     def shard_of(self, rank: int) -> Shard:
         """Return one rank's shard, with explicit boxes."""
         mesh_shape = self.placement.mesh_shape
-        at = coordinate_of(rank, mesh_shape)
-        boxes = local_boxes(self.global_shape, mesh_shape, at, self.placement.splits)
+        coordinate = coordinate_of(rank, mesh_shape)
+        boxes = local_boxes(self.global_shape, mesh_shape, coordinate, self.placement.splits)
         return Shard(self.name, self.dtype, self.global_shape, tuple(box for box, _ in boxes))
 
 
@@ -93,14 +93,14 @@ class _Run:
     Attributes:
         begin: first index of the run.
         size: its length.
-        at: (axis, coordinate) of the ranks that have it, for each axis that splits the dim.
+        coordinates: (axis, coordinate) of the ranks that have it, for each axis that splits the dim.
         number: index of the run among those ranks' runs of this dim.
         count: number of those ranks' runs of this dim.
     """
 
     begin: int
     size: int
-    at: tuple[tuple[int, int], ...]
+    coordinates: tuple[tuple[int, int], ...]
     number: int
     count: int
 
@@ -110,23 +110,26 @@ def _runs(size: int, mesh_shape: tuple[int, ...], splits: tuple[DimSplit | None,
     """Return all runs of a dim in order. `splits` has an entry for each axis that splits this dim, None for others."""
     axes = [axis for axis, split in enumerate(splits) if split is not None]
     shape = tuple(mesh_shape[axis] for axis in axes)
-    along = tuple(DimSplit(0, split.split_factor) for split in splits if split is not None)
-    found = []
+    dim_splits = tuple(DimSplit(0, split.split_factor) for split in splits if split is not None)
+    runs = []
     for index in product(*map(range, shape)):
-        boxes = local_boxes((size,), shape, index, along)
-        at = tuple(zip(axes, index, strict=True))
-        found += [_Run(b.offsets[0], b.shape[0], at, n, len(boxes)) for n, (b, _) in enumerate(boxes)]
-    return tuple(sorted(found, key=lambda run: run.begin))
+        boxes = local_boxes((size,), shape, index, dim_splits)
+        coordinates = tuple(zip(axes, index, strict=True))
+        for number, (box, _) in enumerate(boxes):
+            runs.append(_Run(box.offsets[0], box.shape[0], coordinates, number, len(boxes)))
+    return tuple(sorted(runs, key=lambda run: run.begin))
 
 
 def _runs_by_dim(shape: tuple[int, ...], placement: Placement) -> list[tuple[_Run, ...]]:
-    of_dim = []
+    """Return the runs of each dim, in order."""
+    runs = []
     for dim, size in enumerate(shape):
-        splits = tuple(
-            split if split is not None and split.dim % len(shape) == dim else None for split in placement.splits
-        )
-        of_dim.append(_runs(size, placement.mesh_shape, splits))
-    return of_dim
+        splits: list[DimSplit | None] = []
+        for split in placement.splits:
+            splits_dim = split is not None and split.dim % len(shape) == dim
+            splits.append(split if splits_dim else None)
+        runs.append(_runs(size, placement.mesh_shape, tuple(splits)))
+    return runs
 
 
 def covers_exactly(shape: tuple[int, ...], placement: Placement) -> bool:
@@ -139,6 +142,7 @@ def covers_exactly(shape: tuple[int, ...], placement: Placement) -> bool:
 
 
 def _covers_dim(runs: Sequence[_Run], size: int) -> bool:
+    """Whether sorted runs follow one another from 0 to `size`."""
     at = 0
     for run in runs:
         if run.begin != at:
@@ -153,8 +157,12 @@ class SpecBoxes(Sequence[SpecBox]):
     def __init__(self, shape: tuple[int, ...], placement: Placement) -> None:
         self._mesh_shape = placement.mesh_shape
         self._runs = _runs_by_dim(shape, placement)
-        cutting = {axis for runs in self._runs for run in runs[:1] for axis, _ in run.at}
-        self._free = [range(n) if axis not in cutting else range(1) for axis, n in enumerate(placement.mesh_shape)]
+        split_axes = set()
+        for runs in self._runs:
+            if runs:  # all runs of one dim are along the same axes
+                split_axes |= {axis for axis, _ in runs[0].coordinates}
+        # The coordinates of replicas along the axes that split nothing; 0 stands for the other axes.
+        self._replicas = [range(1 if axis in split_axes else size) for axis, size in enumerate(placement.mesh_shape)]
 
     def __len__(self) -> int:
         return math.prod(map(len, self._runs))
@@ -166,22 +174,23 @@ class SpecBoxes(Sequence[SpecBox]):
         if isinstance(index, slice):
             return list(islice(self, *index.indices(len(self))))
         chosen = []
-        at = range(len(self))[index]
+        rest = range(len(self))[index]
         for runs in reversed(self._runs):
-            at, number = divmod(at, len(runs))
+            rest, number = divmod(rest, len(runs))
             chosen.append(runs[number])
         return self._box(tuple(reversed(chosen)))
 
     def _box(self, chosen: tuple[_Run, ...]) -> SpecBox:
+        """Return the box that is the product of one run of each dim."""
         box = Box(tuple(run.begin for run in chosen), tuple(run.size for run in chosen))
         index = 0
         for run in chosen:
             index = index * run.count + run.number
-        fixed = {axis: place for run in chosen for axis, place in run.at}
+        coordinates = {axis: coordinate for run in chosen for axis, coordinate in run.coordinates}
         ranks = []
-        for free in product(*self._free):
+        for replica in product(*self._replicas):
             rank = 0
             for axis, size in enumerate(self._mesh_shape):
-                rank = rank * size + fixed.get(axis, free[axis])
+                rank = rank * size + coordinates.get(axis, replica[axis])
             ranks.append(rank)
         return SpecBox(box, tuple((rank, index) for rank in ranks))

@@ -35,7 +35,7 @@ _MAX_SIZE = 1 << 48
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A block of a tensor: it covers ``offsets[d] <= index[d] < offsets[d] + shape[d]`` in every dim."""
+    """A block of a tensor: it covers ``offsets[d] <= index[d] < offsets[d] + shape[d]`` in every dim d."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -107,8 +107,8 @@ def linear_offset(box: Box, shape: Sequence[int]) -> int:
 
 def c_contiguous(box: Box, shape: Sequence[int]) -> bool:
     """Whether a box is one run of the C order of a tensor of `shape`."""
-    dims = [d for d in range(len(shape)) if box.shape[d] != shape[d]]
-    return not dims or all(size == 1 for size in box.shape[: dims[-1]])
+    cut_dims = [dim for dim in range(len(shape)) if box.shape[dim] != shape[dim]]
+    return not cut_dims or all(size == 1 for size in box.shape[: cut_dims[-1]])
 
 
 def full_box(shape: Sequence[int]) -> Box:
@@ -128,12 +128,12 @@ def is_inside(box: Box, shape: Sequence[int]) -> bool:
     return all(end <= size for end, size in zip(box.ends, shape, strict=True))
 
 
-def intersect(one: Box, other: Box) -> Box | None:
+def intersect(box: Box, other: Box) -> Box | None:
     """Return the block that two boxes share; None if they share no element."""
-    if one == other:
-        return one if one.numel else None
-    lows = tuple(max(a, b) for a, b in zip(one.offsets, other.offsets, strict=True))
-    highs = tuple(min(a, b) for a, b in zip(one.ends, other.ends, strict=True))
+    if box == other:
+        return box if box.numel else None
+    lows = tuple(max(pair) for pair in zip(box.offsets, other.offsets, strict=True))
+    highs = tuple(min(pair) for pair in zip(box.ends, other.ends, strict=True))
     if any(low >= high for low, high in zip(lows, highs, strict=True)):
         return None
     return Box(lows, tuple(high - low for low, high in zip(lows, highs, strict=True)))
@@ -141,7 +141,7 @@ def intersect(one: Box, other: Box) -> Box | None:
 
 def region_text(offsets: Sequence[int], ends: Sequence[int]) -> str:
     """Return a region as an index expression: ``[0:4, 8:16]``; ``[]`` for a 0-d tensor."""
-    return "[" + ", ".join(f"{a}:{b}" for a, b in zip(offsets, ends, strict=True)) + "]"
+    return "[" + ", ".join(f"{begin}:{end}" for begin, end in zip(offsets, ends, strict=True)) + "]"
 
 
 @dataclass(frozen=True, slots=True)

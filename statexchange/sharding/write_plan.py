@@ -79,8 +79,13 @@ class WriteTensor:
             "source": self.source,
             "reduce": self.reduce,
             "pieces": [
-                {"box": p.box.to_json(), "holder": p.holder, "index": p.box_index, "replicas": p.replicas}
-                for p in self.pieces
+                {
+                    "box": piece.box.to_json(),
+                    "holder": piece.holder,
+                    "index": piece.box_index,
+                    "replicas": piece.replicas,
+                }
+                for piece in self.pieces
             ],
         }
 
@@ -109,8 +114,8 @@ def _piece(raw: Any, shape: tuple[int, ...], world_size: int) -> Piece:
     box = Box.from_json(raw_box)
     if len(box.shape) != len(shape):
         raise ValueError(f"box {box} lies outside of shape {shape}")
-    for offset, size, whole in zip(box.offsets, box.shape, shape, strict=True):
-        if offset + size > whole:
+    for offset, size, dim_size in zip(box.offsets, box.shape, shape, strict=True):
+        if offset + size > dim_size:
             raise ValueError(f"box {box} lies outside of shape {shape}")
     limits = (world_size, None)
     copies = records.items(replicas, lambda copy: records.pair(copy, limits)) if replicas != [] else ()
@@ -139,16 +144,15 @@ class WritePlan:
 
     def reductions(self) -> list[BoxReduction]:
         """Return the reductions of all boxes that have copies to reduce."""
-        found = []
+        reductions = []
         for tensor in self.tensors:
-            if tensor.reduce is not None:
-                for piece in tensor.pieces:
-                    if piece.replicas:
-                        reduction = BoxReduction(
-                            tensor.source, tensor.reduce, piece.holder, piece.box_index, piece.replicas
-                        )
-                        found.append(reduction)
-        return found
+            op = tensor.reduce
+            if op is None:
+                continue
+            for piece in tensor.pieces:
+                if piece.replicas:
+                    reductions.append(BoxReduction(tensor.source, op, piece.holder, piece.box_index, piece.replicas))
+        return reductions
 
     def compared(self, tensor: WriteTensor, piece: Piece) -> tuple[tuple[int, int], ...]:
         """Return the copies of a piece that must equal it."""
@@ -191,17 +195,17 @@ def assign_hosts(plan: WritePlan, nodes: Sequence[int], sees: Sequence[bool]) ->
         sees: whether each rank sees the directory.
     """
     num_nodes = max(nodes) + 1
-    blind = {node for node, seen in zip(nodes, sees, strict=True) if not seen}
-    seeing = [node for node in range(num_nodes) if node not in blind]
-    held = [[0] * num_nodes for _ in plan.files]
+    without_access = {node for node, sees_it in zip(nodes, sees, strict=True) if not sees_it}
+    candidates = [node for node in range(num_nodes) if node not in without_access]
+    nbytes = [[0] * num_nodes for _ in plan.files]  # by file and host
     for tensor in plan.tensors:
         for piece in tensor.pieces:
-            held[tensor.file][nodes[piece.holder]] += piece.box.numel * ITEMSIZE[tensor.dtype]
+            nbytes[tensor.file][nodes[piece.holder]] += piece.box.numel * ITEMSIZE[tensor.dtype]
     load = [0] * num_nodes
     assigned = []
-    for by_node in held:
+    for by_node in nbytes:
         total = sum(by_node)
-        chosen = min(seeing, key=lambda node: (load[node] + total - by_node[node], node))
+        chosen = min(candidates, key=lambda node: (load[node] + total - by_node[node], node))
         load[chosen] += total
         assigned.append(chosen)
     return assigned

@@ -60,7 +60,7 @@ class Description:
         held: The tensors by name, in the order of the state.
         aliases: The name that is kept for each other name of a tied tensor.
         unused: Layout patterns that match nothing on this rank.
-        sources: For each name that a layout made of another, that other name.
+        sources: The name in the state of each tensor that a layout rule names otherwise.
     """
 
     held: Mapping[str, LocalTensor]
@@ -129,7 +129,8 @@ def named_tensors(state: Any) -> Iterator[tuple[str, Any]]:
         if is_tensor(value):
             yield name, value
             continue
-        for path, leaf in leaves(value, name) if holds_sharded(value) else [(name, value)]:
+        found = leaves(value, name) if holds_sharded(value) else [(name, value)]
+        for path, leaf in found:
             kind = sharded_kind(leaf)
             if kind == "tensor":
                 _add_sharded(sharded, leaf)
@@ -195,7 +196,7 @@ def _local_tensors(name: str, tensor: Any, rule: Rule | None, rank: int) -> list
         held = [LocalTensor(Shard(name, dtype, shape, (full_box(shape),)), (tensor,))]
     else:
         held = [_from_part(part, dtype, tensor) for part in rule.parts(name, shape, rank)]
-    return held if reduce is None else [replace(one, reduce=reduce) for one in held]
+    return held if reduce is None else [replace(local_tensor, reduce=reduce) for local_tensor in held]
 
 
 def _from_part(part: Part, dtype: str, tensor: Any) -> LocalTensor:

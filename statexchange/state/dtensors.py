@@ -32,10 +32,11 @@ def chunks_of(name: str, tensor: Any, rank: int) -> tuple[list[tuple[Box, Any]],
         from torch.distributed.checkpoint.metadata import MetadataIndex
 
         chunks = list(tensor.__create_chunk_list__())
-        found = [
-            tensor.__get_tensor_shard__(MetadataIndex(name, chunk.offsets, index)) for index, chunk in enumerate(chunks)
-        ]
-        return list(zip(map(_box, chunks), found, strict=True)), None
+        held = []
+        for index, chunk in enumerate(chunks):
+            memory = tensor.__get_tensor_shard__(MetadataIndex(name, chunk.offsets, index))
+            held.append((_box(chunk), memory))
+        return held, None
     layout = _layout_of(tensor, rank)
     if layout.problem is not None:
         raise UnsupportedError(layout.problem, name=name)
@@ -51,7 +52,7 @@ def chunks_of(name: str, tensor: Any, rank: int) -> tuple[list[tuple[Box, Any]],
 
 
 def _box(chunk: Any) -> Box:
-    return Box(tuple(int(o) for o in chunk.offsets), tuple(int(s) for s in chunk.sizes))
+    return Box(tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,32 +88,34 @@ def _compute_layout(tensor: Any, mesh: Any, coordinate: Any, rank: int) -> _Loca
             return _LocalLayout(problem=f"placement {placement} holds an unfinished sum; redistribute it first")
     ranks = mesh.mesh
     shape, mesh_shape = tuple(tensor.shape), tuple(ranks.shape)
-    cuts = [DimSplit(p.dim, getattr(p, "split_factor", 1)) if hasattr(p, "dim") else None for p in tensor.placements]
+    splits: list[DimSplit | None] = []
+    for placement in tensor.placements:
+        is_sharded = hasattr(placement, "dim")
+        splits.append(DimSplit(placement.dim, getattr(placement, "split_factor", 1)) if is_sharded else None)
     if coordinate is None:  # this rank is not in the tensor's mesh
-        return _LocalLayout(placement=_placement_of(ranks, shape, cuts, (), rank))
-    for axis, cut in enumerate(cuts):
-        if cut is not None and bool((ranks.diff(dim=axis) <= 0).any()):
-            return _LocalLayout(
-                problem="its mesh lists ranks out of order, and torch's functions then disagree about who holds what"
-            )
-    if any(cut is not None and cut.split_factor > 1 for cut in cuts):
+        return _LocalLayout(placement=_placement_of(ranks, shape, splits, (), rank))
+    for axis, split in enumerate(splits):
+        if split is not None and bool((ranks.diff(dim=axis) <= 0).any()):
+            problem = "its mesh lists ranks out of order: torch's functions then disagree about which rank holds what"
+            return _LocalLayout(problem=problem)
+    if any(split is not None and split.split_factor > 1 for split in splits):
         # Several runs of rows: torch's chunk has the beginning of the first and the size of all together.
-        runs = local_boxes(shape, mesh_shape, coordinate, cuts)
+        runs = local_boxes(shape, mesh_shape, coordinate, splits)
         boxes = tuple(box for box, _ in runs)
-        return _LocalLayout(boxes, tuple(begin for _, begin in runs), _placement_of(ranks, shape, cuts, boxes, rank))
+        return _LocalLayout(boxes, tuple(begin for _, begin in runs), _placement_of(ranks, shape, splits, boxes, rank))
     boxes = tuple(map(_box, tensor.__create_chunk_list__()))
-    return _LocalLayout(boxes, None, _placement_of(ranks, shape, cuts, boxes, rank))
+    return _LocalLayout(boxes, None, _placement_of(ranks, shape, splits, boxes, rank))
 
 
 def _placement_of(
-    ranks: Any, shape: tuple[int, ...], cuts: list[DimSplit | None], boxes: tuple[Box, ...], rank: int
+    ranks: Any, shape: tuple[int, ...], splits: list[DimSplit | None], boxes: tuple[Box, ...], rank: int
 ) -> Any:
     """Return a DTensor's placement if its mesh has ranks 0, 1, ... and `rank` holds just the boxes it implies."""
     mesh_shape = tuple(ranks.shape)
     if ranks.flatten().tolist() != list(range(ranks.numel())) or rank >= ranks.numel() or len(boxes) > 1:
         return None
     try:
-        found = [box for box, _ in local_boxes(shape, mesh_shape, coordinate_of(rank, mesh_shape), cuts)]
+        found = [box for box, _ in local_boxes(shape, mesh_shape, coordinate_of(rank, mesh_shape), splits)]
     except ValueError:
         return None
-    return Placement(mesh_shape, tuple(cuts)) if found == [box for box in boxes if box.numel] else None
+    return Placement(mesh_shape, tuple(splits)) if found == [box for box in boxes if box.numel] else None

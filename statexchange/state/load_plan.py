@@ -8,7 +8,7 @@ error leaves the live state as it was.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -41,25 +41,54 @@ class SavedTensor:
         self.name = name
 
 
-def merge_trees(trees: Sequence[Any]) -> Any:
-    """Merge what several ranks saved into one tree: all that any rank has; where two differ, the first rank's."""
-    first, *others = trees
-    for other in others:
-        first = _merge(first, other)
-    return first
+def merge_trees(trees: Mapping[int, Any]) -> tuple[Any, dict[tuple[Any, ...], tuple[int, int]]]:
+    """Merge what several ranks saved into one tree: all that any rank has; where two differ, the first rank's.
+
+    Args:
+        trees: each rank's tree.
+
+    Returns:
+        The tree, and the first rank and another one that saved different values, by the keys that lead to them.
+    """
+    (first, merged), *others = trees.items()
+    conflicts: dict[tuple[Any, ...], tuple[int, int]] = {}
+    for rank, other in others:
+        differing: list[tuple[Any, ...]] = []
+        merged = _merge(merged, other, (), differing)
+        for keys in differing:
+            conflicts.setdefault(keys, (first, rank))
+    return merged, conflicts
 
 
-def _merge(one: Any, other: Any) -> Any:
+def _merge(one: Any, other: Any, keys: tuple[Any, ...], differing: list[tuple[Any, ...]]) -> Any:
     if isinstance(one, dict) and isinstance(other, dict):
-        both = {key: _merge(one[key], other[key]) for key in one if key in other}
+        both = {key: _merge(one[key], other[key], (*keys, key), differing) for key in one if key in other}
         return {**other, **one, **both}
     if _are_groups(one) and _are_groups(other):
         return [*one, *other]  # of the groups that list a parameter, the first one counts
+    if not _are_equal(one, other):
+        differing.append(keys)
     return one
 
 
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two saved values are equal, NaN too; two placeholders for one tensor are."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, SavedTensor):
+        return bool(one.name == other.name)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    return bool(one == other or (one != one and other != other))
+
+
 def _are_groups(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(v, dict) and "params" in v for v in value)
+    """Whether `value` is a list of an optimizer's param groups."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(group, dict) and "params" in group for group in value)
 
 
 class LoadTarget(NamedTuple):
@@ -153,21 +182,22 @@ class _Planner:
             self._optimizer(live, saved, path)
         elif is_stateful(live):
             self._expect(isinstance(saved, Mapping), f"the state of a {type(live).__name__}", saved, path)
-            made = self._with_new_tensors(saved)
-            self.plan.callbacks.append(lambda: live.load_state_dict(with_types_of(live.state_dict(), made)))
+            new = self._with_new_tensors(saved)
+            self.plan.callbacks.append(lambda: live.load_state_dict(with_types_of(live.state_dict(), new)))
         elif children(live) is not None and contains_state(live):
             return self._container(live, saved, path)
         else:
             return self._value(live, self._with_new_tensors(saved))
         return live
 
-    def _value(self, live: Any, made: Any) -> Any:
+    def _value(self, live: Any, new: Any) -> Any:
         """Return the replacement of a value without state: `live` itself if equal, or if a callback refills it."""
-        if isinstance(live, MutableMapping) and isinstance(made, Mapping):
-            self.plan.callbacks.append(functools.partial(_refill, live, made))
+        if isinstance(live, MutableMapping) and isinstance(new, Mapping):
+            self.plan.callbacks.append(functools.partial(_refill, live, new))
             return live
-        made = with_types_of(live, made)
-        return live if type(made) is type(live) and not contains(made, is_tensor) and made == live else made
+        new = with_types_of(live, new)
+        is_equal = type(new) is type(live) and not contains(new, is_tensor) and new == live
+        return live if is_equal else new
 
     def _sharded(self, live: Any, kind: Kind, saved: Any, path: str) -> None:
         """Plan an object of Megatron-Core: match tensors by key; merge what a factory built into its parameter."""
@@ -251,11 +281,11 @@ class _Planner:
                 self._add_missing(path, [name])
         extra = {name: self._with_new_tensors(saved[name]) for name in rest if name in saved}
         self._add_missing(path, [name for name in rest if name not in saved])
-        for name, made in extra.items():
-            _check_like(rest[name], made, f"{path}.{name}")
+        for name, new in extra.items():
+            _check_like(rest[name], new, f"{path}.{name}")
         if extra:
-            given = {name: with_types_of(rest[name], made) for name, made in extra.items()}
-            self.plan.callbacks.append(functools.partial(load_extra_state, module, given))
+            typed = {name: with_types_of(rest[name], new) for name, new in extra.items()}
+            self.plan.callbacks.append(functools.partial(load_extra_state, module, typed))
         self._add_unexpected(path, [name for name in saved if name not in live and name not in rest])
 
     def _optimizer(self, optimizer: Any, saved: Any, path: str) -> None:
@@ -271,15 +301,17 @@ class _Planner:
             parameter = parameters.get(str(name))
             if parameter is not None:
                 held = optimizer.state.get(parameter, {})
-                states[parameter] = {k: self._state_entry(v, held.get(k), parameter) for k, v in entries.items()}
+                states[parameter] = {
+                    key: self._state_entry(entry, held.get(key), parameter) for key, entry in entries.items()
+                }
             elif str(name) not in groups:  # state of the optimizer, not of a parameter
                 states[name] = self._with_new_tensors(entries)
         self._add_missing(path, [name for name in parameters if name not in groups])
         others = [key for key in saved if key not in ("state", "param_groups")]
         self._add_unexpected(path, [*(name for name in groups if name not in parameters), *others])
         stateless = [param for name, param in parameters.items() if name in groups and name not in saved["state"]]
-        made = [self._group(group, groups, parameters) for group in optimizer.param_groups]
-        self.plan.callbacks.append(functools.partial(set_optimizer, optimizer, made, states, stateless))
+        new_groups = [self._group(group, groups, parameters) for group in optimizer.param_groups]
+        self.plan.callbacks.append(functools.partial(set_optimizer, optimizer, new_groups, states, stateless))
 
     def _group(
         self, live: Mapping[str, Any], groups: Mapping[str, Any], parameters: Mapping[str, Any]
@@ -305,12 +337,12 @@ class _Planner:
 
     def _with_new_tensors(self, saved: Any) -> Any:
         """Return a saved subtree with a new tensor, to be filled, for each placeholder."""
-        made = {}
+        new_tensors = {}
         for path, leaf in flatten(saved):
             if isinstance(leaf, SavedTensor):
-                made[path] = self._allocate(leaf.name, None, None)
-                self.plan.targets.append(LoadTarget(leaf.name, made[path], leaf.name))
-        return rebuild(saved, made)
+                new_tensors[path] = self._allocate(leaf.name, None, None)
+                self.plan.targets.append(LoadTarget(leaf.name, new_tensors[path], leaf.name))
+        return rebuild(saved, new_tensors)
 
     def _expect(self, holds: bool, wanted: str, saved: Any, path: str) -> None:
         if holds:
@@ -330,20 +362,20 @@ def _dotted(path: str) -> str:
     return path.removeprefix(".")
 
 
-def _check_like(own: Any, made: Any, path: str) -> None:
+def _check_like(own: Any, saved: Any, path: str) -> None:
     """Raise InvalidArgumentError unless a tensor that a module copies on loading has the saved shape and dtype."""
     if not is_tensor(own):
         return
-    expected, found = (tuple(made.shape), made.dtype), (tuple(own.shape), own.dtype)
+    expected, found = (tuple(saved.shape), saved.dtype), (tuple(own.shape), own.dtype)
     if expected != found:
         raise InvalidArgumentError(
             "shape or dtype differs from the source's", name=_dotted(path), expected=expected, found=found
         )
 
 
-def _refill(own: MutableMapping[Any, Any], made: Mapping[Any, Any]) -> None:
-    """Replace the entries of a mapping by those of `made`."""
-    items = {key: with_types_of(own.get(key), item) for key, item in made.items()}
+def _refill(own: MutableMapping[Any, Any], new: Mapping[Any, Any]) -> None:
+    """Replace the entries of a mapping by those of `new`."""
+    items = {key: with_types_of(own.get(key), item) for key, item in new.items()}
     own.clear()
     for key, item in items.items():
         own[key] = item

@@ -93,13 +93,13 @@ class MegatronTensor:
             )
         if shard.data is None:
             raise InvalidArgumentError("this ShardedTensor has no data", name=self.name)
-        for what, ours, theirs in (
+        for attribute, expected, found in (
             ("dtype", self.dtype, shard.dtype),
             ("global_shape", self.shape, tuple(shard.global_shape)),
         ):
-            if ours != theirs:
+            if expected != found:
                 raise CorruptError(
-                    f"ShardedTensors of one key differ in {what}", name=self.name, expected=ours, found=theirs
+                    f"ShardedTensors of one key differ in {attribute}", name=self.name, expected=expected, found=found
                 )
         dims = len(self.shape)
         if len(shard.global_offset) != dims or shard.prepend_axis_num + len(shard.local_shape) != dims:
@@ -107,7 +107,8 @@ class MegatronTensor:
                 "a ShardedTensor's offset and local shape do not fit its global shape", name=self.name, expected=dims
             )
         chunk = _Chunk(tuple(shard.global_offset), (*(1,) * shard.prepend_axis_num, *shard.local_shape))
-        if any(o < 0 or o + s > n for o, s, n in zip(chunk.offsets, chunk.sizes, self.shape, strict=True)):
+        extents = zip(chunk.offsets, chunk.sizes, self.shape, strict=True)
+        if any(offset < 0 or offset + size > total for offset, size, total in extents):
             raise InvalidArgumentError(
                 f"a ShardedTensor of shape {chunk.sizes} at {chunk.offsets} lies outside {self.shape}", name=self.name
             )

@@ -97,7 +97,8 @@ def is_plain_entry(name: str, value: Any) -> bool:
 def load_extra_state(module: Any, extra: Mapping[str, Any]) -> None:
     """Load the second mapping that `live_items` returns into a module."""
     module = _unwrapped(module)
-    module.load_state_dict({n: extra[_clean(n)] for n in module.state_dict() if _clean(n) in extra}, strict=False)
+    entries = {name: extra[_clean(name)] for name in module.state_dict() if _clean(name) in extra}
+    module.load_state_dict(entries, strict=False)
 
 
 def _unwrapped(module: Any) -> Any:

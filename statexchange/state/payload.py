@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -26,9 +26,9 @@ from statexchange.state.optimizers import (
     set_optimizer,
     state_of_optimizer,
 )
-from statexchange.state.spec import StateSpec, TensorLike, dense_tensor, value_kind
+from statexchange.state.spec import StateSpec, dense_tensor, value_kind
 from statexchange.state.tree import flatten, rebuild, with_types_of
-from statexchange.tensors import same_memory
+from statexchange.tensors import TensorLike, same_memory
 
 __all__ = ["EncodedPayload", "PayloadReader", "encode_payload", "install_callback", "state_of"]
 
@@ -211,7 +211,7 @@ class PayloadReader:
             key = same_memory(own)
             if key not in self._reused:
                 self._reused.add(key)
-                return own
+                return cast("TensorLike", own)
         return spec.allocate(like, device)
 
 

@@ -18,6 +18,7 @@ from statexchange.state.modules import check_module, is_extra_state, is_plain_en
 from statexchange.state.optimizers import check_optimizer, is_optimizer
 from statexchange.state.tree import nodes
 from statexchange.tensors import (
+    TensorLike,
     check_dense,
     check_writable,
     is_array,
@@ -30,7 +31,6 @@ from statexchange.tensors import (
 __all__ = [
     "EntryDetail",
     "StateSpec",
-    "TensorLike",
     "dense_tensor",
     "device_type_of",
     "module_spec",
@@ -38,7 +38,6 @@ __all__ = [
     "value_kind",
 ]
 
-TensorLike = Any  # a dense torch tensor, detached, or a numpy array
 _VALUE, _OBJECT = "a value", "an object"
 
 
@@ -216,7 +215,8 @@ def dense_tensor(given: Any, path: str, *, written: bool) -> TensorLike:
     check_dense(given, path)
     if written:
         check_writable(given, path)
-    return given.detach()
+    dense: torch.Tensor = given.detach()
+    return dense
 
 
 def device_type_of(tensor: TensorLike) -> str:

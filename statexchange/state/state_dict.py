@@ -104,10 +104,13 @@ def _plain(value: Any, path: str, context: _Context, depth: int = 0) -> Any:
     found = children(value)
     if found is None:
         return value
-    if dataclasses.is_dataclass(value):  # stays a value, or becomes the mapping of its fields if it holds state
-        return {key: inner(item, key) for key, item in found.items()} if contains_state(value) else value
+    if dataclasses.is_dataclass(value) and not contains_state(value):
+        return value
     items = {key: inner(item, key) for key, item in found.items()}
-    return list(items.values()) if isinstance(value, list) else with_children(value, items)
+    if isinstance(value, list):
+        return list(items.values())
+    # Any other container becomes a mapping: `with_children` would change a mutable one, which is the live state.
+    return with_children(value, items) if isinstance(value, tuple) else items
 
 
 def _plain_sharded(value: Any, kind: Kind, context: _Context, inner: Callable[[Any], Any]) -> Any:

@@ -143,15 +143,13 @@ def _is_dataclass(value: Any) -> bool:
 
 def _container(value: Any) -> str | None:
     """Return the kind of a container as text, equal for alike containers; None for a leaf."""
-    if _is_dataclass(value):
-        return f"dataclass {type(value).__qualname__}"
-    if isinstance(value, Mapping):
+    if children(value) is None:
+        return None
+    if isinstance(value, Mapping) and not _is_dataclass(value):
         return "dict"
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return f"namedtuple {type(value).__qualname__}"
-    if isinstance(value, list | tuple):
+    if _has_indices(value):
         return f"{'list' if isinstance(value, list) else 'tuple'} of {len(value)}"
-    return None
+    return f"{'namedtuple' if isinstance(value, tuple) else 'dataclass'} {type(value).__qualname__}"
 
 
 def children(value: Any) -> dict[Any, Any] | None:
@@ -223,23 +221,25 @@ def with_children(container: Any, changed: Mapping[Any, Any]) -> Any:
     return kind(changed.get(index, child) for index, child in enumerate(container))
 
 
-def with_types_of(own: Any, made: Any) -> Any:
-    """Return `made` with the types of the containers in `own`: mappings that were decoded from JSON are plain dicts.
+def with_types_of(own: Any, decoded: Any) -> Any:
+    """Return `decoded` with the types of the containers in `own`: mappings that were decoded from JSON are plain dicts.
 
     Not collective. `own` is not changed.
     """
-    if isinstance(own, MutableMapping) and isinstance(made, Mapping):
-        new = copy.copy(own)
-        new.clear()
-        for key, item in made.items():
-            new[key] = with_types_of(own.get(key), item)
-        return new
-    if isinstance(own, list | tuple) and isinstance(made, list | tuple) and not hasattr(made, "_fields"):
-        items = [with_types_of(own[i] if i < len(own) else None, item) for i, item in enumerate(made)]
+    if isinstance(own, MutableMapping) and isinstance(decoded, Mapping):
+        mapping = copy.copy(own)
+        mapping.clear()
+        for key, item in decoded.items():
+            mapping[key] = with_types_of(own.get(key), item)
+        return mapping
+    if isinstance(own, list | tuple) and isinstance(decoded, list | tuple) and not hasattr(decoded, "_fields"):
+        items = []
+        for i, item in enumerate(decoded):
+            items.append(with_types_of(own[i] if i < len(own) else None, item))
         if hasattr(own, "_fields"):
-            return type(own)(*items) if len(items) == len(own) else made
+            return type(own)(*items) if len(items) == len(own) else decoded
         return items if isinstance(own, list) else tuple(items)
-    return made
+    return decoded
 
 
 def is_mutable(container: Any) -> bool:

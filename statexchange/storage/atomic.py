@@ -66,7 +66,7 @@ __all__ = [
 ]
 
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}(?:\.(.+))?")
-_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
+_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2  # flags of renameat2(2)
 _CLOCK_TICK_S = 0.03  # longer than the tick of any server's clock (4 or 10 ms)
 # Errors of link(2) on file systems without hard links.
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK)
@@ -169,8 +169,8 @@ def _link(temporary: str, name: str, dir_fd: int, path: str) -> None:
             rename_new(temporary, name, dir_fd=dir_fd, path=path)
             return
         # A retransmitted NFS request may report failure although the link was made.
-        ours = identity_of(temporary, dir_fd, path)
-        if ours is None or identity_of(name, dir_fd, path) != ours:
+        identity = identity_of(temporary, dir_fd, path)
+        if identity is None or identity_of(name, dir_fd, path) != identity:
             if error.errno == errno.EEXIST:
                 raise TargetExistsError("a file of this name exists", path=path) from None
             raise StorageError.of(error, "link into place", path=path) from error
@@ -181,8 +181,8 @@ def _link(temporary: str, name: str, dir_fd: int, path: str) -> None:
 
 def identity_of(name: str, dir_fd: int, path: str) -> tuple[int, int] | None:
     """Return (device, inode) of a file or directory; None if the name does not exist."""
-    found = stat_of(name, dir_fd, path)
-    return None if found is None else (found.st_dev, found.st_ino)
+    attributes = stat_of(name, dir_fd, path)
+    return None if attributes is None else (attributes.st_dev, attributes.st_ino)
 
 
 def rename_new(source: str, target: str, *, dir_fd: int, path: str) -> None:
@@ -202,12 +202,13 @@ def rename_new(source: str, target: str, *, dir_fd: int, path: str) -> None:
         StorageError: the rename failed.
     """
     audit("rename", path)
-    ours = identity_of(source, dir_fd, path)
+    identity = identity_of(source, dir_fd, path)
     code = _renameat2(source, target, _RENAME_NOREPLACE, dir_fd)
     if code in UNSUPPORTED:
-        code = errno.EEXIST if identity_of(target, dir_fd, path) else _rename(source, target, dir_fd)
+        is_taken = identity_of(target, dir_fd, path) is not None
+        code = errno.EEXIST if is_taken else _rename(source, target, dir_fd)
     # A retransmitted NFS request may report failure although the rename was done.
-    if code and ours is not None and identity_of(target, dir_fd, path) == ours:
+    if code and identity is not None and identity_of(target, dir_fd, path) == identity:
         return
     if code in (errno.EEXIST, errno.ENOTEMPTY):
         raise TargetExistsError("this name exists already", path=path)
@@ -216,6 +217,7 @@ def rename_new(source: str, target: str, *, dir_fd: int, path: str) -> None:
 
 
 def _rename(source: str, target: str, dir_fd: int) -> int:
+    """Call rename(2) and return its errno, or 0."""
     try:
         os.rename(source, target, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
     except OSError as error:
@@ -224,7 +226,7 @@ def _rename(source: str, target: str, dir_fd: int) -> int:
 
 
 def _renameat2(source: str, target: str, flags: int, dir_fd: int) -> int:
-    """Return the system call's errno, or 0."""
+    """Call renameat2(2) and return its errno, or 0; ENOSYS if this system lacks it."""
     call = libc("renameat2")
     if call is None:
         return errno.ENOSYS
@@ -232,12 +234,12 @@ def _renameat2(source: str, target: str, flags: int, dir_fd: int) -> int:
     return ctypes.get_errno() if failed else 0
 
 
-def exchange_names(one: str, other: str, *, dir_fd: int, path: str) -> bool:
+def exchange_names(name: str, other: str, *, dir_fd: int, path: str) -> bool:
     """Exchange two names in one directory atomically; return False if the file system cannot."""
     audit("exchange", path)
-    code = _renameat2(one, other, _RENAME_EXCHANGE, dir_fd)
+    code = _renameat2(name, other, _RENAME_EXCHANGE, dir_fd)
     if code and code not in UNSUPPORTED:
-        raise StorageError(f"cannot exchange with {one}: {os.strerror(code)}", errno=code, path=path)
+        raise StorageError(f"cannot exchange with {name}: {os.strerror(code)}", errno=code, path=path)
     return not code
 
 

@@ -147,7 +147,7 @@ class Build(ABC):
         """Write a small file durably; its name must not exist."""
 
     @abstractmethod
-    def record(self, name: str, metadata: Any) -> None:
+    def record(self, name: str, metadata: object) -> None:
         """Record that an output file is finished, with JSON metadata, for a publisher that resumes this build."""
 
     @abstractmethod

@@ -80,13 +80,13 @@ class Claim:
         raw: Any = parse_json(data, path)
         try:
             if raw["schema"] != _SCHEMA or type(raw["renewal"]) is not int:
-                raise ValueError("another schema")
+                raise ValueError("unknown schema")
             names, versions = raw["names"], raw["versions"]
             texts = [raw["nonce"], raw["since"], raw["plan"], *names, *versions, *versions.values()]
             if not all(isinstance(text, str) for text in texts) or not isinstance(names, list):
-                raise ValueError("not text")
+                raise ValueError("a name or version is not text")
             if any("/" in name or name in ("", ".", "..") for name in names):
-                raise ValueError("not a plain name")
+                raise ValueError("the name of an object is not a plain file name")
             owner = Owner.from_json(raw["owner"])
             return cls(raw["nonce"], owner, raw["since"], raw["plan"], tuple(names), dict(versions), raw["renewal"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:

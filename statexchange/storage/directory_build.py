@@ -86,14 +86,21 @@ from statexchange.storage.mounts import Mount, mount_of, warn_of_options
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["DirectoryBuild", "DirectoryRemoval", "check_directory", "open_for_writing"]
+__all__ = [
+    "DirectoryBuild",
+    "DirectoryRemoval",
+    "UnfinishedBuild",
+    "check_directory",
+    "open_for_writing",
+    "unfinished_builds",
+]
 
 _log = logging.getLogger(__name__)
 _BROKEN_RECORD_S = 60.0  # a record still incomplete after that was left by a process that died while writing it
 _STAT_BLOCK_BYTES = 512  # the unit of st_blocks on every file system
 _EMPTYING_S = 3.0  # how long open files of other processes may keep a directory on NFS from being removed
 _OPEN_EXISTING = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-_Identity = tuple[int, int, int]
+_Identity = tuple[int, int, int]  # device, inode, mtime
 
 
 @dataclass(slots=True)
@@ -132,13 +139,13 @@ def _leftovers(name: str, dir_fd: int, parent: str) -> list[_Leftover]:
         + r"\.(?:(?P<plan>[0-9a-f]{32})\.(?P<of>[0-9a-f]{16})\.partial"
         + r"|(?P<nonce>[0-9a-f]{16})\.(?P<kind>owner|replaced|discarded))"
     )
-    found: dict[str, _Leftover] = {}
+    leftovers: dict[str, _Leftover] = {}
     for entry in files.list_names(dir_fd, parent):
         match = pattern.fullmatch(entry)
         if match is None:
             continue
         nonce = match["nonce"] or match["of"]
-        leftover = found.setdefault(nonce, _Leftover(nonce))
+        leftover = leftovers.setdefault(nonce, _Leftover(nonce))
         if match["plan"]:
             leftover.partials[match["plan"]] = entry
         elif match["kind"] == "replaced":
@@ -147,19 +154,70 @@ def _leftovers(name: str, dir_fd: int, parent: str) -> list[_Leftover]:
             leftover.discarded = entry
         else:
             leftover.record, leftover.owner = _read_record(entry, dir_fd, os.path.join(parent, entry))
-    return list(found.values())
+    return list(leftovers.values())
 
 
 def _read_record(name: str, dir_fd: int, path: str) -> tuple[os.stat_result | None, Owner | None]:
-    found = files.stat_of(name, dir_fd, path)
+    attributes = files.stat_of(name, dir_fd, path)
     try:
-        if found is not None and stat.S_ISLNK(found.st_mode):
+        if attributes is not None and stat.S_ISLNK(attributes.st_mode):
             data = os.readlink(name, dir_fd=dir_fd).encode()
         else:
             data = files.read_small(name, dir_fd, path, MAX_MANIFEST_BYTES)
-        return found, Owner.from_json(parse_json(data, path))
+        return attributes, Owner.from_json(parse_json(data, path))
     except (NotFoundError, UnsafeError, CorruptError, StorageError, OSError, ValueError):
-        return found, None
+        return attributes, None
+
+
+@dataclass(frozen=True, slots=True)
+class UnfinishedBuild:
+    """What lies under the hidden names of one publisher or removal that has not ended, or was killed.
+
+    Attributes:
+        nonce: the random number in its names.
+        paths: its hidden directories; none if it has only an owner record.
+        is_removal: whether it removes a directory; else it publishes one.
+        owner: the process; None if its record is absent or incomplete.
+        state: whether the process runs, as far as can be proved.
+        nbytes: bytes of the files in its directories.
+    """
+
+    nonce: str
+    paths: tuple[str, ...]
+    is_removal: bool
+    owner: Owner | None
+    state: Literal["dead", "alive", "unknown"]
+    nbytes: int
+
+
+def unfinished_builds(path: str) -> list[UnfinishedBuild]:
+    """Return what publishers and removals have under hidden names beside the target `path`.
+
+    Not collective. [] if the parent directory does not exist.
+    """
+    parent, name = _parts(path)
+    found = []
+    try:
+        with files.directory(parent) as dir_fd:
+            for leftover in _leftovers(name, dir_fd, parent):
+                nbytes = sum(_file_bytes(hidden, dir_fd, parent) for hidden in leftover.directories)
+                paths = tuple(os.path.join(parent, hidden) for hidden in leftover.directories)
+                is_removal = bool(paths) and not leftover.partials
+                found.append(UnfinishedBuild(leftover.nonce, paths, is_removal, leftover.owner, leftover.state, nbytes))
+    except NotFoundError:
+        return []
+    return found
+
+
+def _file_bytes(name: str, dir_fd: int, parent: str) -> int:
+    """Return the bytes of the files in a hidden directory; what cannot be read counts 0."""
+    path = os.path.join(parent, name)
+    total = 0
+    with contextlib.suppress(StateExchangeError), files.directory(name, dir_fd, path) as hidden_fd:
+        for entry in files.list_names(hidden_fd, path):
+            found = files.stat_of(entry, hidden_fd, path)
+            total += 0 if found is None else found.st_size
+    return total
 
 
 def _parts(path: str) -> tuple[str, str]:
@@ -185,21 +243,23 @@ def check_directory(path: str, check: ReplaceCheck | None, nbytes: int, *, resum
     dir_fd, nearest = files.open_nearest(parent)
     try:
         _check_mount(mount_of(nearest), nearest)
-        room = nbytes
+        needed_bytes = nbytes
         if nearest == parent:
             leftovers = _leftovers(name, dir_fd, parent)
             _refuse_others(leftovers, path)
-            is_there = files.stat_of(name, dir_fd, path) is not None
-            if check is None and (is_there or any(_interrupted(leftovers))):
+            has_target = files.stat_of(name, dir_fd, path) is not None
+            if check is None and (has_target or any(_interrupted(leftovers))):
                 raise target_exists(path)
             files.check_writable(dir_fd, parent)  # in the same order of errors as in a build
-            if is_there or not any(_interrupted(leftovers)):
+            if has_target or not any(_interrupted(leftovers)):
                 opened_target = _check_target(path, dir_fd, check)
                 if opened_target is not None:
                     os.close(opened_target[0])
-            room -= sum(_room_of(one, dir_fd, parent) for one in leftovers if resume or one.state == "dead")
+            for leftover in leftovers:
+                if resume or leftover.state == "dead":
+                    needed_bytes -= _bytes_on_disk(leftover, dir_fd, parent)
         files.check_writable(dir_fd, nearest)
-        files.check_room(dir_fd, room, path)
+        files.check_room(dir_fd, needed_bytes, path)
     finally:
         os.close(dir_fd)
 
@@ -210,25 +270,28 @@ def _check_mount(mount: Mount, path: str) -> None:
         raise StorageError(text, errno=errno.ENOENT, path=path)
 
 
-def _room_of(leftover: _Leftover, dir_fd: int, parent: str) -> int:
+def _bytes_on_disk(leftover: _Leftover, dir_fd: int, parent: str) -> int:
     """Return the bytes on disk of a publisher's unfinished directories; what cannot be read counts 0."""
     if leftover.owner is None or leftover.replaced:  # a build would not remove it, or would give it the target's name
         return 0
-    taken = 0
+    nbytes = 0
     for name in leftover.partials.values():
         path = os.path.join(parent, name)
         with contextlib.suppress(StateExchangeError), files.directory(name, dir_fd, path) as partial_fd:
             for entry in files.list_names(partial_fd, path):
-                found = files.stat_of(entry, partial_fd, path)
-                taken += 0 if found is None else getattr(found, "st_blocks", 0) * _STAT_BLOCK_BYTES
-    return taken
+                attributes = files.stat_of(entry, partial_fd, path)
+                if attributes is not None:
+                    nbytes += getattr(attributes, "st_blocks", 0) * _STAT_BLOCK_BYTES
+    return nbytes
 
 
-def _conflict(path: str, what: str) -> TargetExistsError:
-    return TargetExistsError(f"refused: another publisher {what}; the present target was not changed", path=path)
+def _conflict(path: str, action: str) -> TargetExistsError:
+    """Return the error for a target that another publisher has changed; `action` completes "another publisher ..."."""
+    return TargetExistsError(f"refused: another publisher {action}; the present target was not changed", path=path)
 
 
 def _refuse_others(leftovers: Iterable[_Leftover], path: str) -> None:
+    """Raise TargetExistsError if a live process is publishing to this target."""
     for leftover in leftovers:
         if leftover.state == "alive":
             raise busy_error(leftover.owner, path)
@@ -258,13 +321,13 @@ def _check_target(path: str, dir_fd: int, check: ReplaceCheck | None) -> tuple[i
         StateExchangeError: what `check` raises.
     """
     parent, name = os.path.split(path)
-    found = files.stat_of(name, dir_fd, path)
-    if found is None:
+    attributes = files.stat_of(name, dir_fd, path)
+    if attributes is None:
         _refuse_old_leftovers(path, dir_fd)
         return None
     if check is None:
         raise target_exists(path)
-    if not stat.S_ISDIR(found.st_mode):
+    if not stat.S_ISDIR(attributes.st_mode):
         raise UnsafeError("refused to overwrite: the target is not a directory", path=path)
     fd = files.open_directory(name, dir_fd, path)
     try:
@@ -284,23 +347,23 @@ def _check_target(path: str, dir_fd: int, check: ReplaceCheck | None) -> tuple[i
 
 def _refuse_old_leftovers(path: str, dir_fd: int) -> None:
     """Raise UnsafeError for an interrupted replacement of version 0.1, which has no owner record."""
-    waiting = f".{os.path.basename(path)}.replacement"
-    if len(os.fsencode(waiting)) <= files.NAME_MAX and files.stat_of(waiting, dir_fd, path) is not None:
+    hidden = f".{os.path.basename(path)}.replacement"
+    if len(os.fsencode(hidden)) <= files.NAME_MAX and files.stat_of(hidden, dir_fd, path) is not None:
         raise UnsafeError(
-            f"refused: {waiting} beside the target looks like a replacement that was left incomplete by version 0.1: "
+            f"refused: {hidden} beside the target looks like a replacement that was left incomplete by version 0.1: "
             "if it is yours and complete, rename it to the target's name, else remove it",
-            path=os.path.join(os.path.dirname(path), waiting),
+            path=os.path.join(os.path.dirname(path), hidden),
         )
 
 
-def _identity(found: os.stat_result) -> _Identity:
+def _identity(attributes: os.stat_result) -> _Identity:
     """Return (device, inode, mtime); inode numbers alone are reused."""
-    return found.st_dev, found.st_ino, found.st_mtime_ns
+    return attributes.st_dev, attributes.st_ino, attributes.st_mtime_ns
 
 
 def _identity_at(name: str, dir_fd: int, path: str) -> _Identity | None:
-    found = files.stat_of(name, dir_fd, path)
-    return None if found is None else _identity(found)
+    attributes = files.stat_of(name, dir_fd, path)
+    return None if attributes is None else _identity(attributes)
 
 
 class DirectoryFile(OutputFile):
@@ -371,8 +434,8 @@ class DirectoryBuild(Build):
         self._unreserved = 0  # bytes of created files whose disk space is not reserved
         self._lock: FileLock | None = None
         self._dir_fd = self._old_fd = -1
-        self._own: tuple[int, int] | None = None
-        self._old: _Identity | None = None
+        self._own_identity: tuple[int, int] | None = None
+        self._old_identity: _Identity | None = None
         self._is_published = self._has_ended = False
         files.make_path(self._parent, 0o777)
         warn_of_options(self._parent)
@@ -390,26 +453,27 @@ class DirectoryBuild(Build):
 
     def _begin(self, plan_digest: str, *, reuse: bool, resume: bool) -> None:
         self._acquire_lock()
-        # Before the record: of two publishers that start together, both pass, and the final rename decides.
+        # Look for others before writing the record: two publishers that start together both pass, and the final rename
+        # decides between them.
         leftovers = _leftovers(self._name, self._parent_fd, self._parent)
         _refuse_others(leftovers, self.path)
         if self._check is None and files.stat_of(self._name, self._parent_fd, self.path) is not None:
             raise target_exists(self.path)
         record = self._write_record()  # durable before anything else of this nonce
-        of_this_user = [one for one in leftovers if self._is_of_this_user(one, record)]
+        of_this_user = [leftover for leftover in leftovers if self._is_of_this_user(leftover, record)]
         self._complete_replacements(leftovers, of_this_user)  # before the target is checked: it may get its name here
         opened_target = _check_target(self.path, self._parent_fd, self._check)
         if opened_target is not None:
-            self._old_fd, self._old = opened_target
+            self._old_fd, self._old_identity = opened_target
         self._clear_leftovers(of_this_user, record, plan_digest if reuse else None, resume=resume)
         self._make_partial()
 
     def _make_partial(self) -> None:
         """Make and open the directory under construction, unless a dead publisher's has been taken over."""
-        if self._own is None:
+        if self._own_identity is None:
             files.make_directory(self._partial, self._parent_fd, self.building_path, 0o777)
         self._dir_fd = files.open_directory(self._partial, self._parent_fd, self.building_path)
-        self._own = identity_of(self._partial, self._parent_fd, self.building_path)
+        self._own_identity = identity_of(self._partial, self._parent_fd, self.building_path)
         self._keep_finished()
 
     def _acquire_lock(self) -> None:
@@ -422,6 +486,7 @@ class DirectoryBuild(Build):
             lock.acquire(timeout=0)
         except Timeout:  # filelock also times out if it cannot make the file
             if files.stat_of(os.path.basename(lock.lock_file), self._parent_fd, self.path) is not None:
+                _refuse_others(_leftovers(self._name, self._parent_fd, self._parent), self.path)  # names the process
                 raise busy_error(None, self.path) from None
             return
         except (OSError, NotImplementedError):  # if no file can be made here, writing the owner record reports it
@@ -445,20 +510,20 @@ class DirectoryBuild(Build):
         except (OSError, NotImplementedError):
             self._write_record_file(text.encode(), path)
         files.sync_directory(self._parent_fd, path)
-        found = files.stat_of(self._record, self._parent_fd, path)
-        if found is None:
+        attributes = files.stat_of(self._record, self._parent_fd, path)
+        if attributes is None:
             text = (
                 "another process removed the owner record during publishing: check for cleanup jobs, then publish again"
             )
             raise StorageError(text, errno=errno.ENOENT, path=path)
-        return found
+        return attributes
 
     def _write_record_file(self, data: bytes, path: str) -> None:
         try:
             fd = files.create_file(self._record, self._parent_fd, path)
         except StorageError as error:
-            why = os.strerror(error.errno) if error.errno is not None else error.message
-            text = f"cannot write in the target's directory: {why}; choose a directory that you may write"
+            reason = os.strerror(error.errno) if error.errno is not None else error.message
+            text = f"cannot write in the target's directory: {reason}; choose a directory that you may write"
             raise StorageError(text, errno=error.errno, path=self.path) from error
         try:
             files.audit("write", path)
@@ -475,8 +540,8 @@ class DirectoryBuild(Build):
         if leftover.record is None or leftover.record.st_uid != record.st_uid:
             return False
         for name in leftover.directories:
-            found = files.stat_of(name, self._parent_fd, self.path)
-            if found is not None and (not stat.S_ISDIR(found.st_mode) or found.st_uid != record.st_uid):
+            attributes = files.stat_of(name, self._parent_fd, self.path)
+            if attributes is not None and (not stat.S_ISDIR(attributes.st_mode) or attributes.st_uid != record.st_uid):
                 return False
         return True
 
@@ -519,7 +584,7 @@ class DirectoryBuild(Build):
             if leftover.state != "dead" and not resume:
                 unknown.append(leftover)
                 continue
-            if self._own is None and plan_digest in leftover.partials:
+            if self._own_identity is None and plan_digest in leftover.partials:
                 assert plan_digest is not None
                 self._take_over(leftover.partials.pop(plan_digest))
             self._remove_leftover(leftover)
@@ -541,7 +606,7 @@ class DirectoryBuild(Build):
             if error.errno != errno.ENOENT:
                 raise
             return
-        self._own = identity_of(self._partial, self._parent_fd, self.building_path)
+        self._own_identity = identity_of(self._partial, self._parent_fd, self.building_path)
 
     def _remove_leftover(self, leftover: _Leftover) -> None:
         """Remove a dead publisher's directories, then its record. A failure is logged: the next build tries again."""
@@ -593,8 +658,8 @@ class DirectoryBuild(Build):
                 metadata = self._finished_metadata(name)
                 if metadata is not None:
                     self.finished[name] = metadata
-        kept = {*self.finished, *map(_receipt, self.finished)}
-        for name in set(names) - kept:
+        finished_names = {*self.finished, *map(_receipt, self.finished)}
+        for name in set(names) - finished_names:
             files.remove_file(name, os.path.join(self.building_path, name), self._dir_fd)
 
     def _finished_metadata(self, name: str) -> Any:
@@ -604,11 +669,12 @@ class DirectoryBuild(Build):
             data = files.read_small(_receipt(name), self._dir_fd, path, MAX_MANIFEST_BYTES)
             raw: Any = parse_json(data, path)
             size, mtime_ns, metadata = raw
-            found = files.stat_of(name, self._dir_fd, path)
+            attributes = files.stat_of(name, self._dir_fd, path)
         except (CorruptError, UnsafeError, NotFoundError, TypeError, ValueError):
             return None
-        is_same = found is not None and stat.S_ISREG(found.st_mode) and _size_and_time(found) == [size, mtime_ns]
-        return metadata if is_same else None
+        if attributes is None or not stat.S_ISREG(attributes.st_mode):
+            return None
+        return metadata if _size_and_time(attributes) == [size, mtime_ns] else None
 
     # Building
 
@@ -641,13 +707,13 @@ class DirectoryBuild(Build):
         path = os.path.join(self.building_path, name)
         write_new(self._dir_fd, name, [data], nbytes=memoryview(data).nbytes, path=path, mode=0o666)
 
-    def record(self, name: str, metadata: Any) -> None:
+    def record(self, name: str, metadata: object) -> None:
         """Write the receipt of a finished output file beside it: size, modification time and metadata."""
         path = os.path.join(self.building_path, name)
-        found = files.stat_of(name, self._dir_fd, path)
-        if found is None:
+        attributes = files.stat_of(name, self._dir_fd, path)
+        if attributes is None:
             raise removed_error(path)
-        self.put(_receipt(name), json.dumps([*_size_and_time(found), metadata], separators=(",", ":")).encode())
+        self.put(_receipt(name), json.dumps([*_size_and_time(attributes), metadata], separators=(",", ":")).encode())
         self.finished[name] = metadata
 
     def add(self, name: str) -> None:
@@ -671,7 +737,7 @@ class DirectoryBuild(Build):
         for hidden in [*map(_receipt, self.finished), *self._probes]:
             files.remove_file(hidden, os.path.join(self.building_path, hidden), self._dir_fd)
         files.sync_directory(self._dir_fd, self.building_path)  # all names are durable before the rename
-        if self._old is not None and self._is_replaceable():
+        if self._old_identity is not None and self._is_replaceable():
             if not self._exchange():
                 self._move_aside()
                 self._move_in()
@@ -683,10 +749,10 @@ class DirectoryBuild(Build):
 
     def _is_replaceable(self) -> bool:
         """Check the target again: False if it is absent; an error if it is not the directory checked at the start."""
-        found = _identity_at(self._name, self._parent_fd, self.path)
-        if found is None:
+        identity = _identity_at(self._name, self._parent_fd, self.path)
+        if identity is None:
             return False  # removed, or another publisher is between two renames: the next rename decides
-        if found != self._old:
+        if identity != self._old_identity:
             raise _conflict(self.path, "replaced or changed the target meanwhile")
         opened_target = _check_target(self.path, self._parent_fd, self._check)
         if opened_target is None:
@@ -720,7 +786,7 @@ class DirectoryBuild(Build):
                 raise _conflict(self.path, "removed the target meanwhile") from error
             raise
         # The target may have been replaced between the check and the exchange: compare what was exchanged.
-        if _identity_at(self._partial, self._parent_fd, self.path) != self._old:
+        if _identity_at(self._partial, self._parent_fd, self.path) != self._old_identity:
             self._undo_exchange()
             raise _conflict(self.path, "replaced the target meanwhile")
         return True
@@ -728,7 +794,7 @@ class DirectoryBuild(Build):
     def _undo_exchange(self) -> None:
         files.audit("undo exchange", self.path)
         exchange_names(self._partial, self._name, dir_fd=self._parent_fd, path=self.path)
-        if identity_of(self._partial, self._parent_fd, self.path) != self._own:
+        if identity_of(self._partial, self._parent_fd, self.path) != self._own_identity:
             # A third publisher replaced this build's directory meanwhile: its checkpoint must stay published.
             exchange_names(self._partial, self._name, dir_fd=self._parent_fd, path=self.path)
 
@@ -741,7 +807,7 @@ class DirectoryBuild(Build):
             raise
         # Otherwise an NFS client may show the old directory under the new name, whichever was renamed.
         invalidate_lookups(self._parent_fd, self._parent)
-        if _identity_at(self._replaced, self._parent_fd, self.path) != self._old:
+        if _identity_at(self._replaced, self._parent_fd, self.path) != self._old_identity:
             self._put_back()
             raise _conflict(self.path, "replaced the target meanwhile")
 
@@ -762,12 +828,14 @@ class DirectoryBuild(Build):
         try:
             rename_new(self._replaced, self._name, dir_fd=self._parent_fd, path=self.path)
         except TargetExistsError:
-            if _identity_at(self._replaced, self._parent_fd, self.path) != self._old:
+            if _identity_at(self._replaced, self._parent_fd, self.path) != self._old_identity:
                 # It is another publisher's checkpoint. A name without this nonce keeps it from being removed.
-                kept = f"{self._stem}.{new_nonce()}.kept"
-                rename_new(self._replaced, kept, dir_fd=self._parent_fd, path=os.path.join(self._parent, kept))
-                shown = os.path.join(self._parent, kept)
-                _log.warning("%s: two others published here; the first one's directory is now at %s", self.path, shown)
+                kept_name = f"{self._stem}.{new_nonce()}.kept"
+                kept_path = os.path.join(self._parent, kept_name)
+                rename_new(self._replaced, kept_name, dir_fd=self._parent_fd, path=kept_path)
+                _log.warning(
+                    "%s: two others published here; the first one's directory is now at %s", self.path, kept_path
+                )
 
     def abandon(self) -> None:
         """Remove an uncommitted build. A failure is logged: the next publisher to this target tries again."""
@@ -788,8 +856,10 @@ class DirectoryBuild(Build):
             return
         if identity_of(self._replaced, self._parent_fd, self.path) is not None:
             self._put_back()
-        found = _identity_at(self._partial, self._parent_fd, self.path)
-        if found is not None and found[:2] != self._own and found != self._old and self._own is not None:
+        identity = _identity_at(self._partial, self._parent_fd, self.path)
+        if identity is None or self._own_identity is None:
+            return
+        if identity[:2] != self._own_identity and identity != self._old_identity:
             self._undo_exchange()
 
     def _end(self) -> None:
@@ -828,20 +898,22 @@ class DirectoryBuild(Build):
 
     def _discard_own(self) -> bool:
         """Remove the directories of this nonce; return False if one of them is another publisher's."""
-        all_gone = True
+        all_removed = True
         for name in (self._partial, self._replaced, self._discarded):
-            found = _identity_at(name, self._parent_fd, self.path)
-            if found is None:
+            identity = _identity_at(name, self._parent_fd, self.path)
+            if identity is None:
                 continue
             target = identity_of(self._name, self._parent_fd, self.path)
-            is_ours = found[:2] == self._own or self._own is None or found == self._old or name == self._discarded
+            is_known = (
+                self._own_identity is None or identity[:2] == self._own_identity or identity == self._old_identity
+            )
             # After publishing, an absent target means that the next publisher is between its two renames.
             is_only_copy = name == self._replaced and target is None and not self._is_published
-            if is_ours and not is_only_copy:
+            if (is_known or name == self._discarded) and not is_only_copy:
                 self._discard(name, self._discarded)
             else:
-                all_gone = False
-        return all_gone
+                all_removed = False
+        return all_removed
 
 
 class DirectoryRemoval(DirectoryBuild):
@@ -866,11 +938,11 @@ class DirectoryRemoval(DirectoryBuild):
             TargetExistsError: another publisher replaced it meanwhile.
         """
         try:
-            if self._old is None or not self._is_replaceable():
+            if self._old_identity is None or not self._is_replaceable():
                 raise NotFoundError("there is nothing to remove", path=self.path)
             rename_new(self._name, self._discarded, dir_fd=self._parent_fd, path=self.path)
             invalidate_lookups(self._parent_fd, self._parent)
-            if _identity_at(self._discarded, self._parent_fd, self.path) != self._old:
+            if _identity_at(self._discarded, self._parent_fd, self.path) != self._old_identity:
                 rename_new(self._discarded, self._name, dir_fd=self._parent_fd, path=self.path)
                 raise _conflict(self.path, "replaced the target meanwhile")
             files.sync_directory(self._parent_fd, self.path)  # the name is gone durably before the first file is
@@ -886,6 +958,6 @@ def _receipt(name: str) -> str:
     return f"{files.hidden_prefix(name)}.finished"
 
 
-def _size_and_time(found: os.stat_result) -> list[int]:
+def _size_and_time(attributes: os.stat_result) -> list[int]:
     """Return [size, mtime_ns], to detect a finished file that was changed."""
-    return [found.st_size, found.st_mtime_ns]
+    return [attributes.st_size, attributes.st_mtime_ns]

@@ -83,11 +83,12 @@ def hidden_prefix(name: str) -> str:
 
     A name too long for the endings of hidden names is cut and a digest of the whole name added.
     """
-    encoded, room = os.fsencode(name), NAME_MAX - 1 - _MAX_ENDING
-    if len(encoded) <= room:
+    encoded = os.fsencode(name)
+    max_bytes = NAME_MAX - 1 - _MAX_ENDING
+    if len(encoded) <= max_bytes:
         return f".{name}"
     end = "-" + hashlib.blake2b(encoded, digest_size=8).hexdigest()
-    return f".{encoded[: room - len(end)].decode('utf-8', 'ignore')}{end}"
+    return f".{encoded[: max_bytes - len(end)].decode('utf-8', 'ignore')}{end}"
 
 
 # Directories
@@ -119,8 +120,8 @@ def open_directory(path: str, dir_fd: int | None = None, shown: str | None = Non
         if error.errno in _GONE:
             raise NotFoundError("no such directory", path=shown) from None
         if error.errno in (errno.ENOTDIR, errno.ELOOP):
-            refused = UnsafeError if dir_fd is not None else NotFoundError
-            raise refused("not a directory", path=shown) from None
+            error_type = UnsafeError if dir_fd is not None else NotFoundError
+            raise error_type("not a directory", path=shown) from None
         raise StorageError.of(error, "open directory", path=shown) from error
 
 
@@ -149,7 +150,7 @@ def open_parent(parent: str, flags: int = os.O_RDONLY | _DIRECTORY | _CLOEXEC) -
 
 @contextlib.contextmanager
 def directory(path: str, dir_fd: int | None = None, shown: str | None = None) -> Iterator[int]:
-    """`open_directory`, closed at the end of the block."""
+    """Yield the descriptor that `open_directory` returns; close it after the with block."""
     fd = open_directory(path, dir_fd, shown)
     try:
         yield fd
@@ -221,8 +222,8 @@ def open_nearest(path: str) -> tuple[int, str]:
 
 def check_writable(dir_fd: int, path: str) -> None:
     """Raise StorageError if this process has no permission to make files in an open directory."""
-    ids = {"effective_ids": True} if os.access in os.supports_effective_ids else {}
-    if not os.access(".", os.W_OK | os.X_OK, dir_fd=dir_fd, **ids):
+    effective_ids = os.access in os.supports_effective_ids
+    if not os.access(".", os.W_OK | os.X_OK, dir_fd=dir_fd, effective_ids=effective_ids):
         is_read_only = os.fstatvfs(dir_fd).f_flag & os.ST_RDONLY
         code = errno.EROFS if is_read_only else errno.EACCES
         raise StorageError(f"cannot write in this directory: {os.strerror(code)}", errno=code, path=path)
@@ -256,12 +257,12 @@ def check_private(dir_fd: int, path: str) -> None:
     The directory must belong to this user or to root. An NFS server may map users (root_squash, all_squash); then it
     is enough that a new file of this process gets the same owner as the directory.
     """
-    found = fstat_of(dir_fd, path)
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    attributes = fstat_of(dir_fd, path)
+    if attributes.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise UnsafeError("refused: others may write in this directory", path=path)
-    if os.geteuid() in (0, found.st_uid) or found.st_uid == 0:
+    if os.geteuid() in (0, attributes.st_uid) or attributes.st_uid == 0:
         return
-    if _owner_of_new(dir_fd, path) != found.st_uid:
+    if _owner_of_new(dir_fd, path) != attributes.st_uid:
         raise UnsafeError("refused: this directory belongs to another user", path=path)
 
 
@@ -436,11 +437,11 @@ def reserve(fd: int, nbytes: int, path: str, begin: int = 0) -> bool:
 
 def check_room(fd: int, nbytes: int, path: str) -> None:
     """Raise StorageError if the file system of an open file has fewer than `nbytes` free; reserve nothing."""
-    found = os.fstatvfs(fd)
-    free = found.f_bavail * found.f_frsize
-    if found.f_blocks and free < nbytes:  # a tmpfs without a limit reports no blocks
-        why = f"{os.strerror(errno.ENOSPC)}, {free} are free"
-        raise StorageError(f"cannot reserve {nbytes} bytes: {why}", errno=errno.ENOSPC, path=path)
+    file_system = os.fstatvfs(fd)
+    free = file_system.f_bavail * file_system.f_frsize
+    if file_system.f_blocks and free < nbytes:  # a tmpfs without a limit reports no blocks
+        reason = f"{os.strerror(errno.ENOSPC)}, {free} are free"
+        raise StorageError(f"cannot reserve {nbytes} bytes: {reason}", errno=errno.ENOSPC, path=path)
 
 
 def _fallocate(fd: int, begin: int, nbytes: int) -> int:

@@ -55,14 +55,15 @@ def storage_errors(doing: str, url: str) -> Iterator[None]:
     except NotImplementedError:
         raise UnsupportedError(f"cannot {doing}: this file system does not support it", path=url) from None
     except OSError as error:
-        why = _redacted(f"{error.strerror or error}", url)
-        raise StorageError(f"cannot {doing}: {why}", errno=error.errno, path=url) from _cause(error, url)
+        reason = _redacted(f"{error.strerror or error}", url)
+        raise StorageError(f"cannot {doing}: {reason}", errno=error.errno, path=url) from _cause(error, url)
     except Exception as error:  # noqa: BLE001 (it is translated)
-        why = _redacted(f"{type(error).__name__}: {error}", url)
-        raise StorageError(f"cannot {doing}: {why}", path=url) from _cause(error, url)
+        reason = _redacted(f"{type(error).__name__}: {error}", url)
+        raise StorageError(f"cannot {doing}: {reason}", path=url) from _cause(error, url)
 
 
 def _redacted(text: str, url: str) -> str:
+    """Return text without the secrets of a URL."""
     for secret in secrets_of(url):
         text = text.replace(secret, "...")
     return text
@@ -81,8 +82,8 @@ def file_system(url: str) -> tuple[Any, str]:
         _check_regular(inner.removeprefix("file://"), url)
     with storage_errors("open", url):  # in a chain of URLs, fsspec may open the inner ones here
         try:
-            found: tuple[Any, str] = url_to_fs(url)
-            return found
+            system_and_path: tuple[Any, str] = url_to_fs(url)
+            return system_and_path
         except ImportError as error:
             scheme = url.partition("://")[0]
             extra = {"s3": "s3", "gs": "gcs", "gcs": "gcs"}.get(scheme)
@@ -107,8 +108,8 @@ def _check_regular(path: str, url: str) -> None:
 def version_of_info(info: Mapping[str, Any]) -> str | None:
     """Return the version in a store's info about an object; None if it has none."""
     tags = [str(info[key]) for key in _TAGS if info.get(key) is not None]
-    found = tags or [str(info[key]) for key in _TIMES if info.get(key) is not None]
-    return " ".join(found) if found else None
+    versions = tags or [str(info[key]) for key in _TIMES if info.get(key) is not None]
+    return " ".join(versions) if versions else None
 
 
 class FsspecFile(StoredFile):
@@ -189,15 +190,15 @@ class FsspecStore(Store):
         with storage_errors("list", self._url):
             self._system.invalidate_cache()
             entries = self._system.ls(self._path, detail=True)
-        found: dict[str, EntryKind] = {}
+        kinds: dict[str, EntryKind] = {}
         for info in entries:
             name = str(info["name"]).rstrip("/").rpartition("/")[2]
             if name:
                 self._infos[name] = info
-                found[name] = "directory" if info.get("type") == "directory" else "file"
-        return found
+                kinds[name] = "directory" if info.get("type") == "directory" else "file"
+        return kinds
 
-    def open(self, name: str) -> FsspecFile:
+    def _open(self, name: str) -> FsspecFile:
         """Pin the version of an object."""
         if name in self._opened:
             return self._opened[name]
@@ -209,23 +210,27 @@ class FsspecStore(Store):
                 info = self._system.info(f"{self._path}/{name}")
         return FsspecFile(self._system, f"{self._path}/{name}", url, info)
 
-    def below(self, name: str, *, private: bool = False) -> FsspecStore:  # noqa: ARG002 (a store has no such rights)
+    def below(self, name: str, *, private: bool = False) -> FsspecStore:  # noqa: ARG002 (an object store has no file permissions)
         """Return the store of the objects below `name`; nothing is requested."""
         return FsspecStore(f"{self._url}/{name}", self._system, f"{self._path}/{name}")
 
     def is_current(self) -> bool:
         """Whether all listed and opened objects are unchanged: an object store has no directory to pin."""
-        before = {name: (info.get("size"), version_of_info(info)) for name, info in self._infos.items()}
+        before = self._versions()
         try:
             for file in self._opened.values():
                 file.check_unchanged()
             if not before:
                 return True
-            again = FsspecStore(self._url, self._system, self._path)
-            again.listing  # noqa: B018
+            current = FsspecStore(self._url, self._system, self._path)
+            current.listing  # noqa: B018 (fills `_infos`)
         except (NotFoundError, StorageError):
             return False
-        return before == {name: (info.get("size"), version_of_info(info)) for name, info in again._infos.items()}
+        return before == current._versions()
+
+    def _versions(self) -> dict[str, tuple[object, str | None]]:
+        """Return (size, version) of each listed object by name."""
+        return {name: (info.get("size"), version_of_info(info)) for name, info in self._infos.items()}
 
     def close(self) -> None:
         """Do nothing: no descriptors are open."""

@@ -22,7 +22,8 @@ _WINDOW_BYTES = 8 << 20
 # Memory of each parsed container, key and value. json keeps equal keys once, so a repeated key costs less.
 _CONTAINER_BYTES, _KEY_BYTES, _VALUE_BYTES, _REPEATED_KEY_BYTES = 64, 200, 12, 90
 _REPEATED_KEYS = ("dtype", "shape", "data_offsets", "file", "source", "boxes", "digests", "global_shape")
-_FREE_BYTES, _MAX_GROWTH, _MAX_PARSED_BYTES = 32 << 20, 12, 1 << 30
+# Text may take _BASE_BYTES plus _MAX_GROWTH times its size once parsed, and never more than _MAX_PARSED_BYTES.
+_BASE_BYTES, _MAX_GROWTH, _MAX_PARSED_BYTES = 32 << 20, 12, 1 << 30
 
 
 def read_json(file: StoredFile, limit: int = MAX_MANIFEST_BYTES) -> object:
@@ -48,8 +49,8 @@ def read_json(file: StoredFile, limit: int = MAX_MANIFEST_BYTES) -> object:
 def parse_json(data: bytes | bytearray | memoryview | str, path: str) -> object:
     """Return parsed JSON.
 
-    Raises CorruptError for broken text, for duplicate keys, and for text that would take more than 12 times its size,
-    or 1 GiB, once parsed.
+    Raises CorruptError for broken text, for duplicate keys, and for text that would take more than 32 MiB and 12
+    times its size, or more than 1 GiB, once parsed.
     """
     try:
         text = data if isinstance(data, str) else str(data, "utf-8")  # json.loads would also accept UTF-16 bytes
@@ -63,7 +64,7 @@ def parse_json(data: bytes | bytearray | memoryview | str, path: str) -> object:
 
 def is_readable(text: str) -> bool:
     """Whether the parsed text would fit `parse_json`'s memory limit, estimated from its brackets, commas and colons."""
-    limit = min(_FREE_BYTES + _MAX_GROWTH * len(text), _MAX_PARSED_BYTES)
+    limit = min(_BASE_BYTES + _MAX_GROWTH * len(text), _MAX_PARSED_BYTES)
     if len(text) * _KEY_BYTES <= limit:
         return True
     nbytes = _CONTAINER_BYTES * (text.count("[") + text.count("{")) + _VALUE_BYTES * text.count(",")
@@ -78,7 +79,7 @@ def _refuse_constant(name: str) -> object:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    parsed = dict(pairs)
+    if len(parsed) != len(pairs):
         raise ValueError("a key occurs twice")
-    return found
+    return parsed

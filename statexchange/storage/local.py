@@ -114,13 +114,13 @@ class _Descriptors:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # reentrant: reopening a file may reopen its directory
-        # Descriptors by number, in the order of last use. The keys are numbers, not files: a reference to a file would
-        # be a cycle, which would delay the finalizer of this object after its last file was dropped.
+        # Open descriptors by the number of their file, in the order of last use. The keys are numbers: references to
+        # files would be cycles, which would delay the finalizer of this object after its last file was dropped.
         self._pinned: dict[int, int] = {}
-        self._used: dict[int, int] = {}
+        self._borrow_counts: dict[int, int] = {}  # by the same numbers; an idle file has no entry
         self._numbers = itertools.count()
-        self._all: set[int] = set()
-        self._finalizer = weakref.finalize(self, _close_all, self._all)
+        self._owned: set[int] = set()  # all open descriptors, which the finalizer closes
+        self._finalizer = weakref.finalize(self, _close_all, self._owned)
 
     def check_open(self, path: str) -> None:
         """Raise InvalidArgumentError after `close`: a closed descriptor's number may belong to another file."""
@@ -146,17 +146,17 @@ class _Descriptors:
         except InvalidArgumentError:
             os.close(fd)
             raise
-        self._all.add(fd)
+        self._owned.add(fd)
         _budget.held += 1
 
     def _keep(self, number: int, fd: int) -> None:
         self._pinned[number] = fd
         while len(self._pinned) > _LEAST_HELD and _budget.held > _budget.limit:
-            idle = next((other for other in self._pinned if other != number and not self._used.get(other)), None)
-            if idle is None:
+            idle = [other for other in self._pinned if other != number and not self._borrow_counts.get(other)]
+            if not idle:
                 return
-            idle_fd = self._pinned.pop(idle)
-            self._all.discard(idle_fd)
+            idle_fd = self._pinned.pop(idle[0])  # the least recently used
+            self._owned.discard(idle_fd)
             _budget.held -= 1
             os.close(idle_fd)
 
@@ -165,7 +165,7 @@ class _Descriptors:
         with self._lock:
             self.check_open(pinned.path)
             fd = self._pinned.pop(pinned.number, -1)
-            self._used[pinned.number] = self._used.get(pinned.number, 0) + 1
+            self._borrow_counts[pinned.number] = self._borrow_counts.get(pinned.number, 0) + 1
             try:
                 if fd < 0:
                     fd = pinned.reopened()
@@ -179,9 +179,9 @@ class _Descriptors:
     def give_back(self, pinned: _Pinned) -> None:
         """End a `borrow`: the descriptor may be closed."""
         with self._lock:
-            left = self._used.pop(pinned.number) - 1
-            if left:
-                self._used[pinned.number] = left
+            remaining = self._borrow_counts.pop(pinned.number) - 1
+            if remaining:
+                self._borrow_counts[pinned.number] = remaining
 
     def close(self) -> None:
         """Close all descriptors."""
@@ -196,8 +196,8 @@ def _close_all(fds: set[int]) -> None:
         os.close(fds.pop())
 
 
-def _identity(found: os.stat_result) -> tuple[int, int, int, int]:
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+def _identity(attributes: os.stat_result) -> tuple[int, int, int, int]:
+    return attributes.st_dev, attributes.st_ino, attributes.st_size, attributes.st_mtime_ns
 
 
 class LocalFile(StoredFile):
@@ -227,11 +227,11 @@ class LocalFile(StoredFile):
         except NotFoundError:
             raise ReplacedError("removed while it was read", path=self.path) from None
         try:
-            same = _identity(os.fstat(fd)) == self._identity
+            is_same = _identity(os.fstat(fd)) == self._identity
         except OSError as error:
             os.close(fd)
             raise read_error(error, "read the attributes", self.path) from error
-        if not same:
+        if not is_same:
             os.close(fd)
             raise self._replaced()
         return fd
@@ -260,23 +260,23 @@ class LocalFile(StoredFile):
         """Raise ReplacedError if the file's bytes may have changed since it was opened."""
         fd = self._descriptors.borrow(self)
         try:
-            found = self._fresh_stat(fd)
+            attributes = self._fresh_stat(fd)
         except OSError as error:
             raise read_error(error, "read the attributes", self.path) from error
         finally:
             self._descriptors.give_back(self)
-        if _identity(found) != self._identity:
+        if _identity(attributes) != self._identity:
             raise self._replaced()
 
     def _fresh_stat(self, fd: int) -> os.stat_result:
         """Return the file's attributes; on NFS open the file once more, which makes the client ask the server."""
         if not self._store.is_shared:
             return os.fstat(fd)
-        again = os.open(f"/proc/self/fd/{fd}", _FILE_FLAGS)
+        new_fd = os.open(f"/proc/self/fd/{fd}", _FILE_FLAGS)
         try:
-            return os.fstat(again)
+            return os.fstat(new_fd)
         finally:
-            os.close(again)
+            os.close(new_fd)
 
     @property
     def version(self) -> list[str | int]:
@@ -297,6 +297,7 @@ class LocalFile(StoredFile):
 def _unpickled_file(store: LocalStore, name: str, identity: tuple[int, int, int, int]) -> LocalFile:
     """Open the file of a pickled `LocalFile`; raise ReplacedError if another file has its name now."""
     file = store.open(name)
+    assert isinstance(file, LocalFile)
     file.check_is(identity)
     return file
 
@@ -377,23 +378,23 @@ class LocalStore(Store):
 
     def _list(self) -> dict[str, EntryKind]:
         audit("list", self.path)
-        found: dict[str, EntryKind] = {}
+        kinds: dict[str, EntryKind] = {}
         try:
             with self.descriptor() as fd, os.scandir(fd) as entries:
                 for entry in entries:
-                    found[entry.name] = _kind_of(entry)
+                    kinds[entry.name] = _kind_of(entry)
         except OSError as error:
             if isinstance(error, StateExchangeError):
                 raise
             raise read_error(error, "list directory", self.path) from error
-        return found
+        return kinds
 
     def open_name(self, name: str) -> int:
         """Return a new descriptor of a file in this directory."""
         with self.descriptor() as fd:
             return open_file(name, fd, self.path_of(name), follow=self._follow)
 
-    def open(self, name: str) -> LocalFile:
+    def _open(self, name: str) -> LocalFile:
         """Open and pin a file."""
         return LocalFile(self, name, self._descriptors)
 
@@ -427,10 +428,10 @@ class LocalStore(Store):
 
 def _directory_identity(fd: int, path: str) -> tuple[int, int]:
     try:
-        found = os.fstat(fd)
+        attributes = os.fstat(fd)
     except OSError as error:
         raise read_error(error, "read the attributes", path) from error
-    return found.st_dev, found.st_ino
+    return attributes.st_dev, attributes.st_ino
 
 
 def _unpickled_store(path: str, follow: bool, identity: tuple[int, int]) -> LocalStore:
@@ -490,17 +491,17 @@ def _open_path(path: str) -> tuple[LocalStore, str | None]:
         parent_fd = open_parent(parent)
         descriptors.hold(parent_fd, path)
         # The name is looked up and opened relative to one descriptor, so both concern the same parent directory.
-        found = stat_of(name, parent_fd, path, follow=True)
-        if found is not None and stat.S_ISREG(found.st_mode):
+        attributes = stat_of(name, parent_fd, path, follow=True)
+        if attributes is not None and stat.S_ISREG(attributes.st_mode):
             return LocalStore(parent, os.dup(parent_fd), descriptors), name
-        if found is not None and not stat.S_ISDIR(found.st_mode):
+        if attributes is not None and not stat.S_ISDIR(attributes.st_mode):
             raise UnsafeError("refused: not a regular file", path=path)
         shown = path
-        if found is None:
-            waiting = replacement_of(name, parent_fd)
-            if waiting is None:
+        if attributes is None:
+            hidden_name = replacement_of(name, parent_fd)
+            if hidden_name is None:
                 raise NotFoundError("no such path", path=path)
-            name, shown = waiting, os.path.join(parent, waiting)
+            name, shown = hidden_name, os.path.join(parent, hidden_name)
         try:
             fd = os.open(name, _DIRECTORY_FLAGS, dir_fd=parent_fd)
         except FileNotFoundError:  # it existed a moment ago
@@ -530,10 +531,12 @@ def replacement_of(name: str, dir_fd: int) -> str | None:
         return None
     stem = re.escape(hidden_prefix(name))
     replaced = re.compile(rf"{stem}\.([0-9a-f]{{16}})\.replaced")
-    for found in filter(None, map(replaced.fullmatch, names)):
-        partial = re.compile(rf"{stem}\.[0-9a-f]{{32}}\.{found[1]}\.partial")
-        for waiting in filter(partial.fullmatch, names):
-            return waiting
-    if name in names or any(map(replaced.fullmatch, names)):
+    nonces = [match[1] for match in map(replaced.fullmatch, names) if match is not None]
+    for nonce in nonces:
+        partial = re.compile(rf"{stem}\.[0-9a-f]{{32}}\.{nonce}\.partial")
+        for hidden_name in names:
+            if partial.fullmatch(hidden_name):
+                return hidden_name
+    if name in names or nonces:
         raise _BeingReplacedError
     return None

@@ -28,7 +28,7 @@ import json
 import os
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from statexchange.cgroups import memory_left
 from statexchange.errors import CorruptError, NotFoundError, StateExchangeError, StorageError, TargetExistsError
@@ -39,7 +39,7 @@ from statexchange.storage.json_text import parse_json
 from statexchange.storage.local import local_path
 from statexchange.storage.opened_path import open_path
 from statexchange.storage.save_directory import SaveManifest, read_manifest
-from statexchange.storage.sealed_json import check_sealed, seal
+from statexchange.storage.sealed_json import seal, unseal
 from statexchange.storage.steps import clear_leftovers, identity_of_saves, step_name, step_of
 from statexchange.storage.tensorfile import digest, read_header_bytes
 
@@ -230,9 +230,9 @@ class _Target:
         """Return the target of the directory at `path`; raise NotFoundError or CorruptError."""
         with open_path(path) as opened:
             data, shown = opened.store.read_small(_TARGET), opened.store.path_of(_TARGET)
-        raw: Any = parse_json(data, shown)
+        parsed = parse_json(data, shown)
         try:
-            check_sealed(raw)
+            raw = unseal(parsed)
             texts = [raw["path"], raw["identity"], raw["host"]]
             if raw["schema"] != _SCHEMA or not all(isinstance(text, str) for text in texts):
                 raise ValueError("it has another schema")
@@ -257,9 +257,9 @@ def headers_to_bytes(digests: Mapping[str, str]) -> bytes:
 
 def _headers(store: Store) -> dict[str, str]:
     path = store.path_of(HEADERS)
-    raw: Any = parse_json(store.read_small(HEADERS), path)
+    parsed = parse_json(store.read_small(HEADERS), path)
     try:
-        check_sealed(raw)
+        raw = unseal(parsed)
         if raw["schema"] != _SCHEMA:
             raise ValueError("it has another schema")
         return dict(raw["headers"])

@@ -66,12 +66,12 @@ def _mounts() -> list[Mount]:
             rows = [line.split() for line in lines]
     except OSError:
         return []
-    found = []
+    mounts = []
     for row in rows:
-        dash = row.index("-")  # ends the optional fields
-        options = frozenset([*row[5].split(","), *row[dash + 3].split(",")])
-        found.append(Mount(unescape_mountinfo(row[4]), row[dash + 1], options))
-    return found
+        separator = row.index("-")  # follows the optional fields
+        options = frozenset([*row[5].split(","), *row[separator + 3].split(",")])
+        mounts.append(Mount(unescape_mountinfo(row[4]), row[separator + 1], options))
+    return mounts
 
 
 def mount_of(path: str) -> Mount:
@@ -80,8 +80,8 @@ def mount_of(path: str) -> Mount:
     best = Mount("/", "", frozenset())
     for mount in _mounts():
         # A later mount on the same point hides the earlier ones.
-        below = real == mount.point or real.startswith(mount.point.rstrip("/") + "/")
-        if below and len(mount.point) >= len(best.point):
+        is_inside = real == mount.point or real.startswith(mount.point.rstrip("/") + "/")
+        if is_inside and len(mount.point) >= len(best.point):
             best = mount
     return best
 

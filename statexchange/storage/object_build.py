@@ -128,12 +128,12 @@ class _Objects:
             if "bucket" in error.message:
                 raise
             return {}
-        found = {str(info["name"]).rstrip("/").rpartition("/")[2]: info for info in entries}
-        if set(found) == {self._base.rpartition("/")[2]} and entries[0].get("type") == "file":
-            same = str(entries[0]["name"]).strip("/") == self._base.strip("/")
-            if same:
+        infos = {str(info["name"]).rstrip("/").rpartition("/")[2]: info for info in entries}
+        if set(infos) == {self._base.rpartition("/")[2]} and entries[0].get("type") == "file":
+            is_target = str(entries[0]["name"]).strip("/") == self._base.strip("/")
+            if is_target:
                 raise TargetExistsError("the target is an object, not a directory", path=self.path)
-        return {name: info for name, info in found.items() if name}
+        return {name: info for name, info in infos.items() if name}
 
     def version(self, name: str) -> str | None:
         """Return an object's version; None if it does not exist."""
@@ -183,21 +183,21 @@ class _Objects:
         """Return the claim's ETag or other version; None without a claim."""
         return self.version(CLAIM_NAME)
 
-    def replace_claim(self, claim: Claim, seen: str, nonce: str) -> bool:
-        """Replace the claim that has the version `seen` and this `nonce`; return False if it has changed."""
+    def replace_claim(self, claim: Claim, version: str, nonce: str) -> bool:
+        """Replace the claim that has this version and nonce; return False if it has changed."""
         path = self.path_of(CLAIM_NAME)
         audit("renew" if claim.nonce == nonce else "take over", path)
         key = f"{self._base}/{CLAIM_NAME}"
         if not self._has_conditional_put:
-            found = self.read_claim()
-            if found is None or found[0].nonce != nonce or found[1] != seen:
+            present = self.read_claim()
+            if present is None or present[0].nonce != nonce or present[1] != version:
                 return False
             with storage_errors("put", path):
                 self._system.pipe_file(key, claim.to_bytes(), mode="overwrite")
             return True
         try:
             with _conditional("put", path):
-                self._system.pipe_file(key, claim.to_bytes(), mode="overwrite", IfMatch=seen)
+                self._system.pipe_file(key, claim.to_bytes(), mode="overwrite", IfMatch=version)
         except (TargetExistsError, NotFoundError):  # another publisher has replaced the claim, or it was removed
             return False
         return True
@@ -214,7 +214,7 @@ class _FilteredStore(Store):
     def _list(self) -> dict[str, EntryKind]:
         return {name: kind for name, kind in self._store.listing.items() if name not in self._hidden}
 
-    def open(self, name: str) -> StoredFile:
+    def _open(self, name: str) -> StoredFile:
         return self._store.open(name)
 
     def below(self, name: str, *, private: bool = False) -> Store:
@@ -230,26 +230,27 @@ class _FilteredStore(Store):
 def check_url(url: str, manifest: str, check: ReplaceCheck | None) -> None:
     """Raise what a build at `url` would raise for the target, without changing anything."""
     objects = _Objects(url)
-    found = objects.read_claim()
-    if found is not None and found[0].owner.is_alive:
-        raise busy_error(found[0].owner, objects.path)
-    _list_target(objects, manifest, check, set(found[0].names) if found is not None else set())
+    present = objects.read_claim()
+    if present is not None and present[0].owner.is_alive:
+        raise busy_error(present[0].owner, objects.path)
+    _list_target(objects, manifest, check, set(present[0].names) if present is not None else set())
 
 
 def _list_target(
     objects: _Objects, manifest: str, check: ReplaceCheck | None, inherited: set[str]
 ) -> tuple[list[str], set[str]]:
-    """Return the old checkpoint's names in the order of their removal, and the names that earlier claims left.
+    """Return the old checkpoint's names in the order of their removal, and the objects of earlier claims.
 
-    Raises for any other object, and for a whole checkpoint that may not be replaced.
+    `inherited` are the names that earlier claims list. Raises for any other object, and for a whole checkpoint that may
+    not be replaced.
     """
-    there = set(objects.list_infos()) - {CLAIM_NAME}
+    present = set(objects.list_infos()) - {CLAIM_NAME}
     old: list[str] = []
-    if manifest in there or there - inherited:
+    if manifest in present or present - inherited:
         if check is None:
             raise target_exists(objects.path)
-        old = [name for name in check(_FilteredStore(objects.store(), inherited | {CLAIM_NAME})) if name in there]
-    return old, (there & inherited) - set(old)
+        old = [name for name in check(_FilteredStore(objects.store(), inherited | {CLAIM_NAME})) if name in present]
+    return old, (present & inherited) - set(old)
 
 
 class ObjectFile(OutputFile):
@@ -325,7 +326,7 @@ class ObjectBuild(Build):
         self._outputs: list[ObjectFile] = []
         self._versions: dict[str, str | None] = {}  # None: it is being put, or the outcome of its put is unknown
         self._claim = Claim.new(new_nonce(), plan_digest, tuple(names))
-        self._seen: str | None = None  # the claim's version while this publisher holds it
+        self._claim_version: str | None = None  # the claim's version while this publisher holds it
         self._renewed = 0.0
         self._has_ended = False
         active_builds.add(self._claim.nonce)
@@ -341,36 +342,38 @@ class ObjectBuild(Build):
 
     def _take_claim(self, *, resume: bool) -> set[str]:
         """Create the claim, or take it over from a dead publisher; return the names that the latter may have put."""
-        watched: tuple[str, float] | None = None
+        watched_version: str | None = None
+        watched_since = 0.0
         while True:
             with contextlib.suppress(TargetExistsError):
                 audit("claim", self._objects.path_of(CLAIM_NAME))
                 self._objects.create(CLAIM_NAME, self._claim.to_bytes())
-            found = self._objects.read_claim()
-            if found is None:
+            present = self._objects.read_claim()
+            if present is None:
                 continue  # it was removed between the two calls
-            other, version = found
+            other, version = present
             if other.nonce == self._claim.nonce:
-                self._seen, self._renewed = version, time.monotonic()
+                self._claim_version, self._renewed = version, time.monotonic()
                 return set(other.names) - set(self._claim.names) if other.renewal else set()
             if _is_alive(other):
                 raise busy_error(other.owner, self.path)
             now = time.monotonic()
-            if watched is not None and watched[0] != version:
+            is_first_look = watched_version is None
+            if is_first_look:
+                watched_version, watched_since = version, now
+            elif watched_version != version:
                 raise busy_error(other.owner, self.path)
-            if watched is None:
-                watched = (version, now)
-            if resume or _is_dead(other) or now - watched[1] >= self.take_over_s:
+            if resume or _is_dead(other) or now - watched_since >= self.take_over_s:
                 names = tuple({*self._claim.names, *other.names})
-                taken = replace(self._claim, names=names)
-                if self._objects.replace_claim(taken, version, other.nonce):
+                own_claim = replace(self._claim, names=names)
+                if self._objects.replace_claim(own_claim, version, other.nonce):
                     if self._read_own():
-                        self._claim = taken
+                        self._claim = own_claim
                         return set(other.names)
                     raise TargetExistsError("refused: another publisher has taken over", path=self.path)
-                watched = None
+                watched_version = None
                 continue
-            if now == watched[1]:
+            if is_first_look:
                 _log.warning(
                     "%s: %s: waiting for %.0f s to see whether it still runs; if it has ended, resume=True (--resume) "
                     "of a merge skips the wait",
@@ -382,11 +385,11 @@ class ObjectBuild(Build):
 
     def _read_own(self) -> bool:
         """Read the claim and return whether this publisher holds it."""
-        found = self._objects.read_claim()
-        if found is None or found[0].nonce != self._claim.nonce:
-            self._seen = None
+        present = self._objects.read_claim()
+        if present is None or present[0].nonce != self._claim.nonce:
+            self._claim_version = None
             return False
-        self._seen, self._renewed = found[1], time.monotonic()
+        self._claim_version, self._renewed = present[1], time.monotonic()
         return True
 
     def renew(self, *, at_once: bool = False) -> None:
@@ -398,12 +401,12 @@ class ObjectBuild(Build):
                 return
             versions = {name: version for name, version in self._versions.items() if version is not None}
             self._claim = replace(self._claim, renewal=self._claim.renewal + 1, versions=versions)
-            if self._seen is not None:
-                self._objects.replace_claim(self._claim, self._seen, self._claim.nonce)
+            if self._claim_version is not None:
+                self._objects.replace_claim(self._claim, self._claim_version, self._claim.nonce)
                 # A retried request may report failure although the first one succeeded, so read the claim.
                 if self._read_own():
                     return
-            raise self._lost()
+            raise self._lose_claim()
 
     def _clear(self, old: Sequence[str], leftovers: set[str]) -> None:
         """Remove the checkpoint that is replaced, its manifest first, and the objects of dead publishers."""
@@ -448,11 +451,12 @@ class ObjectBuild(Build):
 
     def _check_claim(self) -> None:
         with self._lock:
-            if self._seen is None or self._objects.claim_version() != self._seen:
-                raise self._lost()
+            if self._claim_version is None or self._objects.claim_version() != self._claim_version:
+                raise self._lose_claim()
 
-    def _lost(self) -> TargetExistsError:
-        self._seen = None
+    def _lose_claim(self) -> TargetExistsError:
+        """Forget the claim, which another publisher holds now, and return the error to raise."""
+        self._claim_version = None
         return TargetExistsError(
             "refused: this publisher did not renew its claim in time, and another one has taken over", path=self.path
         )
@@ -504,7 +508,7 @@ class ObjectBuild(Build):
         """Put a small object."""
         self.put_object(name, lambda: self._objects.create(name, bytes(data)))
 
-    def record(self, name: str, metadata: Any) -> None:
+    def record(self, name: str, metadata: object) -> None:
         """Do nothing: objects of a killed publisher are removed, not reused."""
 
     def add(self, name: str) -> None:
@@ -527,20 +531,20 @@ class ObjectBuild(Build):
         """Check that all objects are unchanged, put the last one, and remove the claim."""
         assert name == self._manifest
         self.renew(at_once=True)  # proves that this publisher still holds the claim
-        there = self._objects.list_infos()
-        for found, version in self._versions.items():
-            now = _etag(there.get(found, {}))
-            if found in there and not now:  # only ETags are equal in a listing and in the info of one object
-                now = self._objects.version(found) or ""
-            if now != version:
+        infos = self._objects.list_infos()
+        for put_name, version in self._versions.items():
+            current = _etag(infos.get(put_name, {}))
+            if put_name in infos and not current:  # only ETags are equal in a listing and in the info of one object
+                current = self._objects.version(put_name) or ""
+            if current != version:
                 raise TargetExistsError(
                     "refused: another publisher has replaced an object of this one",
-                    path=self._objects.path_of(found),
+                    path=self._objects.path_of(put_name),
                     expected=version,
-                    found=now or "nothing",
+                    found=current or "nothing",
                 )
-        for found in (there.keys() & set(self._claim.names)) - self._versions.keys():
-            self._remove(found)  # put meanwhile by a publisher that has lost the claim
+        for stray in (infos.keys() & set(self._claim.names)) - self._versions.keys():
+            self._remove(stray)  # put meanwhile by a publisher that has lost the claim
         self.put(name, data)  # commits: from here on readers accept the directory
         self._versions.clear()  # so that `abandon` removes nothing
         self._end()  # the claim is removed last
@@ -559,14 +563,14 @@ class ObjectBuild(Build):
                         self._remove(name)
         except StateExchangeError as error:
             _log.warning("objects of %s stay until the next publication: %s", self.path, error)
-            self._seen = None  # so that `_end` keeps the claim, which lists these objects
+            self._claim_version = None  # so that `_end` keeps the claim, which lists these objects
         finally:
             self._end()
 
     def _end(self) -> None:
         """Remove the claim if this publisher holds it."""
         try:
-            if self._seen is not None:
+            if self._claim_version is not None:
                 with contextlib.suppress(TargetExistsError):  # another publisher has taken it over
                     self._remove(CLAIM_NAME)
         except StateExchangeError as error:

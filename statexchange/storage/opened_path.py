@@ -95,7 +95,7 @@ def read_with_retry(path: str, read: Callable[[OpenedPath], T]) -> T:
         ReplacedError: the path was replaced in each of 40 attempts.
         StateExchangeError: what `read` raised.
     """
-    last: StateExchangeError | None = None
+    last_error: StateExchangeError | None = None
     stale_until: float | None = None
     for attempt in range(_ATTEMPTS):
         if attempt:
@@ -103,26 +103,26 @@ def read_with_retry(path: str, read: Callable[[OpenedPath], T]) -> T:
         try:
             opened = open_path(path)
         except NotFoundError as error:
-            if last is None:
+            if last_error is None:
                 raise
-            last = error  # between two publications, or removed for good: the next attempts decide
+            last_error = error  # between two publications, or removed for good: the next attempts decide
             continue
         try:
             return read(opened)
         except StateExchangeError as error:
-            again = isinstance(error, ReplacedError) or not opened.is_current()
-            if not again and opened.is_shared and isinstance(error, (NotFoundError, IncompleteError, CorruptError)):
+            retry = isinstance(error, ReplacedError) or not opened.is_current()
+            if not retry and opened.is_shared and isinstance(error, (NotFoundError, IncompleteError, CorruptError)):
                 if stale_until is None:
                     stale_until = time.monotonic() + _STALE_S
-                again = time.monotonic() < stale_until
+                retry = time.monotonic() < stale_until
             opened.close()
-            if not again:
+            if not retry:
                 raise
-            last = error
+            last_error = error
         except BaseException:
             opened.close()
             raise
-    assert last is not None
-    if isinstance(last, NotFoundError):
-        raise last
-    raise ReplacedError("replaced again and again while it was read: try again later", path=path) from last
+    assert last_error is not None
+    if isinstance(last_error, NotFoundError):
+        raise last_error
+    raise ReplacedError("replaced again and again while it was read: try again later", path=path) from last_error

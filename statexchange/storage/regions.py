@@ -65,7 +65,8 @@ def windows(shape: Sequence[int], itemsize: int, budget: int = WINDOW_BYTES) -> 
 
 def slices_within(inner: Box, outer: Box) -> tuple[slice, ...]:
     """Return the index of `inner` in an array that holds `outer`."""
-    return tuple(slice(i - o, i - o + s) for i, o, s in zip(inner.offsets, outer.offsets, inner.shape, strict=True))
+    local = to_local(inner, outer)
+    return tuple(slice(begin, begin + size) for begin, size in zip(local.offsets, local.shape, strict=True))
 
 
 def write_box(
@@ -100,11 +101,12 @@ def write_box(
 
 
 def _first_contiguous_dim(box: Box, shape: Sequence[int]) -> int:
-    """Return the first dim from which the box is contiguous."""
-    return max(d for d in range(len(shape)) if box.shape[d] != shape[d])
+    """Return the last dim in which the box is a part of the tensor: from there on its bytes are contiguous."""
+    return max(dim for dim in range(len(shape)) if box.shape[dim] != shape[dim])
 
 
 def _run_bytes(box: Box, shape: Sequence[int], itemsize: int) -> int:
+    """Return the size of each contiguous run of a box that is not contiguous as a whole."""
     return math.prod(box.shape[_first_contiguous_dim(box, shape) :]) * itemsize
 
 
@@ -113,7 +115,7 @@ def _runs(box: Box, shape: Sequence[int], itemsize: int, data: memoryview) -> It
     dim = _first_contiguous_dim(box, shape)
     run_bytes = _run_bytes(box, shape, itemsize)
     for number, prefix in enumerate(np.ndindex(*box.shape[:dim])):
-        offsets = tuple(o + p for o, p in zip(box.offsets, prefix, strict=False)) + box.offsets[dim:]
+        offsets = (*map(operator.add, box.offsets, prefix), *box.offsets[dim:])
         yield (
             linear_offset(Box(offsets, box.shape), shape),
             data[number * run_bytes : (number + 1) * run_bytes],
@@ -124,19 +126,19 @@ def _write_mapped(fd: int, first: int, span: int, strides: Sequence[int], source
     """Write an array with these `strides` (in elements) into the `span` bytes from byte `first` of a file."""
     start = first - first % mmap.ALLOCATIONGRANULARITY
     try:
-        map_ = mmap.mmap(fd, first - start + span, offset=start)
+        mapping = mmap.mmap(fd, first - start + span, offset=start)
     except OSError as error:
         raise StorageError.of(error, "map", path=path) from error
     except ValueError as error:
         raise StorageError("another process truncated the file during writing", path=path) from error
-    with map_:
-        _assign_strided(map_, first - start, strides, source)
+    with mapping:
+        _assign_strided(mapping, first - start, strides, source)
 
 
-def _assign_strided(map_: mmap.mmap, first: int, strides: Sequence[int], source: Any) -> None:
+def _assign_strided(mapping: mmap.mmap, first: int, strides: Sequence[int], source: Any) -> None:
     """Copy an array into a mapping. A separate function, so that no view keeps the mapping from being closed."""
-    in_bytes = tuple(stride * source.itemsize for stride in strides)
-    np.ndarray(source.shape, source.dtype, map_, first, in_bytes)[...] = source
+    byte_strides = tuple(stride * source.itemsize for stride in strides)
+    np.ndarray(source.shape, source.dtype, mapping, first, byte_strides)[...] = source
 
 
 def _assign(memory: memoryview, dtype: str, window: Box, part: Box, source: Any) -> None:
@@ -164,19 +166,20 @@ def read_block(
 
 
 def _read_strided(file: StoredFile, begin: int, target: Any, strides: tuple[int, ...]) -> None:
+    """Fill an array from a strided block; divide the block while it spans more than 4 MiB."""
     reach = [(size - 1) * stride for size, stride in zip(target.shape, strides, strict=True)]
     span = (sum(reach) + 1) * target.itemsize
     if span > _SPAN_BYTES and max(reach):
-        dim = max(range(len(reach)), key=lambda d: reach[d])
+        dim = max(range(len(reach)), key=lambda index: reach[index])
         half = target.shape[dim] // 2
-        one, other = np.split(target, [half], axis=dim)
-        _read_strided(file, begin, one, strides)
-        _read_strided(file, begin + half * strides[dim] * target.itemsize, other, strides)
+        front, back = np.split(target, [half], axis=dim)
+        _read_strided(file, begin, front, strides)
+        _read_strided(file, begin + half * strides[dim] * target.itemsize, back, strides)
         return
     data = np.empty(span, np.uint8)
     file.read_into(data.data, begin)
-    in_bytes = tuple(stride * target.itemsize for stride in strides)
-    target[...] = np.ndarray(target.shape, target.dtype, data, strides=in_bytes)
+    byte_strides = tuple(stride * target.itemsize for stride in strides)
+    target[...] = np.ndarray(target.shape, target.dtype, data, strides=byte_strides)
 
 
 def blocks(
@@ -184,8 +187,8 @@ def blocks(
 ) -> Iterator[tuple[Box, memoryview]]:
     """Yield the bytes of a stored block of `shape` in C order, part by part, each with its box within the block.
 
-    Each memoryview is valid until the next iteration. A part has at most `WINDOW_BYTES`; that of a strided block
-    `ahead_bytes`, because reading one part may require reading all bytes that the block spans.
+    Each memoryview is valid until the next iteration. A part has at most `WINDOW_BYTES`, or `ahead_bytes` if the block
+    is strided: reading one part of it may require reading all bytes that the block spans.
     """
     itemsize, strides = ITEMSIZE[dtype], stored.strides
     budget = WINDOW_BYTES if strides is None else max(_LEAST_READ_AHEAD_BYTES, ahead_bytes)
@@ -285,8 +288,8 @@ class BoxDigest:
         self._dtype = dtype
         self._hasher = xxhash.xxh3_128() if whole else None
         self._parts = [
-            (part, known, xxhash.xxh3_128())
-            for part, known in stored.parts
+            (part, expected, xxhash.xxh3_128())
+            for part, expected in stored.parts
             if region is None or intersect(part, region) == part
         ]
         # A heap of parts by the next element that each needs: a window then visits only the parts that it reaches.
@@ -307,11 +310,11 @@ class BoxDigest:
             shared = intersect(part, window)
             if shared is not None:
                 self._update_part(hasher, shared, window, data)
-            following = _element_after(last, part)
-            if following is None:
+            next_element = _element_after(last, part)
+            if next_element is None:
                 heapq.heappop(self._waiting)
             else:
-                heapq.heapreplace(self._waiting, (following, number))
+                heapq.heapreplace(self._waiting, (next_element, number))
 
     def _update_part(self, hasher: xxhash.xxh3_128, shared: Box, window: Box, data: memoryview) -> None:
         inside = to_local(shared, window)
@@ -334,15 +337,16 @@ class BoxDigest:
             ReplacedError: the file has changed since it was opened.
         """
         whole = [] if self._hasher is None else [(None, self._stored.digest, self._hasher)]
-        found = []
-        for part, known, hasher in [*whole, *self._parts]:
-            if known is None or hasher.hexdigest() == known:
+        errors = []
+        for part, expected, hasher in [*whole, *self._parts]:
+            found = hasher.hexdigest()
+            if expected is None or found == expected:
                 continue
             self._stored.file.check_unchanged()  # a file that was changed while it was read is not corrupt
             text = "bytes differ from their digest" + ("" if part is None else f" in region {part}")
-            about = {"path": self._stored.path, "expected": known, "found": hasher.hexdigest()}
-            found.append(CorruptError(text, name=name, rank=rank, **about))
-        return found
+            path = self._stored.path
+            errors.append(CorruptError(text, name=name, rank=rank, path=path, expected=expected, found=found))
+        return errors
 
     def check(self, name: str, rank: int | None = None) -> None:
         """Raise the first of `problems`."""
@@ -353,12 +357,12 @@ class BoxDigest:
 def _element_after(at: tuple[int, ...], box: Box) -> tuple[int, ...] | None:
     """Return the first element of a box after `at` in the tensor's C order; None if there is none."""
     ends = box.ends
-    inside = 0
-    while inside < len(at) and box.offsets[inside] <= at[inside] < ends[inside]:
-        inside += 1
-    if inside < len(at) and at[inside] < box.offsets[inside]:
-        return (*at[:inside], *box.offsets[inside:])
-    for dim in reversed(range(inside)):
+    num_inside = 0
+    while num_inside < len(at) and box.offsets[num_inside] <= at[num_inside] < ends[num_inside]:
+        num_inside += 1
+    if num_inside < len(at) and at[num_inside] < box.offsets[num_inside]:
+        return (*at[:num_inside], *box.offsets[num_inside:])
+    for dim in reversed(range(num_inside)):
         if at[dim] + 1 < ends[dim]:
             return (*at[:dim], at[dim] + 1, *box.offsets[dim + 1 :])
     return None
@@ -379,7 +383,7 @@ class BoxReader:
     ) -> None:
         self.box = box
         self.digest = BoxDigest(stored, box, dtype, always=True)
-        self.left = box.numel * ITEMSIZE[dtype]
+        self.bytes_left = box.numel * ITEMSIZE[dtype]
         self._file = stored.file
         self._at = stored.begin
         self._dtype = dtype
@@ -406,7 +410,7 @@ class BoxReader:
         is_contiguous = c_contiguous(inside, window.shape)
         begin = linear_offset(inside, window.shape) * itemsize if is_contiguous else 0
         target = (buffer if is_contiguous else bounce)[begin : begin + nbytes]
-        self.left -= nbytes
+        self.bytes_left -= nbytes
         self._read(target)
         self.digest.update(part, target)
         if not is_contiguous:
@@ -425,5 +429,5 @@ class BoxReader:
             nbytes = min(len(target), len(self._ahead))
             target[:nbytes] = self._ahead[:nbytes]
             target, self._ahead = target[nbytes:], self._ahead[nbytes:]
-        if not self._ahead and not self.left:
+        if not self._ahead and not self.bytes_left:
             self._strided = None  # frees its memory

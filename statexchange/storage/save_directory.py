@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError, NotFoundError, StateExchangeError, UnsafeError
 from statexchange.storage.json_text import parse_json
-from statexchange.storage.sealed_json import check_sealed, seal
+from statexchange.storage.sealed_json import seal, unseal
+from statexchange.storage.tensorfile import read_header
 from statexchange.storage.workspace import RankFile
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MANIFEST",
     "SaveManifest",
+    "is_of_a_save",
     "open_rank_file",
     "rank_file_name",
     "rank_metadata",
@@ -37,8 +39,6 @@ MANIFEST = "save.json"
 SCHEMA = 1
 _SAVE = re.compile(r"[0-9a-f]{16}")
 _MAX_RANKS = 10**6
-
-
 _RANK_FILE = re.compile(r"rank-([0-9]{5,9})-of-[0-9]{5,9}\.safetensors")
 
 
@@ -100,9 +100,9 @@ class SaveManifest:
     @classmethod
     def parse(cls, data: bytes, path: str) -> SaveManifest:
         """Return the manifest that `to_bytes` encoded; raise CorruptError for anything else."""
-        raw: Any = parse_json(data, path)
+        parsed = parse_json(data, path)
         try:
-            check_sealed(raw)
+            raw = unseal(parsed)
             if raw["schema"] != SCHEMA:
                 text = "this save was written by a newer version of statexchange: use that version to read it"
                 raise CorruptError(text, path=path, expected=SCHEMA, found=raw["schema"])
@@ -147,17 +147,21 @@ def read_manifest(store: Store) -> SaveManifest:
 def removable_files(store: Store) -> list[str]:
     """Return the files of a save in the order of their removal: the manifest first, so that it is no save any more.
 
+    An empty directory has none.
+
     Raises:
         UnsafeError: there is no manifest, or an entry that it does not list.
         CorruptError: the manifest is broken.
     """
+    if not store.listing:
+        return []
     try:
         files = read_manifest(store).files
     except NotFoundError:
-        raise UnsafeError("refused to remove: this directory is no save of statexchange", path=store.path) from None
+        raise UnsafeError("refused to replace or remove: this directory is not a save", path=store.path) from None
     unlisted = sorted(store.listing.keys() - {MANIFEST, *files})
     if unlisted:
-        text = f"refused to remove: {unlisted[0]!r} is not a file of this save; move it elsewhere first"
+        text = f"refused to replace or remove: {unlisted[0]!r} is not a file of this save; move it elsewhere first"
         raise UnsafeError(text, path=store.path)
     return [MANIFEST, *files]
 
@@ -166,6 +170,16 @@ def rank_metadata(save: str, rank: int, world_size: int, config: str, extra: Map
     """Return the metadata of a rank's file; `config` is JSON text of `values.encode`."""
     identity = {"schema": SCHEMA, "save": save, "rank": rank, "world_size": world_size}
     return {**extra, **identity, "config": config}
+
+
+def is_of_a_save(store: Store, name: str) -> bool:
+    """Whether a file is one that a rank wrote for a save; False if it is broken."""
+    try:
+        file = store.open(name)
+        metadata = read_header(file).workspace_metadata(file.path)
+    except CorruptError:
+        return False
+    return metadata is not None and "save" in metadata
 
 
 def open_rank_file(store: Store, manifest: SaveManifest, rank: int) -> RankFile:

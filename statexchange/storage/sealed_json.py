@@ -10,7 +10,7 @@ from statexchange.storage.tensorfile import digest
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["check_sealed", "seal"]
+__all__ = ["seal", "unseal"]
 
 
 def seal(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -18,12 +18,14 @@ def seal(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**record, "digest": _digest_of(record)}
 
 
-def check_sealed(raw: object) -> None:
-    """Raise ValueError unless `raw` is a record that `seal` returned."""
-    if not isinstance(raw, dict):
+def unseal(sealed: object) -> dict[str, Any]:
+    """Return the record of which `seal` has returned `sealed`; raise ValueError or KeyError for anything else."""
+    if not isinstance(sealed, dict):
         raise ValueError("it is not an object")
-    if raw["digest"] != _digest_of({key: value for key, value in raw.items() if key != "digest"}):
+    record = {key: value for key, value in sealed.items() if key != "digest"}
+    if sealed["digest"] != _digest_of(record):
         raise ValueError("it differs from its own digest")
+    return record
 
 
 def _digest_of(record: Mapping[str, Any]) -> str:

@@ -23,6 +23,7 @@ from statexchange.errors import (
     InvalidArgumentError,
     NotFoundError,
     StateExchangeError,
+    StorageError,
     TargetExistsError,
     excerpt,
 )
@@ -31,11 +32,12 @@ from statexchange.storage.files import directory
 from statexchange.storage.json_text import parse_json
 from statexchange.storage.opened_path import open_path, read_with_retry
 from statexchange.storage.save_directory import MANIFEST, SaveManifest, read_manifest, removable_files
-from statexchange.storage.sealed_json import check_sealed, seal
+from statexchange.storage.sealed_json import seal, unseal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
+    from statexchange.storage.directory_build import UnfinishedBuild
     from statexchange.storage.opened_path import OpenedPath
     from statexchange.storage.store import Store
 
@@ -44,12 +46,16 @@ __all__ = [
     "check_only_saves",
     "clear_leftovers",
     "identity_of_saves",
+    "is_saves_directory",
     "list_steps",
     "make_identity",
+    "named_steps",
     "read_saves",
     "remove_save",
     "step_name",
     "step_of",
+    "steps_text",
+    "unfinished_steps",
 ]
 
 IDENTITY = "saves.json"
@@ -88,14 +94,26 @@ class Retention:
 
     def obsolete(self, saves: Mapping[int, SaveManifest]) -> list[int]:
         """Return the steps of the saves that do not stay, oldest first."""
-        if self.keep is None:
-            return []
+        kept = self.reasons(saves)
+        return [step for step in sorted(saves) if step not in kept]
+
+    def reasons(self, saves: Mapping[int, SaveManifest]) -> dict[int, str]:
+        """Return why each save that stays does, by step, oldest first."""
         steps = sorted(saves)
-        kept = set(steps[-self.keep :])
-        if self.keep_every is not None:
-            kept |= {step for step in steps if step % self.keep_every == 0}
-        kept |= self._best(saves)
-        return [step for step in steps if step not in kept]
+        newest = set(steps if self.keep is None else steps[-self.keep :])
+        best = self._best(saves)
+        found = {}
+        for step in steps:
+            reasons = []
+            if step in newest:
+                reasons.append("newest" if self.keep == 1 else f"one of the newest {self.keep or len(steps)}")
+            if self.keep_every is not None and step % self.keep_every == 0:
+                reasons.append(f"a multiple of {self.keep_every}")
+            if self.best is not None and step in best:
+                reasons.append(f"best {self.best[0]}: {saves[step].metrics[self.best[0]]:g}")
+            if reasons:
+                found[step] = ", ".join(reasons)
+        return found
 
     def _best(self, saves: Mapping[int, SaveManifest]) -> set[int]:
         """Return the step of the best save; of several equal ones the newest."""
@@ -119,17 +137,32 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match is not None and step_name(int(match[1])) == name else None
 
 
+def steps_text(steps: Iterable[int]) -> str:
+    """Return the newest of some steps as text, for a message."""
+    numbers = sorted(steps)
+    more = f" and {len(numbers) - 8} older ones" if len(numbers) > 8 else ""
+    return ", ".join(map(str, numbers[-8:])) + more
+
+
 def list_steps(store: Store) -> list[int]:
     """Return the steps of a directory whose saves are whole, oldest first. Not collective."""
     found = []
-    for step in _named_steps(store):
+    for step in named_steps(store):
         with contextlib.suppress(NotFoundError):  # removed meanwhile
             if MANIFEST in store.below(step_name(step)).listing:
                 found.append(step)
     return found
 
 
-def _named_steps(store: Store) -> list[int]:
+def is_saves_directory(store: Store) -> bool:
+    """Whether a directory has a whole or unfinished save of a step. Not collective."""
+    if any(_HIDDEN.fullmatch(name) is not None for name in store.listing):
+        return True
+    return bool(list_steps(store))
+
+
+def named_steps(store: Store) -> list[int]:
+    """Return the steps that have a directory, whole or not, oldest first. Not collective."""
     return sorted(step for name in store.directories if (step := step_of(name)) is not None)
 
 
@@ -148,7 +181,7 @@ def read_saves(path: str) -> dict[int, SaveManifest | StateExchangeError]:
     with opened:
         if opened.file is not None:
             raise NotFoundError("a directory of saves is expected, and this is a file", path=path)
-        steps = _named_steps(opened.store)
+        steps = named_steps(opened.store)
     found: dict[int, SaveManifest | StateExchangeError] = {}
     for step in steps:
         try:
@@ -177,9 +210,9 @@ def identity_of_saves(path: str) -> str | None:
             data, shown = opened.store.read_small(IDENTITY), opened.store.path_of(IDENTITY)
     except NotFoundError:
         return None
-    raw: Any = parse_json(data, shown)
+    parsed = parse_json(data, shown)
     try:
-        check_sealed(raw)
+        raw = unseal(parsed)
         if raw["schema"] != _SCHEMA or not _IDENTITY.fullmatch(raw["identity"]):
             raise ValueError("it has another schema")
     except (KeyError, TypeError, ValueError) as error:
@@ -242,11 +275,49 @@ def remove_save(path: str, step: int) -> None:
     DirectoryRemoval(os.path.join(path, step_name(step)), check=removable_files).run()
 
 
+def unfinished_steps(path: str) -> dict[int, list[UnfinishedBuild]]:
+    """Return the unfinished saves and removals in the directory `path`, by step.
+
+    Not collective. {} if the directory does not exist.
+
+    Raises:
+        StorageError: the directory cannot be read.
+    """
+    names = _hidden_names(path)
+    if not names:
+        return {}
+    from statexchange.storage.directory_build import unfinished_builds  # only here: readers need no file locks
+
+    found = {}
+    for name in names:
+        step = step_of(name)
+        builds = unfinished_builds(os.path.join(path, name))
+        if step is not None and builds:
+            found[step] = builds
+    return found
+
+
+def _hidden_names(path: str) -> list[str]:
+    """Return the names of the steps beside which there are hidden files."""
+    try:
+        entries = os.listdir(path)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StorageError.of(error, "list directory", path=path) from error
+    return sorted({match[1] for name in entries if (match := _HIDDEN.fullmatch(name)) is not None})
+
+
 def clear_leftovers(path: str) -> None:
     """Remove what processes that have provably ended left of unfinished saves and removals. Not collective."""
-    from statexchange.storage.directory_build import DirectoryRemoval  # for writers only
+    names = _hidden_names(path)
+    if not names:
+        return
+    from statexchange.storage.directory_build import DirectoryRemoval, unfinished_builds  # for writers only
 
-    names = {match[1] for name in os.listdir(path) if (match := _HIDDEN.fullmatch(name)) is not None}
-    for name in sorted(names):
+    for name in names:
+        builds = unfinished_builds(os.path.join(path, name))
+        if builds and all(build.owner is not None and build.state != "dead" for build in builds):
+            continue  # nothing here can be removed
         with contextlib.suppress(TargetExistsError):  # a process that runs is publishing there
             DirectoryRemoval(os.path.join(path, name), check=lambda _: []).abandon()

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Literal
 from urllib.parse import unquote
 
-from statexchange.errors import InvalidArgumentError, excerpt, without_secrets
+from statexchange.errors import InvalidArgumentError, UnsafeError, excerpt, without_secrets
 from statexchange.storage.files import bytes_of, check_size
 
 __all__ = ["EntryKind", "Store", "StoredFile", "absolute_path", "is_url", "resolve_path", "strip_file_scheme"]
@@ -55,14 +55,14 @@ def resolve_path(path: object, what: str) -> str:
     Raises:
         InvalidArgumentError: `path` is something else, is empty or contains a null character.
     """
-    given = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
-    if not isinstance(given, str) or not given:
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text:
         raise InvalidArgumentError(f"{what} is a path or a URL, not {excerpt(path)}")
-    name = strip_file_scheme(given)
-    if "\0" in name:
-        shown = excerpt(without_secrets(given))
+    without_scheme = strip_file_scheme(text)
+    if "\0" in without_scheme:
+        shown = excerpt(without_secrets(text))
         raise InvalidArgumentError(f"{what} is a path or a URL without null characters, not {shown}")
-    return name if "://" in name else absolute_path(os.path.expanduser(name))
+    return without_scheme if "://" in without_scheme else absolute_path(os.path.expanduser(without_scheme))
 
 
 class StoredFile(ABC):
@@ -122,8 +122,8 @@ class Store(ABC):
     @cached_property
     def listing(self) -> Mapping[str, EntryKind]:
         """The kind of each entry by name, sorted. The directory is read once, at the first use."""
-        found = self._list()
-        return {name: found[name] for name in sorted(found)}
+        kinds = self._list()
+        return {name: kinds[name] for name in sorted(kinds)}
 
     @property
     def files(self) -> list[str]:
@@ -143,15 +143,23 @@ class Store(ABC):
     def _list(self) -> dict[str, EntryKind]:
         """Read the directory."""
 
-    @abstractmethod
     def open(self, name: str) -> StoredFile:
-        """Open and pin a file.
+        """Open and pin a file of this directory.
+
+        `name` may come from a file, such as an index, and must not lead out of the directory.
 
         Raises:
             NotFoundError: there is no such file.
-            UnsafeError: it is not a regular file.
+            UnsafeError: it is not a regular file, or `name` is a path.
             StorageError: it cannot be opened.
         """
+        if name in ("", ".", "..") or "/" in name or os.sep in name:
+            raise UnsafeError(f"refused: {excerpt(name)} is not the name of a file in this directory", path=self.path)
+        return self._open(name)
+
+    @abstractmethod
+    def _open(self, name: str) -> StoredFile:
+        """Open and pin the file `name`, which is not a path."""
 
     @abstractmethod
     def below(self, name: str, *, private: bool = False) -> Store:

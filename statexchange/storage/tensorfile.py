@@ -193,15 +193,16 @@ def read_header(file: StoredFile, *, whole: bool = True) -> Header:
     raw = parse_json(text, path)
     assert isinstance(raw, dict)  # the text begins with a brace
     metadata = raw.pop(_METADATA_KEY, {})
-    if not isinstance(metadata, dict) or any(not isinstance(v, str) for v in metadata.values()):
+    if not isinstance(metadata, dict) or any(not isinstance(value, str) for value in metadata.values()):
         raise CorruptError("header metadata must map text to text", path=path)
     entries = sorted(
         (_entry(name, fields, 8 + length, path) for name, fields in raw.items()),
-        key=lambda e: (e.begin, e.end),
+        key=lambda entry: (entry.begin, entry.end),
     )
     _check_contiguous(entries, 8 + length, size if whole else None, path)
-    known = {entry.name: entry for entry in entries if entry.dtype in ITEMSIZE}
-    return Header(known, metadata, size, {entry.name: entry for entry in entries if entry.name not in known})
+    supported = {entry.name: entry for entry in entries if entry.dtype in ITEMSIZE}
+    unknown = {entry.name: entry for entry in entries if entry.name not in supported}
+    return Header(supported, metadata, size, unknown)
 
 
 def read_header_bytes(file: StoredFile) -> bytearray:
@@ -247,6 +248,7 @@ def _fits(nbytes: int, dtype: str, numel: int) -> bool:
 
 
 def _check_contiguous(entries: Sequence[Entry], start: int, size: int | None, path: str) -> None:
+    """Raise CorruptError unless the tensors follow one another from `start` to `size`; None: to any size."""
     at = start
     for entry in entries:
         if entry.begin != at:
@@ -264,22 +266,26 @@ def _check_contiguous(entries: Sequence[Entry], start: int, size: int | None, pa
 
 
 def _header_metadata(
-    held: Sequence[ShardData], digests: Sequence[Sequence[str]], metadata: Mapping[str, Any]
+    shards: Sequence[Shard], digests: Sequence[Sequence[str]], metadata: Mapping[str, Any]
 ) -> dict[str, str]:
     """Return the text metadata of a file: the workspace's, "format", and torch's sharding keys."""
-    tensors = {
-        h.shard.name: {
-            "dtype": h.shard.dtype,
-            "global_shape": list(h.shard.global_shape),
-            "boxes": [box.to_json() for box in h.shard.boxes],
-            "digests": of_boxes,
+    tensors = {}
+    torch_sharding = {}
+    for shard, box_digests in zip(shards, digests, strict=True):
+        tensors[shard.name] = {
+            "dtype": shard.dtype,
+            "global_shape": list(shard.global_shape),
+            "boxes": [box.to_json() for box in shard.boxes],
+            "digests": box_digests,
         }
-        for h, of_boxes in zip(held, digests, strict=True)
+        if len(shard.boxes) == 1:
+            torch_sharding[shard.name] = {"saved_offsets": _saved_offsets(shard)}
+    return {
+        WORKSPACE_KEY: json.dumps({**metadata, "tensors": tensors}, separators=(",", ":")),
+        "format": "pt",
+        TORCH_SHARDING_KEY: json.dumps(torch_sharding, separators=(",", ":")),
+        _TORCH_VERSION_KEY: _TORCH_VERSION,
     }
-    offsets = {h.shard.name: {"saved_offsets": _saved_offsets(h.shard)} for h in held if len(h.shard.boxes) == 1}
-    ours = json.dumps({**metadata, "tensors": tensors}, separators=(",", ":"))
-    saved_offsets = json.dumps(offsets, separators=(",", ":"))
-    return {WORKSPACE_KEY: ours, "format": "pt", TORCH_SHARDING_KEY: saved_offsets, _TORCH_VERSION_KEY: _TORCH_VERSION}
 
 
 def _saved_offsets(shard: Shard) -> list[int]:
@@ -291,7 +297,7 @@ def write_tensor_file(
     dir_fd: int,
     name: str,
     path: str,
-    held: Sequence[ShardData],
+    shards: Sequence[ShardData],
     metadata: Mapping[str, Any],
     *,
     durable: bool,
@@ -301,30 +307,31 @@ def write_tensor_file(
 
     The digests are computed while the tensors are written, so the header, which has them, is written last.
     """
-    order = list(ITEMSIZE)
-    kept = sorted(held, key=lambda h: (-order.index(h.shard.dtype), h.shard.name))
-    digests = [[_NO_DIGEST for _ in h.shard.boxes] for h in kept]
-    entries = [(h.shard.name, h.shard.dtype, h.shard.local_shape) for h in kept]
+    dtypes = list(ITEMSIZE)
+    ordered = sorted(shards, key=lambda data: (-dtypes.index(data.shard.dtype), data.shard.name))
+    described = [data.shard for data in ordered]
+    digests = [[_NO_DIGEST for _ in shard.boxes] for shard in described]
+    entries = [(shard.name, shard.dtype, shard.local_shape) for shard in described]
 
     def header() -> bytes:
         with collector_paused():
-            return encode_header(entries, _header_metadata(kept, digests, metadata))
+            return encode_header(entries, _header_metadata(described, digests, metadata))
 
     begin = len(header())  # with placeholders: all digests have the same length
-    nbytes = begin + sum(h.shard.nbytes for h in kept)
-    parts = _digested(kept, digests)
+    nbytes = begin + sum(shard.nbytes for shard in described)
+    parts = _digested(ordered, digests)
     write_new(dir_fd, name, parts, nbytes=nbytes, path=path, durable=durable, mode=mode, begin=begin, header=header)
     return nbytes
 
 
-def _digested(held: Sequence[ShardData], digests: Sequence[list[str]]) -> Iterator[memoryview]:
+def _digested(shards: Sequence[ShardData], digests: Sequence[list[str]]) -> Iterator[memoryview]:
     """Yield the bytes of all tensors, and store each box's digest in `digests` after its last part."""
     import xxhash
 
-    for h, of_boxes in zip(held, digests, strict=True):
-        for index in range(len(of_boxes)):
+    for data, box_digests in zip(shards, digests, strict=True):
+        for index in range(len(box_digests)):
             hasher = xxhash.xxh3_128()
-            for part in h.box_parts(index):
+            for part in data.box_parts(index):
                 hasher.update(part)
                 yield part
-            of_boxes[index] = hasher.hexdigest()
+            box_digests[index] = hasher.hexdigest()

@@ -53,7 +53,7 @@ from statexchange.storage.json_text import parse_json
 from statexchange.storage.local import local_path
 from statexchange.storage.mounts import mount_of
 from statexchange.storage.opened_path import OpenedPath, open_path
-from statexchange.storage.sealed_json import check_sealed, seal
+from statexchange.storage.sealed_json import seal, unseal
 from statexchange.storage.store import Store, StoredFile, is_url, resolve_path
 from statexchange.storage.tensorfile import Header, ShardData, digest, read_header, storage_form, write_tensor_file
 from statexchange.tensors import ITEMSIZE
@@ -184,6 +184,11 @@ class WorkspaceView:
         self._rounds: dict[tuple[str, int], Store] = {}
         self.has_changed = False
 
+    @property
+    def files(self) -> list[str]:
+        """Names of the files in the root, in which a workspace has none."""
+        return self._root.files
+
     def runs(self) -> list[str]:
         """Return the names of all runs, sorted."""
         return [name for name in self._root.directories if _RUN.fullmatch(name)]
@@ -212,8 +217,8 @@ class WorkspaceView:
 
     def rank_names(self, run: str, round: int) -> list[RankName]:  # noqa: A002
         """Return the names of a round's complete files, in rank order; raise NotFoundError without such a round."""
-        found = filter(is_rank_file, self._round(run, round).files)
-        names = [RankName.parse(os.path.join(run, f"{round:06d}", name)) for name in found]
+        file_names = filter(is_rank_file, self._round(run, round).files)
+        names = [RankName.parse(os.path.join(run, f"{round:06d}", name)) for name in file_names]
         return sorted(names, key=lambda name: name.rank)
 
     def manifest(self, run: str, round: int) -> Manifest:  # noqa: A002
@@ -226,13 +231,13 @@ class WorkspaceView:
 
     def dropped(self, run: str) -> list[Manifest]:
         """Return the manifests of rounds whose drop is in progress or was interrupted."""
-        found = []
+        manifests = []
         for number in self.rounds(run):
             with contextlib.suppress(*_REMOVED, CorruptError):  # removed meanwhile, or unreadable
                 store = self._round(run, number)
                 if DROPPED in store.listing:
-                    found.append(_manifest_in(store, DROPPED, run, number))
-        return found
+                    manifests.append(_manifest_in(store, DROPPED, run, number))
+        return manifests
 
     def abandoned(self, run: str, round: int) -> list[str]:  # noqa: A002
         """Return the names of a round's files whose writers have provably ended without a commit.
@@ -244,15 +249,15 @@ class WorkspaceView:
             temporary = [name for name in names if atomic.is_abandoned(name)]
             if MANIFEST in names or DROPPED in names:
                 return temporary
-            written = self.rank_names(run, round)
-            dead = all(_is_dead(self.open(name).metadata.get("pending")) for name in written)
+            rank_names = self.rank_names(run, round)
+            all_dead = all(_is_dead(self.open(name).metadata.get("pending")) for name in rank_names)
         except StateExchangeError:  # removed meanwhile, or unreadable
             return []
-        return [*temporary, *(name.file for name in written if dead)]
+        return [*temporary, *(name.file for name in rank_names)] if all_dead else temporary
 
     def all_abandoned(self, rounds: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Return those of `rounds` (run, round) in which there is something that was abandoned, or nothing at all."""
-        return [one for one in rounds if self.abandoned(*one) or self._is_empty(*one)]
+        """Return those of `rounds` (run, round) that have abandoned files, or no files at all."""
+        return [(run, number) for run, number in rounds if self.abandoned(run, number) or self._is_empty(run, number)]
 
     def _is_empty(self, run: str, number: int) -> bool:
         try:
@@ -265,11 +270,11 @@ class WorkspaceView:
 
         A commit goes on beside a broken manifest; only a reader of that round needs to fail.
         """
-        found = []
+        manifests = []
         for run, number in self.all_rounds():
             with contextlib.suppress(*_REMOVED, CorruptError, UnsafeError):
-                found.append(self.manifest(run, number))
-        return sorted(found, key=_age)
+                manifests.append(self.manifest(run, number))
+        return sorted(manifests, key=_age)
 
     def all_rounds(self, only: str | None = None) -> Iterator[tuple[str, int]]:
         """Yield (run, round) for all rounds that have a directory, or for those of the run `only`."""
@@ -279,11 +284,11 @@ class WorkspaceView:
 
     def manifests(self, rounds: Iterable[tuple[str, int]]) -> list[Manifest]:
         """Return the manifests of those of `rounds` (run, round) that are committed, oldest first."""
-        found = []
+        manifests = []
         for run, number in rounds:
             with contextlib.suppress(NotFoundError):  # not committed, or dropped meanwhile
-                found.append(self.manifest(run, number))
-        return sorted(found, key=_age)
+                manifests.append(self.manifest(run, number))
+        return sorted(manifests, key=_age)
 
     def open(self, receipt: Receipt | RankName, *, owner: OpenedPath | None = None) -> RankFile:
         """Open a rank's file; raise NotFoundError if it is absent. Closing the file closes `owner`."""
@@ -311,10 +316,10 @@ class WorkspaceView:
         first = absent[0].rank_name
         try:
             with open_path(self.path) as opened:
-                now = WorkspaceView(opened.store)
+                current = WorkspaceView(opened.store)
                 if isinstance(absent[0], Receipt):
-                    return not set(absent) <= set(now.manifest(first.run, first.round).receipts)
-                return not set(absent) <= set(now.rank_names(first.run, first.round))
+                    return not set(absent) <= set(current.manifest(first.run, first.round).receipts)
+                return not set(absent) <= set(current.rank_names(first.run, first.round))
         except NotFoundError:
             return True
 
@@ -342,17 +347,17 @@ class Workspace:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._given = resolve_path(path, "a workspace")
-        self.path = self._given.rstrip("/") if is_url(self._given) else local_path(self._given)
-        self._in_memory = self._given.startswith("shm://")
+        self._resolved_path = resolve_path(path, "a workspace")
+        self.path = self._resolved_path.rstrip("/") if is_url(self._resolved_path) else local_path(self._resolved_path)
+        self._in_memory = self._resolved_path.startswith("shm://")
         self._durable: bool | None = None
 
     def __repr__(self) -> str:
-        return f"Workspace({without_secrets(self._given)!r})"
+        return f"Workspace({without_secrets(self._resolved_path)!r})"
 
     def write(
         self,
-        held: Sequence[ShardData],
+        shards: Sequence[ShardData],
         *,
         run: str,
         round: int,  # noqa: A002 (the workspace's own word)
@@ -367,7 +372,7 @@ class Workspace:
         Not collective.
 
         Args:
-            held: the rank's shards with their bytes.
+            shards: the rank's shards with their bytes.
             run: name of the run: letters, digits, ".", "_" and "-".
             round: number of the round.
             rank: this rank.
@@ -397,17 +402,17 @@ class Workspace:
             **({"pending": Owner.current().to_json()} if pending else {}),
         }
         path = os.path.join(self.path, name.relative)
-        nbytes = self._retried(lambda: self._write(name, path, held, metadata))
+        nbytes = self._retried(lambda: self._write(name, path, shards, metadata))
         return Receipt(name.relative, nbytes)
 
-    def _write(self, name: RankName, path: str, held: Sequence[ShardData], metadata: Mapping[str, Any]) -> int:
-        if is_url(self._given):
+    def _write(self, name: RankName, path: str, shards: Sequence[ShardData], metadata: Mapping[str, Any]) -> int:
+        if is_url(self._resolved_path):
             text = "a workspace at a URL is read-only: write it in a directory and copy it here"
             raise InvalidArgumentError(text, path=self.path)
         files.make_path(self.path)
         try:
             with self._round_directories(name.run, name.round, make=True) as dir_fds:
-                nbytes = write_tensor_file(dir_fds[-1], name.file, path, held, metadata, durable=self.durable)
+                nbytes = write_tensor_file(dir_fds[-1], name.file, path, shards, metadata, durable=self.durable)
                 # Before the receipt is returned: its recipient may list these directories on another host.
                 atomic.invalidate_listings(*dir_fds, path=self.path)
                 return nbytes
@@ -502,8 +507,8 @@ class Workspace:
             except BaseException as error:
                 if opened is not None:
                     opened.close()
-                gone = isinstance(error, NotFoundError | ReplacedError)
-                if not gone or time.monotonic() >= deadline:
+                is_missing = isinstance(error, NotFoundError | ReplacedError)
+                if not is_missing or time.monotonic() >= deadline:
                     if isinstance(error, NotFoundError) and error.rank is None:
                         name = receipt.rank_name
                         raise NotFoundError(
@@ -540,7 +545,7 @@ class Workspace:
             older = view.readable_manifests()
             half_dropped = view.dropped(first.run)
             abandoned = view.all_abandoned(view.all_rounds())
-        generation = max((m.generation for m in older), default=0) + 1
+        generation = max((committed.generation for committed in older), default=0) + 1
         manifest = Manifest(first.run, first.round, generation, first.world_size, tuple(receipts), dict(extra or {}))
         text = _manifest_text(manifest)
         path = os.path.join(self.path, first.run, f"{first.round:06d}", MANIFEST)
@@ -548,7 +553,7 @@ class Workspace:
             atomic.write_new(dir_fds[-1], MANIFEST, [text], nbytes=len(text), path=path, durable=self.durable)
             atomic.invalidate_listings(*dir_fds, path=self.path)
         # Older rounds are removed only after the new one is durable.
-        for old in [m for m in [*older, manifest] if m.run == first.run][:-keep]:
+        for old in [committed for committed in [*older, manifest] if committed.run == first.run][:-keep]:
             self._drop(old)
         for old in half_dropped:
             self._drop(old)
@@ -556,10 +561,12 @@ class Workspace:
         return manifest
 
     def sweep(self, only: str | None = None) -> None:
-        """Remove what provably ended processes have left. Not collective.
+        """Remove files of uncommitted rounds whose writers have provably ended.
 
-        These are temporary files, files of rounds that were never committed, and empty directories of rounds. With
-        `only`, in this run alone.
+        Not collective. Temporary files and empty directories of rounds are removed too.
+
+        Args:
+            only: the run to sweep; None for all runs.
         """
         try:
             with self.view() as view:
@@ -634,10 +641,12 @@ class Workspace:
         """
         try:
             with self.view() as view:
-                found = [name for number in view.rounds(run) for name in _uncommitted(view, run, number)]
+                names = []
+                for number in view.rounds(run):
+                    names.extend(_uncommitted(view, run, number))
         except NotFoundError:
             return
-        self.remove(name.relative for name in found)
+        self.remove(name.relative for name in names)
 
     def _drop(self, manifest: Manifest) -> None:
         """Remove a committed round: rename its manifest, remove its files, remove the renamed manifest last.
@@ -686,7 +695,7 @@ class Workspace:
                     os.rmdir(os.path.dirname(self.path))
 
 
-def _is_dead(pending: Any) -> bool:
+def _is_dead(pending: object) -> bool:
     """Whether the writer of a pending file has provably ended, by its record in the file."""
     try:
         return pending is not None and Owner.from_json(pending).is_dead
@@ -716,9 +725,12 @@ def _age(manifest: Manifest) -> tuple[int, str, int]:
 
 
 def _is_whole(names: Sequence[RankName]) -> bool:
+    """Whether these are the names of one round, one for each rank in rank order."""
     first = names[0]
-    same = {(name.run, name.round, name.world_size) for name in names} == {(first.run, first.round, first.world_size)}
-    return same and len(names) == first.world_size and all(name.rank == n for n, name in enumerate(names))
+    rounds = {(name.run, name.round, name.world_size) for name in names}
+    if len(rounds) > 1 or len(names) != first.world_size:
+        return False
+    return all(name.rank == index for index, name in enumerate(names))
 
 
 def _manifest_text(manifest: Manifest) -> bytes:
@@ -728,7 +740,7 @@ def _manifest_text(manifest: Manifest) -> bytes:
         "round": manifest.round,
         "generation": manifest.generation,
         "world_size": manifest.world_size,
-        "files": [[os.path.basename(r.relative), r.nbytes] for r in manifest.receipts],
+        "files": [[os.path.basename(receipt.relative), receipt.nbytes] for receipt in manifest.receipts],
         "extra": dict(manifest.extra),
     }
     return json.dumps(seal(record), indent=1).encode()
@@ -744,17 +756,18 @@ def _manifest_in(store: Store, name: str, run: str, number: int) -> Manifest:
         raise CorruptError(f"broken manifest: {error}", path=path) from None
 
 
-def _parse_manifest(raw: Any, run: str, number: int) -> Manifest:
+def _parse_manifest(parsed: object, run: str, number: int) -> Manifest:
     """Return the manifest of a round from parsed JSON; raise ValueError if it contradicts itself or the round."""
-    check_sealed(raw)
+    raw = unseal(parsed)
     files = [(name, size) for name, size in raw["files"]]
     if any(type(name) is not str or type(size) is not int or size < 0 for name, size in files):
         raise ValueError("its files are not listed by name and size")
     receipts = tuple(Receipt(os.path.join(run, f"{number:06d}", name), size) for name, size in files)
     names = [receipt.rank_name for receipt in receipts]
-    known = [raw["schema"], raw["run"], raw["round"], type(raw["generation"])] == [SCHEMA, run, number, int]
-    known = known and isinstance(raw["extra"], dict)
-    if not known or not names or not _is_whole(names) or raw["world_size"] != names[0].world_size:
+    is_of_round = [raw["schema"], raw["run"], raw["round"]] == [SCHEMA, run, number]
+    has_types = type(raw["generation"]) is int and isinstance(raw["extra"], dict)
+    is_complete = bool(names) and _is_whole(names) and raw["world_size"] == names[0].world_size
+    if not (is_of_round and has_types and is_complete):
         raise ValueError("it is of another schema or round, or does not list all ranks")
     return Manifest(run, number, raw["generation"], raw["world_size"], receipts, raw["extra"])
 
@@ -856,6 +869,7 @@ class RankFile:
 
 
 def _shards(header: Header, metadata: dict[str, Any], path: str) -> tuple[dict[str, Shard], dict[str, tuple[str, ...]]]:
+    """Return the shards of a file's tensors, and the digests of their boxes, by tensor name."""
     tensors = metadata.get("tensors")
     if header.unknown:
         entry = next(iter(header.unknown.values()))
@@ -867,14 +881,12 @@ def _shards(header: Header, metadata: dict[str, Any], path: str) -> tuple[dict[s
         try:
             boxes = tuple(Box.from_json(box) for box in raw["boxes"])
             shard = Shard(name, raw["dtype"], sizes_from_json(raw["global_shape"]), boxes)
-            kept = tuple(str(known) for known in raw["digests"])
+            box_digests = tuple(str(text) for text in raw["digests"])
             entry = header.entries[name]
-            fits = storage_form(shard.dtype, shard.local_shape) == (entry.dtype, entry.shape) and len(kept) == len(
-                boxes
-            )
+            fits = storage_form(shard.dtype, shard.local_shape) == (entry.dtype, entry.shape)
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptError(f"broken metadata: {error}", path=path, name=name) from None
-        if not fits:
+        if not fits or len(box_digests) != len(boxes):
             raise CorruptError("metadata does not fit the header", path=path, name=name)
-        shards[name], digests[name] = shard, kept
+        shards[name], digests[name] = shard, box_digests
     return shards, digests

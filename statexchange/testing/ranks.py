@@ -11,7 +11,7 @@ from typing import Any, Literal, overload
 from statexchange.errors import InvalidArgumentError, StateExchangeError
 from statexchange.settings import check_timeout
 from statexchange.testing.child import report
-from statexchange.testing.worlds import BACKENDS, World, open_world
+from statexchange.testing.worlds import LAUNCH_METHODS, World, open_world
 
 __all__ = ["RankFailure", "RankOutcome", "RankOutcomes", "report", "run_ranks"]
 
@@ -156,8 +156,8 @@ def run_ranks(
     child process, a socket or other state behind, is not used again. The exit of the ranks is then not part of the
     call, and no exit code is given. `fn` must not depend on a new process, nor change variables of modules.
     """
-    if backend not in BACKENDS:
-        raise InvalidArgumentError(f"no backend {backend!r}: use one of {', '.join(BACKENDS)}")
+    if backend not in LAUNCH_METHODS:
+        raise InvalidArgumentError(f"no backend {backend!r}: use one of {', '.join(LAUNCH_METHODS)}")
     if world_size < 1:
         raise InvalidArgumentError("a world has at least one rank", expected="world_size >= 1", found=world_size)
     check_timeout(timeout_s)

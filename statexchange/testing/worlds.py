@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from multiprocessing.context import ForkServerContext, ForkServerProcess
 
-__all__ = ["BACKENDS", "World", "dismiss_kept", "mpi_missing", "open_world"]
+__all__ = ["LAUNCH_METHODS", "World", "dismiss_kept", "mpi_missing", "open_world"]
 
-BACKENDS = ("threads", "processes", "gloo", "mpi")
+LAUNCH_METHODS = ("threads", "processes", "gloo", "mpi")  # what `run_ranks` takes as `backend`
 Event = tuple[int, str, Any]  # rank; "ready", "report", "ok", "raised" or "exited"; what it sent
 
 _POLL_S = 0.05

@@ -18,4 +18,4 @@ _HOMES = {
     "data_parallel": "statexchange.train.module",
 }
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, _HOMES, need_torch=_HOMES)
+__getattr__, __dir__, __all__ = lazy_names(__name__, _HOMES, need=dict.fromkeys(_HOMES, ("torch",)))

@@ -97,7 +97,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
         if self._no_sync_depth or self._algorithm.is_due(self._steps):
             super().finalize(weight=weight)
 
-    def step(self, closure: Callable[[], Any] | None = None, *, weight: float | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, weight: float | None = None) -> Any:  # noqa: ANN401 (the closure's loss)
         """Synchronise, then let the inner optimizer step. Collective."""
         if self._algorithm.averages_weights:
             self.finalize(weight=weight)

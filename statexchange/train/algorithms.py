@@ -75,7 +75,7 @@ class Algorithm(abc.ABC):
     hierarchical: bool | None = field(default=None, kw_only=True)
 
     name: ClassVar[str]
-    """The name by which `data_parallel` and `switch_to` know it."""
+    """The name that `data_parallel` and `switch_to` take for it."""
     averages_weights: ClassVar[bool] = False
     """Whether parameters are averaged before the step, and gradients stay this rank's own."""
 

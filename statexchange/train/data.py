@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import torch
 from torch.utils.data import Dataset, IterableDataset
@@ -21,6 +21,18 @@ from statexchange.errors import InvalidArgumentError
 __all__ = ["DistributedDataContainer", "part_of"]
 
 Uneven = Literal["short", "pad", "drop", "balanced"]
+
+
+class Samples(Protocol):
+    """Samples by number: a map-style dataset, an array, a tensor or a list."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, sample: int, /) -> Any: ...  # noqa: ANN401 (a sample of the caller's)
+
+
+# What a DistributedDataContainer takes: samples, or fields of samples, which may be nested.
+Data: TypeAlias = "Samples | tuple[Any, ...] | Mapping[Any, Any]"
 
 
 def part_of(num_samples: int, world_size: int, rank: int, uneven: Uneven = "short") -> tuple[int, int]:
@@ -90,7 +102,13 @@ class DistributedDataContainer(Dataset[Any]):
     """
 
     def __init__(
-        self, data: Any, comm: CommLike | None = None, *, uneven: Uneven = "short", shuffle: bool = False, seed: int = 0
+        self,
+        data: Data,
+        comm: CommLike | None = None,
+        *,
+        uneven: Uneven = "short",
+        shuffle: bool = False,
+        seed: int = 0,
     ) -> None:
         if uneven not in get_args(Uneven):
             raise InvalidArgumentError(f"uneven is one of {', '.join(get_args(Uneven))}, not {uneven!r}")
@@ -118,7 +136,7 @@ class DistributedDataContainer(Dataset[Any]):
     def __len__(self) -> int:
         return len(self._part) - self._skipped
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Any:  # noqa: ANN401 (a sample of the caller's)
         return _item(self.data, self._sample(index))
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
@@ -225,7 +243,7 @@ def _rank_and_world_size(comm: CommLike | None) -> tuple[int, int]:
     return communicator.rank, communicator.world_size
 
 
-def _checked_consumption(raw: Any) -> list[tuple[int, int]]:
+def _checked_consumption(raw: Any) -> list[tuple[int, int]]:  # noqa: ANN401 (what a state has there)
     """Return (number of ranks, samples that each consumed) of each run of an epoch; the last run saved the state."""
     try:
         found = [(int(ranks), int(count)) for ranks, count in raw]
@@ -256,7 +274,7 @@ def _remaining(order: torch.Tensor, world_size: int, consumed: int, uneven: Unev
     return torch.cat([*left, order[sum(parts[-1]) :]])
 
 
-def _num_samples(data: Any) -> int:
+def _num_samples(data: Data) -> int:
     """Return the number of samples in `data`."""
     lengths = dict(_lengths(data, "data"))
     if not lengths:
@@ -267,7 +285,7 @@ def _num_samples(data: Any) -> int:
     return next(iter(lengths.values()))
 
 
-def _lengths(data: Any, path: str) -> Iterator[tuple[str, int]]:
+def _lengths(data: Data, path: str) -> Iterator[tuple[str, int]]:
     """Yield the path and length of each field."""
     if isinstance(data, tuple | Mapping):
         entries = data.items() if isinstance(data, Mapping) else enumerate(data)
@@ -284,11 +302,11 @@ def _lengths(data: Any, path: str) -> Iterator[tuple[str, int]]:
         raise InvalidArgumentError(f"{path} is a {type(data).__name__} and has no length") from error
 
 
-def _item(data: Any, sample: int) -> Any:
+def _item(data: Data, sample: int) -> Any:  # noqa: ANN401 (a sample of the caller's)
     """Return one sample of all fields."""
     if isinstance(data, Mapping):
         return {key: _item(field, sample) for key, field in data.items()}
     if isinstance(data, tuple):
         items = (_item(field, sample) for field in data)
-        return type(data)._make(items) if hasattr(data, "_make") else tuple(items)
+        return data._make(items) if hasattr(data, "_make") else tuple(items)
     return data[sample]

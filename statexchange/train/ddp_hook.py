@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future as ConcurrentFuture
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statexchange.comm.calls import about
+from statexchange.comm.calls import site_detail
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
 from statexchange.errors import InvalidArgumentError
@@ -24,9 +24,12 @@ from statexchange.train.buckets.reducer import BucketReducer
 from statexchange.train.parameter_specs import shortened
 from statexchange.train.reducers import Reducer
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket  # torch.distributed exports it, but not for type checkers
+
 __all__ = ["as_comm_hook"]
 
-Hook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
+Hook = Callable[[Any, "GradBucket"], "torch.futures.Future[torch.Tensor]"]
 
 
 def as_comm_hook(reducer: Reducer | CommLike | None = None) -> Hook:
@@ -61,8 +64,8 @@ def as_comm_hook(reducer: Reducer | CommLike | None = None) -> Hook:
 
 
 def _inline_hook(reducer: Reducer) -> Hook:
-    def hook(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        flat: torch.Tensor = bucket.buffer()
+    def hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        flat = bucket.buffer()
         reducer.add(flat)
         reducer.finalize()
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -76,9 +79,9 @@ def _overlapping_hook(comm: Communicator) -> Hook:
     waiting = ThreadPoolExecutor(1, "statexchange comm hook")
     caller = comm.caller
 
-    def hook(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        flat: torch.Tensor = bucket.buffer()
-        with comm.called_by(caller), about(lambda: _label(bucket)):
+    def hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        flat = bucket.buffer()
+        with comm.called_by(caller), site_detail(lambda: _label(bucket)):
             work = comm.all_reduce(flat, "avg", async_op=True)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
 
@@ -94,7 +97,7 @@ def _overlapping_hook(comm: Communicator) -> Hook:
     return _without_annotations(hook)
 
 
-def _label(bucket: Any) -> str:
+def _label(bucket: GradBucket) -> str:
     """Name a bucket by the shapes of its parameters: DDP's buckets do not have their names."""
     shapes = shortened([str(list(parameter.shape)) for parameter in bucket.parameters()])
     return f"bucket {bucket.index()} of DDP: parameters of shapes {shapes}"

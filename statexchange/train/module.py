@@ -78,7 +78,7 @@ class DistributedModule(nn.Module):
         """Return the inner module. Not collective."""
         return self.module
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (the inner module's result)
         """Call the inner module; in train mode the time between two calls counts as a step's. Not collective."""
         if self.module.training:
             self._group.count_forward()
@@ -86,11 +86,11 @@ class DistributedModule(nn.Module):
             self._group.interrupt()
         return self.module(*args, **kwargs)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (as torch: of the type of `destination`)
         """Return the inner module's state dict. Not collective."""
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (the inner module's result)
         """Load a state dict into the inner module. Not collective, but all ranks must load alike."""
         return self.module.load_state_dict(*args, **kwargs)
 
@@ -102,7 +102,7 @@ class DistributedModule(nn.Module):
         """Return the inner module's buffers by its names. Not collective."""
         return self.module.named_buffers(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (any attribute of the inner module)
         try:
             return super().__getattr__(name)
         except AttributeError:

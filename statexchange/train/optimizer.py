@@ -114,7 +114,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._reducer.watch(self._backward_ended)
         self._arm()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (any attribute of the inner optimizer)
         if name == "_optimizer":
             raise AttributeError(name)
         return getattr(self._optimizer, name)
@@ -173,11 +173,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with self._comm.checking("add_param_group"):
             self._optimizer.add_param_group(param_group)
             named = self._named()
-        known = self._reducer.parameters
-        ids = {id(parameter) for parameter in known.values()}
+        present = self._reducer.parameters
+        ids = {id(parameter) for parameter in present.values()}
         new = {name: parameter for name, parameter in named.items() if id(parameter) not in ids}
         if new:
-            self._reducer.reset({**known, **new})
+            self._reducer.reset({**present, **new})
             self._arm()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -223,7 +223,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._backwards = 0
         self._arm()
 
-    def step(self, closure: Callable[[], Any] | None = None, *, weight: float | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, weight: float | None = None) -> Any:  # noqa: ANN401 (the closure's loss)
         """Average gradients, if they are not averages yet, and let the inner optimizer step.
 
         Collective.
@@ -251,7 +251,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._begin()
         return result
 
-    def _evaluate(self, closure: Callable[[], Any], weight: float | None) -> Any:
+    def _evaluate(self, closure: Callable[[], Any], weight: float | None) -> Any:  # noqa: ANN401 (the closure's loss)
         """Call the closure, average the gradients, and return the averaged loss. Collective."""
         self._is_averaged = False
         loss = closure()

@@ -67,15 +67,15 @@ def named_parameters(source: Source) -> dict[str, torch.Tensor]:
         InvalidArgumentError: `source` is something else, or two parameters have one name.
     """
     named: dict[str, torch.Tensor] = {}
-    known: set[int] = set()
+    seen: set[int] = set()
     for name, parameter in _pairs(source):
         if not isinstance(parameter, torch.Tensor):
             raise InvalidArgumentError(f"expected parameters, not {type(parameter).__name__}", name=name)
         if name in named:
             raise InvalidArgumentError("two parameters have one name", name=name)
-        if id(parameter) not in known and (parameter.is_floating_point() or parameter.is_complex()):
+        if id(parameter) not in seen and (parameter.is_floating_point() or parameter.is_complex()):
             named[name] = parameter
-            known.add(id(parameter))
+            seen.add(id(parameter))
     return named
 
 
@@ -90,7 +90,9 @@ def _pairs(source: Source) -> Iterable[tuple[str, Any]]:
     return itertools.chain.from_iterable(_pairs_of_item(i, item) for i, item in enumerate(source))
 
 
-def _pairs_of_item(number: int, item: Any) -> Iterable[tuple[str, Any]]:
+def _pairs_of_item(
+    number: int, item: torch.Tensor | tuple[str, torch.Tensor] | torch.nn.Module
+) -> Iterable[tuple[str, torch.Tensor]]:
     if isinstance(item, torch.nn.Module):
         return item.named_parameters(prefix=str(number))
     return [item] if isinstance(item, tuple) else [(_NAMELESS.format(number), item)]
@@ -104,7 +106,7 @@ def local_part(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """
     if not is_dtensor(tensor):
         return tensor
-    advice = "FSDP or whatever sharded it reduces its gradients, so give only replicated parameters"
+    advice = "what sharded it, such as FSDP, reduces its gradients: give only replicated parameters"
     return replicated_part(tensor, name, advice)
 
 

@@ -175,7 +175,7 @@ class CoalescingReducer(Reducer):
         self._cache_bytes = cache_bytes
         self._cached: list[torch.Tensor] = []
         self._cached_bytes = 0
-        self._works: list[Work] = []
+        self._works: list[Work[list[torch.Tensor]]] = []
         self._unfinished = _UnfinishedWarning(call_site())
         weakref.finalize(self, self._unfinished.warn)
 
@@ -223,5 +223,5 @@ class CoalescingReducer(Reducer):
         work = self._comm.all_reduce_multiple(
             tensors, self._op, scale=self._scale, contiguous=self._contiguous, async_op=self._async_op
         )
-        if self._async_op:
+        if isinstance(work, Work):
             self._works.append(work)

@@ -29,9 +29,9 @@ from statexchange.comm.defaults import as_communicator
 from statexchange.errors import MismatchError, UnsupportedError
 from statexchange.state.leaves import is_leaf
 from statexchange.state.payload import EncodedPayload, PayloadReader, encode_payload, install_callback, state_of
-from statexchange.state.spec import EntryDetail, StateSpec, TensorLike, device_type_of, module_spec
+from statexchange.state.spec import EntryDetail, StateSpec, device_type_of, module_spec
 from statexchange.state.tree import rebuild
-from statexchange.tensors import byte_view
+from statexchange.tensors import TensorLike, byte_view
 
 __all__ = ["allreduce_parameters", "broadcast_parameters", "synchronize"]
 
@@ -156,15 +156,17 @@ def allreduce_parameters(module: nn.Module, *, comm: CommLike | None = None) -> 
     def describe(*, written: bool) -> StateSpec:  # noqa: ARG001 (the mean is written on every rank)
         spec = module_spec(module, written=True)
         for name, tensor in spec.tensors.items():
-            if tensor.is_floating_point() and tensor.itemsize == 1:
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.itemsize == 1:
                 raise UnsupportedError(f"{tensor.dtype} cannot be averaged", name=name)
         return spec
 
     with communicator.phase("averaging the parameters"):
         compared = _compare(communicator, 0, describe)
-        tensors = list(compared.spec.tensors.values())
-        inexact = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
-        exact = [tensor for tensor in tensors if not (tensor.is_floating_point() or tensor.is_complex())]
+        exact: list[TensorLike] = []
+        inexact: list[TensorLike] = []
+        for tensor in compared.spec.tensors.values():
+            is_inexact = isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.is_complex())
+            (inexact if is_inexact else exact).append(tensor)
         _broadcast(communicator, exact, 0)
         for window in _windows(inexact):
             communicator.all_reduce_multiple(window, "avg")
@@ -235,26 +237,29 @@ def _are_alike(kind: str | None, other: str | None) -> bool:
 def _difference(
     ours: Sequence[EntryDetail], theirs: Sequence[EntryDetail], rank: int, root: int, different: Sequence[int]
 ) -> MismatchError:
-    """Return the error that shows root's side and this rank's at the first path where they differ."""
+    """Return the error that shows root's entry and this rank's at the first path where they differ."""
     nothing = EntryDetail(None, "", None, "nothing")
-    own = roots = nothing
-    for own, roots in itertools.zip_longest(ours, theirs, fillvalue=nothing):
-        same_entry = own.path == roots.path and own.entry == roots.entry
-        if not same_entry or not _are_alike(own.kind, roots.kind):
+    own_entry = root_entry = nothing
+    for own_entry, root_entry in itertools.zip_longest(ours, theirs, fillvalue=nothing):
+        is_same = own_entry.path == root_entry.path and own_entry.entry == root_entry.entry
+        if not is_same or not _are_alike(own_entry.kind, root_entry.kind):
             break
-    if own.path != roots.path:  # one side lacks the path that the other has here
-        paths = {detail.path for detail in ours}
-        if roots is nothing or roots.path in paths:
-            roots = nothing
+    if own_entry.path != root_entry.path:  # one side lacks the path that the other has here
+        own_paths = {detail.path for detail in ours}
+        if root_entry is nothing or root_entry.path in own_paths:
+            root_entry = nothing
         else:
-            own = nothing
-    ranks = ", ".join(map(str, different[:_MAX_SHOWN_RANKS])) + (", ..." if len(different) > _MAX_SHOWN_RANKS else "")
+            own_entry = nothing
+    path = own_entry.path if root_entry is nothing else root_entry.path
+    ranks = ", ".join(map(str, different[:_MAX_SHOWN_RANKS]))
+    if len(different) > _MAX_SHOWN_RANKS:
+        ranks += ", ..."
     return MismatchError(
         f"not all ranks hold what root, rank {root}, holds (different on: {ranks})",
         rank=rank,
-        name=(own.path if roots is nothing else roots.path) or "(the whole)",
-        expected=f"{roots.text} (rank {root})",
-        found=f"{own.text} (rank {rank})",
+        name=path or "(the whole)",
+        expected=f"{root_entry.text} (rank {root})",
+        found=f"{own_entry.text} (rank {rank})",
     )
 
 

@@ -167,7 +167,7 @@ class _Readers:
         from statexchange import errors
         from statexchange.formats import dcp, huggingface, source, torch_file
         from statexchange.sharding import rules
-        from statexchange.storage import claim, json_text, opened_path, store, stored_values, workspace
+        from statexchange.storage import claim, json_text, opened_path, save_directory, store, stored_values, workspace
 
         self._error = errors.StateExchangeError
         self._formats = {"torch": torch_file, "dcp": dcp, "hf": huggingface}
@@ -178,6 +178,7 @@ class _Readers:
         self._stored_values = stored_values
         self._opened_path = opened_path.OpenedPath
         self._workspace = workspace
+        self._save_directory = save_directory
         self._store_of = _memory_stores(store.Store, store.StoredFile, errors.NotFoundError)
 
     def pickle(self, data: bytes) -> None:
@@ -194,13 +195,13 @@ class _Readers:
         if kind == b"r":
             self._read("hf", {"model.safetensors": text})
         elif kind == b"w":
-            name = self._workspace.RankName.parse(_RANK_FILE)
-            self._try(lambda: self._workspace.RankFile(self._store_of({"x": _tensor_file(text)}).open("x"), name))
+            expected = {"run": "job", "round": 1, "rank": 0, "world_size": 1}
+            self._try(lambda: self._workspace.RankFile(self._store_of({"x": _tensor_file(text)}).open("x"), expected))
         else:
             self._read("hf", {"model.safetensors": _tensor_file(text)})
 
     def manifest(self, data: bytes) -> None:
-        """A manifest, an index, the manifest of a round, a config, a claim or a layout."""
+        """A manifest, an index, the manifest of a round or a save, a config, a claim or a layout."""
         kind, text = data[:1], data[1:]
         tensors = {"model.safetensors": _tensor_file(_HEADER)}
         if kind == b"i":
@@ -208,6 +209,8 @@ class _Readers:
         elif kind == b"w":
             store = self._store_of({"manifest.json": _with_own_digest(text)})
             self._try(lambda: self._workspace._manifest_in(store, "manifest.json", "job", 1))
+        elif kind == b"s":
+            self._try(lambda: self._save_directory.SaveManifest.parse(_with_own_digest(text), "x"))
         elif kind == b"v":
             self._try(lambda: self._stored_values.decode_stored(text.decode(errors="replace"), "x", leaf=str))
         elif kind == b"c":
@@ -277,7 +280,6 @@ def _memory_stores(base: type[Any], file_base: type[Any], absent: type[Exception
     return Directory
 
 
-_RANK_FILE = "job/000001/rank-00000-of-00001.0000000000000000.safetensors"
 _HEADER = b'{"w":{"dtype":"U8","shape":[2,4],"data_offsets":[0,8]}}'
 _ENTRY = b""
 
@@ -339,7 +341,13 @@ def _inputs(target: str, path: Path) -> list[bytes]:
     if name.endswith(".safetensors") and b"config" in data:
         metadata = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]]).get("__metadata__", {})
         return [b"v" + json.loads(metadata["statexchange"])["config"].encode()]
-    kinds = {"statexchange.json": b"m", "manifest.json": b"w", "layout.json": b"l", ".statexchange-claim.json": b"c"}
+    kinds = {
+        "statexchange.json": b"m",
+        "manifest.json": b"w",
+        "save.json": b"s",
+        "layout.json": b"l",
+        ".statexchange-claim.json": b"c",
+    }
     kind = b"i" if name.endswith(".index.json") else kinds.get(name)
     return [kind + data] if kind is not None else []
 

@@ -25,6 +25,7 @@ from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.claim import CLAIM_NAME, Claim
 from statexchange.storage.tensorfile import ShardData
 from statexchange.storage.workspace import Workspace
+from statexchange.testing import run_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -184,6 +185,19 @@ def saved(folder: Path) -> None:
     sx.save_checkpoint(_saved_state(), folder / "x")
 
 
+def saved_by_ranks(folder: Path) -> None:
+    """Two ranks' parts of tensors, and values that differ between them."""
+
+    def save() -> None:
+        rank = sx.get_rank()
+        embed = "model.embed.weight"
+        own = {embed: _weights()[embed][3 * rank :][:3], f"own{rank}": np.full(3, rank, "i8"), "step": 7 + rank}
+        state = {**_weights(), **own}
+        sx.save_checkpoint(state, folder / "x", layout={embed: {"dim": 0}})
+
+    run_ranks(save, 2)
+
+
 # Files of torch.save
 
 
@@ -286,6 +300,8 @@ SOURCES: dict[str, Source] = {
     "workspace": Source(workspace),
     "workspace, not committed": Source(lambda folder: workspace(folder, commit=False)),
     "save": Source(saved, state=_saved_state, slow=True),
+    "save of ranks": Source(saved_by_ranks),
+    "save, one rank's file": Source(saved_by_ranks, "{}/x/rank-00001-of-00002.safetensors"),
     "pt": Source(torch_save, "{}/x.pt"),
     "pt, protocol 5": Source(torch_save_protocol_5, "{}/x.pt"),
     "pt, legacy": Source(torch_legacy, "{}/x.pt"),

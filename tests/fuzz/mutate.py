@@ -49,6 +49,7 @@ TEXTS = (
     "__metadata__",
     "statexchange.json",
     "manifest.json",
+    "save.json",
     ".metadata",
     "__0_0.distcp",
     "0" * 32,
@@ -103,6 +104,11 @@ KEYS = (
     "run",
     "generation",
     "extra",
+    "save",
+    "job",
+    "created",
+    "step",
+    "metrics",
     "$",
     "type",
     "value",
@@ -333,13 +339,13 @@ def _number(value: int) -> str:
 
 def _json_file(data: bytes, chance: random.Random) -> tuple[bytes, str]:
     text, what = mutated_json(data.decode(), chance)
-    if '"generation"' in text and chance.random() < 0.7:
+    if ('"generation"' in text or '"metrics"' in text) and chance.random() < 0.7:
         text = with_own_digest(text)
     return text.encode("utf-8", "surrogatepass"), what
 
 
 def with_own_digest(text: str) -> str:
-    """The manifest of a round with the digest that it has to have."""
+    """The manifest of a round or a save with the digest that it has to have."""
     try:
         raw = json.loads(text)
         del raw["digest"]
@@ -673,8 +679,10 @@ _NAMES = (
     "model.safetensors",
     "model-00003-of-00003.safetensors",
     "rank-00001-of-00002.0000000000000000.safetensors",
+    "rank-00001-of-00002.safetensors",
     "statexchange.json",
     "manifest.json",
+    "save.json",
     "dropped.json",
     ".metadata",
     "__1_0.distcp",

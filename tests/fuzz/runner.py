@@ -340,8 +340,19 @@ class _Steps:
         return name
 
     def _save(self) -> str:
-        """Save into what lies there, and load that."""
-        sx.save_checkpoint({"w": torch.ones(3), "step": 3}, self._path)
+        """Save in the place of what lies there, and load that; if it is refused, all stays as it was."""
+        before = _names_of(Path(self._path))
+        try:
+            sx.save_checkpoint({"w": torch.ones(3), "step": 3}, self._path, overwrite=True)
+        except sx.StateExchangeError:
+            if _names_of(Path(self._path)) != before:
+                raise FoundError("a save that was refused has changed the target") from None
+            raise
+        state: dict[str, Any] = {"w": torch.zeros(3), "step": 0}
+        sx.load_checkpoint(state, self._path)
+        if state["w"].tolist() != [1, 1, 1] or state["step"] != 3:
+            raise FoundError(f"another state was loaded than was saved: {state}")
+        self._check_whole(Path(self._path))
         return "OK"
 
 

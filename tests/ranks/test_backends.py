@@ -282,7 +282,7 @@ def meets_by_mpi(b: Backend) -> None:
     bootstrap = StoreBootstrap(shared.store, shared.rank, shared.world_size, server=shared.server)
     assert bootstrap.all_gather_bytes(bytes([b.rank]), wait()) == [b"\0", b"\1", b"\2"]
     b.all_gather_bytes(b"", wait())  # rank 0 serves the store until all are done with it
-    with pytest.raises(sx.errors.NotInitializedError, match="THE_VARIABLE says 4 ranks, but MPI sees 3"):
+    with pytest.raises(sx.errors.NotInitializedError, match="THE_VARIABLE is 4, but MPI has 3 ranks"):
         mpi.world(launch("mpich", 4))
 
 
@@ -399,7 +399,7 @@ ENDS = """
 import threading, time
 import torch, torch.distributed as dist
 from statexchange.comm.wait import Wait
-from statexchange.comm.backends.gloo import StoreBackend, _following
+from statexchange.comm.backends.gloo import StoreBackend, _waiting_threads
 
 def serve(rank):
     backends.append(StoreBackend(store, rank, 2, 10.0))
@@ -409,7 +409,7 @@ threading.excepthook = lambda args: None
 store, backends = dist.HashStore(), []
 for rank in range(2):
     threading.Thread(target=serve, args=(rank,), daemon=True).start()
-while len(_following) < 2:  # threads that are inside Gloo, or about to be
+while len(_waiting_threads) < 2:  # threads that are inside Gloo, or about to be
     time.sleep(0.01)
 time.sleep(0.1)
 """

@@ -231,10 +231,12 @@ def test_a_failure_that_nobody_asks_for_is_logged_at_once_and_at_the_end(told: s
     assert done.returncode == 0, done.stderr
     at_once, *at_the_end = done.stderr.splitlines()
     failed = "include pattern 'nothing' matches no tensor"
-    assert at_once == f"the export to {tmp_path / 'out'} in the background has failed: {failed}"
+    assert at_once == f"export_checkpoint to {tmp_path / 'out'} in the background has failed: {failed}"
     if told == "asks":
         assert at_the_end == []
     else:
-        expected = f"the export to {tmp_path / 'out'} in the background has failed, and its result was never asked for"
+        expected = (
+            f"export_checkpoint to {tmp_path / 'out'} in the background has failed, and its result was never asked for"
+        )
         assert [line.partition(":")[0] for line in at_the_end] == [expected]
         assert failed in at_the_end[0]

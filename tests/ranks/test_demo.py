@@ -9,12 +9,18 @@ from statexchange.demo import DemoReport, _merged_slices, _mesh, _mismatches, _s
 from statexchange.errors import MissingExtraError, TargetExistsError
 
 
-def _check(report: DemoReport, world_size: int, steps: int) -> None:
+def _check(report: DemoReport, first_world_size: int, steps: int) -> None:
+    world_size = min(first_world_size, 2)
     assert report.ok
     assert report.mismatches == ()
     assert report.tensors_equal == report.tensors_total == 30
     assert report.world_size == report.mesh[0] * report.mesh[1] == world_size
-    assert len(report.losses) == len(report.step_seconds) == steps
+    assert report.first_world_size == report.first_mesh[0] * report.first_mesh[1] == first_world_size
+    assert len(report.losses) == report.resumed_step + len(report.step_seconds) == steps
+    assert report.resumed_step == steps // 2
+    assert report.resumed_step < len(report.first_losses) or len(report.first_losses) == steps - 1
+    repeated = zip(report.first_losses[report.resumed_step :], report.losses[report.resumed_step :], strict=False)
+    assert all(abs(one - other) < 1e-4 for one, other in repeated), "it does not go on where the killed job was"
     assert report.losses[-1] < report.losses[0]
     assert report.model_bytes == report.export_bytes == sum(report.rank_bytes) == 4 * report.parameters
     assert len(report.shard_bytes) == len(report.rank_bytes) == world_size
@@ -32,13 +38,14 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[DemoReport, list[dic
 
 
 @pytest.mark.slow
-def test_four_ranks_train_export_and_load(kept: tuple[DemoReport, list[dict[str, object]]]) -> None:
+def test_four_ranks_train_are_killed_and_two_go_on(kept: tuple[DemoReport, list[dict[str, object]]]) -> None:
     report, events = kept
     _check(report, 4, 6)
-    assert report.mesh == (2, 2)
-    assert len(set(report.shard_bytes)) > 1, "the shards are meant to be uneven"
-    assert [event["phase"] for event in events] == ["train"] * 6 + ["export", "load"]
-    assert [event["loss"] for event in events[:6]] == list(report.losses)
+    assert (report.first_mesh, report.mesh) == ((2, 2), (1, 2))
+    first, second = ["train"] * 4 + ["killed"], ["resumed"] + ["train"] * 3 + ["export", "load"]
+    assert [event["phase"] for event in events] == first + second
+    assert [event["loss"] for event in events[:4]] == list(report.first_losses)
+    assert [event["loss"] for event in events[6:9]] == list(report.losses[3:])
     assert report.path == events[-1]["path"]
     assert {"config.json", "model.safetensors", "statexchange.json"} <= dict(report.files).keys()
     assert all((Path(report.path) / name).stat().st_size == size for name, size in report.files)
@@ -104,7 +111,7 @@ def test_one_altered_bit_is_found_by_its_holders_and_by_the_whole(tmp_path: Path
 def test_other_worlds(world_size: int) -> None:
     report = run_demo(world_size, steps=2)
     _check(report, world_size, 2)
-    assert report.mesh == (world_size, 1)
+    assert report.first_mesh == (world_size, 1)
     assert report.path is None
 
 

@@ -18,6 +18,7 @@ from torch import nn
 
 import statexchange as sx
 from statexchange.checkpoint.publication import Publication
+from statexchange.formats.registry import open_source
 from statexchange.state.describe import describe
 from statexchange.testing import run_ranks
 
@@ -401,17 +402,21 @@ def test_save_checkpoint_keeps_everything_as_it_lies_and_merges_later(tmp_path: 
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    for step in range(3):
-        manifest = sx.save_checkpoint(
+    for step in range(2):
+        saved = sx.save_checkpoint(
             {"model": model, "optimizer": optimizer, "own": {f"part{comm.rank}": weight}, "step": step},
             tmp_path / "ckpt",
+            overwrite=step > 0,
         )
-    assert manifest.generation == 3
+    names = [f"rank-{rank:05d}-of-{comm.world_size:05d}.safetensors" for rank in range(comm.world_size)]
+    assert saved.rank_nbytes == tuple((tmp_path / "ckpt" / name).stat().st_size for name in names)
+    assert (saved.path, saved.step, saved.nbytes) == (str(tmp_path / "ckpt"), None, sum(saved.rank_nbytes))
+    assert saved.num_tensors == 9  # 2 of the model, 3 for each of them in the optimizer, and this rank's own
     comm.barrier()
     if comm.rank:
         return
-    names = sorted(p.name for p in (tmp_path / "ckpt" / manifest.run).iterdir())
-    assert len(names) == 2
+    assert sorted(os.listdir(tmp_path)) == ["ckpt"]
+    assert sorted(os.listdir(tmp_path / "ckpt")) == [*names, "save.json"]
     report = sx.merge_checkpoint(
         tmp_path / "ckpt", tmp_path / "merged", include=["model.*", "own.*"], rename=[(r"^model\.", "")]
     )
@@ -422,13 +427,15 @@ def test_save_checkpoint_keeps_everything_as_it_lies_and_merges_later(tmp_path: 
 
 
 @pytest.mark.ranks(2, backend="threads")
-def test_what_cannot_be_saved_is_named_and_the_last_round_stays(tmp_path: Path) -> None:
+def test_what_cannot_be_saved_is_named_and_the_last_save_stays(tmp_path: Path) -> None:
     comm = sx.get_communicator()
     sx.save_checkpoint({"w": torch.ones(2)}, tmp_path / "ckpt")
-    with pytest.raises(sx.errors.UnsupportedError, match=r"cannot write a builtins.object as JSON, at \.x.*rank 1"):
-        sx.save_checkpoint({"w": torch.ones(2), "x": object() if comm.rank else 1}, tmp_path / "ckpt")
     comm.barrier()
-    assert len(list((tmp_path / "ckpt").rglob("*.safetensors"))) == 2
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(sx.errors.UnsupportedError, match=r"cannot write a builtins.object as JSON, at \.x.*rank 1"):
+        sx.save_checkpoint({"w": torch.zeros(2), "x": object() if comm.rank else 1}, tmp_path / "ckpt", overwrite=True)
+    comm.barrier()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def odd_meshes(out: str) -> None:
@@ -466,26 +473,34 @@ def test_a_target_that_is_no_directory_is_refused(out: str, tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="goes to a directory, not to"):
         sx.export_checkpoint({"w": torch.ones(1)}, out)
+    with pytest.raises(ValueError, match="goes to a directory, not to"):
+        sx.save_checkpoint({"w": torch.ones(1)}, out)
     assert not list(tmp_path.iterdir())
 
 
-def saves_by_mesh(folder: str) -> int:
+def saves_by_mesh(folder: str) -> list[int]:
     """Each slice of a mesh is a new object, but not a new communicator."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     rank = mesh.get_rank()
-    sx.save_checkpoint({"other": torch.ones(1)}, f"{folder}/{rank // 2}", comm=sx.get_communicator().new_group([rank]))
+    sx.save_checkpoint({"other": torch.ones(1)}, f"{folder}/own{rank}", comm=sx.get_communicator().new_group([rank]))
+    counts = []
     for step in range(4):
-        sx.save_checkpoint({"w": torch.ones(1), "step": step}, f"{folder}/{rank // 2}", comm=mesh["b"])
-    return len(os.listdir("/proc/self/fd"))
+        sx.save_checkpoint({"w": torch.ones(1), "step": step}, f"{folder}/{rank // 2}-{step}", comm=mesh["b"])
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts
 
 
-def test_saving_by_a_mesh_is_one_run_and_leaves_other_runs_alone(tmp_path: Path) -> None:
-    run_ranks(saves_by_mesh, 4, backend="gloo", args=(str(tmp_path),))
-    for folder in ("0", "1"):
-        runs = [sorted(run.iterdir()) for run in (tmp_path / folder).iterdir()]
-        assert sorted(len(rounds) for rounds in runs) == [1, 1, 2]
+def test_saves_by_a_mesh_are_of_one_job_and_leave_no_descriptors(tmp_path: Path) -> None:
+    for counts in run_ranks(saves_by_mesh, 4, backend="gloo", args=(str(tmp_path),)):
+        assert counts == counts[:1] * 4
+    for group in (0, 1):
+        sources = [open_source(tmp_path / f"{group}-{step}") for step in range(4)]
+        assert len({source.run for source in sources}) == 1
+        assert [source.world_size for source in sources] == [2] * 4
+        for source in sources:
+            source.close()
 
 
 def exports_the_same(out: str) -> list[Any]:
@@ -590,7 +605,7 @@ def saves_slowly(folder: str) -> None:
 
 
 def test_a_rank_that_saves_more_is_waited_for(tmp_path: Path) -> None:
-    run_ranks(saves_slowly, 2, backend="gloo", args=(str(tmp_path),), timeout_s=60)
+    run_ranks(saves_slowly, 2, backend="gloo", args=(str(tmp_path / "saved"),), timeout_s=60)
 
 
 def reduces_slowly(out: str) -> None:

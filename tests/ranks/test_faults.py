@@ -31,6 +31,7 @@ from statexchange.testing import run_ranks
 RANKS = 3
 LEFT = (".out.lock", ".owner", ".partial", ".discarded")  # what docs/shared_storage.md allows of a killed rank
 LAYOUT = {"rows": {"dim": 0}}
+SAVES = ("save", "async save")
 Content = dict[str, bytes]
 
 
@@ -95,7 +96,9 @@ def act(verb: str, out: str, state: Any, options: dict[str, Any]) -> None:
     elif verb == "async":
         sx.export_checkpoint(state, out, layout=LAYOUT, overwrite=True, background=True, **options).result(60)
     elif verb == "save":
-        sx.save_checkpoint(state, out)
+        sx.save_checkpoint(state, out, overwrite=True)
+    elif verb == "async save":
+        sx.save_checkpoint(state, out, overwrite=True, background=True).result(60)
     else:
         sx.load_checkpoint(state, out)
 
@@ -148,7 +151,7 @@ def content(path: Path) -> Content:
 def value_of(verb: str, out: Path) -> float:
     """What all tensors of a target are full of, after reading and checking all of it."""
     assert not verify(out).findings
-    if verb == "save":
+    if verb in SAVES:
         whole: Any = {"rows": [torch.zeros(10, 100)], "own0": torch.zeros(50), "same": torch.zeros(7)}
         sx.load_checkpoint({n: t for n, t in whole.items() if n != "rows"}, out, strict=False)
         found = [whole["own0"], whole["same"]]
@@ -178,7 +181,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def target(prepared: Path, verb: str, tmp_path: Path) -> Path:
-    shutil.copytree(prepared / ("save" if verb == "save" else "export"), tmp_path / "place" / "out")
+    shutil.copytree(prepared / ("save" if verb in SAVES else "export"), tmp_path / "place" / "out")
     return tmp_path / "place" / "out"
 
 
@@ -203,6 +206,7 @@ CALLS = {
     "export": "export_checkpoint",
     "async": "export_checkpoint",
     "save": "save_checkpoint",
+    "async save": "save_checkpoint",
     "load": "load_checkpoint",
 }
 
@@ -226,15 +230,21 @@ KILLED = [
     ("save", 1, "state", "kill", 0, "the end of describing its state"),
     ("save", 1, "pwrite64", KILL, 1, "the end of saving"),
     ("save", 2, "linkat", KILL, 1, "the end of saving"),
-    ("save", 0, "linkat", KILL, 2, "the end of committing"),
+    ("save", 0, "linkat", KILL, 2, "the end of publishing"),
     ("load", 1, "state", "kill", 0, "the end of finding its tensors"),
     ("load", 1, "preadv,preadv2", KILL, 1, "the end of reading the headers"),
     ("load", 0, "preadv,preadv2", KILL, 3, "the end of reading"),
+    ("save", 0, "renameat2", KILL, 1, "the end of publishing"),
+    ("save", 0, "renameat2", KILL, 2, "the end of publishing"),
+    ("async save", 1, "state", "kill", 0, "the end of taking a snapshot"),
+    ("async save", 2, "linkat", KILL, 1, "the end of saving"),
 ]
 PUBLISHED = [("while root publishes", 0), ("renameat2", 2)]  # at, when: after the two directories were exchanged
 
 
-@pytest.mark.parametrize(("verb", "rank", "at", "how", "when", "phase"), by_default(KILLED, 1, 6, 7, 11, 14, 16, 19))
+@pytest.mark.parametrize(
+    ("verb", "rank", "at", "how", "when", "phase"), by_default(KILLED, 1, 6, 7, 11, 14, 16, 19, 20, 23)
+)
 def test_a_killed_rank(
     verb: str, rank: int, at: str, how: str, when: int, phase: str, prepared: Path, tmp_path: Path
 ) -> None:
@@ -301,10 +311,11 @@ RAISED = [
     ("async", 2, "progress", "writing"),
     ("save", 1, "state", "describing its state"),
     ("load", 1, "state", "finding its tensors"),
+    ("async save", 1, "state", "taking a snapshot"),
 ]
 
 
-@pytest.mark.parametrize(("verb", "rank", "at", "phase"), by_default(RAISED, 1, 6, 7, 8))
+@pytest.mark.parametrize(("verb", "rank", "at", "phase"), by_default(RAISED, 1, 6, 7, 8, 9))
 def test_an_exception_of_the_users_own(
     verb: str, rank: int, at: str, phase: str, prepared: Path, tmp_path: Path
 ) -> None:

@@ -258,8 +258,8 @@ class Extra(nn.Module):
 @pytest.mark.parametrize("nested", [True, False])
 def test_what_a_module_gives_as_a_copy_goes_back_by_its_own_way(as_tensor: bool, nested: bool, tmp_path: Path) -> None:
     one, other = (nn.Sequential(Extra(value, as_tensor=as_tensor)) for value in (5, 0))
-    sx.save_checkpoint({"m": one} if nested else one, tmp_path)
-    sx.load_checkpoint({"m": other} if nested else other, tmp_path)
+    sx.save_checkpoint({"m": one} if nested else one, tmp_path / "saved")
+    sx.load_checkpoint({"m": other} if nested else other, tmp_path / "saved")
     assert (other[0].value, other[0].weight.tolist()) == (5, [5.0, 5.0])
 
 
@@ -303,17 +303,17 @@ def test_an_optimizer_of_fewer_or_more_parameters(tmp_path: Path) -> None:
     optimizer = torch.optim.Adam([{"params": model[0].parameters(), "lr": 0.5}, {"params": model[2].parameters()}])
     trained(model, optimizer)
     optimizer.state["global"] = {"seen": 3}
-    sx.save_checkpoint({"model": model, "optimizer": optimizer}, tmp_path)
+    sx.save_checkpoint({"model": model, "optimizer": optimizer}, tmp_path / "saved")
     fewer = torch.optim.Adam(fresh[2].parameters())
     with pytest.raises(ValueError, match=r"2 not in the state: optimizer\.model\.0\.weight, optimizer\.model\.0\.bias"):
-        sx.load_checkpoint({"model": fresh, "optimizer": fewer}, tmp_path)
-    sx.load_checkpoint({"model": fresh, "optimizer": fewer}, tmp_path, strict=False)
+        sx.load_checkpoint({"model": fresh, "optimizer": fewer}, tmp_path / "saved")
+    sx.load_checkpoint({"model": fresh, "optimizer": fewer}, tmp_path / "saved", strict=False)
     assert same(fewer.state[fresh[2].weight], optimizer.state[model[2].weight])
     assert fewer.state["global"] == {"seen": 3}
     more = torch.optim.Adam(fresh.parameters())
     trained(fresh, more)
     before = {key: value.clone() for key, value in more.state[fresh[1].weight].items()}
-    report = sx.load_checkpoint({"model": fresh, "optimizer": more}, tmp_path, strict=False)
+    report = sx.load_checkpoint({"model": fresh, "optimizer": more}, tmp_path / "saved", strict=False)
     assert report.missing == ("optimizer.model.1.weight", "optimizer.model.1.bias")
     assert same(more.state[fresh[1].weight], before)
 
@@ -332,21 +332,21 @@ def test_an_optimizer_of_fewer_or_more_parameters(tmp_path: Path) -> None:
     ids=["expanded", "read-only", "scaler", "tuple"],
 )
 def test_what_cannot_be_filled_is_found_before_anything_is_changed(live: Any, told: str, tmp_path: Path) -> None:
-    sx.save_checkpoint({"a": torch.ones(2), "s": None}, tmp_path)
+    sx.save_checkpoint({"a": torch.ones(2), "s": None}, tmp_path / "saved")
     with pytest.raises(ValueError, match=told):
-        sx.load_checkpoint({"first": torch.zeros(2), "s": None, **live}, tmp_path, strict=False)
+        sx.load_checkpoint({"first": torch.zeros(2), "s": None, **live}, tmp_path / "saved", strict=False)
     assert not live["a"].any()
 
 
 def test_tensors_in_a_tuple_are_filled_in_place(tmp_path: Path) -> None:
-    sx.save_checkpoint({"pair": (torch.ones(2), 3)}, tmp_path)
+    sx.save_checkpoint({"pair": (torch.ones(2), 3)}, tmp_path / "saved")
     live = {"pair": (torch.zeros(2), 3)}
-    sx.load_checkpoint(live, tmp_path)
+    sx.load_checkpoint(live, tmp_path / "saved")
     assert live["pair"][0].tolist() == [1, 1]
     sx.save_checkpoint((torch.ones(2), 3), tmp_path / "tuple")
     kept = live["pair"][0]
     live["pair"] = (kept, 4)
-    sx.load_checkpoint(live, tmp_path)
+    sx.load_checkpoint(live, tmp_path / "saved")
     assert live["pair"][0] is kept
     assert live["pair"][1] == 3
     with pytest.raises(ValueError, match="a tuple, which cannot be changed in place: give a mapping that holds it"):
@@ -516,10 +516,10 @@ def builds_stages(folder: str) -> list[Any]:
 
 
 def test_stages_of_a_pipeline_are_loaded_into_one_process(tmp_path: Path) -> None:
-    stages = run_ranks(builds_stages, 2, backend="gloo", args=(str(tmp_path),))
+    stages = run_ranks(builds_stages, 2, backend="gloo", args=(str(tmp_path / "saved"),))
     model = nn.ModuleDict({f"layer{i}": nn.Linear(3, 3) for i in range(2)})
     optimizer = torch.optim.SGD([{"params": model[name].parameters()} for name in model], lr=1.0, momentum=0.9)
-    sx.load_checkpoint({"model": model, "optimizer": optimizer}, tmp_path)
+    sx.load_checkpoint({"model": model, "optimizer": optimizer}, tmp_path / "saved")
     for i, (tensors, momentum) in enumerate(stages):
         assert [t.flatten().tolist() for t in model[f"layer{i}"].state_dict().values()] == tensors
         assert optimizer.state[model[f"layer{i}"].bias]["momentum_buffer"].tolist() == momentum
@@ -537,8 +537,8 @@ def resumes_stages(folder: str) -> None:
 
 
 def test_stages_of_a_pipeline_resume_on_their_ranks(tmp_path: Path) -> None:
-    run_ranks(builds_stages, 2, backend="gloo", args=(str(tmp_path),))
-    run_ranks(resumes_stages, 2, backend="gloo", args=(str(tmp_path),))
+    run_ranks(builds_stages, 2, backend="gloo", args=(str(tmp_path / "saved"),))
+    run_ranks(resumes_stages, 2, backend="gloo", args=(str(tmp_path / "saved"),))
 
 
 def keeps_its_own(folder: str) -> None:
@@ -552,9 +552,11 @@ def keeps_its_own(folder: str) -> None:
 
 
 def test_what_ranks_saved_differently_is_never_mixed_up(tmp_path: Path) -> None:
-    run_ranks(keeps_its_own, 2, backend="gloo", args=(str(tmp_path),))
+    run_ranks(keeps_its_own, 2, backend="gloo", args=(str(tmp_path / "saved"),))
     with pytest.raises(sx.errors.ReplicaError, match=r"ranks 0 and 1 saved different values.*'rng'"):
-        sx.load_checkpoint({"rng": torch.zeros(3, dtype=torch.int64), "seed": 0, "same": torch.zeros(2)}, tmp_path)
+        sx.load_checkpoint(
+            {"rng": torch.zeros(3, dtype=torch.int64), "seed": 0, "same": torch.zeros(2)}, tmp_path / "saved"
+        )
 
 
 def test_the_saved_tree_can_be_read(tmp_path: Path) -> None:
@@ -562,10 +564,10 @@ def test_the_saved_tree_can_be_read(tmp_path: Path) -> None:
     model = model_of(1)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     trained(model, optimizer, 1)
-    sx.save_checkpoint({"model": model, "optimizer": optimizer}, tmp_path)
+    sx.save_checkpoint({"model": model, "optimizer": optimizer}, tmp_path / "saved")
     from statexchange.formats.registry import open_source
 
-    source = open_source(tmp_path)
+    source = open_source(tmp_path / "saved")
     names = [tensor.shard.name for _, tensor in source.shards()]
     assert "optimizer.state.model.0.weight.momentum_buffer" in names
     assert json.loads(source.configs[0])["optimizer"]["param_groups"][0]["params"][0] == "model.0.weight"
@@ -639,31 +641,37 @@ def saves_parts_of_its_own(folder: str) -> None:
 
 
 def test_ranks_get_back_what_had_another_shape_on_each(tmp_path: Path) -> None:
-    run_ranks(saves_parts_of_its_own, 2, args=(str(tmp_path),))
+    run_ranks(saves_parts_of_its_own, 2, args=(str(tmp_path / "saved"),))
 
 
 def test_state_without_tensors_comes_back(tmp_path: Path) -> None:
-    sx.save_checkpoint({"step": 7, "x": [1, 2]}, tmp_path)
+    sx.save_checkpoint({"step": 7, "x": [1, 2]}, tmp_path / "saved")
     state = {"step": 0, "x": [0]}
-    sx.load_checkpoint(state, tmp_path)
+    sx.load_checkpoint(state, tmp_path / "saved")
     assert state == {"step": 7, "x": [1, 2]}
 
 
 def saves_at_two_places(folder: str) -> None:
     rank = sx.get_rank()
-    with pytest.raises(sx.errors.NotFoundError, match="pass the same shared directory on all ranks"):
+    with pytest.raises(sx.errors.NotFoundError, match=r"rank 0 on .* has made there: .*same shared directory.*rank 1"):
+        sx.save_checkpoint({"w": torch.ones(3)}, f"{folder}/in{rank}/saved")
+    with pytest.raises(sx.errors.InvalidArgumentError, match="rank 0 saves to 0 and rank 1 to 1: pass the same path"):
         sx.save_checkpoint({"w": torch.ones(3)}, f"{folder}/{rank}")
-    with pytest.raises(sx.errors.InvalidArgumentError, match="a workspace is a path or a URL"):
-        sx.save_checkpoint({"w": torch.ones(3)}, 3 if rank else folder)  # type: ignore[arg-type]
+    with pytest.raises(sx.errors.InvalidArgumentError, match="a target is a path or a URL"):
+        sx.save_checkpoint({"w": torch.ones(3)}, 3 if rank else f"{folder}/saved")  # type: ignore[arg-type]
     for wrong in ("3", [1]):
         with pytest.raises(sx.errors.InvalidArgumentError, match="number of seconds"):
-            sx.save_checkpoint({"w": torch.ones(3)}, folder, stall_timeout_s=wrong)  # type: ignore[arg-type]
-    sx.save_checkpoint({"w": torch.ones(3)}, folder)
+            sx.save_checkpoint({"w": torch.ones(3)}, f"{folder}/saved", stall_timeout_s=wrong)  # type: ignore[call-overload]
+    left = sorted(path.name for path in Path(folder).rglob("*"))
+    assert left == ["in0", "in1"]  # nothing of what was refused
+    sx.get_communicator().barrier()
+    sx.save_checkpoint({"w": torch.ones(3)}, f"{folder}/saved")
     with pytest.raises(sx.errors.InvalidArgumentError, match="number of seconds"):
-        sx.load_checkpoint({"w": torch.ones(3)}, folder, stall_timeout_s="3")  # type: ignore[arg-type]
+        sx.load_checkpoint({"w": torch.ones(3)}, f"{folder}/saved", stall_timeout_s="3")  # type: ignore[arg-type]
 
 
 def test_ranks_that_save_at_different_places_are_told(tmp_path: Path) -> None:
+    (tmp_path / "in1").mkdir()
     run_ranks(saves_at_two_places, 2, args=(str(tmp_path),))
 
 
@@ -681,10 +689,10 @@ class Copying(nn.Module):
 
 
 def test_a_copy_of_another_shape_is_found_before_anything_is_changed(tmp_path: Path) -> None:
-    sx.save_checkpoint({"model": Copying(3)}, tmp_path)
+    sx.save_checkpoint({"model": Copying(3)}, tmp_path / "saved")
     live = Copying(4)
     with pytest.raises(sx.errors.InvalidArgumentError, match=r"shape or dtype differs.*copy"):
-        sx.load_checkpoint({"model": live}, tmp_path)
+        sx.load_checkpoint({"model": live}, tmp_path / "saved")
     assert live.w.tolist() == [4.0, 4.0]
 
 
@@ -703,11 +711,11 @@ def saves_statistics(folder: str) -> None:
 
 
 def test_the_lowest_ranks_copy_is_taken_where_that_is_asked_for(tmp_path: Path) -> None:
-    run_ranks(saves_statistics, 2, args=(str(tmp_path),))
+    run_ranks(saves_statistics, 2, args=(str(tmp_path / "saved"),))
     live = nn.BatchNorm1d(3)
     with pytest.raises(sx.errors.ReplicaError, match=r"pass replicas=\"root\" to take rank 0's .*running_mean"):
-        sx.load_checkpoint({"model": live}, tmp_path)
-    sx.load_checkpoint({"model": live}, tmp_path, replicas="root")
+        sx.load_checkpoint({"model": live}, tmp_path / "saved")
+    sx.load_checkpoint({"model": live}, tmp_path / "saved", replicas="root")
     assert live.running_mean.tolist() == [1.0] * 3
 
 
@@ -836,18 +844,18 @@ def test_a_layout_may_split_and_count_on_what_is_loaded(tmp_path: Path) -> None:
 )
 def test_a_save_refuses_rules_that_change_what_there_is(rule: Any, told: str, tmp_path: Path) -> None:
     with pytest.raises(sx.errors.InvalidArgumentError, match=told):
-        sx.save_checkpoint({"x": {"w": torch.ones(2)}}, tmp_path, layout={"x.w": rule})
+        sx.save_checkpoint({"x": {"w": torch.ones(2)}}, tmp_path / "saved", layout={"x.w": rule})
     with pytest.raises(sx.errors.InvalidArgumentError, match="layout pattern 'y' matches no tensor"):
-        sx.save_checkpoint({"x": {"w": torch.ones(2)}}, tmp_path, layout={"y": {"dim": 0}})
-    sx.save_checkpoint({"x": {"w": torch.ones(2)}}, tmp_path)
+        sx.save_checkpoint({"x": {"w": torch.ones(2)}}, tmp_path / "saved", layout={"y": {"dim": 0}})
+    sx.save_checkpoint({"x": {"w": torch.ones(2)}}, tmp_path / "saved")
     if "reduce" not in rule:
         with pytest.raises(sx.errors.InvalidArgumentError, match="renames tensors, and this source"):
-            sx.load_checkpoint({"x": {"w": torch.zeros(2)}}, tmp_path, layout={"x.w": rule})
+            sx.load_checkpoint({"x": {"w": torch.zeros(2)}}, tmp_path / "saved", layout={"x.w": rule})
 
 
 def test_values_are_cast_to_the_states_dtype_where_that_is_asked_for(tmp_path: Path) -> None:
     values = torch.tensor([1.0, 1 / 3, -1e30, NAN, 7.0, 0.1])
-    sx.save_checkpoint({"a": values, "b": values.double(), "c": values, "n": torch.arange(6)}, tmp_path)
+    sx.save_checkpoint({"a": values, "b": values.double(), "c": values, "n": torch.arange(6)}, tmp_path / "saved")
     live: dict[str, Any] = {
         "a": torch.zeros(6, dtype=torch.bfloat16),
         "b": torch.zeros(12)[::2],
@@ -857,8 +865,8 @@ def test_values_are_cast_to_the_states_dtype_where_that_is_asked_for(tmp_path: P
     with pytest.raises(
         sx.errors.InvalidArgumentError, match=r'dtype differs.*dtype="state" casts.*expected F32, found BF16'
     ):
-        sx.load_checkpoint(live, tmp_path)
-    sx.load_checkpoint(live, tmp_path, dtype="state")
+        sx.load_checkpoint(live, tmp_path / "saved")
+    sx.load_checkpoint(live, tmp_path / "saved", dtype="state")
     assert torch.equal(live["a"].view(torch.int16), values.bfloat16().view(torch.int16))
     assert torch.equal(live["b"].view(torch.int32), values.double().float().view(torch.int32))
     assert np.array_equal(live["c"], values.half().numpy(), equal_nan=True)
@@ -866,7 +874,7 @@ def test_values_are_cast_to_the_states_dtype_where_that_is_asked_for(tmp_path: P
     with pytest.raises(
         sx.errors.InvalidArgumentError, match=r"dtype differs from the source's: expected I64, found F32"
     ):
-        sx.load_checkpoint({**live, "n": torch.zeros(6)}, tmp_path, dtype="state")
+        sx.load_checkpoint({**live, "n": torch.zeros(6)}, tmp_path / "saved", dtype="state")
 
 
 def test_an_optimizer_of_another_dtype_goes_on(tmp_path: Path) -> None:
@@ -874,8 +882,8 @@ def test_an_optimizer_of_another_dtype_goes_on(tmp_path: Path) -> None:
     optimizer, its = (torch.optim.Adam(one.parameters()) for one in (model, fresh))
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    sx.save_checkpoint({"model": model, "optimizer": optimizer}, tmp_path)
-    sx.load_checkpoint({"model": fresh, "optimizer": its}, tmp_path, dtype="state")
+    sx.save_checkpoint({"model": model, "optimizer": optimizer}, tmp_path / "saved")
+    sx.load_checkpoint({"model": fresh, "optimizer": its}, tmp_path / "saved", dtype="state")
     held = its.state[fresh.weight]
     assert {key: value.dtype for key, value in held.items()} == {
         "step": torch.float32,
@@ -928,13 +936,13 @@ def test_an_optimizer_is_included_whole(tmp_path: Path) -> None:
     model, fresh = model_of(1), model_of(2)
     optimizer, its = (torch.optim.Adam(one.parameters(), lr=lr) for one, lr in ((model, 0.5), (fresh, 0.1)))
     trained(model, optimizer)
-    sx.save_checkpoint({"model": model, "optimizer": optimizer}, tmp_path)
+    sx.save_checkpoint({"model": model, "optimizer": optimizer}, tmp_path / "saved")
     weight = fresh[0].weight.tolist()
-    sx.load_checkpoint({"model": fresh, "optimizer": its}, tmp_path, include="optimizer.*")
+    sx.load_checkpoint({"model": fresh, "optimizer": its}, tmp_path / "saved", include="optimizer.*")
     assert (fresh[0].weight.tolist(), its.param_groups[0]["lr"]) == (weight, 0.5)
-    sx.load_checkpoint({"model": fresh, "optimizer": its}, tmp_path, include="*.weight")
+    sx.load_checkpoint({"model": fresh, "optimizer": its}, tmp_path / "saved", include="*.weight")
     assert fresh[0].weight.tolist() == model[0].weight.tolist()
-    sx.load_checkpoint({"model": fresh, "optimizer": its}, tmp_path, include="model.*")
+    sx.load_checkpoint({"model": fresh, "optimizer": its}, tmp_path / "saved", include="model.*")
     assert same(fresh.state_dict(), model.state_dict())
 
 
@@ -957,19 +965,19 @@ def test_a_saved_tree_is_loaded_under_other_names(tmp_path: Path) -> None:
     model = nn.ModuleDict({"old": model_of(1)})
     optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
     trained(model["old"], optimizer)
-    sx.save_checkpoint({"net": model, "optimizer": optimizer, "at": {"step": 7}}, tmp_path)
+    sx.save_checkpoint({"net": model, "optimizer": optimizer, "at": {"step": 7}}, tmp_path / "saved")
     fresh = model_of(2)
     its = torch.optim.Adam(fresh.parameters())
     state = {"model": fresh, "optimizer": its, "step": 0}
-    sx.load_checkpoint(state, tmp_path, rename=[(r"^net\.old", "model"), (r"^at\.", "")])
+    sx.load_checkpoint(state, tmp_path / "saved", rename=[(r"^net\.old", "model"), (r"^at\.", "")])
     assert same(fresh.state_dict(), model["old"].state_dict())
     assert (state["step"], its.param_groups[0]["lr"]) == (7, 0.5)
     for one, other in zip(model.parameters(), fresh.parameters(), strict=True):
         assert same(optimizer.state[one], its.state[other])
     with pytest.raises(sx.errors.UnsafeError, match="rename gives one name to two entries"):
-        sx.load_checkpoint(state, tmp_path, rename=[("^at.step$", "optimizer")])
+        sx.load_checkpoint(state, tmp_path / "saved", rename=[("^at.step$", "optimizer")])
     alone = model_of(3)
-    sx.load_checkpoint(alone, tmp_path, rename=[(r"^net\.old\.", "")], include=["[0-9]*"])
+    sx.load_checkpoint(alone, tmp_path / "saved", rename=[(r"^net\.old\.", "")], include=["[0-9]*"])
     assert same(alone.state_dict(), fresh.state_dict())
 
 
@@ -1005,8 +1013,8 @@ def is_given_other_options(folder: str) -> None:
 
 
 def test_options_of_a_load_that_are_wrong_or_differ_are_named(tmp_path: Path) -> None:
-    sx.save_checkpoint({"w": torch.ones(2)}, tmp_path)
-    run_ranks(is_given_other_options, 2, args=(str(tmp_path),))
+    sx.save_checkpoint({"w": torch.ones(2)}, tmp_path / "saved")
+    run_ranks(is_given_other_options, 2, args=(str(tmp_path / "saved"),))
 
 
 def test_a_load_that_finds_nothing_is_an_error_that_says_how_it_would_find_all(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from statexchange.sharding.rules import Layout
 HERE = {"runs", "prints", "writes", "console", "layout", "programs"}
 OF_OTHER_TESTS = {
     "block: train.py": "test_readme",
+    "commands: killed": "test_readme",
     "output: torchrun": "test_readme",
     "commands": "test_readme",
     "block: layout.py": "test_readme",
@@ -49,7 +50,7 @@ OF_OTHER_TESTS = {
     "block: ema.py": "test_recipes",
     "block: stages.py": "test_recipes",
 }
-SLOW = {"docs/how-to/collectives.md"}  # it imports torch
+SLOW = {"docs/how-to/collectives.md", "docs/how-to/saves.md"}  # they import torch
 
 
 def kind_of(marker: str) -> str:

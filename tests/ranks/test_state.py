@@ -106,9 +106,9 @@ def test_a_list_that_contains_itself_and_two_tensors_of_one_name_are_refused(tmp
     loop: list[Any] = [1]
     loop.append(loop)
     with pytest.raises(ValueError, match=r"contains itself: loop\[1\]"):
-        sx.save_checkpoint({"loop": loop}, tmp_path)
+        sx.save_checkpoint({"loop": loop}, tmp_path / "saved")
     with pytest.raises(ValueError, match=r"two values are called 'a\.b'"):
-        sx.save_checkpoint({"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1)}, tmp_path)
+        sx.save_checkpoint({"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1)}, tmp_path / "saved")
 
 
 def test_an_export_of_no_tensors_is_refused(tmp_path: Path) -> None:
@@ -124,8 +124,8 @@ def test_a_module_that_fsdp1_wraps_is_refused_at_the_save(tmp_path: Path) -> Non
         """It is known by its name."""
 
     with pytest.raises(TypeError, match="FSDP1 gives copies"):
-        sx.save_checkpoint({"model": FullyShardedDataParallel(1, 1)}, tmp_path)
-    assert not list(tmp_path.glob("*/*"))
+        sx.save_checkpoint({"model": FullyShardedDataParallel(1, 1)}, tmp_path / "saved")
+    assert not list(tmp_path.iterdir())
 
 
 # It comes back
@@ -145,8 +145,8 @@ def test_live_containers_keep_their_types(tmp_path: Path) -> None:
         "list": [],
     }
     objects = {name: live[name] for name in ("ordered", "default", "nested")}
-    sx.save_checkpoint(state, tmp_path)
-    sx.load_checkpoint(live, tmp_path)
+    sx.save_checkpoint(state, tmp_path / "saved")
+    sx.load_checkpoint(live, tmp_path / "saved")
     assert all(live[name] is held for name, held in objects.items())
     assert live["ordered"] == state["ordered"]
     assert type(live["ordered"]["a"]) is collections.Counter
@@ -164,9 +164,9 @@ def scheduler_of(milestones: list[int]) -> Any:
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step", "ignore:The epoch parameter in")
 def test_a_scheduler_that_counts_milestones_goes_on(tmp_path: Path) -> None:
-    sx.save_checkpoint({"scheduler": scheduler_of([2, 4])}, tmp_path)
+    sx.save_checkpoint({"scheduler": scheduler_of([2, 4])}, tmp_path / "saved")
     live = {"scheduler": scheduler_of([1])}
-    sx.load_checkpoint(live, tmp_path)
+    sx.load_checkpoint(live, tmp_path / "saved")
     live["scheduler"].step(3)
     assert live["scheduler"].milestones == collections.Counter([2, 4])
     assert live["scheduler"].get_last_lr() == [0.1]
@@ -183,12 +183,12 @@ def synchronizes_a_scheduler() -> list[Any]:
 
 def test_numpys_random_state_comes_back_in_its_place(tmp_path: Path) -> None:
     generator = np.random.RandomState(5)
-    sx.save_checkpoint({"rng": generator.get_state(), "list": [generator.get_state()]}, tmp_path)
+    sx.save_checkpoint({"rng": generator.get_state(), "list": [generator.get_state()]}, tmp_path / "saved")
     wanted = generator.rand(3)
     other = np.random.RandomState(7)
     other.randn()
     live = {"rng": other.get_state(), "list": [other.get_state()]}
-    sx.load_checkpoint(live, tmp_path)
+    sx.load_checkpoint(live, tmp_path / "saved")
     for state in (live["rng"], live["list"][0]):
         other.set_state(state)
         assert (other.rand(3) == wanted).all()
@@ -220,9 +220,9 @@ def test_dataclasses_and_namedtuples_that_hold_state_are_filled(tmp_path: Path) 
         return {"job": Job(model, step, {"loss": value}), "frozen": frozen, "pair": Pair(torch.full((1,), value), step)}
 
     saved, live = state(3, 7), state(0, 0)
-    sx.save_checkpoint(saved, tmp_path)
+    sx.save_checkpoint(saved, tmp_path / "saved")
     job, weights = live["job"], live["frozen"].weights
-    sx.load_checkpoint(live, tmp_path)
+    sx.load_checkpoint(live, tmp_path / "saved")
     assert live["job"] is job
     assert (job.step, job.best, job.model.weight.tolist()) == (7, {"loss": 3.0}, [[3.0, 3.0]] * 2)
     assert live["frozen"].weights is weights
@@ -252,9 +252,9 @@ PLAIN = {
 
 
 def test_plain_values_come_back_with_their_types(tmp_path: Path) -> None:
-    sx.save_checkpoint({"values": PLAIN}, tmp_path)
+    sx.save_checkpoint({"values": PLAIN}, tmp_path / "saved")
     live: dict[str, Any] = {"values": {}}
-    sx.load_checkpoint(live, tmp_path)
+    sx.load_checkpoint(live, tmp_path / "saved")
     assert live["values"] == PLAIN
     assert {name: type(value) for name, value in live["values"].items()} == {n: type(v) for n, v in PLAIN.items()}
     assert live["values"]["deque"].maxlen == 5
@@ -271,14 +271,14 @@ def test_plain_values_come_back_with_their_types(tmp_path: Path) -> None:
 )
 def test_other_values_are_refused_with_what_to_write(value: Any, told: str, tmp_path: Path) -> None:
     with pytest.raises(sx.StateExchangeError, match=told):
-        sx.save_checkpoint({"a": value}, tmp_path)
+        sx.save_checkpoint({"a": value}, tmp_path / "saved")
 
 
 def test_loading_counts_as_a_change_in_place(tmp_path: Path) -> None:
     parameter = nn.Parameter(torch.ones(3))
-    sx.save_checkpoint({"p": torch.zeros(3)}, tmp_path)
+    sx.save_checkpoint({"p": torch.zeros(3)}, tmp_path / "saved")
     loss = (parameter * parameter).sum()
-    sx.load_checkpoint({"p": parameter}, tmp_path)
+    sx.load_checkpoint({"p": parameter}, tmp_path / "saved")
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -288,13 +288,13 @@ def test_a_tensor_that_overlaps_itself_is_refused_and_one_that_interlocks_is_not
     shape: tuple[int, int], tmp_path: Path
 ) -> None:
     wanted = torch.arange(float(shape[0] * shape[1])).view(shape)
-    sx.save_checkpoint({"t": wanted}, tmp_path)
+    sx.save_checkpoint({"t": wanted}, tmp_path / "saved")
     live = torch.zeros(20).as_strided(shape, (2, 1) if shape == (4, 4) else (3, 2))
     if shape == (4, 4):
         with pytest.raises(ValueError, match=r"several elements share memory.*t"):
-            sx.load_checkpoint({"t": live}, tmp_path)
+            sx.load_checkpoint({"t": live}, tmp_path / "saved")
     else:
-        sx.load_checkpoint({"t": live}, tmp_path)
+        sx.load_checkpoint({"t": live}, tmp_path / "saved")
         assert torch.equal(live, wanted)
 
 

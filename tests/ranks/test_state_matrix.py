@@ -272,10 +272,14 @@ def outcome(kind: str, trip: str, path: str) -> str:
         found = TRIPS[trip](KINDS[kind], path)
     except Exception as error:  # noqa: BLE001 (its kind is the outcome)
         return "refused" if isinstance(error, sx.StateExchangeError) else f"another error: {error!r}"
-    if all(equal(one, wanted) for one in found):
+    wrong = [(rank, one) for rank, one in enumerate(found) if not equal(one, wanted)]
+    if not wrong:
         return "same"
     plain = all(equal(one, wanted.as_subclass(torch.Tensor)) for one in found if isinstance(wanted, torch.Tensor))
-    return "same, as a plain tensor" if plain and isinstance(wanted, torch.Tensor) else f"{found[0]} is not {wanted}"
+    if plain and isinstance(wanted, torch.Tensor):
+        return "same, as a plain tensor"
+    rank, one = wrong[0]
+    return f"rank {rank} has {one}, not {wanted}"
 
 
 def table() -> dict[str, list[str]]:

@@ -370,13 +370,8 @@ def test_usage_errors_come_as_json_where_that_was_asked_for(call: Call, asked: l
 def test_help_lists_every_command(call: Call) -> None:
     code, out, err = call("--help")
     assert (code, err) == (0, "")
-    assert [line.split()[0] for line in out[out.index("Commands:") :].splitlines()[1:]] == [
-        "info",
-        "ls",
-        "verify",
-        "merge",
-        "demo",
-    ]
+    names = [line.split()[0] for line in out[out.index("Commands:") :].splitlines()[1:]]
+    assert names == cli.list_commands(cli.make_context("statexchange", ["info", "x"], obj=Output()))
     assert call("merge", "-h")[0] == 0
     assert statexchange.__version__ in call("--version")[1]
 
@@ -833,11 +828,15 @@ def test_demo_for_real_as_json(tmp_path: Path) -> None:
 
 def fake_report(path: str | None, mismatches: tuple[str, ...]) -> demo.DemoReport:
     return demo.DemoReport(
-        world_size=4,
-        mesh=(2, 2),
+        first_world_size=4,
+        first_mesh=(2, 2),
+        first_losses=tuple(5.6 - 0.04 * step for step in range(50)),
+        resumed_step=40,
+        world_size=2,
+        mesh=(1, 2),
         parameters=86,
         losses=tuple(5.6 - 0.04 * step for step in range(80)),
-        step_seconds=(0.25,) * 80,
+        step_seconds=(0.25,) * 40,
         tensors_total=3,
         mismatches=mismatches,
         logits_error=3e-7,
@@ -867,6 +866,9 @@ def faked(monkeypatch: pytest.MonkeyPatch, workspace: Path, tmp_path: Path) -> d
         target = merge_checkpoint(workspace, os.path.join(keep or tmp_path / "scratch", "merged")).path
         for step in range(steps):
             on_progress({"phase": "train", "step": step, "loss": 5.6, "seconds": 0.25})
+            if step == steps // 2:
+                on_progress({"phase": "killed", "step": step + 1, "ranks": 4})
+                on_progress({"phase": "resumed", "step": step, "ranks": 2})
         on_progress({"phase": "export"})
         on_progress({"phase": "load", "path": target})
         return fake_report(target if keep else None, settings["mismatches"])
@@ -883,7 +885,10 @@ def test_demo_tells_its_steps_and_what_it_found(call: Call, tmp_path: Path) -> N
     steps = [line for line in err.splitlines() if line.startswith("step")]
     assert [line.split()[1] for line in steps] == ["1/25", "10/25", "20/25", "25/25"]
     for text in (
-        "loss 5.60 to 2.44 in 80 steps of 0.25 s",
+        "trained on 4 ranks (2 data parallel x 2 tensor parallel),",
+        "killed, and resumed on 2 ranks (1 data parallel x 2 tensor parallel)",
+        "loss on 4 ranks, killed after step 50 of 80",
+        "loss on 2 ranks, resumed from the save of step 40: 2.44 at the end, steps of 0.25 s",
         "█",
         "3/3",
         "3.0e-07",
@@ -893,6 +898,8 @@ def test_demo_tells_its_steps_and_what_it_found(call: Call, tmp_path: Path) -> N
         "rank 3",
     ):
         assert text in out, text
+    assert "killed all 4 ranks after step 13" in err
+    assert "resumed from the save of step 12 on 2 ranks" in err
     assert "'The import\\nstatement'" in out
     assert f"files in {keep}/merged" in out
     assert out.endswith(f"picture  {keep}/supply.svg\n")
@@ -907,7 +914,7 @@ def test_demo_tells_its_steps_and_what_it_found(call: Call, tmp_path: Path) -> N
 def test_demo_on_a_terminal_is_one_live_line(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     _, _, err = call("demo", "--steps", "25")
-    assert "\n" not in err
+    assert err.count("\n") == 1  # that it has resumed stays on the terminal
     assert "step  7/25  loss 5.600  0.25 s/step  4.5 s left" in err
     assert err.endswith("\r\x1b[K")
 

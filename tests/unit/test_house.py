@@ -33,6 +33,7 @@ LAWS = {
     "comm": BOTTOM | {"shared_memory"},
     "train": BOTTOM | {"comm", "sharding", "state"},
     "exchange": BOTTOM | {"sharding", "storage", "formats", "checkpoint", "comm", "shared_memory", "state", "train"},
+    "integrations": BOTTOM | {"formats", "exchange"},
     "testing": BOTTOM
     | {
         "sharding",

@@ -1,4 +1,4 @@
-"""Writers of a workspace are killed at every call that looks at or changes a name, and nothing is lost or left."""
+"""Writers are killed at every call that looks at or changes a name, and nothing is lost, mixed or left."""
 
 from __future__ import annotations
 
@@ -7,20 +7,36 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import require
 
 import statexchange as sx
+from statexchange.report.verify import verify
 from statexchange.storage.workspace import Manifest, Workspace
 
 WRITER = """
 import json, os, signal, sys
 import numpy as np
 import statexchange as sx
-import statexchange.exchange.save, statexchange.exchange.nfs_workspace
+import statexchange.exchange.save, statexchange.exchange.nfs_workspace, statexchange.storage.directory_build
+from statexchange import values
+from statexchange.sharding.shards import Box, Shard
+from statexchange.storage.tensorfile import ShardData
+from statexchange.storage.workspace import Workspace
+
+def commit(path, state, value):
+    workspace = Workspace(path)
+    data = {name: memoryview(array.tobytes()) for name, array in state.items()}
+    held = [ShardData(Shard(name, "F32", (6, 4), (Box((0, 0), (6, 4)),)), data[name]) for name in state]
+    names = {id(array): name for name, array in state.items()}
+    config = values.encode({"model": state, "step": int(value)}, lambda value, path: names.get(id(value)))
+    number = workspace.next_round("r")
+    receipt = workspace.write(held, run="r", round=number, rank=0, world_size=1, config=config, pending=True)
+    workspace.commit([receipt], keep=2)
 
 def write(trip, path, value, kill_at):
     state = {f"t{i}": np.full((6, 4), value, np.float32) for i in range(3)}
@@ -34,7 +50,9 @@ def write(trip, path, value, kill_at):
 
     sys.addaudithook(hook)
     if trip == "save":
-        sx.save_checkpoint({"model": state, "step": int(value)}, path)
+        sx.save_checkpoint({"model": state, "step": int(value)}, path, overwrite=True)
+    elif trip == "commit":
+        commit(path, state, value)
     else:
         workspace = sx.NFSWorkspace(path, run="r")
         workspace.write_configs_and_weights({"k": value}, state)
@@ -56,15 +74,28 @@ for line in sys.stdin:  # each writer is a process of its own, which starts soon
         printed = pipe.read().decode()
     print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), printed]), flush=True)
 """
+NO_EXCHANGE = ["-e", "trace=renameat2", "-e", "inject=renameat2:error=EINVAL"]
+WITHOUT_EXCHANGE = ["strace", "-f", "--seccomp-bpf", "-qq", "-o", "/dev/null", *NO_EXCHANGE]
 
 
 @pytest.fixture(scope="module")
-def writers() -> Iterator[Writers]:
-    command = [sys.executable, "-c", WRITER]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        yield Writers(process)
-        assert process.stdin is not None
-        process.stdin.close()
+def start() -> Iterator[Callable[[bool], Writers]]:
+    """Start writers, or get those that run; if told so, as on NFS, which cannot exchange two names."""
+    started: dict[bool, Writers] = {}
+
+    def get(exchange: bool) -> Writers:
+        if not exchange:
+            require("strace")
+        if exchange not in started:
+            command = [*([] if exchange else WITHOUT_EXCHANGE), sys.executable, "-c", WRITER]
+            started[exchange] = Writers(
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            )
+        return started[exchange]
+
+    yield get
+    for writers in started.values():
+        writers.close()
 
 
 class Writers:
@@ -84,28 +115,32 @@ class Writers:
         assert code == 0
         return list(json.loads(printed))
 
+    def close(self) -> None:
+        self._process.communicate()
+
 
 def value_of(trip: str, path: Path) -> float:
     weights = {f"t{i}": np.zeros((6, 4), np.float32) for i in range(3)}
-    if trip == "save":
+    if trip == "write":
+        config, weights = sx.NFSWorkspace(path, run="r").read_configs_and_weights_from_rank(0)
+        found = config["k"]
+    else:
         state = {"model": weights, "step": -1}
         sx.load_checkpoint(state, path)
         found = float(state["step"])
-    else:
-        config, weights = sx.NFSWorkspace(path, run="r").read_configs_and_weights_from_rank(0)
-        found = config["k"]
+        assert verify(path).findings == ()
     assert {float(v) for a in weights.values() for v in np.unique(a)} == {found}
     return found
 
 
-def points(writers: Writers, trip: str, path: Path) -> list[int]:
-    """The numbers of all calls of a writer that finds two earlier rounds."""
-    for value in (1.0, 2.0):
-        writers.write(trip, path, value)
-    calls = writers.write(trip, path, 3.0)
+def points(writers: Writers, trip: str, path: Path, writes: int) -> list[int]:
+    """The numbers of all calls of a writer that comes after `writes` others."""
+    for value in range(writes):
+        writers.write(trip, path, float(value))
+    calls = writers.write(trip, path, 9.0)
     assert calls is not None
-    assert {"create", "link", "unlink", "sync"} <= set(calls)
-    print(f"{trip}: {len(calls)} calls")
+    print(f"{trip} after {writes}: {len(calls)} calls")
+    assert {"create", "unlink", "sync"} <= set(calls)
     return list(range(1, len(calls) + 1))
 
 
@@ -113,6 +148,9 @@ def manifests_of(workspace: Workspace) -> list[Manifest]:
     """The manifests of all committed rounds, oldest first."""
     with workspace.view() as view:
         return view.manifests(view.all_rounds())
+
+
+# A workspace of rounds
 
 
 def killed_at(writers: Writers, trip: str, number: int, path: Path) -> None:
@@ -125,22 +163,75 @@ def killed_at(writers: Writers, trip: str, number: int, path: Path) -> None:
     writers.write(trip, path, 4.0)
     hidden = [p.name for p in path.rglob("*") if p.name.startswith(".")]
     assert hidden == [], number
-    if trip == "save":  # what was never committed is gone, and so is what was half dropped
+    if trip == "commit":  # what was never committed is gone, and so is what was half dropped
         committed = {receipt.relative for manifest in manifests_of(Workspace(path)) for receipt in manifest.receipts}
         files = {os.path.relpath(p, path) for p in path.rglob("*.safetensors")}
         assert files == committed, number
 
 
-@pytest.mark.parametrize("trip", ["save", "write"])
-def test_killed_at_a_few_calls(writers: Writers, trip: str, tmp_path: Path) -> None:
-    every = points(writers, trip, tmp_path / "trace")
+@pytest.mark.parametrize("trip", ["commit", "write"])
+def test_killed_at_a_few_calls(start: Callable[[bool], Writers], trip: str, tmp_path: Path) -> None:
+    writers = start(True)
+    every = points(writers, trip, tmp_path / "trace", 2)
     for number in every[3 :: max(1, len(every) // 6)]:
         killed_at(writers, trip, number, tmp_path / str(number))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("trip", ["save", "write"])
-def test_killed_at_every_call(writers: Writers, trip: str, tmp_path: Path) -> None:
-    for number in points(writers, trip, tmp_path / "trace"):
+@pytest.mark.parametrize("trip", ["commit", "write"])
+def test_killed_at_every_call(start: Callable[[bool], Writers], trip: str, tmp_path: Path) -> None:
+    writers = start(True)
+    for number in points(writers, trip, tmp_path / "trace", 2):
         killed_at(writers, trip, number, tmp_path / str(number))
+
+
+# A save
+
+
+EVERY = pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+
+
+@EVERY
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_killed_save_leaves_the_old_one_or_the_new_one(
+    start: Callable[[bool], Writers], exchange: bool, step: int, sweep_path: Path
+) -> None:
+    writers = start(exchange)
+    found = []
+    for number in points(writers, "save", sweep_path / "trace" / "saved", 1)[::step]:
+        path = sweep_path / str(number) / "saved"
+        writers.write("save", path, 1.0)
+        assert writers.write("save", path, 2.0, kill_at=number) is None
+        found.append(value_of("save", path))
+        assert writers.write("save", path, 3.0) is not None  # no clean-up by hand
+        assert value_of("save", path) == 3.0, number
+        assert os.listdir(path.parent) == ["saved"], number
+        assert sorted(os.listdir(path)) == ["rank-00000-of-00001.safetensors", "save.json"]
+    assert set(found) == {1.0, 2.0}
+    assert found == sorted(found)  # once the new one is there, it stays
+
+
+@EVERY
+@pytest.mark.timeout(900)
+def test_a_first_save_that_is_killed_leaves_nothing_that_a_load_takes(
+    start: Callable[[bool], Writers], step: int, sweep_path: Path
+) -> None:
+    writers = start(True)
+    published = []
+    for number in points(writers, "save", sweep_path / "trace" / "saved", 0)[::step]:
+        path = sweep_path / str(number) / "saved"
+        assert writers.write("save", path, 2.0, kill_at=number) is None
+        published.append(path.exists())
+        if path.exists():
+            assert value_of("save", path) == 2.0, number
+        else:
+            for read in (lambda: sx.load_checkpoint({"step": 0}, path), lambda: sx.open_checkpoint(path)):  # noqa: B023
+                with pytest.raises(sx.errors.NotFoundError):
+                    read()
+        assert writers.write("save", path, 3.0) is not None
+        assert value_of("save", path) == 3.0, number
+        assert os.listdir(path.parent) == ["saved"], number
+    assert published == sorted(published)
+    assert not published[0]

@@ -120,6 +120,6 @@ def test_a_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_a_saved_state_is_not_taken_for_a_config(tmp_path: Path) -> None:
-    sx.save_checkpoint({"w": torch.ones(2)}, tmp_path / "ws")
-    with pytest.raises(sx.errors.InvalidArgumentError, match="load_checkpoint reads it"):
-        sx.NFSWorkspace(tmp_path / "ws").read_configs_and_weights_from_rank(0)
+    sx.save_checkpoint({"w": torch.ones(2)}, tmp_path / "saved")
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"this is a save, .*load_checkpoint reads it"):
+        sx.NFSWorkspace(tmp_path / "saved").read_configs_and_weights_from_rank(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -67,24 +66,43 @@ def test_torchs_own_formats_at_a_url(store: Any, tmp_path: Path) -> None:
 
 
 def test_a_workspace_that_was_copied_to_a_url(store: Any, tmp_path: Path) -> None:
-    for step in range(2):
-        sx.save_checkpoint({"model": TENSORS, "step": step}, tmp_path / "saved")
-    url = put(store, tmp_path / "saved", "bucket/saved")
-    (run,) = os.listdir(tmp_path / "saved")
-    newest = sorted(os.listdir(tmp_path / "saved" / run))[-1]
-    for place in (url, f"{url}/{run}", f"{url}/{run}/{newest}"):
+    for value in range(2):
+        sx.NFSWorkspace(tmp_path / "ws", run="job").write_configs_and_weights({"k": value}, TENSORS)
+    url = put(store, tmp_path / "ws", "bucket/ws")
+    for place in (url, f"{url}/job", f"{url}/job/000002"):
         source = open_source(place)
-        assert (source.kind, source.run, source.round, source.world_size) == ("workspace", run, int(newest), 1)
+        assert (source.kind, source.run, source.round, source.world_size) == ("workspace", "job", 2, 1)
+    assert sx.NFSWorkspace(url).read_configs_and_weights_from_rank(0)[0] == {"k": 1}
+    live = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+    sx.load_checkpoint(live, url)
+    assert all(torch.equal(live[name], TENSORS[name]) for name in TENSORS)
+    (file,) = [path for path in store.find("/bucket/ws/job/000002") if path.endswith(".safetensors")]
+    assert len(open_source(f"memory:/{file}").files) == 1
+
+
+def test_a_save_that_was_copied_to_a_url(store: Any, tmp_path: Path) -> None:
+    sx.save_checkpoint({"model": TENSORS, "step": 1}, tmp_path / "saved")
+    url = put(store, tmp_path / "saved", "bucket/saved")
+    source = open_source(url)
+    assert (source.kind, source.step, source.round, source.world_size) == ("save", None, None, 1)
     live = {"model": {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}, "step": 0}
     sx.load_checkpoint(live, url)
     assert live["step"] == 1
     assert all(torch.equal(live["model"][name], TENSORS[name]) for name in TENSORS)
     sx.merge_checkpoint(url, tmp_path / "merged", rename=[(r"^model\.", "")])
     assert torch.equal(load_file(tmp_path / "merged/model.safetensors")["a"], TENSORS["a"])
-    (file,) = [path for path in store.find(f"/bucket/saved/{run}/{newest}") if path.endswith(".safetensors")]
-    assert len(open_source(f"memory:/{file}").files) == 1
-    store.rm_file(file)
-    with pytest.raises(sx.errors.IncompleteError, match="this rank's file is missing"):
+    file = f"{url}/rank-00000-of-00001.safetensors"
+    assert len(open_source(file).files) == 1
+    with pytest.raises(sx.errors.InvalidArgumentError, match="a save goes to a directory, not to a URL"):
+        sx.save_checkpoint({"model": TENSORS}, "memory://bucket/other")
+    manifest = store.cat_file("/bucket/saved/save.json")
+    store.rm_file("/bucket/saved/save.json")
+    for place in (url, file):
+        with pytest.raises(sx.errors.IncompleteError, match=r"save\.json of this save is missing"):
+            open_source(place)
+    store.pipe_file("/bucket/saved/save.json", manifest)
+    store.rm_file("/bucket/saved/rank-00000-of-00001.safetensors")
+    with pytest.raises(sx.errors.IncompleteError, match=r"this rank's file is missing.*rank 0"):
         open_source(url)
 
 

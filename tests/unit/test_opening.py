@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -21,11 +22,24 @@ import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.report.summary import summarize
 from statexchange.report.verify import verify
-from statexchange.storage.workspace import Workspace
+from statexchange.storage.opened_path import open_path
+from statexchange.storage.workspace import Receipt, Workspace
 
 
 def publish(path: Path, value: float) -> None:
     sx.export_checkpoint({"a": np.full(3, value)}, path)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../secret", "/etc/passwd", "below/file"])
+def test_a_name_that_leads_out_of_a_directory_is_refused(name: str, tmp_path: Path) -> None:
+    publish(tmp_path / "ck", 1.0)
+    memory = fsspec.filesystem("memory")
+    memory.put(os.fspath(tmp_path / "ck"), f"{tmp_path}/ck", recursive=True)
+    for path in (f"{tmp_path}/ck", f"memory:/{tmp_path}/ck"):
+        with open_path(path) as opened:
+            assert opened.store.open("model.safetensors").size > 0
+            with pytest.raises(sx.errors.UnsafeError, match="not the name of a file"):
+                opened.store.open(name)
 
 
 def test_two_dots_after_a_link_mean_the_parent_of_its_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,12 +79,15 @@ import numpy as np
 import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.report.summary import summarize
-many, workspace, plain = sys.argv[1:]
+from statexchange.storage.workspace import Workspace
+many, path, plain = sys.argv[1:]
 held = [sx.open_checkpoint(many) for _ in range(5)]
 assert all(len(checkpoint) == 100 for checkpoint in held)
 assert sum(t.read().sum() for t in held[0].values()) == sum(t.read().sum() for t in held[4].values()) == 9900.0
-assert summarize(workspace).num_tensors == 1
-sx.save_checkpoint({"a": np.ones(1)}, workspace)
+assert summarize(path).num_tensors == 1
+workspace = Workspace(path)
+workspace.commit([workspace.write([], run="job", round=2, rank=0, world_size=1, pending=True)], keep=1)
+assert summarize(path).num_tensors == 0
 assert summarize(plain).kind == "torch"
 print("ok")
 """
@@ -83,7 +100,9 @@ def test_few_descriptors_serve_many_files_rounds_and_directories(tmp_path: Path)
     source = Workspace(tmp_path / "ws")
     for number in range(100):
         source.write([], run=f"run{number % 50}", round=1 + number // 50, rank=0, world_size=1)
-    sx.save_checkpoint({"a": np.ones(1)}, tmp_path / "ws")
+    sx.NFSWorkspace(tmp_path / "ws", run="job").write_configs_and_weights(None, {"a": np.ones(1)})
+    (name,) = source.rank_names("job", 1)
+    source.commit([Receipt(name.relative, (tmp_path / "ws" / name.relative).stat().st_size)], keep=2)
     (tmp_path / "plain").mkdir()
     torch.save({"a": torch.ones(2)}, tmp_path / "plain" / "a.pt")
     for number in range(100):
@@ -117,15 +136,13 @@ def test_a_directory_that_no_run_can_be_called_is_not_looked_at(tmp_path: Path) 
     """lost+found, which only root may look at."""
     if os.geteuid():
         pytest.skip("not root")
-    sx.save_checkpoint({"a": np.ones(2)}, tmp_path / "ws")
+    sx.NFSWorkspace(tmp_path / "ws", run="job").write_configs_and_weights(None, {"a": np.ones(2)})
     (tmp_path / "ws" / "lost+found").mkdir(mode=0o700)
     assert summarize(tmp_path / "ws").num_tensors == 1
 
 
 SWEEPING = """
-import os, sys
-import numpy as np
-import statexchange as sx
+import sys
 from statexchange.storage.workspace import Receipt, Workspace
 
 path, relative, nbytes = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -137,8 +154,10 @@ def hook(event, args):
         done = True
         Workspace(path).commit([Receipt(relative, nbytes)], keep=2)
 
+workspace = Workspace(path)
+mine = workspace.write([], run="mine", round=1, rank=0, world_size=1, pending=True)
 sys.addaudithook(hook)
-sx.save_checkpoint({"b": np.ones(1)}, path)
+workspace.commit([mine], keep=2)
 print(done)
 """
 
@@ -163,7 +182,9 @@ def test_a_round_that_is_committed_while_another_job_sweeps_stays(tmp_path: Path
 def test_a_round_of_a_writer_that_ended_before_it_was_committed_is_swept(tmp_path: Path) -> None:
     path = str(tmp_path / "ws")
     written = subprocess.run([sys.executable, "-c", WRITING, path], capture_output=True, text=True, check=True)
-    sx.save_checkpoint({"b": np.ones(1)}, path)
+    workspace = Workspace(path)
+    receipt = workspace.write([], run="mine", round=1, rank=0, world_size=1, pending=True)
+    workspace.commit([receipt], keep=2)
     assert not Path(path, written.stdout.split()[0]).exists()
     assert not Path(path, "job").exists()
 
@@ -175,6 +196,7 @@ TAKERS: dict[str, Taker] = {
     "export in the background": lambda path: sx.export_checkpoint(STATE, path, background=True).result(30),
     "files_from": lambda path: sx.export_checkpoint(STATE, "out", files_from=[path]),
     "save": lambda path: sx.save_checkpoint(STATE, path),
+    "save in the background": lambda path: sx.save_checkpoint(STATE, path, background=True).result(30),
     "load": lambda path: sx.load_checkpoint(dict(STATE), path),
     "merge from": lambda path: merge_checkpoint(path, "out"),
     "merge to": lambda path: merge_checkpoint("checkpoint", path),
@@ -215,21 +237,22 @@ def test_what_is_no_path_is_refused_by_every_call(taker: str, path: Any, checkpo
     assert sorted(os.listdir()) == ["checkpoint", "home"], caught.value
 
 
-@pytest.mark.parametrize("taker", ["export", "export in the background", "merge to"])
+@pytest.mark.parametrize("taker", ["export", "export in the background", "save", "save in the background", "merge to"])
 def test_a_tilde_is_the_home_directory_of_what_is_written(taker: str, checkpoint: Path) -> None:
     report = TAKERS[taker]("~/out")
     assert report.path == str(checkpoint.parent / "home/out")
     assert sorted(os.listdir()) == ["checkpoint", "home"]
     assert sx.open_checkpoint(Path("~/out"))["w"].read().tolist() == [1, 1, 1]
-    assert (checkpoint.parent / "home/out/model.safetensors").exists()
+    name = "save.json" if taker.startswith("save") else "model.safetensors"
+    assert (checkpoint.parent / "home/out" / name).exists()
 
 
-@pytest.mark.parametrize("make", [Workspace, sx.NFSWorkspace, lambda path: sx.save_checkpoint(STATE, path)])
+@pytest.mark.parametrize("make", [Workspace, sx.NFSWorkspace])
 def test_a_tilde_is_the_home_directory_of_a_workspace(make: Taker, checkpoint: Path) -> None:
     made = make("~/saved")
     if isinstance(made, sx.NFSWorkspace):
         made.write_configs_and_weights(None, STATE)
-    elif isinstance(made, Workspace):
+    else:
         assert made.path == str(checkpoint.parent / "home/saved")
     assert sorted(os.listdir()) == ["checkpoint", "home"]
 

@@ -136,15 +136,15 @@ def test_it_stands_alone_and_can_be_read_aloud(quarters: Path) -> None:
     assert {text.text for text in root.iter(f"{SVG}text") if text.get("class") == "r"} >= {"0", "1", "2", "3"}
 
 
-def test_what_nobody_supplied_is_shown(tmp_path: Path) -> None:
+def test_bytes_that_no_rank_supplied_are_shown(tmp_path: Path) -> None:
     root = write_workspace(tmp_path / "ws", [[("m", (4, 4), (0, 0), (1, 4))], []])
     svg = supply_picture(root)
     frame, *cells = drawn(svg)["m"]
-    assert frame["fill"] == "url(#nobody)"
+    assert frame["fill"] == "url(#not-supplied)"
     assert len(cells) == 1
-    assert "nobody · 12 B · 75.0%" in svg
+    assert "not supplied · 12 B · 75.0%" in svg
     lines = supply_bars(root)
-    assert any(line.startswith("nobody") and line.endswith("12 B   75.0%") for line in lines)
+    assert any(line.startswith("not supplied") and line.endswith("12 B   75.0%") for line in lines)
     assert lines[-1] == "." * 32
 
 

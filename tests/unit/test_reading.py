@@ -22,13 +22,16 @@ import torch
 from safetensors.torch import save_file
 
 import statexchange as sx
+from statexchange import values
 from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, NotFoundError, ReplacedError
 from statexchange.formats.registry import open_source
 from statexchange.report.summary import summarize
 from statexchange.report.verify import verify
-from statexchange.sharding.shards import Box
+from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.storage.claim import CLAIM_NAME, Claim
 from statexchange.storage.opened_path import open_path
+from statexchange.storage.tensorfile import ShardData
+from statexchange.storage.workspace import Workspace
 
 READER = """
 import json, os, sys
@@ -169,22 +172,84 @@ def test_a_checkpoint_that_is_replaced_at_any_look_verifies(sweep_path: Path) ->
         reader.close()
 
 
-def test_a_save_whose_round_is_dropped_at_any_look_is_read_as_the_old_or_a_newer_one(sweep_path: Path) -> None:
+def commit_round(path: Path, value: float) -> None:
+    """Commit a round of a job's state, of which the newest two stay."""
+    state = state_of(value)
+    names = {id(array): name for name, array in state.items()}
+    config = values.encode({"model": state, "step": int(value)}, lambda value, _: names.get(id(value)))
+    shards = {name: Shard(name, "F32", array.shape, (full_box(array.shape),)) for name, array in state.items()}
+    held = [ShardData(shard, memoryview(state[name].tobytes())) for name, shard in shards.items()]
+    workspace = Workspace(path)
+    number = workspace.next_round("r")
+    receipt = workspace.write(held, run="r", round=number, rank=0, world_size=1, config=config, pending=True)
+    workspace.commit([receipt], keep=2)
+
+
+def test_a_state_whose_round_is_dropped_at_any_look_is_read_as_the_old_or_a_newer_one(sweep_path: Path) -> None:
     """A6."""
     path = sweep_path / "saved"
 
-    def save(value: float) -> None:
+    def commit(value: float) -> None:
         for step in (value, value, value):  # by the third the first of the two that were there is gone
-            sx.save_checkpoint({"model": state_of(step), "step": int(step)}, path)
+            commit_round(path, step)
 
-    save(0.0)
+    commit(0.0)
     reader = Reader(path, "saved")
     try:
         before = 0.0
-        for number, value, answer in at_every_look(reader, save):
+        for number, value, answer in at_every_look(reader, commit):
             assert answer[0] == "values", (number, answer)
             assert answer[1] in ([before], [value]), (number, answer)
             before = value
+    finally:
+        reader.close()
+
+
+def save(path: Path, value: float) -> None:
+    sx.save_checkpoint({"model": state_of(value), "step": int(value)}, path, overwrite=True)
+
+
+def test_a_save_that_is_replaced_at_any_look_is_read_as_the_old_or_the_new_one(sweep_path: Path) -> None:
+    path = sweep_path / "saved"
+    save(path, 0.0)
+    reader = Reader(path, "saved")
+    try:
+        before = 0.0
+        for number, value, answer in at_every_look(reader, lambda value: save(path, value)):
+            assert answer[0] == "values", (number, answer)
+            assert answer[1] in ([before], [value]), (number, answer)
+            before = value
+    finally:
+        reader.close()
+
+
+def test_a_save_that_is_replaced_at_any_look_verifies(sweep_path: Path) -> None:
+    path = sweep_path / "saved"
+    save(path, 0.0)
+    reader = Reader(path, "verify")
+    try:
+        for number, _, answer in at_every_look(reader, lambda value: save(path, value)):
+            assert answer == ["values", [0.0]], number
+    finally:
+        reader.close()
+
+
+def test_a_save_that_is_removed_at_any_look_is_read_whole_or_is_not_there(sweep_path: Path) -> None:
+    path = sweep_path / "saved"
+    reader = Reader(path, "saved")
+
+    def remove(_: float) -> None:
+        (path / "save.json").unlink()  # no save any more, while its files are removed one by one
+        shutil.rmtree(path)
+
+    try:
+        for number in range(1, 500):
+            save(path, 1.0)
+            answer, stopped = reader.read(number, lambda: remove(0.0))
+            if not stopped:
+                break
+            assert answer == ["values", [1.0]] or answer[:2] == ["error", "NotFoundError"], (number, answer)
+        assert number > 3
     finally:
         reader.close()
 

@@ -100,7 +100,7 @@ def test_a_box_is_read_window_by_window(
     expected = np.zeros_like(whole)
     expected[slices(box)] = whole[slices(box)]
     assert out.tolist() == expected.reshape(-1).tolist()
-    assert (reader.left, reader.hexdigest()) == (0, xxhash.xxh3_128(data).hexdigest())
+    assert (reader.bytes_left, reader.hexdigest()) == (0, xxhash.xxh3_128(data).hexdigest())
 
 
 @pytest.mark.parametrize("reserved", [True, False])
@@ -181,7 +181,7 @@ def test_strided_boxes_are_read_in_the_order_of_their_indices(
         whole_box = b"".join(bytes(part) for _, part in blocks(stored, view.shape, "I32"))
     assert np.array_equal(out[slices_within(box, Box((0,) * out.ndim, whole))], view)
     assert reader.hexdigest() == xxhash.xxh3_128_hexdigest(whole_box) == xxhash.xxh3_128_hexdigest(view.tobytes())
-    assert (reader.left, out.sum()) == (0, view.sum())
+    assert (reader.bytes_left, out.sum()) == (0, view.sum())
 
 
 def test_strided_blocks_come_in_parts_and_a_file_that_ends_early_is_corrupt(tmp_path: Path) -> None:

@@ -35,12 +35,21 @@ def test_a_published_checkpoint(name: str, written: Path, tmp_path: Path) -> Non
     assert list(sx.open_checkpoint(written / name)) == ["c"]
 
 
-def test_a_save_and_the_next_one_beside_it(written: Path) -> None:
+def test_a_save(written: Path, tmp_path: Path) -> None:
+    """It has a workspace of rounds: read, and never replaced, since other jobs may have rounds in it."""
     state = {"model": {"a": np.zeros(6, np.float32)}, "step": -1}
     sx.load_checkpoint(state, written / "saved")
     assert (state["model"]["a"].tolist(), state["step"]) == ([0, 1, 2, 3, 4, 5], 7)
-    sx.save_checkpoint({**state, "step": 8}, written / "saved")
-    sx.load_checkpoint(state, written / "saved")
+    assert verify(written / "saved").findings == ()
+    with pytest.raises(sx.errors.InvalidArgumentError, match="load_checkpoint reads it"):
+        sx.NFSWorkspace(written / "saved").read_configs_and_weights_from_rank(0)
+    before = sorted((written / "saved").rglob("*"))
+    for overwrite, kind in ((False, sx.errors.TargetExistsError), (True, sx.errors.UnsafeError)):
+        with pytest.raises(kind):
+            sx.save_checkpoint({**state, "step": 8}, written / "saved", overwrite=overwrite)
+    assert sorted((written / "saved").rglob("*")) == before
+    sx.save_checkpoint({**state, "step": 8}, tmp_path / "next")
+    sx.load_checkpoint(state, tmp_path / "next")
     assert state["step"] == 8
 
 

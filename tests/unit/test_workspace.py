@@ -31,8 +31,9 @@ from statexchange.formats.registry import open_source
 from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.storage import atomic, files
 from statexchange.storage.local import local_path
+from statexchange.storage.sealed_json import seal
 from statexchange.storage.tensorfile import ShardData
-from statexchange.storage.workspace import MANIFEST, Manifest, RankName, Receipt, Workspace, WorkspaceView, _digest_of
+from statexchange.storage.workspace import MANIFEST, Manifest, RankName, Receipt, Workspace, WorkspaceView
 
 WRITE_CALLS = ("mkdir", "mkdirat", "fallocate", "pwrite64", "ftruncate", "fsync", "rename", "renameat", "renameat2")
 WRITE_CALLS += ("link", "linkat", "unlink", "unlinkat", "rmdir")
@@ -126,7 +127,7 @@ def test_a_manifest_of_other_types_is_broken_whatever_its_digest(
     newest = max((tmp_path / "ws").rglob(MANIFEST))
     record = {**json.loads(newest.read_text()), field: value}
     del record["digest"]
-    newest.write_text(json.dumps({**record, "digest": _digest_of(record)}))
+    newest.write_text(json.dumps(seal(record)))
     with pytest.raises(CorruptError, match="broken manifest"), Workspace(tmp_path / "ws").view() as view:
         view.manifests(view.all_rounds())
 

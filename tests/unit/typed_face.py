@@ -6,6 +6,7 @@ Checked by mypy alone; nothing here runs.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +30,19 @@ def sense(net: torch.nn.Linear) -> None:
         raise
 
 
-def nonsense() -> None:
+def collectives(comm: sx.comm.Communicator, weight: torch.nn.Parameter, flag: bool) -> None:
+    """Collectives return the type of tensor that they were given; with `async_op` a Work of it."""
+    same: torch.nn.Parameter = comm.all_reduce(weight, "avg")
+    array: np.ndarray[Any, Any] = comm.broadcast(np.ones(2))
+    later: torch.Tensor = comm.all_reduce(torch.ones(2), torch.distributed.ReduceOp.SUM, async_op=True).wait()
+    several: list[torch.Tensor] = comm.all_reduce_multiple([later, same])
+    new: list[torch.Tensor] = comm.all_gather(weight) + comm.gather(later, async_op=True).wait()
+    part: np.ndarray[Any, Any] = comm.reduce_scatter(array)
+    perhaps: torch.Tensor | sx.comm.Work[torch.Tensor] = comm.recv(new[0], 1, async_op=flag)
+    print(several, part, perhaps)
+
+
+def nonsense(comm: sx.comm.Communicator) -> None:
     """Calls that no user means."""
     sx.export_checkpoint(42, "x")  # type: ignore[call-overload]
     sx.export_checkpoint({}, "x", dtype=17)  # type: ignore[call-overload]
@@ -38,5 +51,8 @@ def nonsense() -> None:
     sx.merge_checkpoint("x", 1)  # type: ignore[arg-type]
     sx.save_checkpoint({}, "x", comm=1)  # type: ignore[call-overload]
     sx.gather_state(3)  # type: ignore[arg-type]
+    comm.all_reduce(torch.ones(2)).wait()  # type: ignore[attr-defined]
+    comm.all_reduce(torch.ones(2), async_op=True).sum()  # type: ignore[attr-defined]
+    comm.all_reduce([1.0])  # type: ignore[call-overload]
     sx.Communicator  # type: ignore[attr-defined]  # noqa: B018
     sx.export_checkpoint_async  # type: ignore[attr-defined]  # noqa: B018

@@ -1,4 +1,4 @@
-"""Plain arithmetic on tensors: what a reduction does to parts of one dtype, in the order of ranks."""
+"""Arithmetic of reductions on tensors in this process: parts of one dtype are combined in the order of ranks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = [
     "FLOATS",
     "HALVES",
     "INTS",
-    "NOTHING",
+    "NO_FINISH",
     "Finish",
-    "of_bytes",
+    "from_bytes",
     "reduce_parts",
     "reduces_locally",
     "to_bytes",
@@ -49,7 +49,7 @@ class Finish:
             tensor.mul_(self.scale)
 
 
-NOTHING = Finish()
+NO_FINISH = Finish()
 
 
 def reduces_locally(op: str, dtype: torch.dtype) -> bool:
@@ -62,20 +62,20 @@ def to_bytes(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.cpu().view(torch.uint8).numpy().data) if tensor.numel() else b""
 
 
-def of_bytes(data: bytes | bytearray, dtype: torch.dtype) -> torch.Tensor:
+def from_bytes(data: bytes | bytearray, dtype: torch.dtype) -> torch.Tensor:
     """Return the tensor whose bytes these are. Not collective."""
     return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
 
 
-def reduce_parts(into: torch.Tensor, parts: Sequence[torch.Tensor], op: str, finish: Finish = NOTHING) -> None:
+def reduce_parts(into: torch.Tensor, parts: Sequence[torch.Tensor], op: str, finish: Finish = NO_FINISH) -> None:
     """Write the reduction of `parts`, in their order, into `into`, which may be one of them. Not collective.
 
-    Halves are widened where that matters: against several roundings, and for a sum that is out of the range of float16
-    before it is divided.
+    Sums and products of float16 and bfloat16 are computed in float32, unless there are only two parts and nothing to
+    finish. So the result is rounded once, and a sum may leave the range of float16 before it is divided.
     """
     combine = _COMBINE[op]
     halves = into.dtype in HALVES and op in ("sum", "prod")
-    if len(parts) == 2 and not (halves and finish != NOTHING):
+    if len(parts) == 2 and not (halves and finish != NO_FINISH):
         combine(parts[0], parts[1], out=into)
         finish(into)
         return

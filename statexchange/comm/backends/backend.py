@@ -1,9 +1,9 @@
 """The interface of a backend: how ranks move bytes and reduce tensors.
 
-To add a backend, subclass `Backend` in a module of this folder and give it `all_gather_bytes` and `new_group` (and
-`send` and `recv`, if it can): every collective has a plain implementation by `all_gather_bytes` here. A backend
-overrides others for speed. `init` (init.py) chooses it, and `statexchange.testing` has a conformance suite for
-it.
+To add a backend, subclass `Backend` in a module of this folder and give it `all_gather_bytes`, `new_group`, `send` and
+`recv`: every collective has a plain implementation by `all_gather_bytes` here, which a backend overrides for speed.
+A backend without `send` and `recv` can only be a bootstrap backend (bootstrap.py). `init` (init.py) chooses it, and
+`statexchange.testing` has a conformance suite for it.
 
 Rules for an implementation. It never blocks without polling its `wait`. A method that raises keeps alive the tensors
 and requests that the transport may still touch. Tensors arrive prepared by `collectives`: one-dimensional and
@@ -30,7 +30,7 @@ __all__ = ["Backend", "Between", "Leaders", "check_ranks"]
 
 
 class Leaders:
-    """The leaders of all hosts, for the exchange between them in `through_leaders`. A leader is its host's first rank.
+    """The leaders of all hosts, for the exchange between them in `through_leaders`. A leader is its host's lowest rank.
 
     `rank` is this one among the leaders, `counts` the number of ranks that each of them leads.
     """
@@ -90,29 +90,28 @@ class Backend(ABC):
 
     @abstractmethod
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        """Return a new backend over `ranks` of this one, in that order. Collective over those ranks only."""
+        """Return a new backend over `ranks` of this one, in that order. Collective over those ranks only.
+
+        Raises:
+            StallError: Ranks have not called within `timeout_s`; `missing` has them, by their ranks in this backend.
+                A group that can be made without the others does not wait for them.
+        """
 
     def transport(self, timeout_s: float) -> Backend:  # noqa: ARG002 (most have nothing to set up)
-        """Return the backend that moves tensors between hosts: this one, or one that is made over it.
-
-        Collective.
-        """
+        """Return the backend that moves tensors between hosts: this one, or one that is made over it. Collective."""
         return self
 
     def as_caller(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context that gives another thread the state of this one, as torch's inference mode.
-
-        Not collective.
-        """
+        """Return a context that gives another thread the state of this one: torch's inference mode. Not collective."""
         import torch
 
         return torch.inference_mode(torch.is_inference_mode_enabled())
 
     def leave(self, error: BaseException | None) -> None:  # noqa: B027 (most cannot reach them)
-        """Report to ranks that wait for this one inside a collective that it will not come, and why. Not collective."""
+        """Report to ranks that wait for this one in a collective that it leaves, and why. Not collective."""
 
     def close(self) -> None:  # noqa: B027 (most hold nothing)
-        """Free what the backend holds. Not collective."""
+        """Free what the backend holds, also the backend over which it was made. Not collective."""
 
     def empty(self, nbytes: int, wait: Wait) -> torch.Tensor:  # noqa: ARG002 (shared memory uses it)
         """Return `nbytes` (> 0) of uint8 memory that this backend reduces fastest. Collective, with equal `nbytes`."""
@@ -123,8 +122,8 @@ class Backend(ABC):
     def reduces(self, op: str, dtype: torch.dtype) -> bool:
         """Whether its reductions are right for every value of `dtype`, including NaN and the limits of half precision.
 
-        Where it is false, `reduction` converts to another dtype. So `all_reduce` must always be right for float32,
-        float64, int64 and uint8 without NaN and overflow.
+        Where they are not, `Reduction` converts to float32, float64, int64 or uint8. So `all_reduce` must always be
+        right for these, as long as there is no NaN and no overflow.
         """
         from statexchange.comm.backends import arithmetic
 
@@ -135,7 +134,7 @@ class Backend(ABC):
         from statexchange.comm.backends import arithmetic
 
         parts = self.all_gather_bytes(arithmetic.to_bytes(tensor), wait)
-        tensors = [arithmetic.of_bytes(part, tensor.dtype).to(tensor.device) for part in parts]
+        tensors = [arithmetic.from_bytes(part, tensor.dtype).to(tensor.device) for part in parts]
         arithmetic.reduce_parts(tensor, tensors, op, finish)
 
     def reduce(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
@@ -162,16 +161,15 @@ class Backend(ABC):
 
         parts = self.all_gather_bytes(arithmetic.to_bytes(data) if self.rank == root else b"", wait)
         if self.rank != root:
-            data.copy_(arithmetic.of_bytes(parts[root], data.dtype))
+            data.copy_(arithmetic.from_bytes(parts[root], data.dtype))
 
     def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
         """Write every rank's `data` into `into`, in rank order. Collective."""
         from statexchange.comm.backends import arithmetic
 
-        for part, answer in zip(
-            into.view(self.world_size, -1), self.all_gather_bytes(arithmetic.to_bytes(data), wait), strict=True
-        ):
-            part.copy_(arithmetic.of_bytes(answer, data.dtype))
+        answers = self.all_gather_bytes(arithmetic.to_bytes(data), wait)
+        for part, answer in zip(into.view(self.world_size, -1), answers, strict=True):
+            part.copy_(arithmetic.from_bytes(answer, data.dtype))
 
     def gather(self, data: torch.Tensor, into: torch.Tensor | None, root: int, wait: Wait) -> None:
         """Write every rank's `data` into `into`, which is given on `root` only, in rank order. Collective."""
@@ -197,12 +195,13 @@ class Backend(ABC):
 
         header = b"".join(size.to_bytes(8, "little") for size in sizes)
         answers = self.all_gather_bytes(header + arithmetic.to_bytes(data), wait)
-        at = 0
+        into_begin = 0
         for answer, size in zip(answers, into_sizes, strict=True):
-            lengths = [int.from_bytes(answer[8 * r : 8 * r + 8], "little") for r in range(self.world_size)]
-            begin = 8 * self.world_size + sum(lengths[: self.rank])
-            into[at : at + size].copy_(arithmetic.of_bytes(answer[begin : begin + size], into.dtype))
-            at += size
+            sent_sizes = [int.from_bytes(answer[8 * r : 8 * r + 8], "little") for r in range(self.world_size)]
+            begin = 8 * self.world_size + sum(sent_sizes[: self.rank])
+            part = arithmetic.from_bytes(answer[begin : begin + size], into.dtype)
+            into[into_begin : into_begin + size].copy_(part)
+            into_begin += size
 
     def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:  # noqa: ARG002
         """Send to `dst`; return when `data` may be used again. Not collective.

@@ -28,7 +28,7 @@ from statexchange.comm import forks
 from statexchange.comm.backends.arithmetic import Finish, reduce_parts
 from statexchange.comm.backends.backend import Backend, check_ranks
 from statexchange.comm.backends.torch_groups import (
-    LATER_S,
+    GRACE_S,
     LONGEST_S,
     Sibling,
     cpu_group,
@@ -53,7 +53,7 @@ _FIRST_TAG = 0x53780000  # apart from the tags of the group's owner, which begin
 _NEVER_SENT_TAG = _FIRST_TAG + 3
 _WIDE = (torch.float32, torch.float64)
 _stores: Any = dist  # torch exports its stores and rendezvous there, but not for type checkers
-_following: dict[threading.Thread, _GlooBackend] = {}
+_waiting_threads: dict[threading.Thread, _GlooBackend] = {}  # threads that wait inside Gloo, see `_wait_in_thread`
 
 
 class _GlooBackend(Backend):
@@ -69,7 +69,7 @@ class _GlooBackend(Backend):
         self._group = group
         self._abandoned: list[Any] = []
         self._is_broken_off = False
-        self._leaves_work = False
+        self._has_abandoned_message = False
         self.world_size = int(group.size())
         self.rank = int(group.rank())
         forks.cut_off_in_children(self)
@@ -91,14 +91,14 @@ class _GlooBackend(Backend):
         except BaseException as error:
             self._abandoned.append(works)
             if isinstance(error, AbandonedError):
-                self._leaves_work = True  # until `leave`, see the top of this file
+                self._has_abandoned_message = True  # until `leave`, see the top of this file
             elif not isinstance(error, StallError):  # after which Gloo's own timeout comes soon
                 self._break_off()
             raise
 
     def leave(self, error: BaseException | None) -> None:  # noqa: ARG002 (Gloo carries no reason)
         """Close the connections if messages were abandoned. Not collective."""
-        if self._leaves_work:
+        if self._has_abandoned_message:
             self._break_off()
 
     def _break_off(self) -> None:
@@ -107,12 +107,12 @@ class _GlooBackend(Backend):
             return
         self._is_broken_off = True
         for peer in range(self.world_size):
-            with contextlib.suppress(
-                RuntimeError
-            ):  # it always raises: the receive times out, or the connection is closed already
-                if peer != self.rank:
-                    never = self._group.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT_TAG)
-                    never.wait(timedelta(milliseconds=1))
+            if peer == self.rank:
+                continue
+            # The wait always raises: the receive times out, or the connection is closed already.
+            with contextlib.suppress(RuntimeError):
+                receive = self._group.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT_TAG)
+                receive.wait(timedelta(milliseconds=1))
 
     # Messages
 
@@ -169,34 +169,34 @@ class _GlooBackend(Backend):
     def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:
         """Send by Gloo. Not collective."""
         if data.numel():
-            self._pass(lambda: self._group.send([data], dst, _FIRST_TAG + tag), wait)
+            self._transfer(lambda: self._group.send([data], dst, _FIRST_TAG + tag), wait)
 
     def recv(self, data: torch.Tensor, src: int, tag: int, wait: Wait) -> None:
         """Receive by Gloo. Not collective."""
         if data.numel():
-            self._pass(lambda: self._group.recv([data], src, _FIRST_TAG + tag), wait)
+            self._transfer(lambda: self._group.recv([data], src, _FIRST_TAG + tag), wait)
 
-    def _pass(self, post: Callable[[], Any], wait: Wait) -> None:
+    def _transfer(self, post: Callable[[], Any], wait: Wait) -> None:
         try:
-            self._run(wait, lambda: self._follow(post(), wait))
+            self._run(wait, lambda: self._wait_in_thread(post(), wait))
         except StallError:
             self._break_off()
             raise
 
-    def _follow(self, native: Any, wait: Wait) -> Work:
-        """Wait for a send or receive in a thread: Gloo completes it only for a thread that waits inside it.
+    def _wait_in_thread(self, native: Any, wait: Wait) -> Work[object]:
+        """Return the work of a thread that waits for a send or receive, as Gloo completes it only for such a thread.
 
         The thread waits for a day if need be. The deadline is that of `wait`, and its caller breaks off the work.
         """
-        work = Work(wait.operation)
+        work: Work[object] = Work(wait.operation)
 
-        def follow() -> None:
+        def wait_inside() -> None:
             work.run(lambda: native.wait(timedelta(seconds=LONGEST_S)))
-            _following.pop(thread, None)
+            _waiting_threads.pop(thread, None)
 
-        thread = threading.Thread(target=follow, name=wait.operation, daemon=True)
+        thread = threading.Thread(target=wait_inside, name=wait.operation, daemon=True)
         _end_threads_at_exit()
-        _following[thread] = self
+        _waiting_threads[thread] = self
         thread.start()
         return work
 
@@ -227,10 +227,10 @@ class _GlooBackend(Backend):
 
     def _all_reduce_in_parts(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
         sizes = _shares(tensor.numel(), self.world_size)
-        ours = self._reduced_part(tensor, sizes, op, finish, wait).view(torch.uint8)
-        nbytes = [size * tensor.itemsize for size in sizes]
-        here = [ours.numel()] * self.world_size
-        self.all_to_all(ours.repeat(self.world_size), here, tensor.view(torch.uint8), nbytes, wait)
+        own_part = self._reduced_part(tensor, sizes, op, finish, wait).view(torch.uint8)
+        sent_bytes = [own_part.numel()] * self.world_size
+        received_bytes = [size * tensor.itemsize for size in sizes]
+        self.all_to_all(own_part.repeat(self.world_size), sent_bytes, tensor.view(torch.uint8), received_bytes, wait)
 
     def _reduced_part(
         self, tensor: torch.Tensor, sizes: Sequence[int], op: str, finish: Finish, wait: Wait
@@ -238,9 +238,9 @@ class _GlooBackend(Backend):
         """Return the reduction of this rank's part of `tensor`, which has `sizes[rank]` elements."""
         size = sizes[self.rank]
         parts = tensor.new_empty(self.world_size * size)
-        here = [size * tensor.itemsize for size in sizes]
-        there = [size * tensor.itemsize] * self.world_size
-        self.all_to_all(tensor.view(torch.uint8), here, parts.view(torch.uint8), there, wait)
+        sent_bytes = [size * tensor.itemsize for size in sizes]
+        received_bytes = [size * tensor.itemsize] * self.world_size
+        self.all_to_all(tensor.view(torch.uint8), sent_bytes, parts.view(torch.uint8), received_bytes, wait)
         result = parts[:size]
         reduce_parts(result, parts.view(self.world_size, size).unbind(), op, finish)
         return result
@@ -258,11 +258,11 @@ class _GlooBackend(Backend):
 
     def _reduce_in_parts(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
         sizes = _shares(tensor.numel(), self.world_size)
-        ours = self._reduced_part(tensor, sizes, op, finish, wait).view(torch.uint8)
-        here = [ours.numel() if rank == root else 0 for rank in range(self.world_size)]
-        there = [size * tensor.itemsize if self.rank == root else 0 for size in sizes]
-        into = tensor.view(torch.uint8) if self.rank == root else ours.new_empty(0)
-        self.all_to_all(ours, here, into, there, wait)
+        own_part = self._reduced_part(tensor, sizes, op, finish, wait).view(torch.uint8)
+        sent_bytes = [own_part.numel() if rank == root else 0 for rank in range(self.world_size)]
+        received_bytes = [size * tensor.itemsize if self.rank == root else 0 for size in sizes]
+        into = tensor.view(torch.uint8) if self.rank == root else own_part.new_empty(0)
+        self.all_to_all(own_part, sent_bytes, into, received_bytes, wait)
 
     def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
         """Get this rank's part from all ranks, and reduce it. Collective."""
@@ -278,14 +278,14 @@ class _GlooBackend(Backend):
 @functools.cache
 def _end_threads_at_exit() -> None:
     """End the threads inside Gloo at exit: one that still runs when the interpreter ends would abort the process."""
-    atexit.register(_end_following)
+    atexit.register(_end_threads)
 
 
-def _end_following() -> None:
-    for backend in set(_following.values()):
+def _end_threads() -> None:
+    for backend in set(_waiting_threads.values()):
         backend._break_off()  # noqa: SLF001 (our own)
-    for thread in list(_following):
-        thread.join(LATER_S)
+    for thread in list(_waiting_threads):
+        thread.join(GRACE_S)
 
 
 def _blocks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -311,7 +311,7 @@ class TorchBackend(_GlooBackend):
             self.name = str(dist.get_backend(group))
 
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        """Return a Gloo group of `ranks`; StallError names those that do not come. Collective over them only."""
+        """Return a Gloo group of `ranks`; StallError names those that have not called. Collective over them only."""
         return of_ranks([self._ranks[rank] for rank in ranks], timeout_s)
 
 
@@ -339,7 +339,7 @@ class StoreBackend(_GlooBackend):
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
         """Return a Gloo group of `ranks` on the same store. Collective over them only.
 
-        StallError names those that do not come.
+        StallError names those that have not called.
         """
         use = ranks_key(ranks)
         self._uses[use] += 1

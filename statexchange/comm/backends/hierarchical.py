@@ -1,7 +1,7 @@
 """Collectives of ranks on several hosts, in three steps: within each host, between the hosts' leaders, and back.
 
 The data of a host's ranks is combined through shared memory, so that it crosses the network once per host and not once
-per rank. A host's leader is its first rank.
+per rank. A host's leader is its lowest rank.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class _Steps:
     def __init__(self, backend: HierarchicalBackend, wait: Wait) -> None:
         self._backend = backend
         self._wait = wait
-        self._above = _StepMonitor(wait.monitor)
-        self._on_node = Wait(wait.timeout_s, wait.operation, self._above, backend.enter_on_node)
-        self._between = Wait(wait.timeout_s, wait.operation, self._above)
+        self._monitor = _StepMonitor(wait.monitor)
+        self._on_node = Wait(wait.timeout_s, wait.operation, self._monitor, backend.enter_on_node)
+        self._between = Wait(wait.timeout_s, wait.operation, self._monitor)
 
     def on_node(self, step: Callable[[Backend, Wait], None]) -> None:
         """Run `step` among the ranks of this host, if they are several."""
@@ -83,12 +83,12 @@ class _Steps:
             step(backend, wait)
         except PeerError as error:
             # A rank of this host that leaves after a failure reports it in ranks of the world already, with the host.
-            if error is self._above.raised or error.rank < 0 or error.host is not None:
+            if error is self._monitor.raised or error.rank < 0 or error.host is not None:
                 raise
             rank = ranks[error.rank]
             raise PeerError(rank, error.phase, error.cause, self._backend.topology.hosts[rank]) from error
         except StallError as error:
-            if error is self._above.raised:
+            if error is self._monitor.raised:
                 raise
             raise self._stall(tuple(ranks[rank] for rank in error.missing if rank < len(ranks))) from error
 
@@ -96,8 +96,8 @@ class _Steps:
         """Return the error for the deadline: a rank's leader may be missing only because it waits for another host."""
         wait = self._wait
         missing = (wait.monitor.missing_ranks() if wait.monitor is not None else ()) or seen
-        who, verb = (f"ranks {list(missing)}", "did not reach") if missing else ("not all ranks", "reached")
-        message = f"{who} {verb} {wait.operation} in {wait.timeout_s:g} s"
+        subject = f"ranks {list(missing)} did not reach" if missing else "not all ranks reached"
+        message = f"{subject} {wait.operation} in {wait.timeout_s:g} s"
         return StallError(message, missing=missing, rank=missing[0] if missing else None)
 
 
@@ -121,10 +121,11 @@ class HierarchicalBackend(Backend):
         topology: Topology,
         enter_on_node: EnterOnNode = _cannot_enter,
     ) -> None:
-        """`node` connects the ranks of this host, in the order of `topology.node_ranks`.
+        """Combine three backends.
 
-        `leaders` connects the first of each host; it is None on the others. `enter_on_node` is what `Wait.enter` does
-        for a `node` that enters itself.
+        `transport` connects all ranks; `node` connects those of this host, in the order of `topology.node_ranks`;
+        `leaders` connects the lowest rank of each host, and is None on the others. `enter_on_node` is what `Wait.enter`
+        does for a `node` that enters itself.
         """
         assert leaders is None or not leaders.enters_itself
         self.rank = transport.rank
@@ -137,8 +138,8 @@ class HierarchicalBackend(Backend):
         self._transport = transport
         self._is_leader = leaders is not None
         self._counts = [topology.nodes.count(node) for node in range(len(topology.leaders))]
-        # Whether the ranks of each host are in sequence.
-        self._in_blocks = list(topology.nodes) == sorted(topology.nodes)
+        # Whether the ranks of each host are consecutive.
+        self._has_consecutive_ranks = list(topology.nodes) == sorted(topology.nodes)
 
     def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
         """Delegate to the transport."""
@@ -162,9 +163,9 @@ class HierarchicalBackend(Backend):
 
     def empty(self, nbytes: int, wait: Wait) -> torch.Tensor:
         """Return memory in which the ranks of this host reduce fastest. Collective."""
-        made: list[torch.Tensor] = []
-        _Steps(self, wait).on_node(lambda node, inner: made.append(node.empty(nbytes, inner)))
-        return made[0] if made else torch.empty(nbytes, dtype=torch.uint8, device=self.device_type)
+        memory: list[torch.Tensor] = []
+        _Steps(self, wait).on_node(lambda node, inner: memory.append(node.empty(nbytes, inner)))
+        return memory[0] if memory else torch.empty(nbytes, dtype=torch.uint8, device=self.device_type)
 
     def reduces(self, op: str, dtype: torch.dtype) -> bool:
         """Whether the node's backend and the transport both do; the leaders' backend is not on all ranks.
@@ -193,12 +194,13 @@ class HierarchicalBackend(Backend):
         if not tensor.numel():
             return
         steps = _Steps(self, wait)
-        home, place = self._home(root)
-        to_be_passed = home == self._node_rank and place != 0
-        result = tensor.clone() if self.rank != root and (self._is_leader or to_be_passed) else tensor
+        root_node, root_place = self._place_of(root)
+        passes_on = root_node == self._node_rank and root_place != 0  # root is on this host, but does not lead it
+        changes_tensor = self._is_leader or passes_on
+        result = tensor.clone() if self.rank != root and changes_tensor else tensor
         steps.on_node(lambda node, inner: node.reduce(result, op, 0, Finish(), inner))
-        steps.between(lambda leaders, inner: leaders.reduce(result, op, home, Finish(), inner))
-        if to_be_passed:
+        steps.between(lambda leaders, inner: leaders.reduce(result, op, root_node, Finish(), inner))
+        if passes_on:
             self._share(result.view(torch.uint8), steps)
         if self.rank == root:
             finish(result)
@@ -220,12 +222,12 @@ class HierarchicalBackend(Backend):
         if not data.numel():
             return
         steps = _Steps(self, wait)
-        home, place = self._home(root)
-        at_home = home == self._node_rank and place != 0
-        if at_home:
-            steps.on_node(lambda node, inner: node.broadcast(data, place, inner))
-        steps.between(lambda leaders, inner: leaders.broadcast(data, home, inner))
-        if not at_home:
+        root_node, root_place = self._place_of(root)
+        begins_here = root_node == self._node_rank and root_place != 0  # root is on this host, but does not lead it
+        if begins_here:
+            steps.on_node(lambda node, inner: node.broadcast(data, root_place, inner))
+        steps.between(lambda leaders, inner: leaders.broadcast(data, root_node, inner))
+        if not begins_here:
             self._share(data, steps)
 
     def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
@@ -236,15 +238,17 @@ class HierarchicalBackend(Backend):
         if not data.numel():
             return
         steps = _Steps(self, wait)
-        ours = data
+        of_host = data
         if self.node.world_size > 1:
-            ours = data.new_empty(self.node.world_size * data.numel())
-            steps.on_node(lambda node, inner: node.all_gather(data, ours, inner))
-        steps.between(lambda leaders, inner: self._gather_hosts(leaders, ours, into, inner))
-        begin = self.topology.node_ranks[0] * data.numel() if self._in_blocks else 0
-        end = begin + ours.numel() if self._in_blocks else 0
+            of_host = data.new_empty(self.node.world_size * data.numel())
+            steps.on_node(lambda node, inner: node.all_gather(data, of_host, inner))
+        steps.between(lambda leaders, inner: self._gather_hosts(leaders, of_host, into, inner))
+        begin = end = 0  # what this rank has already, if that is one block of `into`
+        if self._has_consecutive_ranks:
+            begin = self.topology.node_ranks[0] * data.numel()
+            end = begin + of_host.numel()
         if not self._is_leader:
-            into[begin:end] = ours[: end - begin]
+            into[begin:end] = of_host[: end - begin]
         for foreign in (into[:begin], into[end:]):
             self._share(foreign, steps)
 
@@ -253,20 +257,20 @@ class HierarchicalBackend(Backend):
         if data.numel():
             steps.on_node(lambda node, inner: node.broadcast(data, 0, inner))
 
-    def _gather_hosts(self, leaders: Backend, ours: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
+    def _gather_hosts(self, leaders: Backend, of_host: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
         """Gather every host's block among the leaders; those of smaller hosts are padded."""
-        most, hosts = max(self._counts), len(self._counts)
-        each = into.numel() // self.world_size
-        if self._in_blocks and min(self._counts) == most:
-            leaders.all_gather(ours, into, wait)
+        most, num_hosts = max(self._counts), len(self._counts)
+        size = into.numel() // self.world_size
+        if self._has_consecutive_ranks and min(self._counts) == most:
+            leaders.all_gather(of_host, into, wait)
             return
-        padded = ours.new_empty(most * each)
-        padded[: ours.numel()] = ours
-        blocks = ours.new_empty(hosts * most * each)
+        padded = of_host.new_empty(most * size)
+        padded[: of_host.numel()] = of_host
+        blocks = of_host.new_empty(num_hosts * most * size)
         leaders.all_gather(padded, blocks, wait)
-        parts = blocks.view(hosts, most, each)
-        for rank, part in enumerate(into.view(self.world_size, each)):
-            node, place = self._home(rank)
+        parts = blocks.view(num_hosts, most, size)
+        for rank, part in enumerate(into.view(self.world_size, size)):
+            node, place = self._place_of(rank)
             part.copy_(parts[node, place])
 
     def gather(self, data: torch.Tensor, into: torch.Tensor | None, root: int, wait: Wait) -> None:
@@ -297,7 +301,7 @@ class HierarchicalBackend(Backend):
     def _node_rank(self) -> int:
         return self.topology.nodes[self.rank]
 
-    def _home(self, root: int) -> tuple[int, int]:
-        """Return root's host, and its number there in rank order."""
-        node = self.topology.nodes[root]
-        return node, self.topology.nodes[:root].count(node)
+    def _place_of(self, rank: int) -> tuple[int, int]:
+        """Return the host of a rank, and its number there in rank order."""
+        node = self.topology.nodes[rank]
+        return node, self.topology.nodes[:rank].count(node)

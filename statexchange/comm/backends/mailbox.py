@@ -12,6 +12,7 @@ before it left is still taken.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from statexchange.comm.failure.control_page import ControlPage
@@ -22,8 +23,8 @@ __all__ = ["Mailbox"]
 
 _NOTE_BYTES = 320
 _CHUNK_BYTES = 1 << 18
-_NOTES = 64  # after the counts
-_ADDRESS = _NOTES + 2 * _NOTE_BYTES
+_NOTES_BEGIN = 64  # after the counts
+_ADDRESS_BEGIN = _NOTES_BEGIN + 2 * _NOTE_BYTES
 _OFFER_TAG, _DATA_TAG = 0, 2
 
 
@@ -34,21 +35,21 @@ class Mailbox:
         self._page = page
         self._peer = dst if page.rank == src else src
         self._memory = page.mailbox_memory(src, dst)
-        self._counts = self._memory[:_NOTES].cast("Q")
+        self._counts = self._memory[:_NOTES_BEGIN].cast("Q")
         self._ring: memoryview | None = None
-        self._made: Arena | None = None
+        self._own_arena: Arena | None = None
         self._attached: Attached | None = None
 
     def put(self, data: Any, tag: int, wait: Wait) -> None:
         """Send the uint8 array `data`; return when all of it has been copied into the mailbox."""
         posted, taken = 2 * tag, 2 * tag + 1
-        room = 1 if tag != _DATA_TAG else 2
+        num_places = 1 if tag != _DATA_TAG else 2
         if tag == _OFFER_TAG:
             self._open_ring()  # before the offer: a peer that has answered has attached, even if this rank leaves then
-        elif tag == _DATA_TAG and self._made is not None:
-            self._made.unlink()
+        elif tag == _DATA_TAG and self._own_arena is not None:
+            self._own_arena.unlink()  # the receiver has attached, as it has answered
         for piece in self._pieces(data, tag):
-            self._until(lambda: self._counts[posted] - self._counts[taken] < room, wait)
+            self._until(lambda: self._counts[posted] - self._counts[taken] < num_places, wait)
             self._place(tag, self._counts[posted])[: len(piece)] = piece
             self._counts[posted] += 1
 
@@ -70,27 +71,29 @@ class Mailbox:
 
     def _place(self, tag: int, number: int) -> memoryview:
         if tag != _DATA_TAG:
-            return self._memory[_NOTES + tag * _NOTE_BYTES :][:_NOTE_BYTES]
+            return self._memory[_NOTES_BEGIN + tag * _NOTE_BYTES :][:_NOTE_BYTES]
         ring = self._open_ring()
         return ring[(number & 1) * _CHUNK_BYTES :][:_CHUNK_BYTES]
 
     def _open_ring(self) -> memoryview:
         """Return the ring: the sender makes it before its first offer, the receiver opens it when that has come."""
         if self._ring is None:
-            slot = self._memory[_ADDRESS:]
+            slot = self._memory[_ADDRESS_BEGIN:]
             length = int.from_bytes(slot[:2], "little")
             if length:
                 self._attached = attach(json.loads(bytes(slot[2 : 2 + length])))
                 self._ring = self._attached.view
             else:
-                self._made = Arena.create(2 * _CHUNK_BYTES, self._page.kind)
-                address = json.dumps(self._made.address).encode()
+                self._own_arena = Arena.create(2 * _CHUNK_BYTES, self._page.kind)
+                address = json.dumps(self._own_arena.address).encode()
                 slot[2 : 2 + len(address)] = address
                 slot[:2] = len(address).to_bytes(2, "little")
-                self._ring = self._made.view
+                self._ring = self._own_arena.view
         return self._ring
 
-    def _until(self, done: Any, wait: Wait) -> None:
+    def _until(self, done: Callable[[], bool], wait: Wait) -> None:
+        """Return when `done()` is true; raise if the peer has left before."""
+
         def is_done() -> bool:
             reason = self._page.departure_of(self._peer, wait.operation) if self._page.has_left(self._peer) else None
             if done():  # read last: a peer may post and leave between two readings
@@ -103,6 +106,6 @@ class Mailbox:
 
     def close(self) -> None:
         """Release the ring, if this rank has made it."""
-        if self._made is not None:
+        if self._own_arena is not None:
             self._ring = None
-            self._made.close()
+            self._own_arena.close()

@@ -29,7 +29,8 @@ _FIRST_FREE_TAG = 3
 _LONG_BYTES = 1 << 16
 _SPIN_S, _TESTS = 0.005, 16  # how long to test a long message at a time, and how often between two yields
 _MANY_TAGS = 30_000
-# By name, and so without torch. Never by what mpi4py finds out: it takes bfloat16 for bytes, and sums those.
+# MPI types by the names of dtypes, which needs no torch. mpi4py must not choose them: it takes bfloat16 for bytes, and
+# would sum those.
 _FLOATS = {"F64": "DOUBLE", "F32": "FLOAT"}
 _INTS = {"I64": "INT64_T", "I32": "INT32_T", "I16": "INT16_T", "I8": "INT8_T", "U8": "UINT8_T"}
 _one_at_a_time = threading.Lock()
@@ -57,7 +58,7 @@ def world(launch: Launch | None = None) -> Any:
     if launch is not None and launch.variable and launch.world_size != size:
         library = str(mpi.Get_library_version()).strip("\0").splitlines()[0]
         raise NotInitializedError(
-            f"{launch.variable} says {launch.world_size} ranks, but MPI sees {size}: start them with the mpiexec that "
+            f"{launch.variable} is {launch.world_size}, but MPI has {size} ranks: start them with the mpiexec that "
             f"belongs to this MPI library ({library})"
         )
     _abort_on_uncaught()
@@ -88,27 +89,30 @@ class MPIBackend(Backend):
     def __init__(self, comm: Any, *, own: bool = False, timeout_s: float | None = None) -> None:
         """Make a backend over a duplicate of `comm`, or over `comm` itself if it is `own`. Collective over `comm`."""
         self._mpi = _mpi()
-        several = self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE
-        self._guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext() if several else _one_at_a_time
+        is_thread_safe = self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE
+        self._guard: contextlib.AbstractContextManager[Any] = _one_at_a_time
+        if is_thread_safe:
+            self._guard = contextlib.nullcontext()
         self._abandoned: list[Any] = []
         self._datatypes: dict[Any, Any] = {}  # of MPI, by those of torch
         self.rank = int(comm.Get_rank())
         self.world_size = int(comm.Get_size())
-        self._comm = comm if own else self._duplicate(comm, default_timeout_s() if timeout_s is None else timeout_s)
+        wait_s = default_timeout_s() if timeout_s is None else timeout_s
+        self._comm = comm if own else self._duplicate(comm, wait_s)
         self._comm.Set_errhandler(self._mpi.ERRORS_RETURN)
 
     def _duplicate(self, comm: Any, timeout_s: float) -> Any:
         wait = Wait(timeout_s, "the formation of the communicator")
         self._await_ranks_in_collectives(comm, wait)
-        made: list[Any] = []
+        duplicates: list[Any] = []
 
         def post() -> Any:
             duplicate, request = comm.Idup()
-            made.append(duplicate)
+            duplicates.append(duplicate)
             return request
 
         self._run(post, 0, wait)
-        return made[0]
+        return duplicates[0]
 
     def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
         """Return every rank's payload: short ones by one all-gather, the rest of long ones by a second. Collective."""
@@ -126,8 +130,8 @@ class MPIBackend(Backend):
     def _gathered(self, ours: bytes, sizes: list[int], wait: Wait) -> list[bytes]:
         into = bytearray(sum(sizes))
         byte = self._mpi.BYTE
-        here, there = [ours, len(ours), byte], [into, sizes, None, byte]
-        self._run(lambda: self._comm.Iallgatherv(here, there), len(into), wait)
+        sent, received = [ours, len(ours), byte], [into, sizes, None, byte]
+        self._run(lambda: self._comm.Iallgatherv(sent, received), len(into), wait)
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         return [bytes(into[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
 
@@ -171,7 +175,7 @@ class MPIBackend(Backend):
         return test if nbytes < _LONG_BYTES else test_long
 
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        """Return a communicator of `ranks`; StallError names those that do not come. Collective over them only."""
+        """Return a communicator of `ranks`; StallError names those that have not called. Collective over them only."""
         tag = _FIRST_FREE_TAG + zlib.crc32(repr(list(ranks)).encode()) % _MANY_TAGS
         self._await_ranks(ranks, tag, Wait(timeout_s, f"the making of a group of ranks {list(ranks)}"))
         with self._guard:  # does not wait: all are there
@@ -185,14 +189,14 @@ class MPIBackend(Backend):
         one within a collective. Each rank scatters a byte to all. As only the root has the sizes, MPIs send it from the
         root itself: so the scatter from rank n ends once rank n has called.
         """
-        here = [bytes(self.world_size), [1] * self.world_size, None, self._mpi.BYTE]
-        came: dict[int, Any] = {}
-        with self._keeping([came], wait):
+        own_bytes = [bytes(self.world_size), [1] * self.world_size, None, self._mpi.BYTE]
+        requests: dict[int, Any] = {}
+        with self._keeping([requests], wait):
             with self._guard:
                 for rank in range(self.world_size):
-                    there = [bytearray(1), 1, self._mpi.BYTE]
-                    came[rank] = comm.Iscatterv(here if rank == self.rank else None, there, rank)
-            self._await(came, [], wait)
+                    received = [bytearray(1), 1, self._mpi.BYTE]
+                    requests[rank] = comm.Iscatterv(own_bytes if rank == self.rank else None, received, rank)
+            self._await(requests, [], wait)
 
     def _await_ranks(self, ranks: Sequence[int], tag: int, wait: Wait) -> None:
         """Return when all `ranks` of this backend have called; StallError names those that have not.
@@ -200,27 +204,27 @@ class MPIBackend(Backend):
         Empty messages go between all pairs: making a communicator has no request that could be polled.
         """
         others = [rank for rank in ranks if rank != self.rank]
-        nothing = [bytearray(1), 0, self._mpi.BYTE]
-        sent: list[Any] = []
-        came: dict[int, Any] = {}
-        with self._keeping([sent, came], wait):
+        empty_message = [bytearray(1), 0, self._mpi.BYTE]
+        sends: list[Any] = []
+        receives: dict[int, Any] = {}
+        with self._keeping([sends, receives], wait):
             with self._guard:
-                came.update({rank: self._comm.Irecv(nothing, rank, tag) for rank in others})
-                sent.extend(self._comm.Isend(nothing, rank, tag) for rank in others)
+                receives.update({rank: self._comm.Irecv(empty_message, rank, tag) for rank in others})
+                sends.extend(self._comm.Isend(empty_message, rank, tag) for rank in others)
             try:
-                self._await(came, sent, wait)
+                self._await(receives, sends, wait)
             except StallError as error:
                 for rank in error.missing:
-                    came[rank].Cancel()  # or MPI could not finalize
+                    receives[rank].Cancel()  # or MPI could not finalize
                 raise
 
-    def _await(self, came: dict[int, Any], sent: Sequence[Any], wait: Wait) -> None:
-        """Return when all requests are done; StallError names the ranks whose requests in `came` are not."""
-        missing = list(came)
+    def _await(self, receives: dict[int, Any], sends: Sequence[Any], wait: Wait) -> None:
+        """Return when all requests are done; StallError names the ranks whose requests in `receives` are not."""
+        missing = list(receives)
 
         def done() -> bool:
-            missing[:] = [rank for rank in missing if not self._test(came[rank], 0)()]
-            return not missing and all(self._test(request, 0)() for request in sent)
+            missing[:] = [rank for rank in missing if not self._test(receives[rank], 0)()]
+            return not missing and all(self._test(request, 0)() for request in sends)
 
         try:
             wait.until(done)
@@ -250,7 +254,7 @@ class MPIBackend(Backend):
         return getattr(self._mpi, op.upper())
 
     def all_reduce(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
-        """By Iallreduce, in place. Collective."""
+        """Call Iallreduce, in place. Collective."""
         typed = self._typed(tensor)
         if typed is None:
             super().all_reduce(tensor, op, finish, wait)
@@ -259,23 +263,23 @@ class MPIBackend(Backend):
             finish(tensor)
 
     def reduce(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
-        """By Ireduce, in place on `root`. Collective."""
+        """Call Ireduce, in place on `root`. Collective."""
         typed = self._typed(tensor)
         if typed is None:
             super().reduce(tensor, op, root, finish, wait)
         elif tensor.numel():
-            here, there = (self._mpi.IN_PLACE, typed) if self.rank == root else (typed, None)
-            self._run(lambda: self._comm.Ireduce(here, there, self._op(op), root), tensor.nbytes, wait)
+            sent, received = (self._mpi.IN_PLACE, typed) if self.rank == root else (typed, None)
+            self._run(lambda: self._comm.Ireduce(sent, received, self._op(op), root), tensor.nbytes, wait)
             if self.rank == root:
                 finish(tensor)
 
     def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
-        """By Ireduce_scatter_block. Collective."""
-        typed, there = self._typed(tensor, into.numel()), self._typed(into)
+        """Call Ireduce_scatter_block. Collective."""
+        typed, received = self._typed(tensor, into.numel()), self._typed(into)
         if typed is None:
             super().reduce_scatter(tensor, into, op, finish, wait)
         elif tensor.numel():
-            self._run(lambda: self._comm.Ireduce_scatter_block(typed, there, self._op(op)), tensor.nbytes, wait)
+            self._run(lambda: self._comm.Ireduce_scatter_block(typed, received, self._op(op)), tensor.nbytes, wait)
             finish(into)
 
     def _bytes(self, data: torch.Tensor) -> list[Any]:
@@ -285,45 +289,45 @@ class MPIBackend(Backend):
         return [data.numpy(), list(sizes), None, self._mpi.BYTE]
 
     def broadcast(self, data: torch.Tensor, root: int, wait: Wait) -> None:
-        """By Ibcast. Collective."""
+        """Call Ibcast. Collective."""
         if data.numel():
             self._run(lambda: self._comm.Ibcast(self._bytes(data), root), data.numel(), wait)
 
     def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
-        """By Iallgather. Collective."""
+        """Call Iallgather. Collective."""
         if data.numel():
-            there = [into.numpy(), data.numel(), self._mpi.BYTE]
-            self._run(lambda: self._comm.Iallgather(self._bytes(data), there), into.numel(), wait)
+            received = [into.numpy(), data.numel(), self._mpi.BYTE]
+            self._run(lambda: self._comm.Iallgather(self._bytes(data), received), into.numel(), wait)
 
     def gather(self, data: torch.Tensor, into: torch.Tensor | None, root: int, wait: Wait) -> None:
-        """By Igather. Collective."""
+        """Call Igather. Collective."""
         if data.numel():
-            there = None if into is None else [into.numpy(), data.numel(), self._mpi.BYTE]
+            received = None if into is None else [into.numpy(), data.numel(), self._mpi.BYTE]
             nbytes = data.numel() * self.world_size
-            self._run(lambda: self._comm.Igather(self._bytes(data), there, root), nbytes, wait)
+            self._run(lambda: self._comm.Igather(self._bytes(data), received, root), nbytes, wait)
 
     def scatter(
         self, data: torch.Tensor | None, sizes: Sequence[int], into: torch.Tensor, root: int, wait: Wait
     ) -> None:
-        """By Iscatterv. Collective."""
+        """Call Iscatterv. Collective."""
         if sum(sizes):
-            here = None if data is None else self._parts(data, sizes)
-            self._run(lambda: self._comm.Iscatterv(here, self._bytes(into), root), sum(sizes), wait)
+            sent = None if data is None else self._parts(data, sizes)
+            self._run(lambda: self._comm.Iscatterv(sent, self._bytes(into), root), sum(sizes), wait)
 
     def all_to_all(
         self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
     ) -> None:
-        """By Ialltoallv. Collective."""
-        here, there = self._parts(data, sizes), self._parts(into, into_sizes)
-        self._run(lambda: self._comm.Ialltoallv(here, there), data.numel() + into.numel(), wait)
+        """Call Ialltoallv. Collective."""
+        sent, received = self._parts(data, sizes), self._parts(into, into_sizes)
+        self._run(lambda: self._comm.Ialltoallv(sent, received), data.numel() + into.numel(), wait)
 
     def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:
-        """By Isend. Not collective."""
+        """Call Isend. Not collective."""
         if data.numel():
             self._run(lambda: self._comm.Isend(self._bytes(data), dst, tag), data.numel(), wait)
 
     def recv(self, data: torch.Tensor, src: int, tag: int, wait: Wait) -> None:
-        """By Irecv. Not collective."""
+        """Call Irecv. Not collective."""
         if data.numel():
             self._run(lambda: self._comm.Irecv(self._bytes(data), src, tag), data.numel(), wait)
 

@@ -89,36 +89,36 @@ class NCCLBackend(Backend):
                 finish(tensor)
 
     def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
-        """By NCCL. Collective."""
+        """Reduce by NCCL. Collective."""
         if tensor.numel():
             options = reduce_options(dist.ReduceScatterOptions(), op)
             self._run(lambda: self._group._reduce_scatter_base(into, tensor, options), wait)  # noqa: SLF001 (torch's)
             finish(into)
 
     def broadcast(self, data: torch.Tensor, root: int, wait: Wait) -> None:
-        """By NCCL. Collective."""
+        """Broadcast by NCCL. Collective."""
         if data.numel():
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor = root, 0
             self._run(lambda: self._group.broadcast([data], options), wait)
 
     def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
-        """By NCCL. Collective."""
+        """Gather by NCCL. Collective."""
         if data.numel():
             self._run(lambda: self._group._allgather_base(into, data), wait)  # noqa: SLF001 (torch's)
 
     def all_to_all(
         self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
     ) -> None:
-        """By NCCL; a gather and a scatter are one, too. Collective."""
+        """Exchange by NCCL; gathers and scatters of this backend come here, too. Collective."""
         self._run(lambda: self._group.alltoall_base(into, data, list(into_sizes), list(sizes)), wait)
 
     def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:
-        """By NCCL, which keeps the order of all messages between two ranks and has no tags. Not collective."""
+        """Send by NCCL, which keeps the order of all messages between two ranks and has no tags. Not collective."""
         if data.numel():
             self._run(lambda: self._group.send([data], dst, tag), wait)
 
     def recv(self, data: torch.Tensor, src: int, tag: int, wait: Wait) -> None:
-        """By NCCL. Not collective."""
+        """Receive by NCCL. Not collective."""
         if data.numel():
             self._run(lambda: self._group.recv([data], src, tag), wait)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from statexchange.comm.backends.arithmetic import COMPLEX, FLOATS, HALVES, INTS, NOTHING, Finish
+from statexchange.comm.backends.arithmetic import COMPLEX, FLOATS, HALVES, INTS, NO_FINISH, Finish
 from statexchange.comm.backends.backend import Backend
 from statexchange.comm.wait import Wait
 from statexchange.errors import InvalidArgumentError, NumericOverflowError, UnsupportedError
@@ -43,6 +43,7 @@ class Reduction:
     dtype: torch.dtype
     finish: Finish
     native: bool
+    """Whether the backend reduces the dtype itself; else the tensor is converted."""
     text: str
     """The operation as text, which ranks compare."""
 
@@ -55,10 +56,10 @@ class Reduction:
         factor = float(scale)
         if factor != 1:
             return cls._of(op_name(op), dtype, factor, backend)
-        known: Reduction | None = backend.reductions.get((op, dtype))
-        if known is None:
-            known = backend.reductions[op, dtype] = cls._of(op_name(op), dtype, 1.0, backend)
-        return known
+        cached: Reduction | None = backend.reductions.get((op, dtype))
+        if cached is None:
+            cached = backend.reductions[op, dtype] = cls._of(op_name(op), dtype, 1.0, backend)
+        return cached
 
     @classmethod
     def _of(cls, op: str, dtype: torch.dtype, scale: float, backend: Backend) -> Reduction:
@@ -73,12 +74,14 @@ class Reduction:
         if exact and scale != 1 and (dtype == torch.bool or not float(scale).is_integer()):
             raise UnsupportedError(f"{dtype} cannot be scaled by {scale}: convert it to a floating dtype first")
         native = backend.reduces(plain, dtype)
-        if dtype in COMPLEX and plain == "sum":  # torch adds b times one, of which infinities become NaN
+        if dtype in COMPLEX and plain == "sum":  # torch adds `other` times one, which makes NaN of complex infinities
             native = False
         if exact:  # sums and products must be checked for overflow
             native = native and dtype != torch.bool and plain in ("min", "max") and scale == 1
         finish = Finish(backend.world_size if op == "avg" else 1, scale)
-        text = ("avg" if finish.divisor != 1 else plain) + (f" times {scale!r}" if scale != 1 else "")
+        text = plain if finish.divisor == 1 else "avg"
+        if scale != 1:
+            text += f" times {scale!r}"
         return cls(plain, dtype, finish, native, text)
 
     def all_reduce(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> None:
@@ -86,14 +89,14 @@ class Reduction:
         if self.native:
             backend.all_reduce(tensor, self.op, self.finish, wait)
         else:
-            tensor.copy_(self._widely(backend, tensor, wait))
+            tensor.copy_(self._by_conversion(backend, tensor, wait))
 
     def reduce(self, backend: Backend, tensor: torch.Tensor, root: int, wait: Wait) -> None:
         """Reduce `tensor` over all ranks, in place on `root` only. Collective."""
         if self.native:
             backend.reduce(tensor, self.op, root, self.finish, wait)
             return
-        result = self._widely(backend, tensor, wait)
+        result = self._by_conversion(backend, tensor, wait)
         if backend.rank == root:
             tensor.copy_(result)
 
@@ -102,10 +105,10 @@ class Reduction:
         if self.native:
             backend.reduce_scatter(tensor, into, self.op, self.finish, wait)
         else:
-            into.copy_(self._widely(backend, tensor, wait).view(backend.world_size, -1)[backend.rank])
+            into.copy_(self._by_conversion(backend, tensor, wait).view(backend.world_size, -1)[backend.rank])
 
-    def _widely(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
-        """Return the reduction of `tensor` in a dtype in which the backend is right, or by plain arithmetic."""
+    def _by_conversion(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
+        """Return the reduction of a copy of `tensor` in a dtype in which the backend is right, or by `reduce_parts`."""
         if self.dtype == torch.bool:
             return self._run(backend, tensor.to(torch.uint8), "max" if self.op in ("sum", "max") else "min", wait)
         if self.dtype in INTS:
@@ -113,16 +116,15 @@ class Reduction:
         if self.dtype in COMPLEX:
             return self._complex(backend, tensor, wait)
         wide = tensor.to(torch.float32) if self.dtype in HALVES else tensor.clone()
-        result = (
-            self._with_nan(backend, wide, wait)
-            if self.op in ("min", "max")
-            else self._run(backend, wide, self.op, wait)
-        )
+        if self.op in ("min", "max"):
+            result = self._with_nan(backend, wide, wait)
+        else:
+            result = self._run(backend, wide, self.op, wait)
         self.finish(result)
         return result
 
     def _run(self, backend: Backend, tensor: torch.Tensor, op: str, wait: Wait) -> torch.Tensor:
-        backend.all_reduce(tensor, op, NOTHING, wait)
+        backend.all_reduce(tensor, op, NO_FINISH, wait)
         return tensor
 
     def _with_nan(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
@@ -136,12 +138,12 @@ class Reduction:
         """Reduce in int64, and in float64 too where int64 could wrap; raise on all ranks if a result does not fit."""
         factor = int(self.finish.scale)
         result = self._run(backend, tensor.to(torch.int64, copy=True), self.op, wait)
-        least, most = _range_of_results(torch.iinfo(self.dtype), factor)
-        outside = (result < least) | (result > most)
+        lowest, highest = _range_of_results(torch.iinfo(self.dtype), factor)
+        outside = (result < lowest) | (result > highest)
         if self.op == "prod" or (self.op == "sum" and self.dtype == torch.int64):
             # A result that has wrapped is off by a multiple of 2**64, far more than float64 is.
-            near = self._run(backend, tensor.double(), self.op, wait)
-            outside |= near.sub_(result).abs_() > 2.0**63
+            approximate = self._run(backend, tensor.double(), self.op, wait)
+            outside |= approximate.sub_(result).abs_() > 2.0**63
         if bool(outside.any()) or abs(factor) > _INT64_MAX:
             raise NumericOverflowError(f"the {self.op} over ranks does not fit into {self.dtype}: convert it first")
         return result * factor

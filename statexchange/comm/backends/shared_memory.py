@@ -51,7 +51,7 @@ _log = logging.getLogger("statexchange")
 _WINDOW_BYTES = 1 << 20
 _SMALL_BYTES = 1 << 19  # of all ranks together; up to this size every rank reduces all of it, which saves barriers
 _CHUNK_BYTES = 1 << 18  # stays in cache between the reduction and the copies of its result
-_KEPT_CUTS = 256
+_MAX_KEPT_VIEWS = 256
 _LINE_BYTES = 64
 _OFFSET_BITS = 40
 _STAGING, _REGION, _SIZES, _MESSAGE = 1, 2, 3, 4  # fingerprints of this backend's own messages on the page
@@ -91,11 +91,11 @@ class SharedMemoryBackend(Backend):
         self._turn = 0
         self._windows: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self._typed: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        self._cut: dict[tuple[torch.dtype, int], tuple[list[torch.Tensor], ...]] = {}
+        self._small_views: dict[tuple[torch.dtype, int], tuple[list[torch.Tensor], ...]] = {}
         self._regions: dict[int, _Region] = {}
         self._idents: dict[int, list[str]] = {}  # of all ranks' arenas, by the number of the `empty` call
         self._opened = 0
-        self._warned_full = False
+        self._has_warned = False
         self._attached: dict[str, Attached] = {}
         self._mailboxes: dict[tuple[int, int], Mailbox] = {}
 
@@ -127,7 +127,7 @@ class SharedMemoryBackend(Backend):
         if self._staging is not None:
             self._staging.close()
         self._typed.clear()
-        self._cut.clear()
+        self._small_views.clear()
         self._windows = ([], [])
         self._attached.clear()
         for box in self._mailboxes.values():
@@ -148,7 +148,7 @@ class SharedMemoryBackend(Backend):
             if not self._windows[0]:
                 self._set_up_staging(wait)
             with torch.inference_mode(False):  # see _tensor_over
-                first, second = ([window.view(dtype) for window in half] for half in self._windows)
+                first, second = ([window.view(dtype) for window in windows] for windows in self._windows)
             typed = self._typed[dtype] = (first, second)
         return typed
 
@@ -182,7 +182,9 @@ class SharedMemoryBackend(Backend):
         assert self._staging is not None
         self._staging.unlink()
         with torch.inference_mode(False):
-            self._windows = ([d[:_WINDOW_BYTES] for d in staging], [d[_WINDOW_BYTES:] for d in staging])
+            first = [memory[:_WINDOW_BYTES] for memory in staging]
+            second = [memory[_WINDOW_BYTES:] for memory in staging]
+            self._windows = (first, second)
 
     def _base_of(self, address: dict[str, Any]) -> Any:
         ident = address["id"]
@@ -206,10 +208,15 @@ class SharedMemoryBackend(Backend):
             if arena is not None:
                 self._pool.release(arena)
             return super().empty(nbytes, wait)
-        numbers = {number for answer in answers for number in answer["numbers"]}
+        numbers: set[int] = set()  # of the regions that any rank still has
+        kept: set[str] = set()  # arenas that are still in use
+        for answer in answers:
+            numbers.update(answer["numbers"])
+            kept.update(answer["owns"])
+            kept.add(answer["address"]["id"])
+        if self._staging is not None:
+            kept.add(self._staging.ident)
         self._idents = {number: idents for number, idents in self._idents.items() if number in numbers}
-        buffer = {self._staging.ident} if self._staging is not None else set()
-        kept = {ident for answer in answers for ident in [*answer["owns"], answer["address"]["id"]]} | buffer
         for ident in self._attached.keys() - kept:
             if not self._attached[ident].referenced:
                 del self._attached[ident]
@@ -229,9 +236,9 @@ class SharedMemoryBackend(Backend):
             return None
 
     def _warn_full(self, nbytes: int) -> None:
-        if self.rank == 0 and not self._warned_full:
+        if self.rank == 0 and not self._has_warned:
             _log.warning("no room for %d bytes of shared memory on each rank: empty() gives ordinary memory", nbytes)
-        self._warned_full = True
+        self._has_warned = True
 
     def _recycle(self) -> None:
         for number, region in list(self._regions.items()):
@@ -272,7 +279,7 @@ class SharedMemoryBackend(Backend):
             self._reduce_by_windows(tensor, op, finish, wait, keeps=True)
 
     def reduce(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
-        """Implement `Backend` through the staging buffers. Collective."""
+        """Reduce through the staging buffers. Collective."""
         keeps = self.rank == root
         if tensor.nbytes <= self._small_bytes:
             self._reduce_all(tensor, op, finish, wait, keeps=keeps)
@@ -297,16 +304,16 @@ class SharedMemoryBackend(Backend):
 
         The views are kept, as making them takes longer than adding the elements up.
         """
-        cut = self._cut.get((dtype, n))
-        if cut is None:
+        views = self._small_views.get((dtype, n))
+        if views is None:
             typed = self._typed_windows(dtype, wait)
-            if len(self._cut) >= _KEPT_CUTS:
-                self._cut.clear()
+            if len(self._small_views) >= _MAX_KEPT_VIEWS:
+                self._small_views.clear()
             with torch.inference_mode(False):  # see _tensor_over
-                cut = tuple([window[:n] for window in half] for half in typed)
-            self._cut[dtype, n] = cut
+                views = tuple([window[:n] for window in windows] for windows in typed)
+            self._small_views[dtype, n] = views
         self._turn ^= 1
-        return cut[self._turn]
+        return views[self._turn]
 
     def _reduce_in_place(self, parts: Sequence[torch.Tensor], op: str, finish: Finish) -> None:
         """Reduce this rank's slice of all tensors, chunk by chunk, and write the result into each of them."""
@@ -321,7 +328,7 @@ class SharedMemoryBackend(Backend):
                 part[chunk].copy_(result)
 
     def _slices(self, tensor: torch.Tensor) -> list[tuple[int, int]]:
-        """Return the part of a tensor that each rank reduces, as (begin, end): equal shares, cut at cache lines."""
+        """Return the slice of a tensor that each rank reduces, as (begin, end): equal shares, cut at cache lines."""
         n, line = tensor.numel(), max(_LINE_BYTES // tensor.itemsize, 1)
         share = -(-n // (self.world_size * line)) * line
         return [(min(r * share, n), min((r + 1) * share, n)) for r in range(self.world_size)]
@@ -336,25 +343,25 @@ class SharedMemoryBackend(Backend):
         pieces = torch.split(tensor, _WINDOW_BYTES // tensor.itemsize)
         last = pieces[-1].numel()
         full = self._slices(pieces[0])
-        cuts = [full] * (len(pieces) - 1) + [[(min(begin, last), min(end, last)) for begin, end in full]]
-        staging = self._lay_out(pieces[0], cuts[0], wait)
+        slices = [full] * (len(pieces) - 1) + [[(min(begin, last), min(end, last)) for begin, end in full]]
+        staging = self._lay_out(pieces[0], slices[0], wait)
         self._page.sync(wait)
         for i, piece in enumerate(pieces):
-            begin, end = cuts[i][self.rank]
+            begin, end = slices[i][self.rank]
             parts = [piece if rank == self.rank else buffer for rank, buffer in enumerate(staging)]
             result = staging[self.rank][begin:end]
             reduce_parts(result, [part[begin:end] for part in parts], op, finish)
-            following = self._lay_out(pieces[i + 1], cuts[i + 1], wait) if i + 1 < len(pieces) else []
+            following = self._lay_out(pieces[i + 1], slices[i + 1], wait) if i + 1 < len(pieces) else []
             self._page.sync(wait)
             if keeps:
-                for rank, (b, e) in enumerate(cuts[i]):
-                    piece[b:e].copy_(staging[rank][b:e])
+                for rank, (first, past) in enumerate(slices[i]):
+                    piece[first:past].copy_(staging[rank][first:past])
             staging = following
 
-    def _lay_out(self, piece: torch.Tensor, cuts: list[tuple[int, int]], wait: Wait) -> list[torch.Tensor]:
+    def _lay_out(self, piece: torch.Tensor, slices: list[tuple[int, int]], wait: Wait) -> list[torch.Tensor]:
         """Switch windows; write all but the own slice of `piece` into this rank's; return every rank's."""
         staging = self._window(piece.dtype, wait)
-        begin, end = cuts[self.rank]
+        begin, end = slices[self.rank]
         n = piece.numel()
         staging[self.rank][:begin].copy_(piece[:begin])
         staging[self.rank][end:n].copy_(piece[end:])
@@ -377,22 +384,23 @@ class SharedMemoryBackend(Backend):
 
     def broadcast(self, data: torch.Tensor, root: int, wait: Wait) -> None:
         """Copy from root's memory if it is shared, else through its staging buffer. Collective."""
-        ours = self.rank == root
-        location = wait.enter(self._locate(data) if ours else 0)[root]
+        is_root = self.rank == root
+        location = wait.enter(self._locate(data) if is_root else 0)[root]
         if not location:
-            self._move(data if ours else None, data.numel(), [] if ours else [(root, 0, data)], wait)
+            sent, reads = (data, []) if is_root else (None, [(root, 0, data)])
+            self._move(sent, data.numel(), reads, wait)
             return
-        if not ours:
+        if not is_root:
             data.copy_(self._at(location, root, data))
         self._page.sync(wait)
 
     def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
-        """Implement `Backend` through the staging buffers. Collective."""
+        """Gather through the staging buffers. Collective."""
         wait.enter()
         self._move(data, data.numel(), [(r, 0, part) for r, part in enumerate(self._parts(into))], wait)
 
     def gather(self, data: torch.Tensor, into: torch.Tensor | None, root: int, wait: Wait) -> None:  # noqa: ARG002
-        """Implement `Backend` through the staging buffers. Collective."""
+        """Gather through the staging buffers. Collective."""
         wait.enter()
         parts = [] if into is None else self._parts(into)
         self._move(data, data.numel(), [(r, 0, part) for r, part in enumerate(parts)], wait)
@@ -400,21 +408,21 @@ class SharedMemoryBackend(Backend):
     def scatter(
         self, data: torch.Tensor | None, sizes: Sequence[int], into: torch.Tensor, root: int, wait: Wait
     ) -> None:
-        """Implement `Backend` through root's staging buffer. Collective."""
+        """Scatter through root's staging buffer. Collective."""
         wait.enter()
         self._move(data, sum(sizes), [(root, sum(sizes[: self.rank]), into)], wait)
 
     def all_to_all(
         self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
     ) -> None:
-        """Implement `Backend` through the staging buffers. Collective."""
+        """Exchange through the staging buffers. Collective."""
         wait.enter()
         answers = self._page.all_gather_bytes(json.dumps(list(sizes)).encode(), None, _SIZES, wait)
-        table = [json.loads(answer) for answer in answers]
-        reads = [
-            (rank, sum(table[rank][: self.rank]), part) for rank, part in enumerate(torch.split(into, list(into_sizes)))
-        ]
-        self._move(data, max(sum(row) for row in table), reads, wait)
+        sizes_by_rank = [json.loads(answer) for answer in answers]
+        reads = []
+        for rank, part in enumerate(torch.split(into, list(into_sizes))):
+            reads.append((rank, sum(sizes_by_rank[rank][: self.rank]), part))
+        self._move(data, max(map(sum, sizes_by_rank)), reads, wait)
 
     def _parts(self, into: torch.Tensor) -> list[torch.Tensor]:
         return list(into.view(self.world_size, -1))

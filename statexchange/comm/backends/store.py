@@ -16,11 +16,9 @@ import torch.distributed as dist
 
 from statexchange.comm.backends.backend import Backend
 from statexchange.comm.backends.gloo import StoreBackend
-from statexchange.comm.backends.torch_groups import LATER_S, await_keys, await_ranks, ranks_key, torch_errors
+from statexchange.comm.backends.torch_groups import GRACE_S, await_keys, await_ranks, ranks_key, torch_errors
 from statexchange.comm.wait import Wait
-from statexchange.errors import (
-    StallError,
-)
+from statexchange.errors import StallError
 
 if TYPE_CHECKING:
     from statexchange.comm.tcp_store import Server
@@ -38,7 +36,7 @@ class StoreBootstrap(Backend):
     def __init__(
         self, store: Any, rank: int, world_size: int, prefix: str = "statexchange", server: Server | None = None
     ) -> None:
-        """Keep `store` for keys that begin with `prefix`, which nothing else may use.
+        """Take part as `rank`. Nothing else may use keys of `store` that begin with `prefix`.
 
         `server`, if this process serves the store, is closed with this backend.
         """
@@ -84,29 +82,30 @@ class StoreBootstrap(Backend):
             return
         store = server.store  # not this bootstrap's client, in which a group that was given up may still wait
         with contextlib.suppress(StallError, RuntimeError):  # a rank has failed before it could read
-            wait = Wait(LATER_S, "the end of the store")
+            wait = Wait(GRACE_S, "the end of the store")
             wait.until(lambda: all(backend._is_read(store) for backend in [self, *self._groups]))  # noqa: SLF001 (our own)
         server.close()
 
-    def _within(self, use: str) -> str:
+    def _unused_prefix(self, use: str) -> str:
+        """Return a prefix that no earlier use of this backend has had; it is the same on all ranks."""
         self._uses[use] += 1
         return f"{self._prefix}/{use}/{self._uses[use]}"
 
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        """Return a backend of `ranks` at the same store; StallError names those that do not come.
+        """Return a backend of `ranks` at the same store; StallError names those that have not called.
 
         Collective over them.
         """
-        prefix = self._within(ranks_key(ranks))
+        prefix = self._unused_prefix(ranks_key(ranks))
         wait = Wait(timeout_s, f"the making of a group of ranks {list(ranks)}")
         await_ranks(_stores.PrefixStore(prefix, self._store), self.rank, ranks, wait)
-        made = StoreBootstrap(self._store, list(ranks).index(self.rank), len(ranks), prefix)
-        self._groups.append(made)
-        return made
+        group = StoreBootstrap(self._store, list(ranks).index(self.rank), len(ranks), prefix)
+        self._groups.append(group)
+        return group
 
     def gloo(self, timeout_s: float) -> StoreBackend:
         """Return a Gloo group of the same ranks, made at the same store. Collective."""
-        store = _stores.PrefixStore(self._within("gloo"), self._store)
+        store = _stores.PrefixStore(self._unused_prefix("gloo"), self._store)
         return StoreBackend(store, self.rank, self.world_size, timeout_s, bootstrap=self)
 
     def transport(self, timeout_s: float) -> Backend:

@@ -8,10 +8,7 @@ from collections.abc import Sequence
 
 from statexchange.comm.backends.backend import Backend
 from statexchange.comm.wait import Wait
-from statexchange.errors import (
-    PeerError,
-    StallError,
-)
+from statexchange.errors import PeerError, StallError
 
 __all__ = ["ThreadBackend", "ThreadGroup"]
 
@@ -63,7 +60,7 @@ class ThreadBackend(Backend):
             return [group.posted[key] for key in keys]
 
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:  # noqa: ARG002 (nothing to wait for)
-        """The group of `ranks`."""
+        """Return the backend of the group of `ranks`. Collective over them."""
         key = tuple(ranks)
         self._uses[key] += 1
         return ThreadBackend(self._group.group_of(key, self._uses[key]), key.index(self.rank))

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from statexchange.errors import (
 )
 
 __all__ = [
-    "LATER_S",
+    "GRACE_S",
     "LONGEST_S",
     "Sibling",
     "await_keys",
@@ -45,8 +45,9 @@ __all__ = [
     "unused_prefix",
 ]
 
-LONGEST_S = 86_400.0
-LATER_S = 1.0
+T = TypeVar("T")
+LONGEST_S = 86_400.0  # in place of no deadline, so that threads inside torch end
+GRACE_S = 1.0  # by which deadlines of torch come after ours, and the longest wait for others at the end
 _stores: Any = dist  # torch exports its stores and rendezvous there, but not for type checkers
 _uses: Counter[str] = Counter()  # how often a store has been used for a purpose, with different keys each time
 
@@ -109,11 +110,11 @@ def start_nccl(store: Any, rank: int, world_size: int, timeout_s: float) -> dist
 
     Raises MissingExtraError or UnsupportedError, before anything is sent, where that cannot be.
     """
-    how = 'NCCL needs a CUDA build of torch and a GPU: pip install torch from the CUDA index, or use init("auto")'
+    needs = 'NCCL needs a CUDA build of torch and a GPU: pip install torch from the CUDA index, or use init("auto")'
     if not dist.is_available() or not dist.is_nccl_available():
-        raise MissingExtraError(f"{how} (this torch is {torch.__version__})")
+        raise MissingExtraError(f"{needs} (this torch is {torch.__version__})")
     if not torch.cuda.is_available():
-        raise UnsupportedError(f"{how} (this host shows no GPU)")
+        raise UnsupportedError(f"{needs} (this host shows no GPU)")
     return _start("cpu:gloo,cuda:nccl", store, rank, world_size, timeout_s)
 
 
@@ -125,8 +126,9 @@ def _start(backend: str, store: Any, rank: int, world_size: int, timeout_s: floa
     start = functools.partial(
         dist.init_process_group, backend, store=store, rank=rank, world_size=world_size, timeout=limit
     )
-    # Torch's deadline, which the group keeps for its collectives, is before ours: no group is made after ours.
-    _by_another_thread(start, Wait(timeout_s + LATER_S, operation))
+    # Here torch's deadline, which the group keeps for its collectives, comes before ours: torch does not make a group
+    # that we have given up.
+    _by_another_thread(start, Wait(timeout_s + GRACE_S, operation))
     group = default_group()
     assert group is not None
     return group
@@ -146,8 +148,8 @@ def ranks_key(ranks: Sequence[int]) -> str:
 def await_ranks(store: Any, rank: int, ranks: Sequence[int], wait: Wait) -> None:
     """Return when all `ranks`, `rank` among them, have called. Collective over them."""
     with torch_errors(wait):
-        store.set(f"came/{rank}", "1")
-        await_keys(store, [f"came/{r}" for r in ranks], ranks, wait)
+        store.set(f"present/{rank}", "1")
+        await_keys(store, [f"present/{r}" for r in ranks], ranks, wait)
 
 
 def await_keys(store: Any, keys: Sequence[str], ranks: Sequence[int], wait: Wait) -> None:
@@ -170,13 +172,13 @@ def make_gloo_group(store: Any, rank: int, names: Sequence[int], timeout_s: floa
     return _by_another_thread(lambda: _stores.ProcessGroupGloo(keys, rank, len(names), limit), wait)
 
 
-def _by_another_thread(make: Callable[[], Any], wait: Wait) -> Any:
+def _by_another_thread(make: Callable[[], T], wait: Wait) -> T:
     """Return the value of `make`. It runs in another thread, as it cannot be interrupted, and hangs if a rank dies."""
-    made = Work(wait.operation)
-    threading.Thread(target=made.run, args=(make,), name=wait.operation, daemon=True).start()
+    work: Work[T] = Work(wait.operation)
+    threading.Thread(target=work.run, args=(make,), name=wait.operation, daemon=True).start()
     with torch_errors(wait):
-        wait.until(made.is_completed)
-        return made.wait()
+        wait.until(work.is_completed)
+        return work.wait()
 
 
 @contextlib.contextmanager
@@ -196,7 +198,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def torch_timeout(wait: Wait, more_s: float = LATER_S) -> timedelta:
+def torch_timeout(wait: Wait, more_s: float = GRACE_S) -> timedelta:
     """Return torch's own timeout: longer than `wait`, whose deadline comes first, but finite, so that threads end."""
     return timedelta(seconds=min(wait.timeout_s + more_s, LONGEST_S))
 

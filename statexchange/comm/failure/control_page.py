@@ -57,7 +57,7 @@ _ROW_WORDS = 16
 _PID, _START, _ARRIVED, _LEFT, _PROGRESS, _REQUESTED = range(6)
 _FINGERPRINT, _LOCATION = 6, 8  # two of each, by the arrival's parity
 _SLOT_BYTES = 4096
-_BOX_BYTES = 1024
+_MAILBOX_BYTES = 1024
 _KEPT_BYTES = 1 << 20  # longer messages are rare, and their memory is given back
 _GONE_QUIETLY, _GONE_WITH_ERROR = 1, 2
 _LIVENESS_PERIOD_S = 0.05
@@ -94,9 +94,10 @@ class ControlPage(GroupMonitor):
         self._count = 0
         self._spill: dict[int, Arena] = {}
         self._attached: dict[int, tuple[str, Attached]] = {}
-        self._arrivals = [r * _ROW_WORDS + _ARRIVED for r in range(world_size) if r != rank]
-        self._mine = rank * _ROW_WORDS + _ARRIVED
-        self._first = SEEN if world_size == 2 else HERE
+        # Where the words _ARRIVED lie in `_words`
+        self._own_word = rank * _ROW_WORDS + _ARRIVED
+        self._words_of_others = [r * _ROW_WORDS + _ARRIVED for r in range(world_size) if r != rank]
+        self._first_phase = SEEN if world_size == 2 else HERE
         # Spinning on a core that the missing rank needs would only delay that rank.
         self._spins = _SPINS if world_size <= usable_cores() and not threads else 0
         self._set(_START, process_start(os.getpid()) or 0)
@@ -114,12 +115,12 @@ class ControlPage(GroupMonitor):
     @staticmethod
     def nbytes(world_size: int) -> int:
         """Size of a page for `world_size` ranks."""
-        return world_size * (_ROW_WORDS * 8 + 3 * _SLOT_BYTES + world_size * _BOX_BYTES)
+        return world_size * (_ROW_WORDS * 8 + 3 * _SLOT_BYTES + world_size * _MAILBOX_BYTES)
 
     def mailbox_memory(self, src: int, dst: int) -> memoryview:
         """Return the memory, zeros at first, for what `src` sends to `dst`."""
-        begin = 3 * self.world_size * _SLOT_BYTES + (src * self.world_size + dst) * _BOX_BYTES
-        return self._slots[begin : begin + _BOX_BYTES]
+        begin = 3 * self.world_size * _SLOT_BYTES + (src * self.world_size + dst) * _MAILBOX_BYTES
+        return self._slots[begin : begin + _MAILBOX_BYTES]
 
     def has_left(self, rank: int) -> bool:
         """Whether `rank` has announced leaving."""
@@ -203,50 +204,50 @@ class ControlPage(GroupMonitor):
     def sync(self, wait: Wait) -> None:
         """Return when all ranks are here: a barrier without a comparison, for the inside of a collective."""
         self._count += 1
-        here = self._count << _PHASE_BITS
+        arrival = self._count << _PHASE_BITS  # the word of a rank that is HERE; for other phases, the phase is added
         words = self._words
-        words[self._mine] = here
-        phase = self._first
+        words[self._own_word] = arrival
+        phase = self._first_phase
         try:
             # The fast path: pass by readings in which all are HERE (`next_phase` has the number). Else `_await`.
             while phase != PASSED:
-                for arrived in self._arrivals:
-                    if words[arrived] != here:
-                        self._await(here, wait)
+                for word in self._words_of_others:
+                    if words[word] != arrival:
+                        self._await(arrival, wait)
                         break
                 else:
                     phase = next_phase(phase, HERE, HERE, False)
                     continue
                 break
-            words[self._mine] = here + PASSED
+            words[self._own_word] = arrival + PASSED
         except BaseException:
-            if words[self._mine] == here:  # interrupted: ranks that have not passed yet must close the barrier
-                words[self._mine] = here + CLOSING
+            if words[self._own_word] == arrival:  # interrupted: ranks that have not passed yet must close the barrier
+                words[self._own_word] = arrival + CLOSING
             raise
 
-    def _observe(self, own: int, here: int) -> int:
+    def _observe(self, own: int, arrival: int) -> int:
         """Read the phases of the others once, and return this rank's next one."""
         lowest, highest = PASSED, ABSENT
         words = self._words
-        for arrived in self._arrivals:
-            seen = words[arrived] - here
+        for word in self._words_of_others:
+            seen = words[word] - arrival
             if seen < lowest:
                 lowest = seen
             if seen > highest:
                 highest = seen
         return next_phase(own, lowest, highest, False)
 
-    def _await(self, here: int, wait: Wait) -> None:
+    def _await(self, arrival: int, wait: Wait) -> None:
         """Wait for the end of the barrier: return if it has succeeded, raise if it has failed or that is unknown."""
         reason: StateExchangeError | None = None
         try:
-            phase = self._wait_here(here, wait)
+            phase = self._wait_here(arrival, wait)
         except StateExchangeError as error:
             phase, reason = CLOSING, error
         if phase == CLOSING:
-            phase = self._close_barrier(here)
+            phase = self._close_barrier(arrival)
         if phase == UNKNOWN:
-            stuck = tuple(r for r in range(self.world_size) if self._get(r, _ARRIVED) == here)
+            stuck = tuple(r for r in range(self.world_size) if self._get(r, _ARRIVED) == arrival)
             raise OutcomeUnknownError(
                 f"{wait.operation} is given up, but ranks {list(stuck)}, which have arrived, do not run: whether they "
                 "complete it is not known",
@@ -254,48 +255,48 @@ class ControlPage(GroupMonitor):
                 rank=stuck[0] if stuck else None,
             ) from reason
         if phase == FAILED:
-            raise reason or self._reason_of_others(here, wait.operation)
+            raise reason or self._reason_of_others(arrival, wait.operation)
 
-    def _wait_here(self, here: int, wait: Wait) -> int:
+    def _wait_here(self, arrival: int, wait: Wait) -> int:
         """Return PASSED, or CLOSING if another rank has given up; raise the error for which this one gives up."""
-        phase = self._first
+        phase = self._first_phase
         for _ in range(self._spins):
-            phase = self._observe(phase, here)
+            phase = self._observe(phase, arrival)
             if phase in (PASSED, CLOSING):
                 return phase
         began = time.monotonic()
         for _ in range(_YIELDS):
-            phase = self._observe(phase, here)
+            phase = self._observe(phase, arrival)
             if phase in (PASSED, CLOSING):
                 return phase
             if time.monotonic() - began > _YIELDING_S:
                 break
             yield_core()
-        return self._nap(phase, here, wait)
+        return self._nap(phase, arrival, wait)
 
-    def _close_barrier(self, here: int) -> int:
+    def _close_barrier(self, arrival: int) -> int:
         """Close a barrier that a rank has given up: return its outcome, FAILED, PASSED or UNKNOWN."""
         words = self._words
-        words[self._mine] = here + CLOSING
+        words[self._own_word] = arrival + CLOSING
         deadline = time.monotonic() + _UNKNOWN_S
         phase = CLOSING
         while phase == CLOSING:
             time.sleep(_SETTLE_S)
-            seen = [self._phase_of(rank, here) for rank in range(self.world_size) if rank != self.rank]
+            seen = [self._phase_of(rank, arrival) for rank in range(self.world_size) if rank != self.rank]
             phase = next_phase(CLOSING, min(seen), max(seen), time.monotonic() > deadline)
         if phase != UNKNOWN:
-            words[self._mine] = here + phase
+            words[self._own_word] = arrival + phase
         return phase
 
-    def _phase_of(self, rank: int, here: int) -> int:
+    def _phase_of(self, rank: int, arrival: int) -> int:
         """Return the phase of another rank; CLOSING if it has died HERE."""
-        ended = self._get(rank, _ARRIVED) == here and not self._alive(rank)
-        phase = self._get(rank, _ARRIVED) - here  # read last: it may have passed before it died
+        ended = self._get(rank, _ARRIVED) == arrival and not self._alive(rank)
+        phase = self._get(rank, _ARRIVED) - arrival  # read last: it may have passed before it died
         return CLOSING if ended and phase == HERE else phase
 
-    def _reason_of_others(self, here: int, operation: str) -> StateExchangeError:
+    def _reason_of_others(self, arrival: int, operation: str) -> StateExchangeError:
         """Return the error for a barrier that other ranks have given up: the one with which such a rank leaves."""
-        closing = [r for r in range(self.world_size) if self._get(r, _ARRIVED) - here in (CLOSING, FAILED)]
+        closing = [r for r in range(self.world_size) if self._get(r, _ARRIVED) - arrival in (CLOSING, FAILED)]
         deadline = time.monotonic() + _REASON_S
         while time.monotonic() < deadline:
             for rank in closing:
@@ -305,13 +306,13 @@ class ControlPage(GroupMonitor):
         others = [rank for rank in closing if rank != self.rank]
         return PeerError(others[0] if others else -1, operation, "it gave up waiting")
 
-    def _nap(self, phase: int, here: int, wait: Wait) -> int:
+    def _nap(self, phase: int, arrival: int, wait: Wait) -> int:
         """Wait like `_wait_here`, sleeping between two readings, and checking for failures and the deadline."""
         started = moved = time.monotonic()
         checked = 0.0
         progress, nap = -1, 2e-5
-        while (phase := self._observe(phase, here)) not in (PASSED, CLOSING):
-            missing = self._behind(here)
+        while (phase := self._observe(phase, arrival)) not in (PASSED, CLOSING):
+            missing = self._behind(arrival)
             if not missing:
                 continue
             now = time.monotonic()
@@ -333,9 +334,9 @@ class ControlPage(GroupMonitor):
             nap = min(nap * 1.5, 2e-3)
         return phase
 
-    def _behind(self, here: int) -> list[int]:
+    def _behind(self, arrival: int) -> list[int]:
         """Return the ranks that have not arrived at the barrier."""
-        return [r for r in range(self.world_size) if self._get(r, _ARRIVED) < here]
+        return [r for r in range(self.world_size) if self._get(r, _ARRIVED) < arrival]
 
     def check(self, operation: str) -> None:
         """Raise PeerError if a rank has died, or the error with which one has left. This rank awaits `operation`."""

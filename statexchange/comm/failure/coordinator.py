@@ -175,10 +175,18 @@ class Coordinator(FailureDetector):
             if now - received_at > self._silent_s and rank not in view.departed:
                 silent.append(rank)
         view.silent = silent  # assigned whole: other threads read it
+        self._forget_closed_ops()
         for connection in self._connections.values():
             connection.flush()
             if not connection.has_unsent:
                 connection.send(self._status())
+
+    def _forget_closed_ops(self) -> None:
+        """Drop the decisions on calls that every rank has left behind: no rank reads these any more."""
+        earliest_op = min(self._view.op_numbers)
+        for number, phase in list(self._closed_ops.items()):
+            if number < earliest_op and phase != CLOSING:
+                del self._closed_ops[number]
 
     def _status(self) -> dict[str, Any]:
         view = self._view

@@ -35,7 +35,7 @@ A rank that gives up waiting in its n-th call must not simply raise, as another 
 The order that this rests on: a rank writes that it has completed the call before it reads whether the call is closing,
 and its detector thread writes that the call is closing before it reads whether the rank has completed it. So a rank
 that answers no finds the call closing before it goes on, and waits for the decision. A call that nobody gives up sends
-no message for this.
+no message for this. The coordinator keeps a decision until every rank is in a later call.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class FailureDetector(GroupMonitor):
     """One rank's side of failure detection between hosts. Made by `start_failure_detector`.
 
     The rank's own threads call the public methods; `_run` is the detector thread. Each attribute that both use is
-    written by one of them only. `_closed_ops` and `_view.departed` are dicts in which that one adds or replaces items.
+    written by one of them only. In the dicts `_closed_ops` and `_view.departed` that one adds, replaces or removes
+    single items.
     """
 
     def __init__(self, topology: Topology, processes: Sequence[tuple[int, int]]) -> None:
@@ -187,16 +188,16 @@ class FailureDetector(GroupMonitor):
                 time.sleep(_DECISION_NAP_S)
         if phase == PASSED:
             return
-        known = error
-        if known is None and self._failure is not None:
-            known = from_record(self._failure)
-        if known is not None and (phase == FAILED or not isinstance(known, StallError)):
-            raise known
-        missing = (known.missing if isinstance(known, StallError) else ()) or self.missing_ranks()
-        what = known.message if known is not None else f"{self._operation} was given up"
-        who = f"ranks {list(missing)}" if missing else "some ranks"
+        cause = error
+        if cause is None and self._failure is not None:
+            cause = from_record(self._failure)
+        if cause is not None and (phase == FAILED or not isinstance(cause, StallError)):
+            raise cause
+        missing = (cause.missing if isinstance(cause, StallError) else ()) or self.missing_ranks()
+        reason = cause.message if cause is not None else f"{self._operation} was given up"
+        ranks = f"ranks {list(missing)}" if missing else "some ranks"
         raise OutcomeUnknownError(
-            f"{what}; whether other ranks have completed it is not known, as {who} do not answer",
+            f"{reason}; whether other ranks have completed it is not known, as {ranks} do not answer",
             missing=missing,
             rank=missing[0] if missing else None,
         ) from error

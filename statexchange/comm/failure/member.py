@@ -87,10 +87,13 @@ class Member(FailureDetector):
         self._ended_at.pop(0, None)
         if self._failure is None:
             self._failure = status["failure"]
-        for number, decision in status["closed_ops"]:
+        closed_ops = dict(status["closed_ops"])
+        for number, decision in closed_ops.items():
             self._closed_ops[number] = decision  # before reading _completed_op, see detector.py
             if decision == CLOSING:
                 self._send(["answer", number, self._completed_op])
+        for number in self._closed_ops.keys() - closed_ops.keys():
+            del self._closed_ops[number]  # every rank is in a later call
 
     def _send(self, message: list[Any]) -> None:
         if self._connection is not None:

@@ -199,14 +199,14 @@ def forming_group(monitor: FailureMonitor | None, hosts: Sequence[str]) -> Itera
 
 def named_failure(error: PeerError, monitor: FailureMonitor | None, hosts: Sequence[str]) -> StateExchangeError:
     """Return `error` with rank and host. If the transport did not name the rank, wait 2 s for `monitor` to do so."""
-    known: StateExchangeError = error
+    named: StateExchangeError = error
     deadline = time.monotonic() + _NAMING_S
-    while error.rank < 0 and monitor is not None and known is error and time.monotonic() < deadline:
+    while error.rank < 0 and monitor is not None and named is error and time.monotonic() < deadline:
         try:
             monitor.check(error.phase)
             time.sleep(_NAP_S)
-        except StateExchangeError as named:
-            known = named
-    if isinstance(known, PeerError) and known.rank >= 0 and known.host is None:
-        return PeerError(known.rank, known.phase, known.cause, hosts[known.rank])
-    return known
+        except StateExchangeError as reported:
+            named = reported
+    if isinstance(named, PeerError) and named.rank >= 0 and named.host is None:
+        return PeerError(named.rank, named.phase, named.cause, hosts[named.rank])
+    return named

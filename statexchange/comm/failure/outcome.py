@@ -52,7 +52,7 @@ def next_phase(own: int, lowest: int, highest: int, gives_up: bool) -> int:
         own: Its phase. A rank that may pass by a single reading begins with SEEN.
         lowest: The earliest phase of the others; less than HERE is ABSENT.
         highest: The latest phase of the others; more than PASSED is PASSED.
-        gives_up: Whether it does not want to wait any longer.
+        gives_up: Whether its wait is over, by a deadline or an interrupt.
 
     Returns:
         A phase; UNKNOWN if the rank has to raise without knowing what the others do.

@@ -15,9 +15,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from statexchange.comm.failure.control_page import ControlPage
-from statexchange.errors import (
-    StateExchangeError,
-)
+from statexchange.errors import StateExchangeError
 from statexchange.processes import host_identity, pid_namespace
 from statexchange.shared_memory import Arena, Attached, Kind, attach
 
@@ -37,10 +35,11 @@ def open_control_page(rank: int, world_size: int, all_gather_bytes: AllGatherByt
 
     Collective.
     """
-    ours = json.dumps([host_identity(), pid_namespace(), _is_supported()]).encode()
-    hosts = [json.loads(answer) for answer in all_gather_bytes(ours)]
-    if any(host != hosts[0] or not host[2] for host in hosts):
-        return None
+    own = json.dumps([host_identity(), pid_namespace(), _is_supported()]).encode()
+    hosts = [json.loads(answer) for answer in all_gather_bytes(own)]
+    for host, namespace, is_supported in hosts:
+        if [host, namespace] != hosts[0][:2] or not is_supported:
+            return None
     for kind in ("memfd", "file"):
         page = _try_kind(kind, rank, world_size, all_gather_bytes)
         if page is not None:
@@ -60,15 +59,20 @@ def _try_kind(kind: Kind, rank: int, world_size: int, all_gather_bytes: AllGathe
             offer = None  # sent to the others as null: all fall back together
     address = json.loads(all_gather_bytes(json.dumps(offer).encode())[0])
     attached = _try_attach(address)
-    everybody = all(answer == b"1" for answer in all_gather_bytes(b"1" if attached is not None else b"0"))
+    have_all_attached = _holds_on_all(attached is not None, all_gather_bytes)
     if arena is not None:
         arena.close()
-    if not everybody or attached is None:
+    if not have_all_attached or attached is None:
         return None
     page = ControlPage(attached.view, rank, world_size, kind)
     all_gather_bytes(b"")  # every row has its pid before any rank reads the others
     can_see_all = all(page.can_see(other) for other in range(world_size))  # false across PID namespaces
-    return page if all(answer == b"1" for answer in all_gather_bytes(b"1" if can_see_all else b"0")) else None
+    return page if _holds_on_all(can_see_all, all_gather_bytes) else None
+
+
+def _holds_on_all(holds: bool, all_gather_bytes: AllGatherBytes) -> bool:
+    """Whether a condition holds on all ranks. Collective."""
+    return all(answer == b"1" for answer in all_gather_bytes(b"1" if holds else b"0"))
 
 
 def _try_attach(address: dict[str, Any] | None) -> Attached | None:

@@ -59,10 +59,10 @@ def start_failure_detector(bootstrap: Backend, topology: Topology, timeout_s: fl
     coordinator = None if answers[0][2] is None else CoordinatorAddress(*answers[0][2])
     processes = [(pid, start) for pid, start, _ in answers]
     detector = _start(topology, processes, listener, coordinator)
-    return _agree(detector, bootstrap, wait, coordinator)
+    return _kept_if_on_all(detector, bootstrap, wait, coordinator)
 
 
-def _agree(
+def _kept_if_on_all(
     detector: FailureDetector | None, bootstrap: Backend, wait: Wait, coordinator: CoordinatorAddress | None
 ) -> FailureDetector | None:
     """Return `detector` if every rank has one; else close it, and return None on all ranks. Collective."""
@@ -72,8 +72,8 @@ def _agree(
         if detector is not None:
             detector.close()
         raise
-    without = [rank for rank, answer in enumerate(answers) if answer != b"1"]
-    if not without:
+    unconnected = [rank for rank, answer in enumerate(answers) if answer != b"1"]
+    if not unconnected:
         return detector
     if detector is not None:
         detector.close()
@@ -83,7 +83,7 @@ def _agree(
             where = f"{', '.join(coordinator.addresses)}, port {coordinator.port}"
         _log.warning(
             "ranks %s cannot reach rank 0 at %s: only the transport and deadlines will report ranks that die",
-            without,
+            unconnected,
             where,
         )
     return None

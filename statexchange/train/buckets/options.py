@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 BucketType = Literal["gradient", "weight", "parameter"]
-Communicate = Callable[[torch.Tensor], "Work | None"]
+Communicate = Callable[[torch.Tensor], "Work[Any] | None"]
 
 _CHUNK_ALIGN_BYTES = 32
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
-from statexchange.comm.calls import about
+from statexchange.comm.calls import site_detail
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.work import Work
 from statexchange.train.buckets.arrival import Arrival
 from statexchange.train.buckets.options import Communicate
 from statexchange.train.buckets.plan import BucketPlan
@@ -103,12 +104,12 @@ class BucketSender:
 
     def reduce_memory(self, bucket: Bucket, *, async_op: bool = False) -> None:
         """Reduce a bucket's memory as it is. Collective."""
-        with about(lambda: self._plan.label(bucket)):
+        with site_detail(lambda: self._plan.label(bucket)):
             if self._communicate is not None:
                 bucket.work = self._communicate(bucket.flat)
                 return
             work = self._comm.all_reduce(bucket.flat, self._op, scale=self._scale, async_op=async_op)
-            bucket.work = work if async_op else None
+            bucket.work = work if isinstance(work, Work) else None
 
     @contextlib.contextmanager
     def shared_errors(self) -> Iterator[None]:

@@ -108,7 +108,7 @@ class Bucket:
         """Reset what arrived and what was sent."""
         self.num_waiting = len(self.views)
         self.in_flight = False
-        self.work: Work | None = None
+        self.work: Work[Any] | None = None
 
     def wait(self) -> None:
         """Return when the bucket is reduced; raise the reduction's error."""

@@ -1,0 +1,226 @@
+"""Remove the saves of a job that need not stay, and what killed processes have left beside them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from statexchange.errors import (
+    InvalidArgumentError,
+    NotFoundError,
+    StateExchangeError,
+    TargetExistsError,
+    UnsupportedError,
+    without_secrets,
+)
+from statexchange.storage.local import local_path
+from statexchange.storage.opened_path import open_path
+from statexchange.storage.save_check import check_saves
+from statexchange.storage.save_directory import SaveManifest, removable_files
+from statexchange.storage.steps import Retention, clear_leftovers, remove_save, step_name, unfinished_steps
+from statexchange.storage.store import is_url, resolve_path
+
+if TYPE_CHECKING:
+    from statexchange.storage.directory_build import UnfinishedBuild
+
+__all__ = ["PruneReport", "PruneRow", "prune_saves"]
+
+_ATTEMPTS, _INTERVAL_S = 6, 0.1  # to remove a save that another process is working on
+
+
+@dataclass(frozen=True, slots=True)
+class PruneRow:
+    """What has become of one save, or of what a process left of one.
+
+    Attributes:
+        step: the training step.
+        paths: its directories.
+        nbytes: bytes of its files; None if its manifest cannot be read.
+        is_unfinished: whether it is an unfinished save or removal.
+        action: "removed" (with `dry_run`: would be), "kept" as the rules say, or "not removed".
+        reason: why, in a few words.
+        problem: the error, of a save that is broken or could not be removed.
+    """
+
+    step: int
+    paths: tuple[str, ...]
+    nbytes: int | None
+    is_unfinished: bool
+    action: Literal["removed", "kept", "not removed"]
+    reason: str
+    problem: StateExchangeError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PruneReport:
+    """The result of `prune_saves`.
+
+    Attributes:
+        path: the directory, as it was given.
+        dry_run: whether nothing was removed.
+        rows: each save, oldest first, then what processes left of unfinished ones.
+    """
+
+    path: str
+    dry_run: bool
+    rows: tuple[PruneRow, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were removed."""
+        return sum(row.nbytes or 0 for row in self.rows if row.action == "removed")
+
+    @property
+    def problems(self) -> tuple[StateExchangeError, ...]:
+        """An error for each save that is broken or could not be removed."""
+        return tuple(row.problem for row in self.rows if row.problem is not None)
+
+
+def prune_saves(
+    path: str | os.PathLike[str],
+    retention: Retention,
+    *,
+    dry_run: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> PruneReport:
+    """Remove the saves in a directory of steps that do not stay, oldest first, and what killed processes left.
+
+    Not collective. A broken save does not count as one that stays, and is not removed. Neither is a directory that has
+    files of others, or that another process is removing or replacing. What an unfinished save left is removed only if
+    its process has provably ended.
+
+    Args:
+        path: the directory in which `Checkpoints` saves.
+        retention: which saves stay.
+        dry_run: remove nothing, and report what would be removed.
+        on_progress: called with (bytes done, bytes in total).
+
+    Returns:
+        The report.
+
+    Raises:
+        NotFoundError: the directory does not exist, or has no saves.
+        InvalidArgumentError: it is one save, or a file, or no save has the metric of `retention`.
+        UnsupportedError: it is a URL.
+        StorageError: it cannot be read.
+
+    Example:
+        >>> import torch
+        >>> import statexchange as sx
+        >>> saves = sx.Checkpoints("saves", keep=None)
+        >>> for step in (10, 20, 30):
+        ...     report = saves.save({"w": torch.zeros(2)}, step)
+        >>> for row in prune_saves("saves", Retention(keep=2)).rows:
+        ...     row.step, row.action, row.reason
+        (10, 'removed', '')
+        (20, 'kept', 'one of the newest 2')
+        (30, 'kept', 'one of the newest 2')
+    """
+    resolved = resolve_path(path, "a directory of saves")
+    if is_url(resolved):
+        raise UnsupportedError("saves are removed from a local directory only", path=without_secrets(resolved))
+    root = local_path(resolved)
+    rows: list[PruneRow] = []
+    whole: dict[int, SaveManifest] = {}
+    for check in check_saves(root):
+        if check.manifest is not None and not check.problems:
+            whole[check.step] = check.manifest
+        else:
+            nbytes = None if check.manifest is None else sum(check.manifest.nbytes)
+            reason = f"broken, does not count: {check.state}"
+            rows.append(PruneRow(check.step, (check.path,), nbytes, False, "not removed", reason, check.problems[0]))
+    _check_metric(retention, whole, root)
+    total = sum(sum(whole[step].nbytes) for step in retention.obsolete(whole))
+    reasons = retention.reasons(whole)
+    done = 0
+    for step, manifest in whole.items():
+        row = PruneRow(step, (os.path.join(root, step_name(step)),), sum(manifest.nbytes), False, "kept", "")
+        if step in reasons:
+            rows.append(replace(row, reason=reasons[step]))
+            continue
+        removed = _remove(root, row, dry_run=dry_run)
+        done += sum(manifest.nbytes)
+        if on_progress is not None:
+            on_progress(done, total)
+        if removed is not None:
+            rows.append(removed)
+    rows.sort(key=lambda row: row.step)
+    return PruneReport(without_secrets(os.fspath(path)), dry_run, (*rows, *_clear(root, dry_run=dry_run)))
+
+
+def _check_metric(retention: Retention, saves: dict[int, SaveManifest], path: str) -> None:
+    """Raise InvalidArgumentError if saves would be removed because no save has the metric that chooses the best."""
+    if retention.best is None or not saves:
+        return
+    known = sorted({name for manifest in saves.values() for name in manifest.metrics})
+    if retention.best[0] not in known:
+        there = f"they have {', '.join(known)}" if known else "they have none"
+        raise InvalidArgumentError(f"no save here has the metric {retention.best[0]!r}: {there}", path=path)
+
+
+def _remove(root: str, row: PruneRow, *, dry_run: bool) -> PruneRow | None:
+    """Remove a save, or check that it can be removed; None if another process has removed it."""
+    try:
+        if dry_run:
+            with open_path(row.paths[0]) as opened:
+                removable_files(opened.store)
+        else:
+            _remove_when_free(root, row.step)
+    except NotFoundError:
+        return None
+    except TargetExistsError as error:
+        return replace(row, action="not removed", reason="another process is working on it", problem=error)
+    except StateExchangeError as error:
+        return replace(row, action="not removed", reason=error.message, problem=error)
+    return replace(row, action="removed")
+
+
+def _remove_when_free(root: str, step: int) -> None:
+    """Remove a save; if a running job is removing it too, wait until it is gone, which is a NotFoundError."""
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            remove_save(root, step)
+        except TargetExistsError:
+            time.sleep(_INTERVAL_S)
+        else:
+            return
+    remove_save(root, step)
+
+
+def _clear(root: str, *, dry_run: bool) -> Iterable[PruneRow]:
+    """Remove what processes that have provably ended left; return what became of it, and of what others left."""
+    before = unfinished_steps(root)
+    problem: StateExchangeError | None = None
+    if not dry_run:
+        try:
+            clear_leftovers(root)
+        except StateExchangeError as error:
+            problem = error
+    after = before if dry_run else unfinished_steps(root)
+    left = {build.nonce for builds in after.values() for build in builds}
+    rows = []
+    for step, builds in sorted(before.items()):
+        for build in builds:
+            row = PruneRow(step, build.paths, build.nbytes, True, "not removed", _reason(build, root, step))
+            if build.state == "dead" and (dry_run or build.nonce not in left):
+                row = replace(row, action="removed")
+            elif build.state == "dead":
+                row = replace(row, problem=problem)
+            if build.nonce in left or row.action == "removed":
+                rows.append(row)
+    return rows
+
+
+def _reason(build: UnfinishedBuild, root: str, step: int) -> str:
+    """Return whose unfinished save or removal it is, and what to do if that cannot be proved."""
+    what = "unfinished removal" if build.is_removal else "unfinished save"
+    if build.state == "dead":
+        return f"{what}, {build.owner} has ended"
+    if build.state == "alive":
+        return f"{what}, {build.owner} runs"
+    whose = "an unknown process" if build.owner is None else f"{build.owner}, which cannot be seen from here"
+    hidden = os.path.join(root, f".{step_name(step)}.*{build.nonce}*")  # the directories and the owner record
+    return f"{what} of {whose}: if it has ended, remove {hidden}"

@@ -1,0 +1,94 @@
+"""``statexchange prune``: remove the saves of a job that need not stay."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from statexchange.cli import command as commands
+from statexchange.cli.output import Output, Row, code_of, error_record, fields_of, most_severe
+from statexchange.cli.progress import Progress
+from statexchange.storage.steps import Retention, steps_text
+from statexchange.units import format_bytes
+
+if TYPE_CHECKING:
+    from statexchange.checkpoint.prune import PruneReport, PruneRow
+
+_HEADER = ("STEP", "BYTES", "ACTION", "WHY")
+
+
+def _parse_best(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, str] | None:
+    if value is None:
+        return None
+    metric, _, direction = value.rpartition(":")
+    if not metric or direction not in ("min", "max"):
+        raise click.BadParameter(f"{value!r} is neither METRIC:min nor METRIC:max", context, parameter)
+    return metric, direction
+
+
+@commands.command
+@click.argument("path")
+@click.option("--keep", type=click.IntRange(min=1), required=True, metavar="N", help="Keep the newest N saves.")
+@click.option("--keep-every", type=click.IntRange(min=1), metavar="STEPS", help="Keep saves at multiples of STEPS too.")
+@click.option(
+    "--best",
+    metavar="METRIC:min|max",
+    callback=_parse_best,
+    help="Keep the save with the least or greatest METRIC too.",
+)
+@click.option("--dry-run", is_flag=True, help="Remove nothing; show what would be removed.")
+def command(
+    output: Output,
+    path: str,
+    keep: int,
+    keep_every: int | None,
+    best: tuple[str, str] | None,
+    dry_run: bool,
+) -> int:
+    """Remove the saves of a job at PATH, except the newest ones.
+
+    PATH is the directory in which Checkpoints saves. What killed processes left
+    of unfinished saves is removed too. A broken save does not count as one of the
+    newest, and is not removed; nor is a directory that has other files too. Each
+    of these is a warning, and decides the exit code.
+    """
+    from statexchange.checkpoint.prune import prune_saves
+
+    commands.refuse_other_ranks()
+    with Progress(output, "prune") as progress:
+        report = prune_saves(path, Retention(keep, keep_every, best), dry_run=dry_run, on_progress=progress)
+    for problem in report.problems:
+        output.warning(str(problem))
+    _show(output, report)
+    data = {"path": report.path, "dry_run": dry_run, "nbytes": report.nbytes}
+    worst = most_severe(report.problems)
+    return output.finish(
+        code_of(worst) if worst else "OK", data, rows=("saves", map(_record, report.rows)), error=worst
+    )
+
+
+def _show(output: Output, report: PruneReport) -> None:
+    removed = [row for row in report.rows if row.action == "removed"]
+    kept = [row.step for row in report.rows if row.action == "kept"]
+    output.table(_HEADER, (_cells(row, report.dry_run, output.aligned) for row in report.rows), right=_HEADER[:2])
+    num_saves = sum(not row.is_unfinished for row in removed)
+    saves = "1 save" if num_saves == 1 else f"{num_saves:,} saves"
+    unfinished = f" and {len(removed) - num_saves:,} unfinished" if len(removed) > num_saves else ""
+    doing = "would remove" if report.dry_run else "removed"
+    staying = f"kept step{'s' if len(kept) > 1 else ''} {steps_text(kept)}" if kept else "kept none"
+    if output.human:
+        output.message(f"{doing} {saves}{unfinished}, {format_bytes(report.nbytes)}; {staying}")
+
+
+def _cells(row: PruneRow, is_dry_run: bool, is_rounded: bool) -> tuple[str, ...]:
+    nbytes = "-"
+    if row.nbytes is not None:
+        nbytes = format_bytes(row.nbytes) if is_rounded else str(row.nbytes)
+    action = "would be removed" if is_dry_run and row.action == "removed" else row.action
+    return str(row.step), nbytes, action, row.reason
+
+
+def _record(row: PruneRow) -> Row:
+    problem = None if row.problem is None else error_record(row.problem, code_of(row.problem))
+    return {**fields_of(row), "problem": problem}

@@ -1,0 +1,14 @@
+"""What other frameworks need of this package: a Trainer that saves and resumes, and random states as one object."""
+
+from __future__ import annotations
+
+from statexchange.lazy import lazy_names
+
+_HOMES = {
+    "CheckpointsTrainer": "statexchange.integrations.transformers",
+    "RandomState": "statexchange.integrations.random",
+}
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__, _HOMES, need={"CheckpointsTrainer": ("torch", "transformers"), "RandomState": ("torch",)}
+)

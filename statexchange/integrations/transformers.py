@@ -1,0 +1,241 @@
+"""Hugging Face's Trainer with saves by step: `Checkpoints` in place of its checkpoint directories.
+
+It is a subclass and not a callback, because no callback can resume a run: Trainer decides before the first event which
+epoch and which batch come first. So the methods by which Trainer saves and resumes are overridden, and its own code
+skips the data that was seen:
+
+1. `train(resume_from_checkpoint=True)` loads the entry "trainer" of the newest save and gives it to Trainer as a
+   temporary directory with ``trainer_state.json``. From that Trainer finds the epoch and the batches to skip.
+2. Trainer would load weights before it wraps the model. Nothing is loaded there.
+3. Once model, optimizer and scheduler are made and wrapped, the rest of the save is loaded into them, in place.
+4. The random states are set where Trainer sets them: after the batches are skipped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from transformers import Trainer, TrainerCallback, TrainerState
+from transformers.trainer_callback import ExportableState
+
+from statexchange.errors import UnsupportedError
+from statexchange.exchange.checkpoints import Checkpoints
+from statexchange.integrations.random import RandomState
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainingArguments
+    from transformers.trainer_utils import TrainOutput
+
+__all__ = ["CheckpointsTrainer"]
+
+_log = logging.getLogger(__name__)
+_STATE_FILE = "trainer_state.json"
+_OF_A_RANK = ("is_local_process_zero", "is_world_process_zero")  # fields of TrainerState that Trainer sets anew
+
+
+class CheckpointsTrainer(Trainer):  # type: ignore[misc]  # transformers is not followed by mypy
+    """A Trainer that saves to `Checkpoints` and resumes from them, on any number of ranks.
+
+    Each save has the model, the optimizer, the scheduler, the gradient scaler, the random states of each rank and
+    Trainer's own state; each rank writes its own part. A save is due when Trainer says so (``save_strategy``,
+    ``save_steps``) or ``saves.should_save``. After a signal of ``on_signal`` it saves and ends the training. Numbers
+    that Trainer logged at the step are the metrics of the save, for ``best``.
+
+    ``train(resume_from_checkpoint=True)`` goes on from the newest save, or starts if there is none yet, and skips the
+    data that was seen; ``train()`` starts anew, and a path is a checkpoint of Trainer's own.
+    On as many ranks the run goes on as if it had not ended. On another number of ranks batches are different ones, the
+    random states are left as they are, and of what ranks saved differently rank 0's is taken, as Trainer does.
+
+    For other trainers, such as TRL's: ``class SavingTrainer(CheckpointsTrainer, SFTTrainer): pass``.
+
+    Args:
+        args: positional arguments of Trainer.
+        saves: the saves, the same on all ranks.
+        background: save in the background.
+        kwargs: keyword arguments of Trainer.
+
+    Raises:
+        UnsupportedError: an argument asks for what these saves do not have: DeepSpeed, ``load_best_model_at_end``,
+            ``save_total_limit``, ``push_to_hub`` at each save.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+        >>> import statexchange as sx
+        >>> config = LlamaConfig(vocab_size=50, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        ...                      num_attention_heads=2)
+        >>> rows = [{"input_ids": row, "labels": row} for row in torch.randint(50, (16, 4))]
+        >>> args = TrainingArguments("run", max_steps=4, save_steps=2, use_cpu=True, report_to="none")
+        >>> saves = sx.Checkpoints("saves")
+        >>> model = LlamaForCausalLM(config)
+        >>> trainer = sx.integrations.CheckpointsTrainer(model, args, train_dataset=rows, saves=saves)
+        >>> trainer.train(resume_from_checkpoint=True).global_step
+        {'train_runtime': ...}
+        4
+        >>> saves.steps()
+        [2, 4]
+    """
+
+    def __init__(self, *args: Any, saves: Checkpoints, background: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._check_supported()
+        self.saves = saves
+        self._background = background
+        self._resumed_ranks: int | None = None  # while resuming from a save: the ranks that saved it
+        self._resumed_random: Mapping[str, Any] | None = None
+        self._saved_step: int | None = None
+        self.add_callback(_SaveWhenDue(saves))
+
+    def _check_supported(self) -> None:
+        """Raise UnsupportedError for arguments that Trainer's own saving would heed."""
+        args = self.args
+        pushes = args.push_to_hub and str(getattr(args.hub_strategy, "value", args.hub_strategy)) != "end"
+        refused = {
+            "DeepSpeed keeps its state in an engine of its own": self.is_deepspeed_enabled,
+            "load_best_model_at_end: keep the best save by Checkpoints(best=...), and load it afterwards": (
+                args.load_best_model_at_end
+            ),
+            "save_total_limit: Checkpoints(keep=...) decides which saves stay": args.save_total_limit is not None,
+            "push_to_hub at each save: pass hub_strategy='end'": pushes,
+        }
+        for text, is_asked in refused.items():
+            if is_asked:
+                raise UnsupportedError(f"CheckpointsTrainer cannot do this: {text}")
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train, from the newest save or from the start. Collective.
+
+        Args:
+            resume_from_checkpoint: True: go on from the newest save, or start if there is none. None or False: start
+                anew. A path: a checkpoint directory of Trainer's own.
+            trial: not supported.
+            ignore_keys_for_eval: as for Trainer.
+
+        Returns:
+            As Trainer.
+
+        Raises:
+            UnsupportedError: there is a `trial`.
+            StateExchangeError: as `Checkpoints.load` and `Checkpoints.save`.
+        """
+        if trial is not None:
+            raise UnsupportedError("trials of a hyperparameter search would share the steps of their saves")
+        if resume_from_checkpoint is not True:
+            return super().train(resume_from_checkpoint, None, ignore_keys_for_eval)
+        found: dict[str, Any] = {"trainer": {}}
+        report = self.saves.load(found, include="trainer.*")
+        if report is None:
+            return super().train(None, None, ignore_keys_for_eval)
+        fields = dict(found["trainer"])
+        self._resumed_ranks = fields.pop("ranks")
+        self._saved_step = report.step
+        with tempfile.TemporaryDirectory() as folder:
+            TrainerState(**fields).save_to_json(os.path.join(folder, _STATE_FILE))
+            try:
+                return super().train(folder, None, ignore_keys_for_eval)
+            finally:
+                self._resumed_ranks = self._resumed_random = None
+
+    # Methods that Trainer calls
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ARG002 (self.model is the one without wrappers)
+        step = self.state.global_step
+        if step == self._saved_step:  # a step that ends an epoch may be saved for both
+            return
+        self.store_flos()
+        callbacks = [*self.callback_handler.callbacks, self.control]
+        exportable = [callback for callback in callbacks if isinstance(callback, ExportableState)]
+        self.state.stateful_callbacks = TrainerState(stateful_callbacks=exportable).stateful_callbacks
+        fields = {key: value for key, value in dataclasses.asdict(self.state).items() if key not in _OF_A_RANK}
+        state = {**self._live_state(RandomState()), "trainer": {**fields, "ranks": self.args.world_size}}
+        metrics = _logged_at(step, self.state.log_history)
+        if self._background:
+            self.saves.save(state, step, metrics=metrics, background=True)
+        else:
+            self.saves.save(state, step, metrics=metrics)
+        self._saved_step = step
+
+    def _live_state(self, random: Any) -> dict[str, Any]:
+        state = {
+            "model": self.model,
+            "optimizer": getattr(self.optimizer, "optimizer", self.optimizer),  # accelerate wraps it
+            "scheduler": self.lr_scheduler,
+            "random": random,
+        }
+        scaler = getattr(self.accelerator, "scaler", None)
+        return state if scaler is None else {**state, "scaler": scaler}
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self._resumed_ranks is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self._resumed_ranks is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        random = _LaterRandomState()
+        state = self._live_state(random)
+        if self._resumed_ranks == self.args.world_size:
+            self.saves.load(state, self._saved_step, exclude="trainer.*")
+        else:
+            _log.warning(
+                "the save is of %d ranks and this job has %d: random states stay as they are seeded",
+                self._resumed_ranks,
+                self.args.world_size,
+            )
+            self.saves.load(state, self._saved_step, exclude=["trainer.*", "random.*"], replicas="root")
+        self._resumed_random = random.loaded
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._resumed_ranks is None:
+            super()._load_rng_state(checkpoint)
+        elif self._resumed_random is not None:
+            RandomState().load_state_dict(self._resumed_random)
+
+
+class _LaterRandomState(RandomState):
+    """Random states that are loaded now and set later."""
+
+    loaded: Mapping[str, Any] | None = None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.loaded = state
+
+
+class _SaveWhenDue(TrainerCallback):  # type: ignore[misc]  # transformers is not followed by mypy
+    """Asks for a save when `should_save` does, and ends the training after a signal."""
+
+    def __init__(self, saves: Checkpoints) -> None:
+        self._saves = saves
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,  # noqa: ARG002 (the signature of an event)
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,  # noqa: ARG002
+    ) -> TrainerControl:
+        control.should_save |= self._saves.should_save(state.global_step)
+        control.should_training_stop |= self._saves.is_stopping
+        return control
+
+
+def _logged_at(step: int, history: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the numbers that were logged at a step, by name."""
+    entries = [entry for entry in history if entry.get("step") == step]
+    return {
+        name: float(value)
+        for entry in entries
+        for name, value in entry.items()
+        if name not in ("step", "epoch") and isinstance(value, int | float)
+    }

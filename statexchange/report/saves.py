@@ -1,0 +1,164 @@
+"""List the saves of a job: a directory of steps as `Checkpoints` keeps it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from statexchange.errors import StateExchangeError, without_secrets
+from statexchange.storage.local import local_path
+from statexchange.storage.save_check import check_saves
+from statexchange.storage.steps import unfinished_steps
+from statexchange.storage.store import resolve_path
+
+if TYPE_CHECKING:
+    from statexchange.storage.directory_build import UnfinishedBuild
+
+__all__ = ["SaveRow", "SavesReport", "UnfinishedRow", "list_saves"]
+
+_MAX_SHOWN = 4  # problems of one save in warnings
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRow:
+    """One save, as cheap looks find it: its manifest, and the sizes and headers of its files.
+
+    Attributes:
+        step: the training step.
+        path: its directory.
+        created: time of the save in seconds since the epoch; None if the manifest cannot be read, like the next four.
+        nbytes: bytes of all ranks' files, as the manifest lists them.
+        world_size: number of ranks.
+        job: identity of the job's run that made it.
+        metrics: numbers that the job gave with it.
+        state: "whole", or in a few words what is wrong.
+        problems: an error for each thing that is missing or broken.
+    """
+
+    step: int
+    path: str
+    created: float | None
+    nbytes: int | None
+    world_size: int | None
+    job: str | None
+    metrics: Mapping[str, float]
+    state: str
+    problems: tuple[StateExchangeError, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UnfinishedRow:
+    """A save, or the removal of one, that a process has not finished.
+
+    Attributes:
+        step: the training step.
+        paths: its hidden directories.
+        nbytes: bytes of their files.
+        owner_state: "alive", "dead" or "unknown", as far as can be proved on this host.
+        state: the same in a few words.
+    """
+
+    step: int
+    paths: tuple[str, ...]
+    nbytes: int
+    owner_state: Literal["alive", "dead", "unknown"]
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class SavesReport:
+    """The saves of a directory, oldest first, and the unfinished ones.
+
+    Attributes:
+        path: the directory, as it was given.
+        saves: a row for each save.
+        unfinished: a row for each unfinished save or removal; these are no problems.
+    """
+
+    path: str
+    saves: tuple[SaveRow, ...]
+    unfinished: tuple[UnfinishedRow, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all saves whose manifest can be read."""
+        return sum(row.nbytes or 0 for row in self.saves)
+
+    @property
+    def problems(self) -> tuple[StateExchangeError, ...]:
+        """The problems of all saves."""
+        return tuple(problem for row in self.saves for problem in row.problems)
+
+    @property
+    def warnings(self) -> list[str]:
+        """The problems as text, the first few of each save: a save of many ranks may have lost all its files."""
+        texts = []
+        for row in self.saves:
+            texts += [str(problem) for problem in row.problems[:_MAX_SHOWN]]
+            if len(row.problems) > _MAX_SHOWN:
+                texts.append(f"{len(row.problems) - _MAX_SHOWN:,} more problems [{row.path}]")
+        return texts
+
+
+def list_saves(path: str | os.PathLike[str]) -> SavesReport:
+    """List the saves of a directory of steps.
+
+    Not collective. Reads manifests, and the sizes and headers of files. Problems are in the report, not raised.
+
+    Args:
+        path: the directory in which `Checkpoints` saves.
+
+    Returns:
+        The report.
+
+    Raises:
+        NotFoundError: the directory does not exist, or has no saves.
+        InvalidArgumentError: it is one save, or a file.
+
+    Example:
+        >>> import torch
+        >>> import statexchange as sx
+        >>> saves = sx.Checkpoints("saves")
+        >>> for step in (10, 20):
+        ...     report = saves.save({"w": torch.zeros(2)}, step, metrics={"loss": 1 / step})
+        >>> for row in list_saves("saves").saves:
+        ...     row.step, row.world_size, row.metrics, row.state
+        (10, 1, {'loss': 0.1}, 'whole')
+        (20, 1, {'loss': 0.05}, 'whole')
+    """
+    root = local_path(resolve_path(path, "a directory of saves"))
+    rows = []
+    for check in check_saves(root):
+        manifest = check.manifest
+        if manifest is None:
+            rows.append(SaveRow(check.step, check.path, None, None, None, None, {}, check.state, check.problems))
+        else:
+            rows.append(
+                SaveRow(
+                    check.step,
+                    check.path,
+                    manifest.created,
+                    sum(manifest.nbytes),
+                    manifest.world_size,
+                    manifest.job,
+                    manifest.metrics,
+                    check.state,
+                    check.problems,
+                )
+            )
+    unfinished = []
+    for step, builds in sorted(unfinished_steps(root).items()):
+        for build in builds:
+            unfinished.append(UnfinishedRow(step, build.paths, build.nbytes, build.state, _unfinished_state(build)))
+    return SavesReport(without_secrets(os.fspath(path)), tuple(rows), tuple(unfinished))
+
+
+def _unfinished_state(build: UnfinishedBuild) -> str:
+    """Return in a few words what has become of an unfinished save or removal."""
+    if build.state == "alive" and build.owner is not None:
+        doing = "removed" if build.is_removal else "saved"
+        return f"being {doing} by {build.owner.pid} on {build.owner.host}"
+    state = "killed" if build.state == "dead" else "unfinished"
+    return f"{state} removal" if build.is_removal else state

@@ -1,0 +1,176 @@
+"""Check the saves in a directory of steps by cheap looks: manifests, sizes and headers, without reading tensors."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    InvalidArgumentError,
+    NotFoundError,
+    ReplacedError,
+    StateExchangeError,
+)
+from statexchange.storage.opened_path import open_path, read_with_retry
+from statexchange.storage.save_directory import (
+    MANIFEST,
+    SaveManifest,
+    open_rank_file,
+    rank_file_name,
+    read_manifest,
+)
+from statexchange.storage.steps import is_saves_directory, named_steps, step_name
+from statexchange.units import format_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from statexchange.storage.opened_path import OpenedPath
+    from statexchange.storage.store import Store
+
+__all__ = ["SaveCheck", "check_saves", "list_save_directories"]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCheck:
+    """What cheap looks find in the directory of one step.
+
+    Attributes:
+        step: the step, by the directory's name.
+        path: the directory.
+        manifest: the manifest; None if it is missing or broken.
+        state: "whole", or in a few words what is wrong.
+        problems: an error for each thing that is missing or broken.
+    """
+
+    step: int
+    path: str
+    manifest: SaveManifest | None
+    state: str
+    problems: tuple[StateExchangeError, ...]
+
+
+def list_save_directories(path: str) -> list[int]:
+    """Return the steps that have a directory in the directory of saves `path`, oldest first.
+
+    Not collective. Such a directory is a save unless somebody has changed it.
+
+    Raises:
+        NotFoundError: `path` does not exist, or has neither saves nor unfinished ones.
+        InvalidArgumentError: it is one save, or a file.
+    """
+    with open_path(path) as opened:
+        if opened.file is not None:
+            raise InvalidArgumentError("a directory of saves is expected, and this is a file", path=path)
+        if MANIFEST in opened.store.listing:
+            text = f"this is one save: pass the directory that contains it, {os.path.dirname(path)}"
+            raise InvalidArgumentError(text, path=path)
+        if not is_saves_directory(opened.store):
+            text = "there are no saves by step here: pass the directory in which Checkpoints saves"
+            raise NotFoundError(text, path=path)
+        return named_steps(opened.store)
+
+
+def check_saves(path: str) -> list[SaveCheck]:
+    """Look at each save in the directory of saves `path`, oldest first.
+
+    Not collective. Of each rank's file the size and the header are read. A save that is removed meanwhile is left out.
+
+    Raises:
+        NotFoundError: `path` does not exist, or has no saves.
+        InvalidArgumentError: it is one save, or a file.
+    """
+    found = []
+    for step in list_save_directories(path):
+        folder = os.path.join(path, step_name(step))
+        try:
+            manifest, problems = read_with_retry(folder, _look)
+        except NotFoundError:  # removed meanwhile
+            continue
+        except IncompleteError as error:
+            found.append(SaveCheck(step, folder, None, f"no {MANIFEST}", (error,)))
+        except CorruptError as error:
+            found.append(SaveCheck(step, folder, None, "broken manifest", (error,)))
+        except StateExchangeError as error:
+            found.append(SaveCheck(step, folder, None, "cannot be read", (error,)))
+        else:
+            errors = tuple(problem.error for problem in problems)
+            found.append(SaveCheck(step, folder, manifest, _state(problems), errors))
+    return found
+
+
+# What may be wrong with ranks' files: of one rank, and of several.
+_NO_FILE = ("has no file", "have no file")
+_TRUNCATED = ("is truncated", "are truncated")
+_TOO_LONG = ("is longer than listed", "are longer than listed")
+_BROKEN = ("has a broken header", "have broken headers")
+_UNREADABLE = ("cannot be read", "cannot be read")
+
+
+@dataclass(frozen=True, slots=True)
+class _FileProblem:
+    """What is wrong with a rank's file: in words, of one rank and of several, and as an error."""
+
+    rank: int
+    what: tuple[str, str]
+    error: StateExchangeError
+
+
+def _look(opened: OpenedPath) -> tuple[SaveManifest, list[_FileProblem]]:
+    """Return the manifest of a save and what is wrong with its files.
+
+    Raises:
+        IncompleteError: there is no manifest.
+        CorruptError: it is broken.
+    """
+    with opened:
+        try:
+            manifest = read_manifest(opened.store)
+        except NotFoundError:
+            text = f"there is no {MANIFEST} in this step's directory: it is no save any more"
+            raise IncompleteError(text, path=opened.path) from None
+        problems: list[_FileProblem] = []
+        for rank in range(manifest.world_size):
+            problem = _file_problem(opened.store, manifest, rank)
+            if problem is not None:
+                problems.append(problem)
+        if problems and not opened.is_current():
+            raise ReplacedError("replaced while it was read", path=opened.path) from problems[0].error
+        return manifest, problems
+
+
+def _file_problem(store: Store, manifest: SaveManifest, rank: int) -> _FileProblem | None:
+    """Return what is wrong with a rank's file; None if its size is that of the manifest and its header is whole."""
+    name, expected = rank_file_name(rank, manifest.world_size), manifest.nbytes[rank]
+    path = store.path_of(name)
+    try:
+        size = store.open(name).size
+        if size != expected:
+            what = _TRUNCATED if size < expected else _TOO_LONG
+            text = f"this rank's file {what[0]}"
+            error = CorruptError(text, rank=rank, path=path, expected=expected, found=size)
+            return _FileProblem(rank, what, error)
+        open_rank_file(store, manifest, rank)
+    except NotFoundError:
+        return _FileProblem(rank, _NO_FILE, IncompleteError("this rank's file is missing", rank=rank, path=path))
+    except ReplacedError:
+        raise
+    except CorruptError as error:
+        return _FileProblem(rank, _BROKEN, error.located(rank=rank))
+    except StateExchangeError as error:
+        return _FileProblem(rank, _UNREADABLE, error.located(rank=rank))
+    return None
+
+
+def _state(problems: Sequence[_FileProblem]) -> str:
+    """Return the state of a save in a few words: ``rank 3 has no file``."""
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for problem in problems:
+        ranks.setdefault(problem.what, []).append(problem.rank)
+    parts = []
+    for (of_one, of_several), found in ranks.items():
+        parts.append(f"rank {found[0]} {of_one}" if len(found) == 1 else f"ranks {format_ranks(found)} {of_several}")
+    return "; ".join(parts) or "whole"

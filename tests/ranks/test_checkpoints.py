@@ -1,0 +1,603 @@
+"""A job's saves by step: what stays, what a restart finds, when to save; kills at every call, and bad input."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from programs import require_mounts
+from scripts import BIN, HOME
+from sweeps import slow, some
+
+import statexchange as sx
+from statexchange.testing import run_ranks
+
+
+def state_of(value: float, step: int = 0) -> dict[str, Any]:
+    return {"model": {"w": torch.full((4, 3), value), "b": torch.full((3,), value)}, "step": step}
+
+
+def value_in(state: dict[str, Any]) -> float:
+    (value,) = {float(v) for tensor in state["model"].values() for v in tensor.unique()}
+    return value
+
+
+def save_steps(saves: sx.Checkpoints, *steps: int, **options: Any) -> None:
+    for step in steps:
+        saves.save(state_of(step, step), step, **options)
+
+
+def entries(path: Path) -> list[str]:
+    return sorted(p.name for p in path.iterdir())
+
+
+# One process
+
+
+def test_the_newest_save_or_the_named_one_comes_back(tmp_path: Path) -> None:
+    saves = sx.Checkpoints(tmp_path / "saves")
+    save_steps(saves, 10, 20)
+    state = state_of(0)
+    report = saves.load(state)
+    assert report is not None
+    assert (report.step, state["step"], value_in(state)) == (20, 20, 20.0)
+    report = saves.load(state, step=10)
+    assert report is not None
+    assert (report.step, value_in(state)) == (10, 10.0)
+    assert (saves.steps(), saves.latest()) == ([10, 20], 20)
+    sx.load_checkpoint(state, tmp_path / "saves" / "step-000000020")
+    assert value_in(state) == 20.0
+
+
+def test_a_directory_of_saves_is_not_loaded_as_one(tmp_path: Path) -> None:
+    save_steps(sx.Checkpoints(tmp_path), 10, 20)
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"contains 2 saves: name one .*step-000000020"):
+        sx.load_checkpoint(state_of(0), tmp_path)
+
+
+def test_without_a_save_there_is_nothing_to_load(tmp_path: Path) -> None:
+    state = state_of(0)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "unfinished" / ".step-000000010.00.partial").mkdir(parents=True)
+    for name in ("absent", "empty", "unfinished"):
+        saves = sx.Checkpoints(tmp_path / name)
+        assert saves.load(state) is None
+        assert saves.latest() is None
+        with pytest.raises(sx.errors.NotFoundError, match="there is no save here yet"):
+            saves.load(state, missing_ok=False)
+        with pytest.raises(sx.errors.NotFoundError, match="no save of step 7: there is none"):
+            saves.load(state, step=7)
+    assert value_in(state) == 0.0
+
+
+def test_other_content_is_not_taken_for_no_save(tmp_path: Path) -> None:
+    sx.export_checkpoint({"w": torch.zeros(2)}, tmp_path / "exported")
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"no saves by step but other content, such as 'model"):
+        sx.Checkpoints(tmp_path / "exported").load(state_of(0))
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(sx.errors.StateExchangeError, match="file"):
+        sx.Checkpoints(tmp_path / "file").load(state_of(0))
+
+
+def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
+    saves = sx.Checkpoints(tmp_path, keep=None)
+    save_steps(saves, 10, 20)
+    with pytest.raises(sx.errors.NotFoundError, match="no save of step 15: there are steps 10, 20"):
+        saves.load(state_of(0), step=15)
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, [40, 50, 60]),
+        ({"keep": 1}, [60]),
+        ({"keep": None}, [10, 20, 30, 40, 50, 60]),
+        ({"keep": 1, "keep_every": 20}, [20, 40, 60]),
+        ({"keep": 1, "best": ("loss", "min")}, [30, 60]),
+        ({"keep": 1, "best": ("loss", "max")}, [50, 60]),
+    ],
+)
+def test_what_is_kept(options: dict[str, Any], kept: list[int], tmp_path: Path) -> None:
+    losses = {10: 3.0, 20: float("nan"), 30: 1.0, 40: float("nan"), 50: 7.0, 60: 2.0}
+    for step, loss in losses.items():  # each time a new job
+        sx.Checkpoints(tmp_path, **options).save(state_of(step, step), step, metrics={"loss": loss})
+    assert sx.Checkpoints(tmp_path).steps() == kept
+    assert entries(tmp_path) == [f"step-{step:09d}" for step in kept]
+
+
+def test_after_going_back_the_save_just_made_stays(tmp_path: Path) -> None:
+    save_steps(sx.Checkpoints(tmp_path), 10, 20, 30)
+    saves = sx.Checkpoints(tmp_path, keep=2)
+    saves.load(state_of(0), step=10)
+    save_steps(saves, 15)
+    assert saves.steps() == [15, 20, 30]
+    save_steps(saves, 20, overwrite=True)
+    state = state_of(0)
+    saves.load(state, step=20)
+    assert saves.steps() == [20, 30]
+
+
+def test_a_step_is_saved_once(tmp_path: Path) -> None:
+    saves = sx.Checkpoints(tmp_path)
+    save_steps(saves, 10)
+    with pytest.raises(sx.errors.TargetExistsError, match="step-000000010"):
+        saves.save(state_of(5), 10)
+    state = state_of(0)
+    saves.load(state)
+    assert value_in(state) == 10.0
+    saves.save(state_of(5), 10, overwrite=True)
+    saves.load(state)
+    assert value_in(state) == 5.0
+
+
+def test_a_deleted_save_is_gone(tmp_path: Path) -> None:
+    saves = sx.Checkpoints(tmp_path)
+    save_steps(saves, 10, 20)
+    saves.delete(20)
+    assert entries(tmp_path) == ["step-000000010"]
+    with pytest.raises(sx.errors.NotFoundError, match="no save of step 20: there are steps 10"):
+        saves.delete(20)
+
+
+def test_only_files_of_a_save_are_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saves = sx.Checkpoints(tmp_path, keep=1)
+    save_steps(saves, 10)
+    (tmp_path / "step-000000010" / "notes.txt").write_text("mine")
+    save_steps(saves, 20)
+    assert saves.steps() == [10, 20]
+    assert "'notes.txt' is not a file of this save" in caplog.text
+    with pytest.raises(sx.errors.UnsafeError, match=r"notes\.txt"):
+        saves.delete(10)
+    assert (tmp_path / "step-000000010" / "notes.txt").read_text() == "mine"
+
+
+def test_another_job_on_the_same_path_is_named_and_its_saves_stay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, theirs = sx.Checkpoints(tmp_path, keep=1), sx.Checkpoints(tmp_path, keep=1)
+    save_steps(ours, 10)
+    save_steps(theirs, 15)  # it found step 10, so it may remove it
+    assert "while this job runs" not in caplog.text
+    save_steps(ours, 20)
+    assert "step 15 was saved here by" in caplog.text
+    assert ours.steps() == [15, 20]
+    save_steps(theirs, 25)
+    assert "step 20 was saved here by" in caplog.text
+    assert ours.steps() == [20, 25]
+
+
+def test_a_state_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
+    saves = sx.Checkpoints(tmp_path)
+    save_steps(saves, 10)
+    state = state_of(0)
+    state["model"]["w"] = torch.zeros(5, 3)
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"shape differs.*model\.w"):
+        saves.load(state)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"keep": 0}, "keep must be a whole number of at least 1"),
+        ({"keep": True}, "keep must be"),
+        ({"keep_every": 2.5}, "keep_every must be"),
+        ({"best": "loss"}, "best must be a metric's name and 'min' or 'max'"),
+        ({"best": ("loss", "least")}, "best must be"),
+        ({"every_steps": 0}, "every_steps must be at least 1"),
+        ({"every_s": -1}, "every_s"),
+        ({"agree_every": 0}, "agree_every must be at least 1"),
+        ({"on_signal": "SIGKILL"}, "on_signal takes names such as"),
+        ({"on_signal": ["SIGTERM", 10]}, "on_signal takes names such as"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], text: str, tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(sx.errors.InvalidArgumentError, match=text):
+        sx.Checkpoints(tmp_path, **options)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("step", [-1, 2.5, "7", None, True])
+def test_a_step_is_a_whole_number(step: Any, tmp_path: Path) -> None:
+    saves = sx.Checkpoints(tmp_path / "saves")
+    with pytest.raises(sx.errors.InvalidArgumentError, match="step must be"):
+        saves.save(state_of(0), step)
+    with pytest.raises(sx.errors.InvalidArgumentError, match="step must be"):
+        saves.should_save(step)
+    assert not (tmp_path / "saves").exists()
+
+
+def test_metrics_are_numbers_and_the_best_one_is_there(tmp_path: Path) -> None:
+    saves = sx.Checkpoints(tmp_path, best=("loss", "min"))
+    with pytest.raises(sx.errors.InvalidArgumentError, match="needs this metric"):
+        saves.save(state_of(0), 10)
+    with pytest.raises(sx.errors.InvalidArgumentError, match="the metric 'loss' must be a number, not 'low'"):
+        saves.save(state_of(0), 10, metrics={"loss": "low"})  # type: ignore[dict-item]
+    saves.save(state_of(0), 10, metrics={"loss": torch.tensor(0.5), "step": np.int64(3)})  # type: ignore[dict-item]
+    assert saves.steps() == [10]
+
+
+def test_a_url_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(sx.errors.UnsupportedError, match="saves by step go to a directory"):
+        sx.Checkpoints("memory://bucket/saves")
+
+
+@pytest.mark.usefixtures("mounts")
+def test_a_full_disk_leaves_the_saves_that_were_there(tmp_path: Path) -> None:
+    require_mounts()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=True)
+    try:
+        saves = sx.Checkpoints(tmp_path / "saves", keep=1)
+        save_steps(saves, 10)
+        with pytest.raises(sx.errors.StorageError, match=r"(?i)space.*bytes|bytes.*(space|free)"):
+            saves.save({"model": {"w": torch.zeros(500_000)}}, 20)
+        assert entries(tmp_path / "saves") == ["step-000000010"]
+        state = state_of(0)
+        saves.load(state)
+        assert value_in(state) == 10.0
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+# In the background
+
+
+def test_a_state_may_change_after_a_save_in_the_background(tmp_path: Path) -> None:
+    with sx.Checkpoints(tmp_path, keep=1) as saves:
+        state = state_of(1, 1)
+        for step in (10, 20, 30):
+            for tensor in state["model"].values():
+                tensor.fill_(step)
+            state["step"] = step
+            saves.save(state, step, background=True)
+            for tensor in state["model"].values():
+                tensor.fill_(-1)
+    assert saves.steps() == [30]
+    saves.load(state)
+    assert (value_in(state), state["step"]) == (30.0, 30)
+
+
+def test_a_failure_in_the_background_is_heard(tmp_path: Path) -> None:
+    saves = sx.Checkpoints(tmp_path)
+    save_steps(saves, 10)
+    for after in (
+        lambda: saves.save(state_of(2), 20),
+        lambda: saves.save(state_of(2), 20, background=True),
+        lambda: saves.load(state_of(0)),
+        lambda: saves.delete(10),
+        saves.close,
+    ):
+        saves.save(state_of(1), 10, background=True)
+        with pytest.raises(sx.errors.TargetExistsError, match="step-000000010"):
+            after()
+        assert saves.steps() == [10]
+    saves.save(state_of(2), 20)
+    assert saves.steps() == [10, 20]
+
+
+# When to save
+
+
+def test_every_so_many_steps(tmp_path: Path) -> None:
+    saves = sx.Checkpoints(tmp_path, every_steps=100)
+    assert [step for step in range(301) if saves.should_save(step)] == [100, 200, 300]
+    assert not any(sx.Checkpoints(tmp_path).should_save(step) for step in range(1, 100))
+
+
+def test_every_so_many_seconds(tmp_path: Path) -> None:
+    saves = sx.Checkpoints(tmp_path, every_s=0.2, agree_every=5)
+    assert not saves.should_save(5)
+    time.sleep(0.25)
+    assert not saves.should_save(6)  # ranks do not compare their clocks at this step
+    assert saves.should_save(10)
+    save_steps(saves, 10)
+    assert not saves.should_save(15)
+
+
+def test_a_signal_is_seen_once_and_handlers_come_back(tmp_path: Path) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    try:
+        with sx.Checkpoints(tmp_path, on_signal=["SIGUSR1"], agree_every=2) as saves:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert [saves.should_save(step) for step in (1, 2, 3, 4)] == [False, True, False, False]
+            assert saves.is_stopping
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert heard == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_too_little_time_before_the_kill_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with sx.Checkpoints(tmp_path, on_signal="SIGUSR1", agree_every=4, grace_s=0.1) as saves:
+        for step in range(1, 13):
+            time.sleep(0.05)
+            saves.should_save(step)
+    assert caplog.text.count("the job is killed after 0.1 s") == 1
+
+
+# Several ranks
+
+
+def shard_of(value: float, rank: int, world_size: int) -> dict[str, Any]:
+    """This rank's rows of a tensor whose row r is all value + r."""
+    rows = torch.arange(12).tensor_split(world_size)[rank]
+    return {"w": (value + rows)[:, None].expand(-1, 3).clone(), "step": int(value)}
+
+
+LAYOUT = {"w": {"dim": 0}}
+
+
+def save_rows(path: str, *steps: int) -> list[int]:
+    comm = sx.get_communicator()
+    saves = sx.Checkpoints(path, layout=LAYOUT)
+    for step in steps:
+        saves.save(shard_of(step, comm.rank, comm.world_size), step)
+    return saves.steps()
+
+
+def load_rows(path: str) -> int | None:
+    comm = sx.get_communicator()
+    state = shard_of(0, comm.rank, comm.world_size)
+    report = sx.Checkpoints(path, layout=LAYOUT).load(state)
+    if report is None:
+        return None
+    assert torch.equal(state["w"], shard_of(state["step"], comm.rank, comm.world_size)["w"])
+    assert report.step == state["step"]
+    return report.step
+
+
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+def test_another_number_of_ranks_goes_on(backend: str, tmp_path: Path) -> None:
+    path = str(tmp_path)
+    assert run_ranks(load_rows, 2, backend=backend, args=(path,)) == [None, None]
+    for world_size, step in ((2, 10), (3, 20), (1, 30), (4, 40)):
+        run_ranks(save_rows, world_size, backend=backend, args=(path, step))
+        assert run_ranks(load_rows, 2, backend=backend, args=(path,)) == [step, step]
+    assert sx.Checkpoints(tmp_path).steps() == [20, 30, 40]
+
+
+def save_own_step(path: str) -> None:
+    sx.Checkpoints(path).save(state_of(1), 10 + sx.get_rank())
+
+
+def test_ranks_that_save_different_steps_are_told(tmp_path: Path) -> None:
+    outcomes = run_ranks(save_own_step, 2, args=(str(tmp_path),), allow_failure=True)
+    assert set(outcomes.errors.values()) == {"InvalidArgumentError"}
+    for text in outcomes.messages.values():
+        assert "rank 0 saves to step-000000010 and rank 1 to step-000000011" in text
+    assert entries(tmp_path) == []
+
+
+def refuse_on_one_rank(path: str) -> str:
+    saves = sx.Checkpoints(path)
+    if sx.get_rank() == 1:
+        path = "7"
+    with pytest.raises(sx.errors.InvalidArgumentError) as caught:
+        saves.save(state_of(1), 7 if sx.get_rank() == 0 else "7")  # type: ignore[call-overload]
+    return str(caught.value)
+
+
+def test_a_wrong_step_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    for text in run_ranks(refuse_on_one_rank, 2, args=(str(tmp_path),)):
+        assert "step must be a whole number, not '7'" in text
+
+
+def hear_of_failure(path: str) -> str:
+    """The failure of a save in the background; only rank 0 has asked for its result."""
+    saves = sx.Checkpoints(path)
+    saves.save(state_of(1), 10)
+    future = saves.save(state_of(2), 10, background=True)
+    if sx.get_rank() == 0:
+        assert isinstance(future.exception(), sx.errors.TargetExistsError)
+    try:
+        saves.save(state_of(3), 20)
+    except sx.errors.TargetExistsError as error:
+        return str(error)
+    return "saved"
+
+
+def test_ranks_hear_of_a_failure_together(tmp_path: Path) -> None:
+    first, second = run_ranks(hear_of_failure, 2, args=(str(tmp_path),))
+    assert "step-000000010" in first
+    assert first == second
+
+
+def stop_at(path: str) -> tuple[list[int], bool]:
+    """The steps at which ranks save; the last rank receives a signal at step 13."""
+    with sx.Checkpoints(path, every_steps=10, on_signal="SIGUSR1", agree_every=4) as saves:
+        saved = []
+        for step in range(1, 31):
+            if step == 13 and sx.get_rank() == 2:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if saves.should_save(step):
+                saved.append(step)
+            if saves.is_stopping:
+                break
+        return saved, saves.is_stopping
+
+
+def test_a_signal_to_one_rank_stops_all_at_one_step(tmp_path: Path) -> None:
+    assert run_ranks(stop_at, 3, backend="gloo", args=(str(tmp_path),)) == [([10, 16], True)] * 3
+
+
+@pytest.mark.parametrize("launcher", [("torchrun", "--nproc-per-node", "2"), ("python",)], ids=["torchrun", "alone"])
+def test_a_preempted_job_saves_and_goes_on(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    command = [BIN / launcher[0], *launcher[1:], HOME / "tools/examples/preempted.py", "saves"]
+    with subprocess.Popen([*command, "100000"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline().startswith("begins at step 0")
+        time.sleep(0.5)
+        job.send_signal(signal.SIGTERM)
+        (step,) = {int(number) for number in re.findall(r"ends at step (\d+)", job.stdout.read())}
+    assert sx.Checkpoints(tmp_path / "saves").latest() == step
+    assert step % 5 == 0
+    done = subprocess.run([*command, str(step + 7)], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert set(re.findall(r"(begins|ends) at step (\d+)", done.stdout)) == {
+        ("begins", str(step)),
+        ("ends", str(step + 7)),
+    }, done.stderr
+    assert sx.Checkpoints(tmp_path / "saves").latest() == step + 7
+
+
+# Kills
+
+JOB = """
+import json, os, signal, sys
+import torch
+import statexchange as sx
+from statexchange.testing import run_ranks
+from test_checkpoints import load_rows, save_rows
+
+def job(path, steps, kill_at):
+    calls = []
+
+    def hook(event, args):
+        if event == "statexchange.storage":
+            calls.append(args[0])
+            if len(calls) == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    if steps:
+        run_ranks(save_rows, 2, args=(path, *steps))
+    else:
+        run_ranks(load_rows, 2, args=(path,))
+    return calls
+
+for line in sys.stdin:  # each job is a process of its own, whose two ranks are threads, so that a kill ends both
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            calls = job(*json.loads(line))
+            os.write(writer, json.dumps(calls).encode())
+            os._exit(0)
+        finally:
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        printed = pipe.read().decode()
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), printed]), flush=True)
+"""
+
+
+class Jobs:
+    """Starts jobs, one after another."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def run(self, path: Path, steps: list[int], kill_at: int = 0) -> list[str] | None:
+        """The storage calls of a job that saves `steps`, or loads if there are none; None if it was killed."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps([str(path), steps, kill_at]), file=self._process.stdin, flush=True)
+        code, printed = json.loads(self._process.stdout.readline())
+        if code == -signal.SIGKILL:
+            return None
+        assert code == 0
+        return list(json.loads(printed))
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[Jobs]:
+    folder = os.path.dirname(__file__)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, folder, os.path.dirname(folder)])}
+    command = [sys.executable, "-c", JOB]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        yield Jobs(process)
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+@pytest.mark.parametrize("every", [15, slow(1)], ids=["some", "all"])
+@pytest.mark.timeout(900)
+def test_a_job_killed_at_any_call_goes_on_from_the_newest_whole_save(every: int, jobs: Jobs, sweep_path: Path) -> None:
+    jobs.run(sweep_path / "trace", [10, 20, 30])
+    shutil.copytree(sweep_path / "trace", sweep_path / "before")
+    calls = jobs.run(sweep_path / "trace", [40])  # saves, and removes step 10
+    assert calls is not None
+    assert {"create", "link", "rename", "sync", "unlink", "list"} <= set(calls)
+    loads = jobs.run(sweep_path / "trace", [])
+    assert loads is not None
+    print(f"killed at {len(calls)} calls of a save and {len(loads)} of a load")
+    for number in some(range(1, len(calls) + 1), every):
+        path = sweep_path / str(number)
+        shutil.copytree(sweep_path / "before", path)
+        assert jobs.run(path, [40], number) is None, number
+        assert run_ranks(load_rows, 3, args=(str(path),)) in ([30] * 3, [40] * 3), number
+        resumed = run_ranks(load_rows, 1, args=(str(path),))[0]
+        steps = run_ranks(save_rows, 1, args=(str(path), resumed + 10))[0]  # the next job, with no clean-up by hand
+        assert steps == [resumed - 10, resumed, resumed + 10], number
+        assert entries(path) == [f"step-{step:09d}" for step in steps], number
+    for number in some(range(1, len(loads) + 1), every):
+        assert jobs.run(sweep_path / "trace", [], number) is None
+        assert run_ranks(load_rows, 2, args=(str(sweep_path / "trace"),)) == [40, 40], number
+
+
+@pytest.mark.parametrize("every", [15, slow(1)], ids=["some", "all"])
+@pytest.mark.timeout(900)
+def test_a_job_killed_at_any_call_of_its_first_save_begins_again(every: int, jobs: Jobs, sweep_path: Path) -> None:
+    calls = jobs.run(sweep_path / "trace", [10])
+    assert calls is not None
+    for number in some(range(1, len(calls) + 1), every):
+        path = sweep_path / str(number)
+        assert jobs.run(path, [10], number) is None, number
+        found = run_ranks(load_rows, 2, args=(str(path),))
+        assert found in ([None, None], [10, 10]), number
+        step = 20 if found[0] else 10
+        run_ranks(save_rows, 2, args=(str(path), step))
+        assert entries(path) == [f"step-{n:09d}" for n in range(10, step + 1, 10)], number
+
+
+def load_while_removed(path: str, step: int | None) -> tuple[int, float] | str:
+    """Load while rank 0's first opening of a rank's file removes the newest save."""
+    saves = sx.Checkpoints(path)
+    state = state_of(0)
+    removed: list[int] = []
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event == "statexchange.storage" and args[0] == "open" and "rank-0" in args[1] and not removed:
+            removed.append(30)
+            sx.Checkpoints(path, comm=sx.init("single")).delete(30)
+
+    sys.addaudithook(hook)
+    try:
+        report = saves.load(state, step)
+        assert report is not None
+        return report.step, value_in(state)
+    except sx.errors.NotFoundError as error:
+        return str(error)
+    finally:
+        removed.append(0)  # the hook stays until the process ends
+
+
+@pytest.mark.parametrize(("step", "expected"), [(None, {(20, 20.0), (30, 30.0)}), (30, {(30, 30.0)})])
+def test_a_save_that_is_removed_while_it_is_opened(step: int | None, expected: Any, tmp_path: Path) -> None:
+    save_steps(sx.Checkpoints(tmp_path), 10, 20, 30)
+    found = run_ranks(load_while_removed, 1, backend="gloo", args=(str(tmp_path), step))[0]
+    assert found in expected or (step == 30 and "step 30 was removed while it was opened" in found)
+
+
+def test_a_job_logs_what_it_saved_and_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    save_steps(sx.Checkpoints(tmp_path, keep=1), 10, 20)
+    assert "removed the save of step 10" in caplog.text
+    assert "-> " in caplog.text

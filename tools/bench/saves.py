@@ -1,0 +1,126 @@
+"""Saves of a job with FSDP2 and AdamW beside torch's dcp.save, dcp.async_save and dcp.load.
+
+    python tools/bench/saves.py [--ranks 2] [--megabytes 1024] [--dirs /dev/shm /tmp] [--rounds 5]
+
+`--megabytes` is the whole state: parameters in float32 and two moments of each. All ways take turns, warm; medians over
+the rounds of the slowest rank. The stall is the time until a call in the background returns; the next call comes when
+the save has ended. Both sync what they write on a disk (dcp with its default options).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict_loader as dcp_loader
+import torch.distributed.checkpoint.state_dict_saver as dcp_saver
+from machine import machine_text
+from ranks import Rounds, measure, slowest
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import statexchange as sx
+
+LAYERS = 16
+
+
+class Job:
+    """A rank's model and optimizer, and what dcp makes of them."""
+
+    def __init__(self, megabytes: int) -> None:
+        width = int((megabytes * 2**20 / 4 / 3 / LAYERS) ** 0.5)
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
+        for layer in self.model:
+            fully_shard(layer)
+        fully_shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.model(torch.ones(1, width)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.state = {"model": self.model, "optimizer": self.optimizer, "step": 7}
+
+    def tensors(self) -> list[torch.Tensor]:
+        """This rank's parts of all tensors."""
+        moments = [t for of in self.optimizer.state.values() for t in of.values() if isinstance(t, torch.Tensor)]
+        return [t.to_local() if hasattr(t, "to_local") else t for t in (*self.model.parameters(), *moments)]
+
+    def dcp_state(self) -> dict[str, Any]:
+        """The state as dcp saves and loads it."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+
+def rank_main(megabytes: int, folder: str, rounds: int) -> Rounds:
+    """Time each way in turns."""
+    torch.manual_seed(0)
+    job = Job(megabytes)
+    sx.init("gloo")
+    threads = dist.new_group(backend="gloo")  # async_save must not use the group of the training
+    ours = sx.Checkpoints(os.path.join(folder, "ours"), keep=None)
+    copies = [torch.empty_like(tensor) for tensor in job.tensors()]
+    found: Rounds = {}
+
+    def timed(way: str, call: Callable[[], Any], *, counts: bool) -> Any:
+        dist.barrier()
+        began = time.perf_counter()
+        result = call()
+        if counts:
+            found.setdefault(way, []).append((time.perf_counter() - began, 0))
+        return result
+
+    def copy() -> None:
+        with torch.no_grad():
+            for target, tensor in zip(copies, job.tensors(), strict=True):
+                target.copy_(tensor)
+
+    def dcp_load() -> None:
+        state = job.dcp_state()
+        dcp_loader.load(state, checkpoint_id=os.path.join(folder, "dcp"))
+        set_state_dict(job.model, job.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+    def dcp_save_async() -> Any:
+        path = os.path.join(folder, "dcp-async")
+        return dcp_saver.async_save(job.dcp_state(), checkpoint_id=path, process_group=threads)
+
+    for number in range(rounds + 1):  # the first warms up
+        options = {"counts": number > 0}
+        for name in ("ours", "dcp", "dcp-async"):
+            if dist.get_rank() == 0:
+                shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+        timed("memcpy", copy, **options)
+        timed("save", lambda: ours.save(job.state, 1), **options)
+        timed("dcp.save", lambda: dcp_saver.save(job.dcp_state(), checkpoint_id=os.path.join(folder, "dcp")), **options)
+        timed("load", lambda: ours.load(job.state), **options)
+        timed("dcp.load", dcp_load, **options)
+        timed("save in the background", lambda: ours.save(job.state, 2, background=True), **options).result()
+        timed("dcp.async_save", dcp_save_async, **options).result()
+    return found
+
+
+def main() -> None:
+    """Print the table of each directory."""
+    from saves import rank_main as ranks_work  # ranks cannot import __main__
+
+    options, found = measure(ranks_work)
+    for place, ranks in found.items():
+        kind = "tmpfs" if Path(place).resolve().is_relative_to("/dev/shm") else "disk"
+        seconds = {way: slowest([rank[way] for rank in ranks]) for way in ranks[0]}
+        print(f"{options.megabytes} MiB, {options.ranks} ranks, {options.rounds} rounds, {kind}, {machine_text()}\n")
+        print("| way | seconds | beside |\n|---|---|---|")
+        beside = {"save": "dcp.save", "load": "dcp.load", "save in the background": "dcp.async_save"}
+        for way, taken in seconds.items():
+            other = beside.get(way)
+            text = f"{seconds[other] / taken:.1f}x of {other}" if other else ""
+            print(f"| {way} | {taken:.3f} | {text} |")
+        stall, copied = seconds["save in the background"], seconds["memcpy"]
+        print(f"\nstall: {stall / seconds['dcp.async_save']:.2f} of dcp.async_save's, {stall / copied:.2f} memcpys\n")
+
+
+if __name__ == "__main__":
+    main()
