@@ -10,10 +10,11 @@ memory_directory.py has the names on each host, and says when a copy is removed.
 4. With several hosts each rank sends its file to a rank of the next host. So the loss of one host loses no file.
 5. If all ranks have succeeded, the first rank of each host publishes: only now does its part of the copy exist.
 
-The copy before is removed first, and not kept until the new one is whole, because the disk has a newer save by then: a
-load would not take it. So a host needs room for one copy, not two. A failure in any step (no room, another user's
-directory, an unreadable file) is a warning of rank 0, once; the save is on disk all the same. A job that is killed in
-any step restarts from the disk. If the save itself fails, the copy before stays: it is that of the newest save.
+The copy before is removed first, or written over where its files have the same names. It is not kept until the new one
+is whole, because the disk has a newer save by then: a load would not take it. So a host needs room for one copy, not
+two. A failure in any step (no room, another user's directory, an unreadable file) is a warning of rank 0, once; the
+save is on disk all the same. A job that is killed in any step restarts from the disk. If the save itself fails, the
+copy before stays: it is that of the newest save.
 
 **Before a load** (`MemoryCopies.find`, `MemoryCopies.opened`):
 
@@ -201,22 +202,21 @@ class MemoryCopies:
                 raise ReplacedError("this host sees another save here", path=saved)
             return opened
 
-        with read_with_retry(saved, seen) as opened, files.directory(folder) as dir_fd:
+        with read_with_retry(saved, seen) as opened:
             source = opened.store.open(name)
             header = digest(read_header_bytes(source))
-
-            def parts() -> Iterator[memoryview]:
-                window = memoryview(bytearray(min(WINDOW_BYTES, source.size)))
-                for at in range(0, source.size, len(window)):
-                    part = window[: source.size - at]
-                    source.read_into(part, at)
-                    yield part
-                    comm.progress()
 
             if source.size != nbytes:
                 raise CorruptError("size differs", path=source.path, expected=nbytes, found=source.size)
             path = os.path.join(folder, name)
-            write_new(dir_fd, name, parts(), nbytes=nbytes, path=path, durable=False)
+            with contextlib.ExitStack() as opening:
+                fd = _opened_for_writing(path, nbytes, opening)
+                window = memoryview(bytearray(min(WINDOW_BYTES, nbytes)))
+                for at in range(0, nbytes, len(window)):
+                    part = window[: nbytes - at]
+                    source.read_into(part, at)
+                    files.pwrite_all(fd, part, at, path)
+                    comm.progress()
             source.check_unchanged()
         return header
 
@@ -583,14 +583,20 @@ def _send_file(path: str, nbytes: int, dst: int, comm: Communicator) -> BaseExce
     return failure
 
 
-def _receive_file(path: str, nbytes: int, src: int, comm: Communicator) -> BaseException | None:
-    """Receive a file window by window, also after a failure to write it, so that the sender does not wait."""
+def _receive_file(
+    path: str, nbytes: int, src: int, comm: Communicator, *, is_loaded: bool = False
+) -> BaseException | None:
+    """Receive a file window by window, also after a failure to write it, so that the sender does not wait.
+
+    One that is being loaded keeps the modification time 0: the load has it open since its header was there, and would
+    take another time for another file.
+    """
     failure: BaseException | None = None
     window = np.zeros(min(WINDOW_BYTES, nbytes), np.uint8)
     with contextlib.ExitStack() as opened:
         try:
             fd = _opened_for_writing(path, nbytes, opened)
-        except (StateExchangeError, OSError) as error:
+        except StateExchangeError as error:
             failure = error
         for at in range(0, nbytes, len(window)):
             part = window[: nbytes - at]
@@ -601,7 +607,7 @@ def _receive_file(path: str, nbytes: int, src: int, comm: Communicator) -> BaseE
                     files.pwrite_all(fd, part.data, at, path)
             except StateExchangeError as error:
                 failure = error
-        if failure is None:
+        if failure is None and is_loaded:
             os.utime(fd, ns=(0, 0))
     return failure
 
@@ -616,17 +622,17 @@ def _opened(path: str, opened: contextlib.ExitStack) -> int:
 
 
 def _opened_for_writing(path: str, nbytes: int, opened: contextlib.ExitStack) -> int:
-    """Open a file of `nbytes` for writing until the end of a block; make it if it does not exist.
-
-    A received file always has the modification time 0: a load has it open since its header was there, and would take
-    another time for another file.
-    """
+    """Open a file of `nbytes` for writing until the end of a block; make it if it does not exist."""
     folder, name = os.path.split(path)
     dir_fd = opened.enter_context(files.directory(folder))
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(name, flags, 0o600, dir_fd=dir_fd)
-    opened.callback(os.close, fd)
-    os.ftruncate(fd, nbytes)
+    files.audit("open", path)
+    try:
+        fd = os.open(name, flags, 0o600, dir_fd=dir_fd)
+        opened.callback(os.close, fd)
+        os.ftruncate(fd, nbytes)
+    except OSError as error:
+        raise StorageError.of(error, "open for writing", path=path) from error
     return fd
 
 
@@ -706,7 +712,7 @@ def _fetch(fetched: str, lacking: Sequence[Sequence[int]], copy: MemoryCopy, hos
             if comm.rank == src:
                 failure = _send_file(path, nbytes, dst, comm) or failure
             elif comm.rank == dst:
-                failure = _receive_file(path, nbytes, src, comm) or failure
+                failure = _receive_file(path, nbytes, src, comm, is_loaded=True) or failure
     if failure is not None:
         raise failure
 

@@ -10,8 +10,8 @@
   lists the files of all ranks; only those of this host and its neighbour are here. ``headers.json`` has the process
   that made the copy, and digests of the headers, since the digests in a header do not cover the header itself. A build
   (directory_build.py) makes the directory appear as a whole, so each file that is there is complete.
-* ``saves-<digest>/.load-<nonce>.<owner>/``: files that a load has fetched from other hosts. It is removed at the end of
-  the load.
+* ``saves-<digest>/.load-<nonce>.<owner>/``: files that a load has fetched from other hosts, until its end, or files of
+  the copy before that will be written over.
 
 **Removal.** The end of the processes says nothing, because a restart must find the copy. A copy is removed when it
 cannot be used any more:
@@ -40,13 +40,13 @@ from statexchange.storage.atomic import is_abandoned, new_nonce, write_new
 from statexchange.storage.json_text import parse_json
 from statexchange.storage.local import local_path
 from statexchange.storage.opened_path import open_path
-from statexchange.storage.save_directory import SaveManifest, read_manifest
+from statexchange.storage.save_directory import MANIFEST, SaveManifest, read_manifest
 from statexchange.storage.sealed_json import seal, unseal
 from statexchange.storage.steps import clear_leftovers, identity_of_saves, read_saves, step_name, step_of
 from statexchange.storage.tensorfile import digest, read_header_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from statexchange.storage.build import Build
     from statexchange.storage.store import Store
@@ -90,7 +90,10 @@ class MemoryDirectory:
         self.path = local_path(f"shm://saves-{self._target.digest}")
 
     def begin(self, step: int, ranks: Sequence[int], manifest: SaveManifest) -> Build:
-        """Remove all copies that are here, and open the build of a new one.
+        """Remove all copies that are here, and open the build of a new one, for the files of `ranks`.
+
+        Files of the copy before that have the same names are moved into the build, to be written over: new pages take
+        several times as long. That copy loses its manifest first, so that no load takes it.
 
         Raises:
             UnsafeError: the directory, or the one above it, belongs to another user.
@@ -98,25 +101,47 @@ class MemoryDirectory:
         """
         from statexchange.storage.directory_build import DirectoryBuild  # for writers only
 
-        base, name = os.path.split(self.path)
-        files.make_path(base)
-        with _private(base) as base_fd:
-            files.make_directory(name, base_fd, self.path)
-            with files.directory(name, base_fd, self.path) as dir_fd:
-                files.check_private(dir_fd, self.path)
-                self._write_target(dir_fd)
-        for old in self._steps():  # a failed or killed copy costs nothing: the disk has the newest save
-            self.drop(old)
-        nbytes = sum(manifest.nbytes[rank] for rank in ranks)
+        # A failed or killed copy costs nothing from here on: the disk has the newest save.
+        with self._set_aside([manifest.files[rank] for rank in ranks]) as (kept, kept_bytes):
+            for old in self._steps():
+                self.drop(old)
+            self._make_room(sum(manifest.nbytes[rank] for rank in ranks) - kept_bytes)
+            build = DirectoryBuild(self.step_path(step), "0" * 32, check=None, reuse=False, resume=False)
+            try:
+                _move(kept, build.building_path)
+            except BaseException:
+                build.abandon()
+                raise
+        return build
+
+    @contextlib.contextmanager
+    def _set_aside(self, names: Sequence[str]) -> Iterator[tuple[str, int]]:
+        """Move the files of these names out of the newest copy, which is no copy any more.
+
+        Yield their directory, which is removed at the end of the block, and their bytes in memory.
+        """
+        aside = self.make_loading()
+        try:
+            nbytes = 0
+            for step in self._steps()[-1:]:
+                with files.directory(self.step_path(step)) as dir_fd:
+                    files.remove_file(MANIFEST, os.path.join(self.step_path(step), MANIFEST), dir_fd)
+                nbytes = _move(self.step_path(step), aside, set(names))
+            yield aside, nbytes
+        finally:
+            self.remove_loading(aside)
+
+    def _make_room(self, nbytes: int) -> None:
+        """Check the room for `nbytes`; if there is too little, remove copies that only save time, and check again."""
         try:
             self.check_room(nbytes)
         except StorageError:
+            base, own = os.path.split(self.path)
             for name in _names(base):
-                if name != os.path.basename(self.path):
+                if name != own:
                     with contextlib.suppress(NotFoundError):  # another process removes it
                         _drop_spare(os.path.join(base, name))
             self.check_room(nbytes)
-        return DirectoryBuild(os.path.join(self.path, step_name(step)), "0" * 32, check=None, reuse=False, resume=False)
 
     def _write_target(self, dir_fd: int) -> None:
         data = self._target.to_bytes()
@@ -174,7 +199,7 @@ class MemoryDirectory:
         return _drop(self.path, step)
 
     def make_loading(self) -> str:
-        """Make a directory for files that a load fetches from other hosts; return its path."""
+        """Make a directory for files that a load fetches from other hosts, or that are set aside; return its path."""
         base, name = os.path.split(self.path)
         files.make_path(base)
         loading = f".load-{new_nonce()}.{Owner.current().to_name()}"
@@ -259,6 +284,23 @@ def _private(base: str) -> Iterator[int]:
     with files.directory(parent) as parent_fd, files.directory(name, parent_fd, base) as base_fd:
         files.check_private(base_fd, base)
         yield base_fd
+
+
+def _move(source: str, target: str, names: Iterable[str] | None = None) -> int:
+    """Move files of one directory, all or those of these names, into another; return their bytes."""
+    nbytes = 0
+    with files.directory(source) as source_fd, files.directory(target) as target_fd:
+        for name in files.list_names(source_fd, source):
+            if names is not None and name not in names:
+                continue
+            path = os.path.join(source, name)
+            files.audit("rename", path)
+            try:
+                nbytes += os.stat(name, dir_fd=source_fd, follow_symlinks=False).st_size
+                os.rename(name, name, src_dir_fd=source_fd, dst_dir_fd=target_fd)
+            except OSError as error:
+                raise StorageError.of(error, "move", path=path) from error
+    return nbytes
 
 
 def _names(base: str) -> list[str]:
