@@ -57,7 +57,7 @@ def counts_otherwise(directory: str) -> list[Any]:
     rank = int(os.environ["RANK"])
     os.environ["LOCAL_RANK"] = str([1, 0, 0][rank])  # hosts a, b and a; Open MPI counts like this
     comm = start("hierarchical", directory)
-    conformance.run(comm, ["hosts_are_known"])
+    conformance.run(comm, ["node_and_leaders_match_the_hosts"])
     return [comm.local_rank, None if comm.leaders is None else comm.leaders.all_gather_object(rank)]
 
 
@@ -181,7 +181,7 @@ class DeafBackend(ToyBackend):
     [
         (
             LossyBackend,
-            "reductions_are_right_at_every_size",
+            "reductions_are_correct_at_every_size",
             r"rank 0 on .* failed in .*all_reduce of torch.float32\[\d+\]",
         ),
         (DeafBackend, "moves_keep_every_bit_at_every_size", r"rank \d on .* failed in .*part 1 of all_gather"),
@@ -206,7 +206,7 @@ def test_checks_have_names_contracts_and_a_choice() -> None:
     assert all(check.contract.endswith(".") for check in conformance.CHECKS)
     comm = sx.get_communicator()
     assert conformance.run(comm, NAMES[:2]) == NAMES[:2]
-    assert conformance.run(comm, ["ranks_that_differ_all_learn_it_at_once"]) == []  # it takes two
+    assert conformance.run(comm, ["ranks_in_different_calls_all_raise_promptly"]) == []  # it takes two
     with pytest.raises(ValueError, match="no check is called nonsense"):
         conformance.run(comm, ["nonsense"])
 
