@@ -1,15 +1,15 @@
 """A rendezvous in a directory that all ranks see.
 
-All that the ranks exchange there is the address of the key-value store that rank 0 serves over TCP (tcp_store.py). The
+The ranks exchange one thing there: the address of the key-value store that rank 0 serves over TCP (tcp_store.py). The
 directory may lie on NFS of any version, with or without locks, and the ranks may run on several hosts.
 
 Files in the directory; `nonce` is 128 random bits of one process and one rendezvous:
 
-    hello-<rank>-<nonce>.json   by each rank, first: its process, network, world_size, what directories it made
-    beat-<nonce>-<count>        by each rank, every quarter of a second while it waits; empty; only the newest stays
-    answer-<nonce>.json         by rank 0, once a live hello of every rank is there: the nonces of all ranks, by rank,
-                                and the address and port of the store, or the reason why there is none
-    refusal-<nonce>.json        by a rank that cannot reach that address: why
+    hello-<rank>-<nonce>.json   by each rank, first: its process, network, world_size, and how many directories it made
+    beat-<nonce>-<count>        by each rank, every quarter of a second while it waits; empty; then it removes its last
+    answer-<nonce>.json         by rank 0, when a hello of a live process of every rank exists: the nonces of all ranks,
+                                by rank, and the address and port of the store, or the reason why there is none
+    refusal-<nonce>.json        by a rank that cannot connect to that address: the reason
 
 States. A rank *waits* from its hello to the answer that holds its own nonce, then *connects*, removes its files, and
 *joins* the store. Rank 0 waits for hellos, serves and answers, waits until all have joined, removes its files and the
@@ -17,21 +17,25 @@ directory, and sets the key `complete`. The others return when they see that key
 
 Invariants, and why:
 
-* A name is written by one process, once, and never replaced: an NFS 4.1 client would go on showing what a replaced name
-  held before. So a hello is renewed by beats of new names.
-* A file is written under its final name. Half a file is no JSON object; its reader looks again.
-* Every scan opens the directory with O_DIRECTORY and lists it: looking a name up, or a directory by its whole path, may
-  be answered from the cache for 30 s. An absent directory is made from the deepest parent that can be opened.
+* A name is written by one process, once, and never replaced: after a replacement an NFS 4.1 client would go on showing
+  the earlier content. So a rank shows that it lives by beats, each under a new name.
+* A file is written under its final name. A file that is not yet complete is not valid JSON; its reader reads it again.
+* Every scan opens the directory with O_DIRECTORY and lists it: a lookup of one name, or of the directory by its whole
+  path, may be answered from the client's cache for 30 s. An absent directory is made below the deepest parent that can
+  be opened.
 * After a hello or an answer the directory changes once more, by a beat, at least 30 ms later. On NFS 3 two changes
-  within one tick of the server's clock look like one, and a client that has listed between them misses the second.
-* A hello counts only if its process runs. A process of this host is looked up; another must show two new beats,
-  since one new beat may be an old one that the cache has hidden. What a crashed run has left does neither, and no
-  answer of a crashed run holds a nonce of this one. Clocks of hosts are not compared.
+  within one tick of the server's clock look like one to a client: if it lists the directory between them, it does not
+  see the second.
+* A hello counts only if its process runs. A process of this host is looked up by pid and start time. A process of
+  another host must show two new beats, since the first may be an old one that the cache has hidden until then. A
+  process of a crashed run fulfils neither, and no answer of a crashed run holds a nonce of this one. Clocks of
+  different hosts are not compared.
 
-Failure. A rank that gives up, for whatever reason, removes its own files, and the directories that this rendezvous made
-once they are empty. A wait that runs out names the ranks that were never seen alive. Between the answer and `complete`,
-rank 0 collects refusals and absences and has all ranks that have joined raise its error. What a killed process has left
-is removed by the next rendezvous in that directory that can see that the process has ended.
+Failure. A rank whose rendezvous fails, for whatever reason, removes its own files, and the directories that this
+rendezvous made, once they are empty. The error of a wait that runs out names the ranks that were never seen alive.
+Between the answer and `complete`, a refusal, or a rank that does not join, fails rank 0, and all ranks that have joined
+raise its error. Files of a killed process are removed by the next rendezvous in that directory that can see that the
+process has ended.
 """
 
 from __future__ import annotations
@@ -72,7 +76,7 @@ _LINGER_S = 5.0
 _NOTICE_S = 1.0
 _ENOUGH_BEATS = 2
 _SILENT_BEATS = 20
-_RACES = 20  # tries to put a file into a directory that others may remove at the same moment
+_MOST_TRIES = 20  # to create a file in a directory that other ranks may remove at the same moment
 _HELLO = re.compile(r"hello-(\d+)-([0-9a-f]{32})\.json")
 _BEAT = re.compile(r"beat-([0-9a-f]{32})-(\d+)")
 _ANSWER = re.compile(r"answer-([0-9a-f]{32})\.json")
@@ -82,9 +86,10 @@ _ANY_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def _open_directory(path: Path) -> tuple[int, int]:
-    """Return a descriptor of `path`, and how many directories at its end were made for that.
+    """Return a descriptor of `path`, and how many directories at the end of the path were made.
 
-    Each directory is opened below its opened parent, which makes an NFS client look again for what it knew as absent.
+    Each directory is opened below its opened parent, so that an NFS client asks the server again about names that it
+    has cached as absent.
     """
     try:
         return os.open(path, _DIRECTORY), 0
@@ -97,7 +102,7 @@ def _open_directory(path: Path) -> tuple[int, int]:
             os.mkdir(path.name, 0o700, dir_fd=parent)
             made += 1
         except FileExistsError:
-            # In a directory that this call has made, another rank of this rendezvous has made it.
+            # If this call made the parent, a rank of the same rendezvous made this one.
             made += bool(made)
         return os.open(path.name, _DIRECTORY, dir_fd=parent), made
     finally:
@@ -109,7 +114,7 @@ def _new_file(directory: int, name: str) -> TextIO:
 
 
 def _read(directory: int, name: str) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None if it has gone, is not whole yet, or is none of ours."""
+    """Return the JSON object in a file; None if the file is gone, not complete, or holds anything else."""
     try:
         with open(os.open(name, _ANY_FILE, dir_fd=directory), encoding="utf-8") as file:
             found = json.load(file)
@@ -119,7 +124,7 @@ def _read(directory: int, name: str) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Facts:
+class _Hello:
     """The contents of a hello."""
 
     owner: Owner
@@ -128,7 +133,7 @@ class _Facts:
     made: int
 
     @classmethod
-    def from_json(cls, raw: dict[str, Any] | None) -> _Facts | None:
+    def from_json(cls, raw: dict[str, Any] | None) -> _Hello | None:
         """Return None for anything but a whole hello."""
         try:
             if raw is None or raw.keys() != cls.__dataclass_fields__.keys():
@@ -152,12 +157,12 @@ class _Answer:
     server: str
     refusal: str | None
     made: int
-    """Directories at the end of the path that this rendezvous has made: the last rank to leave removes them."""
+    """Number of directories at the end of the path that this rendezvous made: the last rank to leave removes them."""
 
 
 @dataclass(slots=True)
 class _Pulse:
-    """The beats of a process that cannot be looked up: the newest, when it was first seen, and how many were new."""
+    """The beats of a process of another host: the newest, when it was first seen, and how many new ones were seen."""
 
     newest: int
     since: float
@@ -165,7 +170,7 @@ class _Pulse:
 
 
 class _ConflictError(Exception):
-    """Two ranks contradict each other. Each rank detects that by itself, so their files must stay for a moment."""
+    """Two ranks contradict each other. Each rank detects this by itself, so their files must stay for a moment."""
 
     def __init__(self, error: StateExchangeError) -> None:
         super().__init__(error)
@@ -182,13 +187,13 @@ class DirectoryRendezvous:
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._nonce = secrets.token_hex(16)
-        crowd = max(1.0, world_size / _CROWD)
-        self._poll_s = _POLL_S * crowd
-        self._beat_s = _BEAT_S * crowd
+        slowdown = max(1.0, world_size / _CROWD)
+        self._poll_s = _POLL_S * slowdown
+        self._beat_s = _BEAT_S * slowdown
         self._beat_due = 0.0
         self._beats = 0
-        self._made = 0  # directories at the end of the path that this rendezvous has made
-        self._hellos: dict[str, _Facts] = {}
+        self._made = 0  # number of directories at the end of the path that this rendezvous made
+        self._hellos: dict[str, _Hello] = {}
         self._pulses: dict[str, _Pulse] = {}
         self._known: set[str] = set()  # nonces of processes that ran at some scan
         self._seen: dict[int, str] = {}  # ranks that were alive when they were last seen; they may have left since
@@ -201,7 +206,7 @@ class DirectoryRendezvous:
                 self._publish_hello()
                 return self._lead() if self._rank == 0 else self._follow()
             except _ConflictError as conflict:
-                self._linger(set(self._hellos) - {self._nonce}, _NOTICE_S)  # so that the others detect it, too
+                self._linger(set(self._hellos) - {self._nonce}, _NOTICE_S)  # so that the other ranks detect it, too
                 raise conflict.error from None
             finally:
                 self._remove()
@@ -210,7 +215,7 @@ class DirectoryRendezvous:
         except OSError as error:
             if isinstance(error, StateExchangeError):
                 raise
-            raise StorageError.of(error, "meet the other ranks", path=self._path) from error
+            raise StorageError.of(error, "meet the other ranks in a directory", path=self._path) from error
 
     # Rank 0
 
@@ -221,7 +226,9 @@ class DirectoryRendezvous:
         except (OSError, NotInitializedError) as error:
             self._answer(nonces, None, str(error))
             self._linger(set(nonces) - {self._nonce})
-            raise NotInitializedError(f"rank 0 on {platform.node()} cannot listen for the others: {error}") from error
+            raise NotInitializedError(
+                f"rank 0 on {platform.node()} cannot listen for the other ranks: {error}"
+            ) from error
         try:
             self._answer(nonces, server, None)
             return self._gather_all(server, nonces)
@@ -240,10 +247,10 @@ class DirectoryRendezvous:
         raise refusal
 
     def _addresses(self, nonces: list[str]) -> list[str]:
-        """Return where the others may reach this host, the best first.
+        """Return the addresses at which other ranks may reach this host, the most likely first.
 
-        The loopback address where all ranks share this network, else that of the interface that Gloo was given, else
-        those of the host's name, as Gloo does it, and of the other interfaces.
+        If all ranks share one network namespace: loopback. Else the address of GLOO_SOCKET_IFNAME's interface. Else the
+        addresses of the host's name, as Gloo uses them, and of all interfaces.
         """
         networks = {self._hellos[nonce].network for nonce in nonces}
         if len(networks) == 1 and None not in networks:
@@ -270,7 +277,7 @@ class DirectoryRendezvous:
         self._publish(f"answer-{self._nonce}.json", answer)
 
     def _gather_all(self, server: Server, nonces: list[str]) -> SharedStore:
-        """Return when all ranks have joined, and nothing is left in the directory."""
+        """Wait until all ranks have joined, remove the files, and tell them. Return the store."""
         where = str(self._path)
         store = self._connect(server.nonce, server.address, server.port)
         tcp_store.enroll(store, 0, self._nonce, where)
@@ -305,7 +312,9 @@ class DirectoryRendezvous:
         self._made = max(self._made, answer.made)
         where = str(self._path)
         if answer.refusal is not None:
-            raise NotInitializedError(f"rank 0 on {answer.host} cannot listen for the others: {answer.refusal}", rank=0)
+            raise NotInitializedError(
+                f"rank 0 on {answer.host} cannot listen for the other ranks: {answer.refusal}", rank=0
+            )
         try:
             store = self._connect(answer.server, answer.address, answer.port)
         except OSError as error:
@@ -323,7 +332,7 @@ class DirectoryRendezvous:
             beaten = self._beat()
             with self._scanned() as (directory, names):
                 if beaten:
-                    self._living(directory, names)  # to name missing ranks; rank 0 scans more often
+                    self._living(directory, names)  # so that an error can name missing ranks; rank 0 scans more often
                 for name in names:
                     answer = _read(directory, name) if _ANSWER.fullmatch(name) else None
                     if answer is not None and self._is_mine(answer):
@@ -342,17 +351,17 @@ class DirectoryRendezvous:
 
     def _publish_hello(self) -> None:
         with self._opened():
-            pass  # makes what is missing of the path, which the hello then reports
-        facts = {
+            pass  # makes missing directories of the path; the hello reports their number
+        hello = {
             "owner": Owner.current().to_json(),
             "network": network_identity(),
             "world_size": self._world_size,
             "made": self._made,
         }
-        self._publish(f"hello-{self._rank}-{self._nonce}.json", facts)
+        self._publish(f"hello-{self._rank}-{self._nonce}.json", hello)
 
     def _wait_for_hellos(self) -> list[str]:
-        """Return the nonces of all ranks, once the processes of all run."""
+        """Wait until the process of every rank is known to run; return the nonces by rank."""
         while True:
             self._beat()
             with self._scanned() as (directory, names):
@@ -381,50 +390,50 @@ class DirectoryRendezvous:
         living: dict[int, str] = {}
         for name in names:
             match = _HELLO.fullmatch(name)
-            facts = self._facts(directory, name, match[2]) if match else None
-            if match is None or facts is None:
+            hello = self._hello_of(directory, name, match[2]) if match else None
+            if match is None or hello is None:
                 continue
             rank, nonce = int(match[1]), match[2]
-            if self._is_alive(nonce, facts, beats.get(nonce, -1)):
-                self._check(rank, nonce, facts, living)
+            if self._is_alive(nonce, hello, beats.get(nonce, -1)):
+                self._check(rank, nonce, hello, living)
                 living[rank] = nonce
                 self._known.add(nonce)
             elif self._seen.get(rank) == nonce:
                 del self._seen[rank]  # it has been killed, or its host is gone
-            elif facts.owner.is_dead and nonce not in self._known:
+            elif hello.owner.is_dead and nonce not in self._known:
                 _remove_files(directory, names, nonce)  # left by an earlier run
         self._seen.update(living)
         self._present = set(living)
         return living
 
-    def _facts(self, directory: int, name: str, nonce: str) -> _Facts | None:
+    def _hello_of(self, directory: int, name: str, nonce: str) -> _Hello | None:
         if nonce not in self._hellos:
-            facts = _Facts.from_json(_read(directory, name))
-            if facts is None:
+            hello = _Hello.from_json(_read(directory, name))
+            if hello is None:
                 return None
-            self._hellos[nonce] = facts
+            self._hellos[nonce] = hello
         return self._hellos[nonce]
 
-    def _is_alive(self, nonce: str, facts: _Facts, beat: int) -> bool:
-        if facts.owner.is_visible:
-            return not facts.owner.is_dead
+    def _is_alive(self, nonce: str, hello: _Hello, beat: int) -> bool:
+        if hello.owner.is_visible:
+            return not hello.owner.is_dead
         now = time.monotonic()
         pulse = self._pulses.setdefault(nonce, _Pulse(beat, now))
         if beat > pulse.newest:
             pulse.newest, pulse.since, pulse.count = beat, now, pulse.count + 1
         return pulse.count >= _ENOUGH_BEATS and now - pulse.since < _SILENT_BEATS * self._beat_s
 
-    def _check(self, rank: int, nonce: str, facts: _Facts, living: dict[int, str]) -> None:
-        if facts.world_size != self._world_size or rank >= self._world_size:
-            text = f"rank {rank} came with another world_size"
-            raise _ConflictError(InvalidArgumentError(text, expected=self._world_size, found=facts.world_size))
+    def _check(self, rank: int, nonce: str, hello: _Hello, living: dict[int, str]) -> None:
+        if hello.world_size != self._world_size or rank >= self._world_size:
+            text = f"rank {rank} has another world_size"
+            raise _ConflictError(InvalidArgumentError(text, expected=self._world_size, found=hello.world_size))
         if living.get(rank, nonce) != nonce:
             text = f"two processes claim rank {rank} in {self._path}"
             raise _ConflictError(PeerError(rank, "the rendezvous", text))
-        self._made = max(self._made, facts.made)
+        self._made = max(self._made, hello.made)
 
     def _linger(self, nonces: set[str], seconds: float = _LINGER_S) -> None:
-        """Leave this rank's files until the processes of `nonces` have removed theirs, or the time has passed."""
+        """Keep this rank's files until the processes of `nonces` have removed theirs, at most for `seconds`."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self._beat()
@@ -437,7 +446,7 @@ class DirectoryRendezvous:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:
-        """Yield a descriptor of the directory, opened anew and made if need be."""
+        """Yield a descriptor of the directory, newly opened, and made if it does not exist."""
         directory, made = _open_directory(self._path)
         try:
             self._made = max(self._made, made)
@@ -447,24 +456,24 @@ class DirectoryRendezvous:
 
     @contextlib.contextmanager
     def _scanned(self) -> Iterator[tuple[int, list[str]]]:
-        """Yield the directory, opened anew, and the names in it."""
+        """Yield the directory, newly opened, and the names in it."""
         with self._opened() as directory:
             yield directory, os.listdir(directory)
 
     def _put(self, name: str, value: dict[str, Any] | None = None) -> None:
-        """Write a new file, empty without a value; retry if another rendezvous removes the directory meanwhile."""
-        for attempt in range(_RACES):
+        """Write a new file, empty if `value` is None; retry if another rank removes the directory meanwhile."""
+        for attempt in range(_MOST_TRIES):
             try:
                 with self._opened() as directory, _new_file(directory, name) as file:
                     file.write("" if value is None else json.dumps(value))
             except OSError as error:
-                if error.errno not in (errno.ENOENT, errno.ESTALE) or attempt == _RACES - 1:
+                if error.errno not in (errno.ENOENT, errno.ESTALE) or attempt == _MOST_TRIES - 1:
                     raise
             else:
                 break
 
     def _publish(self, name: str, value: dict[str, Any]) -> None:
-        """Write a new file, and change the directory once more when the server's clock has ticked."""
+        """Write a new file; the next beat then changes the directory once more, after a tick of the server's clock."""
         self._put(name, value)
         self._beat_due = time.monotonic() + _SETTLE_S
 
@@ -480,22 +489,22 @@ class DirectoryRendezvous:
         return True
 
     def _remove(self) -> None:
-        """Remove this rank's files, and what the rendezvous has made of the path where it is empty. May be repeated."""
+        """Remove this rank's files, and the directories that the rendezvous made if they are empty. May be repeated."""
         try:
             directory = os.open(self._path, _DIRECTORY)
         except OSError:
-            return  # removed with the last file
+            return  # another rank has removed it with its last file
         try:
             _remove_files(directory, os.listdir(directory), self._nonce)
         finally:
             os.close(directory)
-        with contextlib.suppress(OSError):  # others are still in there
+        with contextlib.suppress(OSError):  # other ranks still have files in it
             for path in [self._path, *self._path.parents][: self._made]:
                 os.rmdir(path)
 
 
 def _remove_files(directory: int, names: list[str], nonce: str) -> None:
-    """Remove all files of a process; its hello goes last, as it holds the process to which the others belong."""
+    """Remove all files of a process, its hello last: it says which process the others belong to."""
     for name in sorted((name for name in names if nonce in name), key=lambda name: name.startswith("hello-")):
-        with contextlib.suppress(OSError):  # another rank does the same; or it is not ours to remove
+        with contextlib.suppress(OSError):  # another rank has removed it, or this user may not
             os.unlink(name, dir_fd=directory)

@@ -63,7 +63,7 @@ def test_an_interface_that_rank_0_lacks_is_named_on_all_ranks(tmp_path: Path) ->
     with two_hosts(1, 1) as hosts:
         found = hosts.run(has_no_interface, str(tmp_path / "meeting"))
     for said in found:
-        assert "rank 0 on anna cannot listen for the others" in said
+        assert "rank 0 on anna cannot listen for the other ranks" in said
         assert "GLOO_SOCKET_IFNAME=absent0 names no network interface with an address" in said
     assert list(tmp_path.iterdir()) == []
 

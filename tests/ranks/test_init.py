@@ -110,7 +110,7 @@ def test_all_that_wait_name_all_that_never_came_and_nothing_is_left(tmp_path: Pa
     """Rank 0 gives up first: rank 2 does not say that it was not there."""
     found = run_ranks(waits_in_vain, 4, backend="processes", args=(f"{tmp_path}/new/meeting",))
     for said, missing in (found[0], found[2]):
-        assert said.startswith(f"ranks [1, 3] did not come to {tmp_path}/new/meeting in ")
+        assert said.startswith(f"ranks [1, 3] did not join the rendezvous at {tmp_path}/new/meeting within ")
         assert missing == [1, 3]
     assert list(tmp_path.iterdir()) == []
 
@@ -130,8 +130,8 @@ def test_without_rank_0_the_others_name_it(kind: str, tmp_path: Path) -> None:
     assert found[0] == []
     for missing, said in found[1:]:
         assert missing == [0]
-        assert said.startswith("ranks [0] did not come to ")
-        assert (" in 3 s: " in said) == (kind in ("tcp", "env"))  # with what the last try has met
+        assert said.startswith("ranks [0] did not join the rendezvous at ")
+        assert (" within 3 s: " in said) == (kind in ("tcp", "env"))  # with what the last try has met
     assert list(tmp_path.iterdir()) == []
 
 
@@ -146,10 +146,13 @@ def comes_and_goes(directory: str) -> list[Any]:
 
 def test_a_rank_0_that_gave_up_is_not_said_never_to_have_come(tmp_path: Path) -> None:
     found = run_ranks(comes_and_goes, 3, backend="processes", args=(str(tmp_path),))
-    assert found[0] == [[1], f"ranks [1] did not come to {tmp_path} in 1 s"]
-    assert found[1] == [[0], f"ranks [0] did not come to {tmp_path} in 2 s"]  # in its own two seconds, that is
+    assert found[0] == [[1], f"ranks [1] did not join the rendezvous at {tmp_path} within 1 s"]
+    assert found[1] == [
+        [0],
+        f"ranks [0] did not join the rendezvous at {tmp_path} within 2 s",
+    ]  # its own timeout
     assert found[2][0][0] == 0
-    assert found[2][1].startswith(f"ranks {found[2][0]} came to {tmp_path}, but left before all were there")
+    assert found[2][1].startswith(f"ranks {found[2][0]} joined the rendezvous at {tmp_path}, but left it")
 
 
 def loses_rank_0(port: int) -> str:
@@ -168,7 +171,7 @@ def loses_rank_0(port: int) -> str:
 def test_a_rank_0_that_left_the_address_is_not_said_never_to_have_come() -> None:
     port = free_port()
     found = run_ranks(loses_rank_0, 2, backend="processes", args=(port,))
-    assert found[1].startswith(f"ranks [0] came to tcp://127.0.0.1:{port}, but left before all were there")
+    assert found[1].startswith(f"ranks [0] joined the rendezvous at tcp://127.0.0.1:{port}, but left it")
 
 
 @pytest.mark.parametrize("decision", ["complete", "failed", None])
@@ -190,7 +193,7 @@ def test_at_its_deadline_a_rank_waits_a_moment_for_rank_0_to_decide(decision: st
     else:
         said, missing = {
             "failed": ("rank 1 came too late", (1,)),
-            None: ("all ranks came to there, but rank 0 did not answer in 0.1 s", (0,)),
+            None: ("all ranks joined the rendezvous at there, but rank 0 did not answer within 0.1 s", (0,)),
         }[decision]
         with pytest.raises(sx.errors.StallError) as caught:
             waits()
@@ -245,7 +248,7 @@ def fails_then_works(url: str) -> list[Any]:
     if rank == 1:
         time.sleep(2)  # comes when rank 0 has given up once
         return [by_hand(url).world_size]
-    with pytest.raises(sx.errors.StallError, match=r"ranks \[1\] did not come to tcp://") as caught:
+    with pytest.raises(sx.errors.StallError, match=r"ranks \[1\] did not join the rendezvous at tcp://") as caught:
         by_hand(url, timeout_s=1)
     assert caught.value.missing == (1,)
     return [by_hand(url).world_size]
@@ -264,7 +267,7 @@ def dies_while_meeting(directory: str, kill: bool) -> list[Any]:
         time.sleep(3)
         return []
     if kill:
-        with pytest.raises(sx.errors.StallError, match=r"ranks \[1, 2\] did not come to .* in 1.5 s"):
+        with pytest.raises(sx.errors.StallError, match=r"ranks \[1, 2\] did not join .* within 1.5 s"):
             by_hand(f"file://{directory}", timeout_s=1.5)
         return []
     return facts(by_hand(f"file://{directory}"))
@@ -312,7 +315,7 @@ def test_arguments_that_cannot_be_right(arguments: dict[str, Any], message: str)
 
 
 def test_nobody_listens_at_the_address() -> None:
-    with pytest.raises(sx.errors.StallError, match=r"ranks \[0\] did not come to tcp://.* in 1 s: .*refused"):
+    with pytest.raises(sx.errors.StallError, match=r"ranks \[0\] did not join .* within 1 s: .*refused"):
         sx.init(rendezvous=f"tcp://127.0.0.1:{free_port()}", rank=1, world_size=2, timeout_s=1)
 
 
@@ -406,7 +409,7 @@ def test_slurm_needs_to_be_told_where_to_meet(missing: bool, monkeypatch: pytest
     if not missing:
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    expected = "set MASTER_ADDR and MASTER_PORT" if missing else "did not come to tcp://127.0.0.1"
+    expected = "set MASTER_ADDR and MASTER_PORT" if missing else "did not join the rendezvous at tcp://127.0.0.1"
     with pytest.raises(sx.errors.NotInitializedError if missing else sx.errors.StallError, match=expected):
         sx.init(timeout_s=1)
 
