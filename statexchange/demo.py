@@ -47,11 +47,11 @@ _GENERATED_BYTES = 160
 class DemoReport:
     """The result of a demo; sizes in bytes, times in seconds.
 
-    `mesh` is (data parallel, tensor parallel) ranks. `mismatches` names the tensors for which a rank's shard, or
-    the whole tensor, differs from the merged file in any bit. `logits_error` is the greatest difference between
-    the merged model's logits and the sharded model's, relative to the greatest logit. Per rank,
-    `shard_bytes` is the size of its shards, and `rank_bytes` the number of bytes that it supplied to the files. `root_peak_growth_bytes` is
-    how much the export raised root's peak. `path` is the merged checkpoint, or None if it was not kept.
+    `mesh` is (data parallel, tensor parallel) ranks. `mismatches` names the tensors for which a rank's shard, or the
+    whole tensor, differs from the merged file in any bit. `logits_error` is the greatest difference between the merged
+    model's logits and the sharded model's, relative to the greatest logit. Per rank, `shard_bytes` is the size of its
+    shards, and `rank_bytes` the number of bytes that it supplied to the files. `root_peak_growth_bytes` is how much the
+    export raised root's peak. `path` is the merged checkpoint, or None if it was not kept.
     """
 
     world_size: int

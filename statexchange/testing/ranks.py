@@ -45,7 +45,8 @@ class RankOutcome:
 class RankOutcomes(tuple[RankOutcome, ...]):
     """The outcomes of all ranks, in rank order.
 
-    `values`, `errors`, `messages`, `tracebacks` and `exit_codes` are dictionaries by rank. A rank without a value is no key.
+    `values`, `errors`, `messages`, `tracebacks` and `exit_codes` are dictionaries by rank; a rank without a value is
+    no key.
     """
 
     __slots__ = ()
