@@ -108,10 +108,10 @@ class _Host:
 class _Rank:
     """One process of the fork server, and the thread that hears its reports."""
 
-    def __init__(self, rank: int, task: dict[str, Any], stderr: Path, told: threading.Condition) -> None:
+    def __init__(self, rank: int, task: dict[str, Any], stderr: Path, reported: threading.Condition) -> None:
         self.outcome = Outcome(rank)
         self._stderr = stderr
-        self._told = told
+        self._reported = reported
         context = _fork_server()
         self.line, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, {**task, "stderr": str(stderr)}))
@@ -124,13 +124,13 @@ class _Rank:
         with contextlib.suppress(EOFError, ConnectionResetError):
             while True:
                 kind, when, what = json.loads(self.line.recv_bytes())
-                with self._told:
+                with self._reported:
                     self._note(kind, when, what)
-                    self._told.notify_all()
-        with self._told:
+                    self._reported.notify_all()
+        with self._reported:
             if self.outcome.state == "running":
                 self.outcome.state, self.outcome.ended = "exited", time.monotonic()
-            self._told.notify_all()
+            self._reported.notify_all()
 
     def _note(self, kind: str, when: float, what: Any) -> None:
         outcome = self.outcome
@@ -143,7 +143,7 @@ class _Rank:
             outcome.error, outcome.message = what
 
     def has_said(self, word: Any) -> bool:
-        return any(said == word for _, said in self.outcome.reports)
+        return any(report == word for _, report in self.outcome.reports)
 
     def send_signal(self, number: int) -> None:
         assert self.process.pid is not None
@@ -175,7 +175,7 @@ class TwoHosts:
         self.counts = tuple(counts)
         self._fully = fully
         self._directory = directory
-        self._told = threading.Condition()
+        self._reported = threading.Condition()
         self._ranks: list[_Rank] = []
         self._hosts: list[_Host] = []
 
@@ -221,7 +221,7 @@ class TwoHosts:
                 "directory": os.getcwd(),
                 "fully": self._fully,
             }
-            self._ranks.append(_Rank(rank, task, self._directory / f"stderr-{rank}", self._told))
+            self._ranks.append(_Rank(rank, task, self._directory / f"stderr-{rank}", self._reported))
 
     def _environ(self, rank: int, node: int) -> dict[str, str]:
         local_rank = rank - node * self.counts[0]
@@ -242,14 +242,14 @@ class TwoHosts:
     def wait_for(self, word: Any, ranks: Sequence[int] | None = None, timeout_s: float = 30.0) -> float:
         """Return when all of `ranks` (default: all) have reported `word`: the time of the last."""
         waited = [self._ranks[rank] for rank in (range(self.world_size) if ranks is None else ranks)]
-        with self._told:
-            come = self._told.wait_for(
+        with self._reported:
+            come = self._reported.wait_for(
                 lambda: all(rank.has_said(word) or rank.outcome.state != "running" for rank in waited), timeout_s
             )
         silent = [rank.outcome.rank for rank in waited if not rank.has_said(word)]
         if silent or not come:
             raise AssertionError(f"ranks {silent} did not report {word!r}\n{self.describe(self.finish(1.0))}")
-        return max(when for rank in waited for when, said in rank.outcome.reports if said == word)
+        return max(when for rank in waited for when, report in rank.outcome.reports if report == word)
 
     def go(self) -> float:
         """Let all ranks return from `wait_for_go`: the time."""

@@ -86,13 +86,13 @@ class _Fuzzer:
         source = self._made(name)
         folder = self._root / "case"
         shutil.copytree(self._root / "sources" / name, folder, copy_function=os.link)
-        told = [] if name in SECTION_E and chance.random() < 0.3 else mutate(folder, chance)
+        changes = [] if name in SECTION_E and chance.random() < 0.3 else mutate(folder, chance)
         path = source.path.format(folder) if chance.random() < 0.9 else _other_path(folder, chance)
         kept = self._root / "kept"
         shutil.copytree(folder, kept, symlinks=True, copy_function=_link)
         outcomes = run(folder, path, source, self._expected[name])
         shown = source.path if "://" in path else os.path.relpath(path, folder)
-        about = {"source": name, "seed": seed, "case": number, "changes": told, "path": shown}
+        about = {"source": name, "seed": seed, "case": number, "changes": changes, "path": shown}
         self._note(name, outcomes, kept, about)
         for used in (folder, kept):
             _remove(used)

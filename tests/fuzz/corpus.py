@@ -108,9 +108,13 @@ def torch_shards(folder: Path) -> None:
     (folder / "x").mkdir()
     floats = _weights()["model.embed.weight"]
     for rank in range(2):
-        said = json.dumps({"w": {"saved_offsets": [3 * rank, 0]}})
+        sharding_info = json.dumps({"w": {"saved_offsets": [3 * rank, 0]}})
         name = f"shard-0000{rank + 1}-model-00001-of-00001.safetensors"
-        save_file({"w": floats[3 * rank :][:3]}, folder / "x" / name, {"DCP_SHARDING_INFO": said, "DCP_VERSION": "1.0"})
+        save_file(
+            {"w": floats[3 * rank :][:3]},
+            folder / "x" / name,
+            {"DCP_SHARDING_INFO": sharding_info, "DCP_VERSION": "1.0"},
+        )
 
 
 def rank_files(folder: Path) -> None:

@@ -31,11 +31,11 @@ def safetensors(path: Path, header: dict[str, Any] | bytes, nbytes: int = 0) -> 
     os.truncate(path, 8 + len(text) + nbytes)
 
 
-def published(path: Path, shape: list[int], nbytes: int, boxes: list[Any], **said: Any) -> None:
+def published(path: Path, shape: list[int], nbytes: int, boxes: list[Any], **fields: Any) -> None:
     """A directory with one tensor `w`, and a manifest that lists its boxes as (offsets, shape, digest, rank)."""
     entry = {"dtype": "U8", "shape": shape, "data_offsets": [0, nbytes]}
-    safetensors(path / "model.safetensors", {"w": entry, **said.pop("header", {})}, nbytes)
-    fact = {"file": "model.safetensors", "dtype": "U8", "shape": shape, "source": "w", "boxes": boxes, **said}
+    safetensors(path / "model.safetensors", {"w": entry, **fields.pop("header", {})}, nbytes)
+    fact = {"file": "model.safetensors", "dtype": "U8", "shape": shape, "source": "w", "boxes": boxes, **fields}
     (path / "statexchange.json").write_text(json.dumps({"files": ["model.safetensors"], "tensors": {"w": fact}}))
 
 

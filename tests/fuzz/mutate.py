@@ -437,7 +437,7 @@ OPCODES = [
 def mutated_pickle(data: bytes, chance: random.Random) -> tuple[bytes, str]:
     """A pickle with a few of its opcodes changed."""
     codes = _codes(data)
-    told = []
+    changes = []
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
         at = chance.randrange(len(codes))
         kind = chance.randrange(10)
@@ -465,8 +465,8 @@ def mutated_pickle(data: bytes, chance: random.Random) -> tuple[bytes, str]:
         else:
             codes.insert(at, chance.choice(OPCODES) * chance.choice((1, 2, 50, 5000)))
             what = f"many {codes[at]!r:.40}"
-        told.append(f"at {at} {what}")
-    return b"".join(codes), "; ".join(told)
+        changes.append(f"at {at} {what}")
+    return b"".join(codes), "; ".join(changes)
 
 
 def _codes(data: bytes) -> list[bytes]:
@@ -775,11 +775,11 @@ def _remove(path: Path) -> None:
 
 def mutate(folder: Path, chance: random.Random) -> list[str]:
     """Change what lies in `folder`; return what was done."""
-    told = []
+    changes = []
     for _ in range(chance.choice((1, 1, 1, 1, 2, 3))):
         files = [path for path in _below(folder) if path.is_file() and not path.is_symlink()]
         if files and chance.random() < 0.85:
-            told.append(_mutated_file(chance.choice(files), chance))
+            changes.append(_mutated_file(chance.choice(files), chance))
         elif len(_below(folder)) > 1:
-            told.append(_mutated_directory(folder, chance))
-    return told
+            changes.append(_mutated_directory(folder, chance))
+    return changes

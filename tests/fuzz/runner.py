@@ -101,8 +101,8 @@ def run(folder: Path, path: str, source: Source, expected: dict[str, Any]) -> li
     code = os.waitstatus_to_exitcode(status)
     if code or unfinished:
         name = signal.Signals(-code).name if code < 0 else f"exit {code}"
-        told = (folder / "stderr").read_text(errors="replace")[-2000:] if (folder / "stderr").exists() else ""
-        found.append(Outcome(unfinished or "end", name, f"the process ended with {name}: {told}"))
+        stderr = (folder / "stderr").read_text(errors="replace")[-2000:] if (folder / "stderr").exists() else ""
+        found.append(Outcome(unfinished or "end", name, f"the process ended with {name}: {stderr}"))
     return found
 
 
@@ -120,10 +120,10 @@ def _received(pipe: int, pid: int) -> tuple[list[Outcome], str]:
             break
         *lines, data = (data + chunk).split(b"\n")
         for line in lines:
-            told = json.loads(line)
-            current = told if isinstance(told, str) else ""
-            if not isinstance(told, str):
-                found.append(Outcome(*told))
+            record = json.loads(line)
+            current = record if isinstance(record, str) else ""
+            if not isinstance(record, str):
+                found.append(Outcome(*record))
     os.close(pipe)
     return found, current
 

@@ -119,11 +119,11 @@ def fails(out: str, how: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [("raises", "rank 3 on bert failed in export_checkpoint (writing): KeyError: 'lost'"), slow("exists", "exists")],
 )
-def test_a_failure_on_one_host_is_raised_on_both(how: str, said: str) -> None:
+def test_a_failure_on_one_host_is_raised_on_both(how: str, message: str) -> None:
     with two_hosts(2, 2, fully=True) as hosts:
         for text, left in hosts.run(fails, "/dev/shm/below/out", how):
-            assert said in text
+            assert message in text
             assert not left

@@ -46,7 +46,7 @@ def meets(verb: str, out: str, how: str, rank: int) -> Any:
     comm.barrier()
     with pytest.raises(sx.errors.PeerError) as caught:
         act(verb, out, 2.0, how, rank)
-    told = [str(caught.value)]
+    messages = [str(caught.value)]
     if comm.rank == 0:
         found = content(Path(out))
         assert {name: data for name, data in found.items() if name in before} == before
@@ -54,7 +54,7 @@ def meets(verb: str, out: str, how: str, rank: int) -> Any:
         assert all(name.endswith(LEFT) for name in left)
         assert not left or how == "kill"
     sx.shutdown()
-    return told
+    return messages
 
 
 def next_run(verb: str, out: str) -> list[str]:

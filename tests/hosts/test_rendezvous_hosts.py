@@ -45,9 +45,9 @@ def cannot_reach(directory: str) -> str:
 def test_a_rank_that_cannot_reach_rank_0_is_named_on_all_ranks(tmp_path: Path) -> None:
     with two_hosts(2, 1) as hosts:
         found = hosts.run(cannot_reach, str(tmp_path / "meeting"))
-    for said in found:
-        assert "rank 2 on bert cannot reach rank 0 on anna at 127.0.0.1, port " in said
-        assert "Set GLOO_SOCKET_IFNAME" in said
+    for message in found:
+        assert "rank 2 on bert cannot reach rank 0 on anna at 127.0.0.1, port " in message
+        assert "Set GLOO_SOCKET_IFNAME" in message
     assert list(tmp_path.iterdir()) == []
 
 
@@ -62,9 +62,9 @@ def has_no_interface(directory: str) -> str:
 def test_an_interface_that_rank_0_lacks_is_named_on_all_ranks(tmp_path: Path) -> None:
     with two_hosts(1, 1) as hosts:
         found = hosts.run(has_no_interface, str(tmp_path / "meeting"))
-    for said in found:
-        assert "rank 0 on anna cannot listen for the other ranks" in said
-        assert "GLOO_SOCKET_IFNAME=absent0 names no network interface with an address" in said
+    for message in found:
+        assert "rank 0 on anna cannot listen for the other ranks" in message
+        assert "GLOO_SOCKET_IFNAME=absent0 names no network interface with an address" in message
     assert list(tmp_path.iterdir()) == []
 
 

@@ -365,8 +365,8 @@ def test_switching_through_all_algorithms_keeps_adams_state() -> None:
             apart.append([held["exp_avg"].tolist(), weights(module)])
             assert wrapped.switch_to(name) is wrapped
             state = adam.state[module[0].weight]
-            told = comm.all_gather(held["exp_avg"])
-            expected = sum(told) / comm.world_size if name == "sg-allreduce" else told[comm.rank]
+            gathered = comm.all_gather(held["exp_avg"])
+            expected = sum(gathered) / comm.world_size if name == "sg-allreduce" else gathered[comm.rank]
             torch.testing.assert_close(state["exp_avg"], expected)
             assert state["step"].item() == begin
             reached.append((weights(module), module.mean.item(), module.seen.item()))
@@ -471,8 +471,8 @@ def test_schedulers_clipping_and_gradients_after_backward_stay_as_they_are() -> 
             loss_of(wrapped, comm.rank, 0).backward()
             nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1)
             if wrapped.algorithm.averages_weights is False:
-                told = comm.all_gather(module[0].weight.grad)
-                assert all(torch.equal(grad, told[0]) for grad in told)
+                gathered = comm.all_gather(module[0].weight.grad)
+                assert all(torch.equal(grad, gathered[0]) for grad in gathered)
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()

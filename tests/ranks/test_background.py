@@ -224,15 +224,15 @@ if sys.argv[2] == "asks":
 """
 
 
-@pytest.mark.parametrize("told", ["drops", "asks"])
-def test_a_failure_that_nobody_asks_for_is_logged_at_once_and_at_the_end(told: str, tmp_path: Path) -> None:
-    run = [sys.executable, "-c", UNHEARD, tmp_path / "out", told]
+@pytest.mark.parametrize("how", ["drops", "asks"])
+def test_a_failure_that_nobody_asks_for_is_logged_at_once_and_at_the_end(how: str, tmp_path: Path) -> None:
+    run = [sys.executable, "-c", UNHEARD, tmp_path / "out", how]
     done = subprocess.run(run, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     at_once, *at_the_end = done.stderr.splitlines()
     failed = "include pattern 'nothing' matches no tensor"
     assert at_once == f"the export to {tmp_path / 'out'} in the background has failed: {failed}"
-    if told == "asks":
+    if how == "asks":
         assert at_the_end == []
     else:
         expected = f"the export to {tmp_path / 'out'} in the background has failed, and its result was never asked for"

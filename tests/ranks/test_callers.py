@@ -133,8 +133,8 @@ def out_of_order(backend: str) -> list[str]:
 
 @pytest.mark.parametrize(("ranks_backend", "backend"), TRANSPORTS)
 def test_callers_in_different_orders_are_a_mismatch_that_names_both(ranks_backend: str, backend: str) -> None:
-    for said in run_ranks(out_of_order, 2, backend=ranks_backend, args=(backend,), timeout_s=60):
-        for text in said:
+    for messages in run_ranks(out_of_order, 2, backend=ranks_backend, args=(backend,), timeout_s=60):
+        for text in messages:
             assert "rank 0 called all_reduce sum float32[4] at" in text, text
             assert "rank 1 called all_reduce sum float32[4] at" in text, text
             assert text.count("test_callers.py:") == 2, text
@@ -201,13 +201,13 @@ def test_two_threads_send_at_once() -> None:
 
 def called_in_a_call() -> list[str]:
     comm = sx.init()
-    said: list[str] = []
+    messages: list[str] = []
 
     def handle(*_: Any) -> None:
         try:
             comm.barrier()
         except sx.errors.InvalidArgumentError as error:
-            said.append(str(error))
+            messages.append(str(error))
 
     signal.signal(signal.SIGALRM, handle)
     if comm.rank:
@@ -216,13 +216,13 @@ def called_in_a_call() -> list[str]:
         time.sleep(0.6)
     comm.all_reduce(torch.ones(1))
     comm.barrier()
-    return said
+    return messages
 
 
 def test_a_call_inside_a_call_is_refused() -> None:
-    quiet, said = run_ranks(called_in_a_call, 2, backend="gloo")
+    quiet, messages = run_ranks(called_in_a_call, 2, backend="gloo")
     assert quiet == []
-    assert "a barrier was called inside another call" in said[0]
+    assert "a barrier was called inside another call" in messages[0]
 
 
 class Deep(torch.autograd.Function):

@@ -236,8 +236,8 @@ def test_a_failure_reaches_ranks_that_wait_for_a_message(backend: str, tmp_path:
     if backend == "mpi" and (missing := mpi_missing()):
         pytest.skip(missing)
     found = run_ranks(waits_for_one_that_fails, 3, backend=LAUNCHED_AS[backend], args=(backend, str(tmp_path)))
-    for said, names_host in found:
-        assert re.fullmatch(r"rank 2 on \S+ failed in cooking: KeyError: 'salt'", said)
+    for message, names_host in found:
+        assert re.fullmatch(r"rank 2 on \S+ failed in cooking: KeyError: 'salt'", message)
         assert names_host
 
 

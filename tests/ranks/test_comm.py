@@ -454,15 +454,15 @@ def is_interrupted(out: str) -> list[str]:
         if comm.rank == 0:
             raise KeyboardInterrupt
 
-    told = []
+    messages = []
     with pytest.raises((KeyboardInterrupt, sx.errors.PeerError)) as caught:
         sx.export_checkpoint({f"w{comm.rank}": torch.ones(3)}, out, on_progress=progress)
-    told.append(str(caught.value))
+    messages.append(str(caught.value))
     for again in (comm.barrier, lambda: sx.save_checkpoint(STATE, out), lambda: comm.all_reduce(torch.ones(2))):
         with pytest.raises(sx.errors.NotInitializedError if comm.rank == 0 else sx.errors.PeerError) as closed:
             again()
-        told.append(str(closed.value))
-    return told
+        messages.append(str(closed.value))
+    return messages
 
 
 @pytest.mark.parametrize("backend", ["threads", "gloo"])

@@ -282,9 +282,9 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Any, str, 
 
 def test_the_command_line_tells_of_it(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "info", str(saved), "--json")
-    told = json.loads(out)["data"]
-    assert (code, told["kind"], told["num_tensors"], told["ranks"]) == (0, "dcp", 2, [0])
-    assert told["others"] == {"lr": "float 0.5"}
+    info = json.loads(out)["data"]
+    assert (code, info["kind"], info["num_tensors"], info["ranks"]) == (0, "dcp", 2, [0])
+    assert info["others"] == {"lr": "float 0.5"}
     assert "1: lr (float 0.5)" in run(capsys, "info", str(saved))[1]
     assert "[40,50]" in run(capsys, "ls", str(saved))[1]
     assert run(capsys, "verify", str(saved))[0] == 0

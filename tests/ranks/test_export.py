@@ -506,7 +506,7 @@ def test_of_equal_descriptions_one_travels_and_the_report_counts_by_phase(tmp_pa
 
 @pytest.mark.ranks(2, backend="threads")
 @pytest.mark.parametrize(
-    ("option", "values", "told"),
+    ("option", "values", "message"),
     [
         ("dtype", (None, "float16"), "dtype is None on rank 0 and 'float16' on rank 1"),
         ("dtype", (torch.bfloat16, torch.float32), "dtype is 'bfloat16' on rank 0 and 'float32' on rank 1"),
@@ -518,9 +518,13 @@ def test_of_equal_descriptions_one_travels_and_the_report_counts_by_phase(tmp_pa
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 20 else "",
 )
-def test_an_option_that_differs_between_ranks_is_named(option: str, values: Any, told: str, tmp_path: Path) -> None:
+def test_an_option_that_differs_between_ranks_is_named(option: str, values: Any, message: str, tmp_path: Path) -> None:
     expect(
-        sx.errors.InvalidArgumentError, told, {"w": torch.ones(2)}, tmp_path / "out", **{option: values[sx.get_rank()]}
+        sx.errors.InvalidArgumentError,
+        message,
+        {"w": torch.ones(2)},
+        tmp_path / "out",
+        **{option: values[sx.get_rank()]},
     )
     assert not (tmp_path / "out").exists()
 
@@ -555,7 +559,7 @@ def exports_copies(out: str, layout: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"files_from": {"config.json": {"a": 1}}}, "must be str or bytes"),
         ({"files_from": {5: "a"}}, "not a plain file name"),
@@ -569,9 +573,9 @@ def exports_copies(out: str, layout: Any) -> None:
         ({"layout": {"a": {"global_shape": [4], "boxes": {"0": [[[0], [4]]]}}}}, "boxes must be a list"),
     ],
 )
-def test_wrong_options_are_told_before_anything_is_written(options: Any, told: str, tmp_path: Path) -> None:
+def test_wrong_options_are_told_before_anything_is_written(options: Any, message: str, tmp_path: Path) -> None:
     state = {"a": np.arange(4.0), "b": np.arange(8.0)}
-    with pytest.raises(sx.errors.InvalidArgumentError, match=told):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=message):
         sx.export_checkpoint(state, tmp_path / "out", **options)
     assert [p for p in tmp_path.iterdir() if not p.name.endswith(".lock")] == []
 

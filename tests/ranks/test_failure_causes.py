@@ -84,9 +84,9 @@ STRIKES = [
 def test_under_ddp_a_failed_rank_is_a_peer_error_in_backward(kind: str, how: str, cause: str) -> None:
     outcomes = run_ranks(dies_or_raises, 2, backend="gloo", args=(how, kind), timeout_s=60, allow_failure=True)
     assert outcomes[0].state == "ok", outcomes
-    rank, said = outcomes[0].value
+    rank, message = outcomes[0].value
     assert rank == 1
-    assert re.search(cause, said)
+    assert re.search(cause, message)
 
 
 def meets_differently_under_ddp() -> list[Any]:
@@ -111,9 +111,9 @@ def meets_differently_under_ddp() -> list[Any]:
 
 
 def test_ddp_goes_on_after_a_mismatch_that_its_backward_has_raised() -> None:
-    for said, same in run_ranks(meets_differently_under_ddp, 2, backend="gloo", timeout_s=60):
+    for message, same in run_ranks(meets_differently_under_ddp, 2, backend="gloo", timeout_s=60):
         where = marked_line(meets_differently_under_ddp)
-        assert f"at {where} (bucket 0 of DDP: parameters of shapes [3], [3, 8], [8], [8, 4])" in said
+        assert f"at {where} (bucket 0 of DDP: parameters of shapes [3], [3, 8], [8], [8, 4])" in message
         assert same == [True] * 4
 
 
@@ -140,9 +140,11 @@ def meets_differently_in_backward(directory: str) -> str:
 
 def test_a_mismatch_in_backward_names_the_line_and_the_parameters(tmp_path: Path) -> None:
     where = marked_line(meets_differently_in_backward)
-    for said in run_ranks(meets_differently_in_backward, 2, backend="processes", args=(str(tmp_path),), timeout_s=60):
-        found = re.search(r"rank 0 called all_reduce avg float32\[68\] at (\S+) \((.*)\); rank 1 called", said)
-        assert found is not None, said
+    for message in run_ranks(
+        meets_differently_in_backward, 2, backend="processes", args=(str(tmp_path),), timeout_s=60
+    ):
+        found = re.search(r"rank 0 called all_reduce avg float32\[68\] at (\S+) \((.*)\); rank 1 called", message)
+        assert found is not None, message
         assert found[1] == where
         assert found[2] == "bucket 0: 2.bias, 2.weight, 0.bias, 0.weight"
 

@@ -245,10 +245,10 @@ def test_a_killed_rank(
         meets, RANKS, backend="gloo", args=(verb, str(out), rank, at, how, when), allow_failure=True, timeout_s=30
     )
     assert outcomes[rank].exit_code == -signal.SIGKILL, str(outcomes)
-    told = [outcomes[survivor].value for survivor in range(RANKS) if survivor != rank]
+    raised = [outcomes[survivor].value for survivor in range(RANKS) if survivor != rank]
     text = f"rank {rank} on {platform.node()} failed in {CALLS[verb]} ({phase}"
-    assert all(": its process " in said and said.endswith(" died") for _, said, _ in told), told
-    assert all(kind == "PeerError" and said.startswith(text) for kind, said, _ in told), told
+    assert all(": its process " in message and message.endswith(" died") for _, message, _ in raised), raised
+    assert all(kind == "PeerError" and message.startswith(text) for kind, message, _ in raised), raised
     assert value_of(verb, out) == (2.0 if (at, when) in PUBLISHED else 1.0)
     if verb == "load":
         assert (content(out), left_beside(out)) == (before, [])
@@ -282,9 +282,9 @@ def test_a_killed_rank_ends_the_mpi_job(prepared: Path, tmp_path: Path) -> None:
 # A rank that fails, is interrupted, or whose system calls do
 
 
-def check_failure(told: list[Any], out: Path, before: Content, verb: str) -> None:
-    """The same was told on all ranks, soon, and nothing has changed nor lies around."""
-    assert len({(kind, said) for kind, said, _ in told}) == 1, told
+def check_failure(raised: list[Any], out: Path, before: Content, verb: str) -> None:
+    """The same was raised on all ranks, soon, and nothing has changed nor lies around."""
+    assert len({(kind, message) for kind, message, _ in raised}) == 1, raised
     assert content(out) == before
     assert left_beside(out) == []
     if verb != "load":
@@ -310,10 +310,10 @@ def test_an_exception_of_the_users_own(
 ) -> None:
     out = target(prepared, verb, tmp_path)
     before = content(out)
-    told = run_ranks(meets, RANKS, backend="gloo", args=(verb, str(out), rank, at, "raise", 0))
-    said = f"rank {rank} on {platform.node()} failed in {CALLS[verb]} ({phase}): ZeroDivisionError: oops"
-    assert told[0][:2] == ["PeerError", said]
-    check_failure(told, out, before, verb)
+    raised = run_ranks(meets, RANKS, backend="gloo", args=(verb, str(out), rank, at, "raise", 0))
+    message = f"rank {rank} on {platform.node()} failed in {CALLS[verb]} ({phase}): ZeroDivisionError: oops"
+    assert raised[0][:2] == ["PeerError", message]
+    check_failure(raised, out, before, verb)
 
 
 @pytest.mark.parametrize(
@@ -329,12 +329,12 @@ def test_an_exception_of_the_users_own(
 def test_ctrl_c_on_one_rank(verb: str, rank: int, at: str, prepared: Path, tmp_path: Path) -> None:
     out = target(prepared, verb, tmp_path)
     before = content(out)
-    told = run_ranks(meets, RANKS, backend="gloo", args=(verb, str(out), rank, at, "interrupt", 0))
-    assert told.pop(rank)[0] == "KeyboardInterrupt"
-    assert told[0][0] == "PeerError"
-    assert told[0][1].startswith(f"rank {rank} on {platform.node()} failed in ")
-    assert "KeyboardInterrupt" in told[0][1]
-    check_failure(told, out, before, verb)
+    raised = run_ranks(meets, RANKS, backend="gloo", args=(verb, str(out), rank, at, "interrupt", 0))
+    assert raised.pop(rank)[0] == "KeyboardInterrupt"
+    assert raised[0][0] == "PeerError"
+    assert raised[0][1].startswith(f"rank {rank} on {platform.node()} failed in ")
+    assert "KeyboardInterrupt" in raised[0][1]
+    check_failure(raised, out, before, verb)
 
 
 REFUSED = [
@@ -354,20 +354,20 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("verb", "rank", "at", "how", "when", "said"), by_default(REFUSED, 0, 3, 4, 6, 9, 12))
+@pytest.mark.parametrize(("verb", "rank", "at", "how", "when", "message"), by_default(REFUSED, 0, 3, 4, 6, 9, 12))
 def test_what_the_system_refuses_to_one_rank(
-    verb: str, rank: int, at: str, how: str, when: int, said: str, prepared: Path, tmp_path: Path
+    verb: str, rank: int, at: str, how: str, when: int, message: str, prepared: Path, tmp_path: Path
 ) -> None:
     needs_strace(at, how)
     out = target(prepared, verb, tmp_path)
     before = content(out)
-    told = run_ranks(meets, RANKS, backend="gloo", args=(verb, str(out), rank, at, how, when))
-    kind, text, _ = told[0]
-    assert kind == "StorageError", told
-    assert said in text
+    raised = run_ranks(meets, RANKS, backend="gloo", args=(verb, str(out), rank, at, how, when))
+    kind, text, _ = raised[0]
+    assert kind == "StorageError", raised
+    assert message in text
     assert f"rank {rank}" in text
     assert str(out.parent) in text
-    check_failure(told, out, before, verb)
+    check_failure(raised, out, before, verb)
 
 
 @pytest.mark.parametrize("verb", ["export", "save"])
@@ -377,13 +377,13 @@ def test_root_alone_may_not_write_there(verb: str, prepared: Path) -> None:
         out = Path(directory, "out")
         shutil.copytree(prepared / verb, out)
         before = content(out)
-        told = run_ranks(meets, RANKS, backend="gloo", args=(verb, str(out), 0, "rights", "", 0))
-        kind, text, _ = told[0]
-        assert kind == "StorageError", told
+        raised = run_ranks(meets, RANKS, backend="gloo", args=(verb, str(out), 0, "rights", "", 0))
+        kind, text, _ = raised[0]
+        assert kind == "StorageError", raised
         assert "Permission denied" in text
         assert directory in text
         assert "rank 0" in text
-        check_failure(told, out, before, verb)
+        check_failure(raised, out, before, verb)
 
 
 # What others do to the target and the source meanwhile
@@ -427,9 +427,9 @@ def test_what_others_do_to_the_target_meanwhile(how: str, kind: str, prepared: P
     before = content(out)
     if how == "appears":
         shutil.rmtree(out)
-    told = run_ranks(others_meddle, 2, args=(str(out), how))
-    assert told[0] == told[1]
-    assert told[0][0] in kind.split("|"), told
+    raised = run_ranks(others_meddle, 2, args=(str(out), how))
+    assert raised[0] == raised[1]
+    assert raised[0][0] in kind.split("|"), raised
     assert left_beside(out) == []
     if how == "vanishes":
         assert value_of("export", out) == 2.0
@@ -468,9 +468,9 @@ def source_changes(out: str, how: str) -> Any:
 )
 def test_what_others_do_to_the_source_meanwhile(how: str, kind: str, prepared: Path, tmp_path: Path) -> None:
     out = target(prepared, "load", tmp_path)
-    told = run_ranks(source_changes, 2, backend="gloo", args=(str(out), how))
-    assert told[0][0] == kind, told
-    assert told[0][:2] == told[1][:2]
+    raised = run_ranks(source_changes, 2, backend="gloo", args=(str(out), how))
+    assert raised[0][0] == kind, raised
+    assert raised[0][:2] == raised[1][:2]
     if how != "vanishes":  # what is held open is read as it was
-        assert "model.safetensors" in told[0][1]
-        assert "rank" in told[0][1]
+        assert "model.safetensors" in raised[0][1]
+        assert "rank" in raised[0][1]

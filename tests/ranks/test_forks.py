@@ -36,10 +36,10 @@ def in_child(body: Callable[[], Any]) -> Any:
         os._exit(0)
     os.close(writes)
     with os.fdopen(reads) as answer:
-        told = answer.read()
+        text = answer.read()
     status = os.waitpid(child, 0)[1]
-    assert status == 0, (status, told)
-    return json.loads(told)
+    assert status == 0, (status, text)
+    return json.loads(text)
 
 
 def raised_by(call: Callable[[], Any]) -> str:

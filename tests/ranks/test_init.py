@@ -109,8 +109,8 @@ def waits_in_vain(directory: str) -> list[Any]:
 def test_all_that_wait_name_all_that_never_came_and_nothing_is_left(tmp_path: Path) -> None:
     """Rank 0 gives up first: rank 2 does not say that it was not there."""
     found = run_ranks(waits_in_vain, 4, backend="processes", args=(f"{tmp_path}/new/meeting",))
-    for said, missing in (found[0], found[2]):
-        assert said.startswith(f"ranks [1, 3] did not join the rendezvous at {tmp_path}/new/meeting within ")
+    for message, missing in (found[0], found[2]):
+        assert message.startswith(f"ranks [1, 3] did not join the rendezvous at {tmp_path}/new/meeting within ")
         assert missing == [1, 3]
     assert list(tmp_path.iterdir()) == []
 
@@ -128,10 +128,10 @@ def test_without_rank_0_the_others_name_it(kind: str, tmp_path: Path) -> None:
     with place_of(kind, tmp_path) as place:
         found = run_ranks(waits_for_rank_0, 3, backend="processes", args=(kind, place))
     assert found[0] == []
-    for missing, said in found[1:]:
+    for missing, message in found[1:]:
         assert missing == [0]
-        assert said.startswith("ranks [0] did not join the rendezvous at ")
-        assert (" within 3 s: " in said) == (kind in ("tcp", "env"))  # with what the last try has met
+        assert message.startswith("ranks [0] did not join the rendezvous at ")
+        assert (" within 3 s: " in message) == (kind in ("tcp", "env"))  # with what the last try has met
     assert list(tmp_path.iterdir()) == []
 
 
@@ -191,13 +191,13 @@ def test_at_its_deadline_a_rank_waits_a_moment_for_rank_0_to_decide(decision: st
     if decision == "complete":
         waits()
     else:
-        said, missing = {
+        message, missing = {
             "failed": ("rank 1 came too late", (1,)),
             None: ("all ranks joined the rendezvous at there, but rank 0 did not answer within 0.1 s", (0,)),
         }[decision]
         with pytest.raises(sx.errors.StallError) as caught:
             waits()
-        assert caught.value.message == said
+        assert caught.value.message == message
         assert caught.value.missing == missing
     if decision is not None:
         decides.join()
@@ -286,8 +286,8 @@ def same_rank(directory: str) -> str:
 
 
 def test_two_processes_of_one_rank_are_found_out(tmp_path: Path) -> None:
-    said = run_ranks(same_rank, 3, backend="processes", args=(str(tmp_path),))
-    assert "two processes claim rank 1" in said[0]
+    messages = run_ranks(same_rank, 3, backend="processes", args=(str(tmp_path),))
+    assert "two processes claim rank 1" in messages[0]
 
 
 @pytest.mark.parametrize(
@@ -325,25 +325,25 @@ def test_nobody_listens_at_the_address() -> None:
 def twice() -> list[Any]:
     import logging
 
-    said: list[str] = []
+    logged: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("statexchange").addHandler(handler)
     before = [sx.get_rank(), sx.get_world_size(), sx.comm.get_backend(), sx.is_initialized()]
     first = sx.init(devices=False, timeout_s=70)
     assert sx.init() is first
     assert sx.init(timeout_s=70, devices=False) is first
-    assert said == []
+    assert logged == []
     assert sx.init("single", timeout_s=80) is first
     sx.shutdown()
     assert (sx.get_rank(), sx.get_world_size(), sx.is_initialized()) == (0, 1, False)
-    return [before, said]
+    return [before, logged]
 
 
 def test_init_is_idempotent_and_a_different_one_warns() -> None:
-    for before, said in run_ranks(twice, 2, backend="mpi", reuse=True):
+    for before, logged in run_ranks(twice, 2, backend="mpi", reuse=True):
         assert before == [0, 1, "single", False]
-        (line,) = said
+        (line,) = logged
         assert "backend='single', timeout_s=80 is not used" in line
 
 
@@ -457,10 +457,10 @@ def chooses(devices: Any) -> Any:
 def test_each_rank_gets_its_device_or_all_an_error() -> None:
     assert run_ranks(chooses, 2, backend="mpi", args=(["cpu", "cpu"],), reuse=True) == ["cpu", "cpu"]
     assert run_ranks(chooses, 2, backend="mpi", args=(False,), reuse=True) == ["cpu", "cpu"]
-    for said in run_ranks(chooses, 2, backend="mpi", args=(["cpu"],), reuse=True):
-        assert "devices=['cpu'] has no device for local_rank 1" in said
-    for said in run_ranks(chooses, 2, backend="mpi", args=(["cpu", "toaster"],), reuse=True):
-        assert "'toaster' is no device" in said
+    for message in run_ranks(chooses, 2, backend="mpi", args=(["cpu"],), reuse=True):
+        assert "devices=['cpu'] has no device for local_rank 1" in message
+    for message in run_ranks(chooses, 2, backend="mpi", args=(["cpu", "toaster"],), reuse=True):
+        assert "'toaster' is no device" in message
 
 
 # Shared memory alone
@@ -512,9 +512,9 @@ def hides(kind: str, url: str) -> list[Any]:
     import ctypes
     import logging
 
-    said: list[str] = []
+    logged: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("statexchange").addHandler(handler)
     libc = ctypes.CDLL(None, use_errno=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -530,7 +530,12 @@ def hides(kind: str, url: str) -> list[Any]:
     t = comm.all_reduce(torch.ones(3_000_000))
     assert float(t[-1]) == 2
     room = 40 << 20 if kind == "small /dev/shm" else 1000
-    return [comm.backend, len(said), float(comm.all_reduce(comm.empty((room,), torch.uint8).fill_(1))[0]), len(said)]
+    return [
+        comm.backend,
+        len(logged),
+        float(comm.all_reduce(comm.empty((room,), torch.uint8).fill_(1))[0]),
+        len(logged),
+    ]
 
 
 @pytest.mark.usefixtures("mounts")
@@ -585,9 +590,9 @@ def reduces(url: str) -> list[Any]:
     import ctypes
     import logging
 
-    said: list[str] = []
+    logged: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("statexchange").addHandler(handler)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     libc = ctypes.CDLL(None, use_errno=True)
@@ -596,7 +601,7 @@ def reduces(url: str) -> list[Any]:
     with pytest.raises(sx.errors.UnsupportedError, match="room for some MiB of each rank"):
         by_hand(url, "shm")
     comm = by_hand(url)
-    return [comm.backend, float(comm.all_reduce(torch.ones(3_000_000))[-1]), len(said), os.listdir("/dev/shm")]
+    return [comm.backend, float(comm.all_reduce(torch.ones(3_000_000))[-1]), len(logged), os.listdir("/dev/shm")]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="namespaces and other users need root")
@@ -657,8 +662,8 @@ def test_ranks_of_different_pid_namespaces_meet_and_fall_back(tmp_path: Path) ->
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert said == ["gloo 2.0\n", "gloo 2.0\n"]
+    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert outputs == ["gloo 2.0\n", "gloo 2.0\n"]
     assert [rank.returncode for rank in ranks] == [0, 0]
 
 
@@ -704,9 +709,9 @@ def test_every_kind_of_init_names_the_rank_that_never_came(kind: str, timeouts_s
     launched = "mpi" if kind == "mpi" else "processes"
     with place_of(kind, tmp_path) as place:
         found = run_ranks(waits_for_rank_1, 3, backend=launched, args=(kind, place, timeouts_s), timeout_s=60)
-    for said, missing in (found[0], found[2]):
+    for message, missing in (found[0], found[2]):
         assert missing == [1]
-        assert said.startswith("ranks [1] did not ")
+        assert message.startswith("ranks [1] did not ")
 
 
 def dies_in_init(backend: str, directory: str, where: str) -> list[Any]:

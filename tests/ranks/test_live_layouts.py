@@ -335,7 +335,7 @@ def alike(path: Path, states_of: Callable[[], list[State]], layout: Any, **optio
 def digests(path: Path) -> dict[str, Any]:
     """What the manifest says of each tensor, except for who supplied it."""
     tensors = json.loads((path / "statexchange.json").read_text())["tensors"]
-    return {name: {**told, "boxes": [box[:3] for box in told["boxes"]]} for name, told in tensors.items()}
+    return {name: {**entry, "boxes": [box[:3] for box in entry["boxes"]]} for name, entry in tensors.items()}
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
@@ -400,8 +400,8 @@ def test_the_state_stays_as_it_is_and_what_has_no_order_is_refused(tmp_path: Pat
     complex_ = {"s": torch.zeros(2, dtype=torch.complex64)}
     refused(sx.errors.UnsupportedError, "complex numbers have no max.*'s'", complex_, tmp_path / "x", layout=layout)
     uneven = {"s": mine if rank else mine.bfloat16()}
-    told = r"copies to be reduced differ in dtype: expected BF16, found F32.*'s', rank 1"
-    refused(sx.errors.CorruptError, told, uneven, tmp_path / "x", layout=layout, dtype="float16")
+    message = r"copies to be reduced differ in dtype: expected BF16, found F32.*'s', rank 1"
+    refused(sx.errors.CorruptError, message, uneven, tmp_path / "x", layout=layout, dtype="float16")
 
 
 def exports_by_rules(layout: Any, states: list[State], out: str) -> None:
@@ -474,8 +474,8 @@ def test_names_that_cannot_be_counted_on(tmp_path: Path) -> None:
     state = {"experts.0.w": torch.ones(1), f"experts.{rank}.v": torch.ones(1)}
     twice = {"experts.0.w": torch.ones(1), **({"experts.1.v": torch.ones(1)} if rank else {})}
     rename = {"*.w": [{"renumber": "experts"}, {"dim": 0, "split": {"w": {"v": 1}}}]}
-    told = r"the layout gives this name to two tensors of one rank.*'experts\.1\.v', rank 1"
-    refused(ValueError, told, twice, tmp_path / "x", layout=rename)
+    message = r"the layout gives this name to two tensors of one rank.*'experts\.1\.v', rank 1"
+    refused(ValueError, message, twice, tmp_path / "x", layout=rename)
     sx.export_checkpoint(state, tmp_path / "out", layout=layout)
     assert sorted(exported(tmp_path / "out")) == ["experts.0.v", "experts.0.w", "experts.1.v", "experts.1.w"]
 

@@ -107,15 +107,15 @@ def test_names_that_differ_are_told_all_at_once_and_nothing_is_changed(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("live", "told"),
+    ("live", "message"),
     [
         (torch.zeros(3), r"shape differs.*expected \(2,\), found \(3,\).*'a'"),
         (torch.zeros(2, dtype=torch.float16), "dtype differs.*expected F32, found F16.*'a'"),
     ],
 )
-def test_shapes_and_dtypes_must_be_equal(live: torch.Tensor, told: str, tmp_path: Path) -> None:
+def test_shapes_and_dtypes_must_be_equal(live: torch.Tensor, message: str, tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         sx.load_checkpoint({"a": live}, tmp_path)
 
 
@@ -319,7 +319,7 @@ def test_an_optimizer_of_fewer_or_more_parameters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("live", "told"),
+    ("live", "message"),
     [
         ({"a": torch.zeros(1).expand(2)}, "several elements share memory"),
         ({"a": FROZEN}, "read-only"),
@@ -331,9 +331,9 @@ def test_an_optimizer_of_fewer_or_more_parameters(tmp_path: Path) -> None:
     ],
     ids=["expanded", "read-only", "scaler", "tuple"],
 )
-def test_what_cannot_be_filled_is_found_before_anything_is_changed(live: Any, told: str, tmp_path: Path) -> None:
+def test_what_cannot_be_filled_is_found_before_anything_is_changed(live: Any, message: str, tmp_path: Path) -> None:
     sx.save_checkpoint({"a": torch.ones(2), "s": None}, tmp_path)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         sx.load_checkpoint({"first": torch.zeros(2), "s": None, **live}, tmp_path, strict=False)
     assert not live["a"].any()
 
@@ -827,15 +827,15 @@ def test_a_layout_may_split_and_count_on_what_is_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "told"),
+    ("rule", "message"),
     [
         ({"dim": 0, "split": {"w": {"a": 1, "b": 1}}}, "'x.w' renames tensors"),
         ({"renumber": "x"}, "'x.w' renames tensors"),
         ({"reduce": "max"}, "'x.w' reduces copies"),
     ],
 )
-def test_a_save_refuses_rules_that_change_what_there_is(rule: Any, told: str, tmp_path: Path) -> None:
-    with pytest.raises(sx.errors.InvalidArgumentError, match=told):
+def test_a_save_refuses_rules_that_change_what_there_is(rule: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(sx.errors.InvalidArgumentError, match=message):
         sx.save_checkpoint({"x": {"w": torch.ones(2)}}, tmp_path, layout={"x.w": rule})
     with pytest.raises(sx.errors.InvalidArgumentError, match="layout pattern 'y' matches no tensor"):
         sx.save_checkpoint({"x": {"w": torch.ones(2)}}, tmp_path, layout={"y": {"dim": 0}})
@@ -977,15 +977,15 @@ def test_progress_is_told_in_bytes(tmp_path: Path) -> None:
     state = {"a": torch.zeros(5 << 20), "b": torch.zeros(7, 3).T, "c": torch.zeros(2, dtype=torch.bfloat16)}
     saved = {"a": torch.ones(5 << 20), "b": torch.ones(3, 7), "c": torch.ones(2)}
     sx.export_checkpoint(saved, tmp_path / "out")
-    told: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     report = sx.load_checkpoint(
-        state, tmp_path / "out", dtype="state", on_progress=lambda done, total: told.append((done, total))
+        state, tmp_path / "out", dtype="state", on_progress=lambda done, total: progress.append((done, total))
     )
-    assert told[-1] == (report.nbytes, report.nbytes)
+    assert progress[-1] == (report.nbytes, report.nbytes)
     assert report.nbytes == sum(tensor.nbytes for tensor in saved.values())
-    assert {total for _, total in told} == {report.nbytes}
-    assert [done for done, _ in told] == sorted({done for done, _ in told})
-    assert len(told) > 4
+    assert {total for _, total in progress} == {report.nbytes}
+    assert [done for done, _ in progress] == sorted({done for done, _ in progress})
+    assert len(progress) > 4
 
 
 def is_given_other_options(folder: str) -> None:
@@ -999,8 +999,8 @@ def is_given_other_options(folder: str) -> None:
         ({"include": 5}, "include must be"),
         ({"layout": 5} if rank else {}, "layout must map"),
     ]
-    for given_options, told in options:
-        with pytest.raises(sx.errors.InvalidArgumentError, match=told):
+    for given_options, message in options:
+        with pytest.raises(sx.errors.InvalidArgumentError, match=message):
             sx.load_checkpoint({"w": torch.zeros(2)}, folder, **given_options)
 
 

@@ -313,13 +313,13 @@ def reductions(
             found = comm.reduce_scatter(ours[: n * comm.world_size], op)
         else:
             found, short = comm.all_reduce_multiple([ours.clone(), ours[:5].clone()], op)
-            yield from said(verb, expected.wrong(short, slice(5)))
-        yield from said(verb, None if found is None else expected.wrong(found, where))
+            yield from prefixed(verb, expected.wrong(short, slice(5)))
+        yield from prefixed(verb, None if found is None else expected.wrong(found, where))
     if not same_bits(ours, parts[comm.rank]):
         yield "what was given has changed"
 
 
-def said(verb: str, fault: str | None) -> list[str]:
+def prefixed(verb: str, fault: str | None) -> list[str]:
     return [] if fault is None else [f"{verb}: {fault}"]
 
 
@@ -414,8 +414,8 @@ def outcome(comm: sx.comm.Communicator, cell: Cell, expected: str) -> str:
     except sx.StateExchangeError as error:
         faults = [f"{type(error).__name__}: {error}"]
     fault = faults[0] if faults else None
-    told = comm.all_gather_object(fault)
-    return next((f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None), expected)
+    by_rank = comm.all_gather_object(fault)
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(by_rank) if text is not None), expected)
 
 
 def fills(backend: str, directory: str) -> dict[str, str]:

@@ -331,9 +331,9 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("state", "error", "told"), REFUSED, ids=range(len(REFUSED)))
-def test_what_cannot_be_exported_is_named(state: Any, error: type[Exception], told: str, tmp_path: Path) -> None:
-    with pytest.raises(error, match=told):
+@pytest.mark.parametrize(("state", "error", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_what_cannot_be_exported_is_named(state: Any, error: type[Exception], message: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=message):
         sx.export_checkpoint({"a": state}, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

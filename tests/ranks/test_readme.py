@@ -77,8 +77,8 @@ def test_the_collectives_print_what_their_page_shows(launcher: tuple[str, ...], 
 @pytest.mark.parametrize(("launcher", "ranks"), [slow(with_torchrun(2), 2), slow(ALONE, 1)])
 def test_the_training_script_learns(launcher: tuple[str, ...], ranks: int, tmp_path: Path) -> None:
     done = run_script(launcher, "fit.py", page_block("block: fit.py"), tmp_path)
-    said, loss = re.fullmatch(r"(\d) ranks, loss (\d\.\d+)\n", done.stdout).groups()
-    assert (int(said), float(loss) < 0.2) == (ranks, True)
+    printed_ranks, loss = re.fullmatch(r"(\d) ranks, loss (\d\.\d+)\n", done.stdout).groups()
+    assert (int(printed_ranks), float(loss) < 0.2) == (ranks, True)
 
 
 @pytest.mark.slow

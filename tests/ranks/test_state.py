@@ -76,7 +76,7 @@ def test_a_plain_value_of_a_module_is_left_out_with_a_warning(tmp_path: Path, ca
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (lambda: nn.Sequential(nn.LazyLinear(3)), "call the module once, on every rank"),
         (lambda: {"a": torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)])}, "not a nested one"),
@@ -87,7 +87,7 @@ def test_a_plain_value_of_a_module_is_left_out_with_a_warning(tmp_path: Path, ca
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Lazy modules are a new feature")
 @pytest.mark.parametrize("verb", ["export", "save", "load", "gather", "synchronize"])
 def test_tensors_without_plain_memory_are_refused_by_name(
-    verb: str, make: Callable[[], Any], told: str, tmp_path: Path
+    verb: str, make: Callable[[], Any], message: str, tmp_path: Path
 ) -> None:
     state = make()
     sx.save_checkpoint({"a": torch.ones(2), "0.weight": torch.ones(2), "0.bias": torch.ones(2)}, tmp_path / "saved")
@@ -98,7 +98,7 @@ def test_tensors_without_plain_memory_are_refused_by_name(
         "gather": lambda: gathers(state),
         "synchronize": lambda: sx.synchronize(state),
     }
-    with pytest.raises(sx.StateExchangeError, match=told):
+    with pytest.raises(sx.StateExchangeError, match=message):
         verbs[verb]()
 
 
@@ -261,7 +261,7 @@ def test_plain_values_come_back_with_their_types(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [
         (torch.Generator(), r"Generator as JSON, at \.a: give its get_state\(\), a tensor"),
         (object(), r"object as JSON, at \.a: give plain values, tensors, or a dataclass of them"),
@@ -269,8 +269,8 @@ def test_plain_values_come_back_with_their_types(tmp_path: Path) -> None:
     ],
     ids=["generator", "object", "longdouble"],
 )
-def test_other_values_are_refused_with_what_to_write(value: Any, told: str, tmp_path: Path) -> None:
-    with pytest.raises(sx.StateExchangeError, match=told):
+def test_other_values_are_refused_with_what_to_write(value: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(sx.StateExchangeError, match=message):
         sx.save_checkpoint({"a": value}, tmp_path)
 
 

@@ -164,24 +164,24 @@ def test_nesting_becomes_dots_and_what_is_no_tensor_is_listed(tmp_path: Path) ->
     assert found["model.0.weight"].equal(model[0].weight)
     assert found["parameter"].tolist() == [1, 1]
     assert source.others["optimizer.param_groups.0.lr"] == "float 0.001"
-    told = ("step", "note", "device", "dtype", "size", "nothing", "names")
-    assert [source.others[name] for name in told] == [
+    plain_values = ("step", "note", "device", "dtype", "size", "nothing", "names")
+    assert [source.others[name] for name in plain_values] == [
         "int 7", "str 'a'", "a device", "bfloat16", "tuple of 2", "dict of 0", "a set"
     ]  # fmt: skip
 
 
 def test_the_command_line_works_on_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"model": {"w": torch.ones(2, 3).t()}, "step": 7}, tmp_path / "x.pt")
-    told = {}
+    outputs = {}
     for command in (["info"], ["ls"], ["verify"], ["merge", str(tmp_path / "out")]):
         with pytest.raises(SystemExit) as ended:
             main([command[0], str(tmp_path / "x.pt"), *command[1:]])
-        told[command[0]] = capsys.readouterr().out
+        outputs[command[0]] = capsys.readouterr().out
         assert ended.value.code == 0
-    assert "kind        torch" in told["info"]
-    assert "1: step (int 7)" in told["info"]
-    assert "[3,2]" in told["ls"]
-    assert "x.pt" in told["ls"]
+    assert "kind        torch" in outputs["info"]
+    assert "1: step (int 7)" in outputs["info"]
+    assert "[3,2]" in outputs["ls"]
+    assert "x.pt" in outputs["ls"]
     assert load_file(tmp_path / "out/model.safetensors")["model.w"].tolist() == [[1, 1]] * 3
 
 

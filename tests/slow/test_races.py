@@ -120,7 +120,7 @@ def test_two_publishers_to_a_new_name(actors: list[Actor], tmp_path: Path) -> No
 def test_two_publishers_that_overwrite_and_a_reader(actors: list[Actor], tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     sx.export_checkpoint({f"t{i}": np.zeros((64, 40), np.float32) for i in range(4)}, out)
-    said: Counter[str] = Counter()
+    tally: Counter[str] = Counter()
     for number in range(RUNS):
         read = ("read", "load")[number % 2]
         calls: list[tuple[Actor, str, tuple[Any, ...]]] = [
@@ -137,8 +137,8 @@ def test_two_publishers_that_overwrite_and_a_reader(actors: list[Actor], tmp_pat
         assert seen[1] in ([before[0]], *([value] for value in won)), (seen, before, won)
         assert values(out)[0] in won
         assert (verify(out).findings, os.listdir(tmp_path)) == ((), ["out"])
-        said["both, one after the other" if len(won) == 2 else "one"] += 1
-    print(dict(said))
+        tally["both, one after the other" if len(won) == 2 else "one"] += 1
+    print(dict(tally))
 
 
 def test_two_jobs_that_save_into_one_workspace(actors: list[Actor], tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_two_publishers_to_one_place_in_an_object_store(overwrite: bool, s3: str
             sx.export_checkpoint(
                 {f"t{i}": np.full((64, 40), value, np.float32) for i in range(4)}, tmp_path / str(value)
             )
-        said: Counter[str] = Counter()
+        tally: Counter[str] = Counter()
         for number in range(STORE_RUNS):
             out = f"{s3}/{number}"
             if overwrite:
@@ -177,8 +177,8 @@ def test_two_publishers_to_one_place_in_an_object_store(overwrite: bool, s3: str
             assert values(out)[0] in won
             assert len(values(out)) == 1
             assert not verify(out).findings
-            said["both, one after the other" if len(won) == 2 else "one"] += 1
-        print(dict(said))
+            tally["both, one after the other" if len(won) == 2 else "one"] += 1
+        print(dict(tally))
     finally:
         for actor in actors:
             actor.close()

@@ -121,15 +121,15 @@ def in_child(work: Callable[[], object], *, new_namespace: bool = False) -> str:
     if pid:
         os.close(send)
         with open(receive) as pipe:
-            said = pipe.read()
+            outcome = pipe.read()
         _, status = os.waitpid(pid, 0)
-        return "killed" if os.WIFSIGNALED(status) else said
-    said = "broken"
+        return "killed" if os.WIFSIGNALED(status) else outcome
+    outcome = "broken"
     try:
         os.close(receive)
         _armed.clear()
-        said = _in_new_namespace(work) if new_namespace else _outcome(work)
-        os.write(send, said.encode())
+        outcome = _in_new_namespace(work) if new_namespace else _outcome(work)
+        os.write(send, outcome.encode())
     finally:
         os._exit(0)
 
@@ -182,10 +182,10 @@ def sweep_kills(place: Path, *, before: bool, step: int, reuse: bool = False) ->
             act_at(number, lambda: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B023
             publish(out, 2, reuse=reuse)  # noqa: B023
 
-        said = in_child(work)
-        if said == "untouched":
+        outcome = in_child(work)
+        if outcome == "untouched":
             return {"points": (number - 1) // step, **states}
-        _check(said == "killed", number, said)
+        _check(outcome == "killed", number, outcome)
         if out.exists():
             states["old" if value_of(out) == 1 else "new"] += 1
         elif before:
@@ -235,10 +235,10 @@ def sweep_interrupts(place: Path, *, before: bool, step: int) -> dict[str, Any]:
             (own / "state").write_text(f"{'something' if left else 'nothing'} left")  # noqa: B023
             publish(out, 3)  # noqa: B023
 
-        said = in_child(work)
-        if said == "untouched":
+        outcome = in_child(work)
+        if outcome == "untouched":
             return {"points": (number - 1) // step, **states}
-        _check(said == "ok", number, said)
+        _check(outcome == "ok", number, outcome)
         states[(own / "state").read_text()] += 1
         _check((value_of(out), sorted(os.listdir(own))) == (3, ["out", "state"]), number, os.listdir(own))
     raise AssertionError
@@ -259,26 +259,26 @@ def sweep_races(place: Path, *, before: bool, overwrite: bool, elsewhere: bool, 
             if elsewhere:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(own / ".out.lock")  # noqa: B023
-            said = in_child(lambda: publish(out, 3, overwrite=overwrite), new_namespace=elsewhere)  # noqa: B023
-            (own / "second").write_text(said)  # noqa: B023
+            outcome = in_child(lambda: publish(out, 3, overwrite=overwrite), new_namespace=elsewhere)  # noqa: B023
+            (own / "second").write_text(outcome)  # noqa: B023
 
         def first() -> None:
             act_at(number, second)  # noqa: B023
             publish(out, 2, overwrite=overwrite)  # noqa: B023
 
-        said = in_child(first)
-        if said == "untouched":
+        outcome = in_child(first)
+        if outcome == "untouched":
             return {"points": (number - 1) // step, **states}
         other = (own / "second").read_text()
         if other == "no namespace":
             return {"skip": "this process may not make pid namespaces"}
-        states[f"{said}/{other}"] += 1
-        _check({said, other} <= {"ok", "TargetExistsError"} and "ok" in (said, other), number, said, other)
+        states[f"{outcome}/{other}"] += 1
+        _check({outcome, other} <= {"ok", "TargetExistsError"} and "ok" in (outcome, other), number, outcome, other)
         if not overwrite:
-            _check((said, other).count("ok") == 1, number, said, other)
-        allowed = {2} if other != "ok" else {3} if said != "ok" else {2, 3}
-        _check(value_of(out) in allowed, number, said, other, value_of(out))
-        _check(sorted(os.listdir(own)) == ["out", "second"], number, said, other, os.listdir(own))
+            _check((outcome, other).count("ok") == 1, number, outcome, other)
+        allowed = {2} if other != "ok" else {3} if outcome != "ok" else {2, 3}
+        _check(value_of(out) in allowed, number, outcome, other, value_of(out))
+        _check(sorted(os.listdir(own)) == ["out", "second"], number, outcome, other, os.listdir(own))
     raise AssertionError
 
 
@@ -331,11 +331,11 @@ def names_at(url: str) -> list[str]:
 def answer(work: Callable[[], Any]) -> Any:
     """Return what `work` returns in a forked process: file systems with threads stay out of this one."""
     receive, send = os.pipe()
-    said = in_child(lambda: os.write(send, json.dumps(work()).encode()))
+    outcome = in_child(lambda: os.write(send, json.dumps(work()).encode()))
     os.close(send)
     with open(receive) as pipe:
         text = pipe.read()
-    _check(said == "ok", said)
+    _check(outcome == "ok", outcome)
     return json.loads(text)
 
 
@@ -366,10 +366,10 @@ def sweep_object_kills(place: Path, *, base: str, before: bool, step: int, first
             act_at(number, lambda: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B023
             publish(out, 2)  # noqa: B023
 
-        said = in_child(work)
-        if said == "untouched":
+        outcome = in_child(work)
+        if outcome == "untouched":
             return {"points": -(-(number - first) // step), **states}
-        _check(said == "killed", number, said)
+        _check(outcome == "killed", number, outcome)
         state = answer(lambda: state_of(out))  # noqa: B023
         states[state] += 1
         _check(state in ("1", "1 claimed", "2", "2 claimed", "being written", "absent"), number, state)
@@ -409,29 +409,29 @@ def sweep_object_races(
 
         def overtake() -> None:
             os.write(start, b"x")  # noqa: B023
-            said = os.read(ended, 100).decode()  # noqa: B023
-            (place / "second").write_text(said)
+            outcome = os.read(ended, 100).decode()  # noqa: B023
+            (place / "second").write_text(outcome)
 
         def first_one() -> None:
             act_at(number, overtake)  # noqa: B023
             publish(out, 2, overwrite=overwrite)  # noqa: B023
 
-        said = in_child(first_one)
+        outcome = in_child(first_one)
         for fd in (start, started, ended):
             os.close(fd)
         os.waitpid(helper, 0)
-        if said == "untouched":
+        if outcome == "untouched":
             return {"points": -(-(number - first) // step), **states}
         other = (place / "second").read_text()
         if other == "no namespace":
             return {"skip": "this process may not make pid namespaces"}
-        states[f"{said}/{other}"] += 1
-        _check({said, other} <= {"ok", "TargetExistsError"} and "ok" in (said, other), number, said, other)
+        states[f"{outcome}/{other}"] += 1
+        _check({outcome, other} <= {"ok", "TargetExistsError"} and "ok" in (outcome, other), number, outcome, other)
         if not overwrite:
-            _check((said, other).count("ok") == 1, number, said, other)
-        allowed = {"2"} if other != "ok" else {"3"} if said != "ok" else {"2", "3"}
+            _check((outcome, other).count("ok") == 1, number, outcome, other)
+        allowed = {"2"} if other != "ok" else {"3"} if outcome != "ok" else {"2", "3"}
         state = answer(lambda: state_of(out))  # noqa: B023
-        _check(state in allowed, number, said, other, state)
+        _check(state in allowed, number, outcome, other, state)
 
 
 def main(name: str, place: str, options: str) -> None:

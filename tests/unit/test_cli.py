@@ -561,12 +561,12 @@ def test_a_full_disk_leaves_what_was_there(call: Call, namespace: Path, workspac
     assert call("merge", workspace, tmp_path / "old")[0] == 0
     write_workspace(tmp_path / "big", [[held("w", "U8", (2 << 20,), (0,), (2 << 20,), 1)]])
     sx = f"{sys.executable} -m statexchange"
-    said = in_namespace(
+    output = in_namespace(
         f"mount -t tmpfs -o size=1m tmpfs {namespace}; cp -r {tmp_path}/old {namespace}/out; "
         f"{sx} merge {tmp_path}/big {namespace}/out --overwrite 2>&1 || echo exit $?; ls -A {namespace}; "
         f"diff -r {tmp_path}/old {namespace}/out && echo same"
     )
-    error, code, *rest = said.splitlines()
+    error, code, *rest = output.splitlines()
     assert error.startswith("error: cannot reserve 2097")
     assert "No space left on device" in error
     assert f"{namespace}/.out." in error
@@ -577,13 +577,13 @@ def test_a_dry_run_says_what_the_target_cannot_take(namespace: Path, workspace: 
     """No room, where files have been finished too, and a file system that is read-only."""
     write_workspace(tmp_path / "big", [[held("w", "U8", (2 << 20,), (0,), (2 << 20,), 1)]])
     sx = f"{sys.executable} -m statexchange"
-    said = in_namespace(
+    output = in_namespace(
         f"mount -t tmpfs -o size=1m tmpfs {namespace}; "
         f"{sx} merge {tmp_path}/big {namespace}/out --dry-run 2>&1 || echo exit $?; "
         f"{sx} merge {tmp_path}/big {namespace}/a/b/out --dry-run 2>&1 || echo exit $?; ls -A {namespace}; "
         f"mount -o remount,ro {namespace}; {sx} merge {workspace} {namespace}/out --dry-run 2>&1 || echo exit $?"
     )
-    full, one, fuller, other, read_only, last = said.splitlines()
+    full, one, fuller, other, read_only, last = output.splitlines()
     assert [one, other, last] == ["exit 8"] * 3
     assert "No space left on device" in full
     assert "No space left on device" in fuller
@@ -607,11 +607,11 @@ def test_a_dry_run_counts_the_room_that_a_dead_publisher_left(namespace: Path, t
     write_workspace(tmp_path / "big", [[held("w", "U8", (2 << 20,), (0,), (2 << 20,), 1)]])
     (tmp_path / "leave.py").write_text(LEAVE)
     merge = f"{sys.executable} -m statexchange merge {tmp_path}/big {namespace}"
-    said = in_namespace(
+    output = in_namespace(
         f"mount -t tmpfs -o size=3m tmpfs {namespace}; {sys.executable} {tmp_path}/leave.py {namespace}/out; "
         f"{merge}/other --dry-run >&2 || echo exit $?; {merge}/out --dry-run >&2 && {merge}/out >&2 && echo merged"
     )
-    assert said.splitlines() == ["exit 8", "merged"]
+    assert output.splitlines() == ["exit 8", "merged"]
 
 
 def test_what_cannot_be_read_is_shown_with_what_it_is(call: Call, tmp_path: Path) -> None:
@@ -629,11 +629,11 @@ def test_what_cannot_be_read_is_shown_with_what_it_is(call: Call, tmp_path: Path
 
 def test_a_read_only_directory(namespace: Path, workspace: Path) -> None:
     sx = f"{sys.executable} -m statexchange"
-    said = in_namespace(
+    output = in_namespace(
         f"mount -t tmpfs tmpfs {namespace}; touch {namespace}/before; mount -o remount,ro {namespace}; "
         f"{sx} merge {workspace} {namespace}/out 2>&1 || echo exit $?; ls -A {namespace}"
     )
-    error, code, *rest = said.splitlines()
+    error, code, *rest = output.splitlines()
     assert error.startswith("error: cannot ")
     assert "Read-only file system" in error
     assert os.fspath(namespace) in error

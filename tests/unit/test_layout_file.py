@@ -248,11 +248,11 @@ def test_words_cut_as_transformers_own_styles_do(two_ranks: Any) -> None:
                 if placed is not None and hasattr(placed, "dim"):
                     local[placed.dim] //= 2
                 (part,) = rule.parts(f"layer.{name}", tuple(local), 0)
-                said = [(cut.dim, len(cut.segments)) for cut in part.cuts]
+                cuts = [(cut.dim, len(cut.segments)) for cut in part.cuts]
                 if placed is None or placed.is_replicate():
-                    assert said == [], (word, name)
+                    assert cuts == [], (word, name)
                 else:
-                    assert said == [(placed.dim % value.ndim, getattr(placed, "split_factor", 1))], (word, name)
+                    assert cuts == [(placed.dim % value.ndim, getattr(placed, "split_factor", 1))], (word, name)
 
 
 def test_a_models_own_tp_plan_is_a_layout(tmp_path: Path) -> None:

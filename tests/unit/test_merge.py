@@ -776,6 +776,6 @@ def test_two_merges_into_one_target_do_not_share_files(tmp_path: Path) -> None:
 def test_a_dry_run_tells_where_each_tensor_comes_from(tmp_path: Path) -> None:
     save(tmp_path / "ws", *lay_out({"w": torch.ones(4, 4), "n": torch.ones(())}, 2, 1))
     report = merge_checkpoint(tmp_path / "ws", tmp_path / "out", dry_run=True, dtype="float16", rename=[("w", "x")])
-    told = {t.name: (t.source, t.dtype, t.shape, t.file, t.num_boxes, len(t.ranks)) for t in report.tensors}
-    assert told["x"] == ("w", "F16", (4, 4), "model.safetensors", 2, 2)
-    assert told["n"] == ("n", "F16", (), "model.safetensors", 1, 1)
+    listed = {t.name: (t.source, t.dtype, t.shape, t.file, t.num_boxes, len(t.ranks)) for t in report.tensors}
+    assert listed["x"] == ("w", "F16", (4, 4), "model.safetensors", 2, 2)
+    assert listed["n"] == ("n", "F16", (), "model.safetensors", 1, 1)

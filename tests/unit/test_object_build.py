@@ -260,10 +260,10 @@ def test_two_processes_that_publish_to_s3_at_once(s3: str, overwrite: bool) -> N
     racers = [
         subprocess.Popen([*command, str(value), str(overwrite)], stdout=subprocess.PIPE, text=True) for value in (1, 2)
     ]
-    said = [racer.communicate()[0].strip() for racer in racers]
-    assert "ok" in said, said
-    assert overwrite or said.count("ok") == 1
-    won = {str(value) for value, word in zip((1, 2), said, strict=True) if word == "ok"}
+    results = [racer.communicate()[0].strip() for racer in racers]
+    assert "ok" in results, results
+    assert overwrite or results.count("ok") == 1
+    won = {str(value) for value, word in zip((1, 2), results, strict=True) if word == "ok"}
     assert (state_of(f"{s3}/out") in won, names_at(f"{s3}/out")) == (True, WHOLE)
 
 

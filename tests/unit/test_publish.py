@@ -266,10 +266,10 @@ def test_what_a_process_of_another_host_left_needs_a_word(place: Path, caplog: p
     before = unchanged(place)
     publish(place / "out", 1)
     assert {name: data for name, data in unchanged(place).items() if not name.startswith("out")} == before
-    (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "--resume" in said
-    assert left.name in said
-    assert "process 2 on a-host-far-away" in said
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "--resume" in warning
+    assert left.name in warning
+    assert "process 2 on a-host-far-away" in warning
     publish(place / "out", 2, resume=True)
     assert (os.listdir(place), value_of(place / "out")) == (["out"], 2)
 
@@ -436,8 +436,8 @@ def test_where_nothing_can_be_locked_publishing_goes_on(place: Path) -> None:
 def test_without_a_lock_a_live_process_is_seen_by_its_record(place: Path) -> None:
     with begin(place / "out", 1):
         (place / ".out.lock").unlink()
-        said = json.loads(run(place / "out", 2, trace="inject=flock:error=ENOLCK").stdout)
-        assert said == ["TargetExistsError", None, str(place / "out")]
+        error = json.loads(run(place / "out", 2, trace="inject=flock:error=ENOLCK").stdout)
+        assert error == ["TargetExistsError", None, str(place / "out")]
 
 
 def test_more_output_files_than_descriptors(place: Path) -> None:

@@ -61,13 +61,13 @@ def test_every_element_comes_once_and_from_ranks_that_have_it(case: tuple[tuple[
     ranks = list(product(*map(range, placement.mesh_shape)))
     held = [torch_elements(shape, placement, at) for at in ranks]
     counts = np.zeros(shape, dtype=int)
-    told: list[list[tuple[int, Box]]] = [[] for _ in ranks]
+    boxes_by_rank: list[list[tuple[int, Box]]] = [[] for _ in ranks]
     for piece in tensor.pieces:
         counts[tuple(slice(o, e) for o, e in zip(piece.box.offsets, piece.box.ends, strict=True))] += 1
         for rank, index in [(piece.holder, piece.box_index), *piece.replicas]:
-            told[rank].append((index, piece.box))
+            boxes_by_rank[rank].append((index, piece.box))
     assert (counts == 1).all()
-    for rank, boxes in enumerate(told):
+    for rank, boxes in enumerate(boxes_by_rank):
         boxes.sort(key=lambda item: item[0])
         assert [index for index, _ in boxes] == list(range(len(boxes)))
         numbers = sorted(n for _, box in boxes for n in elements_of(box, shape).reshape(-1).tolist())
