@@ -1,4 +1,4 @@
-"""A rank of another host dies or fails while state is exported, saved or loaded: both hosts hear of it, soon."""
+"""A rank on one host dies or fails during an export, save or load: ranks of both hosts raise its error, soon."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_transformers_loads_it_and_gives_the_same_logits(demo: tuple[Path, str])
 
 @pytest.mark.slow
 @pytest.mark.ranks(4, backend="gloo")
-def test_one_altered_bit_is_found_by_its_holders_and_by_the_whole(tmp_path: Path) -> None:
+def test_one_altered_bit_is_found_in_shards_and_in_the_whole(tmp_path: Path) -> None:
     import torch
     import torch.distributed as dist
     from safetensors.torch import save_file
@@ -101,7 +101,7 @@ def test_one_altered_bit_is_found_by_its_holders_and_by_the_whole(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_other_worlds(world_size: int) -> None:
+def test_other_numbers_of_ranks(world_size: int) -> None:
     report = run_demo(world_size, steps=2)
     _check(report, world_size, 2)
     assert report.mesh == (world_size, 1)
@@ -113,7 +113,7 @@ def test_importing_the_demo_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_without_torch_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_torch_it_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(MissingExtraError, match=r'pip install "statexchange\[torch\]"'):
         run_demo(2, keep=os.fspath(tmp_path / "kept"))

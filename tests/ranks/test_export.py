@@ -1,4 +1,4 @@
-"""Exporting live sharded state: the merged directory is what one process would have saved, or it is not there."""
+"""Export of live sharded state: the merged directory is what one process would have saved, or it does not exist."""
 
 import json
 import os
@@ -27,7 +27,7 @@ BOTH = ("threads", "gloo")
 def part(
     rank: int, world_size: int, rows: int, columns: int, dim: int, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """This rank's chunk of arange(rows * columns), cut along `dim` as torch.chunk cuts; possibly empty."""
+    """Return a rank's chunk of arange(rows * columns), cut along `dim` as torch.chunk does; it may be empty."""
     whole = torch.arange(rows * columns, dtype=torch.float32).reshape(rows, columns).to(dtype)
     chunks = torch.chunk(whole, world_size, dim)
     return chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
@@ -66,7 +66,7 @@ def test_cut_tensors_and_replicas_become_the_file_that_save_file_writes(tmp_path
 
 
 def mesh_modules(shape: tuple[int, ...], out: str) -> dict[str, Any]:
-    """FSDP2 x TP (x HSDP) on a mesh; returns names whose merged value differs from full_tensor()."""
+    """Export FSDP2 x TP (x HSDP) on a mesh; return names whose merged value differs from full_tensor()."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -108,7 +108,7 @@ def test_fsdp2_and_tensor_parallel_modules_merge_bit_equal(shape: tuple[int, ...
 
 
 def placements(out: str) -> list[str]:
-    """DTensors of every kind of placement on a 2 x 2 mesh."""
+    """Export DTensors of every kind of placement on a 2 x 2 mesh."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -184,7 +184,7 @@ def test_options_select_rename_cast_and_split(tmp_path: Path) -> None:
     ]
     second, first = (
         load_file(tmp_path / "out" / name) for name, _ in report.files[:2]
-    )  # a tensor over the limit goes first
+    )  # a tensor larger than the limit comes first
     assert torch.equal(first["a"], torch.arange(4.0).bfloat16())
     assert torch.equal(second["b"], torch.arange(3))
 
@@ -225,11 +225,11 @@ def test_pipeline_parts_have_different_names_on_each_rank(tmp_path: Path) -> Non
     assert len(merged) == 4
 
 
-# What may go wrong
+# Failures
 
 
 def expect(error: type[Exception], match: str, state: dict[str, torch.Tensor], out: Path, **options: Any) -> None:
-    """The same error on this rank as on all, nothing left behind, and the communicator still usable."""
+    """Check that all ranks raise the same error, that nothing is left, and that the communicator still works."""
     with pytest.raises(error, match=match):
         sx.export_checkpoint(state, out, **options)
     comm = sx.get_communicator()
@@ -239,7 +239,7 @@ def expect(error: type[Exception], match: str, state: dict[str, torch.Tensor], o
 
 
 @pytest.mark.ranks(2, backend=BOTH)
-def test_rules_of_a_layout_file_are_for_live_ranks_too(tmp_path: Path) -> None:
+def test_rules_of_a_layout_file_apply_to_live_ranks(tmp_path: Path) -> None:
     rank = sx.get_communicator().rank
     gate, up, down = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(0))
     q, k = gate.clone(), up[:2].clone()
@@ -302,7 +302,7 @@ def test_every_refusal_names_its_reason_on_every_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(2, backend=BOTH)
-def test_an_existing_target_is_kept_unless_overwrite_is_said(tmp_path: Path) -> None:
+def test_an_existing_target_is_kept_without_overwrite(tmp_path: Path) -> None:
     comm = sx.get_communicator()
     out = tmp_path / "out"
     sx.export_checkpoint({"w": torch.ones(2)}, out)
@@ -320,7 +320,7 @@ def test_an_existing_target_is_kept_unless_overwrite_is_said(tmp_path: Path) -> 
 
 
 @pytest.mark.ranks(2, backend="gloo")
-def test_an_exception_in_on_progress_reaches_all_and_leaves_nothing(tmp_path: Path) -> None:
+def test_an_exception_in_on_progress_is_raised_on_all_and_leaves_nothing(tmp_path: Path) -> None:
     comm = sx.get_communicator()
 
     def progress(done: int, total: int) -> None:
@@ -391,7 +391,7 @@ def test_a_full_disk_is_one_clear_error_on_all_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(1, 3, backend=BOTH)
-def test_save_checkpoint_keeps_everything_as_it_lies_and_merges_later(tmp_path: Path) -> None:
+def test_save_checkpoint_keeps_the_sharding_and_can_be_merged(tmp_path: Path) -> None:
     comm = sx.get_communicator()
     weight = part(comm.rank, comm.world_size, 7, 4, 0)
     model = nn.Linear(2, 2)
@@ -422,7 +422,7 @@ def test_save_checkpoint_keeps_everything_as_it_lies_and_merges_later(tmp_path: 
 
 
 @pytest.mark.ranks(2, backend="threads")
-def test_what_cannot_be_saved_is_named_and_the_last_round_stays(tmp_path: Path) -> None:
+def test_a_value_that_cannot_be_saved_is_named_and_the_last_round_stays(tmp_path: Path) -> None:
     comm = sx.get_communicator()
     sx.save_checkpoint({"w": torch.ones(2)}, tmp_path / "ckpt")
     with pytest.raises(sx.errors.UnsupportedError, match=r"cannot write a builtins.object as JSON, at \.x.*rank 1"):
@@ -448,7 +448,7 @@ def odd_meshes(out: str) -> None:
     assert torch.equal(merged["head"], torch.ones(2))
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch says that a mesh of fewer ranks leaves some out
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns that a mesh leaves some ranks out
 def test_meshes_of_some_ranks_and_of_ranks_out_of_order(tmp_path: Path) -> None:
     run_ranks(odd_meshes, 3, backend="gloo", args=(str(tmp_path / "out"),))
 
@@ -470,7 +470,7 @@ def test_a_target_that_is_no_directory_is_refused(out: str, tmp_path: Path, monk
 
 
 def saves_by_mesh(folder: str) -> int:
-    """Each slice of a mesh is a new object, but not a new communicator."""
+    """Save over a slice of a mesh: each slice is a new object, but not a new communicator."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
@@ -481,7 +481,7 @@ def saves_by_mesh(folder: str) -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_saving_by_a_mesh_is_one_run_and_leaves_other_runs_alone(tmp_path: Path) -> None:
+def test_saves_over_a_mesh_are_one_run_and_leave_other_runs_alone(tmp_path: Path) -> None:
     run_ranks(saves_by_mesh, 4, backend="gloo", args=(str(tmp_path),))
     for folder in ("0", "1"):
         runs = [sorted(run.iterdir()) for run in (tmp_path / folder).iterdir()]
@@ -493,7 +493,7 @@ def exports_the_same(out: str) -> list[Any]:
     return [dict(report.phase_nbytes), sorted(report.phases), report.nbytes]
 
 
-def test_of_equal_descriptions_one_travels_and_the_report_counts_by_phase(tmp_path: Path) -> None:
+def test_equal_descriptions_are_sent_once_and_the_report_counts_bytes_by_phase(tmp_path: Path) -> None:
     ((alone, _, _),) = run_ranks(exports_the_same, 1, args=(str(tmp_path / "one"),))
     found = run_ranks(exports_the_same, 4, args=(str(tmp_path / "four"),))
     assert found == found[:1] * 4
@@ -540,7 +540,7 @@ def fails_beside_replicas(out: str) -> None:
         sx.export_checkpoint(state, out, dtype="bfloat16", on_progress=stop if comm.rank == 0 else None)
 
 
-def test_a_rank_that_only_compares_replicas_hears_of_a_failure(tmp_path: Path) -> None:
+def test_a_rank_that_only_compares_replicas_raises_the_failure(tmp_path: Path) -> None:
     run_ranks(fails_beside_replicas, 2, backend="gloo", args=(str(tmp_path / "out"),))
 
 
@@ -573,14 +573,14 @@ def exports_copies(out: str, layout: Any) -> None:
         ({"layout": {"a": {"global_shape": [4], "boxes": {"0": [[[0], [4]]]}}}}, "boxes must be a list"),
     ],
 )
-def test_wrong_options_are_told_before_anything_is_written(options: Any, message: str, tmp_path: Path) -> None:
+def test_wrong_options_are_errors_before_anything_is_written(options: Any, message: str, tmp_path: Path) -> None:
     state = {"a": np.arange(4.0), "b": np.arange(8.0)}
     with pytest.raises(sx.errors.InvalidArgumentError, match=message):
         sx.export_checkpoint(state, tmp_path / "out", **options)
     assert [p for p in tmp_path.iterdir() if not p.name.endswith(".lock")] == []
 
 
-def test_a_matrix_is_its_elements(tmp_path: Path) -> None:
+def test_numpy_matrix_is_exported_as_its_elements(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PendingDeprecationWarning)
         sx.export_checkpoint({"m": np.matrix([[1.0, 2.0], [3.0, 4.0]])}, tmp_path / "out")
@@ -608,14 +608,12 @@ def test_ranks_that_reduce_much_are_waited_for(tmp_path: Path) -> None:
     run_ranks(reduces_slowly, 2, backend="gloo", args=(str(tmp_path / "out"),), timeout_s=60)
 
 
-def test_the_report_is_of_what_was_written_though_the_target_is_moved_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_report_is_right_if_the_target_is_moved_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = Publication.commit
 
     def commit_and_lose(publication: Publication, facts: Any) -> Any:
         found = commit(publication, facts)
-        os.rename(tmp_path / "out", tmp_path / "aside")  # as another publisher does
+        os.rename(tmp_path / "out", tmp_path / "aside")  # as another publisher would
         return found
 
     monkeypatch.setattr(Publication, "commit", commit_and_lose)

@@ -1,4 +1,4 @@
-"""Publishers and readers that race, at random moments, many times: one of two wins, nothing is mixed, lost or left."""
+"""Races of publishers and readers at random moments: one of two publishers wins, nothing is mixed, lost or left."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from statexchange.report.verify import verify
 
 pytestmark = pytest.mark.slow
 RUNS = 100
-STORE_RUNS = 5  # each of them is a few hundred requests
+STORE_RUNS = 5  # each race is a few hundred requests
 
 ACTOR = """
 import json, sys, time
@@ -61,7 +61,7 @@ for line in sys.stdin:
 
 
 class Actor:
-    """A process that does what it is told, at a moment that is given on the clock that all processes share."""
+    """A process that runs calls, each at a given time of a clock that all processes share."""
 
     def __init__(self, **environ: str) -> None:
         command = [sys.executable, "-c", ACTOR]
@@ -92,7 +92,7 @@ def actors() -> Iterator[list[Actor]]:
 
 
 def at_once(calls: list[tuple[Actor, str, tuple[Any, ...]]], spread_s: float) -> list[list[Any]]:
-    """Start calls at random moments within `spread_s`; what each gave."""
+    """Start calls at random moments within `spread_s`; return their results."""
     import time
 
     began = time.monotonic() + 0.002

@@ -63,7 +63,7 @@ def build(publication: Publication, value: int) -> None:
 
 
 def publish(path: Any, value: int, *, overwrite: bool = True, **options: Any) -> list[str]:
-    """Publish a checkpoint of two files that are full of `value`; returns what was finished before."""
+    """Publish a checkpoint of two files full of `value`; return the names that an earlier publisher had finished."""
     with begin(path, value, overwrite=overwrite, **options) as publication:
         finished = sorted(publication.finished)
         build(publication, value)
@@ -72,7 +72,7 @@ def publish(path: Any, value: int, *, overwrite: bool = True, **options: Any) ->
 
 
 def value_at(path: Any) -> int:
-    """What the checkpoint is full of, after reading all of it and comparing it with its digests."""
+    """Return the value that fills the checkpoint, after reading all of it and comparing it with its digests."""
     checkpoint = open_checkpoint(path)
     (data,) = {bytes(checkpoint[name].read().tobytes()) for name in checkpoint}
     source = open_source(path)
@@ -84,7 +84,7 @@ def value_at(path: Any) -> int:
 
 
 def value_of(out: Path) -> int:
-    """`value_at` of a directory, which must lie under its name and hold what its manifest lists, no more."""
+    """Return `value_at` of a directory, which must have its final name and only the files of its manifest."""
     listed = json.loads((out / "statexchange.json").read_text())["files"]
     assert sorted(os.listdir(out)) == sorted([*listed, "statexchange.json"])
     return value_at(out)
@@ -105,7 +105,7 @@ def _hook(event: str, arguments: Any) -> None:
 
 
 def act_at(number: int, act: Callable[[], None]) -> None:
-    """Have this process act once, at its `number`-th storage event from now on."""
+    """Call `act` once, at the `number`-th storage event of this process from now on."""
     global _count
     _count = 0
     if not hasattr(sys, "_publishing_hook"):
@@ -115,7 +115,10 @@ def act_at(number: int, act: Callable[[], None]) -> None:
 
 
 def in_child(work: Callable[[], object], *, new_namespace: bool = False) -> str:
-    """Run `work` in a forked process; returns "ok", "killed", the name of the error, or "untouched" by `act_at`."""
+    """Run `work` in a forked process.
+
+    Returns "ok", "killed", the name of the error, or "untouched" if `act_at` did not act.
+    """
     receive, send = os.pipe()
     pid = os.fork()
     if pid:
@@ -149,7 +152,7 @@ CLONE_NEWPID = 0x20000000
 
 
 def _in_new_namespace(work: Callable[[], object]) -> str:
-    """As another host sees it: neither process can see whether the other one runs."""
+    """Run `work` in a new PID namespace, as on another host: neither process can see whether the other runs."""
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWPID):
         return "no namespace"
     return in_child(work)
@@ -171,7 +174,7 @@ def _check(condition: object, *shown: object) -> None:
 
 
 def sweep_kills(place: Path, *, before: bool, step: int, reuse: bool = False) -> dict[str, Any]:
-    """Kill a publisher at each event; the old or the new is there, and the next one leaves only its own."""
+    """Kill a publisher at each event: the old or the new checkpoint stays, and the next publisher cleans up."""
     states: Counter[str] = Counter()
     for number, own in _points(place, 1, step):
         out = own / "out"
@@ -189,7 +192,7 @@ def sweep_kills(place: Path, *, before: bool, step: int, reuse: bool = False) ->
         if out.exists():
             states["old" if value_of(out) == 1 else "new"] += 1
         elif before:
-            _check(value_at(out) == 2, number)  # read where it waits to get its name
+            _check(value_at(out) == 2, number)  # read under its hidden name
             states["gap"] += 1
         else:
             states["absent"] += 1
@@ -211,7 +214,7 @@ def sweep_kills(place: Path, *, before: bool, step: int, reuse: bool = False) ->
 
 
 def sweep_interrupts(place: Path, *, before: bool, step: int) -> dict[str, Any]:
-    """Interrupt a publisher at each event (Ctrl-C); the next one in the same process leaves only its own."""
+    """Interrupt a publisher at each event (Ctrl-C): the next one in the same process cleans up."""
     states: Counter[str] = Counter()
     for number, own in _points(place, 1, step):
         out = own / "out"
@@ -245,9 +248,10 @@ def sweep_interrupts(place: Path, *, before: bool, step: int) -> dict[str, Any]:
 
 
 def sweep_races(place: Path, *, before: bool, overwrite: bool, elsewhere: bool, step: int) -> dict[str, Any]:
-    """Run a second publisher to its end at each event of the first: exactly one wins, or one follows the other.
+    """Run a second publisher to its end at each event of the first:
 
-    With `elsewhere` the second is as on another host: it cannot see whether the first one runs, and shares no lock.
+    exactly one wins, or one follows the other. With `elsewhere` the second runs as on another host: it cannot see
+    whether the first runs, and shares no lock.
     """
     states: Counter[str] = Counter()
     for number, own in _points(place, 1, step):
@@ -286,7 +290,7 @@ def sweep_races(place: Path, *, before: bool, overwrite: bool, elsewhere: bool, 
 
 
 class DiskFileSystem(LocalFileSystem):
-    """An object store of several processes: small objects appear whole, and its puts have no conditions but create."""
+    """An object store for several processes: small objects appear whole, and puts have no condition but create."""
 
     protocol = "disk"
 
@@ -329,7 +333,7 @@ def names_at(url: str) -> list[str]:
 
 
 def answer(work: Callable[[], Any]) -> Any:
-    """Return what `work` returns in a forked process: file systems with threads stay out of this one."""
+    """Return what `work` returns in a forked process, so that this one starts no threads of file systems."""
     receive, send = os.pipe()
     outcome = in_child(lambda: os.write(send, json.dumps(work()).encode()))
     os.close(send)
@@ -340,7 +344,7 @@ def answer(work: Callable[[], Any]) -> Any:
 
 
 def state_of(url: str) -> str:
-    """ "absent", "being written", or the value of a whole checkpoint and nothing else."""
+    """Return "absent", "being written", or the value of a checkpoint that is whole and alone."""
     names = names_at(url)
     if "statexchange.json" in names:
         system, path = fsspec.core.url_to_fs(url)
@@ -352,7 +356,7 @@ def state_of(url: str) -> str:
 
 
 def sweep_object_kills(place: Path, *, base: str, before: bool, step: int, first: int = 1) -> dict[str, Any]:
-    """As `sweep_kills`, at a URL."""
+    """Run `sweep_kills` at a URL."""
     use_object_stores()
     states: Counter[str] = Counter()
     number = first - step
@@ -384,7 +388,7 @@ def sweep_object_kills(place: Path, *, base: str, before: bool, step: int, first
 def sweep_object_races(
     place: Path, *, base: str, before: bool, overwrite: bool, elsewhere: bool, step: int, first: int = 1
 ) -> dict[str, Any]:
-    """As `sweep_races`, at a URL. With `elsewhere` the first is taken for dead after a while, and then goes on."""
+    """Run `sweep_races` at a URL. With `elsewhere` the first is taken for dead after a while, and then continues."""
     use_object_stores()
     states: Counter[str] = Counter()
     number = first - step
@@ -435,5 +439,5 @@ def sweep_object_races(
 
 
 def main(name: str, place: str, options: str) -> None:
-    """Run a sweep, and print what it counted as JSON."""
+    """Run a sweep, and print its counts as JSON."""
     print(json.dumps(globals()[name](Path(place), **json.loads(options))))

@@ -1,4 +1,4 @@
-"""Failure detection between hosts: reported, noticed, missing and departed ranks, and clean ends of processes."""
+"""Failure detection between hosts: reported, dead, missing and departed ranks, and clean exits of processes."""
 
 import contextlib
 import json
@@ -99,7 +99,7 @@ def until(condition: Callable[[], object], within_s: float) -> None:
 
 
 @pytest.mark.parametrize("reporter", range(RANKS))
-def test_what_one_rank_reports_all_know_at_once(reporter: int) -> None:
+def test_a_reported_failure_reaches_all_ranks_at_once(reporter: int) -> None:
     with detectors() as made:
         for detector in made:
             detector.check("a barrier")
@@ -110,8 +110,8 @@ def test_what_one_rank_reports_all_know_at_once(reporter: int) -> None:
 
 
 @pytest.mark.parametrize("caller", range(RANKS))
-def test_ranks_that_wait_elsewhere_learn_of_a_requested_collective(caller: int) -> None:
-    """To the collective in which the caller is; who is there, or beyond, is not meant."""
+def test_ranks_that_wait_in_another_call_get_the_request_of_a_collective(caller: int) -> None:
+    """Only ranks that have not yet reached the caller's collective get the request."""
     with detectors() as made:
         ahead = (caller + 1) % RANKS
         made[ahead].set_current_op("the end of cooking")
@@ -126,7 +126,7 @@ def test_ranks_that_wait_elsewhere_learn_of_a_requested_collective(caller: int) 
             assert not detector.collective_requested()
 
 
-def test_the_first_failure_counts() -> None:
+def test_the_first_reported_failure_is_kept() -> None:
     with detectors() as made:
         made[3].report_failure(PeerError(3, "one", "first"))
         assert failure_of(made[1], 0.5) is not None
@@ -135,7 +135,7 @@ def test_the_first_failure_counts() -> None:
         assert {str(failure_of(detector, 0.5)) for detector in made} == {"rank 3 failed in one: first"}
 
 
-def test_a_rank_that_has_not_come_is_missing() -> None:
+def test_a_rank_that_has_not_called_is_missing() -> None:
     with detectors() as made:
         for rank in (0, 1, 3):
             made[rank].set_current_op("a barrier")
@@ -173,12 +173,12 @@ def test_the_coordinator_sends_a_goodbye_too() -> None:
 
 
 def cut(detector: FailureDetector) -> None:
-    """Reset this detector's connection behind its back."""
+    """Reset the connection of this detector without its knowledge."""
     line = detector._connection  # type: ignore[attr-defined]
     line.connection.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_connection_that_is_lost_is_made_again() -> None:
+def test_a_lost_connection_is_reconnected() -> None:
     with detectors() as made:
         cut(made[2])
         time.sleep(1.0)
@@ -201,7 +201,7 @@ def test_connections_without_the_nonce_are_closed() -> None:
         assert failure_of(made[0], 0.5) is not None
 
 
-def test_where_some_cannot_reach_it_nobody_has_one(
+def test_if_one_rank_cannot_connect_no_rank_has_a_detector(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     connect = start.connect_member
@@ -216,7 +216,7 @@ def test_where_some_cannot_reach_it_nobody_has_one(
     assert "ranks [2] cannot reach rank 0" in caplog.text
 
 
-def test_where_nothing_can_be_served_nobody_has_one(
+def test_if_rank_0_cannot_listen_no_rank_has_a_detector(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_args: Any, **_options: Any) -> socket.socket:
@@ -228,13 +228,13 @@ def test_where_nothing_can_be_served_nobody_has_one(
     assert len(caplog.records) == 1
 
 
-def test_a_host_name_that_does_not_resolve_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_name_that_does_not_resolve_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
     with detectors() as made:
         assert None not in made
 
 
-def test_nothing_is_left() -> None:
+def test_closed_detectors_leave_no_threads_or_sockets() -> None:
     before = set(os.listdir("/proc/self/fd"))
     for _ in range(20):
         with detectors():
@@ -243,7 +243,7 @@ def test_nothing_is_left() -> None:
     assert len(os.listdir("/proc/self/fd")) <= len(before)
 
 
-# Ranks that are processes: a pair of pipes to each stands for the transport.
+# Ranks that are processes: a pair of pipes to each one is the bootstrap transport.
 
 PROCESS = """
 import json, os, sys, time
@@ -296,7 +296,7 @@ class Job:
                 process.stdin.flush()
 
     def lines(self, ranks: Sequence[int] | None = None) -> list[Any]:
-        """The next line of each rank."""
+        """Return the next line of each rank."""
         return [self._line(self.processes[r]) for r in (range(len(self.processes)) if ranks is None else ranks)]
 
     def _line(self, process: subprocess.Popen[str]) -> Any:
@@ -353,7 +353,7 @@ if rank == 1 and os.fork() == 0:
         assert rank == 1, text
 
 
-def test_a_child_is_no_rank() -> None:
+def test_the_exit_of_a_child_is_no_failure_of_its_rank() -> None:
     fork = """
 import atexit
 detector.close() if rank == 2 else None
@@ -398,7 +398,7 @@ print(json.dumps(detector.missing_ranks()), flush=True)
         assert made.lines([rank for rank in range(3) if rank != victim]) == [[victim]] * 2
 
 
-def test_processes_end_well_after_many_detectors_also_when_the_last_stays_open() -> None:
+def test_processes_exit_cleanly_after_many_detectors_even_if_one_stays_open() -> None:
     with job((0, 0, 1), "", cycles=20) as made:
         for process in made.processes:
             assert process.wait(20) == 0

@@ -1,4 +1,4 @@
-"""Small files that ask for much: what a reader does is bounded by the bytes that it was given.
+"""Small files that request much memory or time: the cost of a reader is bounded by the bytes of its files.
 
 One child process with little memory and time looks at all of them. Each case is one command with the exit code and
 the words that it must end with.
@@ -133,7 +133,7 @@ URL_COMMANDS = [
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
-    """The exit code and the output of each case's command, all from one process of small means."""
+    """Return exit code and output of each case's command, all from one process with little memory and time."""
     root = tmp_path_factory.mktemp("hostile")
     good = root / "good"
     good.mkdir()
@@ -164,7 +164,7 @@ def _name(case: Case) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=_name)
-def test_a_small_file_costs_little_and_is_named(case: Case, ended: dict[str, tuple[int, str]]) -> None:
+def test_a_small_hostile_file_costs_little_and_is_named(case: Case, ended: dict[str, tuple[int, str]]) -> None:
     code, output = ended[_name(case)]
     assert (code, "Traceback" in output) == (case.code, False), output[-2000:]
     assert case.says in output
@@ -181,7 +181,7 @@ def run_closed(redirections: str, *arguments: object) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_closed_streams_end_in_the_exit_code_that_says_so(tmp_path: Path) -> None:
+def test_closed_streams_have_their_exit_code(tmp_path: Path) -> None:
     whole(tmp_path)
     assert run_closed(">&-", "info", tmp_path) == (8, "error: cannot write the output: Bad file descriptor\n")
     assert run_closed("0<&- >&- 2>&-", "info", tmp_path / "gone") == (3, "")

@@ -1,4 +1,4 @@
-"""Calls of the public face that mypy accepts, and nonsense that it refuses: an ignore that is not needed is an error.
+"""Calls of the public functions that mypy accepts, and wrong ones that it refuses: an unneeded ignore is an error.
 
 Checked by mypy alone; nothing here runs.
 """
@@ -13,7 +13,7 @@ import torch
 import statexchange as sx
 
 
-def sense(net: torch.nn.Linear) -> None:
+def valid_calls(net: torch.nn.Linear) -> None:
     """Calls as users write them."""
     done: str = sx.export_checkpoint(net, "x", dtype=torch.bfloat16, rename=[("a", "b")]).path
     later: int = sx.export_checkpoint({"w": torch.ones(1)}, Path(done), dtype="bf16", background=True).result().nbytes
@@ -29,8 +29,8 @@ def sense(net: torch.nn.Linear) -> None:
         raise
 
 
-def nonsense() -> None:
-    """Calls that no user means."""
+def wrong_calls() -> None:
+    """Calls that mypy must refuse."""
     sx.export_checkpoint(42, "x")  # type: ignore[call-overload]
     sx.export_checkpoint({}, "x", dtype=17)  # type: ignore[call-overload]
     sx.load_checkpoint({}, "x", dtype="bfloat16")  # type: ignore[arg-type]
