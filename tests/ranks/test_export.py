@@ -580,7 +580,7 @@ def test_wrong_options_are_errors_before_anything_is_written(options: Any, messa
     assert [p for p in tmp_path.iterdir() if not p.name.endswith(".lock")] == []
 
 
-def test_numpy_matrix_is_exported_as_its_elements(tmp_path: Path) -> None:
+def test_a_numpy_matrix_is_exported_as_its_elements(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PendingDeprecationWarning)
         sx.export_checkpoint({"m": np.matrix([[1.0, 2.0], [3.0, 4.0]])}, tmp_path / "out")

@@ -42,7 +42,7 @@ SEEDS = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The script of the README, run as it says on two ranks."""
+    """Run the script of the README on two ranks, as the README says."""
     folder = tmp_path_factory.mktemp("readme")
     return folder, run_script(with_torchrun(2), "train.py", page_block("block: train.py"), folder).stdout
 
@@ -120,7 +120,7 @@ def test_the_examples_train_export_and_compare(example: str, launcher: tuple[str
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_demo_prints_what_its_page_shows(demo: tuple[Path, str]) -> None:
-    """Its lines, and those of its figures that no machine changes; it was told to keep its files."""
+    """Compare its lines, and the figures that do not depend on the machine; this demo keeps its files."""
     kept, text = demo
     text, _, picture = text.rpartition("\n\n")
     assert picture == f"picture  {kept}/supply.svg\n"
@@ -174,7 +174,7 @@ def test_every_name_of_the_four_systems_is_in_the_table() -> None:
     ]
 
 
-def test_what_the_table_names_exists_and_what_is_open_does_not() -> None:
+def test_names_in_the_table_exist_and_open_ones_do_not() -> None:
     for _, name, here in rows():
         if here == "open":
             assert not hasattr(sx, name), f"{name} exists: the table should say so"
@@ -194,7 +194,7 @@ def test_the_bench_of_small_tensors_runs() -> None:
     assert "|" in done.stdout
 
 
-def test_both_commands_stand_in_the_readme_as_the_project_promises_them() -> None:
+def test_the_readme_has_both_commands() -> None:
     start = "    python3 -m venv .venv && .venv/bin/pip install -c tools/constraints.txt "
     assert f'{start}".[torch]" && .venv/bin/statexchange demo\n' in page_text("README.md")
     assert f'{start}".[test]" && .venv/bin/pytest\n' in page_text("README.md")
