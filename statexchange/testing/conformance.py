@@ -276,7 +276,7 @@ def all_reduce_gives_the_values_of_lux(comm: Communicator) -> None:
 
 @_check()
 def broadcast_gives_the_values_of_lux(comm: Communicator) -> None:
-    """broadcast of root's f64[512] of ones writes in place, or on root too into `out`, and then leaves the tensor."""
+    """A broadcast of root's f64[512] of ones writes in place, or only into `out`, on root too."""
     for root in _roots(comm):
         mine = float(comm.rank == root)
         ours = torch.full((512,), mine, dtype=torch.float64)
@@ -290,7 +290,7 @@ def broadcast_gives_the_values_of_lux(comm: Communicator) -> None:
 
 @_check()
 def reduce_gives_the_values_of_lux(comm: Communicator) -> None:
-    """reduce of rank + 1 gives N(N+1)/2 (sum) or (N+1)/2 (avg) on root; on other ranks tensor and `out` stay."""
+    """A reduce of rank + 1 gives N(N+1)/2 (sum) or (N+1)/2 (avg) on root; on other ranks tensor and `out` stay."""
     n = comm.world_size
     cells = [("sum", torch.float64, n * (n + 1) / 2), ("avg", torch.float64, (n + 1) / 2)]
     cells.append(("sum", torch.int64, n * (n + 1) / 2))
@@ -451,9 +451,7 @@ def ranks_get_equal_bits(comm: Communicator) -> None:
 
 @_check()
 def scale_is_applied_to_the_reduced_value(comm: Communicator) -> None:
-    """`scale` multiplies the result, not the inputs: with avg, with integers, asynchronously, and in float16 whose sum
-    would overflow.
-    """
+    """`scale` multiplies the result, not the inputs: with avg, integers, async, and float16 sums that would overflow."""
     n = comm.world_size
     large = 3 * _WINDOW_BYTES // 4 + 5
     works = [comm.all_reduce(torch.full((large,), 1.0 + i), scale=0.5, async_op=True) for i in range(4)]
@@ -757,7 +755,7 @@ def only_some_ranks_may_pass_out_or_async_op(comm: Communicator) -> None:
 
 @_check(least_ranks=2)
 def strided_tensors_can_be_sent_and_received(comm: Communicator) -> None:
-    """send and recv work for every layout, and recv writes nothing beside its tensor."""
+    """Tensors of every layout can be sent and received, and recv writes nothing beside its tensor."""
     for what, tensor in {**_layouts(torch.float32), **_other_layouts(torch.float32)}.items():
         _memory_of(tensor).fill_(_UNTOUCHED)
         if comm.rank == 0:
@@ -1069,7 +1067,7 @@ def work_completes_when_all_ranks_have_called(comm: Communicator) -> None:
 
 @_check(least_ranks=2)
 def send_and_recv_do_not_wait_for_collectives(comm: Communicator) -> None:
-    """send and recv do not wait for collectives under way: the last rank calls one only after it has received."""
+    """Sends and receives do not wait for collectives under way: the last rank calls one only after it has received."""
     last, n = comm.world_size - 1, 70_001
     if comm.rank == last:
         _expect_same(comm.recv(torch.zeros(n), 0), _pattern(0, n), "a message sent during a collective")
