@@ -451,7 +451,7 @@ def ranks_get_equal_bits(comm: Communicator) -> None:
 
 @_check()
 def scale_is_applied_to_the_reduced_value(comm: Communicator) -> None:
-    """`scale` multiplies the result, not the inputs: with avg, integers, async, and float16 sums that would overflow."""
+    """`scale` multiplies the result, not the inputs: with avg, integers, async, and float16 sums out of range."""
     n = comm.world_size
     large = 3 * _WINDOW_BYTES // 4 + 5
     works = [comm.all_reduce(torch.full((large,), 1.0 + i), scale=0.5, async_op=True) for i in range(4)]
