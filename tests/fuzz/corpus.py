@@ -148,7 +148,7 @@ def workspace(folder: Path, *, commit: bool = True) -> None:
     for rank in range(2):
         rows = weights["model.embed.weight"][3 * rank :][:3]
         boxes = (Box((3 * rank, 0), (1, 4)), Box((3 * rank + 1, 0), (2, 4)))
-        held = [
+        tensors = [
             ShardData(Shard("model.embed.weight", "F32", (6, 4), boxes), memoryview(rows.tobytes())),
             ShardData(
                 Shard("model.0.bias", "I64", (4,), (Box((0,), (4,)),)), memoryview(weights["model.0.bias"].tobytes())
@@ -157,10 +157,10 @@ def workspace(folder: Path, *, commit: bool = True) -> None:
         if rank:
             dtype = "C64" if commit else "C128"  # safetensors lacks this dtype, so it cannot be merged
             pairs = Shard("pairs", dtype, (2,), (Box((0,), (2,)),))
-            held.append(ShardData(pairs, memoryview(bytes(range(pairs.nbytes)))))
+            tensors.append(ShardData(pairs, memoryview(bytes(range(pairs.nbytes)))))
         config = values.encode({"rank": rank, "shape": (1, 2), "lr": float("nan"), 3: {"a", "b"}})
         written = space.write(
-            held, run="job", round=1, rank=rank, world_size=2, config=config, extra={"aliases": {}}, pending=commit
+            tensors, run="job", round=1, rank=rank, world_size=2, config=config, extra={"aliases": {}}, pending=commit
         )
         receipts.append(written)
     if commit:

@@ -52,8 +52,8 @@ def torch_file(value: Callable[[], Pickled]) -> Build:
 def claimed(folder: Path, *, committed: bool) -> Path:
     """One rank's file of a world of 999,999,999."""
     world_size = 999_999_999
-    held = [ShardData(Shard("w", "U8", (4,), (Box((0,), (4,)),)), memoryview(bytes(4)))]
-    receipt = Workspace(folder / "ws").write(held, run="job", round=1, rank=0, world_size=world_size)
+    tensors = [ShardData(Shard("w", "U8", (4,), (Box((0,), (4,)),)), memoryview(bytes(4)))]
+    receipt = Workspace(folder / "ws").write(tensors, run="job", round=1, rank=0, world_size=world_size)
     if committed:
         manifest = _manifest_text(Manifest("job", 1, 1, world_size, (receipt,), {}))
         (folder / "ws" / "job" / "000001" / MANIFEST).write_bytes(manifest)

@@ -361,11 +361,11 @@ def test_switching_through_all_algorithms_keeps_adams_state() -> None:
         for name in ("quantize", Decentralized("shift_one", 2), "sg-allreduce", "allreduce"):
             train(wrapped, optimizer, comm.rank, range(begin, begin + 4))
             begin += 4
-            held = {key: value.clone() for key, value in adam.state[module[0].weight].items()}
-            apart.append([held["exp_avg"].tolist(), weights(module)])
+            before = {key: value.clone() for key, value in adam.state[module[0].weight].items()}
+            apart.append([before["exp_avg"].tolist(), weights(module)])
             assert wrapped.switch_to(name) is wrapped
             state = adam.state[module[0].weight]
-            gathered = comm.all_gather(held["exp_avg"])
+            gathered = comm.all_gather(before["exp_avg"])
             expected = sum(gathered) / comm.world_size if name == "sg-allreduce" else gathered[comm.rank]
             torch.testing.assert_close(state["exp_avg"], expected)
             assert state["step"].item() == begin

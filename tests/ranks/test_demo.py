@@ -95,8 +95,8 @@ def test_one_altered_bit_is_found_in_shards_and_in_the_whole(tmp_path: Path) -> 
     dist.barrier()
     assert list(_mismatches(state, os.fspath(tmp_path))) == [name, "lm_head.weight"]
     with _merged_slices(os.fspath(tmp_path)) as merged:
-        held = _same_shard(state[name], merged[name])
-    assert held == (dist.get_rank() != 3), "the last row lies on the last rank of both axes"
+        same_shard = _same_shard(state[name], merged[name])
+    assert same_shard == (dist.get_rank() != 3), "the last row lies on the last rank of both axes"
 
 
 @pytest.mark.slow

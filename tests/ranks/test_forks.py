@@ -112,19 +112,19 @@ def tries(backend: str) -> list[Any]:
     """Fork on rank 1 while the other ranks wait in the first call that the child tries."""
     comm = start(backend)
     module = torch.nn.Linear(2, 2)
-    made = {
+    groups = {
         "subset": comm.new_group(list(reversed(range(comm.world_size)))),
         "reducer": sx.train.BucketReducer(module, comm),
         "inline": sx.train.InlineReducer(comm),
     }
     value = torch.full((4,), float(comm.rank + 1))
     if comm.rank == 1:
-        made["work"] = comm.all_reduce(value, async_op=True)
-        found = in_child(lambda: {name: raised_by(call) for name, call in entries(comm, made).items()})
+        groups["work"] = comm.all_reduce(value, async_op=True)
+        found = in_child(lambda: {name: raised_by(call) for name, call in entries(comm, groups).items()})
         known = in_child(lambda: [sx.get_rank(), sx.get_world_size(), sx.is_initialized(), comm.rank])
         found["shutdown"] = in_child(lambda: [raised_by(comm.close), raised_by(sx.shutdown), raised_by(sx.init)])
         comm.barrier(tag="the child has ended")
-        made["work"].wait()
+        groups["work"].wait()
     else:
         comm.all_reduce(value)
         found, known = {}, []
@@ -151,11 +151,11 @@ def test_every_call_in_a_forked_child_is_refused(ranks_backend: str, backend: st
 
 def alone() -> list[str]:
     """Fork a process that runs alone: the child has a world of its own."""
-    held = sx.get_communicator()
+    parent = sx.get_communicator()
 
     def body() -> list[str]:
         mine = sx.get_communicator()
-        return [raised_by(held.barrier), str(mine.all_gather_object(7)), raised_by(lambda: sx.average_gradients([]))]
+        return [raised_by(parent.barrier), str(mine.all_gather_object(7)), raised_by(lambda: sx.average_gradients([]))]
 
     return list(in_child(body))
 

@@ -475,8 +475,8 @@ def without_sockets(url: str) -> int:
     comm = init_by_hand(url, "shm")
     before = sockets()  # the pipe of the launcher, and the store's socket, which only new groups use
     assert before
-    made: list[str] = []
-    sys.addaudithook(lambda event, _args: made.append(event) if event.startswith("socket.") else None)
+    sockets_made: list[str] = []
+    sys.addaudithook(lambda event, _args: sockets_made.append(event) if event.startswith("socket.") else None)
     for elements in (10, 100_000, 1_000_000):
         t = torch.ones(elements)
         comm.all_reduce(t)
@@ -488,7 +488,7 @@ def without_sockets(url: str) -> int:
         comm.recv(t.clone(), (comm.rank + 1) % 2)
         work.wait()
         assert sockets() <= before
-    assert made == []
+    assert sockets_made == []
     return 1
 
 
@@ -834,13 +834,13 @@ def test_every_public_call_refuses_an_invalid_deadline(wrong: Any, tmp_path: Pat
 def refuses_deadlines() -> str:
     comm = sx.get_communicator()
     for wrong in (0, -1, float("nan"), "5"):
-        given: Any = wrong if comm.rank else None
+        timeout: Any = wrong if comm.rank else None
         with pytest.raises(sx.errors.InvalidArgumentError, match="timeout_s must be a number of seconds above 0"):
-            comm.barrier(timeout_s=given)
+            comm.barrier(timeout_s=timeout)
         with pytest.raises(sx.errors.InvalidArgumentError, match="timeout_s must be a number of seconds above 0"):
-            comm.agree(timeout_s=given)
+            comm.agree(timeout_s=timeout)
         with pytest.raises(sx.errors.InvalidArgumentError, match="timeout_s must be a number of seconds above 0"):
-            comm.all_gather_bytes(b"", timeout_s=given)
+            comm.all_gather_bytes(b"", timeout_s=timeout)
     comm.barrier(timeout_s=float("inf"))
     comm.barrier(timeout_s=10**400)
     return "ok"

@@ -462,7 +462,7 @@ def resumes(folder: str) -> list[Any]:
     sx.load_checkpoint(state, folder)
     assert state["step"] == 3
     assert optimizer.param_groups[0]["lr"] == 0.1
-    kinds = {type(value).__name__ for held in optimizer.state.values() for value in held.values()}
+    kinds = {type(value).__name__ for values in optimizer.state.values() for value in values.values()}
     assert kinds == {"Tensor", "DTensor"}
     found = sums(model, optimizer)
     trained(model, optimizer, 1)  # continues
@@ -746,9 +746,9 @@ def block_state(rank: int, ranks: int, *, steps: int) -> dict[str, Any]:
 
 def plain_block(state: dict[str, Any]) -> Any:
     """Return all tensors of a block and its optimizer, by name."""
-    held = {name: state["optimizer"].state.get(p, {}) for name, p in state["model"].named_parameters()}
+    states = {name: state["optimizer"].state.get(p, {}) for name, p in state["model"].named_parameters()}
     tensors = {name: p.detach() for name, p in state["model"].named_parameters()}
-    tensors |= {f"{name}.{key}": value for name, entries in held.items() for key, value in entries.items()}
+    tensors |= {f"{name}.{key}": value for name, entries in states.items() for key, value in entries.items()}
     return {name: tensor.tolist() for name, tensor in tensors.items()}
 
 
@@ -876,13 +876,13 @@ def test_an_optimizer_of_another_dtype_continues(tmp_path: Path) -> None:
     optimizer.step()
     sx.save_checkpoint({"model": model, "optimizer": optimizer}, tmp_path)
     sx.load_checkpoint({"model": fresh, "optimizer": its}, tmp_path, dtype="state")
-    held = its.state[fresh.weight]
-    assert {key: value.dtype for key, value in held.items()} == {
+    state = its.state[fresh.weight]
+    assert {key: value.dtype for key, value in state.items()} == {
         "step": torch.float32,
         "exp_avg": torch.bfloat16,
         "exp_avg_sq": torch.bfloat16,
     }
-    assert torch.equal(held["exp_avg"], optimizer.state[model.weight]["exp_avg"].bfloat16())
+    assert torch.equal(state["exp_avg"], optimizer.state[model.weight]["exp_avg"].bfloat16())
     fresh(torch.ones(1, 3).bfloat16()).sum().backward()
     its.step()
 

@@ -235,8 +235,8 @@ class Expected:
         if not at.any():
             return None
         i = int(at.nonzero()[0])
-        given = [part[i].item() for part in parts]
-        return f"{given} at {i} gave {found[i].item()!r}, not {expected[i].item()!r}"
+        operands = [part[i].item() for part in parts]
+        return f"{operands} at {i} gave {found[i].item()!r}, not {expected[i].item()!r}"
 
 
 def reference(op: str, parts: list[torch.Tensor], dtype: str) -> torch.Tensor:
@@ -503,9 +503,9 @@ def test_any_shape_layout_and_dtype_is_reduced_as_numpy_would(call: dict[str, An
         found = comm.all_reduce(ours, op, out=out, async_op=call["async_op"])
         found = found.wait() if call["async_op"] else found
         assert found is (ours if out is None else out)
-        given = torch.as_tensor(ours).reshape(-1)
-        if out is not None and not same_bits(given, parts[comm.rank]):
-            return "what was given has changed"
+        reshaped = torch.as_tensor(ours).reshape(-1)
+        if out is not None and not same_bits(reshaped, parts[comm.rank]):
+            return "an argument has changed"
         return expected.wrong(torch.as_tensor(found).reshape(-1))
 
     expected = Expected(op, parts, dtype)

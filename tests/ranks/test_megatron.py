@@ -104,8 +104,8 @@ def whole(seed: int) -> dict[str, torch.Tensor]:
         "decoder.final_layernorm.weight": (HIDDEN,),
     }
     generator = torch.Generator().manual_seed(seed)
-    made = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
-    return {key: value.bfloat16() if "qkv" in key else value for key, value in made.items()}
+    tensors = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
+    return {key: value.bfloat16() if "qkv" in key else value for key, value in tensors.items()}
 
 
 def rank_state(model: dict[str, torch.Tensor], rank: int, tp: int, pp: int) -> dict[str, Any]:

@@ -165,8 +165,8 @@ def test_modelopt_get_configs_parallel(comm: Communicator, directory: Path) -> N
     where = shared(comm, directory)
     ours = LinearConfig(torch.full((2, 3), comm.rank + 1.0), None, ["a", str(comm.rank)])
     for absent in range(4):  # None keeps its place; ModelOpt drops it
-        given = None if comm.rank == absent else ours
-        with sx.get_configs_parallel(given, [0, 1, 2], **where) as configs:
+        local_config = None if comm.rank == absent else ours
+        with sx.get_configs_parallel(local_config, [0, 1, 2], **where) as configs:
             assert [config is None for config in configs] == ([r == absent for r in range(3)] if comm.rank == 0 else [])
             for rank, config in enumerate(configs):
                 if config is not None:
@@ -176,10 +176,10 @@ def test_modelopt_get_configs_parallel(comm: Communicator, directory: Path) -> N
     big = torch.arange(1 << 20, dtype=torch.float32)
     strange = {"view": big[:10], "expanded": torch.ones(1).expand(5), "0-d": torch.tensor(2.0), "empty": {}}
     for count in (1, 39, 40, 1000):  # ModelOpt fails with 40
-        given = {"many": {str(i): torch.tensor([float(i)]) for i in range(count)}, **strange}
-        with sx.get_configs_parallel(given, [0, 1, 2], **where) as configs:
+        local_config = {"many": {str(i): torch.tensor([float(i)]) for i in range(count)}, **strange}
+        with sx.get_configs_parallel(local_config, [0, 1, 2], **where) as configs:
             for config in configs:
-                assert config["many"].keys() == given["many"].keys()
+                assert config["many"].keys() == local_config["many"].keys()
                 assert config["many"][str(count - 1)].item() == count - 1
                 assert config["view"].tolist() == list(range(10))
                 assert config["expanded"].tolist() == [1.0] * 5
@@ -250,13 +250,13 @@ def test_lux_local_rank_and_total_workers(comm: Communicator, directory: Path) -
 @on_ranks(1, 2, 3)
 def test_lux_bcast(comm: Communicator, directory: Path) -> None:
     for root in {0, comm.world_size - 1}:
-        given = ones_of(comm.rank == root)
+        value = ones_of(comm.rank == root)
         out = ones_of(7.0)
-        assert comm.broadcast(given, root=root, out=out) is out
+        assert comm.broadcast(value, root=root, out=out) is out
         assert out.eq(1).all()  # on root, too; Lux leaves it unchanged there
-        assert given.eq(float(comm.rank == root)).all()
-        assert comm.broadcast(given, root=root) is given
-        assert given.eq(1).all()
+        assert value.eq(float(comm.rank == root)).all()
+        assert comm.broadcast(value, root=root) is value
+        assert value.eq(1).all()
     with pytest.raises(InvalidArgumentError, match="root"):
         comm.broadcast(ones_of(1), root=comm.world_size)
 
@@ -607,38 +607,38 @@ def test_bagua_report_metrics_and_ask_and_update_hyperparameters(comm: Communica
 @on_ranks(1, 2, 3)
 def test_bagua_broadcast_parameters_and_allreduce_parameters(comm: Communicator, directory: Path) -> None:
     def module() -> nn.Module:
-        made = nn.BatchNorm1d(3)
-        for value in (*made.parameters(), *made.buffers()):
+        model = nn.BatchNorm1d(3)
+        for value in (*model.parameters(), *model.buffers()):
             value.data.fill_(comm.rank + 1)
-        return made
+        return model
 
     n = comm.world_size
-    made = module()
-    sx.train.broadcast_parameters(made, root=n - 1)
-    assert all(value.eq(n).all() for value in made.state_dict().values())
-    made = module()
-    sx.train.broadcast_parameters(made, broadcast_buffers=False)
-    assert made.weight.eq(1).all()
-    assert made.running_mean.eq(comm.rank + 1).all()
-    made = module()
-    sx.train.allreduce_parameters(made)
-    assert made.weight.eq((n + 1) / 2).all()
-    assert made.running_mean.eq((n + 1) / 2).all()
-    assert made.num_batches_tracked.item() == 1  # an integer is root's; Bagua averages it wrongly
+    model = module()
+    sx.train.broadcast_parameters(model, root=n - 1)
+    assert all(value.eq(n).all() for value in model.state_dict().values())
+    model = module()
+    sx.train.broadcast_parameters(model, broadcast_buffers=False)
+    assert model.weight.eq(1).all()
+    assert model.running_mean.eq(comm.rank + 1).all()
+    model = module()
+    sx.train.allreduce_parameters(model)
+    assert model.weight.eq((n + 1) / 2).all()
+    assert model.running_mean.eq((n + 1) / 2).all()
+    assert model.num_batches_tracked.item() == 1  # an integer is root's; Bagua averages it wrongly
 
 
 @on_ranks(1, 2)
 def test_bagua_init(comm: Communicator, directory: Path) -> None:
-    made = nn.Sequential(bagua_net(comm.rank), nn.BatchNorm1d(4))
-    made[1].running_mean.fill_(comm.rank)
-    first = torch.optim.SGD(made[0].parameters(), lr=0.01)
-    second = torch.optim.Adam(made[1].parameters(), lr=0.01)
+    model = nn.Sequential(bagua_net(comm.rank), nn.BatchNorm1d(4))
+    model[1].running_mean.fill_(comm.rank)
+    first = torch.optim.SGD(model[0].parameters(), lr=0.01)
+    second = torch.optim.Adam(model[1].parameters(), lr=0.01)
     module, optimizers = sx.train.data_parallel(
-        made, [first, second], "allreduce", broadcast_buffers=False, bucket_bytes=1 << 10, delay_reduce=True
+        model, [first, second], "allreduce", broadcast_buffers=False, bucket_bytes=1 << 10, delay_reduce=True
     )
     assert [optimizer.inner for optimizer in optimizers] == [first, second]
-    assert made[1].running_mean.eq(comm.rank).all()
-    assert same_everywhere(comm, flat(made))
+    assert model[1].running_mean.eq(comm.rank).all()
+    assert same_everywhere(comm, flat(model))
     for name in ("quantize", "decentralize", "allreduce"):
         for step in range(2):
             loss_of(module, comm.rank, step).backward()
@@ -650,7 +650,7 @@ def test_bagua_init(comm: Communicator, directory: Path) -> None:
     loss_of(module, comm.rank, 2).backward()
     for optimizer in optimizers:
         optimizer.step()
-    assert same_everywhere(comm, flat(made))
+    assert same_everywhere(comm, flat(model))
     assert len(optimizers[0].reducer.buckets) > 1  # message_size is honoured
 
 
@@ -763,19 +763,19 @@ def test_bagua_multi_models(comm: Communicator, directory: Path) -> None:
 @on_ranks(2, 4)
 def test_bagua_communicator(comm: Communicator, directory: Path) -> None:
     n, r = comm.world_size, comm.rank
-    given = torch.randn(100, generator=torch.Generator().manual_seed(r))
-    gathered = comm.all_gather(given)
-    total = comm.all_reduce(given.clone())
+    local = torch.randn(100, generator=torch.Generator().manual_seed(r))
+    gathered = comm.all_gather(local)
+    total = comm.all_reduce(local.clone())
     torch.testing.assert_close(total, torch.stack(gathered).sum(0))
-    assert torch.equal(comm.all_reduce(given.clone(), "avg"), total / n)
-    part = comm.reduce_scatter(torch.cat([given] * n))
+    assert torch.equal(comm.all_reduce(local.clone(), "avg"), total / n)
+    part = comm.reduce_scatter(torch.cat([local] * n))
     torch.testing.assert_close(part, total)
     assert [tensor[0].item() for tensor in comm.all_to_all([torch.tensor([10 * r + i]) for i in range(n)])] == [
         10 * i + r for i in range(n)
     ]
     if n % 2 == 0:  # from even to odd ranks
         peer = r + 1 - 2 * (r % 2)
-        moved = comm.recv(torch.empty(100), peer) if r % 2 else comm.send(given, peer)
+        moved = comm.recv(torch.empty(100), peer) if r % 2 else comm.send(local, peer)
         assert torch.equal(moved, gathered[r - r % 2])
     sent = {"lr": 0.02, "weight_decay": 1e-4, "momentum": 0.9}
     assert comm.broadcast_object(sent if r == 0 else None) == sent

@@ -216,8 +216,8 @@ def flat(value: Any) -> Any:
 
 
 def synchronizes(make: Callable[[int], Any], path: str) -> list[Any]:
-    given = [make(2), make(3)]
-    return run_ranks(lambda: content(sx.synchronize({"x": given[sx.get_rank()]})["x"]), 2)
+    states = [make(2), make(3)]
+    return run_ranks(lambda: content(sx.synchronize({"x": states[sx.get_rank()]})["x"]), 2)
 
 
 def gathers(make: Callable[[int], Any], path: str) -> list[Any]:

@@ -485,12 +485,12 @@ def assert_equal_state(one: torch.optim.Optimizer, other: torch.optim.Optimizer)
 def test_an_optimizer_gets_roots_state_and_continues_equally(kind: str, steps: tuple[int, int]) -> None:
     rank = here()[0]
     model, optimizer = trained(kind, rank, steps[rank])
-    groups, held = list(optimizer.param_groups), dict(optimizer.state)
+    groups, state = list(optimizer.param_groups), dict(optimizer.state)
     assert synchronize([model, optimizer]) == [model, optimizer]
     root_model, root_optimizer = trained(kind, 0, steps[0])
     assert_equal_state(optimizer, root_optimizer)
     assert all(group is own for group, own in zip(optimizer.param_groups, groups, strict=True))
-    assert all(optimizer.state[key] is held[key] for key in optimizer.state.keys() & held.keys())
+    assert all(optimizer.state[key] is state[key] for key in optimizer.state.keys() & state.keys())
     for one, two in ((model, optimizer), (root_model, root_optimizer)):
         train_step(one, two, torch.ones(4, 3))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), root_model.parameters(), strict=True))
@@ -825,8 +825,8 @@ def test_read_only_memory_is_allowed_on_root_only(case: str) -> None:
     make, words = UNWRITABLE[case]
 
     def ranks(bad: int) -> Any:
-        given = make()
-        mine = given if here()[0] == bad else np.array(given) if case == "read-only" else torch.zeros(3)
+        tensor = make()
+        mine = tensor if here()[0] == bad else np.array(tensor) if case == "read-only" else torch.zeros(3)
         return synchronize({"x": mine})["x"].tolist()
 
     first, second = run_ranks(ranks, 2, args=(0,))

@@ -272,14 +272,14 @@ def test_replicas_without_digests_are_compared_by_their_bytes(tmp_path: Path) ->
 
 def test_tied_tensors_are_written_once_if_they_are_equal(tmp_path: Path) -> None:
     value = torch.arange(6.0)
-    held = [part("a", value, full_box((6,))), part("b", value, full_box((6,)))]
-    save(tmp_path / "ws", held, aliases={"b": "a"})
+    parts = [part("a", value, full_box((6,))), part("b", value, full_box((6,)))]
+    save(tmp_path / "ws", parts, aliases={"b": "a"})
     report = merge_checkpoint(tmp_path / "ws", tmp_path / "out")
     assert (list(load_file(tmp_path / "out" / "model.safetensors")), report.aliases) == (["a"], {"b": "a"})
     assert json.loads((tmp_path / "out" / "statexchange.json").read_text())["aliases"] == {"b": "a"}
     shutil.rmtree(tmp_path / "ws")
     shutil.rmtree(tmp_path / "out")
-    save(tmp_path / "ws", [held[0], part("b", value + 1, full_box((6,)))], aliases={"b": "a"})
+    save(tmp_path / "ws", [parts[0], part("b", value + 1, full_box((6,)))], aliases={"b": "a"})
     assert refuse(ReplicaError, tmp_path, "tied to 'a'").name == "b"
 
 
@@ -303,8 +303,8 @@ def test_invalid_options_and_dtypes_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_raises_what_the_merge_raises_and_writes_nothing(tmp_path: Path) -> None:
-    held = [part("w", torch.ones(2), full_box((2,))), part("v", torch.ones(2), full_box((2,)))]
-    save(tmp_path / "ws", [*held, part("c", torch.ones(2, dtype=torch.complex128), full_box((2,)))])
+    parts = [part("w", torch.ones(2), full_box((2,))), part("v", torch.ones(2), full_box((2,)))]
+    save(tmp_path / "ws", [*parts, part("c", torch.ones(2, dtype=torch.complex128), full_box((2,)))])
     file = tmp_path / "file"
     file.write_bytes(b"")
     (tmp_path / "link").symlink_to("nowhere")
@@ -503,8 +503,8 @@ def test_small_files_are_copied(tmp_path: Path) -> None:
     ]
     merge_checkpoint(tmp_path / "ws", tmp_path / "out", files_from=[model / ".hidden"], overwrite=True)
     assert sorted(os.listdir(tmp_path / "out")) == [".hidden", "model.safetensors", "statexchange.json"]
-    given = {"config.json": "{}", "tokenizer.model": b"\xff"}
-    merge_checkpoint(tmp_path / "ws", tmp_path / "out", files_from=given, overwrite=True)
+    files = {"config.json": "{}", "tokenizer.model": b"\xff"}
+    merge_checkpoint(tmp_path / "ws", tmp_path / "out", files_from=files, overwrite=True)
     assert (tmp_path / "out/config.json").read_text() == "{}"
     assert (tmp_path / "out/tokenizer.model").read_bytes() == b"\xff"
     shutil.rmtree(tmp_path / "out")

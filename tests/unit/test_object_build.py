@@ -59,8 +59,8 @@ def test_a_merge_into_a_store_is_the_merge_into_a_directory(store: Any, tmp_path
     report = sx.merge_checkpoint(tmp_path / "saved", "memory://bucket/out", **options)
     assert report.path == "memory://bucket/out"
     assert objects(store, "bucket/out") == {p.name: p.read_bytes() for p in (tmp_path / "local").iterdir()}
-    made = {path.rpartition("/")[2]: store.store[path].created for path in store.find("/bucket/out")}
-    assert max(made, key=lambda name: made[name]) == "statexchange.json"
+    created = {path.rpartition("/")[2]: store.store[path].created for path in store.find("/bucket/out")}
+    assert max(created, key=lambda name: created[name]) == "statexchange.json"
 
 
 def test_a_checkpoint_in_a_store_is_not_replaced_unasked(store: Any, tmp_path: Path) -> None:

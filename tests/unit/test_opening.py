@@ -95,11 +95,11 @@ def test_few_descriptors_serve_many_files_rounds_and_directories(tmp_path: Path)
 
 def test_an_open_checkpoint_can_be_pickled_and_copied(tmp_path: Path) -> None:
     publish(tmp_path / "out", 3.0)
-    held = sx.open_checkpoint(tmp_path / "out")
-    for again in (pickle.loads(pickle.dumps(held)), copy.deepcopy(held)):
+    opened = sx.open_checkpoint(tmp_path / "out")
+    for again in (pickle.loads(pickle.dumps(opened)), copy.deepcopy(opened)):
         assert again["a"].read().tolist() == [3.0] * 3
-    assert pickle.loads(pickle.dumps(held["a"])).read().tolist() == [3.0] * 3
-    sent = pickle.dumps(held)
+    assert pickle.loads(pickle.dumps(opened["a"])).read().tolist() == [3.0] * 3
+    sent = pickle.dumps(opened)
     sx.export_checkpoint({"a": np.zeros(9)}, tmp_path / "out", overwrite=True)
     with pytest.raises(sx.errors.ReplacedError):
         pickle.loads(sent)
@@ -107,10 +107,10 @@ def test_an_open_checkpoint_can_be_pickled_and_copied(tmp_path: Path) -> None:
 
 def test_a_closed_file_is_not_opened_again(tmp_path: Path) -> None:
     publish(tmp_path / "out", 3.0)
-    held = sx.open_checkpoint(tmp_path / "out")
-    held.close()
+    opened = sx.open_checkpoint(tmp_path / "out")
+    opened.close()
     with pytest.raises(sx.errors.InvalidArgumentError, match="has been closed"):
-        held["a"].read()
+        opened["a"].read()
 
 
 def test_a_directory_whose_name_is_no_run_is_not_opened(tmp_path: Path) -> None:
@@ -226,11 +226,11 @@ def test_a_tilde_in_a_target_is_the_home_directory(taker: str, checkpoint: Path)
 
 @pytest.mark.parametrize("make", [Workspace, sx.NFSWorkspace, lambda path: sx.save_checkpoint(STATE, path)])
 def test_a_tilde_in_a_workspace_is_the_home_directory(make: Taker, checkpoint: Path) -> None:
-    made = make("~/saved")
-    if isinstance(made, sx.NFSWorkspace):
-        made.write_configs_and_weights(None, STATE)
-    elif isinstance(made, Workspace):
-        assert made.path == str(checkpoint.parent / "home/saved")
+    workspace = make("~/saved")
+    if isinstance(workspace, sx.NFSWorkspace):
+        workspace.write_configs_and_weights(None, STATE)
+    elif isinstance(workspace, Workspace):
+        assert workspace.path == str(checkpoint.parent / "home/saved")
     assert sorted(os.listdir()) == ["checkpoint", "home"]
 
 

@@ -99,17 +99,17 @@ def test_objects_of_unknown_classes_are_opaque_and_keep_their_content(protocol: 
     lower = settings_of_old()
     lower.depth = 2  # type: ignore[attr-defined]
     values = [settings, lower, collections.deque([1, 2]), argparse.Namespace(lr=0.5), dt.date(2020, 1, 2)]
-    made = opaque(values, protocol)
+    read = opaque(values, protocol)
     home = Settings.__module__
-    assert [(one.class_name, one.is_unknown) for one in made] == [
+    assert [(one.class_name, one.is_unknown) for one in read] == [
         (f"{home}.Settings", True),
         (f"{home}.settings_of_old", True),
         ("collections.deque", True),
         ("argparse.Namespace", True),
         ("datetime.date", True),
     ]
-    assert (made[0].items, made[0].state, made[1].state) == (["a", 1], {"name": "x"}, {"depth": 2})
-    assert (made[2].items, made[3].state) == ([1, 2], {"lr": 0.5})
+    assert (read[0].items, read[0].state, read[1].state) == (["a", 1], {"name": "x"}, {"depth": 2})
+    assert (read[2].items, read[3].state) == ([1, 2], {"lr": 0.5})
     with pytest.raises(UnsafeError, match="Settings, which is not known to be harmless"):
         read_pickle(pickle.dumps(settings, protocol), "x")
 
@@ -128,8 +128,8 @@ def test_functions_as_values_are_opaque(protocol: int) -> None:
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_numpys_objects_are_opaque(protocol: int) -> None:
     values = [np.arange(3), np.float64(1), np.dtype("f4"), np.float32, np.random.default_rng(1), np.array([None])]
-    made = opaque(values, protocol)
-    names = [one.name if type(one) is GlobalRef else one.class_name for one in made]
+    read = opaque(values, protocol)
+    names = [one.name if type(one) is GlobalRef else one.class_name for one in read]
     assert [name.rpartition(".")[2] for name in names] == [
         "ndarray", "scalar", "dtype", "float32", "__generator_ctor", "ndarray"
     ]  # fmt: skip

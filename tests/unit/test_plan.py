@@ -70,16 +70,20 @@ def meshes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[Box]]]:
     ]
     holders = draw(st.integers(1, 5))
     owners = draw(st.lists(st.integers(0, holders - 1), min_size=len(boxes), max_size=len(boxes)))
-    held: list[list[Box]] = [[] for _ in range(holders)]
+    boxes_by_holder: list[list[Box]] = [[] for _ in range(holders)]
     for box, owner in zip(draw(st.permutations(boxes)), owners, strict=True):
-        held[owner].append(box)
+        boxes_by_holder[owner].append(box)
     for box in draw(st.lists(st.sampled_from(boxes), max_size=3)):  # replicas
-        held[draw(st.integers(0, holders - 1))].append(box)
-    return shape, held
+        boxes_by_holder[draw(st.integers(0, holders - 1))].append(box)
+    return shape, boxes_by_holder
 
 
-def plan_one(shape: tuple[int, ...], held: list[list[Box]], dtype: str = "F32", **options: Any) -> TensorPlan:
-    rank_shards = [RankShards(10 + r, [Shard("w", dtype, shape, tuple(boxes))]) for r, boxes in enumerate(held)]
+def plan_one(
+    shape: tuple[int, ...], boxes_by_holder: list[list[Box]], dtype: str = "F32", **options: Any
+) -> TensorPlan:
+    rank_shards = [
+        RankShards(10 + r, [Shard("w", dtype, shape, tuple(boxes))]) for r, boxes in enumerate(boxes_by_holder)
+    ]
     return plan_merge(rank_shards, ExportOptions(**options)).files[0].tensors[0]
 
 
@@ -87,13 +91,15 @@ def plan_one(shape: tuple[int, ...], held: list[list[Box]], dtype: str = "F32", 
 def test_every_piece_of_a_plan_is_a_part_of_a_box_of_its_holder(
     mesh: tuple[tuple[int, ...], list[list[Box]]],
 ) -> None:
-    shape, held = mesh
-    tensor = plan_one(shape, held)
+    shape, boxes_by_holder = mesh
+    tensor = plan_one(shape, boxes_by_holder)
     assert (counted(shape, [piece.box for piece in tensor.pieces]) == 1).all()
     for piece in tensor.pieces:
         for holder, index in [(piece.holder, piece.box_index), *piece.replicas]:
-            assert held[holder][index] == piece.box
-        everywhere = {(h, i) for h, boxes in enumerate(held) for i, box in enumerate(boxes) if box == piece.box}
+            assert boxes_by_holder[holder][index] == piece.box
+        everywhere = {
+            (h, i) for h, boxes in enumerate(boxes_by_holder) for i, box in enumerate(boxes) if box == piece.box
+        }
         assert everywhere == {(piece.holder, piece.box_index), *piece.replicas}
     starts = [piece.box.offsets for piece in tensor.pieces]
     assert starts == sorted(starts)
@@ -101,22 +107,22 @@ def test_every_piece_of_a_plan_is_a_part_of_a_box_of_its_holder(
 
 @st.composite
 def corruptions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[Box]]]:
-    shape, held = draw(meshes())
-    places = [(h, i) for h, boxes in enumerate(held) for i, box in enumerate(boxes) if box.numel]
+    shape, boxes_by_holder = draw(meshes())
+    places = [(h, i) for h, boxes in enumerate(boxes_by_holder) for i, box in enumerate(boxes) if box.numel]
     for _ in range(draw(st.integers(1, 3))):
         h, i = draw(st.sampled_from(places))
-        box = held[h][i]
+        box = boxes_by_holder[h][i]
         kind = draw(st.sampled_from(["drop", "move", "add"]))
         if kind == "drop":
-            held[h][i] = Box(box.offsets, (0,) * len(shape)) if shape else box
+            boxes_by_holder[h][i] = Box(box.offsets, (0,) * len(shape)) if shape else box
             continue
         offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
         sizes = tuple(draw(st.integers(1, size - o)) for size, o in zip(shape, offsets, strict=True))
         if kind == "move":
-            held[h][i] = Box(offsets, sizes)
+            boxes_by_holder[h][i] = Box(offsets, sizes)
         else:
-            held[draw(st.integers(0, len(held) - 1))].append(Box(offsets, sizes))
-    return shape, held
+            boxes_by_holder[draw(st.integers(0, len(boxes_by_holder) - 1))].append(Box(offsets, sizes))
+    return shape, boxes_by_holder
 
 
 @pytest.fixture(params=["few boxes", "many boxes"], scope="module")
@@ -132,15 +138,15 @@ def way(request: pytest.FixtureRequest) -> Iterator[None]:
 @given(corruptions())
 @example(((4, 4), [[Box((0, 0), (2, 4))], [Box((1, 0), (3, 4))]]))
 def test_corrupted_boxes_get_the_verdict_of_the_reference(case: tuple[tuple[int, ...], list[list[Box]]]) -> None:
-    shape, held = case
-    distinct = {box for boxes in held for box in boxes if box.numel}
+    shape, boxes_by_holder = case
+    distinct = {box for boxes in boxes_by_holder for box in boxes if box.numel}
     expected = verdict(shape, distinct)
     counts = counted(shape, distinct)
     if expected == "cover":
-        plan_one(shape, held)
+        plan_one(shape, boxes_by_holder)
         return
     with pytest.raises((IncompleteError, OverlapError)) as caught:
-        plan_one(shape, held)
+        plan_one(shape, boxes_by_holder)
     region = counts[region_in(str(caught.value))]
     assert caught.value.name == "w"
     assert region.size
@@ -154,7 +160,7 @@ def test_corrupted_boxes_get_the_verdict_of_the_reference(case: tuple[tuple[int,
         claimed = [region_in("region " + text) for text in re.findall(r"as (\[.*?\])", str(caught.value))]
         for rank, where in zip(claims, claimed, strict=False):
             assert where in [
-                tuple(slice(o, e) for o, e in zip(b.offsets, b.ends, strict=True)) for b in held[rank - 10]
+                tuple(slice(o, e) for o, e in zip(b.offsets, b.ends, strict=True)) for b in boxes_by_holder[rank - 10]
             ]
 
 
@@ -427,11 +433,11 @@ def test_tensors_lie_in_a_file_where_safetensors_puts_them(
 
 @given(meshes())
 def test_the_plan_digest_depends_on_the_output_only(mesh: tuple[tuple[int, ...], list[list[Box]]]) -> None:
-    shape, held = mesh
+    shape, boxes_by_holder = mesh
     assume(shape)
 
     def digest(rows: int, **options: Any) -> str:
-        held_by = [RankShards(r, [Shard("w", "F32", shape, tuple(boxes))]) for r, boxes in enumerate(held)]
+        held_by = [RankShards(r, [Shard("w", "F32", shape, tuple(boxes))]) for r, boxes in enumerate(boxes_by_holder)]
         return plan_merge([*held_by, RankShards(9, [whole("v", rows)])], ExportOptions(**options)).digest
 
     assert re.fullmatch("[0-9a-f]{32}", digest(3))

@@ -225,10 +225,10 @@ def test_a_checkpoint_without_references_holds_no_descriptors(tmp_path: Path) ->
     export(tmp_path / "out", 1.0)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
-        held = sx.open_checkpoint(tmp_path / "out")
-        assert held["t0"].read().sum() == 24
+        opened = sx.open_checkpoint(tmp_path / "out")
+        assert opened["t0"].read().sum() == 24
     assert len(os.listdir("/proc/self/fd")) > before
-    del held
+    del opened
     assert len(os.listdir("/proc/self/fd")) == before
 
 

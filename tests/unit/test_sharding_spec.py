@@ -59,7 +59,7 @@ def test_every_element_comes_once_and_from_ranks_that_have_it(case: tuple[tuple[
     shape, placement = case
     tensor = planned(shape, placement)
     ranks = list(product(*map(range, placement.mesh_shape)))
-    held = [torch_elements(shape, placement, at) for at in ranks]
+    elements = [torch_elements(shape, placement, at) for at in ranks]
     counts = np.zeros(shape, dtype=int)
     boxes_by_rank: list[list[tuple[int, Box]]] = [[] for _ in ranks]
     for piece in tensor.pieces:
@@ -71,7 +71,7 @@ def test_every_element_comes_once_and_from_ranks_that_have_it(case: tuple[tuple[
         boxes.sort(key=lambda item: item[0])
         assert [index for index, _ in boxes] == list(range(len(boxes)))
         numbers = sorted(n for _, box in boxes for n in elements_of(box, shape).reshape(-1).tolist())
-        assert numbers == sorted(held[rank].reshape(-1).tolist())
+        assert numbers == sorted(elements[rank].reshape(-1).tolist())
     offsets = [piece.box.offsets for piece in tensor.pieces]
     assert offsets == sorted(offsets)
     assert list(tensor.pieces) == [tensor.pieces[index] for index in range(len(tensor.pieces))]
@@ -140,8 +140,8 @@ def test_a_record_round_trips_through_json(case: tuple[tuple[int, ...], Placemen
     assert Placement.from_json(json.loads(json.dumps(placement.to_json()))) == placement
     at = list(product(*map(range, placement.mesh_shape)))[rank]
     assert coordinate_of(rank, placement.mesh_shape) == at
-    held = torch_elements(shape, placement, at)
-    assert ShardingSpec("w", "U8", shape, placement).shard_of(rank).nbytes == held.numel()
+    elements = torch_elements(shape, placement, at)
+    assert ShardingSpec("w", "U8", shape, placement).shard_of(rank).nbytes == elements.numel()
 
 
 def test_runs_that_leave_a_gap_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,10 +30,10 @@ from statexchange.storage.workspace import Receipt, Workspace
 def fill(path: Path, run: str = "job", ranks: int = 3, world_size: int = 3, number: int = 1) -> list[Receipt]:
     """Rows of `w`, one to a rank."""
     data = [memoryview(bytes([r] * 4)) for r in range(ranks)]
-    held = [[ShardData(Shard("w", "U8", (world_size, 4), (Box((r, 0), (1, 4)),)), data[r])] for r in range(ranks)]
+    tensors = [[ShardData(Shard("w", "U8", (world_size, 4), (Box((r, 0), (1, 4)),)), data[r])] for r in range(ranks)]
     return [
         Workspace(path).write(h, run=run, round=number, rank=r, world_size=world_size, config=str(r))
-        for r, h in enumerate(held)
+        for r, h in enumerate(tensors)
     ]
 
 

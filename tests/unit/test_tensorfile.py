@@ -106,9 +106,9 @@ def test_a_digest_does_not_depend_on_how_its_bytes_are_split(tmp_path: Path) -> 
     value = torch.arange(6.0)
     several = held("w", value, (4, 4), Box((0, 0), (2, 2)), Box((3, 0), (1, 2)))
     boxes = [content(value[:4]), content(value[4:])]
-    given = ShardData(several.shard, lambda box: (boxes[box][at : at + 3] for at in range(0, len(boxes[box]), 3)))
-    for one in (several, given):
-        path = write(tmp_path / f"{one is given}", one)
+    split = ShardData(several.shard, lambda box: (boxes[box][at : at + 3] for at in range(0, len(boxes[box]), 3)))
+    for one in (several, split):
+        path = write(tmp_path / f"{one is split}", one)
         facts = header_of(str(path)).workspace_metadata("x")
         assert facts is not None
         assert facts["tensors"]["w"]["digests"] == [digest(box) for box in boxes]

@@ -600,8 +600,8 @@ def test_a_name_appears_after_its_bytes_are_durable_and_is_then_made_durable(tmp
     calls = [call for call, before in zip(calls, ["", *calls], strict=False) if call != "pwrite64" or before != call]
     new_file = ["fallocate", "pwrite64", "fsync", "linkat", "unlinkat", "fsync"]
     assert calls == ["mkdirat", "mkdirat", "fsync", *new_file, *new_file, "renameat2", "fsync", *["unlinkat"] * 4]
-    made = re.findall(r"^\d+ +mkdirat\(.*(?:= 0|EEXIST.*)$", (tmp_path / "log").read_text(), re.MULTILINE)
-    assert len(made) == 2
+    directories = re.findall(r"^\d+ +mkdirat\(.*(?:= 0|EEXIST.*)$", (tmp_path / "log").read_text(), re.MULTILINE)
+    assert len(directories) == 2
 
 
 def test_a_write_leaves_no_file_if_the_directory_cannot_be_synced(tmp_path: Path) -> None:
