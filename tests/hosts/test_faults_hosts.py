@@ -1,4 +1,4 @@
-"""A rank of another host dies or fails while state is exported, saved or loaded: both hosts hear of it, soon."""
+"""A rank on one host dies or fails during an export, save or load: ranks of both hosts raise its error, soon."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def meets(verb: str, out: str, how: str, rank: int) -> Any:
     comm.barrier()
     with pytest.raises(sx.errors.PeerError) as caught:
         act(verb, out, 2.0, how, rank)
-    told = [str(caught.value)]
+    messages = [str(caught.value)]
     if comm.rank == 0:
         found = content(Path(out))
         assert {name: data for name, data in found.items() if name in before} == before
@@ -54,7 +54,7 @@ def meets(verb: str, out: str, how: str, rank: int) -> Any:
         assert all(name.endswith(LEFT) for name in left)
         assert not left or how == "kill"
     sx.shutdown()
-    return told
+    return messages
 
 
 def next_run(verb: str, out: str) -> list[str]:

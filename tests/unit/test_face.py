@@ -1,4 +1,4 @@
-"""The public face: few names, typed, listed, readable without torch."""
+"""The public names: few, typed, listed in the stub, readable without torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_each_public_name_exists_and_stands_in_the_stub(package: str) -> None:
         _ = module.nonsense
 
 
-def test_each_public_function_and_class_says_what_it_is_for() -> None:
+def test_each_public_function_and_class_has_a_docstring() -> None:
     for module in (sx, sx.comm, sx.train, sx.errors, sx.testing):
         assert module.__doc__
         for name in module.__all__:
@@ -64,7 +64,7 @@ def test_pydoc_works_without_torch(module: str) -> None:
         assert "load_checkpoint(" in done.stdout
 
 
-def test_a_name_that_needs_torch_says_so() -> None:
+def test_a_name_that_needs_torch_names_the_missing_extra() -> None:
     script = WITHOUT_TORCH + textwrap.dedent("""
         import statexchange as sx
         print('train' in dir(sx), 'synchronize' in dir(sx))
@@ -75,7 +75,7 @@ def test_a_name_that_needs_torch_says_so() -> None:
     assert 'pip install "statexchange[torch]"' in done.stderr
 
 
-def test_a_workspace_that_is_read_without_torch_says_so(tmp_path: Path) -> None:
+def test_reading_a_workspace_without_torch_names_the_missing_extra(tmp_path: Path) -> None:
     sx.NFSWorkspace(tmp_path / "ws", run="job").write_configs_and_weights({"layers": 2}, {"w": torch.ones(2)})
     script = WITHOUT_TORCH + textwrap.dedent("""
         import statexchange as sx

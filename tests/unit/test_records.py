@@ -1,4 +1,4 @@
-"""What ranks send each other about state: records that come back as they were, or are refused, whatever is changed."""
+"""Records that ranks send each other about state: they round-trip, and changed ones are read or refused."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def sent(record: Any) -> Any:
 
 
 def places(raw: Any) -> Iterator[tuple[Any, ...]]:
-    """Every place in a JSON value, as the keys that lead there."""
+    """Return every place in a JSON value, as the keys that lead to it."""
     yield ()
     for key, item in raw.items() if isinstance(raw, dict) else enumerate(raw) if isinstance(raw, list) else ():
         for rest in places(item):
@@ -91,7 +91,7 @@ def places(raw: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def changed(raw: Any, place: tuple[Any, ...], change: Callable[[Any, Any], None]) -> Any:
-    """A copy in which `change` was made to the container and key of a place."""
+    """Return a copy in which `change` was applied to the container and key of a place."""
     top = [copy.deepcopy(raw)]
     inside: Any = top
     for key in (0, *place)[:-1]:
@@ -101,13 +101,13 @@ def changed(raw: Any, place: tuple[Any, ...], change: Callable[[Any, Any], None]
 
 
 @pytest.mark.parametrize(("record", "read"), CASES, ids=IDS)
-def test_a_record_comes_back_as_it_was(record: Any, read: Callable[[Any], Any]) -> None:
+def test_a_record_round_trips(record: Any, read: Callable[[Any], Any]) -> None:
     assert sent(read(sent(record))) == sent(record)
 
 
 @pytest.mark.parametrize(("record", "read"), CASES, ids=IDS)
 def test_a_record_that_was_changed_is_read_or_refused(record: Any, read: Callable[[Any], Any]) -> None:
-    """Wrong types, counts and values anywhere: a ValueError, or another whole record."""
+    """Wrong types, counts and values anywhere: a ValueError, or another valid record."""
     raw, refused = sent(record), 0
 
     def check(other: Any) -> bool:
@@ -129,13 +129,13 @@ def test_a_record_that_was_changed_is_read_or_refused(record: Any, read: Callabl
 
 
 @pytest.mark.parametrize("data", [b"", b"[", b"{}", b"[1, 2]", b"\xff", b"[" * 100_000])
-def test_what_cannot_be_read_names_the_rank_that_sent_it(data: bytes) -> None:
+def test_an_invalid_record_names_the_rank_that_sent_it(data: bytes) -> None:
     with pytest.raises(sx.errors.MismatchError, match=r"cannot read the plan that rank 3 sent.*same version") as caught:
         records.decoded(data, lambda raw: WritePlan.from_json(raw, 2), "the plan", 3)
     assert caught.value.rank == 3
 
 
-def test_a_plan_of_ranks_and_files_that_are_not_there_is_refused() -> None:
+def test_a_plan_with_absent_ranks_or_files_is_refused() -> None:
     for place, value in (
         (("tensors", 0, "file"), 2),
         (("tensors", 0, "pieces", 0, "holder"), 2),
