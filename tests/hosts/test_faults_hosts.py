@@ -31,7 +31,7 @@ def act(verb: str, out: str, value: float, how: str | None, rank: int) -> None:
     if verb == "export":
         sx.export_checkpoint(state, out, layout=LAYOUT, overwrite=True, on_progress=fault)
     elif verb == "save":
-        sx.save_checkpoint(Trapped(state, fault), out, overwrite=True)
+        sx.save_checkpoint(Trapped(state, fault), out, layout=LAYOUT, overwrite=True)
     else:
         live = {name: torch.zeros_like(t) if name != "rows" else torch.zeros(30, 100) for name, t in state.items()}
         sx.load_checkpoint(Trapped(live, fault), out, strict=False)
@@ -62,7 +62,7 @@ def next_run(verb: str, out: str) -> list[str]:
     act(verb, out, 3.0, None, 0)
     if comm.rank == 0 and verb != "load":
         with sx.open_checkpoint(out) as checkpoint:
-            assert (checkpoint["same"].read() == 3).all()
+            assert (checkpoint["rows"].read() == 3).all()
         assert verify(out).findings == ()
         assert os.listdir(os.path.dirname(out)) == [os.path.basename(out)]
     sx.shutdown()
