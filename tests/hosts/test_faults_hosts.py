@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from sweeps import slow
 from test_faults import LAYOUT, LEFT, Trapped, content, state_of, strike
 from two_hosts import missing, two_hosts
 
 import statexchange as sx
+from statexchange.report.verify import verify
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -31,7 +31,7 @@ def act(verb: str, out: str, value: float, how: str | None, rank: int) -> None:
     if verb == "export":
         sx.export_checkpoint(state, out, layout=LAYOUT, overwrite=True, on_progress=fault)
     elif verb == "save":
-        sx.save_checkpoint(Trapped(state, fault), out)
+        sx.save_checkpoint(Trapped(state, fault), out, layout=LAYOUT, overwrite=True)
     else:
         live = {name: torch.zeros_like(t) if name != "rows" else torch.zeros(30, 100) for name, t in state.items()}
         sx.load_checkpoint(Trapped(live, fault), out, strict=False)
@@ -60,8 +60,10 @@ def meets(verb: str, out: str, how: str, rank: int) -> Any:
 def next_run(verb: str, out: str) -> list[str]:
     comm = sx.init("auto", timeout_s=15.0)
     act(verb, out, 3.0, None, 0)
-    if comm.rank == 0 and verb == "export":
-        assert load_file(f"{out}/model.safetensors")["rows"].eq(3).all()
+    if comm.rank == 0 and verb != "load":
+        with sx.open_checkpoint(out) as checkpoint:
+            assert (checkpoint["rows"].read() == 3).all()
+        assert verify(out).findings == ()
         assert os.listdir(os.path.dirname(out)) == [os.path.basename(out)]
     sx.shutdown()
     return []

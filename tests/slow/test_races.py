@@ -46,8 +46,9 @@ def load(out):
     sx.load_checkpoint(state, out)
     return values(state.items())
 
-def save(path, value):
-    sx.save_checkpoint({"t0": np.full((64, 40), value, np.float32)}, path)
+def save(path, value, overwrite):
+    state = {f"t{i}": np.full((64, 40), value, np.float32) for i in range(4)}
+    sx.save_checkpoint(state, path, overwrite=overwrite)
 
 for line in sys.stdin:
     name, arguments, at = json.loads(line)
@@ -141,15 +142,39 @@ def test_two_publishers_that_overwrite_and_a_reader(actors: list[Actor], tmp_pat
     print(dict(tally))
 
 
-def test_two_jobs_that_save_into_one_workspace(actors: list[Actor], tmp_path: Path) -> None:
-    path = str(tmp_path / "saved")
+def test_two_savers_to_a_new_name(actors: list[Actor], tmp_path: Path) -> None:
     for number in range(RUNS):
-        calls = [(actor, "save", (path, 2.0 * number + index)) for index, actor in enumerate(actors[:2], 1)]
-        assert at_once(calls, 0.02) == [["ok", None]] * 2
-        state = {"t0": np.zeros((64, 40), np.float32)}
-        sx.load_checkpoint(state, path)
-        assert np.unique(state["t0"]).tolist() in ([2.0 * number + 1], [2.0 * number + 2])
-    assert not verify(path).findings
+        out = str(tmp_path / str(number) / "saved")
+        calls = [(actor, "save", (out, float(value), False)) for value, actor in enumerate(actors[:2], 1)]
+        answers = at_once(calls, 0.02)
+        winners = [float(value) for value, answer in enumerate(answers, 1) if answer[0] == "ok"]
+        losers = [answer for answer in answers if answer[0] != "ok"]
+        assert (len(winners), [name for name, _ in losers]) == (1, ["TargetExistsError"]), answers
+        assert (values(out), verify(out).findings, os.listdir(tmp_path / str(number))) == (winners, (), ["saved"])
+
+
+def test_two_savers_that_overwrite_and_a_reader(actors: list[Actor], tmp_path: Path) -> None:
+    out = str(tmp_path / "saved")
+    sx.save_checkpoint({f"t{i}": np.zeros((64, 40), np.float32) for i in range(4)}, out)
+    said: Counter[str] = Counter()
+    for number in range(RUNS):
+        read = ("read", "load")[number % 2]
+        calls: list[tuple[Actor, str, tuple[Any, ...]]] = [
+            (actors[0], "save", (out, 2.0 * number + 1, True)),
+            (actors[1], "save", (out, 2.0 * number + 2, True)),
+            (actors[2], read, (out,)),
+        ]
+        before = values(out)
+        *saved, seen = at_once(calls, 0.03)
+        won = [2.0 * number + 1 + index for index, answer in enumerate(saved) if answer[0] == "ok"]
+        assert won, saved
+        assert all(answer[0] in ("ok", "TargetExistsError") for answer in saved), saved
+        assert seen[0] == "ok", seen
+        assert seen[1] in ([before[0]], *([value] for value in won)), (seen, before, won)
+        assert values(out)[0] in won
+        assert (verify(out).findings, os.listdir(tmp_path)) == ((), ["saved"])
+        said["both, one after the other" if len(won) == 2 else "one"] += 1
+    print(dict(said))
 
 
 @pytest.mark.timeout(900)

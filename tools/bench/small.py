@@ -56,7 +56,7 @@ def rank_main(number: int, folder: str, rounds: int) -> dict[str, list[float]]:
         state, live = make(), make()
         ways: dict[str, Callable[[], object]] = {
             "export_checkpoint": partial(sx.export_checkpoint, state, f"{folder}/export", overwrite=True),
-            "save_checkpoint": partial(sx.save_checkpoint, {"model": state}, f"{folder}/save"),
+            "save_checkpoint": partial(sx.save_checkpoint, {"model": state}, f"{folder}/save", overwrite=True),
             "dcp.save": partial(dcp.state_dict_saver.save, state, checkpoint_id=f"{folder}/dcp"),
             "load_checkpoint of the export": partial(sx.load_checkpoint, live, f"{folder}/export"),
             "load_checkpoint of the save": partial(sx.load_checkpoint, {"model": live}, f"{folder}/save"),

@@ -109,9 +109,9 @@ def reads_go_on_while_rounds_are_dropped(session: Session, mount: str) -> str:
 
 
 @check("A6", ("v42", "v3l"))
-def loads_go_on_while_saves_are_dropped(session: Session, mount: str) -> str:
-    """`load_checkpoint` always gets one whole save while another host saves and drops old ones."""
-    path, seconds = session.path(mount, "saves"), 60.0 if session.long else 3.0
+def loads_go_on_while_a_save_is_replaced(session: Session, mount: str) -> str:
+    """`load_checkpoint` always gets one whole save while another host replaces it again and again."""
+    path, seconds = session.path(mount, "replaced/save"), 60.0 if session.long else 3.0
     session.value(session.a.call("save", path=path, step=1))
     saved, loaded = together(
         (session.a, "save_repeatedly", {"path": path, "seconds": seconds}),

@@ -269,12 +269,12 @@ def _saved_state(step: int, kib: int) -> Values:
 
 
 def save(path: str, step: int, kib: int = 64) -> None:
-    """Save the state of a step at `path`; earlier saves there may be dropped."""
-    sx.save_checkpoint(_saved_state(step, kib), path)
+    """Save the state of a step at `path`, in the place of the save that is there."""
+    sx.save_checkpoint(_saved_state(step, kib), path, overwrite=True)
 
 
 def load_save(path: str, kib: int = 64) -> list[float]:
-    """Load the newest save and return the steps of its values."""
+    """Load a save and return the steps that its values are of."""
     state = _saved_state(0, kib)
     sx.load_checkpoint(state, path)
     return sorted({*_steps_of(state["model"].items()), float(state["step"])})
@@ -301,7 +301,7 @@ def save_repeatedly(path: str, seconds: float, kib: int = 64) -> Values:
 
 
 def load_saves_repeatedly(path: str, seconds: float, kib: int = 64) -> Values:
-    """Load the newest save until time is over."""
+    """Load a save again and again until time is over."""
     return _read_until(time.time() + seconds, sys.maxsize, lambda: load_save(path, kib))
 
 
@@ -437,12 +437,13 @@ def check_sharded(path: str, step: int, world_size: int) -> list[str]:
 
 
 def save_of_rank(path: str, step: int) -> None:
-    """Save a state that differs between ranks."""
-    sx.save_checkpoint({f"rank{sx.get_rank()}": np.full((100, 50), step, np.float32), "step": step}, path)
+    """Save state that differs between ranks, in the place of the save that is there."""
+    state = {f"rank{sx.get_rank()}": np.full((100, 50), step, np.float32), "step": step}
+    sx.save_checkpoint(state, path, overwrite=True)
 
 
 def load_of_rank(path: str) -> list[float]:
-    """Load this rank's part of the newest save and return the steps of its values."""
+    """Load this rank's part of a save and return the steps that it is of."""
     name = f"rank{sx.get_rank()}"
     state: Values = {name: np.zeros((100, 50), np.float32), "step": -1}
     sx.load_checkpoint(state, path, strict=False)
