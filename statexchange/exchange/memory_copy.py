@@ -48,6 +48,7 @@ from statexchange.errors import (
     CorruptError,
     IncompleteError,
     NotFoundError,
+    ReplacedError,
     StateExchangeError,
     StorageError,
     UnsafeError,
@@ -61,9 +62,9 @@ from statexchange.storage.build import Build
 from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.files import WINDOW_BYTES
 from statexchange.storage.memory_directory import HEADERS, HostCopy, MemoryDirectory, headers_to_bytes
-from statexchange.storage.opened_path import open_path
+from statexchange.storage.opened_path import OpenedPath, open_path, read_with_retry
 from statexchange.storage.regions import BoxDigest, blocks, to_global
-from statexchange.storage.save_directory import MANIFEST, SaveManifest, rank_of_file
+from statexchange.storage.save_directory import MANIFEST, SaveManifest, rank_of_file, read_manifest
 from statexchange.storage.steps import identity_of_saves, make_identity, read_saves, step_name
 from statexchange.storage.tensorfile import digest, read_header_bytes
 
@@ -194,7 +195,13 @@ class MemoryCopies:
     def _copy_own(self, saved: str, folder: str, manifest: SaveManifest, comm: Communicator) -> str:
         """Copy this rank's file into the directory under construction; return the digest of its header."""
         name, nbytes = manifest.files[comm.rank], manifest.nbytes[comm.rank]
-        with open_path(saved) as opened, files.directory(folder) as dir_fd:
+
+        def seen(opened: OpenedPath) -> OpenedPath:
+            if read_manifest(opened.store).save != manifest.save:  # an NFS client may show a replaced directory a while
+                raise ReplacedError("this host sees another save here", path=saved)
+            return opened
+
+        with read_with_retry(saved, seen) as opened, files.directory(folder) as dir_fd:
             source = opened.store.open(name)
             header = digest(read_header_bytes(source))
 
