@@ -32,7 +32,7 @@ EXAMPLES = {
 
 def public_names() -> Iterator[tuple[str, Any]]:
     """The public functions and classes that are no errors, with the names of their docstrings."""
-    for package in (sx, sx.comm, sx.train):
+    for package in (sx, sx.comm, sx.train, sx.integrations):
         for name in package.__all__:
             value = getattr(package, name)
             if inspect.ismodule(value) or (inspect.isclass(value) and issubclass(value, Exception)):
