@@ -96,8 +96,13 @@ def test_a_killed_trainer_goes_on_as_if_it_had_not_been_killed(way: str, tmp_pat
 
 @pytest.mark.slow
 def test_a_trainer_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
-    killed(with_torchrun(2), "fit_trainer.py", fitting(kills=True), tmp_path)
-    done = run_script(ALONE, "fit_trainer.py", fitting(kills=True), tmp_path)
+    evaluates = {
+        "save_steps=2,": "save_steps=2, eval_strategy='steps', eval_steps=2,",
+        "train_dataset=rows": "train_dataset=rows, eval_dataset=rows",
+    }
+    script = fitting(kills=True, replace=evaluates)
+    killed(with_torchrun(2), "fit_trainer.py", script, tmp_path)
+    done = run_script(ALONE, "fit_trainer.py", script, tmp_path)
     assert "the save is of 2 ranks and this job has 1: random states stay as they are seeded" in done.stderr
     steps, _ = trained(tmp_path)
     assert [step for step, *_ in steps] == [1, 2, 3, 4, 5, 6]
@@ -152,6 +157,15 @@ def test_a_trainer_refuses_what_its_saves_do_not_have(given: dict[str, Any], mes
         sx.integrations.CheckpointsTrainer(
             LlamaForCausalLM(CONFIG), arguments(tmp_path, **given), eval_dataset=rows(), saves=saves
         )
+
+
+def test_a_trainer_refuses_a_save_of_another_loop(tmp_path: Path) -> None:
+    saves = sx.Checkpoints(tmp_path / "saves")
+    model = LlamaForCausalLM(CONFIG)
+    saves.save({"model": model}, 3)
+    trainer = sx.integrations.CheckpointsTrainer(model, arguments(tmp_path), train_dataset=rows(), saves=saves)
+    with pytest.raises(sx.errors.NotFoundError, match="CheckpointsTrainer did not make this save"):
+        trainer.train(resume_from_checkpoint=True)
 
 
 # Instead of printing the loss: notes it for each rank, and kills rank 0 once, after a step that was not saved.
