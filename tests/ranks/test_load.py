@@ -553,10 +553,13 @@ def keeps_its_own(folder: str) -> None:
 
 def test_values_that_differ_between_ranks_are_loaded_on_their_ranks(tmp_path: Path) -> None:
     run_ranks(keeps_its_own, 2, backend="gloo", args=(str(tmp_path / "saved"),))
+    live = {"rng": torch.zeros(3, dtype=torch.int64), "seed": 0, "same": torch.zeros(2)}
+    with pytest.raises(sx.errors.ReplicaError, match=r"ranks 0 and 1 saved different values of 'seed': .*exclude="):
+        sx.load_checkpoint(live, tmp_path / "saved")
     with pytest.raises(sx.errors.ReplicaError, match=r"ranks 0 and 1 saved different values.*'rng'"):
-        sx.load_checkpoint(
-            {"rng": torch.zeros(3, dtype=torch.int64), "seed": 0, "same": torch.zeros(2)}, tmp_path / "saved"
-        )
+        sx.load_checkpoint(live, tmp_path / "saved", exclude="seed")
+    assert sx.load_checkpoint(live, tmp_path / "saved", exclude=["seed", "rng"]).missing == ()
+    assert (live["rng"].tolist(), live["seed"], live["same"].tolist()) == ([0, 0, 0], 0, [1.0, 1.0])
 
 
 def test_the_saved_tree_can_be_read(tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ OF_OTHER_TESTS = {
     "block: read.py": "test_readme",
     "output: read.py": "test_readme",
     "block: on_save.py": "test_recipes",
+    "block: fit_trainer.py": "test_integrations",
+    "block: loop.py": "test_integrations",
     "block: pipeline.py": "test_recipes",
     "block: to_hf.py": "test_recipes",
     "block: lora.py": "test_recipes",

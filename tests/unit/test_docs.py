@@ -54,7 +54,7 @@ def test_the_environment_is_what_settings_reads() -> None:
     assert named == read
 
 
-@pytest.mark.parametrize("package", ["", "comm", "train", "errors"])
+@pytest.mark.parametrize("package", ["", "comm", "train", "integrations", "errors"])
 def test_the_reference_lists_every_public_name(package: str) -> None:
     home = getattr(statexchange, package) if package else statexchange
     page = (DOCS / "reference" / f"{package or 'python'}.md").read_text(encoding="utf-8")
@@ -80,7 +80,7 @@ def public(home: ModuleType) -> set[str]:
 def test_each_error_in_a_public_docstring_has_a_reason() -> None:
     """mkdocs needs lines "NAME: reason" or "NAME, NAME: reason" under "Raises:"."""
     wrong = []
-    for home in (statexchange, statexchange.comm, statexchange.train, statexchange.testing):
+    for home in (statexchange, statexchange.comm, statexchange.train, statexchange.integrations, statexchange.testing):
         for name in home.__all__:
             found = getattr(home, name)
             members = vars(found).values() if inspect.isclass(found) else ()

@@ -34,7 +34,9 @@ def test_at_most_28_names_are_at_the_top() -> None:
     assert [name for name in dir(sx) if not name.startswith("__")] == sx.__all__
 
 
-@pytest.mark.parametrize("package", ["statexchange", "statexchange.comm", "statexchange.train"])
+@pytest.mark.parametrize(
+    "package", ["statexchange", "statexchange.comm", "statexchange.train", "statexchange.integrations"]
+)
 def test_each_public_name_exists_and_stands_in_the_stub(package: str) -> None:
     module = importlib.import_module(package)
     stub = ast.parse((Path(str(module.__file__)).parent / "__init__.pyi").read_text())
@@ -49,13 +51,15 @@ def test_each_public_name_exists_and_stands_in_the_stub(package: str) -> None:
 
 
 def test_each_public_function_and_class_has_a_docstring() -> None:
-    for module in (sx, sx.comm, sx.train, sx.errors, sx.testing):
+    for module in (sx, sx.comm, sx.train, sx.integrations, sx.errors, sx.testing):
         assert module.__doc__
         for name in module.__all__:
             assert getattr(module, name).__doc__, name
 
 
-@pytest.mark.parametrize("module", ["statexchange", "statexchange.comm", "statexchange.train", "statexchange.errors"])
+@pytest.mark.parametrize(
+    "module", [f"statexchange{name}" for name in ("", ".comm", ".train", ".integrations", ".errors")]
+)
 def test_pydoc_works_without_torch(module: str) -> None:
     script = f"{WITHOUT_TORCH}\nimport pydoc\nprint(pydoc.render_doc({module!r}, renderer=pydoc.plaintext))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
